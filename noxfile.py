@@ -35,7 +35,7 @@ TEST_TOOLS = (
     "scipy>=1.14",
     "transformers>=5,<6",
 )
-PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("fd-*/pyproject.toml"))
+PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("*/pyproject.toml"))
 # Files of tests/cpu about the engine: in `tests` on torch only, which needs half the time for them,
 # and on PaddlePaddle in session `engine`; the longer ones on both there.
 ONCE = (
@@ -51,6 +51,8 @@ LONG = (
 # interpreter takes minutes for is left to session `plugins`.
 INTERPRETED = ("test_quant*", "test_*_blocks", "test_attention*")
 LIGHT = {
+    "plugins/fd-bench": (),
+    "plugins/fastdeploy-testing": (),
     "plugins/fd-cuda": tuple(f"--ignore-glob=*/{name}.py" for name in INTERPRETED),
     "plugins/fd-quant-wint2": (),
     "plugins/fd-spec-mtp": (),

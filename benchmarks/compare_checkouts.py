@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from figures import OPTION, add_json_option, is_rate, print_figures, read_figures
@@ -132,7 +133,10 @@ class Comparison:
     @property
     def ratios(self) -> list[float]:
         """After to before, within rounds."""
-        return [b / a if a else 1.0 for a, b in zip(self.before, self.after, strict=True)]
+        return [
+            b / a if a else (inf if b else 1.0)
+            for a, b in zip(self.before, self.after, strict=True)
+        ]
 
     @property
     def worse_percent(self) -> float:

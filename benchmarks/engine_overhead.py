@@ -31,9 +31,9 @@ from fastdeploy_core.engine.processes.supervisor import Listener, Supervisor
 from fastdeploy_core.errors import FastDeployError
 from fastdeploy_core.plugins.resolve import resolve
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
-from fastdeploy_core.testing.fakes import null_hf_config
 from fastdeploy_core.types import Request, SamplingParams, TokenDeltas
 from fastdeploy_core.types.engine import EngineInfo
+from fastdeploy_testing.fakes import null_hf_config
 
 PROMPT = 32
 WARM_STEPS = 30

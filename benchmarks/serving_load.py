@@ -120,8 +120,9 @@ def once(options: argparse.Namespace) -> float:
 
 def generate(options: argparse.Namespace, pipe: Connection) -> None:
     """What that process does."""
+    from fd_bench.data import LOWEST_RANDOM_ID
+
     from fastdeploy_core.api.llm import LLM
-    from fastdeploy_core.cli.bench_data import LOWEST_RANDOM_ID
     from fastdeploy_core.cli.parsing import parse_table
     from fastdeploy_core.types import SamplingParams
 

@@ -31,10 +31,10 @@ from fastdeploy_core.config.arguments import build_engine_config
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.engine.client import LocalEngine
 from fastdeploy_core.engine.selection import resolve_plugins
-from fastdeploy_core.testing.capturing import CapturingDevice, OnCapturingDevice
 from fastdeploy_core.types import Request, SamplingParams, TokenDeltas
 from fastdeploy_core.worker import model_runner
 from fastdeploy_core.worker import worker as worker_module
+from fastdeploy_testing.capturing import CapturingDevice, OnCapturingDevice
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT, WARM_STEPS = 16, 12

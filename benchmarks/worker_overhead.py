@@ -25,9 +25,9 @@ from figures import add_json_option, print_figures
 from fastdeploy_core.config.arguments import build_engine_config
 from fastdeploy_core.models.shapes import read_shapes
 from fastdeploy_core.plugins.resolve import resolve
-from fastdeploy_core.testing.capturing import OnCapturingDevice
 from fastdeploy_core.types import BatchRows, NewSequence, SamplingParams, SchedulerOutput
 from fastdeploy_core.worker.worker import Worker
+from fastdeploy_testing.capturing import OnCapturingDevice
 
 BLOCK_SIZE, PROMPT, LONGEST = 64, 16, 2048
 MODEL = {

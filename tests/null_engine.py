@@ -21,7 +21,6 @@ from fastdeploy_core.config import (
 from fastdeploy_core.engine.core import EngineCore
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.scheduler import sequence_seed
-from fastdeploy_core.testing.fakes import FaultyWorker, NullModel, null_hf_config
 from fastdeploy_core.types import (
     BatchRows,
     Request,
@@ -31,6 +30,7 @@ from fastdeploy_core.types import (
     TokenDeltas,
     each_delta,
 )
+from fastdeploy_testing.fakes import FaultyWorker, NullModel, null_hf_config
 
 VOCAB_SIZE = 64
 EOS = 3

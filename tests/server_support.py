@@ -26,11 +26,11 @@ from fastdeploy_core.serving.app import create_app
 from fastdeploy_core.serving.http import event_loop
 from fastdeploy_core.serving.http.listening import bind_socket
 from fastdeploy_core.serving.server import ApiServer
-from fastdeploy_core.testing.fakes import null_hf_config
 from fastdeploy_core.tokenizer import Tokenizer
 from fastdeploy_core.types import FinishReason, Request, RequestOutputDelta, SequenceDelta
 from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
 from fastdeploy_core.types.step import TokenLogprobs
+from fastdeploy_testing.fakes import null_hf_config
 
 EOS = "<eos>"
 SPECIALS = (EOS, "<|user|>", "<|assistant|>")

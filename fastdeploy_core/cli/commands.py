@@ -53,9 +53,8 @@ def help_text(group: str = "") -> str:
     rows = {name: summary for name, (_, summary) in CORE_COMMANDS.items()}
     rows |= {group: f"{text}: fastdeploy {group} --help" for group, text in GROUPS.items()}
     rows |= _installed()
-    known = _known()
+    missing = _table(_missing(rows), group)
     shown = _table(rows, group)
-    missing = _table({n: f"pip install {d}" for n, d in known.items() if n not in rows}, group)
     words = f"fastdeploy {group}".rstrip()
     return (
         f"usage: {words} COMMAND [arguments]\n\ncommands:\n{shown}\n"
@@ -83,17 +82,31 @@ def _installed() -> dict[str, str]:
     import importlib.metadata
 
     from fastdeploy_core.plugins.discovery import DISABLED, OK, REFUSED, discover
+    from fastdeploy_core.plugins.known import summaries
 
-    rows = {}
+    rows, own = {}, summaries()
     for entry in discover().of("command", usable=False):
         if entry.status in (DISABLED, REFUSED):
             continue
         text = f"not used: {entry.reason}"
         if entry.status == OK:
-            summary = importlib.metadata.metadata(entry.distribution)["Summary"]
+            summary = own.get(entry.name)
+            summary = summary or importlib.metadata.metadata(entry.distribution)["Summary"]
             text = f"{summary or 'no summary'} ({entry.distribution})"
         rows[entry.name] = text
     return rows
+
+
+def _missing(rows: Mapping[str, str]) -> dict[str, str]:
+    """Known commands that have no row, with what they do and what installs them."""
+    from fastdeploy_core.plugins.known import summaries
+
+    own, installs = summaries(), {n: f"pip install {d}" for n, d in _known().items()}
+    return {
+        name: f"{own[name]} ({install})" if name in own else install
+        for name, install in installs.items()
+        if name not in rows
+    }
 
 
 def _known() -> dict[str, str]:

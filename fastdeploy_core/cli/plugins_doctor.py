@@ -119,7 +119,7 @@ def device_rows(inventory: Inventory) -> list[dict[str, Any]]:
 
 
 def _examine(name: str, library: str) -> list[tuple[str, bool, str]]:
-    command = [sys.executable, "-P", "-m", "fastdeploy_core.testing.device_report", name, library]
+    command = [sys.executable, "-P", "-m", "fastdeploy_core.cli.device_report", name, library]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     try:
         done = subprocess.run(  # noqa: S603 - our own interpreter

@@ -94,7 +94,8 @@ class DeviceConfig:
 
 @dataclass(frozen=True, slots=True)
 class GraphConfig:
-    """Which decode steps are captured as graphs, on a device that can capture any."""
+    """Which steps are captured as graphs, on a device that can capture any: decode steps of these
+    batch sizes, and steps with prompts of token counts that the worker chooses."""
 
     enabled: bool = True
     sizes: tuple[int, ...] | None = None  # batch sizes, ascending; None: worker/step_graphs.py's

@@ -1,4 +1,4 @@
-"""Which decode steps are captured as graphs: FastDeploy's and vLLM's spellings of the arguments,
+"""Which steps are captured as graphs: FastDeploy's and vLLM's spellings of the arguments,
 and their meaning here. No other file of the core contains another project's spelling that names a
 vendor."""
 
@@ -14,7 +14,10 @@ from .engine import GraphConfig
 
 MAX_SIZE = 65536
 _COMPILER = "models are run as they are written, no compiler rewrites them"
-_PREFILL = "only decode steps are recorded; prefill chunks are large enough without"
+_PREFILL = (
+    "decode steps and steps with prompts are both captured, each as one graph; only the batch "
+    "sizes of decode steps can be chosen"
+)
 _ALWAYS = "recordings share one memory, cover the whole model, and are warmed up as they need it"
 
 GRAPH_ROWS: tuple[Argument, ...] = group(

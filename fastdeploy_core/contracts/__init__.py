@@ -2,8 +2,8 @@
 
 Importing it imports no tensor library, and pluggy only when a marker is asked for, so that
 `fastdeploy plugins list` stays quick. A plugin may import this package, `fastdeploy_core.devices`,
-`fastdeploy_core.types`, `fastdeploy_core.errors`, `fastdeploy_core.tensor`, and
-`fastdeploy_core.testing` in its tests; everything else is private.
+`fastdeploy_core.types`, `fastdeploy_core.errors` and `fastdeploy_core.tensor`, and in its tests
+`fastdeploy_testing`, a distribution of its own; everything else is private.
 """
 
 from __future__ import annotations

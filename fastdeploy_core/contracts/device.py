@@ -250,7 +250,7 @@ class DeviceBackend(Protocol):
     xp: TensorLibrary
     device: str
     # "module:Class" of the worker that runs steps on this device; empty: the core's own. For devices
-    # that execute whole steps themselves, and for the fakes in testing/.
+    # that execute whole steps themselves, and for the fakes of fastdeploy-testing.
     worker: str
 
     def memory(self) -> MemoryInfo:

@@ -1,6 +1,6 @@
-"""Structured output: limits on what clients send, compilation in a killable child, token masks.
+"""Structured output: limits on constraints, compilation in a killable child process, token masks.
 
-`GrammarCompiler` is used by the front ends (LLM, server); the matcher runs on rank 0 of the worker.
+Front ends (LLM, server) use `GrammarCompiler`; the matcher runs on rank 0 of the worker.
 """
 
 from .compiler import GrammarCompiler

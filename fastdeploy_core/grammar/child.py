@@ -1,8 +1,7 @@
-"""The process that compiles grammars: reads requests on stdin, answers on stdout, dies when told
-to.
+"""The process that compiles grammars: reads requests from stdin and writes answers to stdout.
 
-Frames are a 4-byte big-endian length and MessagePack. The first frame in is the set-up, the first
-frame out says whether it worked. Started by compiler.py only.
+Frames are a 4-byte big-endian length and MessagePack. The first frame in is the set-up; the first
+frame out says whether it worked. Only compiler.py starts this process, and may kill it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ HEADER = struct.Struct(">I")
 
 
 class Setup(msgspec.Struct, kw_only=True):
-    """Sent once, by the parent."""
+    """The first message; sent once by the parent."""
 
     target: str  # "module:Class" of the grammar backend
     tokenizer_json: str
@@ -39,7 +38,7 @@ class Setup(msgspec.Struct, kw_only=True):
 
 
 class Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Of the set-up or of one compilation: `error` is empty when it worked."""
+    """The answer to the set-up or to one compilation; `error` is empty when it worked."""
 
     compiled: bytes = b""
     error: str = ""
@@ -47,7 +46,7 @@ class Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def read_frame(stream: BinaryIO) -> bytes:
-    """One frame; empty at the end of the stream."""
+    """Read one frame; empty at the end of the stream."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return b""
@@ -55,16 +54,16 @@ def read_frame(stream: BinaryIO) -> bytes:
 
 
 def write_frame(stream: BinaryIO, body: bytes) -> None:
-    """One frame."""
+    """Write one frame."""
     stream.write(HEADER.pack(len(body)) + body)
     stream.flush()
 
 
 def limit_memory(extra_bytes: int) -> None:
-    """Let the address space grow by that much at most; no core dumps."""
+    """Let the address space grow by at most this much; no core dumps."""
     try:
         import resource
-    except ImportError:  # not a POSIX system: only the time limit holds
+    except ImportError:  # not a POSIX system: only the time limit applies
         return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     statm = Path("/proc/self/statm")
@@ -76,7 +75,7 @@ def limit_memory(extra_bytes: int) -> None:
 
 
 def compile_one(backend: Any, setup: Setup, body: bytes) -> Answer:
-    """Every failure of one constraint is an answer; only the process's end is not."""
+    """Compile one constraint; every failure becomes an answer, except the end of the process."""
     try:
         params = msgspec.msgpack.decode(body, type=StructuredOutputsParams)
         return Answer(compiled=backend.compile(params, setup.options))
@@ -84,7 +83,7 @@ def compile_one(backend: Any, setup: Setup, body: bytes) -> Answer:
         return Answer(error=str(error), param=error.param or "structured_outputs")
     except MemoryError:
         return Answer(error="it needs too much memory to compile", param="structured_outputs")
-    except Exception as error:  # a plugin's or a library's own: the client sees the class only
+    except Exception as error:  # an error of a plugin or library: the client sees its class only
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return Answer(
             error=f"the grammar library refused it ({type(error).__name__})",
@@ -95,8 +94,8 @@ def compile_one(backend: Any, setup: Setup, body: bytes) -> Answer:
 def main() -> int:
     """Serve until stdin ends."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = io.StringIO()  # a library that prints must not speak into the frames
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which closes stdin
+    sys.stdout = io.StringIO()  # a library that prints must not write into the frames
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes stdin
     setup = msgspec.msgpack.decode(read_frame(requests), type=Setup)
     try:
         module, _, name = setup.target.partition(":")
@@ -108,7 +107,7 @@ def main() -> int:
     limit_memory(setup.memory_bytes)
     write_frame(answers, msgspec.msgpack.encode(Answer()))
     while body := read_frame(requests):
-        # If the parent is gone it cannot kill us: then the alarm does.
+        # A parent that is gone cannot kill this process; then the alarm does.
         signal.alarm(math.ceil(setup.timeout_s) + 2)
         answer = compile_one(backend, setup, body)
         signal.alarm(0)

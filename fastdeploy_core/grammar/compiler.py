@@ -1,7 +1,7 @@
 """Compiles client grammars in child processes that are killed when they take too long.
 
-Front ends use it before a request is sent to the engine, so a hostile or hopeless constraint costs
-its own request an InvalidRequest and nobody else anything. The engine never compiles client text.
+Front ends use it before a request is sent to the engine. So a hostile or hopeless constraint ends
+its own request with InvalidRequest and harms no other. The engine never compiles client text.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 
 BUILTIN_BACKEND = "llguidance"
 ALIASES = {"auto": BUILTIN_BACKEND, "guidance": BUILTIN_BACKEND, "": BUILTIN_BACKEND}
-# Two: while one runs into its time limit, the other still serves.
+# While one child runs into its time limit, the other one still serves.
 NUM_CHILDREN = 2
 START_TIMEOUT_S = 60.0  # reading a large tokenizer and importing, on a busy machine
-MAX_WAIT_S = 10.0  # for a free child; beyond it the client is told to come back
+MAX_WAIT_S = 10.0  # for a free child; after that the client is told to retry
 MAX_MEMORY_BYTES = 1024**3  # that one compilation may add to its process
 MAX_CACHE_BYTES = 8 * 1024 * 1024
 MAX_CACHE_ENTRIES = 512
@@ -45,7 +45,7 @@ MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
 
 class _Child:
-    """One compiling process; started when first needed and again after it was killed."""
+    """One compiling process; started on first use, and again after it was killed."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -54,7 +54,7 @@ class _Child:
         self._lock = threading.Lock()
 
     def compile(self, body: bytes) -> Answer:
-        """Answer, or TimeoutError / EOFError when the child had to be killed or died."""
+        """The answer; TimeoutError or EOFError if the child had to be killed or died."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
@@ -66,10 +66,11 @@ class _Child:
                 raise
 
     def close(self) -> None:
-        """End the process, also in the middle of a compilation."""
+        """End the process, even in the middle of a compilation."""
         process = self._process
         if process is not None:
-            process.kill()  # a running compile() sees the end of the stream and lets go of the lock
+            # a running compile() then reads the end of the stream and releases the lock
+            process.kill()
         with self._lock:
             self._stop()
 
@@ -85,7 +86,7 @@ class _Child:
 
     def _start(self) -> None:
         self._stop()
-        # -P: the working directory is no place to import from.
+        # -P: no imports from the working directory.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "fastdeploy_core.grammar.child"],
             stdin=subprocess.PIPE,
@@ -137,7 +138,8 @@ class _Child:
 
 
 class _Cache:
-    """Results and refusals by constraint, bounded in entries and bytes, oldest use out first."""
+    """Results and refusals by constraint, bounded in entries and bytes; the least recently used go
+    first."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[bytes, Answer] = OrderedDict()
@@ -153,7 +155,7 @@ class _Cache:
         return self._num_bytes
 
     def get(self, key: bytes) -> Answer | None:
-        """The answer of last time."""
+        """The cached answer, or None."""
         with self._lock:
             answer = self._entries.get(key)
             if answer is not None:
@@ -161,7 +163,7 @@ class _Cache:
             return answer
 
     def put(self, key: bytes, answer: Answer) -> None:
-        """Keep an answer, dropping old ones."""
+        """Store an answer and drop old ones."""
         with self._lock:
             if key in self._entries:
                 return
@@ -176,15 +178,15 @@ class _Cache:
 
 
 class GrammarCompiler:
-    """Thread-safe. `backend` goes into Request.grammar_backend, what compile() returns into
-    grammar."""
+    """Compiles constraints; thread-safe. `backend` goes into Request.grammar_backend, the result of
+    compile() into Request.grammar."""
 
     def __init__(self, setup: Setup, backend: str, config: StructuredOutputsConfig) -> None:
         self.backend = backend
         self._config = config
         self._setup = setup
         self._cache = _Cache()
-        # Last in, first out: the child that ran last is the one that is warm.
+        # Last in, first out: the child that ran last has warm caches.
         self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
         self._children = [_Child(setup) for _ in range(NUM_CHILDREN)]
         for child in self._children:
@@ -226,14 +228,15 @@ class GrammarCompiler:
         return cls(setup, name, config)
 
     def compile(self, params: StructuredOutputsParams) -> bytes:
-        """The compiled constraint, or InvalidRequest. Waits at most the time limit and a queue."""
+        """The compiled constraint, or InvalidRequest. Waits for a free child and at most the time
+        limit."""
         if self._config.backend == "off":
             raise InvalidRequest(
                 "structured outputs are turned off on this server "
                 "(--guided-decoding-backend off); remove structured_outputs from the request",
                 param="structured_outputs",
             )
-        check(params, self._config)  # cheap, and before anything is copied to the child
+        check(params, self._config)  # cheap, and done before anything is copied to the child
         body = msgspec.msgpack.encode(params)
         answer = self._cache.get(body)
         if answer is None:

@@ -1,7 +1,7 @@
-"""Client constraints to grammar text for llguidance (its Lark dialect and its JSON-schema
+"""Converts client constraints to grammar text for llguidance (its Lark dialect and its JSON-schema
 compiler).
 
-GBNF / EBNF grammars (`root ::= ...`) are converted, Lark grammars (`start: ...`) are taken as they
+GBNF / EBNF grammars (`root ::= ...`) are converted; Lark grammars (`start: ...`) are taken as they
 are.
 """
 
@@ -19,7 +19,7 @@ from fastdeploy_core.types import StructuredOutputsParams
 
 from .limits import MAX_TAGS, refuse
 
-# Between JSON tokens a weak model can emit blanks for ever; indentation needs only a few.
+# Between JSON tokens a weak model may emit blanks for ever; indentation needs only a few.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,48}"
 
 _SCHEMA_KEYS = ("items", "additionalItems", "contains", "propertyNames", "if", "then", "else")
@@ -28,8 +28,8 @@ _MAP_KEYS = ("properties", "patternProperties", "$defs", "definitions", "depende
 
 
 def to_grammar(params: StructuredOutputsParams, source: str, options: Mapping[str, Any]) -> str:
-    """`source` is what limits.check() returned. Options: disable_any_whitespace (False),
-    disable_additional_properties (True: objects that list properties take no others)."""
+    """The grammar text. `source` is the result of limits.check(). Options: disable_any_whitespace
+    (False), disable_additional_properties (True: objects that list properties take no others)."""
     kind = params.kind
     if kind == "json":
         return _json_grammar(json.loads(source), options)
@@ -57,7 +57,7 @@ def _overrides(options: Mapping[str, Any]) -> Any:
 
 
 def _close(schema: Any) -> Any:
-    """additionalProperties: false wherever properties are listed and nothing else is said.
+    """Set additionalProperties: false in every object that lists properties and does not set it.
 
     A schema with allOf stays open: its branches describe one object together.
     """

@@ -1,7 +1,7 @@
-"""What a constraint may cost, judged in linear time before anything compiles it.
+"""Limits on the cost of a constraint, checked in linear time before compilation.
 
-These checks bound what reaches a grammar library; what slips through them is bounded by the time
-and memory limits of the child process that compiles (compiler.py).
+These checks bound what reaches a grammar library. The time and memory limits of the compiling child
+process (compiler.py) bound everything else.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from fastdeploy_core.types import StructuredOutputsParams
 MAX_CHOICES = 1000
 MAX_ALTERNATIONS = 2000
 MAX_REPEAT = 10_000  # of one {m,n}
-MAX_REPEAT_PRODUCT = 100_000  # of {m,n} nested in each other
+MAX_REPEAT_PRODUCT = 100_000  # of nested {m,n}
 MAX_REF_CHAIN = 64
 MAX_TAGS = 64
 
 
 def refuse(kind: str, why: str) -> InvalidRequest:
-    """The error a client sees for a constraint that is not possible."""
+    """The error that a client gets for a constraint that is not possible."""
     return InvalidRequest(
         f"structured_outputs.{kind} cannot be used: {why}", param=f"structured_outputs.{kind}"
     )
@@ -67,7 +67,7 @@ def parse_json(kind: str, text: str, config: StructuredOutputsConfig) -> Any:
 
 
 def check_regex(kind: str, pattern: str, config: StructuredOutputsConfig) -> None:
-    """Nesting, alternatives and repetition counts of a regular expression."""
+    """Check nesting, alternatives and repetition counts of a regular expression."""
     _check_brackets(kind, pattern, config)
     if pattern.count("|") > MAX_ALTERNATIONS:
         raise refuse(kind, f"the expression has more than {MAX_ALTERNATIONS} alternatives")
@@ -111,7 +111,7 @@ def _depth(value: Any) -> int:
 
 
 def _text_depth(text: str) -> int:
-    """Bracket depth of JSON text, brackets in strings left out."""
+    """Bracket depth of JSON text; brackets in strings do not count."""
     depth = deepest = 0
     in_string = escaped = False
     for char in text:
@@ -163,7 +163,7 @@ def _repeats(pattern: str) -> Iterator[tuple[int, int, int]]:
 
 
 def _check_repeats(kind: str, pattern: str) -> None:
-    """Counted repetitions multiply when they are nested: ((a{100}){100}){100}."""
+    """Check repetition counts; nested ones multiply: ((a{100}){100}){100}."""
     repeats = {start: (length, count) for start, length, count in _repeats(pattern)}
     if not repeats:
         return
@@ -185,7 +185,7 @@ def _check_repeats(kind: str, pattern: str) -> None:
         if not was_escaped and char == "(":
             products.append(1)
         elif not was_escaped and char == ")" and len(products) > 1:
-            closed = products.pop()  # what a repetition right behind the group multiplies
+            closed = products.pop()  # multiplied by a repetition right after the group
             products[-1] = max(products[-1], closed)
         index += 1
 
@@ -211,7 +211,7 @@ def _check_json(kind: str, source: str, config: StructuredOutputsConfig) -> None
 
 
 def _check_reference(kind: str, root: Any, reference: str) -> None:
-    """Only references within the schema, and no chain of references that never arrives."""
+    """Allow only references within the schema, and no endless chain of references."""
     for _ in range(MAX_REF_CHAIN):
         if not reference.startswith("#"):
             raise refuse(kind, "$ref may only point into the same schema (start with #)")
@@ -219,7 +219,7 @@ def _check_reference(kind: str, root: Any, reference: str) -> None:
         for part in reference[1:].strip("/").split("/") if len(reference) > 1 else ():
             name = part.replace("~1", "/").replace("~0", "~")
             if not isinstance(target, dict) or name not in target:
-                return  # an anchor, or a wrong pointer: the grammar library says which
+                return  # an anchor, or a wrong pointer, which the grammar library reports
             target = target[name]
         if not isinstance(target, dict) or set(target) - {"$ref", "$defs", "definitions", "title"}:
             return

@@ -22,21 +22,21 @@ from fastdeploy_core.types import StructuredOutputsParams
 from . import limits
 from .convert import to_grammar
 
-# Matchers of recent grammars are kept to be copied, which takes microseconds.
+# Matchers of recent grammars are kept and copied, which takes microseconds.
 MAX_CACHED_MATCHERS = 64
 MAX_CACHED_BYTES = 1024 * 1024
 
 
 class LLGuidanceMatcher:
-    """One sequence's state. End-of-text tokens after the grammar's end are counted here, because
-    the library refuses them."""
+    """One sequence's state. The library refuses end-of-text tokens after the grammar's end, so they
+    are counted here."""
 
     def __init__(
         self, matcher: LLMatcher, num_bits: int, vocab_size: int, eos_ids: frozenset[int]
     ) -> None:
         self._matcher = matcher
         self._eos_ids = eos_ids
-        self._num_ended = 0  # end-of-text tokens accepted behind the end
+        self._num_ended = 0  # end-of-text tokens accepted after the grammar's end
         self._tail_words = (vocab_size + 31) // 32
         # The tokenizer may know more tokens than the model has logits.
         self._wide = np.zeros((num_bits + 31) // 32, dtype=np.int32)
@@ -45,7 +45,7 @@ class LLGuidanceMatcher:
             self._tail_mask = np.int32((1 << (vocab_size % 32)) - 1)
 
     def accept(self, token_ids: Sequence[int]) -> int:
-        """Advance by tokens; returns how many fit."""
+        """Advance by tokens; returns how many were accepted."""
         tokens = [int(t) for t in token_ids]
         taken = 0
         if not self._num_ended and not self._matcher.is_stopped():
@@ -57,14 +57,14 @@ class LLGuidanceMatcher:
 
     def rollback(self, num_tokens: int) -> None:
         """Undo the last accepted tokens."""
-        behind_end = min(num_tokens, self._num_ended)
-        self._num_ended -= behind_end
-        if num_tokens > behind_end and not self._matcher.rollback(num_tokens - behind_end):
+        past_end = min(num_tokens, self._num_ended)
+        self._num_ended -= past_end
+        if num_tokens > past_end and not self._matcher.rollback(num_tokens - past_end):
             raise InvalidRequest("the grammar cannot go back that far")
 
     def fill_mask(self, mask: np.ndarray) -> None:
-        """mask: [ceil(vocab_size / 32)] int32. InvalidRequest when the grammar is too complex
-        here."""
+        """Write the mask of possible tokens. mask: [ceil(vocab_size / 32)] int32. InvalidRequest
+        when the grammar is too complex at this point."""
         if self._num_ended:
             mask[:] = 0
             self._allow_eos(mask)
@@ -81,7 +81,7 @@ class LLGuidanceMatcher:
         return self._num_ended > 0 or (self._matcher.is_stopped() and not self._matcher.is_error())
 
     def error(self) -> str:
-        """The library's reason in one short line, or nothing."""
+        """The library's reason in one short line, or an empty text."""
         return " ".join(self._matcher.get_error().split("<")[0].split())[:200]
 
     def _allow_eos(self, mask: np.ndarray) -> None:
@@ -92,7 +92,7 @@ class LLGuidanceMatcher:
 
 
 class LLGuidanceBackend:
-    """Constructed with a tokenizer.json (its path or its text), in front end and worker."""
+    """Constructed with a tokenizer.json (its path or its text), in front ends and worker."""
 
     name = "llguidance"
     contract = CONTRACT
@@ -118,7 +118,8 @@ class LLGuidanceBackend:
         self._pristine_bytes = 0
 
     def compile(self, params: StructuredOutputsParams, options: Mapping[str, Any]) -> bytes:
-        """Check and convert; run this in a process that may be killed (grammar/compiler.py)."""
+        """Check and convert a constraint; run this in a process that may be killed
+        (grammar/compiler.py)."""
         config = StructuredOutputsConfig(
             max_source_bytes=int(options.get("max_source_bytes", 16 * 1024)),
             max_depth=int(options.get("max_depth", 64)),
@@ -126,8 +127,8 @@ class LLGuidanceBackend:
         source = limits.check(params, config)
         grammar = to_grammar(params, source, options)
         matcher = self._build(grammar)
-        # The first mask finds what building leaves for later: grammars that match nothing, or
-        # that branch too widely.
+        # The first mask shows errors that construction leaves for later: grammars that match
+        # nothing, or that branch too widely.
         if not matcher.is_error():
             mask = np.zeros((self._tokenizer.vocab_size + 31) // 32, dtype=np.int32)
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -139,7 +140,7 @@ class LLGuidanceBackend:
         return grammar.encode()
 
     def matcher(self, compiled: bytes) -> LLGuidanceMatcher:
-        """A fresh state."""
+        """A matcher at the beginning of the grammar."""
         pristine = self._pristine.get(compiled)
         if pristine is None:
             pristine = self._build(compiled.decode())

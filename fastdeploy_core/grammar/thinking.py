@@ -1,7 +1,7 @@
-"""A grammar that binds only behind the model's thinking.
+"""A grammar that binds only after the model's thinking.
 
-Used by the worker around any backend's matcher, so that grammar plugins need not know of thinking.
-Deciding whether an answer may think is the front ends' business (parsers/answer.py).
+The worker wraps any backend's matcher in it, so grammar plugins do not handle thinking. Front ends
+decide whether an answer may think (parsers/answer.py).
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from fastdeploy_core.types import GrammarStart
 
 
 class MatcherAfterThinking:
-    """A GrammarMatcher in three phases: it may think, it thinks, the grammar binds.
+    """A GrammarMatcher with three phases: it may think, it thinks, the grammar binds.
 
-    While it may think, the grammar's first tokens are possible and so is the token that begins
-    thinking; while it thinks, everything is, the end of the text included.
+    While it may think, the possible tokens are the grammar's first tokens and the token that begins
+    thinking. While it thinks, all tokens are possible, the end of the text included.
     """
 
     def __init__(self, matcher: GrammarMatcher, start: GrammarStart) -> None:
         self._matcher = matcher
         self._start = start
-        self._may_think = start.begin is not None  # and has not begun to
-        self._num_free = 0  # tokens of the thinking, its marks included
+        self._may_think = start.begin is not None  # and thinking has not begun
+        self._num_free = 0  # tokens of the thinking, its begin and end tokens included
         self._num_bound = 0  # tokens the grammar has seen
         self._is_bound = False
 
     def accept(self, token_ids: Sequence[int]) -> int:
-        """Advance by tokens; returns how many fit."""
+        """Advance by tokens; returns how many were accepted."""
         taken = 0
         for token_id in token_ids:
             if self._is_bound:
@@ -47,7 +47,7 @@ class MatcherAfterThinking:
             self._num_bound += num_bound
             taken += num_bound
         if not self._num_bound and not self._num_free:
-            self._is_bound = False  # nothing fitted: it may still think
+            self._is_bound = False  # no token was accepted: it may still think
         return taken
 
     def rollback(self, num_tokens: int) -> None:
@@ -62,7 +62,7 @@ class MatcherAfterThinking:
             self._is_bound = False
 
     def fill_mask(self, mask: np.ndarray) -> None:
-        """mask: [ceil(vocab_size / 32)] int32."""
+        """Write the mask of possible tokens. mask: [ceil(vocab_size / 32)] int32."""
         if not self._is_bound and not self._at_start():
             mask[:] = -1
             return
@@ -76,5 +76,5 @@ class MatcherAfterThinking:
         return self._is_bound and self._matcher.is_finished()
 
     def _at_start(self) -> bool:
-        """Whether thinking is possible and nothing has come yet."""
+        """Whether thinking is possible and no token has arrived yet."""
         return self._may_think and not self._num_free

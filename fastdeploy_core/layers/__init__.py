@@ -1,6 +1,6 @@
-"""Layers hold weights and call the kernel they were given; ModelBuilder makes them.
+"""Layers hold weights and call the kernels they were given; ModelBuilder makes layers.
 
-Nothing here imports a tensor library: it comes with the device (`device.xp`).
+No file imports a tensor library: the device brings it (`device.xp`).
 """
 
 from .builder import ModelBuilder

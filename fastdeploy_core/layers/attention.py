@@ -1,7 +1,7 @@
 """Grouped-query attention: one product for q, k and v, rotation, cache write, the driver, output.
 
-Heads are divided among ranks; with more ranks than key-value heads, each of these heads is held by
-several ranks.
+Heads are divided among ranks. With more ranks than key-value heads, several ranks hold the same
+head.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class PagedAttention:
-    """The part between projections, for any unit that a driver claims; "gqa" and "mla" share it."""
+    """The part between the projections, for any unit that a driver claims; "gqa" and "mla" share
+    it."""
 
     def __init__(
         self,
@@ -60,8 +61,8 @@ class PagedAttention:
         return turned
 
     def select(self, rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Of each [num_tokens, width], what is needed behind the attention: these rows; None:
-        all."""
+        """The rows of each [num_tokens, width] that the layers after the attention read; None: all
+        rows."""
         if rows is None:
             return tensors
         return tuple(self._select_rows(x, rows) for x in tensors)
@@ -76,10 +77,10 @@ class PagedAttention:
         norms: HeadNorms | None = None,
     ) -> Tensor:
         """Write `rows` to the cache and attend; see AttentionBackend.forward for the shapes.
-        `norms`: those that the driver sees to."""
+        `norms`: query and key norms that the driver applies itself."""
         cache, metadata = context.caches[self.index], context.metadata[self.spec]
         rotary = self.cos_sin if self.rotates else None
-        # Drivers have parameters for what they claim only.
+        # A driver takes only the parameters of what it claims.
         own: dict[str, Any] = {}
         if self._is_quantized:
             own["scales"] = None if self._scales is None else self._scales.value
@@ -100,8 +101,8 @@ class HeadShape:
 
 
 class Attention:
-    """x: [num_tokens, hidden] to the same. `norm_eps` adds the normalisation of each query and key
-    head (Qwen3)."""
+    """x: [num_tokens, hidden]; so is the result. `norm_eps`: also normalise each query and key head
+    (Qwen3)."""
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ class Attention:
             self._norms = HeadNorms(of_q.weight, of_k.weight, norm_eps)
         self.paged = PagedAttention(build, prefix, spec, rotary, kv_piece)
         self._driver_norms = self.paged.norms_heads
-        # A driver that claims the projections, too, and its own layout of them.
+        # A driver that also claims the projections, and the weights in its own layout.
         self._block: Any = self.paged.backend if self.paged.backend.unit == "projections" else None
         self._projections: Any = None
         self._heads, self._kv_heads, self._dim = spec.num_heads, spec.num_kv_heads, dim
@@ -166,8 +167,9 @@ class Attention:
         context: ForwardContext,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Two addends of the sum t = x + residual and of attention to norm(t), as Linear.add_to
-        returns them. rows: of these tokens alone, [n] int64; all of them are attended to."""
+        """Two addends of t + attention(norm(t)) with t = x + residual, as Linear.add_to returns
+        them. rows: [n] int64, the tokens that the result is needed for; attention still covers all
+        tokens."""
         if self._block is not None:
             normed, total = norm.add(x, residual)
             (total,) = self.paged.select(rows, total)
@@ -178,7 +180,7 @@ class Attention:
         return self.output.add_to(total, attended)
 
     def _whole(self, x: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
-        """The driver does all of it, for all tokens."""
+        """The driver computes the whole layer, for all tokens."""
         if self._projections is None:
             qkv, output = self.qkv.weight, self.output.weight
             self._projections = self._block.prepare_projections(
@@ -197,7 +199,7 @@ class Attention:
         return self.output.finish(y)
 
     def _attend(self, qkv: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
-        # One view of all heads, then three slices of it: fewer calls than cutting first.
+        # One view of all heads, then three slices: fewer calls than splitting first.
         heads = qkv.reshape(qkv.shape[0], self._k_end + self._kv_heads, self._dim)
         q = heads[:, : self._heads]
         k = heads[:, self._heads : self._k_end]

@@ -1,7 +1,7 @@
-"""What a model is built with: device, kernels, ranks, drivers, and makers of every layer.
+"""What a model is built with: device, kernels, ranks, drivers, and functions that make each layer.
 
-One builder per model and rank. It collects where each checkpoint tensor goes (`weights`), the
-attention layers in cache order (`kv_layers`) and lines for the start-up report.
+There is one builder per model and rank. It collects the destination of each checkpoint tensor
+(`weights`), the attention layers in cache order (`kv_layers`) and lines for the start-up report.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class KeptWeights(Protocol):
     """Laid-out weights that are kept between starts."""
 
     def get(self, name: str) -> Any:
-        """The one of that name; None if it is not kept."""
+        """The weight of that name; None if it is not kept."""
         ...
 
     def put(self, name: str, prepared: Any) -> None:
-        """Keep it."""
+        """Keep a weight."""
         ...
 
 
@@ -56,7 +56,7 @@ MoEFactory = Callable[[MoESpec], MoEBackend]
 
 
 class ModelBuilder:
-    """Passed to every model family's constructor; see the makers at the end for the layers."""
+    """Passed to the constructor of every model family; the methods at the end make layers."""
 
     def __init__(
         self,
@@ -85,20 +85,22 @@ class ModelBuilder:
         self.quantizer, self._is_dummy = quantizer, is_dummy
         self._quantizers = quantizers
         self.kv_format, self.kv_static = kv_format, kv_static
-        self.expert_ranks = expert_ranks  # ranks that hold whole experts; None: a share of each
+        # ranks that hold whole experts; None: each rank holds a share of every expert
+        self.expert_ranks = expert_ranks
         self._kept_weights = kept_weights
         self.weights = WeightMap()
         self.kv_layers: list[AttentionSpec] = []
         self.attention_drivers: dict[AttentionSpec, AttentionBackend] = {}
         self.moe_drivers: dict[MoESpec, MoEBackend] = {}
         self.unquantized: list[str] = []
-        self.weight_bytes = 0  # held by layers, in the checkpoint's layout where it is quantized
+        self.weight_bytes = 0  # held by layers; quantized layers count in the checkpoint's layout
         self._attention_factory, self._moe_factory = attention_factory, moe_factory
         self._tables: dict[tuple[int, float, str, int], list[tuple[RotarySpec, Tensor]]] = {}
 
     def extension(self, quantizer: Quantizer | None) -> ModelBuilder:
-        """A builder of layers beside this model's, such as a drafter's: the same ranks, kernels,
-        drivers, cache order and checkpoint dialect; weights and number format of its own."""
+        """A builder of additional layers for this model, such as a drafter's. It shares ranks,
+        kernels, drivers, cache order and checkpoint dialect; weights and number format are its
+        own."""
         other = copy.copy(self)
         other.weights = self.weights.same_dialect()
         other.quantizer, other._kept_weights = quantizer, None
@@ -116,16 +118,16 @@ class ModelBuilder:
         return self._count(self.xp.zeros(shape, dtype=dtype, device=self.device.device))
 
     def release(self, weight: Tensor) -> None:
-        """The weight gives its memory back (a quantizer has taken it over)."""
+        """A weight's memory is free again: a quantizer has taken the weight over."""
         self.weight_bytes -= self.xp.nbytes(weight)
 
     def hold(self, tensors: Mapping[str, Tensor]) -> None:
-        """Quantized tensors of a layer that stay."""
+        """Count quantized tensors that a layer keeps."""
         self.weight_bytes += sum(self.xp.nbytes(tensor) for tensor in tensors.values())
 
     def place(self, name: str, announce: Callable[[], None]) -> Any:
-        """Announce the tensors of a weight; returns it as it was laid out at an earlier start, if
-        that is kept, and then none of them is read."""
+        """Announce the tensors of a weight. If an earlier start kept the laid-out weight, it is
+        returned and none of its tensors is read; else None."""
         mark = self.weights.mark()
         announce()
         kept = None if self._kept_weights is None else self._kept_weights.get(name)
@@ -134,7 +136,7 @@ class ModelBuilder:
         return kept
 
     def keep(self, name: str, prepared: Any) -> Any:
-        """The same, once it was laid out: the next start may find it."""
+        """Keep a weight after it was laid out, so that the next start finds it; returns it."""
         if self._kept_weights is not None:
             self._kept_weights.put(name, prepared)
         return prepared
@@ -144,7 +146,7 @@ class ModelBuilder:
         return weight
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks; x itself when there is one."""
+        """Sum over ranks; with one rank, x itself."""
         return x if self.communicator is None else self.communicator.all_reduce(x)
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -156,7 +158,7 @@ class ModelBuilder:
         return replace(spec, kv_format=self.kv_format, kv_static=self.kv_static)
 
     def add_kv_layer(self, spec: AttentionSpec) -> int:
-        """Count one more attention layer; returns its place in ForwardContext.caches."""
+        """Add an attention layer; returns its index in ForwardContext.caches."""
         self.kv_layers.append(spec)
         return len(self.kv_layers) - 1
 
@@ -173,7 +175,7 @@ class ModelBuilder:
         return self.moe_drivers[spec]
 
     def expert_share(self, num_experts: int) -> ExpertShare:
-        """What this rank holds of a block's experts."""
+        """The part of a block's experts that this rank holds."""
         if self.expert_ranks is not None:
             return self.expert_ranks.share(num_experts)
         return ExpertShare(0, num_experts, num_experts, self.piece)
@@ -189,7 +191,8 @@ class ModelBuilder:
         return table
 
     def quantizer_for(self, layer: LayerSpec) -> Quantizer | None:
-        """The quantizer if it takes this layer; layers it leaves alone are remembered."""
+        """The quantizer if it takes this layer. Layers that it leaves alone are listed in
+        `unquantized`."""
         if self.quantizer is None:
             return None
         if self.quantizer.supports(layer):
@@ -204,16 +207,17 @@ class ModelBuilder:
         return make_quantizer(HEAD_QUANTIZER, {}, self.device, self.kernels, self._quantizers)
 
     def is_stored(self, layer: LayerSpec) -> bool:
-        """Whether the layer's quantized tensors are read, or made from a full-precision weight.
+        """Whether the layer's quantized tensors are read, instead of made from a full-precision
+        weight.
 
-        Dummy weights are made quantized: what would be rounded is noise, and a model that only fits
-        in few bits could not be loaded otherwise.
+        Dummy weights are made in quantized form: rounding noise is pointless, and a model that only
+        fits in few bits could not be loaded otherwise.
         """
         return self._is_dummy or (self.quantizer is not None and self.quantizer.is_stored(layer))
 
     def leave_unquantized(self, name: str) -> None:
-        """A layer that no quantizer is asked about: named in the start-up report if there is
-        one."""
+        """Record a layer that is never quantized; with a quantizer, the start-up report names
+        it."""
         if self.quantizer is not None:
             self.unquantized.append(name)
 
@@ -222,7 +226,7 @@ class ModelBuilder:
     def embedding(
         self, name: str, vocab_size: int, hidden: int, *, like: Embedding | None = None
     ) -> Embedding:
-        """The token embedding; `like` shares that one's weight unless the checkpoint's differs."""
+        """The token embedding; `like`: share that one's weight, unless the checkpoint's differs."""
         return Embedding(self, name, vocab_size, hidden, like=like)
 
     def lm_head(
@@ -235,8 +239,8 @@ class ModelBuilder:
         bias: bool = False,
         like: LMHead | None = None,
     ) -> LMHead:
-        """The output projection; `tied` shares the embedding's weight and ignores its own; `like`
-        shares another head's unless the checkpoint's differs."""
+        """The output projection; `tied`: share the embedding's weight and ignore the head's own;
+        `like`: share another head's weight, unless the checkpoint's differs."""
         return LMHead(self, name, vocab_size, hidden, tied=tied, bias=bias, like=like)
 
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
@@ -246,7 +250,7 @@ class ModelBuilder:
     def linear(
         self, name: str, in_features: int, out_features: int, *, quantize: bool = True
     ) -> Linear:
-        """One product that every rank does as a whole."""
+        """One product that every rank computes whole."""
         part = LinearPart(name, out_features)
         return Linear(self, name, [part], in_features, quantize=quantize)
 
@@ -308,8 +312,8 @@ class ModelBuilder:
         bias_name: str = "",
         bias_shape: tuple[int, ...] = (),
     ) -> MoEBlock:
-        """Routed experts, plus shared ones when they have a width: the driver's, if it takes
-        them."""
+        """Routed experts, and shared ones if they have a width. The MoE driver computes the shared
+        ones if it takes them."""
         shared, count = None, shared_intermediate // intermediate
         can_join = self.quantizer is None and not shared_bias and self.expert_ranks is None
         if count and can_join and shared_intermediate == count * intermediate:

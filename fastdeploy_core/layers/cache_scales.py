@@ -1,8 +1,8 @@
 """Static scales of one layer's KV cache, read from the checkpoint.
 
 Two spellings: FastDeploy's `cachek_matmul.activation_scale` (the largest magnitude, one per head or
-per channel; with `activation_zero_point` for int4_zp, where the scale is the step), and `k_scale`
-(the step, one number) of compressed-tensors and vLLM.
+per channel; with `activation_zero_point` for int4_zp, where the scale is the step size), and
+`k_scale` (the step size, one number) of compressed-tensors and vLLM.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from .builder import ModelBuilder
     from .stored import Piece
 
-# FastDeploy 2.x stores int4 as -7..7; here it lies as 0..14.
+# FastDeploy 2.x stores int4 as -7..7; the cache holds it as 0..14.
 _INT4_LOW: Final = -7.0
 _DUMMY_PEAK: Final = 8.0
-# How their names are recognised where they are not wanted.
+# Parts of their names, to recognise scales that are not used.
 CACHE_SCALE_NAMES: Final = (".cachek_matmul.", ".cachev_matmul.", ".k_scale", ".v_scale")
 
 
 class CacheScales:
-    """Filled while the checkpoint is loaded; `value` is whole afterwards."""
+    """Filled while the checkpoint is loaded; `value` is complete afterwards."""
 
     def __init__(
         self, build: ModelBuilder, prefix: str, spec: AttentionSpec, kv_piece: Piece
@@ -126,9 +126,9 @@ class CacheScales:
 
 
 class _ScalePlacement(Placement):
-    """Takes any number of scales; how many there must be is checked by their owner."""
+    """Takes scales of any count; their owner checks the count."""
 
     def take(self, stored: StoredTensor) -> None:
-        """Hand over the whole tensor."""
+        """Pass the whole tensor on."""
         self.accept(stored.read())
         self.done = True

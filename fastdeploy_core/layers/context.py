@@ -1,4 +1,4 @@
-"""What one forward pass needs beside tokens; built by the model runner, passed explicitly."""
+"""What one forward pass needs besides tokens; built by the model runner, passed explicitly."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ class ForwardContext:
     batch: AttentionBatch
     metadata: dict[AttentionSpec, Any]  # filled by AttentionBackend.prepare
     caches: list[tuple[Tensor, ...]]  # in the order of ModelBuilder.kv_layers
-    # [n] int64: tokens whose hidden states are read behind the model, an index as select_rows takes
-    # it; None: all.
+    # [n] int64: tokens whose hidden states are read after the model, an index for select_rows;
+    # None: all.
     rows: Tensor | None = None

@@ -1,7 +1,7 @@
 """Token embedding and lm head: both divide the vocabulary among ranks.
 
-The vocabulary is padded to a multiple of the ranks; padded rows are zero and their logits are cut
-off, so that any size can be divided.
+The vocabulary is padded to a multiple of the number of ranks, so any size can be divided. Padding
+rows are zero and their logits are cut off.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROWS_AT_ONCE = 4096
 
 
 class VocabShare:
-    """Which rows of anything with one row per token this rank holds."""
+    """The rows that this rank holds of a tensor with one row per token of the vocabulary."""
 
     def __init__(self, build: ModelBuilder, size: int) -> None:
         self.size = size
@@ -38,7 +38,7 @@ class VocabShare:
         self.start = build.tp_rank * self.rows
 
     def place(self, build: ModelBuilder, name: str) -> Tensor:
-        """A zeroed [rows] that the checkpoint tensor `name` will fill."""
+        """A zeroed [rows] tensor, to be filled from the checkpoint tensor `name`."""
         dtype = build.xp.dtype(build.dtype)
         bias = build.zeros((self.rows,), dtype)
 
@@ -68,8 +68,8 @@ class VocabShare:
 
 
 class VocabMatrix:
-    """[rows, hidden] of a checkpoint tensor, as the kernel of `operation` wants it once it is
-    there. Embedding and head may share one."""
+    """[rows, hidden] of a checkpoint tensor, in the layout of `operation`'s kernel after loading.
+    Embedding and head may share one."""
 
     def __init__(
         self,
@@ -81,8 +81,7 @@ class VocabMatrix:
         *,
         like: VocabMatrix | None = None,
     ) -> None:
-        """like: that one's weight is used unless the checkpoint has a tensor `name` that
-        differs."""
+        """like: use that one's weight, unless the checkpoint has a different tensor `name`."""
         self.operation: str = operation if like is None else like.operation
         self._build, self._share, self._like = build, share, like
         self._name, self._hidden, self._value = name.removesuffix(".weight"), hidden, None
@@ -101,13 +100,13 @@ class VocabMatrix:
 
     @property
     def value(self) -> Any:
-        """What the kernels are handed."""
+        """The weight that kernels get."""
         if self._value is None and self._like is not None:
             return self._like.value
         return self._value
 
     def share_with_head(self, name: str) -> None:
-        """A head multiplies with it, too. Where the quantizer rounds heads and the device's
+        """The head also multiplies with this weight. If the quantizer rounds heads and the device's
         products take the format, one rounded weight serves both."""
         build = self._build
         self.operation, quantizer = "linear", build.quantizer
@@ -158,13 +157,14 @@ class VocabMatrix:
             return
         prepared = build.kernels.prepare(self.operation, whole)
         build.hold({self.operation: whole})
-        if prepared is whole and whole.data_ptr() == tensor.data_ptr():  # the checkpoint's own
+        # the checkpoint's own memory
+        if prepared is whole and whole.data_ptr() == tensor.data_ptr():
             prepared = xp.empty(shape, dtype=rows.dtype, device=build.device.device)
             prepared[:] = rows
         self._value = build.keep(self._name, prepared) if self._like is None else prepared
 
     def _is_likes(self, rows: Tensor) -> bool:
-        """Whether these rows are the shared ones; what has been laid out anew cannot be
+        """Whether these rows equal the shared ones; weights in another layout cannot be
         compared."""
         value: Any = None if self._like is None else self._like.value
         is_tensor = isinstance(value, self._build.xp.tensor_type)
@@ -194,11 +194,11 @@ class Embedding:
 
     @property
     def weight(self) -> Any:
-        """As the kernel wants it."""
+        """The weight in the layout of the kernel."""
         return self.matrix.value
 
     def __call__(self, input_ids: Tensor) -> Tensor:
-        """Look tokens up; ranks without a token contribute zeros to the sum."""
+        """Look tokens up; a rank that does not hold a token adds zeros to the sum."""
         share, build = self.share, self._build
         if build.tp_size == 1:
             return self._lookup(input_ids, self.weight)
@@ -209,7 +209,8 @@ class Embedding:
 
 
 class LMHead:
-    """hidden [num_rows, hidden] to logits [num_rows, vocab_size] float32, whole on every rank."""
+    """hidden [num_rows, hidden] to logits [num_rows, vocab_size] float32, all of them on every
+    rank."""
 
     def __init__(
         self,
@@ -226,7 +227,7 @@ class LMHead:
         self._build, self._greedy = build, build.kernels["greedy"]
         self._product = build.kernels["linear_logits"]
         self._greedy_product = build.kernels["greedy_linear"]
-        self._linear: Linear | None = None  # quantized
+        self._linear: Linear | None = None  # the quantized head
         self._matrix: VocabMatrix | None = None
         self._bias: Tensor | None = None
         if like is not None:
@@ -252,7 +253,7 @@ class LMHead:
 
     @property
     def weight(self) -> Any:
-        """As the kernel wants it; None where a quantizer multiplies."""
+        """The weight in the layout of the kernel; None if a quantizer multiplies."""
         if self._linear is not None:
             return self._linear.weight
         return None if self._matrix is None else self._matrix.value
@@ -276,9 +277,10 @@ class LMHead:
 
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The likeliest token of each row ([num_rows] int64, the smallest id among equals) and its
-        logit ([num_rows] float32, NaN if the row has one); the logits are never held as a whole."""
+        logit ([num_rows] float32, NaN if the row has one). The full logits are never held."""
         build, share, xp = self._build, self._share, self._build.xp
-        is_padded = share.rows * build.tp_size != share.size  # these rows win over negative logits
+        # padding rows would win over negative logits
+        is_padded = share.rows * build.tp_size != share.size
         if is_padded or self.weight is None:
             logits = self(hidden)
             ids = self._greedy(logits)
@@ -286,7 +288,7 @@ class LMHead:
         ids, peaks = self._greedy_product(hidden, self.weight, self.bias)
         if build.tp_size == 1:
             return ids, peaks
-        # Ranks hold consecutive ids and the first among equals is taken, so the smallest id wins.
+        # Ranks hold consecutive ids and the first of equals is taken, so the smallest id wins.
         all_peaks = build.all_gather(peaks.unsqueeze(1))
         all_ids = build.all_gather((ids + share.start).unsqueeze(1))
         best = xp.argmax(all_peaks, -1).unsqueeze(1)

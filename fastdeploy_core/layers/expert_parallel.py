@@ -1,9 +1,9 @@
-"""Experts divided over ranks: each rank holds some of them whole, instead of a share of every one.
+"""Expert parallelism: each rank holds some experts whole, instead of a share of every expert.
 
-Attention leaves every token on every rank. So a rank can add what its own experts make of all
-tokens, and the sum over ranks that ends a block anyway does the rest: "in place". The other way
-ranks divide the tokens, an ExpertCommunicator takes each to its experts and back, and everybody
-gets all results.
+After attention every rank has every token. So a rank can compute what its own experts add for all
+tokens, and the sum over ranks at the end of the block joins these parts: "in place". The
+alternative divides the tokens among ranks: an ExpertCommunicator takes each token to its experts
+and back, and every rank gets all results.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExpertShare:
-    """What a rank holds of a block's experts: `count` of `total` from `first` on, a piece of
-    each."""
+    """A rank's part of a block's experts: `count` of `total` from `first` on, and of each expert a
+    piece."""
 
     first: int
     count: int
@@ -44,14 +44,14 @@ class ExpertShare:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """Experts that are elsewhere."""
+        """The number of experts on other ranks."""
         mine = range(self.first, self.first + self.count)
         return tuple(expert for expert in range(self.total) if expert not in mine)
 
 
 class ExpertRanks:
-    """The ranks of one model that divide its experts. `make` builds the communicator to be used in
-    steps of more than `most_in_place` tokens; without it all are computed in place."""
+    """The ranks of one model that divide its experts. `make` builds the communicator for steps of
+    more than `most_in_place` tokens; without it, all steps are computed in place."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class ExpertRanks:
         self._communicators: dict[int, ExpertCommunicator] = {}
 
     def words(self) -> str:
-        """For the start-up report."""
+        """A line for the start-up report."""
         how = "results are summed over ranks"
         for one in self._communicators.values():
             how += f"; {one.name} carries tokens in steps of more than {self.most_in_place}"
@@ -73,13 +73,13 @@ class ExpertRanks:
 
     @property
     def most_recorded(self) -> int | None:
-        """Tokens of the largest step that can be recorded; None: any."""
+        """Tokens of the largest step that can be captured; None: any."""
         if all(one.capabilities.graph_safe for one in self._communicators.values()):
             return None
         return self.most_in_place
 
     def share(self, num_experts: int) -> ExpertShare:
-        """This rank's experts of a block with so many."""
+        """This rank's experts of a block with num_experts."""
         ranks = self.group.world_size
         if num_experts % ranks:
             raise ConfigError(
@@ -90,7 +90,7 @@ class ExpertRanks:
         return ExpertShare(self.group.rank * count, count, num_experts, WHOLE)
 
     def communicator(self, num_experts: int) -> ExpertCommunicator | None:
-        """Who carries tokens to so many experts."""
+        """The communicator for blocks with num_experts."""
         if self._make is None:
             return None
         if num_experts not in self._communicators:
@@ -100,8 +100,8 @@ class ExpertRanks:
 
 
 class DividedExperts:
-    """The experts of one block that this rank holds. `exchange` serves large steps, if anything
-    does."""
+    """The experts of one block that this rank holds. `exchange` serves large steps, if a
+    communicator was asked for."""
 
     def __init__(
         self, build: ModelBuilder, ranks: ExpertRanks, routing: RoutingSpec, driver: MoEBackend
@@ -122,7 +122,7 @@ class DividedExperts:
             self._exchange = Exchange(build, ranks.group, routing, driver, communicator)
 
     def exchange(self, num_tokens: int) -> Exchange | None:
-        """Who computes a step of so many tokens; None: add_own."""
+        """The Exchange for a step of num_tokens; None: use add_own."""
         return self._exchange if num_tokens > self._most_in_place else None
 
     def add_own(self, x: Tensor, weights: Any, router: Tensor, bias: Tensor | None) -> Tensor:
@@ -133,7 +133,7 @@ class DividedExperts:
 
 
 class Exchange:
-    """A block whose tokens travel: each rank takes care of a part of them."""
+    """A block whose tokens travel: each rank routes a part of them."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class Exchange:
         return self._plans[max_tokens]
 
     def _computed(self, x: Tensor, offsets: Tensor, weights: Any) -> Tensor:
-        """Rows that lie expert by expert; behind the last offset lies nothing."""
+        """The experts' results for rows sorted by expert; rows after the last offset are unused."""
         xp, num_rows = self._xp, int(x.shape[0])
         if not num_rows:
             return x

@@ -1,5 +1,5 @@
-"""Weights of all experts of a block: collected expert by expert, handed to the MoE driver when
-whole."""
+"""Weights of all experts of a block: collected expert by expert, passed to the MoE driver when
+complete."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from .builder import ModelBuilder
     from .expert_parallel import ExpertShare
 
-# (expert, counted from this rank's first, first row or None for down, tensor)
+# (expert, counted from this rank's first; first row, None for down; tensor)
 Accept = Callable[[int, int | None, "Tensor"], None]
 
 
 def expert_specs(
     prefix: str, spec: MoESpec, expert: int = 0, shards: int = 1
 ) -> tuple[LayerSpec, LayerSpec]:
-    """What a quantizer is asked about one expert's two matrices; `prefix` ends in .experts."""
+    """The layer specs of one expert's two matrices, for a quantizer; `prefix` ends in .experts."""
     hidden, width, name = spec.hidden_size, spec.intermediate_size, f"{prefix}.{expert}"
     parts = (LayerPart(f"{name}.gate_proj", width), LayerPart(f"{name}.up_proj", width))
     gate_up = LayerSpec(
@@ -61,9 +61,9 @@ def make_experts(
     share: ExpertShare,
     shared_prefix: str = "",
 ) -> DenseExperts | PackedExperts:
-    """In the model's dtype, or quantized where the quantizer takes both matrices. `spec` is this
-    rank's. `shared_prefix`: where the checkpoint has the spec's shared experts, as one block as
-    wide as all of them."""
+    """Make the experts: in the model's dtype, or quantized if the quantizer takes both matrices.
+    `spec` is this rank's. `shared_prefix`: where the checkpoint holds the spec's shared experts, as
+    one block as wide as all of them."""
     for expert in share.others:
         build.weights.leave_to_others(f"{prefix}.{expert}")
     quantizer, shards = build.quantizer, share.piece.count
@@ -76,7 +76,7 @@ def make_experts(
 
 
 class DenseExperts:
-    """gate_up [E, 2I, H] and down [E, H, I] in the model's dtype, shared experts behind the
+    """gate_up [E, 2I, H] and down [E, H, I] in the model's dtype, shared experts after the
     others."""
 
     def __init__(
@@ -120,7 +120,7 @@ class DenseExperts:
 
 
 class PackedExperts:
-    """Quantized, one expert at a time: at most one expert's full-precision matrices are held."""
+    """Quantized experts, one at a time: at most one expert's full-precision matrices are held."""
 
     def __init__(
         self,
@@ -135,10 +135,11 @@ class PackedExperts:
         self._build, self._driver, self._quantizer = build, driver, quantizer
         self._prefix, self._spec, self._share = prefix, spec, share
         self._count = spec.routing.num_experts
-        self._outstanding = 2 * self._count  # quantized matrices
+        self._outstanding = 2 * self._count  # quantized matrices that are still missing
         self._buffers: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
         self._dtypes: dict[str, Any] = {}
-        # Full-precision matrices on their way: (expert, which) -> (tensor, parts still to come)
+        # Full-precision matrices being collected: (expert, which matrix) -> (tensor, parts still
+        # missing)
         self._staged: dict[tuple[int, int], tuple[Tensor, int]] = {}
         self.prepared = build.place(prefix, partial(self._announce, intermediate))
 
@@ -155,7 +156,7 @@ class PackedExperts:
                 StoredLayer(build, self._quantizer, own, parts, done, names)
 
     def _specs(self, expert: int) -> tuple[LayerSpec, LayerSpec]:
-        """Of one of this rank's experts."""
+        """The layer specs of one of this rank's experts."""
         share = self._share
         return expert_specs(self._prefix, self._spec, share.first + expert, share.piece.count)
 
@@ -178,7 +179,7 @@ class PackedExperts:
     def _store(self, expert: int, which: int, tensors: dict[str, Tensor]) -> None:
         xp, buffers = self._build.xp, self._buffers[which]
         for suffix, tensor in tensors.items():
-            # Not every library can write slices of float8; their bits can be written anywhere.
+            # Not every library can assign to slices of float8; their bits can always be assigned.
             bits = tensor.view(xp.uint8) if tensor.dtype == xp.float8_e4m3fn else tensor
             if suffix not in buffers:
                 self._dtypes[suffix] = tensor.dtype
@@ -212,7 +213,8 @@ def _place(
     share: ExpertShare,
     accept: Accept,
 ) -> None:
-    """Announce full-precision experts: one by one, gate and up joined, or all in one tensor."""
+    """Announce full-precision experts in each form: one by one, gate and up joined, or all in one
+    tensor."""
     hidden, width = spec.hidden_size, spec.intermediate_size
     held = range(share.first, share.first + share.count)
     mine, whole = share.piece.of(intermediate), slice(0, hidden)

@@ -1,7 +1,7 @@
 """Linear layers: one product per call, however many checkpoint tensors were joined into the weight.
 
-Tensor parallel: a column layer divides outputs among ranks, a row layer divides inputs and sums the
-results over ranks. Embedding and lm head divide the vocabulary and live in embedding.py.
+Tensor parallel: a column layer divides outputs among ranks; a row layer divides inputs and sums the
+results over ranks. Embedding and lm head divide the vocabulary and are in embedding.py.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LinearPart:
     name: str  # checkpoint prefix, without ".weight"
     out_features: int  # of the whole matrix
     piece: Piece = WHOLE
-    has_bias: bool = True  # where the layer has one
+    has_bias: bool = True  # if the layer has biases
 
     @property
     def rows(self) -> int:
@@ -46,8 +46,8 @@ class LinearPart:
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """A weight that the kernel of its number format multiplies, and what does a norm or an
-    activation and the first of that kernel's work in one."""
+    """A weight for the kernel of its number format. `after_norm` and `after_silu`: kernels that
+    fuse the preceding norm or activation with the first part of that kernel, if there are any."""
 
     product: Callable[..., Any]
     weight: Any
@@ -60,12 +60,12 @@ class Linear:
 
     x: [num_tokens, in_features of this rank], model dtype; y: [num_tokens, sum of part.rows], or
     half as many with `gated`: the outputs are gate values then up values, and y is silu(gate) * up.
-    `weight` is as the plain operations' kernel wants it, and None where another one or a quantizer
+    `weight` is in the layout of the plain operations' kernel; None if another kernel or a quantizer
     multiplies.
 
-    Around it stand a norm or an activation before and a sum behind. Where one kernel can do both,
-    it does, so layers call `after`, `feed` and `add_to`; what is still to be added travels beside
-    x, for the next norm to add.
+    A norm or an activation precedes a linear layer, and a sum follows it. One kernel may compute
+    both, so layers call `after`, `feed` and `add_to`. A residual that was not added yet is passed
+    along beside x, and the next norm adds it.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class Linear:
         )
         quantizer = build.quantizer_for(self.spec) if quantize else None
         self._quantizer = quantizer
-        # One quantized product, or one for each part where the format cannot join them.
+        # One quantized product, or one per part if the format cannot join the parts.
         self._products: list[tuple[LayerSpec, Any]] = []
         self._outstanding = 0
         self.weight = build.place(name, self._place)
         if self.weight is not None:
-            self._quantizer = None  # it was a weight for the plain kernels
+            self._quantizer = None  # the weight was laid out for the plain kernels
         if bias:
             self._place_bias()
 
@@ -133,7 +133,7 @@ class Linear:
 
     @property
     def _is_plain(self) -> bool:
-        """Whether the operations for plain weights multiply it."""
+        """Whether the operations for plain weights multiply this weight."""
         return self._quantizer is None and self._packed is None
 
     def _multiply(self, x: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class Linear:
         return y
 
     def finish(self, y: Tensor) -> Tensor:
-        """What stands behind the product, for a product that was computed elsewhere."""
+        """Add bias and sum over ranks, for a product that was computed elsewhere."""
         y = y if self.bias is None else y + self.bias
         return y if self._reduce is None else self._reduce(y)
 
@@ -159,7 +159,7 @@ class Linear:
         return y if self.bias is None else y + self.bias
 
     def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(y of norm(x + residual), x + residual). None: nothing is to be added."""
+        """(this layer's y for norm(x + residual), x + residual). residual None: nothing to add."""
         if residual is None and self._is_plain and self._reduce is None:
             product = self._gated_product if self._gated else self._norm_product
             return product(x, norm.weight, norm.eps, self.weight, self.bias), x
@@ -171,19 +171,20 @@ class Linear:
         return self(normed), total
 
     def feed(self, other: Linear) -> None:
-        """What this gated layer yields goes to that one alone: one kernel may activate it and do
-        there what comes first."""
+        """This gated layer's result goes to `other` only, so one kernel may compute the activation
+        and the first part of the other layer."""
         self._activation = other._activated
 
     def _activated(self, x: Tensor) -> Any:
-        """silu_and_mul of x [num_tokens, 2 * in_features], as this layer's product takes it."""
+        """silu_and_mul of x [num_tokens, 2 * in_features], in the form that this layer's product
+        takes."""
         packed = self._packed
         if packed is None or packed.after_silu is None:
             return self._silu(x)
         return packed.after_silu(x, packed.weight)
 
     def add_to(self, total: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Two addends of total + y, the second None where they are added already; total may be
+        """Two addends of total + y; the second is None if they were added already. total may be
         overwritten."""
         if self._is_plain and self._reduce is None and not self._gated:
             return self._add_product(x, self.weight, self.bias, total), None
@@ -231,7 +232,7 @@ class Linear:
 
     def _accept_weight(self, start: int, tensor: Tensor) -> None:
         if self.weight is None:
-            # Allocated late: online quantization then holds one whole layer at a time.
+            # Allocated late, so that online quantization holds one whole layer at a time.
             shape = (self.spec.out_features, self._in)
             self.weight = self._build.empty(shape, self._dtype)
         self.weight[start : start + tensor.shape[0]] = tensor.to(self._dtype)
@@ -250,7 +251,7 @@ class Linear:
             self._build.release(whole)
 
     def _take(self, quantizer: Quantizer, number: int, tensors: dict[str, Tensor]) -> None:
-        """Quantized tensors of one product are whole."""
+        """All quantized tensors of one product have arrived."""
         spec, _ = self._products[number]
         self._build.hold(tensors)
         packed: PackedWeight | None = None
@@ -296,7 +297,7 @@ class Linear:
             self.bias[start : start + tensor.shape[0]] = tensor.to(self._dtype)
 
     def _offer_fused(self, suffix: str, rest: tuple[int, ...]) -> None:
-        """Joined parts may come joined: qkv_proj, gate_up_proj (Paddle says up_gate_proj)."""
+        """A checkpoint may hold the parts joined: qkv_proj, gate_up_proj (Paddle: up_gate_proj)."""
         if len(self._parts) == 1:
             return
         fused, offset = [], 0
@@ -307,7 +308,7 @@ class Linear:
             self._build.weights.add_fused(f"{name}.{suffix}", (offset, *rest), fused)
 
     def _place_stored(self, quantizer: Quantizer) -> None:
-        """The checkpoint already holds the quantizer's own tensors."""
+        """Announce the quantizer's own tensors, which the checkpoint holds."""
         is_row = self.spec.parallel == "row"
         parts = [
             StoredPart(part.name, part.rows, self._in_piece if is_row else part.piece)
@@ -321,7 +322,7 @@ class Linear:
 
 
 def joined_names(name: str) -> list[str]:
-    """Prefixes under which a checkpoint may hold the joined parts (Paddle says up_gate_proj)."""
+    """Prefixes under which a checkpoint may hold the joined parts (Paddle: up_gate_proj)."""
     if not name.endswith("gate_up_proj"):
         return [name]
     return [name, name.removesuffix("gate_up_proj") + "up_gate_proj"]

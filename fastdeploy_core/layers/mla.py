@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """Widths of latent attention; num_heads is of the whole model."""
+    """Widths of latent attention; num_heads counts the whole model's heads."""
 
     hidden: int
     num_heads: int
@@ -43,7 +43,7 @@ class LatentShape:
 
 
 class LatentAttention:
-    """x: [num_tokens, hidden] to the same. The latent is the same on every rank; heads are
+    """x: [num_tokens, hidden]; so is the result. Every rank has the same latents; heads are
     divided."""
 
     def __init__(
@@ -110,15 +110,16 @@ class LatentAttention:
         context: ForwardContext,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Two addends of the sum t = x + residual and of attention to norm(t), as Linear.add_to
-        returns them. rows: of these tokens alone, [n] int64; all of them are attended to."""
+        """Two addends of t + attention(norm(t)) with t = x + residual, as Linear.add_to returns
+        them. rows: [n] int64, the tokens that the result is needed for; attention still covers all
+        tokens."""
         down, total = self._down.after(norm, x, residual)
         attended = self._attend(down, positions, context)
         attended, total = self._paged.select(rows, attended, total)
         return self._output.add_to(total, self._values(attended))
 
     def _attend(self, down: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
-        """Weighted latents of each head: [num_tokens, heads * kv_lora_rank]."""
+        """The weighted latents of each head: [num_tokens, heads * kv_lora_rank]."""
         shape, xp, tokens = self._shape, self._xp, down.shape[0]
         nope, rank = shape.qk_nope_head_dim, shape.kv_lora_rank
         q = down[:, : self._q_end]
@@ -135,14 +136,14 @@ class LatentAttention:
         return self._paged.attend(query, row, row[:, :, :rank], (row,), context)
 
     def _values(self, attended: Tensor) -> Tensor:
-        """What _attend returns to [num_tokens, heads * v_head_dim]."""
+        """The result of _attend as values: [num_tokens, heads * v_head_dim]."""
         shape, tokens = self._shape, attended.shape[0]
         values = self._up.values(attended.reshape(tokens, self._heads, shape.kv_lora_rank))
         return values.reshape(tokens, self._heads * shape.v_head_dim)
 
 
 class _UpProjection:
-    """kv_b_proj cut into its key and value halves, one matrix per head."""
+    """kv_b_proj split into its key half and its value half, one matrix per head."""
 
     def __init__(self, build: ModelBuilder, name: str, shape: LatentShape, heads: int) -> None:
         self._xp, self._heads = build.xp, heads
@@ -160,7 +161,8 @@ class _UpProjection:
         spec = replace(spec, parallel="column", shards=build.tp_size)
         quantizer = build.quantizer
         if quantizer is not None and quantizer.supports(spec) and quantizer.is_stored(spec):
-            # The checkpoint has it in few bits; absorbed, it is computed in the model's dtype.
+            # The checkpoint holds it in few bits; in absorbed form it is computed in the model's
+            # dtype.
             part = StoredPart(name, spec.out_features, build.piece)
             StoredLayer(build, quantizer, spec, [part], partial(self._widen, quantizer, spec))
             return

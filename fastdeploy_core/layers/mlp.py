@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class GatedMLP:
-    """x: [num_tokens, hidden] to the same. Without `reduce` every rank returns its own part of the
-    sum, for a caller that adds something before summing over ranks."""
+    """x: [num_tokens, hidden]; so is the result. Without `reduce` every rank returns its own part
+    of the sum, for a caller that adds something before summing over ranks."""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class GatedMLP:
     def after(
         self, norm: RMSNorm, x: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Two addends of the sum t = x + residual and of the block's result for norm(t), as
-        Linear.add_to returns them."""
+        """Two addends of t + block(norm(t)) with t = x + residual, as Linear.add_to returns
+        them."""
         hidden, total = self.gate_up.after(norm, x, residual)
         return self.down.add_to(total, hidden)
 
     def add_to(self, total: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Two addends of total + the block's result for x, as Linear.add_to returns them."""
+        """Two addends of total + block(x), as Linear.add_to returns them."""
         return self.down.add_to(total, self.gate_up(x))

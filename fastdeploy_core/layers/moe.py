@@ -1,7 +1,7 @@
 """A mixture-of-experts block: router, experts through the chosen driver, optional shared experts.
 
 Tensor parallel: every rank holds all experts with its share of their intermediate width, or
-(expert_parallel.py) its share of the experts; routed and shared parts are added before the one sum
+(expert_parallel.py) its share of the experts. Routed and shared parts are added before the one sum
 over ranks.
 """
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class MoEBlock:
-    """x: [num_tokens, hidden] to the same.
+    """x: [num_tokens, hidden]; so is the result.
 
-    `intermediate` is one expert's width in the whole model; `shared` computes shared experts that
-    are not the driver's (spec.num_shared_experts says which are); `bias_name` is the checkpoint
-    name of the correction bias, its shape there may be [experts] or [1, experts].
+    `intermediate` is one expert's width in the whole model. `shared` computes the shared experts
+    that the driver does not compute itself (spec.num_shared_experts). `bias_name` is the checkpoint
+    name of the correction bias, whose shape there may be [experts] or [1, experts].
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class MoEBlock:
     ) -> None:
         routing = spec.routing
         self._routing, self._shared = routing, shared
-        # Routing decides which experts run: it is computed in float32 whatever the model's dtype.
+        # Routing decides which experts run, so it is computed in float32 for every model dtype.
         self._router = Linear(
             build,
             f"{prefix}.gate",
@@ -117,7 +117,8 @@ class MoEBlock:
         return y if self._reduce is None else self._reduce(y)
 
     def _beside_shared(self, routed: Tensor, x: Tensor) -> Tensor:
-        """A result that is whole already, and the shared experts' shares, which are not."""
+        """Add a result that is complete already and the shared experts' shares, which are summed
+        over ranks first."""
         if self._shared is None or self._reduce is None:
             return routed
         return routed + self._reduce(self._shared(x))
@@ -132,8 +133,8 @@ class MoEBlock:
     def after(
         self, norm: RMSNorm, x: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Two addends of the sum t = x + residual and of the block's result for norm(t), the second
-        None where they are added already; x may be overwritten."""
+        """Two addends of t + block(norm(t)) with t = x + residual; the second is None if they were
+        added already. x may be overwritten."""
         if self._whole is not None and residual is None:
             router, weights = self._router.weight, self._experts.prepared
             return self._whole(x, norm.weight, norm.eps, router, self._bias, weights), None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class RMSNorm:
-    """x / rms(x) * weight over the last dimension. The weight is whole on every rank."""
+    """x / rms(x) * weight over the last dimension. Every rank holds the whole weight."""
 
     def __init__(self, build: ModelBuilder, name: str, size: int, eps: float) -> None:
         self.weight = build.zeros((size,), build.xp.dtype(build.dtype))
@@ -31,8 +31,8 @@ class RMSNorm:
         return self._norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); both [num_tokens, size]. None: nothing is to be
-        added."""
+        """(norm(x + residual), x + residual); both [num_tokens, size]. residual None: nothing to
+        add."""
         if residual is None:
             return self._norm(x, self.weight, self.eps), x
         both: tuple[Tensor, Tensor] = self._add_norm(x, residual, self.weight, self.eps)

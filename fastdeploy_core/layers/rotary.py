@@ -1,8 +1,8 @@
 """Rotary position embedding tables: frequencies of every scaling rule, as one [P, R] array.
 
-The rotation itself is the kernel `rotary_embedding`. Frequencies are float32 throughout, because
-that is what models were trained with. Rules: linear (position interpolation), llama3 (the Llama 3.1
-release), yarn (arXiv 2309.00071), factors (what GGUF files make of such a rule).
+The rotation itself is the kernel `rotary_embedding`. Frequencies are float32, as in the training of
+the models. Rules: linear (position interpolation), llama3 (the Llama 3.1 release), yarn (arXiv
+2309.00071), factors (the form that GGUF files store).
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from fastdeploy_core.errors import ConfigError, UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """What is rotated, and how fast. `dim` counts rotated dimensions, the first of each head."""
+    """What is rotated, and how fast. `dim` counts the rotated dimensions, which are the first of
+    each head."""
 
     dim: int
     theta: float
     interleaved: bool = False  # pairs (0,1), (2,3)...; else (0,R/2), (1,R/2+1)...
-    max_position_embeddings: int = 0  # of config.json; scaling rules fall back to it
+    max_position_embeddings: int = 0  # of config.json; the default of scaling rules
     kind: str = "default"
     parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -82,7 +83,8 @@ def _linear(spec: RotarySpec) -> tuple[np.ndarray, float]:
 
 
 def _llama3(spec: RotarySpec) -> tuple[np.ndarray, float]:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    """Long wavelengths are stretched by `factor`, short ones are kept, those in between are
+    blended."""
     factor = spec.number("factor")
     low, high = spec.number("low_freq_factor"), spec.number("high_freq_factor")
     original = spec.number("original_max_position_embeddings", spec.max_position_embeddings)
@@ -93,7 +95,8 @@ def _llama3(spec: RotarySpec) -> tuple[np.ndarray, float]:
 
 
 def _factors(spec: RotarySpec) -> tuple[np.ndarray, float]:
-    """Every frequency divided by a number of its own, as files say that have worked a rule out."""
+    """Every frequency is divided by a number of its own, for files that store the result of a
+    rule."""
     factors = np.asarray(spec.parameters.get("factors"), np.float32)
     if factors.shape != (spec.dim // 2,):
         raise ConfigError(f"rope scaling 'factors' has no list of {spec.dim // 2} numbers")
@@ -105,7 +108,7 @@ def _yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
 
 
 def _yarn(spec: RotarySpec) -> tuple[np.ndarray, float]:
-    """Dimensions that turn often in the trained context are kept, slow ones interpolated."""
+    """Dimensions that turn often within the trained context are kept, slow ones interpolated."""
     original = spec.number("original_max_position_embeddings", spec.max_position_embeddings)
     factor = spec.number("factor", spec.max_position_embeddings / original)
 

@@ -1,4 +1,4 @@
-"""Tensors of quantized matrices on their way from a checkpoint to the layer that joins them."""
+"""Quantized tensors from a checkpoint, collected for the layer that joins them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ WHOLE = Piece()
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """One quantized checkpoint matrix: its prefix, its outputs on this rank, and this rank's
-    share."""
+    """One quantized checkpoint matrix: its prefix, its outputs on this rank, this rank's share."""
 
     name: str
     rows: int
@@ -43,11 +42,11 @@ class StoredPart:
 
 
 class StoredLayer:
-    """Announces the tensors of a layer's parts and calls `done` with them, joined, when all are
-    there.
+    """Announces the tensors of a layer's parts; when all have arrived, calls `done` with them,
+    joined.
 
     `spec` is the whole layer's. Joined names (qkv_proj.weight, gate_up_proj.weight_scale) are
-    announced beside those of the parts; `names` are their prefixes.
+    announced in addition to those of the parts; `names` are their prefixes.
     """
 
     def __init__(
@@ -93,7 +92,8 @@ class StoredLayer:
         )
 
     def _offer_joined(self, parts: Sequence[StoredPart], suffix: str, names: Sequence[str]) -> None:
-        """Parts may come joined along the dimension that ranks divide, or share one tensor."""
+        """A checkpoint may hold the parts joined along the dimension that ranks divide, or share
+        one tensor."""
         dim, offset, fused = self._dims[suffix], 0, []
         shape: list[int] = []
         for part in parts:
@@ -122,7 +122,7 @@ class StoredLayer:
         for suffix, pieces in arrived.items():
             there = [piece for piece in pieces if piece is not None]
             if len(there) < len(pieces):
-                continue  # optional, and not in this checkpoint
+                continue  # an optional tensor that this checkpoint does not have
             dim = self._dims[suffix]
             if len(there) == 1:
                 joined[suffix] = there[0]
@@ -132,7 +132,7 @@ class StoredLayer:
 
 
 def _whole(shape: tuple[int, ...], dim: int | None, piece: Piece) -> tuple[tuple[int, ...], Region]:
-    """The whole tensor's shape and this rank's region of it, from the rank's own shape."""
+    """The shape of the whole tensor and this rank's region of it, from the shape on this rank."""
     full, region = list(shape), [slice(0, size) for size in shape]
     if dim is not None:
         full[dim] *= piece.count

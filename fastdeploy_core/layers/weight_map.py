@@ -1,8 +1,8 @@
-"""Where each checkpoint tensor of a model goes, and which part of it this rank reads.
+"""The destination of each checkpoint tensor of a model, and the part of it that this rank reads.
 
-Layers announce their tensors here while they are built; loading is then one loop over whatever the
-checkpoint holds, in whatever order. Other spellings of the same weights (fused projections, older
-prefixes) are announced beside them, so that no model file handles checkpoint dialects.
+Layers announce their tensors here while they are built. Loading is then one loop over the
+checkpoint, in any order. Other spellings of the same weights (joined projections, older prefixes)
+are also announced, so no model file handles checkpoint dialects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
 Region = tuple[slice, ...]
-# What `--load-format dummy` makes: noise, random bits of the stored dtype, or a number everywhere.
+# Content with `--load-format dummy`: noise, random bits of the stored dtype, or one number
+# everywhere.
 Fill = Literal["normal", "bits"] | float
 _FLOATS = ("float32", "float16", "bfloat16")
 
@@ -31,20 +32,20 @@ class Placement:
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
-    region: Region  # of it, what this rank holds
-    accept: Callable[[Tensor], None]  # takes the region, in any dtype
-    is_linear: bool = False  # Paddle layout stores it with its last two dimensions swapped
+    region: Region  # this rank's part of it
+    accept: Callable[[Tensor], None]  # gets the region, in any dtype
+    is_linear: bool = False  # the Paddle layout stores it with its last two dimensions swapped
     fill: Fill = "normal"
     required: bool = True
     dtype: str = (
-        ""  # what the checkpoint must hold; empty: the layer takes any; floats stand for each other
+        ""  # dtype that the checkpoint must have; empty: any; float dtypes stand for each other
     )
-    is_held: bool = False  # the layer has what it holds: the tensor is checked, not read
+    is_held: bool = False  # the layer has the value already: the tensor is checked, not read
     done: bool = False
 
     def take(self, stored: StoredTensor) -> None:
-        """Read this rank's part and hand it to the layer."""
-        # One number is stored as [], [1] or [1, 1], as tools like it.
+        """Read this rank's part and pass it to the layer."""
+        # A single number may be stored as [], [1] or [1, 1], depending on the tool.
         is_number = math.prod(stored.shape) == math.prod(self.shape) == 1
         if tuple(stored.shape) != self.shape and not is_number:
             raise WeightError(
@@ -81,7 +82,7 @@ class Placement:
 @dataclass(frozen=True, slots=True)
 class FusedPart:
     """One placement inside a tensor that holds several: at `index` (if any), from `offset` on along
-    `dim` of what is there; without a dim the parts share the whole."""
+    `dim` of the rest. Without a dim, the parts share the whole tensor."""
 
     name: str
     offset: int
@@ -90,7 +91,7 @@ class FusedPart:
 
 
 class _Swapped:
-    """A stored tensor seen with its last two dimensions exchanged."""
+    """A stored tensor with its last two dimensions swapped."""
 
     def __init__(self, stored: StoredTensor) -> None:
         self._stored = stored
@@ -103,7 +104,7 @@ class _Swapped:
 
 
 class _Part:
-    """One part of a fused stored tensor, looking like a tensor of its own."""
+    """One part of a joined stored tensor, with the interface of a tensor."""
 
     def __init__(self, stored: StoredTensor, part: FusedPart, shape: tuple[int, ...]) -> None:
         self._stored, self._part = stored, part
@@ -129,7 +130,8 @@ class WeightMap:
 
     def __init__(self) -> None:
         self.placements: dict[str, Placement] = {}
-        self.kept: dict[str, StoredTensor] = {}  # accepted for later, not read
+        # tensors kept unread, for parts that are built later
+        self.kept: dict[str, StoredTensor] = {}
         self.swap_linear = False  # the checkpoint stores linear weights as [in, out] (Paddle)
         self._fused: dict[str, tuple[tuple[int, ...], list[FusedPart]]] = {}
         self._renames: list[tuple[str, str]] = []
@@ -139,7 +141,7 @@ class WeightMap:
         self._finishers: list[Callable[[], None]] = []
 
     def same_dialect(self) -> WeightMap:
-        """An empty map that understands the same spellings."""
+        """An empty map that knows the same spellings."""
         other = WeightMap()
         other.swap_linear = self.swap_linear
         other._renames, other._ignored = list(self._renames), list(self._ignored)
@@ -156,15 +158,15 @@ class WeightMap:
         self._fused[name] = (shape, list(parts))
 
     def rename(self, old: str, new: str) -> None:
-        """Checkpoint names may hold `old` where this model says `new`."""
+        """Checkpoint names may contain `old` where this model has `new`."""
         self._renames.append((old, new))
 
     def ignore(self, text: str) -> None:
-        """Checkpoint tensors with this text in their name carry nothing the model needs."""
+        """The model needs no checkpoint tensor whose name contains this text."""
         self._ignored.append(text)
 
     def leave_to_others(self, prefix: str) -> None:
-        """Tensors below this prefix are other ranks'."""
+        """Tensors with this prefix belong to other ranks."""
         self._elsewhere.add(prefix)
 
     def keep(self, prefix: str) -> None:
@@ -172,7 +174,7 @@ class WeightMap:
         self._kept_prefixes.append(prefix)
 
     def load(self, tensors: Iterable[tuple[str, StoredTensor]]) -> list[str]:
-        """Take every known tensor; return the unknown names."""
+        """Take every known tensor; returns the unknown names."""
         unknown = []
         for given, stored in tensors:
             name = self.canonical(given)
@@ -193,39 +195,39 @@ class WeightMap:
         return any(".".join(parts[:n]) in self._elsewhere for n in range(len(parts), 0, -1))
 
     def mark(self) -> tuple[int, int]:
-        """For hold()."""
+        """The current state, for hold()."""
         return len(self.placements), len(self._finishers)
 
     def hold(self, mark: tuple[int, int]) -> None:
-        """What was announced since mark() is there already."""
+        """Values announced since `mark` exist already."""
         for placement in list(self.placements.values())[mark[0] :]:
             placement.is_held = True
         del self._finishers[mark[1] :]
 
     def when_loaded(self, call: Callable[[], None]) -> None:
-        """Called by finish(): for layers that cannot know whether an optional tensor still
-        comes."""
+        """Register a function for finish(): layers with optional tensors only know then that none
+        will arrive."""
         self._finishers.append(call)
 
     def finish(self) -> None:
-        """Every tensor has come."""
+        """All tensors of the checkpoint have been offered."""
         for call in self._finishers:
             call()
         self._finishers.clear()
 
     def parts_of(self, name: str) -> list[str]:
-        """Placements that a checkpoint tensor (by its canonical name) fills; none if it is
+        """Placements that a checkpoint tensor fills, by its canonical name; empty if it is
         unknown."""
         if name in self.placements:
             return [name]
         return [part.name for part in self._fused[name][1]] if name in self._fused else []
 
     def missing(self) -> list[str]:
-        """Names of required tensors that have not come yet."""
+        """Names of required tensors that have not arrived."""
         return [p.name for p in self.placements.values() if p.required and not p.done]
 
     def canonical(self, name: str) -> str:
-        """A checkpoint's name as this model says it."""
+        """A checkpoint's name in this model's spelling."""
         for old, new in self._renames:
             name = name.replace(old, new)
         return name

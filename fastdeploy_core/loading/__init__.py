@@ -1,2 +1,2 @@
-"""From checkpoint files to a filled model: safetensors and GGUF, read ahead, or from the weight
+"""From checkpoint files to a loaded model: safetensors with read-ahead, GGUF, or the weight
 cache."""

@@ -1,4 +1,4 @@
-"""Fills layers that a drafter adds to the target's, from wherever their weights are."""
+"""Loads the layers that a drafter adds to the target, from the target's checkpoint or its own."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Named = tuple[str, StoredTensor]
 def load_draft_weights(
     build: ModelBuilder, model: Any, config: EngineConfig, folder: str, prefixes: Sequence[str]
 ) -> None:
-    """Give the layers made with `build` the tensors whose names begin with one of `prefixes`.
+    """Load the layers made with `build` from tensors whose names begin with one of `prefixes`.
 
-    They come from the checkpoint in `folder`; without one, from what the target's checkpoint had
-    kept for drafters (`model.mtp_weights`). WeightError names what is missing or unknown.
+    They come from the checkpoint in `folder`; without one, from what the target's checkpoint kept
+    for drafters (`model.mtp_weights`). WeightError names what is missing or unknown.
     """
     weights = build.weights
     with ExitStack() as stack, build.xp.no_grad():

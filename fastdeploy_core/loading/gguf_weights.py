@@ -1,8 +1,8 @@
-"""Tensors of a GGUF file as a model's weights: decoded while they are read, or packed as they are.
+"""Tensors of a GGUF file as a model's weights: decoded while they are read, or kept packed.
 
-What is read is decoded a megabyte at a time and at once in the dtype the model computes in, so
-that no second copy of a tensor exists. Where a quantizer has asked for a matrix's packed numbers
-and scales, those are what it gets.
+Tensors are decoded a megabyte at a time, directly to the dtype that the model computes in, so no
+second copy of a tensor exists. A quantizer that asked for a matrix's packed numbers and scales gets
+those.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.gguf.reader import GGUFTensor
     from fastdeploy_core.tensor import Tensor
 
-_CHUNK_BYTES: Final = 1024 * 1024  # of decoded numbers: they stay in the processor's cache
+_CHUNK_BYTES: Final = 1024 * 1024  # of decoded numbers, which then stay in the processor's cache
 _BITS: Final[dict[str, str]] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 _SPLIT: Final[dict[str, Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]]] = {
     "Q4_0": split_q4_0,
@@ -33,8 +33,8 @@ _SPLIT: Final[dict[str, Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]]] 
 
 
 class GGUFWeights:
-    """The weights of one model. `dtype`: what quantized tensors are decoded to. `is_wanted` tells,
-    by checkpoint name, which packed tensors the model has a place for."""
+    """The weights of one model. `dtype`: the dtype that quantized tensors are decoded to.
+    `is_wanted`: whether the model has a placement for a packed tensor, by checkpoint name."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class GGUFWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything tensors() will give, as it is read."""
+        """Total bytes of the tensors that tensors() returns, as read."""
         return sum(tensor.nbytes for _, tensor in self.tensors())
 
     def tensors(self) -> Iterator[tuple[str, GGUFWeight]]:
@@ -82,7 +82,7 @@ class GGUFWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole weight as it is read."""
+        """Bytes of the whole weight, as read."""
         return DTYPE_BYTES[self.dtype] * math.prod(self.shape)
 
     def read(self, *region: slice | int) -> Tensor:
@@ -92,12 +92,12 @@ class GGUFWeight:
         return xp.to_device(host, self._device.device)
 
     def _read(self, region: tuple[slice | int, ...]) -> np.ndarray:
-        """Chunks of rows, each decoded and cut to the columns asked for."""
+        """Read rows in chunks; each is decoded and cut to the requested columns."""
         full = [slice(0, 1)] * (2 - len(self.shape)) + [*region]
         full += [slice(None)] * (max(2, len(self.shape)) - len(full))
         cuts = [part for part in full if isinstance(part, slice)]
         if len(full) > 2 or len(cuts) < len(full):
-            # Three dimensions: nothing in a model has them, one of a wrong name may.
+            # Three dimensions: no model has such a tensor, but a file may under a wrong name.
             return self._rows(0, math.prod(self.shape[:-1])).reshape(self.shape)[region]
         rows, columns = cuts
         first, last, _ = rows.indices(math.prod(self.shape[:-1]))
@@ -110,7 +110,7 @@ class GGUFWeight:
         return out[0] if len(self.shape) == 1 else out
 
     def _rows(self, start: int, stop: int) -> np.ndarray:
-        """Rows in this weight's dtype, bfloat16 as bits."""
+        """Rows in this weight's dtype; bfloat16 as bits."""
         source = self._source
         raw = _raw(source, start, stop)
         if source.tensor.format.dtype:
@@ -122,7 +122,8 @@ class GGUFWeight:
 
 
 class PackedWeight(GGUFWeight):
-    """Half of a matrix that stays packed: its numbers (0) or the scales of 32 each (1)."""
+    """One half of a matrix that stays packed: its numbers (0) or the scales of 32 numbers each
+    (1)."""
 
     def __init__(self, source: Source, device: DeviceBackend, half: int) -> None:
         super().__init__(source, device, "float32")
@@ -136,8 +137,8 @@ class PackedWeight(GGUFWeight):
 
 
 class UpProjection(GGUFWeight):
-    """Keys then values of every head [heads * (a + b), rank], from [heads, rank, a] and [heads, b,
-    rank]."""
+    """Keys then values of every head [heads * (a + b), rank], made from [heads, rank, a] and
+    [heads, b, rank]."""
 
     def __init__(self, source: Source, device: DeviceBackend, dtype: str) -> None:
         super().__init__(source, device, dtype)
@@ -166,7 +167,7 @@ def _raw(source: Source, start: int, stop: int) -> np.ndarray:
 
 
 def _decode(tensor: GGUFTensor, raw: np.ndarray) -> np.ndarray:
-    with np.errstate(all="ignore"):  # a damaged scale may be infinite; the layers check theirs
+    with np.errstate(all="ignore"):  # a damaged scale may be infinite; layers check their scales
         return tensor.format.decode(raw)
 
 

@@ -1,5 +1,4 @@
-"""Builds the model of one rank and fills it: the only place where files, layers and drivers
-meet."""
+"""Builds and loads the model of one rank: the only place where files, layers and drivers meet."""
 
 from __future__ import annotations
 
@@ -43,16 +42,16 @@ Named = tuple[str, Any]  # a checkpoint name and its contracts.model.StoredTenso
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A model ready to run on this rank."""
+    """A model that is ready to run on this rank."""
 
     model: CausalLM
     shapes: ModelShapes
-    dtype: str  # what the model computes in, after the device had its say
+    dtype: str  # the dtype the model computes in, adjusted to the device
     kv_layers: list[AttentionSpec]  # cache order
     attention: dict[AttentionSpec, AttentionBackend]
-    builder: ModelBuilder  # what the model was made with; drafters add layers to its
+    builder: ModelBuilder  # the model's builder; drafters add layers with it
     weight_bytes: int = 0
-    report: list[str] = field(default_factory=list)  # for the start-up report
+    report: list[str] = field(default_factory=list)  # lines for the start-up report
 
 
 def load_model(
@@ -64,8 +63,8 @@ def load_model(
     communicator: Communicator | None,
     load_driver: LoadDriver,
 ) -> LoadedModel:
-    """Build and load. `load_driver(kind, name)` gives driver classes; an empty name means: the one
-    that negotiation chose. ConfigError, UnsupportedModel or WeightError say what is wrong."""
+    """Build and load the model. `load_driver(kind, name)` returns a driver class; an empty name is
+    the chosen one. ConfigError, UnsupportedModel or WeightError say what is wrong."""
     limits = device.limits
     model_config, report = fit_dtype(config.model, limits.dtypes, limits.preferred_dtype)
     hf_config = model_config.hf_config
@@ -146,7 +145,7 @@ def _expert_ranks(
     communicator: Communicator | None,
     load_driver: LoadDriver,
 ) -> ExpertRanks | None:
-    """The ranks that divide experts among them, if any are to."""
+    """The ranks that divide experts among them; None without expert parallelism."""
     if communicator is None or not config.parallel.divides_experts:
         return None
     make = None
@@ -156,7 +155,7 @@ def _expert_ranks(
 
 
 def _expert_lines(build: ModelBuilder) -> list[str]:
-    """For the start-up table: where experts are, if they are divided."""
+    """Start-up report: where experts are, if ranks divide them."""
     if build.expert_ranks is None:
         return []
     if not build.moe_drivers:
@@ -165,7 +164,7 @@ def _expert_lines(build: ModelBuilder) -> list[str]:
 
 
 def _unquantized_lines(build: ModelBuilder) -> list[str]:
-    """For the start-up table: what a quantizer left alone."""
+    """Start-up report: layers that the quantizer left alone."""
     if not build.unquantized:
         return []
     kinds = dict.fromkeys(name.rpartition(".")[2] for name in build.unquantized)
@@ -182,8 +181,8 @@ def fill_from_folder(
     hf_config: Mapping[str, Any],
     config: ModelConfig,
 ) -> None:
-    """Give the model every tensor of the checkpoint and insist that it has all it needs.
-    `hf_config`: the folder's config.json."""
+    """Load every tensor of the checkpoint into the model; WeightError unless all required tensors
+    were found. `hf_config`: the folder's config.json."""
     architecture = str((hf_config.get("architectures") or [config.architecture])[0])
     with ExitStack() as stack:
         if config.load_format == "dummy":
@@ -197,7 +196,7 @@ def fill_from_folder(
             files = open_files(folder, build, hf_config)
             tensors = stack.enter_context(Checkpoint(files, build.tp_rank))
             if build.device.limits.asynchronous and not folder.is_file():
-                # What a GGUF file holds is decoded on the host.
+                # Tensors of a GGUF file are decoded on the host, without read-ahead.
                 tensors = stack.enter_context(ReadAhead(build.device, build.weights)).over(tensors)
             source = f"the checkpoint in {folder}"
         unknown = model.load_weights(tensors)
@@ -216,23 +215,23 @@ def fill_from_folder(
 
 
 def some_names(names: list[str]) -> str:
-    """The first few of them, for a message."""
+    """The first few names, for a message."""
     rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(sorted(names)[:5]) + rest
 
 
 class WeightFile(Protocol):
-    """One open file of a checkpoint, or one model in whatever files."""
+    """One open checkpoint file, or one model in another container."""
 
     path: Path
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything tensors() gives."""
+        """Total bytes of the tensors that tensors() returns."""
         ...
 
     def names(self) -> Iterable[str]:
-        """Checkpoint names of what tensors() gives."""
+        """Checkpoint names of the tensors that tensors() returns."""
         ...
 
     def tensors(self) -> Iterator[Named]:
@@ -269,7 +268,7 @@ class Checkpoint:
             unit_scale=True,
             desc="loading weights",
             leave=False,
-            disable=True if tp_rank else None,  # None: only where there is a terminal
+            disable=True if tp_rank else None,  # None: only on a terminal
         )
 
     def __enter__(self) -> Iterator[Named]:

@@ -1,9 +1,8 @@
-"""A file of byte arrays under names, each with a checksum: what a device's laid-out weights are
-kept in.
+"""A file of named byte arrays with checksums, in which a device's laid-out weights are kept.
 
-Arrays come first, then an index, then a trailer that says where the index is; so a file is written
-while weights arrive and is whole only with its last bytes. Nothing in it is believed before it was
-checked.
+Arrays come first, then an index, then a trailer with the position of the index. So the file can be
+written while weights arrive, and it is complete only with its last bytes. Everything in it is
+checked before it is used.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class _Index(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PackedFile:
-    """A file that was written to its end, of this layout and without damage; else WeightError."""
+    """A complete and undamaged file of this layout; else WeightError."""
 
     def __init__(self, path: Path, layout: str) -> None:
         self.path = path
@@ -65,7 +64,7 @@ class PackedFile:
         self._check(size)
 
     def get(self, name: str) -> tuple[dict[str, Any], list[np.ndarray]] | None:
-        """What was kept under that name, arrays over the mapping."""
+        """The entry of that name, with its arrays over the mapping."""
         kept = self._weights.get(name)
         if kept is None:
             return None
@@ -89,7 +88,7 @@ class PackedFile:
             raise self._damaged(f"its index cannot be read: {error}") from None
 
     def _check(self, size: int) -> None:
-        """Every array's place and checksum; several at once, since that is what takes time."""
+        """Check every array's position and checksum; in parallel, because checksums take time."""
         arrays = [array for kept in self._weights.values() for array in kept.arrays]
         for array in arrays:
             if min(array.start, array.length) < 0 or array.start + array.length > size:
@@ -112,7 +111,7 @@ class PackedFile:
 
 
 class PackedWriter:
-    """Writes such a file beside its place and puts it there when it is whole."""
+    """Writes a file under a temporary name and renames it when it is complete."""
 
     def __init__(self, path: Path, layout: str) -> None:
         self._path, self._own = path, path.with_name(f".{path.name}.{os.getpid()}")
@@ -120,7 +119,7 @@ class PackedWriter:
         self._file = self._own.open("wb")
 
     def add(self, name: str, facts: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
-        """Keep flat uint8 arrays under a name; they are written now."""
+        """Add flat uint8 arrays under a name; they are written at once."""
         kept = _Kept(facts, [])
         for array in arrays:
             self._file.write(b"\0" * (-self._file.tell() % _ALIGNMENT))
@@ -129,7 +128,7 @@ class PackedWriter:
         self._index.weights[name] = kept
 
     def finish(self) -> int:
-        """Put the file in its place; returns its bytes."""
+        """Complete and rename the file; returns its size in bytes."""
         raw, start = msgspec.json.encode(self._index), self._file.tell()
         self._file.write(raw)
         self._file.write(_TRAILER.pack(_MAGIC, VERSION, zlib.crc32(raw), start, len(raw)))
@@ -141,6 +140,6 @@ class PackedWriter:
         return size
 
     def drop(self) -> None:
-        """Leave nothing behind."""
+        """Remove the unfinished file."""
         self._file.close()
         self._own.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Reads checkpoint tensors ahead of their use, several at once, through page-locked memory.
+"""Reads checkpoint tensors before they are used, several at once, through page-locked memory.
 
-One thread copies from a mapped file at a fraction of what a disk cache, let alone a device's link,
-can give. Used where copies are asynchronous; what is not announced to a placement is read when it
-is asked.
+One thread that copies from a mapped file reaches a fraction of the speed of a disk cache or of a
+device's link. Used for devices whose copies are asynchronous. A tensor without a known placement is
+read when it is asked for.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NAP_S: Final = 20e-6
 
 
 class _Staging:
-    """One thread's page-locked memory: one half is filled while the other is copied."""
+    """One thread's page-locked memory: one half is filled while the other one is copied."""
 
     def __init__(self, device: DeviceBackend) -> None:
         self._device = device
@@ -65,7 +65,7 @@ class _Staging:
 
 
 class _Read:
-    """A stored tensor of which one region is on its way."""
+    """A stored tensor of which one region is being read."""
 
     def __init__(self, stored: SafetensorsTensor, region: Region, found: Future[Tensor]) -> None:
         self._stored, self._region, self._found = stored, region, found
@@ -104,7 +104,8 @@ class ReadAhead:
     def over(
         self, tensors: Iterable[tuple[str, SafetensorsTensor]]
     ) -> Iterator[tuple[str, SafetensorsTensor | _Read]]:
-        """The same tensors in the same order; what placements will ask of them is being read."""
+        """The same tensors in the same order; the regions that placements will ask for are read
+        ahead."""
         waiting: deque[tuple[str, SafetensorsTensor | _Read]] = deque()
         ahead = 0
         for name, stored in tensors:
@@ -121,7 +122,7 @@ class ReadAhead:
         yield from waiting
 
     def _region(self, name: str, stored: SafetensorsTensor) -> Region | None:
-        """What will be read of a tensor, if that is known and worth it."""
+        """The region to read of a tensor, if it is known and large enough."""
         placement = self._weights.placements.get(self._weights.canonical(name))
         if placement is None or placement.is_held or len(stored.shape) < 2:
             return None
@@ -134,7 +135,7 @@ class ReadAhead:
         return None if is_small else region
 
     def _read(self, stored: SafetensorsTensor, region: Region) -> Tensor:
-        """In a thread of the pool."""
+        """Read a region; runs in a thread of the pool."""
         staging = getattr(self._own, "staging", None)
         if staging is None:
             staging = self._own.staging = _Staging(self._device)

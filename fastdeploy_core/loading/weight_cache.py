@@ -1,8 +1,9 @@
-"""`--weight-cache DIR`: weights as a device has laid them out, kept in a file between starts.
+"""`--weight-cache DIR`: weights in the layout of a device, kept in a file between starts.
 
-The first start reads the checkpoint, and what the device makes of each matrix goes into a file; the
-next one takes it from there and reads of the checkpoint only what is not laid out (norms, biases).
-A file belongs to one checkpoint, number format, dtype, device and rank: its name is made of them.
+The first start reads the checkpoint and writes each matrix, as the device laid it out, to a file.
+The next start reads these matrices from the file, and from the checkpoint only tensors that are not
+laid out (norms, biases). A file belongs to one checkpoint, number format, dtype, device and rank;
+its name is made of them.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NUM_SAMPLES: Final = 16  # places of a file that are looked at
+_NUM_SAMPLES: Final = 16  # places of a checkpoint file that the fingerprint reads
 _SAMPLE_BYTES: Final = 4096
 
 
 class WeightCache:
-    """What layers ask before their weights are read (`get`) and tell when these are laid out
-    (`put`). As a context it is around loading: what was put is kept if that succeeds."""
+    """Layers call `get` before they read a weight and `put` after they laid it out. Use it as a
+    context around loading: the file is kept if loading succeeds."""
 
     def __init__(self, device: PackingDevice | None, path: Path | None) -> None:
-        """Without a path nothing is kept."""
+        """Without a path, nothing is kept."""
         self._device, self._path = device, path
         self._file: PackedFile | None = None
         self._writer: PackedWriter | None = None
         self._num_weights = 0
         self.num_bytes = 0  # of weights that came from the file
-        self.report: list[str] = []  # for the start-up table
+        self.report: list[str] = []  # for the start-up report
         if device is None or path is None:
             return
         if path.exists():
@@ -70,7 +71,7 @@ class WeightCache:
         trace: TracebackType | None,
     ) -> None:
         if self._file is not None:
-            self._file = None  # the mapping goes with it
+            self._file = None  # releases the mapping as well
             self._say(self.num_bytes, "from")
         if self._writer is None:
             return
@@ -101,7 +102,7 @@ class WeightCache:
         return prepared
 
     def put(self, name: str, prepared: Any) -> None:
-        """Keep it, if the device made it."""
+        """Keep a weight, if the device laid it out."""
         if self._writer is None or self._device is None:
             return
         dumped = self._device.dump_weight(prepared)
@@ -118,13 +119,13 @@ class WeightCache:
         self.report.append(f"weight cache: {self._num_weights} weights, {size}, {how} {self._path}")
 
     def _give_up(self, error: OSError) -> None:
-        """The model can be served all the same."""
+        """Stop keeping weights; the model can be served without."""
         logger.warning("the weight cache %s is not written: %s", self._path, error)
         self.report.append(f"weight cache: {self._path} could not be written")
         self._drop()
 
     def _drop(self) -> None:
-        """Leave no half of a file behind."""
+        """Remove an unfinished file."""
         if self._writer is not None:
             self._writer.drop()
             self._writer = None
@@ -137,7 +138,7 @@ def weight_cache(
     device: DeviceBackend,
     rank: int,
 ) -> WeightCache:
-    """The cache of this rank, which keeps nothing if none is asked for or the device cannot."""
+    """The cache of this rank; it keeps nothing if no cache was asked for or the device cannot."""
     if not model.weight_cache:
         return WeightCache(None, None)
     if not isinstance(device, PackingDevice):
@@ -158,8 +159,8 @@ def weight_cache(
 
 
 def _fingerprint(path: Path) -> bytes:
-    """Of a checkpoint: its files' names, sizes and times, and what stands at some places in
-    them."""
+    """A checkpoint's fingerprint: its files' names, sizes and times, and samples of their
+    content."""
     digest = hashlib.sha256()
     for file in [path] if path.is_file() else find_files(path):
         status = file.stat()

@@ -1,7 +1,7 @@
 """Checkpoint files: safetensors only, header checked before anything is mapped, read part by part.
 
-Files are memory-mapped, so that a rank touches only the pages it needs and no second copy of the
-weights exists. Formats that can carry code are refused by name (reliability rule S-03).
+Files are memory-mapped, so a rank touches only the pages it needs and no second copy of the weights
+exists. Formats that can contain code are refused by name (reliability rule S-03).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _UNSAFE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pdparams", ".pkl", 
 _MAX_HEADER_BYTES: Final = 100_000_000
 _MAX_INDEX_BYTES: Final = 100_000_000
 
-# safetensors dtype -> (numpy dtype of the bytes, our name). numpy has no bfloat16 and no float8:
-# their bits travel as unsigned integers and the tensor library reads them as what they are.
+# safetensors dtype -> (numpy dtype of the bytes, name here). numpy has no bfloat16 and no float8:
+# their bits are read as unsigned integers, which the tensor library reinterprets.
 _DTYPES: Final[dict[str, tuple[str, str]]] = {
     "F64": ("<f8", "float64"),
     "F32": ("<f4", "float32"),
@@ -116,7 +116,7 @@ class _Entry:
 
 
 class SafetensorsFile:
-    """One open file. Keep it, or a tensor of it, as long as parts are still to be read."""
+    """One open file. Keep it, or one of its tensors, until all parts have been read."""
 
     def __init__(self, path: Path, device: DeviceBackend) -> None:
         self.path, self.device = path, device
@@ -133,8 +133,8 @@ class SafetensorsFile:
                 )
             self._base = 8 + header_bytes
             self.entries = _parse_header(path, file.read(header_bytes), size - self._base)
-            # A private writable mapping: tensor libraries take its memory without a copy, and
-            # nothing can ever change the file.
+            # A private writable mapping: tensor libraries use its memory without a copy, and writes
+            # never reach the file.
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._descriptor = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._descriptor)
@@ -149,8 +149,8 @@ class SafetensorsFile:
         return sum(entry.stop - entry.start for entry in self.entries.values())
 
     def read_into(self, buffer: np.ndarray, offset: int) -> None:
-        """Fill a uint8 buffer from `offset` behind the header on. Reading takes a fraction of what
-        touching pages of a mapping for the first time does."""
+        """Fill a uint8 buffer from `offset` after the header on. Reading takes a fraction of the
+        time of first touching the pages of a mapping."""
         left = buffer.data
         while left:
             count = os.preadv(self._descriptor, [left], self._base + offset)
@@ -185,7 +185,7 @@ class SafetensorsTensor:
         return self._entry.stop - self._entry.start
 
     def bits(self) -> np.ndarray:
-        """The whole tensor's bits on the host, over the mapping."""
+        """The bits of the whole tensor on the host, over the mapping."""
         return self._file.array(self._entry)
 
     def fill(self, region: tuple[slice | int, ...], first: int, buffer: np.ndarray) -> None:
@@ -209,7 +209,7 @@ class SafetensorsTensor:
 
 
 def _parse_header(path: Path, raw: bytes, data_bytes: int) -> dict[str, _Entry]:
-    """Entries whose offsets are known to lie inside the file, to match their shapes and not to
+    """Parse the header; offsets are checked to lie inside the file, to match the shapes and not to
     overlap."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -252,15 +252,15 @@ def _entry(name: str, value: Any) -> _Entry:
     return _Entry(dtype, tuple(shape), start, stop)
 
 
-# A larger dummy tensor repeats so many numbers that lie on the device, from a place of its own on:
-# drawing those of a large model would take many minutes. Odd, so that rows differ.
+# A larger dummy tensor repeats this many numbers on the device, each tensor from another start:
+# generating the numbers of a large model would take many minutes. Odd, so that rows differ.
 DUMMY_NUMBERS: Final = (1 << 20) - 3
 
 
 class DummyTensor:
-    """Seeded random numbers that look like a stored tensor; equal for any number of ranks.
+    """Seeded random numbers with the interface of a stored tensor; equal for any number of ranks.
 
-    `pools` holds what large tensors repeat, by kind; all tensors of a model share it.
+    `pools` holds the numbers that large tensors repeat, by kind; all tensors of a model share it.
     """
 
     def __init__(
@@ -280,17 +280,17 @@ class DummyTensor:
         return DTYPE_BYTES[self.dtype] * int(np.prod(self.shape, dtype=np.int64))
 
     def read(self, *region: slice | int) -> Tensor:
-        """The region of N(0, 0.02), of random bits, or of a number where noise would be wrong."""
+        """The region: N(0, 0.02), random bits, or one number where noise would be wrong."""
         fill, xp = self._placement.fill, self._device.xp
         place = zlib.crc32(self._placement.name.encode())
         count = int(np.prod(self.shape, dtype=np.int64))
         if count <= DUMMY_NUMBERS:
-            whole = self._drawn(fill, np.random.default_rng([self._seed, place]), count)
+            whole = self._dummy_numbers(fill, np.random.default_rng([self._seed, place]), count)
         else:
             key = (str(fill), self.dtype)
             if key not in self._pools:
                 stream = np.random.default_rng([self._seed, len(str(fill))])
-                self._pools[key] = self._drawn(fill, stream, DUMMY_NUMBERS)
+                self._pools[key] = self._dummy_numbers(fill, stream, DUMMY_NUMBERS)
             first = place % DUMMY_NUMBERS
             times = -(-(first + count) // DUMMY_NUMBERS)
             many = self._pools[key].unsqueeze(0).expand([times, DUMMY_NUMBERS])
@@ -299,8 +299,8 @@ class DummyTensor:
         is_float8 = fill == "bits" and self.dtype.startswith("float8")
         return part.view(xp.dtype(self.dtype)) if is_float8 else part
 
-    def _drawn(self, fill: float | str, stream: np.random.Generator, count: int) -> Tensor:
-        """So many numbers on the device; those of float8 as bytes."""
+    def _dummy_numbers(self, fill: float | str, stream: np.random.Generator, count: int) -> Tensor:
+        """`count` numbers on the device; those of float8 as bytes."""
         xp = self._device.xp
         if fill == "bits":
             numbers = self._bits(stream, count)
@@ -322,7 +322,7 @@ class DummyTensor:
 def dummy_tensors(
     placements: Mapping[str, Placement], seed: int, device: DeviceBackend
 ) -> Iterator[tuple[str, DummyTensor]]:
-    """What `--load-format dummy` loads: one tensor for every placement."""
+    """The tensors of `--load-format dummy`: one for every placement."""
     pools: dict[tuple[str, str], Tensor] = {}
     for name, placement in placements.items():
         yield name, DummyTensor(placement, seed, device, pools)

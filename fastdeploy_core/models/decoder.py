@@ -1,6 +1,6 @@
-"""The shape every family here shares: embedding, pre-norm blocks, final norm, lm head.
+"""The structure that all families here share: embedding, pre-norm blocks, final norm, lm head.
 
-A family file lists what its blocks are made of; nothing here knows a family.
+A family's file lists the parts of its blocks; nothing here depends on a family.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Addends = tuple["Tensor", "Tensor | None"]
 
 
 class AttentionLayer(Protocol):
-    """What stands between the two norms of a block; see layers/attention.py."""
+    """The layer between the two norms of a block; see layers/attention.py."""
 
     def after(
         self,
@@ -37,12 +37,12 @@ class AttentionLayer(Protocol):
 
 
 class FeedForward(Protocol):
-    """What stands behind the second norm of a block; see layers/mlp.py."""
+    """The layer after the second norm of a block; see layers/mlp.py."""
 
     def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> Addends: ...
 
 
-# Make one block's parts from its checkpoint prefix; the second also gets the number of the block.
+# Makes one block's part from its checkpoint prefix; the second also gets the number of the block.
 MakeAttention = Callable[["ModelBuilder", str], AttentionLayer]
 MakeFeedForward = Callable[["ModelBuilder", str, int], FeedForward]
 
@@ -64,10 +64,9 @@ class DecoderLayer:
         context: ForwardContext,
         rows: Tensor | None = None,
     ) -> Addends:
-        """x, residual: [num_tokens, hidden]; the block's input is their sum, or x alone, which may
-        be overwritten. Returns the addends of its output in the same form, for whoever normalises
-        next: of the tokens in `rows` alone, if given, for which what stands behind the attention is
-        then computed."""
+        """x, residual: [num_tokens, hidden]; the block's input is their sum, or x alone; x may be
+        overwritten. Returns the addends of the output in the same form, for the next norm. With
+        `rows`, only these tokens are computed after the attention, and returned."""
         x, residual = self.attention.after(self.input_norm, x, residual, positions, context, rows)
         return self.feed_forward.after(self.post_attention_norm, x, residual)
 
@@ -75,7 +74,7 @@ class DecoderLayer:
 class DecoderLM:
     """Embedding, blocks, final norm and lm head under the usual checkpoint names.
 
-    `tied` is the family's default where config.json does not say. Sums before norms are fused with
+    `tied` is the family's default if config.json does not say. Sums before norms are fused with
     them.
     """
 
@@ -94,7 +93,7 @@ class DecoderLM:
         self._hidden, self._eps = hidden, eps
         self._attention, self._feed_forward = attention, feed_forward
         self.weights = build.weights
-        self.weights.ignore("rotary_emb.inv_freq")  # computed here; old checkpoints carry it
+        self.weights.ignore("rotary_emb.inv_freq")  # computed here; old checkpoints contain it
         self.embedding = build.embedding("model.embed_tokens", vocab, hidden)
         self.layers = [
             self.block(build, f"model.layers.{number}", number)
@@ -107,10 +106,10 @@ class DecoderLM:
         )
 
     def block(self, build: ModelBuilder, prefix: str, number: int) -> DecoderLayer:
-        """One block of this family under that checkpoint prefix, made as its number-th one would
-        be.
+        """One block of this family with that checkpoint prefix, made like block `number`.
 
-        Drafters call it for blocks behind the last, with a builder of their own."""
+        Drafters use it for blocks after the last one, with a builder of their own.
+        """
         return DecoderLayer(
             input_norm=build.norm(f"{prefix}.input_layernorm", self._hidden, self._eps),
             attention=self._attention(build, f"{prefix}.self_attn"),
@@ -122,13 +121,13 @@ class DecoderLM:
 
     @property
     def mtp_weights(self) -> dict[str, StoredTensor]:
-        """Weights of multi-token-prediction layers, by checkpoint name: kept unread, for a
+        """Weights of multi-token-prediction layers by checkpoint name, kept unread for a
         drafter."""
         return self.weights.kept
 
     def forward(self, input_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         """input_ids, positions: [num_tokens] int64; returns hidden states [num_tokens, hidden], or
-        of the tokens in context.rows alone."""
+        only those of the tokens in context.rows."""
         x, residual = self.embedding(input_ids), None
         *before, last = self.layers
         for layer in before:
@@ -137,14 +136,14 @@ class DecoderLM:
         return self.norm.add(x, residual)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """[num_rows, hidden] to [num_rows, vocab_size], float32, whole on every rank."""
+        """[num_rows, hidden] to [num_rows, vocab_size] float32, all of them on every rank."""
         return self.lm_head(hidden)
 
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The likeliest token of each row, [num_rows] int64, and its logit: what greedy rows need
-        of compute_logits, without the logits."""
+        """The likeliest token of each row, [num_rows] int64, and its logit: for greedy rows,
+        without computing all logits."""
         return self.lm_head.greedy(hidden)
 
     def load_weights(self, tensors: Iterable[tuple[str, StoredTensor]]) -> list[str]:
-        """Take every tensor it knows, by checkpoint name; return names it does not know."""
+        """Take every known tensor by checkpoint name; returns the unknown names."""
         return self.weights.load(tensors)

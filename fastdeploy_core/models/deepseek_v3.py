@@ -1,8 +1,8 @@
 """DeepSeek V3 and R1 (transformers: DeepseekV3ForCausalLM; arXiv 2412.19437).
 
-Latent attention, sigmoid routing in groups with a correction bias, shared experts, the first blocks
-dense. Weights of multi-token-prediction blocks, numbered after the last block, are kept in
-`mtp_weights` for the drafter that will use them.
+Latent attention, sigmoid routing in groups with a correction bias, shared experts; the first blocks
+are dense. Weights of multi-token-prediction blocks, numbered after the last block, are kept in
+`mtp_weights` for a drafter.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """ERNIE 4.5 mixture-of-experts models (transformers: Ernie4_5_MoeForCausalLM).
 
-Softmax routing whose choice, not whose weights, a correction bias shifts; shared experts beside the
-routed ones; dense blocks outside moe_layer_start_index..moe_layer_end_index. Multi-token-prediction
-weights (model.mtp_*) are kept in `mtp_weights` for the drafter that will use them.
+Softmax routing with a correction bias that changes the choice of experts but not their weights;
+shared experts in addition to the routed ones; dense blocks outside
+moe_layer_start_index..moe_layer_end_index. Multi-token-prediction weights (model.mtp_*) are kept in
+`mtp_weights` for a drafter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads config.json with typed, checked keys, so that a wrong one is named and not a traceback."""
+"""Reads config.json with typed, checked keys: a wrong value gets an error that names its key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from fastdeploy_core.layers.rotary import RotarySpec, check_rotary
 
 
 class ConfigReader:
-    """One model's config.json, asked key by key. `keys` are spellings of one thing, best first."""
+    """One model's config.json, read key by key. `keys` are spellings of one setting, the preferred
+    one first."""
 
     def __init__(self, config: Mapping[str, Any], tp_size: int = 1) -> None:
         self.config = config
@@ -67,7 +68,7 @@ class ConfigReader:
         return value
 
     def divided(self, what: str, size: int) -> int:
-        """This rank's share of something that ranks divide evenly."""
+        """This rank's share of a size that ranks divide evenly."""
         if size % self.tp_size:
             possible = [n for n in range(1, 65) if size % n == 0]
             raise ConfigError(
@@ -77,7 +78,7 @@ class ConfigReader:
         return size // self.tp_size
 
     def require_silu(self) -> None:
-        """Every family here gates with silu; UnsupportedModel for anything else."""
+        """UnsupportedModel unless the activation is silu, the only one here."""
         activation = self._find(("hidden_act",))
         if activation not in (None, "silu", "swish"):
             raise UnsupportedModel(
@@ -86,7 +87,8 @@ class ConfigReader:
             )
 
     def refuse_sliding_window(self) -> None:
-        """Attention here sees the whole context; UnsupportedModel where a window is in use."""
+        """UnsupportedModel if a sliding window is in use: attention here covers the whole
+        context."""
         in_use = self.flag("use_sliding_window", default=False)
         kinds = self._find(("layer_types",)) or []
         if in_use or any(kind != "full_attention" for kind in kinds):

@@ -11,7 +11,7 @@ from fastdeploy_core.errors import PluginNotFound, UnsupportedModel
 
 __all__ = ["ARCHITECTURES", "ModelShapes", "model_class", "read_shapes"]
 
-# The core's own families; the same lines are in group fastdeploy.models.
+# The core's own families; group fastdeploy.models has the same entries.
 ARCHITECTURES: Final[dict[str, str]] = {
     "DeepseekV3ForCausalLM": "fastdeploy_core.models.deepseek_v3:DeepseekV3ForCausalLM",
     "Ernie4_5ForCausalLM": "fastdeploy_core.models.ernie4_5:Ernie4_5ForCausalLM",
@@ -46,7 +46,7 @@ def model_class(hf_config: Mapping[str, Any]) -> Any:
         module, _, attribute = ARCHITECTURES[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
     try:
-        # The plugin room is needed only for models that plugins bring.
+        # The plugins room is only needed for models of plugins.
         from fastdeploy_core.plugins import lookup
 
         return lookup("model", name)

@@ -1,8 +1,8 @@
 """Parsers that split a model's text into thinking, answer and tool calls.
 
-Each takes text in pieces and gives the same result for every way of cutting it, in linear time;
-non-streaming answers are one piece. Found by name through the entry-point groups
-fastdeploy.reasoning_parsers and fastdeploy.tool_parsers, as a third party's are.
+Each takes text in pieces, gives the same result however the text is cut, and needs linear time; a
+non-streaming answer is one piece. Like a third party's, they are found by name through the
+entry-point groups fastdeploy.reasoning_parsers and fastdeploy.tool_parsers.
 """
 
 from .answer import AnswerReader

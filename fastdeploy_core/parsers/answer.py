@@ -1,4 +1,5 @@
-"""One answer from raw text to what an API shows: thinking first, tool calls in what follows it."""
+"""From an answer's raw text to the parts that an API shows: thinking first, then tool calls in the
+rest."""
 
 from __future__ import annotations
 
@@ -13,21 +14,22 @@ ReasoningDriver = Callable[[str, Mapping[str, Any]], ReasoningParser]
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """How the thinking of an answer that is about to begin shows in its text."""
+    """How thinking shows in the text of an answer that is about to begin."""
 
     end: str
-    begin: str | None = None  # None: the text begins in the thinking; else it may begin so
+    # None: the text begins in the thinking; else this token begins the thinking
+    begin: str | None = None
 
 
 class TextParser(Protocol):
-    """What splits text into parts: an AnswerReader, or a scanner of forced tool calls."""
+    """Splits text into parts: an AnswerReader, or a scanner of forced tool calls."""
 
     def push(self, text: str) -> ParsedDelta:
-        """New text."""
+        """Add text; returns the parts that are certain."""
         ...
 
     def finish(self) -> ParsedDelta:
-        """The text has ended."""
+        """The text has ended; returns what was held back."""
         ...
 
 
@@ -36,8 +38,8 @@ def thinking_ahead(
     prompt_text: str,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Thinking | None:
-    """Whether an answer to this prompt may begin with thinking. Parsers say so by an attribute
-    `thinking`; one that has none never delays a grammar."""
+    """How an answer to this prompt may begin with thinking, or None. A parser says so with an
+    attribute `thinking`; a parser without it never delays a grammar."""
     if parser is None:
         return None
     reader = parser(prompt_text, dict(chat_template_kwargs or {}))
@@ -62,12 +64,12 @@ class AnswerReader:
         self.num_tool_calls = 0
 
     def push(self, text: str) -> ParsedDelta:
-        """Newly generated text."""
+        """Add newly generated text."""
         delta = self._reasoning.push(text) if self._reasoning else ParsedDelta(content=text)
         return self._count(self._look_for_tools(delta))
 
     def finish(self) -> ParsedDelta:
-        """The text has ended: what was held back, and whatever that releases."""
+        """The text has ended: release what the parsers held back."""
         delta = self._reasoning.finish() if self._reasoning else ParsedDelta()
         delta = self._look_for_tools(delta)
         if self._tool:
@@ -89,5 +91,5 @@ class AnswerReader:
 
 
 def shown_tokens(*parsers: type[Any] | None) -> tuple[str, ...]:
-    """Special tokens that these parsers look for, so that the detokenizer must not hide them."""
+    """Special tokens that these parsers read, so the detokenizer must show them."""
     return tuple(token for parser in parsers for token in getattr(parser, "markers", ()))

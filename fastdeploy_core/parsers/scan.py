@@ -1,4 +1,4 @@
-"""Looks for markers in text that arrives in pieces."""
+"""Finds markers in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ CHUNK_CHARS = 1024
 
 
 class MarkerScanner:
-    """Splits pieces into text and markers; holds back a piece's end that could begin a marker."""
+    """Splits pieces into text and markers; holds back the end of a piece if it could begin a
+    marker."""
 
     __slots__ = ("_beginnings", "_held", "_pattern")
 
@@ -25,7 +26,7 @@ class MarkerScanner:
         self._held = ""
 
     def push(self, text: str) -> list[tuple[bool, str]]:
-        """(is_marker, text) in order; joined they are the input up to what is held back."""
+        """(is_marker, text) in order; joined, they are the input up to what is held back."""
         text = self._held + text
         found: list[tuple[bool, str]] = []
         position = 0
@@ -41,7 +42,7 @@ class MarkerScanner:
         return found
 
     def finish(self) -> str:
-        """The text has ended: what was held back is no marker."""
+        """The text has ended; what was held back is no marker."""
         held, self._held = self._held, ""
         return held
 
@@ -55,15 +56,15 @@ class MarkerScanner:
 
 
 def chunks(text: str) -> list[str]:
-    """A long text in short pieces: parsers rescan a piece after each call they find in it, so short
-    pieces keep them linear. The result is the same for every way of cutting."""
+    """A long text in short pieces. Parsers rescan a piece after each call that they find in it, so
+    short pieces keep them linear. The result does not depend on the cutting."""
     if len(text) <= CHUNK_CHARS:
         return [text]
     return [text[i : i + CHUNK_CHARS] for i in range(0, len(text), CHUNK_CHARS)]
 
 
 def merge(deltas: Sequence[ParsedDelta]) -> ParsedDelta:
-    """Consecutive deltas as one."""
+    """Join consecutive deltas."""
     if len(deltas) == 1:
         return deltas[0]
     return ParsedDelta(

@@ -14,7 +14,6 @@ CORE_COMMANDS: Final[dict[str, tuple[str, str]]] = {
         ("serve", "serve:main", "start the OpenAI-compatible server"),
         ("chat", "chat:chat", "talk to a running server"),
         ("complete", "chat:complete", "complete text with a running server"),
-        ("bench", "bench:main", "measure: throughput, latency, serve"),
         ("run-batch", "run_batch:main", "answer the requests of an OpenAI batch file"),
         ("quantize", "quantize:main", "write a checkpoint in fewer bits"),
         ("tokenizer", "tokenizer_command:main", "encode, decode and inspect a tokenizer"),
@@ -22,8 +21,6 @@ CORE_COMMANDS: Final[dict[str, tuple[str, str]]] = {
         ("plugins.show", "plugins_show:main", "drivers, hooks and capabilities of one plugin"),
         ("plugins.why", "plugins_why:main", "every candidate, its answer, and the winner"),
         ("plugins.doctor", "plugins_doctor:main", "load each plugin in a child process"),
-        ("plugins.check", "plugins_check:main", "run the conformance kit against a driver"),
-        ("plugins.new", "plugins_new:main", "start a plugin from a template"),
         ("collect-env", "collect_env:main", "describe this machine for a bug report"),
         ("version", "version:main", "print the version"),
     )

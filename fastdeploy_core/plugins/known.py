@@ -8,6 +8,15 @@ from pathlib import Path
 
 def providers(kind: str) -> dict[str, str]:
     """Name to distribution, of one kind."""
+    return _section(kind)
+
+
+def summaries() -> dict[str, str]:
+    """Command to summary, for distributions with several commands."""
+    return _section("command summary")
+
+
+def _section(name: str) -> dict[str, str]:
     text = Path(__file__).with_name("known_plugins.json").read_text("utf-8")
-    found: dict[str, str] = json.loads(text).get(kind, {})
+    found: dict[str, str] = json.loads(text).get(name, {})
     return found

@@ -1,4 +1,4 @@
-"""What quantizer drivers share: which layers they take, checks, and the way into the kernel
+"""What quantizer drivers share: which layers they take, checks, and passing weights to the kernel
 table."""
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.quantizer import LayerSpec, ParameterSpec
     from fastdeploy_core.tensor import Tensor
 
-# Set by `fastdeploy quantize` only: scales of activations are about to be measured.
+# Set by `fastdeploy quantize` only: scales of activations will be measured.
 CALIBRATING = "is_calibrating"
 _IGNORE_KEYS = ("modules_to_not_convert", "ignored_layers")
 
 
 class PackedQuantizer:
-    """A driver whose layers are PackedWeights. Subclasses say what is stored and how it is
+    """A driver whose layers are PackedWeights. Subclasses define what is stored and how it is
     packed."""
 
     name = ""
@@ -45,7 +45,7 @@ class PackedQuantizer:
     # -- for subclasses ---------------------------------------------------------------------------
 
     def pack(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight:
-        """Checkpoint tensors to the internal format."""
+        """From checkpoint tensors to the internal format."""
         raise NotImplementedError
 
     def is_ignored(self, name: str) -> bool:
@@ -72,7 +72,7 @@ class PackedQuantizer:
         return not ignored
 
     def joins(self, layer: LayerSpec) -> bool:
-        """Parts become one tensor."""
+        """Whether parts become one tensor."""
         return True
 
     def is_stored(self, layer: LayerSpec) -> bool:
@@ -84,7 +84,7 @@ class PackedQuantizer:
         raise NotImplementedError
 
     def quantize(self, layer: LayerSpec, weight: Tensor) -> dict[str, Tensor]:
-        """Formats that only come from checkpoints have nothing to do here."""
+        """Nothing to do for formats that only come from checkpoints."""
         raise ConfigError(
             f"--quantization {self.name} reads checkpoints that are quantized already; this one is "
             "in "
@@ -100,7 +100,7 @@ class PackedQuantizer:
         return self._kernels[operation], self._kernels.prepare(operation, packed)
 
     def packed(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight | None:
-        """The product is the format's."""
+        """The packed weight: its format has products."""
         return self._checked(layer, tensors)
 
     def _checked(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight:
@@ -110,7 +110,7 @@ class PackedQuantizer:
         return replace(self.pack(layer, tensors), dtype=layer.dtype)
 
     def apply(self, layer: LayerSpec, prepared: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The kernel's product."""
+        """Multiply with the kernel."""
         product, weight = prepared
         y: Tensor = product(x, weight, bias)
         return y
@@ -121,26 +121,26 @@ class PackedQuantizer:
 
 
 class OrderedQuantizer(PackedQuantizer):
-    """One whose groups may be of scattered inputs: these are put in the groups' order before the
-    product."""
+    """A driver whose groups may consist of scattered inputs. Inputs are put in the order of their
+    groups before the product."""
 
     def order(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor | None:
-        """[K] int64; None where the inputs lie in the order of their groups already."""
+        """[K] int64; None if the inputs are in the order of their groups already."""
         raise NotImplementedError
 
     def packed(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight | None:
-        """None where the inputs have to be put in order first."""
+        """The packed weight; None if inputs have to be reordered first."""
         return None if self.order(layer, tensors) is not None else super().packed(layer, tensors)
 
     def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:
-        """The kernel's product, and the order it wants its inputs in."""
+        """The kernel's weight, and the order of inputs that it needs."""
         prepared = super().prepare(layer, tensors)
         if layer.role == "experts":
             return prepared
         return (*prepared, self.order(layer, tensors))
 
     def apply(self, layer: LayerSpec, prepared: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The kernel's product."""
+        """Multiply with the kernel, after reordering the inputs."""
         product, weight, order = prepared
         if order is not None:
             x = self.xp.index_select(x, 1, order)
@@ -157,7 +157,7 @@ class OrderedQuantizer(PackedQuantizer):
 
 
 def names_in(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """The list of names under a key of quantization_config; none where there is no such key."""
+    """The list of names under a key of quantization_config; empty without that key."""
     names = config.get(key) or ()
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{key} of the quantization is {names!r:.80}; expected a list of names")
@@ -192,7 +192,7 @@ def group_size_of(config: Mapping[str, Any], default: int = 0) -> int:
 
 
 def check_group(layer: LayerSpec, group_size: int, method: str) -> None:
-    """ConfigError where the inputs of a layer are not whole groups."""
+    """ConfigError unless the inputs of a layer are whole groups."""
     if group_size and layer.in_features % group_size:
         possible = [g for g in (32, 64, 128, 256) if layer.in_features % g == 0]
         raise ConfigError(

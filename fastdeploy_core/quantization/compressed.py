@@ -1,9 +1,11 @@
-"""Driver compressed-tensors: int4, int8 and fp8 checkpoints of llm-compressor and its kin.
+"""Driver compressed-tensors: int4, int8 and fp8 checkpoints of llm-compressor and similar tools.
 
-weight_packed [N, K * bits / 32] int32, low bits first, offset by 2^(bits-1)   (pack-quantized)
-weight        [N, K] int8 or float8_e4m3fn                                     (the other formats)
-weight_scale  [1], [N, 1], [N, G] or blocks; weight_zero_point, packed along N where weights are
-weight_g_idx  [K] with actorder "group"; input_scale [1] where activations are static
+weight_packed [N, K * bits / 32] int32, low bits first, offset by 2^(bits-1) (pack-quantized)
+weight        [N, K] int8 or float8_e4m3fn (the other formats)
+weight_scale  [1], [N, 1], [N, G] or blocks
+weight_zero_point  packed along N if weights are
+weight_g_idx  [K] with actorder "group"
+input_scale   [1] if activations are static
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class CompressedTensors(OrderedQuantizer):
-    """Every layer by the scheme of the group it falls into."""
+    """Reads every layer by the scheme of its config group."""
 
     name = "compressed-tensors"
 
@@ -39,10 +41,10 @@ class CompressedTensors(OrderedQuantizer):
         super().__init__(config, device, kernels)
         self._schemes = read_schemes(config)
         self._ignore = names_in(config, "ignore")
-        self._quantizes_head = True  # unless it is ignored, which is the rule
+        self._quantizes_head = True  # unless it is ignored, which is usual
 
     def is_ignored(self, name: str) -> bool:
-        """Named in `ignore`, or in no group."""
+        """Whether the layer is named in `ignore` or belongs to no group."""
         if any(matches(name, entry) for entry in self._ignore):
             return True
         return find_scheme(self._schemes, name) is None
@@ -62,7 +64,7 @@ class CompressedTensors(OrderedQuantizer):
         return scheme
 
     def supports(self, layer: LayerSpec) -> bool:
-        """As the groups say; what cannot be cut is refused by name."""
+        """As the groups say; a layer that cannot be divided is refused by name."""
         if not super().supports(layer):
             return False
         scheme = self._scheme(layer)
@@ -93,14 +95,14 @@ class CompressedTensors(OrderedQuantizer):
         return True
 
     def joins(self, layer: LayerSpec) -> bool:
-        """Not with an order of inputs of its own, nor across the edge of a block."""
+        """Not if parts have an order of inputs of their own, and not across the edge of a block."""
         scheme = self._scheme(layer)
         if scheme.strategy == "block":
             return all(part.out_features % FP8_BLOCK == 0 for part in layer.parts[:-1])
         return not scheme.is_scattered
 
     def parameters(self, layer: LayerSpec) -> dict[str, ParameterSpec]:
-        """As the scheme stores them."""
+        """The tensors that the scheme stores."""
         scheme = self._scheme(layer)
         rows, count = layer.out_features, layer.in_features
         by_row = layer.parallel == "row"
@@ -137,7 +139,7 @@ class CompressedTensors(OrderedQuantizer):
         return (rows, groups), 0 if not by_row else (1 if groups > 1 else None)
 
     def pack(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight:
-        """To the internal format; experts share every step but the unpacking of words."""
+        """To the internal format. Experts share every step except unpacking words."""
         scheme, xp = self._scheme(layer), self.xp
         scale = tensors["weight_scale"]
         if scheme.strategy == "tensor":
@@ -180,7 +182,8 @@ class CompressedTensors(OrderedQuantizer):
         xp, offset = self.xp, 1 << (scheme.bits - 1)
         if not scheme.is_packed:
             return (stored.to(xp.int32) + offset).to(xp.uint8)
-        # Words run along outputs: [..., N / per_word, G]. Joined parts each end in a whole word.
+        # Words run along outputs: [..., N / per_word, G]. Each of several joined parts ends in a
+        # whole word.
         words = unpack_int32(stored.transpose(-1, -2).contiguous(), scheme.bits)
         rows = [part.out_features for part in layer.parts] or [layer.out_features]
         per_word, kept, start = 32 // scheme.bits, [], 0
@@ -190,7 +193,7 @@ class CompressedTensors(OrderedQuantizer):
         return xp.cat(kept, -1).transpose(-1, -2).contiguous()
 
     def order(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor | None:
-        """By the stored numbers of groups."""
+        """By the stored group numbers."""
         scheme = self._scheme(layer)
         if not scheme.is_scattered or not scheme.group_size:
             return None

@@ -1,5 +1,5 @@
-"""Rounding to int4 with error feedback (GPTQ, arXiv 2210.17323): the error of each input is made up
-for by the inputs that are rounded after it, weighted by what calibration says about them.
+"""Rounding to int4 with error feedback (GPTQ, arXiv 2210.17323): the error of each input is
+compensated by the inputs that are rounded after it, weighted by calibration statistics.
 
 On the host in float64: it runs once per model and needs a factorisation that not every tensor
 library has.
@@ -16,7 +16,7 @@ from fastdeploy_core.contracts.quant_formats import INT4_OFFSET
 from .rounding import CLIPS, INT4_BOUND
 
 DAMPING: Final = 0.01  # of the mean of the diagonal
-_BLOCK: Final = 128  # inputs between updates of everything behind them
+_BLOCK: Final = 128  # inputs between updates of all later inputs
 
 
 def inverse_factor(hessian: np.ndarray) -> np.ndarray:
@@ -49,7 +49,7 @@ def quantize_int4_with_feedback(
     weight: np.ndarray, hessian: np.ndarray, group_size: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """([N, K] uint8 offset by 8, scales [N, G] float32) of weight [N, K]."""
-    # Inputs run down: what one of them changes then lies together.
+    # Inputs are the first dimension, so that an update changes contiguous memory.
     w = np.array(weight.T, np.float64, order="C")
     count, rows = w.shape
     group = group_size or count

@@ -1,8 +1,9 @@
 """Drivers block_wise_fp8 and wfp8afp8: float8_e4m3fn weights and activations.
 
 block_wise_fp8 holds blocks of 128 x 128, as transformers' quant_method "fp8" with weight_block_size
-stores them: weight, weight_scale_inv (it multiplies). wfp8afp8 holds one scale per output; of
-checkpoints also one per tensor, which is spread: weight, weight_scale, input_scale where static.
+stores them: weight, weight_scale_inv (a factor). wfp8afp8 holds one scale per output: weight,
+weight_scale, and input_scale if activations are static; a scale per tensor in a checkpoint is
+repeated for each output.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.quantizer import LayerSpec
     from fastdeploy_core.tensor import Tensor
 
-# Random bits of fp8, cut to magnitudes below 2 (loading/weights.py), have this deviation.
+# Standard deviation of random fp8 bits below 2 in magnitude (loading/weights.py).
 _DUMMY_SCALE = 0.02 / 0.63
 
 
 class BlockFp8(PackedQuantizer):
-    """128 x 128 blocks of weights, 1 x 128 blocks of activations."""
+    """Weights in blocks of 128 x 128, activations in blocks of 1 x 128."""
 
     name = "block_wise_fp8"
 
@@ -73,7 +74,7 @@ class BlockFp8(PackedQuantizer):
         return True
 
     def joins(self, layer: LayerSpec) -> bool:
-        """Every part but the last must end at a block's edge."""
+        """Whether every part but the last ends at a block's edge."""
         return all(part.out_features % FP8_BLOCK == 0 for part in layer.parts[:-1])
 
     def parameters(self, layer: LayerSpec) -> dict[str, ParameterSpec]:
@@ -92,17 +93,17 @@ class BlockFp8(PackedQuantizer):
         return {"weight": numbers, "weight_scale_inv": scale}
 
     def calibration(self, layer: LayerSpec) -> Literal["none", "peak", "hessian"]:
-        """Scales of activations are computed at run time."""
+        """Nothing: scales of activations are computed at run time."""
         return "none"
 
     def quantize_calibrated(
         self, layer: LayerSpec, weight: Tensor, calibration: Calibration
     ) -> dict[str, Tensor]:
-        """As quantize()."""
+        """Same as quantize()."""
         return self.quantize(layer, weight)
 
     def checkpoint_config(self) -> dict[str, Any]:
-        """As transformers writes it, so that others read it too."""
+        """In the form of transformers, so that others can read it."""
         return {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
@@ -118,7 +119,7 @@ class BlockFp8(PackedQuantizer):
 
 
 class WFp8AFp8(PackedQuantizer):
-    """One scale per output, one per token (or per layer, from calibration)."""
+    """One scale per output; activations have one per token, or one per layer from calibration."""
 
     name = "wfp8afp8"
 
@@ -139,7 +140,7 @@ class WFp8AFp8(PackedQuantizer):
                 f"MODEL --method {self.name} --calibration FILE --output DIR, or use "
                 "activation_scheme dynamic"
             )
-        # transformers and vLLM store one scale per tensor unless they say otherwise.
+        # transformers and vLLM store one scale per tensor unless the configuration says otherwise.
         given = "tensor" if config.get("quant_method") == "fp8" else "channel"
         if config.get("quantization") == "tensor_wise_fp8":
             given = "tensor"
@@ -173,7 +174,7 @@ class WFp8AFp8(PackedQuantizer):
     def quantize_calibrated(
         self, layer: LayerSpec, weight: Tensor, calibration: Calibration
     ) -> dict[str, Tensor]:
-        """As quantize(), with the scale of the inputs."""
+        """Like quantize(), plus the scale of the inputs."""
         found = self.quantize(layer, weight)
         if self.is_static:
             peak = max(calibration.peak, TINY) / FP8_BOUND
@@ -181,7 +182,7 @@ class WFp8AFp8(PackedQuantizer):
         return found
 
     def checkpoint_config(self) -> dict[str, Any]:
-        """What config.json says about a checkpoint of ours."""
+        """quantization_config of a checkpoint that `fastdeploy quantize` writes."""
         return {
             "quantization": self.name,
             "is_quantized": True,
@@ -190,7 +191,7 @@ class WFp8AFp8(PackedQuantizer):
         }
 
     def pack(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight:
-        """Scales of whole tensors are spread over their outputs."""
+        """Scales of whole tensors are repeated for each output."""
         scale = tensors["weight_scale"].float()
         if self.per_tensor:
             scale = spread_parts(self.xp, layer, scale)
@@ -203,7 +204,7 @@ class WFp8AFp8(PackedQuantizer):
 
 
 def spread_parts(xp: Any, layer: LayerSpec, scale: Tensor) -> Tensor:
-    """One scale per part (or for the only one) to one per output: [N, 1] or [E, N, 1]."""
+    """From one scale per part to one per output: [N, 1] or [E, N, 1]."""
     lead = [layer.num_experts] if layer.num_experts else []
     rows = [part.out_features for part in layer.parts] or [layer.out_features]
     flat = scale.reshape([*lead, -1])

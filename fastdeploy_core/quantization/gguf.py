@@ -1,8 +1,8 @@
-"""Driver gguf: matrices of a GGUF file that are an internal format as they are (Q8_0, Q4_0).
+"""Driver gguf: matrices of a GGUF file whose format is an internal format (Q8_0, Q4_0).
 
-They stay packed where the device multiplies them with a kernel of its own; elsewhere they are
-decoded while loading, because the reference would do that at every step. `--quantization gguf`
-keeps them packed anywhere. All other formats are decoded before a quantizer is asked.
+They stay packed if the device has a kernel for them. Otherwise they are decoded while loading,
+because the reference operation would decode them in every step. `--quantization gguf` keeps them
+packed on any device. All other formats are decoded before a quantizer is asked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CORE: Final = "fastdeploy-core"
 
 
 class GGUFQuantizer:
-    """Passes every question on to the driver of the layer's format."""
+    """Delegates to the driver of the layer's format."""
 
     name = METHOD
     contract = CONTRACT
@@ -50,7 +50,7 @@ class GGUFQuantizer:
     def _formats(self, layer: LayerSpec) -> set[str]:
         names = [part.name for part in layer.parts] or [layer.name]
         if layer.role == "experts":
-            # A driver of experts takes both matrices in one format.
+            # A MoE driver takes both matrices of an expert in one format.
             prefix = expert_free(names[0]).rpartition(".")[0]
             names = [f"{prefix}.{half}" for half in ("gate_proj", "up_proj", "down_proj")]
         return {self._matrices.get(name, "") for name in names}
@@ -60,12 +60,12 @@ class GGUFQuantizer:
         return self._drivers[found]
 
     def supports(self, layer: LayerSpec) -> bool:
-        """Layers all of whose matrices are packed alike, if the device has a kernel for them. So is
-        a head that shares a token table of few bits: the device may round it to int8."""
+        """Layers whose matrices are all packed alike, if the device has a kernel for the format.
+        Also a head that shares a token table of few bits, which the device may round to int8."""
         if self._is_shared_head(layer):
             return True
         formats = self._formats(layer)
-        # A rank holds whole groups, and more than one, which would look like one scale for all
+        # A rank holds whole groups, and more than one: one group would look like one scale for all
         # ranks.
         is_cut = layer.in_features % GROUP_SIZE or (
             layer.shards > 1 and layer.in_features == GROUP_SIZE
@@ -81,14 +81,14 @@ class GGUFQuantizer:
         return (self._is_kept or is_own) and self._drivers[found].supports(layer)
 
     def joins(self, layer: LayerSpec) -> bool:
-        """Parts become one tensor."""
+        """Whether parts become one tensor."""
         return True
 
     def _is_shared_head(self, layer: LayerSpec) -> bool:
         return layer.role == "lm_head" and self._rounds_head
 
     def is_stored(self, layer: LayerSpec) -> bool:
-        """What is not stored packed is not supported, but for a shared head."""
+        """True, except for a shared head: only stored layers are supported."""
         return not self._is_shared_head(layer)
 
     def parameters(self, layer: LayerSpec) -> dict[str, ParameterSpec]:
@@ -104,19 +104,19 @@ class GGUFQuantizer:
         )
 
     def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:
-        """As the format's driver."""
+        """Delegates to the format's driver."""
         return self._driver(layer).prepare(layer, tensors)
 
     def packed(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight | None:
-        """As the format's driver."""
+        """Delegates to the format's driver."""
         return self._driver(layer).packed(layer, tensors)
 
     def apply(self, layer: LayerSpec, prepared: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The kernel's product."""
+        """Multiply with the kernel."""
         product, weight = prepared
         y: Tensor = product(x, weight, bias)
         return y
 
     def dequantize(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor:
-        """As the format's driver."""
+        """Delegates to the format's driver."""
         return self._driver(layer).dequantize(layer, tensors)

@@ -53,7 +53,7 @@ def awq_problem(config: Mapping[str, Any]) -> str:
 
 
 class WordQuantizer(PackedQuantizer):
-    """What both share: groups, the way from words [K, N] to rows [N, K]."""
+    """What both share: groups, and the conversion from words [K, N] to rows [N, K]."""
 
     bits = 4
 
@@ -69,7 +69,7 @@ class WordQuantizer(PackedQuantizer):
         return _WORD_BITS // self.bits
 
     def supports(self, layer: LayerSpec) -> bool:
-        """As every driver; layers that are not whole groups and words are refused by name."""
+        """As in PackedQuantizer; layers that are not whole groups and words are refused by name."""
         if not super().supports(layer):
             return False
         check_group(layer, self.group_size, self.name)
@@ -86,13 +86,13 @@ class WordQuantizer(PackedQuantizer):
         return True
 
     def _check_cut(self, layer: LayerSpec) -> None:
-        """For layers whose inputs cannot be divided among ranks."""
+        """Check a layer whose inputs cannot be divided among ranks."""
 
     def _groups(self, layer: LayerSpec) -> int:
         return layer.in_features // self.group_size if self.group_size else 1
 
     def _group_dim(self, layer: LayerSpec) -> int | None:
-        """Which dimension of [G, N] ranks divide."""
+        """The dimension of [G, N] that ranks divide."""
         if layer.parallel != "row":
             return 1
         return 0 if self._groups(layer) > 1 else None
@@ -118,7 +118,8 @@ class WordQuantizer(PackedQuantizer):
     def _packed(
         self, layer: LayerSpec, rows: Tensor, zeros: Tensor | None, scales: Tensor
     ) -> PackedWeight:
-        """rows [N, K] and zeros [N, G] are unsigned; without zeros the offset is the middle."""
+        """rows [N, K] and zeros [N, G] are unsigned; without zeros the offset is the middle of the
+        range."""
         xp = self.xp
         if self.bits == 4:
             weight = pack_int4(rows.contiguous())
@@ -161,7 +162,7 @@ class Gptq(OrderedQuantizer, WordQuantizer):
             )
 
     def joins(self, layer: LayerSpec) -> bool:
-        """Each part has its own order of inputs."""
+        """No: each part has its own order of inputs."""
         return not self._is_scattered
 
     def parameters(self, layer: LayerSpec) -> dict[str, ParameterSpec]:
@@ -179,7 +180,7 @@ class Gptq(OrderedQuantizer, WordQuantizer):
         }
 
     def _dummy_zero(self) -> float:
-        """A word of middles."""
+        """An int32 word in which every integer is the middle of the range."""
         middle = (1 << (self.bits - 1)) - self._zero_offset
         word = sum(middle << (self.bits * n) for n in range(self.per_word))
         return float(word - (1 << 32) if word >= 1 << 31 else word)
@@ -201,11 +202,12 @@ class Gptq(OrderedQuantizer, WordQuantizer):
         return self._packed(layer, values.transpose(0, 1), table, tensors["scales"])
 
     def order(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor | None:
-        """Inputs in the order of their groups; None where they lie so already."""
+        """Inputs in the order of their groups; None if they are in that order already."""
         index, xp = tensors.get("g_idx"), self.xp
         if index is None or not self.group_size or not self._is_scattered:
             return None
-        rows = index.reshape([-1, layer.in_features])  # joined experts: one of gate, one of up
+        # joined experts: one row for gate, one for up
+        rows = index.reshape([-1, layer.in_features])
         plain = xp.arange(layer.in_features, dtype=xp.int64, device=rows.device) // self.group_size
         if bool((rows == plain.to(rows.dtype).unsqueeze(0)).all()):
             return None

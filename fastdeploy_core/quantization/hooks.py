@@ -1,4 +1,4 @@
-"""Which of the core's quantizer drivers reads what. Imports no tensor library."""
+"""Which of the core's quantizer drivers serves a method. Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastdeploy_core.contracts.hookspecs import hookimpl
 from fastdeploy_core.contracts.quantizer import QuantizationQuestion
 
 _SCORE: Final = 10
-# The names of FastDeploy 2.x, vLLM and transformers that mean one of our drivers.
+# Names of FastDeploy 2.x, vLLM and transformers for drivers of the core.
 _ALIASES: Final[dict[str, str]] = {
     "weight_only_int8": "wint8",
     "weight_only_int4": "wint4",
@@ -24,8 +24,8 @@ _DRIVERS: Final = (
     "compressed-tensors", "gguf",
 )  # fmt: skip
 _STORED_ONLY: Final = ("gptq", "awq", "compressed-tensors", "gguf")
-# What --quantization may say beside the method: of all formats that are made while loading, and of
-# each.
+# Options of --quantization besides the method: of all formats that are made while loading, then of
+# each one.
 _SHARED_OPTIONS: Final = ("lm_head", "modules_to_not_convert", "ignored_layers")
 _PARTS: Final = ("dense_quant_type", "moe_quant_type")
 _OPTIONS: Final[dict[str, tuple[str, ...]]] = {
@@ -36,7 +36,7 @@ _OPTIONS: Final[dict[str, tuple[str, ...]]] = {
     "block_wise_fp8": ("weight_block_size", "activation_scheme"),
     "wfp8afp8": ("activation_scheme",),
 }
-# Known elsewhere, not here: what to use instead.
+# Methods known elsewhere that are not served here, and what to use instead.
 _REFUSED: Final[dict[str, str]] = {
     "w4afp8": "int4 weights with fp8 activations; possible: w4a8, wint4",
     "wfp4afp8": "fp4 weights; possible: wint4, w4a8",
@@ -52,7 +52,7 @@ _REFUSED: Final[dict[str, str]] = {
 
 @hookimpl
 def fd_quantizer_for(question: QuantizationQuestion) -> Candidate | None:
-    """The driver of that method; a Decline for methods that are known and not served."""
+    """The driver of that method; a Decline for known methods that are not served."""
     config = question.config
     name = driver_name(question.name, config)
     if name in _REFUSED:
@@ -86,7 +86,8 @@ def driver_name(name: str, config: Mapping[str, Any]) -> str:
     if name == "weight_only":
         name = str(config.get("algo", ""))
     if name == "fp8":
-        # transformers' word for both; without a checkpoint, vLLM's for scales per output or tensor.
+        # transformers' name for both; without a checkpoint, vLLM's name for scales per output or
+        # tensor.
         return "block_wise_fp8" if config.get("weight_block_size") else "wfp8afp8"
     return _ALIASES.get(name, name)
 
@@ -122,17 +123,17 @@ def _part(config: Mapping[str, Any], key: str) -> str:
 
 
 def _options(name: str, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """What --quantization may say beside the method; empty: not known here."""
+    """Options of --quantization besides the method; empty for an unknown method."""
     if name != "mix_quant":
         return _OPTIONS[name] + _SHARED_OPTIONS if name in _OPTIONS else ()
     parts = [part for key in _PARTS if (part := _part(config, key))]
     if any(part not in _OPTIONS for part in parts):
-        return ()  # of a stranger's method only the stranger knows
+        return ()  # only its plugin knows the options of another method
     return (*_PARTS, *(option for part in parts for option in _OPTIONS[part]), *_SHARED_OPTIONS)
 
 
 def _experts(name: str, config: Mapping[str, Any]) -> str:
-    """Internal formats the experts may come in, for the MoE drivers' question."""
+    """Internal formats that the experts may have, for the question to MoE drivers."""
     if name == "mix_quant":
         name = _part(config, "moe_quant_type")
         if not name:

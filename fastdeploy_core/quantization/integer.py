@@ -2,8 +2,8 @@
 
 Checkpoint tensors: weight ([N, K] int8, or [N, ceil(K/2)] uint8 with the even input in the low
 nibble and 8 added), weight_scale [N, G], and for static activations input_scale [1]; config.json
-then says "tensor_layout": "plain". Without it the checkpoint is FastDeploy 2.x's: quant_weight in
-the layout of interleaved.py, weight_scale [N].
+then says "tensor_layout": "plain". Without that entry the checkpoint is FastDeploy 2.x's:
+quant_weight in the layout of interleaved.py, weight_scale [N].
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.quantizer import LayerSpec
     from fastdeploy_core.tensor import Tensor
 
-# Standard deviation of a dummy weight, as --load-format dummy has it for full precision.
+# Standard deviation of dummy weights, the same as --load-format dummy has in full precision.
 _DUMMY_STD: Final = 0.02
 _INT8_STD: Final = 73.9
 _INT4_STD: Final = 4.61
@@ -70,7 +70,7 @@ class IntegerQuantizer(PackedQuantizer):
                 f"MODEL --method {self.name} --calibration FILE --output DIR, or use "
                 "activation_scheme dynamic"
             )
-        # FastDeploy 2.x does not say which layout its checkpoints have; there is but one.
+        # FastDeploy 2.x has one layout and does not name it.
         self.is_interleaved = self._stored and config.get("tensor_layout") != PLAIN
         if self.is_interleaved and (self.quantizes_activations or self.group_size):
             raise ConfigError(
@@ -86,7 +86,7 @@ class IntegerQuantizer(PackedQuantizer):
         ]
 
     def supports(self, layer: LayerSpec) -> bool:
-        """As every driver; a layer whose inputs are not whole groups is refused by name."""
+        """As in PackedQuantizer; a layer whose inputs are not whole groups is refused by name."""
         if not super().supports(layer):
             return False
         check_group(layer, self.group_size, self.name)
@@ -132,7 +132,7 @@ class IntegerQuantizer(PackedQuantizer):
         return found
 
     def quantize(self, layer: LayerSpec, weight: Tensor) -> dict[str, Tensor]:
-        """Nearest numbers; int4 cuts each group where the squared error is least."""
+        """To the nearest numbers; int4 clips each group where the squared error is least."""
         quantize = quantize_int8 if self.bits == 8 else quantize_int4
         numbers, scale = quantize(weight, self.group_size)
         return {"weight": numbers, "weight_scale": scale}
@@ -146,7 +146,7 @@ class IntegerQuantizer(PackedQuantizer):
     def quantize_calibrated(
         self, layer: LayerSpec, weight: Tensor, calibration: Calibration
     ) -> dict[str, Tensor]:
-        """As quantize(); an expert without tokens is rounded as if there were no calibration."""
+        """Like quantize(), with calibration; an expert without tokens is rounded without it."""
         if self.bits == 4 and calibration.hessian is not None and calibration.num_tokens:
             xp = self.xp
             host = np.array(xp.to_numpy(weight.float()))
@@ -161,7 +161,7 @@ class IntegerQuantizer(PackedQuantizer):
         return found
 
     def checkpoint_config(self) -> dict[str, Any]:
-        """What config.json says about a checkpoint of ours."""
+        """quantization_config of a checkpoint that `fastdeploy quantize` writes."""
         found: dict[str, Any] = {
             "quantization": self.name,
             "is_quantized": True,
@@ -174,7 +174,7 @@ class IntegerQuantizer(PackedQuantizer):
         return found
 
     def pack(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight:
-        """The checkpoint's layout is the internal one, but for FastDeploy 2.x's."""
+        """The checkpoint's layout is the internal one, except FastDeploy 2.x's."""
         if self.is_interleaved:
             rows = plain_rows(tensors["quant_weight"], self.bits, layer.in_features)
             if self.bits == 8:
@@ -197,24 +197,24 @@ class IntegerQuantizer(PackedQuantizer):
 
 
 def largest_scale(layer: LayerSpec, scale: Tensor) -> Tensor:
-    """Static activation scales of joined parts: they share their input, so the largest holds for
-    all.
+    """Static activation scales of joined parts. The parts share their input, so the largest scale
+    holds for all.
 
-    [1], or [parts, 1] of a joined layer, behind a dimension of experts where there are any; to [1]
-    or [E, 1], float32.
+    From [1], or [parts, 1] of a joined layer, with a leading dimension of experts if there are any;
+    to [1] or [E, 1], float32.
     """
     lead = [layer.num_experts] if layer.num_experts else []
     return scale.float().reshape([*lead, -1]).amax(dim=-1, keepdim=True)
 
 
 class WInt8(IntegerQuantizer):
-    """8-bit weights, activations as they are."""
+    """8-bit weights; activations are not rounded."""
 
     name = "wint8"
 
 
 class WInt4(IntegerQuantizer):
-    """4-bit weights, activations as they are."""
+    """4-bit weights; activations are not rounded."""
 
     name = "wint4"
     bits = 4

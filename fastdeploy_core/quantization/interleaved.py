@@ -3,7 +3,7 @@ tensor cores of 2020 and later.
 
 int8 [N, K] or, two to a byte, [N / 2, K]. Rows of K are permuted in groups of 16 (int8) or 32
 (int4), 2 or 4 outputs are interleaved in tiles of 64 inputs, values are offset to be unsigned, and
-the values of a 32-bit word are shuffled. Undone here once, at load time.
+the values of a 32-bit word are shuffled. This module undoes it once, at load time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fastdeploy_core.tensor import namespace
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
-TILE: Final = 64  # inputs of one output that lie together
+TILE: Final = 64  # consecutive inputs of one output
 
 
 def outputs_together(bits: int) -> int:
-    """How many outputs are interleaved; a checkpoint can be cut only between such groups."""
+    """Number of interleaved outputs; a checkpoint can only be cut between such groups."""
     return 16 // bits
 
 
@@ -34,7 +34,7 @@ def plain_rows(stored: Tensor, bits: int, count: int) -> Tensor:
     together, per_word = outputs_together(bits), 32 // bits
     raw = stored.contiguous().view(xp.uint8)
     values = raw if bits == 8 else unpack_int4(raw, 2 * raw.shape[-1])
-    # Words hold even places first, but for int8, where only the middle two change places.
+    # Words hold even places first; in int8 only the two middle places are swapped.
     places = [0, 2, 1, 3] if bits == 8 else [0, 2, 4, 6, 1, 3, 5, 7]
     words = values.reshape([-1, per_word])
     values = _take_columns(words, np.argsort(places))

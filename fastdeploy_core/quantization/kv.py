@@ -1,4 +1,4 @@
-"""Rows of the KV cache to few bits and back: the definition of contracts/kv_formats.py."""
+"""Quantizes rows of the KV cache and restores them: the definition of contracts/kv_formats.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.kv_formats import KVFormat
     from fastdeploy_core.tensor import Tensor
 
-# Scales are float16: the smallest that is not lost, the largest there is.
+# Scales are float16: the smallest that does not vanish, and the largest.
 _LEAST, _MOST = 1e-7, 65504.0
 
 

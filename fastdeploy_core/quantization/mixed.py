@@ -2,7 +2,7 @@
 
     {"quantization": "mix_quant", "dense_quant_type": "wint8", "moe_quant_type": "w4a8"}
 
-Either may be any installed quantizer; "" or "none" is full precision.
+Each may be any installed quantizer; "" or "none" is full precision.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _KEYS = ("dense_quant_type", "moe_quant_type")
 
 
 class MixedQuantizer:
-    """Passes every question on to the driver of the layer's part."""
+    """Delegates to the driver of the layer's part."""
 
     name = "mix_quant"
     contract = CONTRACT
@@ -70,12 +70,12 @@ class MixedQuantizer:
         return driver
 
     def supports(self, layer: LayerSpec) -> bool:
-        """Where the part's method does."""
+        """Whether the part's driver supports the layer."""
         driver = self._moe if layer.role == "experts" else self._dense
         return driver is not None and driver.supports(layer)
 
     def joins(self, layer: LayerSpec) -> bool:
-        """As the part's driver."""
+        """Delegates to the part's driver."""
         return self._of(layer).joins(layer)
 
     def is_stored(self, layer: LayerSpec) -> bool:
@@ -83,46 +83,46 @@ class MixedQuantizer:
         return self._of(layer).is_stored(layer)
 
     def parameters(self, layer: LayerSpec) -> dict[str, ParameterSpec]:
-        """As the part's driver."""
+        """Delegates to the part's driver."""
         return self._of(layer).parameters(layer)
 
     def quantize(self, layer: LayerSpec, weight: Tensor) -> dict[str, Tensor]:
-        """As the part's driver."""
+        """Delegates to the part's driver."""
         return self._of(layer).quantize(layer, weight)
 
     def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:
-        """As the part's driver."""
+        """Delegates to the part's driver."""
         return self._of(layer).prepare(layer, tensors)
 
     def packed(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight | None:
-        """As the part's driver."""
+        """Delegates to the part's driver."""
         driver = self._of(layer)
         return driver.packed(layer, tensors) if isinstance(driver, PackingQuantizer) else None
 
     def apply(self, layer: LayerSpec, prepared: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        """As the part's driver."""
+        """Delegates to the part's driver."""
         return self._of(layer).apply(layer, prepared, x, bias)
 
     def dequantize(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor:
-        """As the part's driver."""
+        """Delegates to the part's driver."""
         return self._of(layer).dequantize(layer, tensors)
 
     def calibration(self, layer: LayerSpec) -> Literal["none", "peak", "hessian"]:
-        """As the part's driver."""
+        """Delegates to the part's driver."""
         driver = self._of(layer)
         return driver.calibration(layer) if isinstance(driver, CalibratedQuantizer) else "none"
 
     def quantize_calibrated(
         self, layer: LayerSpec, weight: Tensor, calibration: Calibration
     ) -> dict[str, Tensor]:
-        """As the part's driver."""
+        """Delegates to the part's driver."""
         driver = self._of(layer)
         if not isinstance(driver, CalibratedQuantizer):
             return driver.quantize(layer, weight)
         return driver.quantize_calibrated(layer, weight, calibration)
 
     def checkpoint_config(self) -> dict[str, Any]:
-        """The parts' own settings, under the names they share."""
+        """The settings of both parts under the names they share."""
         found: dict[str, Any] = {}
         for driver in (self._dense, self._moe):
             if isinstance(driver, CalibratedQuantizer):

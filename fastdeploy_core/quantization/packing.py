@@ -16,11 +16,11 @@ AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 def unpack_int32(packed: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
     """[..., n] int32 to [..., n * 32 / bits] uint8, lowest bits first.
 
-    `order` says for each place in the integer, lowest first, which value it holds.
+    `order` names the value of each place in the integer, lowest first.
     """
     xp = namespace(packed)
     shifts = xp.arange(0, 32, bits, dtype=xp.int32, device=_device(packed))
-    # The shift keeps the sign, the mask takes it off again.
+    # The shift keeps the sign; the mask removes it.
     wide = xp.bitwise_and(xp.right_shift(packed.unsqueeze(-1), shifts), (1 << bits) - 1)
     if order is not None:
         place = [order.index(n) for n in range(len(order))]

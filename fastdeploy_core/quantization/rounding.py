@@ -18,14 +18,14 @@ from fastdeploy_core.tensor import namespace
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
-# Where to cut a group's range before rounding it to 16 levels: fractions of its largest magnitude.
-NUMBERS_AT_ONCE = 1 << 20  # of weights whose best clip is looked for
+NUMBERS_AT_ONCE = 1 << 20  # weights per search for the best clip
+# Clips to try when a group is rounded to 16 levels: fractions of its largest magnitude.
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
 INT4_BOUND = 7.0
 
 
 def _groups(weight: Tensor, group_size: int) -> Tensor:
-    """[N, K] to [N, G, g], the last group filled up with zeros; group_size 0 is one group."""
+    """[N, K] to [N, G, g], the last group padded with zeros; group_size 0 is one group."""
     xp = namespace(weight)
     rows, count = weight.shape
     size = group_size or count
@@ -37,7 +37,7 @@ def _groups(weight: Tensor, group_size: int) -> Tensor:
 
 
 def _nonzero(scale: Tensor) -> Tensor:
-    """Scales of groups that are all zero become 1: a scale of zero means a damaged checkpoint."""
+    """Scales of all-zero groups become 1: a scale of zero would mean a damaged checkpoint."""
     xp = namespace(scale)
     return xp.where(scale > TINY, scale, xp.ones(list(scale.shape), device=scale.device))
 
@@ -53,9 +53,9 @@ def quantize_int8(weight: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int4(weight: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
-    """([N, ceil(K/2)] uint8, scales [N, G] float32), symmetric; the clip with the least error
-    wins."""
-    # A few rows at a time: every clip reads them again, from a processor's cache if they are few.
+    """([N, ceil(K/2)] uint8, scales [N, G] float32), symmetric, with the clip of the least
+    error."""
+    # A few rows at a time: every clip rereads them, from the processor's cache if they are few.
     rows = max(1, NUMBERS_AT_ONCE // int(weight.shape[1]))
     parts = [
         _quantize_rows(weight[first : first + rows], group_size)

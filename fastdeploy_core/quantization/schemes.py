@@ -1,7 +1,7 @@
-"""compressed-tensors configurations: which layer is stored how. No tensor code.
+"""compressed-tensors configurations: how each layer is stored. No tensor code.
 
 config_groups maps targets (a module class such as "Linear", a module name, or "re:" and a regular
-expression) to bits, type and grain of weights and activations; `ignore` lists exceptions.
+expression) to bits, type and granularity of weights and activations; `ignore` lists exceptions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CLASS: Final = "Linear"
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """One config group. `format` is the internal one it is read into."""
+    """One config group. `format`: the internal format that it is read into."""
 
     format: str
     bits: int
@@ -29,7 +29,7 @@ class Scheme:
     strategy: str  # tensor, channel, group, block
     group_size: int
     is_symmetric: bool
-    is_scattered: bool  # weight_g_idx is there
+    is_scattered: bool  # the checkpoint has weight_g_idx
     is_static: bool
     targets: tuple[str, ...]
 
@@ -122,7 +122,7 @@ def _format(name: str, weights: Mapping[str, Any], inputs: Any, is_static: bool)
 
 
 def matches(name: str, target: str) -> bool:
-    """Whether a module of that name, always a linear one, is meant by a target."""
+    """Whether a target matches a module of that name; modules are always linear ones."""
     if target.startswith("re:"):
         try:
             return re.match(target.removeprefix("re:"), name) is not None
@@ -134,7 +134,8 @@ def matches(name: str, target: str) -> bool:
 
 
 def find_scheme(schemes: list[Scheme], name: str) -> Scheme | None:
-    """The group of a module: one that names it, before one that means its class."""
+    """The group of a module: a group that names it takes precedence over one that names its
+    class."""
     for scheme in schemes:
         if any(t != _CLASS and matches(name, t) for t in scheme.targets):
             return scheme

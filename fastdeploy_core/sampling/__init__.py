@@ -1,1 +1,1 @@
-"""From logits to tokens: constraints, penalties, grammar masks, filtering, the draw, logprobs."""
+"""From logits to tokens: constraints, penalties, grammar masks, filtering, sampling, logprobs."""

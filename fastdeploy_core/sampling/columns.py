@@ -1,7 +1,7 @@
 """Sampling parameters of every slot as numpy columns, and the plan of a batch made from them.
 
 A plan is kept while the same slots sample in the same order, so a steady decode step uploads no
-parameters and asks no row what it needs. With drafts a slot has several rows, one behind the other.
+parameters and examines no row. With drafts a slot has several consecutive rows.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.tensor import Tensor
 
-# What a row needs; the sampler skips every stage whose bit nobody in the batch has.
+# What a row needs; the sampler skips every stage whose bit no row of the batch has.
 RANDOM = 1
 TEMPERATURE = 2
 FILTER = 4
 PENALTY = 8
 BIAS = 16
-MASK = 32  # allowed ids or single-token bad words: a fixed mask
+MASK = 32  # allowed ids or single-token bad words: a mask that never changes
 MIN_TOKENS = 64
 BAD_WORDS = 128  # of several tokens
 GRAMMAR = 256
 PROCESSOR = 512
 LOGPROBS = 1024
 PROMPT_LOGPROBS = 2048
-# Stages that look at generated tokens on the host: the step before must have arrived there.
+# Stages that read generated tokens on the host: the results of the previous step must have arrived
+# there.
 HOST = BAD_WORDS | GRAMMAR | PROCESSOR
 # Stages that may forbid every token.
 FORBIDS = MASK | MIN_TOKENS | BAD_WORDS | GRAMMAR | PROCESSOR | BIAS
@@ -63,8 +64,7 @@ class SamplingColumns:
         self.bias: list[tuple[np.ndarray, np.ndarray] | None] = [None] * max_num_seqs
 
     def add(self, slot: int, params: SamplingParams, seed: int) -> None:
-        """Fill one slot's entries; bits of masks, grammars and processors are set by their
-        owners."""
+        """Fill one slot's entries; the owners of masks, grammars and processors set their bits."""
         flags = 0
         if not params.is_greedy:
             flags |= RANDOM
@@ -101,12 +101,12 @@ class SamplingColumns:
         self.version += 1
 
     def set_flag(self, slot: int, flag: int) -> None:
-        """Mark what another owner knows of this slot."""
+        """Set a bit of this slot, for another owner."""
         self.flags[slot] |= flag
         self.version += 1
 
     def reset(self, slot: int) -> None:
-        """Back to what an unused slot holds."""
+        """Reset to the entries of an unused slot."""
         self.flags[slot] = 0
         self.temperature[slot] = self.top_p[slot] = self.repetition[slot] = 1.0
         self.top_k[slot] = self.seed[slot] = self.min_tokens[slot] = 0
@@ -116,14 +116,14 @@ class SamplingColumns:
         self.version += 1
 
     def plan(self, slots: np.ndarray, device: DeviceBackend) -> SamplingPlan:
-        """What these rows need."""
+        """The plan of these rows."""
         return SamplingPlan(self, slots, device)
 
 
 class SamplingPlan:
-    """Everything about a batch of sampling rows that stays while its rows stay.
+    """Everything about a batch of sampling rows that stays the same while its rows do.
 
-    `*_rows` are row numbers on the device, None where all rows are meant.
+    `*_rows` are row numbers on the device; None means all rows.
     """
 
     def __init__(self, columns: SamplingColumns, slots: np.ndarray, device: DeviceBackend) -> None:
@@ -132,7 +132,8 @@ class SamplingPlan:
         self.row_flags = columns.flags[slots]
         self.flags = int(np.bitwise_or.reduce(self.row_flags)) if slots.size else 0
         self.num_rows = int(slots.size)
-        self.is_plain = not self.flags & ~PROMPT_LOGPROBS  # the likeliest token and nothing else
+        # needs the likeliest token and nothing else
+        self.is_plain = not self.flags & ~PROMPT_LOGPROBS
         self._depths: np.ndarray | None = None
         self.min_tokens = columns.min_tokens[slots]
         self.num_logprobs = columns.num_logprobs[slots]
@@ -142,7 +143,7 @@ class SamplingPlan:
 
     @property
     def slots_dev(self) -> Tensor:
-        """[rows] int64; recorded steps do without."""
+        """[rows] int64; captured graphs do not use it."""
         if "slots" not in self._parts:
             self._parts["slots"] = self._to_device(self.slots)
         return self._parts["slots"]
@@ -159,7 +160,8 @@ class SamplingPlan:
 
     @property
     def depths(self) -> np.ndarray:
-        """[rows] how many rows of the same slot stand before each: drafts before its position."""
+        """[rows] rows of the same slot before each row, which is the number of drafts before its
+        position."""
         if self._depths is None:
             slots, rows = self.slots, np.arange(self.num_rows)
             begins = np.ones(self.num_rows, dtype=bool)
@@ -168,8 +170,8 @@ class SamplingPlan:
         return self._depths
 
     def pairs_dev(self, flag: int) -> tuple[Tensor, Tensor]:
-        """Of every draft before every row with the flag: (the row's place among these, times the
-        vocabulary size; the number of the row that holds the draft)."""
+        """For every draft before every row with the flag: (the row's index among rows with the
+        flag, times the vocabulary size; the number of the row that holds the draft)."""
         key = f"pairs{flag}"
         if key not in self._parts:
             rows = self.rows(flag)
@@ -187,7 +189,7 @@ class SamplingPlan:
         return np.flatnonzero(self.row_flags & flag)
 
     def rows_dev(self, flag: int) -> Tensor | None:
-        """The same on the device; None when every row has it."""
+        """`rows` on the device; None when every row has the flag."""
         key = f"rows{flag}"
         if key not in self._parts:
             rows = self.rows(flag)
@@ -203,7 +205,7 @@ class SamplingPlan:
         return self._parts[key]
 
     def is_random_dev(self) -> Tensor:
-        """[rows] bool on the device: rows that draw at random."""
+        """[rows] bool on the device: rows that sample at random."""
         if "is_random" not in self._parts:
             self._parts["is_random"] = self._to_device((self.row_flags & RANDOM) != 0)
         return self._parts["is_random"]

@@ -1,9 +1,10 @@
-"""Acceptance "lossy_top_p": a draft passes when it is likely enough, not only when it is drawn.
+"""Acceptance "lossy_top_p": a draft also passes when it is likely enough, not only when it is
+sampled.
 
-FastDeploy's rule, for rows that draw at random: a draft among the target's `max_candidate_len`
-likeliest tokens passes while top_p keeps it. The second likeliest passes, too, when each of the
-next `verify_window` drafts is the likeliest at its place. The output then has another distribution
-than the target's, which is why it has to be asked for by name.
+FastDeploy's rule, for rows that sample at random: a draft among the target's `max_candidate_len`
+likeliest tokens passes if top_p keeps it. The second likeliest also passes if each of the next
+`verify_window` drafts is the likeliest token of its position. The output then has another
+distribution than the target's, so users have to ask for it by name.
 """
 
 from __future__ import annotations
@@ -27,33 +28,32 @@ class Leniency:
     def choose(
         self,
         xp: Any,
-        drawn: Tensor,
+        sampled: Tensor,
         drafts: Tensor,
         ranks: Tensor,
         filtered: Tensor,
         is_random: Tensor,
     ) -> Tensor:
-        """[rows] int64: the draft where it passes, else the drawn token, so that the exact verifier
-        behind sees it as drawn. ranks: of `draft_ranks`; filtered: [rows, vocabulary] logits, -inf
-        outside what is kept; rows of a sequence stand one behind the other, its last one without a
-        draft."""
+        """[rows] int64: the draft where it passes, else the sampled token. The exact verifier,
+        which runs next, then sees a passing draft as sampled. ranks: of `draft_ranks`; filtered:
+        [rows, vocabulary] logits, -inf outside what is kept. Rows of a sequence are consecutive;
+        the last one has no draft."""
         held = xp.gather(filtered, 1, xp.clamp(drafts, 0, None).unsqueeze(1)).squeeze(1)
         passes = (ranks < self.max_candidate_len) & (held > float("-inf"))
         best = (ranks == 0).to(xp.int64)
         total = xp.cumsum(best, -1)
         window, rows = self.verify_window, int(drafts.shape[0])
         if rows > window:
-            # The row without a draft behind a sequence's last one is no best, so no window passes
-            # it.
+            # A sequence's last row has no draft and so never counts as best: no window crosses it.
             inside = total[window:] - total[: rows - window] == window
             second = (ranks == 1)[: rows - window] & inside
             passes[: rows - window] = passes[: rows - window] | second
-        return xp.where(passes & is_random, drafts, drawn)
+        return xp.where(passes & is_random, drafts, sampled)
 
 
 def draft_ranks(xp: Any, logits: Tensor, drafts: Tensor) -> Tensor:
-    """[rows] int64: how many tokens are likelier than the row's draft; NOWHERE where there is none,
-    or where it is forbidden."""
+    """[rows] int64: how many tokens are likelier than the row's draft; NOWHERE if the row has no
+    draft or the draft is forbidden."""
     value = xp.gather(logits, 1, xp.clamp(drafts, 0, None).unsqueeze(1))
     ranks = (logits > value).to(xp.int64).sum(dim=-1)
     is_possible = (value.squeeze(1) > float("-inf")) & (drafts >= 0)

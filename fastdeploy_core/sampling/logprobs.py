@@ -1,4 +1,5 @@
-"""Log-probabilities of chosen tokens and their alternatives: gathered on the device, read later."""
+"""Log-probabilities of sampled tokens and their alternatives: gathered on the device, read
+later."""
 
 from __future__ import annotations
 
@@ -14,24 +15,24 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.tensor import Tensor
 
-# What -inf becomes: JSON has no infinity.
+# Replaces -inf, because JSON has no infinity.
 LOWEST = np.float32(-9999.0)
 
 
 @dataclass(slots=True)
 class LogprobTensors:
-    """Of some rows. `widths` says how many alternatives each row asked for."""
+    """Log-probabilities of some rows. `widths`: alternatives that each row asked for."""
 
-    rows: np.ndarray  # row numbers in the batch these were gathered from
+    rows: np.ndarray  # row numbers within the batch
     widths: np.ndarray
-    token_ids: Tensor  # [n, 1] the chosen ones
+    token_ids: Tensor  # [n, 1] the sampled tokens
     chosen: Tensor  # [n, 1] float32
     ranks: Tensor  # [n] int64, 1 = most likely
     top_values: Tensor | None  # [n, k]
     top_ids: Tensor | None
 
     def tensors(self) -> list[Tensor]:
-        """What has to be copied to the host before `read`."""
+        """The tensors to copy to the host before `read`."""
         found = [self.token_ids, self.chosen, self.ranks]
         if self.top_values is not None and self.top_ids is not None:
             found += [self.top_values, self.top_ids]
@@ -41,8 +42,8 @@ class LogprobTensors:
 def gather(
     device: DeviceBackend, values: Tensor, token_ids: Tensor, rows: np.ndarray, widths: np.ndarray
 ) -> LogprobTensors:
-    """values: [n, vocabulary] log-probabilities (or logits); token_ids: [n] int64, the chosen ones;
-    widths: alternatives per row, -1 for the whole vocabulary."""
+    """values: [n, vocabulary] log-probabilities (or logits); token_ids: [n] int64, the sampled
+    tokens; widths: alternatives per row, -1 for the whole vocabulary."""
     xp = device.xp
     vocab_size = int(values.shape[-1])
     widths = np.where(widths < 0, vocab_size, np.minimum(widths, vocab_size))
@@ -57,7 +58,7 @@ def gather(
 
 
 def read(tensors: LogprobTensors, arrays: Iterator[np.ndarray]) -> list[TokenLogprobs]:
-    """One record per row, in order. `arrays`: what `tensors()` holds, on the host."""
+    """One record per row, in order. `arrays`: the tensors of `tensors()`, on the host."""
     chosen_ids = next(arrays)[:, 0].tolist()
     chosen = np.maximum(next(arrays)[:, 0], LOWEST).tolist()
     ranks = next(arrays).tolist()

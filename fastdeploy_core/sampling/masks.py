@@ -1,8 +1,8 @@
 """Which tokens are forbidden, as one bit per token.
 
-allowed_token_ids, bad words, min_tokens and grammars all only forbid. What is forbidden once stays
-so whatever penalties or biases do to it, so all of them become one mask, applied once, and the
-order among them does not matter.
+allowed_token_ids, bad words, min_tokens and grammars all only forbid tokens. Penalties and biases
+never allow a forbidden token again. So one mask joins them all, is applied once, and their order
+does not matter.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ OutputTokens = Callable[[int], np.ndarray]
 
 
 class Histories:
-    """What stands before each row of a plan: generated tokens, then the drafts before its position.
+    """The tokens before each row of a plan: generated tokens, then the drafts before its position.
 
-    `drafts`: [rows] int64, the draft that a row's draw decides about, -1 behind the last one.
+    `drafts`: [rows] int64, the draft that a row's sampled token is compared with, -1 after the last
+    one.
     """
 
     def __init__(
@@ -41,7 +42,8 @@ class Histories:
         self._plan, self._output_tokens, self._drafts = plan, output_tokens, drafts
 
     def __call__(self, row: int) -> np.ndarray:
-        """Generated tokens before the row's position; behind a missing draft, those up to it."""
+        """Generated tokens before the row's position; after a missing draft, only those up to
+        it."""
         output = self._output_tokens(int(self._plan.slots[row]))
         if self._drafts is None or not self._plan.depths[row]:
             return output
@@ -49,27 +51,28 @@ class Histories:
         return np.concatenate((output, before[before >= 0].astype(output.dtype)))
 
     def draft_before(self, row: int) -> int:
-        """The draft right before the row's position; -1: none."""
+        """The draft directly before the row's position; -1: none."""
         return -1 if self._drafts is None else int(self._drafts[row - 1])
 
 
 @dataclass(frozen=True, slots=True)
 class Forbidden:
-    """A set of tokens, ready to be cleared in a mask: words to change, and what stays of them."""
+    """A set of tokens in the form that clears them in a mask: words to change, and the bits that
+    stay."""
 
     words: np.ndarray
     keep: np.ndarray
 
     @classmethod
     def of(cls, token_ids: np.ndarray) -> Forbidden:
-        """Several tokens may share a word."""
+        """Build the set; several tokens may share a word."""
         words, index = np.unique(token_ids >> 5, return_inverse=True)
         keep = np.full(words.size, ALL, dtype=np.uint32)
         np.bitwise_and.at(keep, index, ~ONES[token_ids & 31])
         return cls(words, keep)
 
     def clear(self, mask: np.ndarray) -> None:
-        """mask: [words] uint32."""
+        """Clear the tokens. mask: [words] uint32."""
         mask[self.words] &= self.keep
 
 
@@ -83,11 +86,11 @@ class TokenMasks:
         self._fixed = np.full((max_num_seqs, self.num_words), ALL, dtype=np.uint32)
         self._ends: list[Forbidden | None] = [None] * max_num_seqs
         self._bad_words: list[list[tuple[np.ndarray, Forbidden]] | None] = [None] * max_num_seqs
-        self.matchers: dict[int, GrammarMatcher] = {}  # by slot; filled by the model runner
+        self.matchers: dict[int, GrammarMatcher] = {}  # by slot; the model runner fills it
 
     def add(self, slot: int, params: SamplingParams, eos_token_ids: list[int]) -> None:
-        """Take one sequence's fixed constraints. Token ids outside the vocabulary are refused, or
-        ignored where the model and not the client named them."""
+        """Add one sequence's fixed constraints. Token ids outside the vocabulary are refused if the
+        client named them, ignored if the model did."""
         params.check_vocabulary(self._vocab_size)
         fixed = self._fixed[slot]
         if params.allowed_token_ids is not None:
@@ -111,12 +114,12 @@ class TokenMasks:
             self._ends[slot] = Forbidden.of(ends[(ends >= 0) & (ends < self._vocab_size)])
 
     def add_matcher(self, slot: int, matcher: GrammarMatcher) -> None:
-        """The sequence is bound to a grammar."""
+        """Bind the slot's sequence to a grammar."""
         self.matchers[slot] = matcher
         self._columns.set_flag(slot, GRAMMAR)
 
     def reset(self, slot: int) -> None:
-        """Back to what an unused slot holds."""
+        """Reset to the state of an unused slot."""
         self._fixed[slot] = ALL
         self._ends[slot] = self._bad_words[slot] = None
         self.matchers.pop(slot, None)
@@ -146,8 +149,7 @@ class TokenMasks:
             if wanted[row] & BAD_WORDS:
                 self._forbid_bad_words(slot, mask, histories(row))
             ends = self._ends[slot]
-            # A finished grammar leaves the end of text as the only way on, whatever min_tokens
-            # says.
+            # After its end a grammar allows nothing but the end of text, even below min_tokens.
             if below[row] and ends is not None and not finished.get(row, False):
                 ends.clear(mask)
         return rows, masks.view(np.int32), errors
@@ -156,12 +158,13 @@ class TokenMasks:
         """Advance the slot's grammar; False when a token does not fit."""
         try:
             return self.matchers[slot].accept(token_ids) == len(token_ids)
-        except Exception:  # a grammar plugin's own failure costs its request only
+        except Exception:  # an error of a grammar plugin ends its request only
             logger.exception("a grammar matcher failed in accept()")
             return False
 
     def allowed(self, slot: int, token_ids: list[int]) -> int:
-        """How many of these tokens the slot's grammar could take now; it stays where it is."""
+        """How many of these tokens the slot's grammar could accept now; its state stays the
+        same."""
         matcher = self.matchers[slot]
         try:
             taken = matcher.accept(token_ids)
@@ -179,11 +182,11 @@ class TokenMasks:
         histories: Histories,
         errors: dict[int, str],
     ) -> dict[int, bool]:
-        """Narrow the masks of rows with a grammar, each behind the drafts before it; returns which
-        rows stand behind the grammar's end. A row behind a draft that does not fit is left as it
-        is: the draft will be refused, and the row with it."""
+        """Narrow the masks of rows with a grammar, each after the drafts before it; returns which
+        rows come after the grammar's end. A row after a draft that does not fit keeps its mask: the
+        draft will be rejected, and the row with it."""
         finished: dict[int, bool] = {}
-        num_ahead = 0  # drafts that the matcher has taken
+        num_ahead = 0  # drafts that the matcher has accepted
         fits = True
         bound = [(i, row) for i, row in enumerate(rows.tolist()) if plan.row_flags[row] & GRAMMAR]
         for (index, row), after in zip(bound, [*bound[1:], (0, -1)], strict=True):

@@ -1,6 +1,7 @@
 """Counts of generated tokens and marks of prompt tokens, on the device, for rows with penalties.
 
-The tables are as wide as the vocabulary, so they are made when the first such sequence arrives.
+The tables are as wide as the vocabulary, so they are allocated when the first such sequence
+arrives.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class PenaltyTables:
 
     @staticmethod
     def num_bytes(max_num_seqs: int, vocab_size: int) -> int:
-        """What the tables take once somebody needs them."""
+        """Size of the tables once they are allocated."""
         return max_num_seqs * vocab_size * 5
 
     def add(self, slot: int, prompt: np.ndarray, output: np.ndarray) -> None:
-        """A sequence with penalties arrives; `output` is not empty when it was preempted."""
+        """Add a sequence with penalties; `output` is not empty if the sequence was preempted."""
         vocab_size = self._shape[1]
         counts = np.bincount(output, minlength=vocab_size)[:vocab_size].astype(np.int32)
         seen = np.zeros(vocab_size, dtype=bool)
@@ -40,7 +41,7 @@ class PenaltyTables:
         self._used.add(slot)
 
     def tables(self) -> tuple[Tensor, Tensor]:
-        """(output_counts, prompt_seen) of all slots; made at the first call."""
+        """(output_counts, prompt_seen) of all slots; allocated by the first call."""
         if self._tables is None:
             xp, device = self._xp, self._device.device
             self._tables = (
@@ -56,8 +57,8 @@ class PenaltyTables:
         return select(output_counts, 0, slots_dev), select(prompt_seen, 0, slots_dev)
 
     def count(self, first_flat: Tensor, token_ids: Tensor, kept: Tensor | None = None) -> None:
-        """One more of each row's token. first_flat: [rows] int64, slot * vocabulary size; kept:
-        [rows] bool, False for tokens behind a refused draft."""
+        """Add each row's token to the counts. first_flat: [rows] int64, slot * vocabulary size;
+        kept: [rows] bool, False for tokens after a rejected draft."""
         xp = self._xp
         if kept is None:
             more = xp.ones(token_ids.shape, dtype=xp.int32, device=self._device.device)
@@ -73,7 +74,7 @@ class PenaltyTables:
         xp.index_add_(output_counts.view(-1), 0, base + xp.clamp(drafts, 0, None), more)
 
     def reset(self, slot: int) -> None:
-        """Back to what an unused slot holds."""
+        """Reset to the state of an unused slot."""
         if slot in self._used:
             for table in self.tables():
                 table[slot : slot + 1] = 0

@@ -1,6 +1,6 @@
-"""Pluggable logits processors: who has one, calling them, and the two that come with the core.
+"""Pluggable logits processors: which sequence has one, calling them, and the two of the core.
 
-A processor that raises fails the sequences it was working on and nobody else.
+A processor that raises fails the sequences it was working on and no other.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ProcessorSet:
         self._members = list(members)
 
     def add(self, slot: int, seq_id: int, params: SamplingParams, prompt: np.ndarray) -> None:
-        """Offer a sequence to every processor; InvalidRequest when its arguments are wrong."""
+        """Offer a sequence to every processor; InvalidRequest if its arguments are wrong."""
         for member in self._members:
             member.processor.validate(params)
             if member.processor.add(seq_id, params, prompt):
@@ -58,7 +58,7 @@ class ProcessorSet:
                 self._columns.set_flag(slot, PROCESSOR)
 
     def reset(self, slot: int) -> None:
-        """The slot's sequence left."""
+        """The slot's sequence is gone."""
         for member in self._members:
             seq_id = member.seq_ids.pop(slot, None)
             if seq_id is not None:
@@ -103,7 +103,8 @@ class ProcessorSet:
 def load_processors(
     names: Sequence[str], context: ProcessorContext, device: DeviceBackend, columns: SamplingColumns
 ) -> ProcessorSet:
-    """The configured processors; the thinking budget, a plain request field, is always there."""
+    """The configured processors; the thinking budget is always included, because it is a plain
+    request field."""
     members, seen = [], set()
     for name in [*names, "ThinkingBudgetLogitsProcessor"]:
         driver = find_processor(name)
@@ -152,7 +153,7 @@ class LogitBiasLogitsProcessor:
         self._read(params)
 
     def add(self, seq_id: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> bool:
-        """Only sequences that gave the argument."""
+        """Takes only sequences that gave the argument."""
         bias = self._read(params)
         if bias is None:
             return False
@@ -206,7 +207,7 @@ class LogitBiasLogitsProcessor:
         return ids, values
 
 
-# These take part only where a request gives them arguments.
+# These only take part in requests that give them arguments.
 BUILTIN_PROCESSORS: dict[str, ProcessorDriver] = {
     c.__name__: c for c in (ThinkingBudgetLogitsProcessor, LogitBiasLogitsProcessor)
 }

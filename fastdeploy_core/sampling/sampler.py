@@ -1,11 +1,11 @@
 """Logits to tokens, in this order:
 
     logits processors, logit bias, penalties, masks (allowed ids, bad words, min_tokens, grammar),
-    temperature, min_p / top_k / top_p, the draw
+    temperature, min_p / top_k / top_p, sampling
 
-A stage that no row of the batch needs is not entered; a batch of plain greedy rows is one argmax.
-Raw log-probabilities are of the logits before the first stage, processed ones of those behind the
-last. The draw of a row depends on its seed, its position and its logits only.
+A stage that no row of the batch needs is skipped; a batch of plain greedy rows is one argmax. Raw
+log-probabilities are of the logits before the first stage, processed ones of those after the last.
+The token sampled for a row depends on the row's seed, position and logits only.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Sampled:
-    """What became of a batch of logits; tensors are still on the device."""
+    """The results of a batch of logits; tensors are still on the device."""
 
     token_ids: Tensor  # [rows] int64, always a valid id
     peak: Tensor  # [rows] float32; not finite: the model produced NaN or infinity
     possible: Tensor | None = None  # [rows] float32; not finite: every token was forbidden
     logprobs: LogprobTensors | None = None
-    errors: dict[int, str] = field(default_factory=dict)  # by row, known on the host already
+    errors: dict[int, str] = field(default_factory=dict)  # by row; known on the host already
 
 
 @dataclass(slots=True)
 class SamplingStep:
     """What changes from step to step, per row of the plan."""
 
-    # [rows] int64: where the drawn token will stand in its sequence; on the device if only that
-    # knows
+    # [rows] int64: the position of the sampled token in its sequence; on the device if the host
+    # does not know it
     positions: np.ndarray | Tensor
     num_output: np.ndarray  # [rows] int64: tokens generated before it
-    output_tokens: OutputTokens  # of a slot; complete whenever the plan has a HOST flag
-    # The draft that each row's draw decides about, -1: none. None: no row stands before or behind
-    # one.
+    output_tokens: OutputTokens  # by slot; complete whenever the plan has a HOST flag
+    # The draft that each row's sampled token is compared with, -1: none. None: no row has a draft
+    # before or after it.
     drafts: np.ndarray | None = None  # [rows] int64
     drafts_dev: Tensor | None = None
 
 
 class Sampler:
-    """Owns no state of sequences but what it is given; see worker/model_runner.py for the
+    """Owns no state of sequences, only references to it; worker/model_runner.py names the
     owners."""
 
     def __init__(
@@ -82,7 +82,7 @@ class Sampler:
     def greedy(self, logits: Tensor) -> Sampled:
         """The likeliest tokens, for rows that need nothing else (plan.is_plain)."""
         token_ids = self._greedy(logits)
-        # NaN counts as the largest, so the chosen logit tells whether the row holds one.
+        # NaN counts as the largest, so the chosen logit shows whether the row holds one.
         return Sampled(token_ids, self._xp.gather(logits, 1, token_ids.unsqueeze(1)))
 
     def sample(self, logits: Tensor, plan: SamplingPlan, step: SamplingStep) -> Sampled:
@@ -98,12 +98,14 @@ class Sampler:
         lenient, drafts = self._leniency, step.drafts_dev
         if lenient is not None and drafts is not None and flags & bits.RANDOM:
             ranks = draft_ranks(xp, logits, drafts)
-            drawn, logits = self._draw(logits, plan, step.positions, True)
+            tokens, logits = self._sample_tokens(logits, plan, step.positions, True)
             sampled.token_ids = lenient.choose(
-                xp, drawn, drafts, ranks, logits, plan.is_random_dev()
+                xp, tokens, drafts, ranks, logits, plan.is_random_dev()
             )
         else:
-            sampled.token_ids, logits = self._draw(logits, plan, step.positions, bool(processed))
+            sampled.token_ids, logits = self._sample_tokens(
+                logits, plan, step.positions, bool(processed)
+            )
         if processed:
             values = self._values(logits, plan.rows_dev(bits.LOGPROBS), keep=False)
         if values is not None:
@@ -116,8 +118,8 @@ class Sampler:
         return sampled
 
     def count(self, plan: SamplingPlan, token_ids: Tensor, kept: Tensor | None = None) -> None:
-        """Remember drawn tokens for later penalties. With drafts the caller does it once it is
-        known which rows count: kept [rows] bool."""
+        """Count sampled tokens for later penalties. With drafts the caller does so once it knows
+        which rows count: kept [rows] bool."""
         index = plan.rows_dev(bits.PENALTY)
         if index is not None:
             token_ids = self._xp.index_select(token_ids, 0, index)
@@ -125,12 +127,13 @@ class Sampler:
         self._penalties.count(plan.first_flat(bits.PENALTY), token_ids, kept)
 
     def draw_at(self, logits: Tensor, plan: SamplingPlan, positions: Tensor) -> Tensor:
-        """[rows] int64: tokens as each row would draw them at these positions ([rows] int64, on the
-        device) from these logits, which are consumed; without constraints and penalties."""
-        return self._draw(logits, plan, positions, False)[0]
+        """[rows] int64: the tokens that each row would sample at these positions ([rows] int64, on
+        the device) from these logits, which are consumed; without constraints and penalties."""
+        return self._sample_tokens(logits, plan, positions, False)[0]
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
-        """What prompt_logprobs report, in the configured mode; prompts are never processed."""
+        """The values that prompt_logprobs report, in the configured mode; prompts are never
+        processed."""
         return logits if self._mode.endswith("logits") else self._log_softmax(logits)
 
     # -- stages -----------------------------------------------------------------------------------
@@ -170,7 +173,8 @@ class Sampler:
         return logits
 
     def _penalty_rows(self, plan: SamplingPlan, drafts: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Counts and marks of the rows with penalties, the drafts before each row counted in."""
+        """Counts and marks of the rows with penalties, with the drafts before each row counted
+        in."""
         counts, seen = self._penalties.rows(plan.slots_with(bits.PENALTY))
         if drafts is not None:
             base, holders = plan.pairs_dev(bits.PENALTY)
@@ -179,11 +183,11 @@ class Sampler:
                 self._penalties.add_drafts(counts, base, before)
         return counts, seen
 
-    def _draw(
+    def _sample_tokens(
         self, logits: Tensor, plan: SamplingPlan, positions: Tensor | np.ndarray, keep: bool
     ) -> tuple[Tensor, Tensor]:
-        """Token ids, and with `keep` the logits as they were drawn from. positions may be on the
-        device already."""
+        """Token ids, and with `keep` the filtered logits that they were sampled from. positions may
+        be on the device already."""
         xp = self._xp
         if not plan.flags & bits.RANDOM:
             return self._greedy(logits), logits
@@ -205,18 +209,18 @@ class Sampler:
         if isinstance(positions, np.ndarray):
             positions = self._device.to_device(positions)
         where = positions if index is None else xp.index_select(positions, 0, index)
-        drawn = self._sample(part, plan.column("seed", bits.RANDOM), where)
+        tokens = self._sample(part, plan.column("seed", bits.RANDOM), where)
         if index is None:
-            return drawn, part
+            return tokens, part
         token_ids = self._greedy(logits)
-        xp.index_copy_(token_ids, 0, index, drawn)
+        xp.index_copy_(token_ids, 0, index, tokens)
         if keep:
             xp.index_copy_(logits, 0, index, part)
         return token_ids, logits
 
     def _values(self, logits: Tensor, index: Tensor | None, *, keep: bool) -> Tensor:
-        """Of the rows that want logprobs: what the mode reports. `keep`: later stages may overwrite
-        the logits, so the values must not share their memory."""
+        """The values that the mode reports, for rows that want logprobs. `keep`: later stages may
+        overwrite the logits, so the values must not share their memory."""
         part = logits if index is None else self._xp.index_select(logits, 0, index)
         if self._mode.endswith("logits"):
             return part.clone() if keep and index is None else part

@@ -1,8 +1,8 @@
 """The thinking budget: when it is spent, the end of thinking is forced into the text.
 
 Thinking is open after `<think>`, in the prompt or generated, until `</think>`. The budget counts
-generated tokens in between. `thinking_token_budget` (vLLM) and
-logits_processors_args={"thinking_budget": n, "think_stop_sentence": text} (FastDeploy) both work.
+generated tokens in between. It is set by `thinking_token_budget` (vLLM) or by
+logits_processors_args={"thinking_budget": n, "think_stop_sentence": text} (FastDeploy).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_SENTENCE_CHARS = 256
 @dataclass(slots=True)
 class _State:
     budget: int
-    forced: list[int]  # what is written when the budget is spent
+    forced: list[int]  # the tokens to write when the budget is spent
     thinking: bool = False
     done: bool = False
     num_thought: int = 0
@@ -39,7 +39,7 @@ class _State:
 
 
 class ThinkingBudgetLogitsProcessor:
-    """Reads the tokenizer when the first sequence with a budget arrives."""
+    """Applies budgets; reads the tokenizer when the first sequence with a budget arrives."""
 
     def __init__(self, context: ProcessorContext) -> None:
         self._context = context
@@ -66,7 +66,7 @@ class ThinkingBudgetLogitsProcessor:
             )
 
     def add(self, seq_id: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> bool:
-        """Only sequences with a budget."""
+        """Takes only sequences with a budget."""
         args = params.logits_processors_args or {}
         budget = params.thinking_token_budget
         if budget is None:
@@ -84,7 +84,7 @@ class ThinkingBudgetLogitsProcessor:
         return True
 
     def remove(self, seq_id: int) -> None:
-        """Forget how far it had come."""
+        """Forget the sequence's state."""
         self._states.pop(seq_id, None)
 
     def apply(
@@ -94,7 +94,7 @@ class ThinkingBudgetLogitsProcessor:
         last = None
         state = _State(0, [])
         for row, (seq_id, output) in enumerate(zip(seq_ids, output_token_ids, strict=True)):
-            # Behind the first of its rows stand drafts: what they say is not remembered.
+            # A sequence's later rows come after drafts; the effect of drafts is not remembered.
             state = copy.copy(state) if seq_id == last else self._states[seq_id]
             last = seq_id
             token = self._next_forced(state, output)
@@ -112,7 +112,7 @@ class ThinkingBudgetLogitsProcessor:
         return state.forced[state.num_forced]
 
     def _observe(self, state: _State, output: np.ndarray, end: int) -> None:
-        """Take note of token end - 1."""
+        """Update the state with token end - 1."""
         if state.done:
             return
         if not state.thinking:
@@ -147,7 +147,7 @@ def _ends_with(tokens: np.ndarray, end: int, part: list[int]) -> bool:
 
 
 def _rfind(tokens: list[int], part: list[int]) -> int:
-    """Where `part` begins last; -1 if nowhere."""
+    """The last place where `part` begins; -1 if nowhere."""
     for start in range(len(tokens) - len(part), -1, -1):
         if tokens[start] == part[0] and tokens[start : start + len(part)] == part:
             return start

@@ -71,7 +71,7 @@ class Admission:
             match = self._kv.match(seq.table, seq.token_ids)
         num_left = len(seq.token_ids) - match.num_tokens
         chunk = self.chunk(num_left)
-        if chunk < num_left and not self._may_run_in_parts(num_left):
+        if chunk < num_left and not self._may_run_in_parts():
             return False
         if not self._has_room(seq, match):
             return self._refuse(seq)
@@ -90,7 +90,7 @@ class Admission:
         """No room for a waiting sequence. If nobody runs whose blocks could come back, it would
         wait for ever: it gets the blocks held for forks, or fails."""
         roster = self._roster
-        if roster.running or roster.num_leaving or not self._step.is_empty:
+        if roster.running or roster.num_leaving:
             return False
         if not roster.drop_fork_sources():
             self._on_stuck(seq)
@@ -107,11 +107,11 @@ class Admission:
         limit = self._settings.max_prefills_per_step
         return limit is None or self._step.num_prefills < limit
 
-    def _may_run_in_parts(self, num_left: int) -> bool:
-        if not self._settings.enable_chunked_prefill:
-            # Only what was preempted can have grown beyond a step; it is recomputed in parts.
-            return num_left > self._settings.max_num_batched_tokens and self._step.is_empty
-        return len(self._roster.prefilling()) < self._settings.max_num_partial_prefills
+    def _may_run_in_parts(self) -> bool:
+        """Never without chunked prefill: any sequence fits a step then, as settings.py checks."""
+        settings = self._settings
+        num_partial = len(self._roster.prefilling())
+        return settings.enable_chunked_prefill and num_partial < settings.max_num_partial_prefills
 
     def _must_let_pass(self, seq: Sequence) -> bool:
         """Whether shorter prompts may overtake this long one, since enough long ones run."""

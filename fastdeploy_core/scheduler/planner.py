@@ -23,7 +23,7 @@ from .sequence import Sequence
 from .settings import SchedulerSettings
 from .step import ScheduledStep, StepBuilder
 
-# Blocks that a sequence gets for later steps where many are free.
+# Blocks that a sequence gets for later steps where many hold nothing.
 BLOCKS_AHEAD = 3
 
 
@@ -174,15 +174,16 @@ class StepPlanner:
 
     def _grow_all(self, seqs: list[Sequence], places: np.ndarray, wanted: np.ndarray) -> bool:
         """Blocks for so many tokens of each sequence, 0: it gets none; none at all if there are too few for all.
-        Telling the device of a block takes the host longer than a step: where many are free all sequences get
-        some for later steps, too."""
+        Telling the device of a block takes the host longer than a step: where many hold nothing,
+        not even a cached prefix, all sequences get some for later steps, too."""
         kv, columns = self._kv, self._roster.columns
-        room, num_free = columns.room[places], kv.pool.num_available
+        room, pool = columns.room[places], kv.pool
+        num_free, num_empty = pool.num_available, pool.num_available - pool.num_cached
         if not np.count_nonzero(wanted > room):
             return True
         later = np.minimum(wanted + BLOCKS_AHEAD * kv.block_size, columns.limit[places])
         later[wanted == 0] = 0  # not in this step
-        for ends, most in ((np.maximum(wanted, later), num_free // 2), (wanted, num_free)):
+        for ends, most in ((np.maximum(wanted, later), num_empty // 2), (wanted, num_free)):
             short = np.flatnonzero(ends > room).tolist()
             grown = [(seqs[row], int(ends[row])) for row in short]
             if sum(kv.num_blocks_for(end) - len(seq.table.blocks) for seq, end in grown) <= most:

@@ -1,5 +1,5 @@
-"""Speculative methods of the core distribution, and the verifier that all methods share.
+"""The core's speculative methods, and the verifier that all methods share.
 
-The contract is contracts/speculative.py; worker/speculation.py runs drafters and verifier behind
-the model's step.
+The contract is contracts/speculative.py. The worker runs verifier and drafters after the model's
+step.
 """

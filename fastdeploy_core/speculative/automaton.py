@@ -1,7 +1,7 @@
 """A suffix automaton over many texts that grow side by side (Blumer et al. 1985).
 
 Each state stands for a set of substrings with the same continuations. Adding a token costs constant
-time on average, and the state reached tells at once the longest ending that occurred before.
+time on average; the state reached gives the longest ending that occurred before.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ ROOT = 0
 
 
 class SuffixAutomaton:
-    """Texts start at ROOT; the caller keeps each one's tip."""
+    """Texts start at ROOT; the caller keeps the state at each text's end (its tip)."""
 
     __slots__ = ("_seen", "length", "link", "next")
 
     def __init__(self) -> None:
-        self.length = [0]  # of the longest substring of the state
-        self.link = [-1]  # the state of its longest ending with other continuations
+        self.length = [0]  # by state: length of its longest substring
+        self.link = [-1]  # by state: the state of its longest ending with other continuations
         self.next: list[dict[int, int]] = [{}]
-        self._seen: dict[int, dict[int, int]] = {}  # how often a state was followed by a token
+        self._seen: dict[int, dict[int, int]] = {}  # by state: how often each token followed
 
     def append(self, tip: int, token: int) -> tuple[int, int]:
-        """Add a token to the text that ends in `tip`: (the new tip, the state of the longest ending
-        that occurred before; ROOT when there is none)."""
+        """Add a token to the text that ends in `tip`. Returns (the new tip, the state of the
+        longest ending that occurred before; ROOT when there is none)."""
         known = self.next[tip].get(token)
         if known is not None:
             tip = self._exact(tip, known, token)
@@ -37,8 +37,7 @@ class SuffixAutomaton:
         return new, self.link[new]
 
     def follow(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Match one more token without adding it: (state, length) of the longest ending that is
-        known here."""
+        """Match one more token without adding it: (state, length) of the longest known ending."""
         while state > ROOT and token not in self.next[state]:
             state = self.link[state]
             length = self.length[state]
@@ -46,17 +45,17 @@ class SuffixAutomaton:
         return (ROOT, 0) if target is None else (target, length + 1)
 
     def count(self, state: int, token: int) -> None:
-        """A text whose longest known ending was in `state` went on with `token`."""
+        """Count that `token` followed a text whose longest known ending was in `state`."""
         if len(self.next[state]) > 1:
             seen = self._seen.setdefault(state, {})
             seen[token] = seen.get(token, 0) + 1
 
     def draft(self, state: int, limit: int, least: float) -> list[int]:
-        """The likeliest continuation, up to `limit` tokens, while its probability is `least` or
-        more."""
+        """The likeliest continuation, up to `limit` tokens, as long as its probability is at least
+        `least`."""
         drafts: list[int] = []
         while state > ROOT and not self.next[state]:
-            state = self.link[state]  # it only occurred at ends of texts
+            state = self.link[state]  # the state only occurred at ends of texts
         probability = 1.0
         while state > ROOT and len(drafts) < limit:
             ways = self.next[state]
@@ -76,8 +75,8 @@ class SuffixAutomaton:
         return drafts
 
     def _exact(self, state: int, target: int, token: int) -> int:
-        """The state of exactly the longest substring of `state` with the token behind it, split off
-        `target` if that stands for longer ones, too."""
+        """The state of exactly the longest substring of `state` followed by the token. If `target`
+        also stands for longer substrings, the state is split off from it."""
         length = self.length[state] + 1
         if self.length[target] == length:
             return target

@@ -1,7 +1,7 @@
 """`draft_model`: a smaller model of the same vocabulary drafts, one token per step of its own.
 
-Behind the target's step it is fed the same tokens, which keeps its cache complete; then it goes on
-alone from the token just drawn. What it draws uses the target's random numbers, so likely tokens
+After the target's step it is fed the same tokens, which keeps its cache complete. Then it continues
+alone from the token just sampled. It samples with the target's random numbers, so likely tokens
 agree.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DraftModel:
-    """Owns the draft model; its caches lie in the target's pool, under the same block tables."""
+    """Owns the draft model. Its caches lie in the target's pool and use the same block tables."""
 
     name = "draft_model"
     contract = CONTRACT
@@ -36,7 +36,7 @@ class DraftModel:
         self._model = context.load_model(options.model, options.quantization)
 
     def propose(self, batch: DraftBatch) -> Tensor:
-        """One pass over the tokens fed, then one step per draft."""
+        """One pass over the tokens that the target was fed, then one step per draft."""
         xp, model = self._xp, self._model
         model.forward(batch.input_ids, batch.attention.positions, batch.context)
         select = xp.index_select
@@ -56,7 +56,7 @@ class DraftModel:
         return xp.zeros((int(ids.shape[0]), 0), dtype=xp.int64, device=ids.device)
 
     def observe(self, seq_id: int, drafted: Sequence[int], accepted: int) -> None:
-        """Not told to drafters on the device."""
+        """Drafters on the device are not told."""
 
     def forget(self, seq_id: int) -> None:
-        """Its cache lies in blocks, which are not this drafter's to free."""
+        """The cache lies in blocks that this drafter does not own."""

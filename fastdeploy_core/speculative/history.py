@@ -1,6 +1,6 @@
-"""Where the end of a sequence stood before: an index over its tokens that grows with them.
+"""Finds earlier occurrences of a sequence's end: an index over its tokens that grows with them.
 
-Per new token the work is a few dictionary steps, whatever the length; a prompt is indexed by vector
+A new token costs a few dictionary operations at any length; a prompt is indexed by vector
 operations when it is first seen.
 """
 
@@ -11,29 +11,31 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Places looked at per question, the most recent first. Text that repeats finds a full match among
-# the first few; this bounds what text without long matches costs.
+# Places compared per query, the most recent first. Repetitive text finds a full match among the
+# first few; the limit bounds the cost of text without long matches.
 MAX_PLACES = 32
 _BASE = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
 
 class TokenHistory:
-    """The places of every `min_size` tokens of one sequence, as chains from the most recent
-    back."""
+    """The places of every `min_size` consecutive tokens of one sequence, linked from the most
+    recent one back."""
 
     __slots__ = ("_before", "_last", "_max_size", "_min_size", "_num_indexed")
 
     def __init__(self, min_size: int, max_size: int) -> None:
         self._min_size, self._max_size = min_size, max_size
-        self._last: dict[int, int] = {}  # key of min_size tokens to where they ended last
-        self._before = array.array("i")  # of every position: where the same tokens ended before
-        self._num_indexed = 0  # positions in the chains
+        # key of min_size tokens to the last position where they ended
+        self._last: dict[int, int] = {}
+        # by position: the previous position where the same tokens ended
+        self._before = array.array("i")
+        self._num_indexed = 0  # positions that are indexed
 
     def match(self, tokens: np.ndarray, drafts: Sequence[int] = ()) -> tuple[int, int]:
-        """(how many of the last tokens stood together before, at most max_size; the place of the
-        token that followed them there). (0, 0): not even min_size of them. Among equal lengths the
-        most recent place. `drafts` stand behind the tokens, but are not remembered."""
+        """(number of last tokens that occurred together before, at most max_size; the place of the
+        token that followed them there). (0, 0): not even min_size tokens did. Among equal lengths,
+        the most recent place. `drafts` count as following the tokens but are not stored."""
         end = tokens.size - 1
         size = self._min_size
         if end < size:
@@ -55,7 +57,7 @@ class TokenHistory:
         return best, best_place
 
     def _extend(self, tokens: np.ndarray, end: int) -> None:
-        """Put positions up to end - 1 into the chains."""
+        """Index the positions up to end - 1."""
         start, size = self._num_indexed, self._min_size
         if start >= end:
             return
@@ -76,7 +78,7 @@ class TokenHistory:
         self._num_indexed = end
 
     def _index_all(self, tokens: np.ndarray, end: int) -> None:
-        """All positions of a prompt at once."""
+        """Index all positions of a prompt at once."""
         size = self._min_size
         keys = np.zeros(end - size + 1, dtype=np.uint64)
         for offset in range(size):
@@ -88,7 +90,8 @@ class TokenHistory:
         same = keys[order][1:] == keys[order][:-1]
         before[positions[order[1:][same]]] = positions[order[:-1][same]]
         self._before = array.array("i", before.tobytes())
-        self._last = dict(zip(keys.tolist(), positions.tolist(), strict=True))  # the last one stays
+        # the last position of each key remains
+        self._last = dict(zip(keys.tolist(), positions.tolist(), strict=True))
 
 
 def _key(tokens: list[int]) -> int:

@@ -1,4 +1,5 @@
-"""What the core's own speculative methods need, asked at start-up. Imports no tensor library."""
+"""What the core's speculative methods need; answers hooks at start-up. Imports no tensor
+library."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def fd_speculative_requirements(question: SpeculativeQuestion) -> Requirements |
 
 
 def draft_problems(folder: str, question: SpeculativeQuestion) -> list[str]:
-    """Why the folder's model cannot draft for the target, in words."""
+    """The reasons why the folder's model cannot draft for the target."""
     path = Path(folder)
     if not (path / "config.json").is_file():
         return [f"model {folder!r} is no folder with a config.json"]
@@ -71,7 +72,7 @@ def draft_problems(folder: str, question: SpeculativeQuestion) -> list[str]:
 
 
 def _vocabulary(folder: Path) -> Mapping[str, Any]:
-    """Token to id of tokenizer.json; empty where there is none to compare."""
+    """Token to id of tokenizer.json; empty if there is no such file."""
     try:
         model = json.loads((folder / "tokenizer.json").read_text("utf-8"))["model"]
         vocabulary = model["vocab"]

@@ -1,4 +1,5 @@
-"""`ngram_match`: what followed the last tokens when they stood in the prompt or output before."""
+"""`ngram_match`: drafts what followed the last tokens at an earlier occurrence in prompt or
+output."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DeviceNgramDrafter:
-    """Looks through a sequence's tokens on the device, so that no step waits for the host."""
+    """Searches a sequence's tokens on the device, so that no step waits for the host."""
 
     name = "ngram_match"
     contract = CONTRACT
@@ -34,20 +35,20 @@ class DeviceNgramDrafter:
         self._match = context.kernels["match_ngrams"]
 
     def propose(self, batch: DraftBatch) -> Tensor:
-        """What followed the longest end of each row where it stood before."""
+        """What followed the earlier occurrence of the longest end of each row."""
         rows, known = batch.history_rows, batch.num_known
         found: Tensor = self._match(batch.history, rows, known, *self._sizes, batch.max_drafts)
         return found
 
     def observe(self, seq_id: int, drafted: Sequence[int], accepted: int) -> None:
-        """Not told to drafters on the device."""
+        """Drafters on the device are not told."""
 
     def forget(self, seq_id: int) -> None:
-        """Histories are the core's."""
+        """The core owns the histories."""
 
 
 class NgramDrafter:
-    """Needs no weights and no device; keeps an index for every sequence."""
+    """Needs no weights and no device; keeps an index of every sequence."""
 
     name = "ngram_match"
     contract = CONTRACT
@@ -77,15 +78,15 @@ class NgramDrafter:
         return proposals
 
     def observe(self, seq_id: int, drafted: Sequence[int], accepted: int) -> None:
-        """Matches are what they are."""
+        """Nothing to learn."""
 
     def forget(self, seq_id: int) -> None:
-        """Drop its index."""
+        """Drop the sequence's index."""
         self._histories.pop(seq_id, None)
 
 
 def continuation(tokens: np.ndarray, place: int, limit: int) -> list[int]:
-    """The tokens from `place` on; behind the newest one the copy goes on with itself, so that a
+    """The tokens from `place` on. After the newest token the copy continues with itself, so that a
     short period repeats."""
     found: list[int] = tokens[place : place + limit].tolist()
     period = tokens.size - place

@@ -1,7 +1,6 @@
-"""A method's own keys of --speculative-config: read into a record, wrong ones refused.
+"""A method's own keys of --speculative-config, read into a record; wrong ones are refused.
 
-Used twice: by the hook at start-up, which collects the words, and by the driver, which gets the
-record.
+The hook at start-up uses it to collect problems, the driver to get the record.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
         """A dataclass of options, all with defaults."""
 
         def problems(self) -> list[str]:
-            """What cannot be obeyed, in words."""
+            """What is wrong with the values, in words."""
             ...
 
 
@@ -30,13 +29,13 @@ Options = TypeVar("Options", bound="Record")
 
 @dataclass(frozen=True, slots=True)
 class NgramOptions:
-    """Of `ngram_match`."""
+    """Options of `ngram_match`."""
 
     max_ngram_size: int = 5
     min_ngram_size: int = 2
 
     def problems(self) -> list[str]:
-        """What cannot be obeyed, in words."""
+        """What is wrong with the values, in words."""
         found = []
         if not 1 <= self.max_ngram_size <= 32:
             found.append(f"max_ngram_size must be between 1 and 32, got {self.max_ngram_size}")
@@ -50,16 +49,16 @@ class NgramOptions:
 
 @dataclass(frozen=True, slots=True)
 class SuffixOptions:
-    """Of `suffix`. The first four are FastDeploy's and vLLM's suffix_decoding_*."""
+    """Options of `suffix`. The first four are FastDeploy's and vLLM's suffix_decoding_*."""
 
-    max_depth: int = 64  # longest match that is looked for
+    max_depth: int = 64  # longest match to search for
     max_cached_requests: int = -1  # past outputs remembered; -1: as many as max_cached_tokens allow
     max_spec_factor: float = 1.0  # drafts per matched token
     min_token_prob: float = 0.1  # drafts less probable than this are left out
     max_cached_tokens: int = 100_000  # of past outputs
 
     def problems(self) -> list[str]:
-        """What cannot be obeyed, in words."""
+        """What is wrong with the values, in words."""
         found = []
         if not 1 <= self.max_depth <= 1024:
             found.append(f"max_depth must be between 1 and 1024, got {self.max_depth}")
@@ -80,13 +79,13 @@ class SuffixOptions:
 
 @dataclass(frozen=True, slots=True)
 class DraftModelOptions:
-    """Of `draft_model`."""
+    """Options of `draft_model`."""
 
     model: str = ""  # folder of the draft model
-    quantization: str = ""  # its own; empty: what its config.json says
+    quantization: str = ""  # of the draft model; empty: as its config.json says
 
     def problems(self) -> list[str]:
-        """What cannot be obeyed, in words."""
+        """What is wrong with the values, in words."""
         return [] if self.model else ["it needs model, the folder of a draft model"]
 
 

@@ -1,8 +1,8 @@
-"""`suffix`: what followed the last tokens in this sequence or in past outputs, whichever matches
-longer.
+"""`suffix`: drafts what followed the last tokens in this sequence or in past outputs, whichever
+match is longer.
 
-Past outputs lie in two generations of a suffix automaton: when the younger one is full, the older
-one is dropped and a new one begun. So memory is bounded, and what was useful lately stays.
+Past outputs are kept in two generations of a suffix automaton. When the younger one is full, the
+older one is dropped and a new one begun. So memory is bounded and recent outputs remain.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ _MIN_OWN_MATCH = 2
 
 
 class _Text:
-    """One live sequence."""
+    """One running sequence."""
 
     __slots__ = ("history", "num_seen", "old_length", "old_state", "state", "tip")
 
     def __init__(self, history: TokenHistory, num_seen: int) -> None:
         self.history = history
-        self.num_seen = num_seen  # tokens that are in the automaton, or were left out of it
-        self.tip = self.state = ROOT  # in the younger generation: the text's end, its longest match
-        self.old_state, self.old_length = ROOT, 0  # its longest match in the older one
+        self.num_seen = num_seen  # tokens that were added to the automaton or left out of it
+        # in the younger generation: end of the text, state of its longest match
+        self.tip = self.state = ROOT
+        # in the older generation: state and length of the longest match
+        self.old_state, self.old_length = ROOT, 0
 
 
 class SuffixDrafter:
-    """One memory per process, for all its sequences."""
+    """One memory per process, shared by all its sequences."""
 
     name = "suffix"
     contract = CONTRACT
@@ -55,10 +57,10 @@ class SuffixDrafter:
         return [self._propose(seq_id, tokens, limit) for seq_id, tokens, limit in rows]
 
     def observe(self, seq_id: int, drafted: Sequence[int], accepted: int) -> None:
-        """What came instead is counted when it is read."""
+        """Nothing to learn here: output is counted when it is read."""
 
     def forget(self, seq_id: int) -> None:
-        """Its tokens stay; its place in them goes."""
+        """The sequence's tokens stay in the automaton; its state is dropped."""
         self._texts.pop(seq_id, None)
 
     def _propose(self, seq_id: int, tokens: np.ndarray, limit: int) -> list[int]:
@@ -68,7 +70,7 @@ class SuffixDrafter:
             history = TokenHistory(
                 min(_MIN_OWN_MATCH, options.max_depth), max(_MIN_OWN_MATCH, options.max_depth)
             )
-            # A prompt stands in its own history; here its end is enough to find what followed it.
+            # A prompt is in its own history; its end is enough here to find what followed it.
             text = _Text(history, max(0, tokens.size - options.max_depth))
             self._texts[seq_id] = text
             self._num_texts += 1

@@ -1,9 +1,8 @@
-"""The one verifier of all methods: which drafts the target would have drawn itself.
+"""The one verifier of all methods: finds the drafts that the target would have sampled itself.
 
-At every position of a row the target has drawn a token as it would without drafts: from its own
-logits, with the random numbers of that position. A draft is right while it is that token, so what
-comes out are the very tokens that would come out without speculation. Nothing here waits for the
-device.
+At every position of a row the target has sampled a token as it would without drafts: from its own
+logits, with the random numbers of that position. A draft is accepted if it equals that token, so
+the output is exactly the output without speculation. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Verdict:
-    """Of S sequences that drew at R positions."""
+    """The result for S sequences that sampled at R positions."""
 
     num_accepted: Tensor  # [S] int64
-    next_ids: Tensor  # [S] int64: the token drawn behind the last accepted draft
-    kept: Tensor  # [R] bool: the drawn token is part of the output
+    next_ids: Tensor  # [S] int64: the token sampled after the last accepted draft
+    kept: Tensor  # [R] bool: the sampled token is part of the output
 
     def mark(self, tokens: Tensor) -> Tensor:
-        """[R] int64 with -1 in place of tokens behind a wrong draft."""
+        """[R] int64: the tokens, with -1 in place of those after a wrong draft."""
         return (tokens + 1) * self.kept.to(tokens.dtype) - 1
 
 
-def count_accepted(xp: Any, drawn: Tensor, drafts: Tensor) -> Tensor:
-    """[S] int64: how many drafts of each row are right. drawn: [S, 1 + k] int64; drafts: [S, k]
-    int64, -1 where there is none."""
-    wrong = (drawn[:, : drafts.shape[1]] != drafts).to(xp.int64)
+def count_accepted(xp: Any, sampled: Tensor, drafts: Tensor) -> Tensor:
+    """[S] int64: accepted drafts of each row. sampled: [S, 1 + k] int64; drafts: [S, k] int64, -1:
+    no draft."""
+    wrong = (sampled[:, : drafts.shape[1]] != drafts).to(xp.int64)
     return (xp.cumsum(wrong, 1) == 0).to(xp.int64).sum(dim=1)
 
 
 class DraftLayout:
-    """Where the positions of each sequence stand among R rows, as numpy tells and the device needs
-    it.
+    """The positions of each sequence among R rows, as numpy arrays and as the tensors that the
+    device needs.
 
-    depths: [R] how many rows of the same sequence stand before each (SamplingPlan.depths).
+    depths: [R] number of rows of the same sequence before each row (SamplingPlan.depths).
     """
 
     def __init__(self, depths: np.ndarray, device: DeviceBackend) -> None:
@@ -54,8 +53,8 @@ class DraftLayout:
         self.row_of = np.repeat(np.arange(first.size), counts)
         self._xp = device.xp
         self._is_even = bool((counts == width).all())
-        # One upload: indices of a table of equal rows (a short row repeats its last position, which
-        # has no draft), each position's sequence, each position's depth.
+        # One upload: indices of a table of equally long rows (a short row repeats its last
+        # position, which has no draft), each position's sequence, each position's depth.
         table = (first[:, None] + nth).reshape(-1)
         arrays = (table, self.row_of, depths, first)
         parts = device.to_device(np.concatenate(arrays))
@@ -63,28 +62,28 @@ class DraftLayout:
         self._table, self._row_of = parts[: ends[0]], parts[ends[0] : ends[1]]
         self._depths, self._first = parts[ends[1] : ends[2]], parts[ends[2] :]
 
-    def judge(self, drawn: Tensor, drafts: Tensor) -> Verdict:
-        """drawn, drafts: [R] int64; a position's draft is the one that its draw decides about, -1
-        at the last position of a sequence."""
+    def judge(self, sampled: Tensor, drafts: Tensor) -> Verdict:
+        """sampled, drafts: [R] int64; a position's draft is the one that its sampled token is
+        compared with, -1 at the last position of a sequence."""
         xp = self._xp
         if not self._is_even:
-            drawn_table = xp.index_select(drawn, 0, self._table)
+            sampled_table = xp.index_select(sampled, 0, self._table)
             draft_table = xp.index_select(drafts, 0, self._table)
         else:
-            drawn_table, draft_table = drawn, drafts
+            sampled_table, draft_table = sampled, drafts
         shape = [self.first.size, self.width]
         return self._verdict(
-            drawn,
+            sampled,
             count_accepted(
-                xp, drawn_table.reshape(shape), draft_table.reshape(shape)[:, : self.width - 1]
+                xp, sampled_table.reshape(shape), draft_table.reshape(shape)[:, : self.width - 1]
             ),
         )
 
-    def refuse_all(self, drawn: Tensor) -> Verdict:
-        """As if every draft were wrong: for measuring what drafting costs."""
-        return self._verdict(drawn, self._first * 0)
+    def refuse_all(self, sampled: Tensor) -> Verdict:
+        """Reject every draft, to measure what drafting costs."""
+        return self._verdict(sampled, self._first * 0)
 
-    def _verdict(self, drawn: Tensor, accepted: Tensor) -> Verdict:
+    def _verdict(self, sampled: Tensor, accepted: Tensor) -> Verdict:
         select = self._xp.index_select
         kept = self._depths <= select(accepted, 0, self._row_of)
-        return Verdict(accepted, select(drawn, 0, self._first + accepted), kept)
+        return Verdict(accepted, select(sampled, 0, self._first + accepted), kept)

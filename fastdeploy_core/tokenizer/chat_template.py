@@ -1,8 +1,8 @@
-"""Chat templates: the sandboxed jinja2 environment, what a request may pass in, the size of what
-comes out.
+"""Chat templates: the sandboxed jinja2 environment, the values that a request may pass, the size
+limit of the result.
 
-The model's own template is the operator's choice and renders here; a template that a request brings
-is hostile until proven otherwise and renders in template_process.py. Both meet the same sandbox.
+The model's own template is the operator's choice and renders in this process. A template in a
+request is treated as hostile and renders in template_process.py. Both run in the same sandbox.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jinja2.sandbox
 from fastdeploy_core.errors import InvalidRequest
 
 MAX_RENDERED_CHARS = 4 * 1024 * 1024
-MAX_TEMPLATE_CHARS = 64 * 1024  # of a template that a request brings
+MAX_TEMPLATE_CHARS = 64 * 1024  # of a template in a request
 MAX_KWARGS = 32
 # Switches that clients send to any model; a template that does not know them ignores them.
 COMMON_KWARGS = frozenset(
@@ -37,7 +37,7 @@ COMMON_KWARGS = frozenset(
         "tool_choice",
     }
 )
-# Names that belong to us; a request that could set them would change what is rendered or how.
+# Names that the server sets itself; a request that set them would change what is rendered or how.
 RESERVED_NAMES = frozenset(
     {
         "add_generation_prompt",
@@ -68,7 +68,8 @@ _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class TemplateRefusal(Exception):
-    """A template cannot be used or refuses the conversation; the message is for the client."""
+    """A template that cannot be used, or that refuses the conversation; the message is for the
+    client."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -104,7 +105,7 @@ def _check_attribute(name: Any) -> None:
 
 
 class _Dict:
-    """dict() for templates: the call, not the class with its attributes."""
+    """dict() for templates: only the call, without the class's attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -124,7 +125,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja's own filter escapes for HTML; models were trained on plain JSON.
+    # jinja's own filter escapes for HTML, but models were trained on plain JSON.
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -140,7 +141,7 @@ def _strftime_now(pattern: str) -> str:
 
 @functools.cache
 def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The sandbox that chat templates of the Hugging Face world are written for."""
+    """The sandbox, with everything that chat templates of Hugging Face models expect."""
     env = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -158,8 +159,8 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """A compiled template. `variables`: the names it reads that nobody defines in it;
-    `reads_parts`: it goes through the parts of a message's content by itself."""
+    """A compiled template. `variables`: the names that the template reads and does not define;
+    `reads_parts`: it iterates over the parts of a message's content."""
 
     def __init__(self, source: str) -> None:
         try:
@@ -198,7 +199,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _reads_parts(tree: jinja2.nodes.Template) -> bool:
-    """Whether some loop runs over message.content, directly or under another name."""
+    """Whether a loop iterates over message.content, directly or under another name."""
     aliases = {
         node.target.name
         for node in tree.find_all(jinja2.nodes.Assign)
@@ -222,9 +223,10 @@ def _is_content(node: jinja2.nodes.Node) -> bool:
 def check_template_kwargs(
     kwargs: Mapping[str, Any], known: frozenset[str] | None
 ) -> dict[str, Any]:
-    """A request's chat_template_kwargs as plain data; refuses names that are not the template's.
+    """A request's chat_template_kwargs as plain data; refuses names that the template does not
+    read.
 
-    `known`: what the template reads; None while that is unknown (a request's own template).
+    `known`: the names that the template reads; None if unknown (a request's own template).
     """
     if len(kwargs) > MAX_KWARGS:
         raise InvalidRequest(
@@ -254,7 +256,7 @@ def check_template_kwargs(
 
 
 def plain_data(value: Any, depth: int = 0) -> Any:
-    """Rebuild a value from plain JSON types, so that a template sees no object with methods."""
+    """Rebuild a value from plain JSON types, so that a template gets no object with methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if depth > 64:
@@ -279,8 +281,8 @@ def prepare_messages(
 ) -> list[dict[str, Any]]:
     """Check a conversation and bring it into the form that templates expect.
 
-    Content in parts becomes text (parts joined by line breaks) unless `keep_parts`, arguments of
-    earlier tool calls become objects, and reasoning is found under each name that templates read.
+    Content in parts becomes text (parts joined by line breaks) unless `keep_parts`. Arguments of
+    earlier tool calls become objects. Reasoning is stored under every name that templates read.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
         raise InvalidRequest("messages must be a list of messages", param="messages")
@@ -351,7 +353,7 @@ def _open_arguments(call: Any, where: str) -> None:
 
 
 def mark_final_message(messages: list[dict[str, Any]]) -> str:
-    """For continue_final_message: puts a mark behind the last message; returns its text."""
+    """For continue_final_message: append a mark to the last message; returns the message's text."""
     content = messages[-1].get("content")
     if isinstance(content, str):
         messages[-1]["content"] = content + _MARK

@@ -1,8 +1,8 @@
 """A tokenizer's decoder as a chain of streaming steps over token strings.
 
-Tokenizer files describe their decoder as such a chain, defined over all tokens of a text at once.
-Each step here gives the same text for any way of cutting the tokens into pieces, shows nothing
-before it is certain, and costs the same for each token however long the text already is.
+Tokenizer files define their decoder as a chain over all tokens of a text at once. Each step here
+gives the same text however the tokens are cut into pieces, shows nothing before it is certain, and
+costs the same for each token independent of the length of the text.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, Protocol
 from tokenizers import Regex, decoders
 
 REPLACEMENT = "\ufffd"
-CACHED_TOKENS = 1 << 15  # whose spellings are kept at hand: nearly all of a text are among these
+CACHED_TOKENS = 1 << 15  # tokens with cached spellings; nearly all tokens of a text are among them
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's visible stand-ins for the 256 bytes: printable Latin-1 as itself, the rest from 256
+    """GPT-2's visible characters for the 256 bytes: printable Latin-1 as itself, the rest from 256
     up."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     alphabet = {chr(byte): byte for byte in kept}
@@ -34,7 +34,7 @@ BYTE_ALPHABET = _byte_alphabet()
 
 @functools.lru_cache(CACHED_TOKENS)
 def byte_level_bytes(token: str) -> bytes:
-    """The bytes a byte-level token stands for; tokens outside the alphabet stand for themselves."""
+    """The bytes of a byte-level token; a token outside the alphabet encodes itself."""
     try:
         return bytes([BYTE_ALPHABET[char] for char in token])
     except KeyError:
@@ -42,7 +42,7 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 def fallback_byte(token: str) -> int | None:
-    """The byte that a token such as <0xE4> stands for."""
+    """The byte of a token such as <0xE4>."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return int(token[3:5], 16)
@@ -55,7 +55,7 @@ class Step(Protocol):
     """One step of a decoder chain."""
 
     def push(self, tokens: list[str]) -> list[str]:
-        """Token strings in, what is certain out."""
+        """Take token strings; returns the text that is certain."""
         ...
 
     def finish(self) -> list[str]:
@@ -63,7 +63,8 @@ class Step(Protocol):
         ...
 
     def primed(self) -> list[str]:
-        """What came so far was the prompt's: release it, but for a character's first bytes."""
+        """Everything so far belonged to the prompt: drop it, except the first bytes of a
+        character."""
         ...
 
 
@@ -98,7 +99,7 @@ class _ByteLevel(_Plain):
 class _ByteFallback(_Plain):
     """A run of byte tokens is text if all of it is valid UTF-8, else one U+FFFD for each byte.
 
-    So a run can only be shown when it has ended; that is the decoder's definition, not a choice.
+    So a run can only be shown when it has ended; the decoder is defined that way.
     """
 
     def __init__(self) -> None:
@@ -152,7 +153,7 @@ class _ReplaceText(_Plain):
 
 
 class _ReplaceInStream(_Plain):
-    """Replacement after the tokens were fused: a pattern may lie across pieces."""
+    """A replacement after tokens were joined: a pattern may cross the border of two pieces."""
 
     def __init__(self, pattern: str, content: str) -> None:
         self._pattern = pattern
@@ -191,7 +192,7 @@ class _StripTokens(_Plain):
 
 
 class _StripStream(_Plain):
-    """Strip after the tokens were fused: only the very beginning and the very end are concerned."""
+    """A strip after tokens were joined: it only affects the beginning and the end of the text."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content = content
@@ -213,7 +214,7 @@ class _StripStream(_Plain):
         return [text[: len(text) - keep]]
 
     def finish(self) -> list[str]:
-        self._held = ""  # to be stripped
+        self._held = ""  # may have to be stripped
         return []
 
 
@@ -231,7 +232,7 @@ class _Metaspace(_Plain):
 
 
 class _Words(_Plain):
-    """A space before each token but the first: files without a decoder, and WordPiece's."""
+    """A space before each token but the first, for files without a decoder and for WordPiece."""
 
     def __init__(self, prefix: str | None, cleanup: Any) -> None:
         self._prefix = prefix
@@ -272,8 +273,8 @@ class _WordSuffix(_Plain):
 
 
 class _WholeAtEnd(_Plain):
-    """A step that needs all tokens (CTC, a regular expression over the fused text): shown at the
-    end."""
+    """A step that needs all tokens (CTC, a regular expression over the joined text); its text is
+    shown at the end."""
 
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
@@ -346,7 +347,7 @@ def _make_step(item: dict[str, Any], fused: bool) -> Step:
 
 
 class _Joined:
-    """Decodes pieces of one fused token as the one token they are."""
+    """Decodes several pieces as the one token that they were joined from."""
 
     def __init__(self, decoder: Any) -> None:
         self._decoder = decoder
@@ -364,13 +365,13 @@ def push(steps: Sequence[Step], tokens: list[str]) -> str:
 
 
 def prime(steps: Sequence[Step], tokens: list[str]) -> None:
-    """Let a chain see the end of what comes before the text that is wanted."""
+    """Feed a chain the tokens before the wanted text, without showing them."""
     for step in steps:
         tokens = [*step.push(tokens), *step.primed()]
 
 
 def finish(steps: Sequence[Step]) -> str:
-    """End a chain: what a step releases still goes through the ones behind it."""
+    """End a chain: what a step releases goes through the steps after it."""
     tokens: list[str] = []
     for step in steps:
         tokens = [*step.push(tokens), *step.finish()]

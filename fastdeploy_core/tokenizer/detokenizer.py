@@ -1,4 +1,4 @@
-"""Token ids to text as they arrive: the pieces joined equal the decoding of all tokens at once."""
+"""Token ids to text as they arrive; the joined pieces equal the decoding of all tokens at once."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from .decoder_steps import finish, make_steps, prime, push
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
-# Prompt tokens decoded before the first generated one, so that the answer's text continues the
-# prompt's: a leading space stays, and a character begun in the prompt is completed. A character
-# has at most four bytes, hence at most three tokens before the one that completes it.
+# Prompt tokens decoded before the first generated one, so that the answer continues the prompt's
+# text: a leading space stays, and a character begun in the prompt is completed. A character has at
+# most four bytes, so at most three tokens precede the one that completes it.
 PRIMING_TOKENS = 8
 
 
 class IncrementalDetokenizer:
     """The text of one answer while its tokens arrive.
 
-    `prompt_token_ids`: what the answer continues; the text then continues the prompt's text (as
-    vLLM's does), else it equals `tokenizer.decode(ids)`. `visible_token_ids`: special tokens that
-    are shown although special tokens are skipped, such as the markers a parser looks for.
+    `prompt_token_ids`: the prompt whose text the answer continues, as in vLLM; without it the text
+    equals `tokenizer.decode(ids)`. `visible_token_ids`: special tokens that are shown although
+    special tokens are skipped, such as the markers that a parser reads.
     """
 
     __slots__ = ("_hidden", "_pieces", "_steps")
@@ -46,11 +46,11 @@ class IncrementalDetokenizer:
             prime(self._steps, self._tokens(prompt_token_ids[-PRIMING_TOKENS:]))
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """New tokens; returns the text that is certain by now."""
+        """Add tokens; returns the text that is now certain."""
         return push(self._steps, self._tokens(token_ids))
 
     def finish(self) -> str:
-        """The last token has been pushed; returns the text that was held back."""
+        """No more tokens follow; returns the text that was held back."""
         return finish(self._steps)
 
     def _tokens(self, token_ids: Iterable[int]) -> list[str]:

@@ -29,14 +29,15 @@ NAMED_TOKENS = (
 
 @dataclass(slots=True)
 class TokenizerFiles:
-    """What the files of a folder say."""
+    """The content of a tokenizer folder's files."""
 
     path: Path
     config: dict[str, Any]
     named_tokens: dict[str, str] = field(default_factory=dict)
     extra_tokens: list[str] = field(default_factory=list)
     chat_templates: dict[str, str] = field(default_factory=dict)
-    eos_token_ids: list[int] = field(default_factory=list)  # of generation_config or config.json
+    # from generation_config.json or config.json
+    eos_token_ids: list[int] = field(default_factory=list)
 
 
 def read_files(path: str | Path) -> TokenizerFiles:
@@ -63,7 +64,7 @@ def read_files(path: str | Path) -> TokenizerFiles:
 
 
 def as_id_list(value: Any) -> list[int]:
-    """eos_token_id may be absent, one id or several."""
+    """eos_token_id as a list; it may be absent, one id or several."""
     values = value if isinstance(value, list) else [value]
     return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
 
@@ -71,9 +72,9 @@ def as_id_list(value: Any) -> list[int]:
 def load_backend(files: TokenizerFiles) -> tokenizers.Tokenizer:
     """The tokenizer of tokenizer.json with the changes that tokenizer_config.json asks for.
 
-    The rules are those of transformers 5: tokens named in the configuration become special tokens;
-    which of them encode() adds is for tokenizer.json's post-processor alone to say (add_bos_token
-    and add_eos_token of the configuration belong to files without one).
+    The rules are those of transformers 5: tokens named in the configuration become special tokens.
+    Only tokenizer.json's post-processor decides which of them encode() adds (add_bos_token and
+    add_eos_token of the configuration apply to files without a post-processor).
     """
     try:
         backend = tokenizers.Tokenizer.from_file(str(files.path / "tokenizer.json"))
@@ -101,7 +102,8 @@ def _add_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
             backend.add_tokens([token])
             known.add(token.content)
     special = [*files.named_tokens.values(), *files.extra_tokens]
-    # Also for tokens that exist: it marks them as special, so that they are kept whole and skipped.
+    # Also for existing tokens: this marks them as special, so they are kept whole and can be
+    # skipped.
     backend.add_special_tokens(
         [tokenizers.AddedToken(text, special=True, normalized=False) for text in special]
     )
@@ -118,7 +120,8 @@ def _added_token(entry: Any) -> tokenizers.AddedToken | None:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """By name; "default" is the usual one. A file beside tokenizer_config.json wins over it."""
+    """Templates by name; "default" is the usual one. A template file next to tokenizer_config.json
+    takes precedence over its entry."""
     templates: dict[str, str] = {}
     inline = config.get("chat_template")
     if isinstance(inline, str):

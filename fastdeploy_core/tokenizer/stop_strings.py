@@ -1,7 +1,7 @@
-"""Finds stop strings in text that arrives in pieces, and holds back what could become one.
+"""Finds stop strings in text that arrives in pieces, and holds back text that may become one.
 
-An Aho-Corasick automaton: every character is looked at once, whatever the number of stop strings,
-so the cost is linear in the text and independent of how it is cut into pieces.
+An Aho-Corasick automaton: it reads every character once, for any number of stop strings, so the
+cost is linear in the text and independent of how it is cut into pieces.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 
 class StopStringMatcher:
-    """Text goes in by pieces; what comes out never contains any part of the stop string that ends
-    it.
+    """Takes text in pieces; the text it returns never contains any part of the stop string that
+    ends it.
 
-    The first stop string to be complete wins; of several complete at the same character, the
-    longest. So the answer does not depend on where the text was cut.
+    The stop string that is complete first wins; of several complete at the same character, the
+    longest. So the result does not depend on how the text was cut.
     """
 
     __slots__ = (
@@ -36,17 +36,18 @@ class StopStringMatcher:
         self._fail: list[int] = [0]
         self._word: list[int] = [0]  # length of the longest stop string that ends at this node
         self._node = 0
-        self._held = ""  # always the text of the current node: the longest possible beginning
+        # text of the current node: the longest end of the text that may begin a stop string
+        self._held = ""
         self._depths: list[int] = [0]
         self._build(stops)
         firsts = "".join(re.escape(char) for char in sorted(self._goto[0]))
         self._first = re.compile(f"[{firsts}]") if firsts else None
 
     def push(self, text: str, match: bool = True) -> tuple[str, str | None]:
-        """Returns text that may be shown and the stop string found, if any.
+        """Add text; returns the text that may be shown, and the stop string found, if any.
 
-        With match=False complete stop strings are let through (min_tokens is not reached yet), but
-        one that began there and ends later still counts. After a match nothing more may be pushed.
+        With match=False complete stop strings are let through (min_tokens is not reached yet); one
+        that begins there and ends later still counts. After a match nothing more may be pushed.
         """
         if self._first is None:
             return text, None
@@ -71,7 +72,7 @@ class StopStringMatcher:
         return whole[:keep], None
 
     def finish(self) -> str:
-        """The text has ended: what was held back is not a stop string after all."""
+        """The text has ended; returns what was held back, which is no stop string after all."""
         held, self._held, self._node = self._held, "", 0
         return held
 

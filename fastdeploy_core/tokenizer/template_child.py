@@ -1,7 +1,7 @@
 """The child process that renders one template of a request: `python -m ...template_child`.
 
-From the parent: one JSON document {source, variables}. To the parent: a line when it is ready, then
-one status byte (0: rendered text follows, 1: a reason follows).
+It reads one JSON document {source, variables} from its parent. It writes one line when it is ready,
+then one status byte (0: rendered text follows, 1: a reason follows).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MEMORY_LIMIT_BYTES = 512 * 1024 * 1024
 
 
 def main() -> None:
-    """Limits, one job, one answer."""
+    """Set limits, read one job, write one answer."""
     memory = _own_bytes() + MEMORY_LIMIT_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -26,7 +26,7 @@ def main() -> None:
     sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()
     job = json.loads(sys.stdin.buffer.read())
-    # A second line of defence, should the parent be gone: processor time, in whole seconds.
+    # A second limit, should the parent be gone: processor time, in whole seconds.
     cpu_s = int(WALL_LIMIT_S) + 2
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
     try:

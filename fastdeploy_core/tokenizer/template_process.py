@@ -1,7 +1,7 @@
 """Renders one chat template of a request in a child process that can be killed.
 
-The sandbox keeps a template from reaching anything, but not from using time and memory. So the
-child (template_child.py) sets itself hard limits and dies when the wall time is over.
+The sandbox denies a template all access, but does not limit its time and memory. So the child
+(template_child.py) sets itself hard limits and is killed when its wall time is over.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from fastdeploy_core.errors import InvalidRequest
 from .chat_template import MAX_TEMPLATE_CHARS
 
 WALL_LIMIT_S = 1.0
-STARTUP_LIMIT_S = 20.0  # starting Python is not the template's fault
+STARTUP_LIMIT_S = 20.0  # the start of Python does not count as the template's time
 MAX_PROCESSES = 4
 READY = b"ready\n"
-# What Python needs to start; nothing that could hold a secret.
+# What Python needs to start; nothing here can hold a secret.
 _ENVIRONMENT = frozenset({"LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH"})
 _places = threading.BoundedSemaphore(MAX_PROCESSES)
 

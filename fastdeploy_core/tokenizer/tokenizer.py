@@ -35,14 +35,14 @@ from .template_process import render_in_child
 
 
 class Tokenizer:
-    """One model's tokenizer. Thread safe: nothing changes after load()."""
+    """One model's tokenizer. Thread safe: load() is the last change."""
 
     def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
         self._backend = backend
         self._files = files
         self.path: Path = files.path
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        # Ids from 0 to vocab_size - 1; a few of them may have no token.
+        # Ids are 0 to vocab_size - 1; some of them may have no token.
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
         added = backend.get_added_tokens_decoder()
         self.special_token_ids: frozenset[int] = frozenset(
@@ -53,7 +53,7 @@ class Tokenizer:
             setattr(self, name, text)
             setattr(self, f"{name}_id", None if text is None else backend.token_to_id(text))
         own = [] if self.eos_token_id is None else [self.eos_token_id]
-        # Every id that ends an answer, the tokenizer's own first.
+        # All ids that end an answer, the tokenizer's own first.
         self.eos_token_ids: list[int] = list(dict.fromkeys([*own, *files.eos_token_ids]))
         self.chat_template: str | None = files.chat_templates.get("default")
         self.decoder_settings = describe_decoder(backend.decoder)
@@ -61,7 +61,7 @@ class Tokenizer:
         self._texts: dict[int, str] = {}
         self._string = functools.lru_cache(CACHED_TOKENS)(backend.id_to_token)
 
-    # Set by name in __init__; None where the model has no such token.
+    # Set by name in __init__; None if the model has no such token.
     bos_token: str | None
     eos_token: str | None
     unk_token: str | None
@@ -127,11 +127,11 @@ class Tokenizer:
         if token is None:
             return ""
         steps = make_steps(self.decoder_settings)
-        prime(steps, ["x"])  # so that the token is not the first of a text
+        prime(steps, ["x"])  # so that the token is not the first of the text
         return push(steps, [token]) + finish(steps)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes of one token, also when they are only part of a character."""
+        """The exact bytes of one token, even if they are only part of a character."""
         token = self.token_string(token_id)
         if token is None:
             return b""
@@ -148,7 +148,7 @@ class Tokenizer:
             return None
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token by its own spelling."""
+        """The id of a token in the vocabulary's own spelling."""
         return self._backend.token_to_id(token)
 
     def get_vocab(self) -> dict[str, int]:
@@ -174,10 +174,10 @@ class Tokenizer:
     ) -> str:
         """The prompt of a conversation; InvalidRequest says what is wrong with it.
 
-        `template_kwargs`: a request's chat_template_kwargs, checked against what the template
-        reads. `chat_template`: a template that came with a request; the caller decides beforehand
-        whether requests may bring one. Unless it is `trusted` it renders in a child process under
-        limits. Encode the prompt with add_special_tokens=False: the template writes them.
+        `template_kwargs`: a request's chat_template_kwargs, checked against the names that the
+        template reads. `chat_template`: a template from the request; the caller has decided that
+        requests may bring one. Unless it is `trusted`, it renders in a child process under limits.
+        Encode the prompt with add_special_tokens=False, because the template writes special tokens.
         """
         if continue_final_message and add_generation_prompt:
             raise InvalidRequest(
@@ -230,5 +230,5 @@ def _given(source: str) -> ChatTemplate:
 
 @functools.lru_cache(maxsize=16)
 def _compiled(source: str) -> ChatTemplate:
-    # Only templates of models and operators come here: few, and chosen by no request.
+    # Only templates of models and operators are compiled here: few, and chosen by no request.
     return ChatTemplate(source)

@@ -12,25 +12,24 @@ from typing import Any
 import pytest
 
 from fastdeploy_core.contracts.quantizer import LayerSpec, ParameterSpec
-from fastdeploy_core.testing.conformance.test_attention import AttentionConformance
-from fastdeploy_core.testing.conformance.test_device import DeviceConformance
-from fastdeploy_core.testing.conformance.test_drafter import DrafterConformance
-from fastdeploy_core.testing.conformance.test_end_to_end import EndToEndConformance
-from fastdeploy_core.testing.conformance.test_expert_communicator import (
+from fastdeploy_testing.conformance.test_attention import AttentionConformance
+from fastdeploy_testing.conformance.test_device import DeviceConformance
+from fastdeploy_testing.conformance.test_drafter import DrafterConformance
+from fastdeploy_testing.conformance.test_end_to_end import EndToEndConformance
+from fastdeploy_testing.conformance.test_expert_communicator import (
     ExpertCommunicatorConformance,
 )
-from fastdeploy_core.testing.conformance.test_hygiene import HygieneConformance
-from fastdeploy_core.testing.conformance.test_kv_formats import KVFormatConformance
-from fastdeploy_core.testing.conformance.test_kv_transport import KVTransportConformance
-from fastdeploy_core.testing.conformance.test_kv_transport_faults import (
+from fastdeploy_testing.conformance.test_hygiene import HygieneConformance
+from fastdeploy_testing.conformance.test_kv_formats import KVFormatConformance
+from fastdeploy_testing.conformance.test_kv_transport import KVTransportConformance
+from fastdeploy_testing.conformance.test_kv_transport_faults import (
     KVTransportFaultsConformance,
 )
-from fastdeploy_core.testing.conformance.test_moe import MoEConformance
-from fastdeploy_core.testing.conformance.test_ops import OpsConformance
-from fastdeploy_core.testing.conformance.test_quantized_ops import QuantizedOpsConformance
-from fastdeploy_core.testing.conformance.test_quantizer import QuantizerConformance
-from fastdeploy_core.testing.conformance.test_request_scheduler import RequestSchedulerConformance
-from tests.contract.shared_queue import SharedQueue
+from fastdeploy_testing.conformance.test_moe import MoEConformance
+from fastdeploy_testing.conformance.test_ops import OpsConformance
+from fastdeploy_testing.conformance.test_quantized_ops import QuantizedOpsConformance
+from fastdeploy_testing.conformance.test_quantizer import QuantizerConformance
+from fastdeploy_testing.conformance.test_request_scheduler import RequestSchedulerConformance
 
 
 class TestCpu(DeviceConformance):
@@ -76,13 +75,6 @@ class TestAllGatherExperts(ExpertCommunicatorConformance):
 
 class TestLocalScheduler(RequestSchedulerConformance):
     driver_name = "local"
-
-
-class TestSharedQueue(RequestSchedulerConformance):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def driver(cls) -> type[SharedQueue]:
-        return SharedQueue
 
 
 class TestSharedMemoryTransport(KVTransportConformance):

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from fastdeploy_core.contracts.device import DeviceOptions
-from fastdeploy_core.testing.capturing import CapturingDevice, RecordableAttention
-from fastdeploy_core.testing.conformance.test_attention import AttentionConformance
-from fastdeploy_core.testing.conformance.test_device import DeviceConformance
+from fastdeploy_testing.capturing import CapturingDevice, RecordableAttention
+from fastdeploy_testing.conformance.test_attention import AttentionConformance
+from fastdeploy_testing.conformance.test_device import DeviceConformance
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fastdeploy_core.config import GraphConfig
-from fastdeploy_core.testing.capturing import OnCapturingDevice
+from fastdeploy_testing.capturing import OnCapturingDevice
 from tests.cpu import engine_mixes
 from tests.cpu.engine_mixes import (
     Bench,

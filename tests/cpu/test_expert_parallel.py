@@ -13,8 +13,8 @@ import pytest
 from fastdeploy_core.cli.main import main
 from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.layers.expert_parallel import ExpertRanks
-from fastdeploy_core.testing.generate import greedy_tokens
-from fastdeploy_core.testing.tiny_model import write_tiny_model
+from fastdeploy_testing.generate import greedy_tokens
+from fastdeploy_testing.tiny_model import write_tiny_model
 from tests.checkpoints import NUM_GREEDY, build, reference
 from tests.tp_rank import run_ranks
 

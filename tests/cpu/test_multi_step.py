@@ -16,7 +16,7 @@ from fastdeploy_core.contracts.device import CapturedGraph
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.scheduler import decode_count, settings
 from fastdeploy_core.tensor import load
-from fastdeploy_core.testing.capturing import CapturingDevice, OnCapturingDevice
+from fastdeploy_testing.capturing import CapturingDevice, OnCapturingDevice
 from tests.cpu import engine_mixes
 from tests.cpu.engine_mixes import (
     Bench,

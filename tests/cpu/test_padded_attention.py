@@ -13,13 +13,13 @@ from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.reference.device import CpuDevice
-from fastdeploy_core.testing.conformance.test_attention import (
+from fastdeploy_testing.conformance.test_attention import (
     AttentionConformance,
     World,
     gqa_spec,
     mla_spec,
 )
-from fastdeploy_core.testing.conformance.test_kv_formats import QuantizedWorld
+from fastdeploy_testing.conformance.test_kv_formats import QuantizedWorld
 
 BLOCK = 16
 # (tokens fed, tokens in all) of each row.

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from fastdeploy_core import tensor
 from fastdeploy_core.errors import ConfigError, WeightError
 from fastdeploy_core.quantization import interleaved
-from fastdeploy_core.testing.tiny_model import CONFIG, write_tiny_model
+from fastdeploy_testing.tiny_model import CONFIG, write_tiny_model
 from tests.compressed_checkpoint import SCHEMES, WEIGHT_ONLY, compress
 from tests.paged import PagedModel, with_quantizer
 from tests.public_writers import WRITERS, rewrite

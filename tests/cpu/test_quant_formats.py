@@ -11,7 +11,7 @@ from fastdeploy_core import tensor
 from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, pack_int4, unpack_int4
 from fastdeploy_core.quantization import packing
 from fastdeploy_core.quantization.feedback import quantize_int4_with_feedback
-from fastdeploy_core.testing.conformance.test_quantized_ops import make_packed
+from fastdeploy_testing.conformance.test_quantized_ops import make_packed
 
 FEW = settings(max_examples=25, deadline=None)
 

@@ -21,7 +21,7 @@ from fastdeploy_core.loading.loader import load_model
 from fastdeploy_core.models.shapes import read_shapes
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.plugins.resolve import resolve
-from fastdeploy_core.testing.tiny_model import CONFIG, write_tiny_model
+from fastdeploy_testing.tiny_model import CONFIG, write_tiny_model
 from tests.checkpoints import build
 from tests.paged import PagedModel, with_quantizer
 from tests.tp_rank import run_ranks

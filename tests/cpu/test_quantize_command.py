@@ -20,8 +20,8 @@ from fastdeploy_core.calibration.run import QuantizeOptions, quantize, summary
 from fastdeploy_core.calibration.source import SourceModel
 from fastdeploy_core.cli.main import main
 from fastdeploy_core.errors import ConfigError, WeightError
-from fastdeploy_core.testing import tiny_model as tiny
 from fastdeploy_core.tokenizer import Tokenizer
+from fastdeploy_testing import tiny_model as tiny
 from tests.paged import PagedModel, with_quantizer
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "ernie-tiny"

@@ -19,10 +19,10 @@ from fastdeploy_core.errors import WorkerError
 from fastdeploy_core.models.decoder import DecoderLM
 from fastdeploy_core.plugins.kernels import ChosenKernels, build_kernel_table
 from fastdeploy_core.reference.attention import ReferenceAttention
-from fastdeploy_core.testing.capturing import CapturingDevice
 from fastdeploy_core.types import SamplingParams
 from fastdeploy_core.worker import recorded_sizes
 from fastdeploy_core.worker.worker import Worker
+from fastdeploy_testing.capturing import CapturingDevice
 from tests.checkpoints import VARIANTS, reference
 from tests.cpu.recordable_prompts import WithPrompts
 from tests.paged import PagedModel, load_driver

@@ -12,10 +12,10 @@ import pytest
 from fastdeploy_core.config import SpeculativeConfig
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.reference.ops import sampling as ops_sampling
-from fastdeploy_core.testing.capturing import CapturingDevice, OnCapturingDevice
 from fastdeploy_core.types import SamplingParams
 from fastdeploy_core.worker.recorded_draws import can_record_draws
 from fastdeploy_core.worker.worker import Worker
+from fastdeploy_testing.capturing import CapturingDevice, OnCapturingDevice
 from tests.worker_steps import Steps, engine_config, make_worker, sharpen, write_model
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fastdeploy_core.scheduler import decode_count
-from fastdeploy_core.testing.capturing import CapturingDevice
+from fastdeploy_testing.capturing import CapturingDevice
 from tests.cpu.engine_mixes import Settings, counted, play
 from tests.cpu.speculative_mixes import (
     NUM_DRAFTS,

@@ -26,12 +26,12 @@ from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.scheduler import decode_count
 from fastdeploy_core.scheduler import settings as scheduler_settings
 from fastdeploy_core.speculative.ngram import DeviceNgramDrafter
-from fastdeploy_core.testing.capturing import CapturingDevice, OnCapturingDevice
 from fastdeploy_core.types import SchedulerOutput
 from fastdeploy_core.worker import recorded_sizes
 from fastdeploy_core.worker.draft_batch import DraftBatches
 from fastdeploy_core.worker.prompt_graphs import RecordedPrompt
 from fastdeploy_core.worker.recorded_step import RecordedStep
+from fastdeploy_testing.capturing import CapturingDevice, OnCapturingDevice
 from tests.cpu.engine_mixes import LateResult, Settings, play
 from tests.cpu.speculative_mixes import (
     DetailCollector,

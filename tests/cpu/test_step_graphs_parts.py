@@ -22,14 +22,14 @@ from fastdeploy_core.contracts.device import (
 from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.device import CpuDevice
-from fastdeploy_core.testing.capturing import (
+from fastdeploy_core.worker.recorded_sizes import graph_sizes, ladder
+from fastdeploy_core.worker.staging import Downloads, Uploads
+from fastdeploy_core.worker.worker import Worker
+from fastdeploy_testing.capturing import (
     CapturingDevice,
     OnCapturingDevice,
     RecordableAttention,
 )
-from fastdeploy_core.worker.recorded_sizes import graph_sizes, ladder
-from fastdeploy_core.worker.staging import Downloads, Uploads
-from fastdeploy_core.worker.worker import Worker
 from tests.worker_steps import Steps, engine_config, make_worker, write_model
 
 

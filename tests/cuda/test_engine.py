@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdeploy_core.testing.generate import sampled_tokens
+from fastdeploy_testing.generate import sampled_tokens
 
 pytestmark = pytest.mark.device("cuda")
 

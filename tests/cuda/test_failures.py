@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fastdeploy_core.testing.generate import sampled_tokens
+from fastdeploy_testing.generate import sampled_tokens
 
 pytestmark = pytest.mark.device("cuda")
 

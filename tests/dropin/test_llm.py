@@ -11,8 +11,8 @@ import pytest
 
 from fastdeploy import LLM, RequestOutput, SamplingParams
 from fastdeploy_core.errors import ConfigError, InvalidRequest, RequestTooLong
-from fastdeploy_core.testing.fakes import NullModel
 from fastdeploy_core.tokenizer import Tokenizer
+from fastdeploy_testing.fakes import NullModel
 from tests.llm_models import VOCAB_SIZE, write_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fd_bench.command import main as bench
 from fd_cpu.attention import X86Attention
 from fd_cpu.device import X86Device
 from fd_cpu.moe import X86MoE
@@ -39,6 +40,7 @@ from fd_xpu.moe import XpuMoE
 
 from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
+from fastdeploy_core.contracts.command import Command
 from fastdeploy_core.contracts.device import DeviceBackend, DeviceOptions
 from fastdeploy_core.contracts.kv_transport import KVTransport, TransportOptions
 from fastdeploy_core.contracts.moe import ExpertCommunicator, ExpertGroup, MoEBackend, MoESpec
@@ -88,7 +90,9 @@ from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.speculative.draft_model import DraftModel
 from fastdeploy_core.speculative.ngram import NgramDrafter
 from fastdeploy_core.speculative.suffix import SuffixDrafter
-from fastdeploy_core.testing.fakes import FaultyDevice, NullDevice
+from fastdeploy_testing.check import main as check_plugin
+from fastdeploy_testing.fakes import FaultyDevice, NullDevice
+from fastdeploy_testing.new import main as new_plugin
 
 kv_transports: list[Callable[[TransportOptions], KVTransport]] = [
     SharedMemoryTransport,
@@ -186,6 +190,11 @@ tool_parsers: list[Callable[[Sequence[Any]], ToolParser]] = [
 ]
 grammars: list[Callable[[str, int, list[int]], GrammarBackend]] = [
     LLGuidanceBackend,
+]
+commands: list[Command] = [
+    bench,
+    check_plugin,
+    new_plugin,
 ]
 logits_processors: list[Callable[[ProcessorContext], LogitsProcessor]] = [
     LogitBiasLogitsProcessor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ MAX_FIELDS = 12
 LARGER_ROOMS = {
     "fastdeploy_core/cli",
     "fastdeploy_core/scheduler",
-    "fastdeploy_core/testing/conformance",
+    "plugins/fastdeploy-testing/fastdeploy_testing/conformance",
     "fastdeploy_core/worker",
     "plugins/fd-cuda/fd_cuda/kernels",
 }
@@ -66,7 +67,7 @@ LARGER_RECORDS = {
     # Being redesigned.
     "fastdeploy_core/kvtransport/link.py Link",
     "fastdeploy_core/scheduler/settings.py SchedulerSettings",
-    "fastdeploy_core/testing/null_worker.py NullOptions",
+    "plugins/fastdeploy-testing/fastdeploy_testing/null_worker.py NullOptions",
     "fastdeploy_core/types/step.py ModelRunnerOutput",
     "fastdeploy_core/worker/pending.py Launched",
     "fastdeploy_core/worker/step_rows.py StepRows",
@@ -218,7 +219,6 @@ def test_nothing_waits_holding_the_interpreter_lock() -> None:
         "tensor",
         "contracts",
         "devices",
-        "testing",
     )
     sources = PLUGINS + [
         p for room in rooms for p in (ROOT / "fastdeploy_core" / room).rglob("*.py")
@@ -257,23 +257,63 @@ def test_nothing_unpickles_or_evaluates() -> None:
 
 
 PUBLIC = {"contracts", "devices", "types", "errors", "tensor"}
+# Parts of the core that few deployments need, as distributions of their own: they are released
+# with the core and require exactly its version, so they may import these private rooms. The empty
+# name is the package `fastdeploy` itself.
+PRIVATE = {
+    "fastdeploy-testing": {
+        *("", "api", "cli", "config", "engine", "plugins", "quantization", "reference"),
+    },
+    "fd-bench": {"", "cli"},
+}
+# For tests alone: it may use the conformance kit.
+PRIVATE_OF_TESTS = {"fd-simdevice": {"fastdeploy_testing"}}
+
+
+def _rooms_imported(path: Path) -> dict[str, str]:
+    """Rooms of the core that a file imports, each with a place."""
+    found = {}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            modules = [node.module or ""]
+        else:
+            modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        for module in modules:
+            package, _, rest = module.partition(".")
+            if package in ("fastdeploy_core", "fastdeploy"):
+                found[rest.split(".")[0]] = f"{_relative(path)}:{node.lineno} {module}"
+            elif package == "fastdeploy_testing" and package not in path.parts:
+                found[package] = f"{_relative(path)}:{node.lineno} {module}"
+    return found
 
 
 def test_plugins_import_what_is_public() -> None:
-    """fd-simdevice is for tests, so it may use the conformance kit, too."""
-    found: list[str] = []
+    """The others name the private rooms that they import, no more and no fewer."""
+    used: dict[str, dict[str, str]] = {}
     for path in PLUGINS:
-        rooms = PUBLIC | ({"testing"} if "fd-simdevice" in path.parts else set())
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                modules = [node.module or ""]
-            else:
-                modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            for module in modules:
-                package, _, rest = module.partition(".")
-                if package in ("fastdeploy_core", "fastdeploy") and rest.split(".")[0] not in rooms:
-                    found.append(f"{_relative(path)}:{node.lineno} {module}")
+        name = path.relative_to(ROOT / "plugins").parts[0]
+        used.setdefault(name, {}).update(_rooms_imported(path))
+    allowed = PRIVATE | PRIVATE_OF_TESTS
+    found = [
+        place
+        for name, rooms in used.items()
+        for room, place in rooms.items()
+        if room not in PUBLIC | allowed.get(name, set())
+    ]
     assert not found, "\n".join(found)
+    assert {name: rooms - set(used[name]) for name, rooms in allowed.items()} == {
+        name: set() for name in allowed
+    }
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_who_imports_private_rooms_requires_exactly_this_core(name: str) -> None:
+    own, core = (
+        tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
+        for folder in (ROOT / "plugins" / name, ROOT)
+    )
+    assert f"{core['name']}=={core['version']}" in own["dependencies"]
+    assert own["version"] == core["version"]
 
 
 def test_every_public_contract_item_is_documented() -> None:
@@ -330,13 +370,13 @@ IMPORTING_BY_NAME = {
     "fastdeploy_core/sampling/processors.py",
     "fastdeploy_core/serving/launch.py",
     "fastdeploy_core/tensor/",
-    "fastdeploy_core/testing/",
+    "fastdeploy_testing/",
     "fastdeploy/__init__.py",
 }
 
 
 def test_no_room_reaches_another_past_the_import_rules() -> None:
-    """import-linter sees import statements alone, so importing by name could reach any room."""
+    """import-linter sees import statements alone: who imports by name reaches any room."""
     found = []
     for path in CORE:
         name = path.relative_to(ROOT).as_posix()

@@ -1,15 +1,19 @@
-"""Commands of plugins, as real wheels: found by name, imported when called, harmless when broken."""
+"""Commands of plugins, as wheels: found by name, imported when called, alone when broken."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from fastdeploy_core.plugins.core_commands import CORE_COMMANDS
 from fastdeploy_core.plugins.known import providers
-from tests.plugins.wheels import build_wheel, fastdeploy, install
+from tests.plugins.test_template import build
+from tests.plugins.wheels import REPOSITORY, build_wheel, fastdeploy, install
 
 COUNT = '''
 """Counts words."""
@@ -131,3 +135,42 @@ def test_an_unknown_command_names_what_is_near(site: Path) -> None:
 
 def test_known_commands_are_not_the_cores() -> None:
     assert not set(providers("command")) & set(CORE_COMMANDS)
+
+
+def alone(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line where nothing is installed but the core."""
+    return subprocess.run(
+        [sys.executable, "-S", "-P", "-m", "fastdeploy_core.cli.main", *arguments],
+        env={"PYTHONPATH": str(REPOSITORY), "PATH": os.environ["PATH"]},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", providers("command"))
+def test_core_alone_answers_with_the_command_that_installs(name: str) -> None:
+    words, distribution = name.split("."), providers("command")[name]
+    done = alone(*words, "--help")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"fastdeploy: error: `fastdeploy {' '.join(words)}` is in the distribution {distribution}: "
+        f"pip install {distribution}\n"
+    )
+    helped = alone(*words[:-1], "--help")
+    assert helped.returncode == 0
+    installed, _, missing = helped.stdout.partition("not installed:\n")
+    (row,) = (line for line in missing.splitlines() if line.startswith(f"  {words[-1]:<12} "))
+    assert f"pip install {distribution}" in row
+    assert f"  {words[-1]} " not in installed
+
+
+@pytest.mark.parametrize("name", providers("command"))
+def test_a_known_command_is_its_distributions(name: str, site: Path, tmp_path: Path) -> None:
+    """Its real wheel, before this checkout on the path."""
+    distribution = providers("command")[name]
+    install(site, build(REPOSITORY / "plugins" / distribution, tmp_path))
+    done = fastdeploy(site, *name.split("."), "--help")
+    assert done.returncode == 0 and f"usage: fastdeploy {name.replace('.', ' ')}" in done.stdout
+    shown = json.loads(fastdeploy(site, "plugins", "list", "--json").stdout)["plugins"]
+    mine = [p for p in shown if p["kind"] == "command" and p["name"] == name]
+    assert [(p["distribution"], p["status"]) for p in mine] == [(distribution, "ok")]
+    assert not any((site / "fastdeploy_core").glob("*"))

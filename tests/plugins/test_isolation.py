@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from fastdeploy_core.contracts import CONTRACT
-from fastdeploy_core.testing.tiny_model import write_tiny_model
+from fastdeploy_testing.tiny_model import write_tiny_model
 from tests import server_process
 from tests.plugins.wheels import build_wheel, environment, fastdeploy, install, python
 
@@ -267,7 +267,7 @@ def test_generation_is_the_same_with_all_of_them(crowded: Path, tmp_path: Path) 
     answers = []
     for folder in (tmp_path / "empty", crowded):
         done = subprocess.run(
-            [sys.executable, "-P", "-m", "fastdeploy_core.testing.generate"],
+            [sys.executable, "-P", "-m", "fastdeploy_testing.generate"],
             input=order, env=environment(folder), capture_output=True, text=True,
             timeout=110, check=False,
         )  # fmt: skip

@@ -21,8 +21,8 @@ from fastdeploy_core.errors import ConfigError, FastDeployError
 from fastdeploy_core.layers.linear import Linear
 from fastdeploy_core.models.shapes import read_shapes
 from fastdeploy_core.plugins.resolve import resolve
-from fastdeploy_core.testing.capturing import OnCapturingDevice
 from fastdeploy_core.types import Request
+from fastdeploy_testing.capturing import OnCapturingDevice
 from tests.cpu import engine_mixes
 from tests.cpu.engine_mixes import Settings, SharedExecutor, make_requests
 from tests.plugins.mtp_rig import save_checkpoint

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from fastdeploy_core.errors import WeightError
-from fastdeploy_core.testing.capturing import CapturingDevice, RecordableAttention
+from fastdeploy_testing.capturing import CapturingDevice, RecordableAttention
 from tests.cpu.test_layers_quantizer import Int8
 from tests.plugins import mtp_oracle as oracle
 from tests.plugins.mtp_recording import RecordableRound

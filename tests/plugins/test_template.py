@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-import sysconfig
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,6 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """One command without this checkout on its path."""
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("FD_", "PYTHON"))}
-    if find_spec("fd_cpu") is not None:  # its device would win
-        kept["FD_PLUGINS_DISABLED"] = "fd-cpu"
     return subprocess.run(
         [str(c) for c in command], cwd=cwd, env={**kept, "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=timeout_s, check=False,
@@ -45,7 +42,9 @@ class Stranger:
         made = run(sys.executable, "-m", "venv", "--without-pip", folder)
         assert made.returncode == 0, made.stderr
         site = next(folder.glob("lib*/python*/site-packages"))
-        (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        libraries = folder / "libraries"
+        _link_libraries(libraries)
+        (site / "libraries.pth").write_text(f"{libraries}\n")
 
     def install(self, *wheels: Path) -> None:
         done = run(
@@ -60,18 +59,73 @@ class Stranger:
         return run(self.bin / "fastdeploy", *arguments, **settings)
 
 
+def _link_libraries(folder: Path) -> None:
+    """What third parties have installed in this environment; nothing of this project."""
+    folder.mkdir()
+    own = ("fastdeploy", "fd_", "_fd_", "__editable__", "_editable_", "__pycache__")
+    for place in (Path(p) for p in sys.path if Path(p).name.endswith("-packages")):
+        for path in place.iterdir():
+            there = folder / path.name
+            if not path.name.startswith(own) and path.suffix != ".pth" and not there.exists():
+                there.symlink_to(path)
+
+
+@pytest.fixture(scope="module")
+def user(tmp_path_factory: pytest.TempPathFactory) -> Stranger:
+    """An environment with the core alone, from its wheel."""
+    folder = tmp_path_factory.mktemp("user")
+    environment = Stranger(folder / "venv")
+    environment.install(build(REPOSITORY, folder))
+    return environment
+
+
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Stranger:
-    """An environment with the core and a plugin made by `plugins new`, both from wheels."""
+    """An environment with the core, fastdeploy-testing and a plugin made by `plugins new`, all from
+    wheels."""
     folder = tmp_path_factory.mktemp("stranger")
     wheels = folder / "wheels"
     wheels.mkdir()
     environment = Stranger(folder / "venv")
     environment.install(build(REPOSITORY, wheels))
+    environment.install(build(REPOSITORY / "plugins" / "fastdeploy-testing", wheels))
     made = environment.fastdeploy("plugins", "new", "fd-wonder", "--dir", folder)
     assert made.returncode == 0, made.stderr
     environment.install(build(folder / "fd-wonder", wheels))
     return environment
+
+
+def test_the_core_alone_has_no_fakes(user: Stranger) -> None:
+    listed = json.loads(user.fastdeploy("plugins", "list", "--json").stdout)
+    devices = {p["name"] for p in listed["plugins"] if p["kind"] == "device"}
+    assert devices == {"cpu"}
+    assert {p["distribution"] for p in listed["plugins"]} == {"fastdeploy-core"}
+    everything = user.fastdeploy("serve", "--help").stdout + user.fastdeploy("--help").stdout
+    assert "faulty" not in everything and not re.search(r"\bnull\b", everything)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plugins", "check", "cpu"),
+        ("plugins", "new", "fd-wonder"),
+        ("serve", REPOSITORY / "models" / "ernie-tiny", "--device", "null"),
+        ("serve", REPOSITORY / "models" / "ernie-tiny", "--device", "faulty"),
+    ],
+    ids=lambda words: words[-1],
+)
+def test_the_core_alone_says_what_installs_the_kit(
+    user: Stranger, words: tuple[str | Path, ...]
+) -> None:
+    done = user.fastdeploy(*words)
+    assert done.returncode != 0
+    assert "pip install fastdeploy-testing" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_of_the_core_alone_names_commands_for_authors(user: Stranger) -> None:
+    words = user.fastdeploy("plugins", "--help").stdout
+    assert "run the conformance kit against a driver (pip install fastdeploy-testing)" in words
 
 
 def test_core_comes_from_its_wheel(stranger: Stranger) -> None:
@@ -91,6 +145,14 @@ def test_new_plugin_is_found_and_explained(stranger: Stranger) -> None:
     assert "wonder" in why.stdout and "winner: cpu" in why.stdout
     shown = stranger.fastdeploy("plugins", "show", "fd-wonder")
     assert shown.returncode == 0 and "contract: 0.2" in shown.stdout
+
+
+def test_the_kits_distribution_brings_its_fakes(stranger: Stranger) -> None:
+    listed = json.loads(stranger.fastdeploy("plugins", "list", "--json").stdout)
+    mine = {p["name"]: p["status"] for p in listed["plugins"]
+            if p["distribution"] == "fastdeploy-testing"}  # fmt: skip
+    fakes, commands = {"faulty", "null"}, {"plugins.check", "plugins.new"}
+    assert mine == dict.fromkeys(fakes | commands, "ok")
 
 
 def test_doctor_passes(stranger: Stranger) -> None:
@@ -152,7 +214,7 @@ def test_new_drafter_drafts_in_an_engine(
     stranger: Stranger, drafter: Path, tensor_library: str, tmp_path: Path
 ) -> None:
     """Through the command line's own settings, refusals included."""
-    from fastdeploy_core.testing.tiny_model import write_tiny_model
+    from fastdeploy_testing.tiny_model import write_tiny_model
 
     model = write_tiny_model(tmp_path / "model")
     code = (

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from fastdeploy_core.testing.fakes import NullModel
 from fastdeploy_core.types import SamplingParams
+from fastdeploy_testing.fakes import NullModel
 from tests.server_process import ServerProcess, run, serving
 from tests.server_support import wait_for, write_null_model
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from fastdeploy_core.testing.fakes import NullModel
 from fastdeploy_core.types import SamplingParams
+from fastdeploy_testing.fakes import NullModel
 from tests.server_process import ServerProcess, run, serving
 from tests.server_support import wait_for, write_null_model
 
@@ -114,6 +114,9 @@ def test_the_command_line_clients_talk_to_it(server: ServerProcess, tmp_path: Pa
     assert completed.returncode == 0, completed.stderr
     chatted = run("chat", "--url", url, "-q", "hi", "--max-tokens", "4")
     assert chatted.returncode == 0, chatted.stderr
+
+
+def test_a_benchmark_counts_its_answers(server: ServerProcess, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     bench = run(
         *("bench", "serve", "--url", server.url, "--num-prompts", "20", "--output-len", "8"),
@@ -191,7 +194,7 @@ def test_a_second_sigterm_exits_at_once(model: Path) -> None:
 def engine_process(process: ServerProcess) -> int:
     """The pid of the engine process among the server's children."""
     lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in process.children()}
-    (found,) = [pid for pid, line in lines.items() if b"engine.child" in line]
+    (found,) = [pid for pid, line in lines.items() if b"engine.processes.child" in line]
     return found
 
 

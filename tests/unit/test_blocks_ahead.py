@@ -9,8 +9,8 @@ import numpy as np
 from fastdeploy_core.kvcache import KVCacheManager
 from fastdeploy_core.scheduler import BatchScheduler
 from fastdeploy_core.scheduler.settings import SchedulerSettings
-from fastdeploy_core.types import ModelRunnerOutput, SamplingParams
-from tests.null_engine import make_request
+from fastdeploy_core.types import ModelRunnerOutput, SamplingParams, each_delta
+from tests.null_engine import make_core, make_request, run
 
 BLOCK, LENGTH, ROWS = 4, 100, 3
 
@@ -51,6 +51,22 @@ def test_while_many_are_free_few_steps_give_blocks() -> None:
     assert num_steps < 0.6 * LENGTH, "two decodes each"
     # For BLOCKS_AHEAD blocks or so each time, and to all rows at once.
     assert num_growing < LENGTH / (2 * BLOCK)
+
+
+def test_no_cached_prefix_is_evicted_for_blocks_of_later_steps() -> None:
+    prompt = list(range(4, 44))  # ten blocks, nine of which can be found again
+    core = make_core(num_blocks=20, max_model_len=60, max_num_seqs=1, output_caching=False)
+    run(core, [make_request("first", prompt, max_tokens=1)])
+    assert core.scheduler.kv.pool.num_cached == 10
+    core.add(make_request("other", [3] * 3, max_tokens=57, ignore_eos=True))
+    num_tokens = 0
+    while num_tokens < 36:  # 39 with its prompt: just all of the other blocks
+        num_tokens += sum(len(d.sequences[0].token_ids) for d in each_delta(core.step()))
+    core.abort(["other"])
+    while core.has_work():
+        core.step()
+    again = run(core, [make_request("again", prompt, max_tokens=1)])
+    assert again.first["again"].num_cached_tokens == 36
 
 
 def test_nobody_has_to_yield_for_blocks_of_later_steps() -> None:

@@ -14,9 +14,7 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_core import __version__
-from fastdeploy_core.cli import bench_report, collect_env
-from fastdeploy_core.cli.bench_client import Measured
-from fastdeploy_core.cli.bench_serve import summary
+from fastdeploy_core.cli import collect_env
 from fastdeploy_core.cli.logs import LineFormatter
 from fastdeploy_core.cli.main import main
 from fastdeploy_core.plugins.core_commands import CORE_COMMANDS
@@ -74,12 +72,6 @@ def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[s
     assert f"fastdeploy {name}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["throughput", "latency", "serve"])
-def test_each_benchmark_explains_itself(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", kind, "--help"]) == 0
-    assert "--input-len" in capsys.readouterr().out
-
-
 def test_version_in_three_spellings(capsys: pytest.CaptureFixture[str]) -> None:
     for spelling in ("version", "--version", "-v"):
         assert main([spelling]) == 0
@@ -90,16 +82,10 @@ def test_version_in_three_spellings(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "words"),
     [
         (["serv"], "did you mean 'serve'"),
-        (["bench", "throughout"], "possible: throughput"),
         (["serve"], "no model given"),
         (["serve", "/nowhere"], "is not a folder"),
         (["chat", "-q", "x", "--url", "http://127.0.0.1:9"], "no server answers"),
         (["chat", "-q", "x", "--url", "ftp://x"], "--url"),
-        (["bench", "serve", "--request-rate", "fast"], "--request-rate"),
-        (["bench", "latency", "--batch-size", "0"], "--batch-size: expected a whole number from 1"),
-        (["bench", "latency", "--num-prompts", "3"], "--num-prompts"),
-        (["bench", "throughput", "--num-prompts", "many"], "--num-prompts: expected a whole"),
-        (["bench", "serve", "--goodput", "speed:3"], "--goodput"),
         (["run-batch", "-i", "/nowhere", "-o", "x", "m"], "does not exist"),
         (["tokenizer", "info", "--model", "/nowhere"], "/nowhere"),
     ],
@@ -178,29 +164,6 @@ def test_a_log_line_cannot_be_forged() -> None:
     formatter = LineFormatter("%(levelname)s %(message)s")
     record = logging.LogRecord("x", logging.INFO, "", 0, "a\nERROR \x1b[2Jb\x9b", (), None)
     assert formatter.format(record) == "INFO a\\x0aERROR \\x1b[2Jb\\x9b"
-
-
-def test_percentiles_are_linear_between_neighbours() -> None:
-    values = [4.0, 1.0, 3.0, 2.0]
-    assert bench_report.percentile(values, 0) == 1.0
-    assert bench_report.percentile(values, 50) == 2.5
-    assert bench_report.percentile(values, 100) == 4.0
-    assert bench_report.percentile([], 50) == 0.0
-    assert bench_report.percentile([7.0], 99) == 7.0
-
-
-def test_goodput_counts_requests_that_met_every_limit() -> None:
-    def measured(ttft: float, e2e: float, tokens: int = 5) -> Measured:
-        return Measured(ttft_s=ttft, e2e_s=e2e, gaps_s=[0.1], output_tokens=tokens, prompt_tokens=2)
-
-    runs = [measured(0.1, 0.5), measured(0.3, 0.5), measured(0.1, 2.1), Measured(error="503")]
-    result = summary(runs, 2.0, 4.0, {"ttft": 0.2, "tpot": 0.2}, [50, 99])
-    assert (result["completed"], result["failed"]) == (3, 1)
-    assert result["goodput_requests_per_s"] == 0.5
-    assert result["slo_met_share"] == 0.25
-    assert result["output_tokens_per_s"] == 7.5
-    assert result["p50_ttft_ms"] == 100.0
-    assert result["mean_tpot_ms"] == pytest.approx(1000 * (0.1 + 0.05 + 0.5) / 3, rel=1e-3)
 
 
 def test_plugins_is_dispatched_lazily() -> None:

@@ -127,7 +127,7 @@ def test_slow_reader_gets_everything_in_one_delta():
     assert by_index[1].finish_reason is FinishReason.STOP
 
 
-# A value of every field that a delta may bring; a new field has to be added, and to survive merging.
+# A value of every field that a delta may bring; a new field has to be added and to survive.
 SAID_OF_SEQUENCE = {
     "index": 0,
     "token_ids": [6],

@@ -11,8 +11,8 @@ import pytest
 from fastdeploy_core.engine.core import EngineCore
 from fastdeploy_core.engine.processes import worker_process
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
-from fastdeploy_core.testing.null_worker import NullWorker
 from fastdeploy_core.types import SchedulerOutput
+from fastdeploy_testing.null_worker import NullWorker
 from tests.null_engine import make_config, make_request
 
 

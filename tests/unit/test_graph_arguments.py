@@ -64,7 +64,7 @@ def test_every_spelling_is_read(values: dict[str, Any], expected: GraphConfig) -
         ({"compilation_config": 3}, "no compiler"),
         ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, "FULL_DECODE_ONLY"),
         ({"compilation_config": {"pass_config": {}}}, "unknown"),
-        ({"graph_optimization_config": {"cudagraph_only_prefill": True}}, "only decode steps"),
+        ({"graph_optimization_config": {"cudagraph_only_prefill": True}}, "both captured"),
         ({"graph_optimization_config": {"use_cudagraph": "yes"}}, "use_cudagraph"),
         ({"cudagraph_capture_sizes": ["0"]}, "from 1 to"),
         ({"cudagraph_capture_sizes": ["two"]}, "list of integers"),

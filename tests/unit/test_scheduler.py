@@ -7,8 +7,8 @@ import pytest
 
 from fastdeploy_core.errors import ConfigError, InvalidRequest, RequestTooLong
 from fastdeploy_core.scheduler import sequence_seed
-from fastdeploy_core.testing.fakes import NullModel
 from fastdeploy_core.types import SamplingParams, branch_id, each_delta
+from fastdeploy_testing.fakes import NullModel
 from tests.null_engine import (
     EOS,
     VOCAB_SIZE,
@@ -56,7 +56,7 @@ def test_without_chunked_prefill_a_prompt_runs_whole_or_waits():
         assert all(n == 25 for _, start, n in rows(step) if start == 0)
 
 
-def test_what_was_preempted_may_be_recomputed_in_parts_without_chunked_prefill():
+def test_what_was_preempted_is_recomputed_whole_without_chunked_prefill():
     core = make_core(
         enable_chunked_prefill=False,
         max_num_batched_tokens=16,
@@ -69,6 +69,23 @@ def test_what_was_preempted_may_be_recomputed_in_parts_without_chunked_prefill()
     assert core.stats().preemptions_total > 0
     for request in requests:
         assert collector.answers(request.request_id) == expected_answers(request, 16)
+    begun = [(new, step) for step in steps_of(core) for new in step.new_sequences]
+    assert any(len(new.token_ids) > new.num_prompt_tokens for new, _ in begun)
+    for new, step in begun:
+        row = step.rows.seq_ids.tolist().index(new.seq_id)
+        assert step.rows.starts[row] + step.rows.counts[row] == len(new.token_ids)
+
+
+def test_chunks_without_chunked_prefill_cannot_be_needed():
+    with pytest.raises(ConfigError, match="without chunked prefill a prompt runs in one step"):
+        make_core(enable_chunked_prefill=False, max_num_batched_tokens=16, max_model_len=17)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_blocks_held_for_forks_are_given_up_when_nothing_else_can_run(overlap):
+    core = make_core(num_blocks=3, max_model_len=12, overlap=overlap)
+    request = make_request("r", prompt(11), max_tokens=1, n=3, temperature=1.0, seed=3)
+    assert run(core, [request]).answers("r") == expected_answers(request)
 
 
 def test_at_most_max_num_partial_prefills_are_unfinished():

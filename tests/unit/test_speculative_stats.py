@@ -6,7 +6,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fastdeploy_core.cli.bench_offline import _draft_numbers
 from fastdeploy_core.engine.output import OutputKind, OutputProcessor
 from fastdeploy_core.kvcache import KVCacheManager
 from fastdeploy_core.scheduler import BatchScheduler, planner
@@ -245,15 +244,3 @@ def test_metrics_have_a_series_per_place() -> None:
         f"fastdeploy:engine_draft_seconds_total{{{label}}} 1.5",
     ):
         assert line in text, line
-
-
-def test_bench_takes_the_difference() -> None:
-    names = ("drafts_total", "draft_tokens_total", "accepted_draft_tokens_total", "draft_s")
-    before = dict(zip(names, (4, 8, 2, 1.0), strict=True)) | {"accepted_drafts_at_total": [2]}
-    after = dict(zip(names, (14, 38, 14, 1.5), strict=True)) | {"accepted_drafts_at_total": [10, 4]}
-    change = {name: after[name] - before[name] for name in names}
-    found = _draft_numbers(change, before, after, 20)
-    assert found["draft_acceptance"] == 0.4 and found["tokens_per_drafted_row"] == 2.2
-    assert (found["acceptance_at_0"], found["acceptance_at_1"]) == (0.8, 0.4)
-    assert found["mean_draft_ms"] == 25.0
-    assert _draft_numbers(dict.fromkeys(names, 0), before, before, 20) == {}

@@ -16,7 +16,7 @@ from fastdeploy_core.contracts.ops import OPERATIONS
 
 def examine(**more: str) -> list[list[object]]:
     done = subprocess.run(
-        [sys.executable, "-m", "fastdeploy_core.testing.device_report", "metax"],
+        [sys.executable, "-m", "fastdeploy_core.cli.device_report", "metax"],
         env=os.environ | more, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -44,7 +44,7 @@ def test_a_wrong_kernel_and_a_missing_one_are_named(panels: Path) -> None:
     from fastdeploy_core.contracts.device import DeviceOptions
     from fastdeploy_core.plugins.drivers import lookup
     from fastdeploy_core.plugins.kernels import REFERENCE, build_kernel_table
-    from fastdeploy_core.testing import device_report
+    from fastdeploy_testing import device_report
 
     device = lookup("device", "metax")(DeviceOptions())
     reference = build_kernel_table(REFERENCE)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fastdeploy_core.errors import CapabilityError, FastDeployError
-from fastdeploy_core.testing.tiny_model import VOCAB, write_tiny_model
 from fastdeploy_core.types import BatchRows, SchedulerOutput
+from fastdeploy_testing.tiny_model import VOCAB, write_tiny_model
 from tests.null_engine import Collector, make_request
 from tests.vendors.conftest import DEVICES
 from tests.vendors.engines import engine

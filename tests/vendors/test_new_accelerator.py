@@ -39,7 +39,7 @@ def place(panels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(place: Path) -> dict[str, str]:
     dropped = ("FD_", "SIM_", "CUSTOM_DEVICE_ROOT", "PYTEST")
     kept = {n: v for n, v in os.environ.items() if not n.startswith(dropped)}
-    packages = [ROOT, ROOT / "plugins" / "fd-simdevice"]
+    packages = [ROOT, *(ROOT / "plugins" / n for n in ("fd-simdevice", "fastdeploy-testing"))]
     return kept | {
         "PATH": f"{place / 'venv' / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(map(str, packages)),
@@ -48,7 +48,7 @@ def environment(place: Path) -> dict[str, str]:
         "PIP_NO_DEPS": "1",
         "PIP_NO_INDEX": "1",
         "PIP_NO_BUILD_ISOLATION": "0",
-        "FD_PLUGINS": "fd-acme",
+        "FD_PLUGINS": "fd-acme,fastdeploy-testing",
     }
 
 

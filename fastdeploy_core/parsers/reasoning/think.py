@@ -1,7 +1,7 @@
-"""Thinking between <think> and </think>, in the styles of the model families that do it.
+"""Thinking between <think> and </think>, in the variants of several model families.
 
-They differ in who writes <think> (the prompt or the model) and what wraps the answer. Line breaks
-around the tags belong to the tags: they are in neither part.
+The variants differ in who writes <think> (the prompt or the model) and in what wraps the answer.
+Line breaks around the tags belong to the tags and appear in neither part.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Trimmer:
 
     @property
     def begun(self) -> bool:
-        """Whether anything but line breaks has come."""
+        """Whether anything but line breaks has arrived."""
         return self._begun
 
     def rest(self) -> str:
@@ -61,24 +61,24 @@ class _Trimmer:
 
 
 class ThinkParser:
-    """The common machine; subclasses set how an answer begins and what wraps it."""
+    """Base of the parsers; subclasses set how an answer begins and what wraps it."""
 
     markers: ClassVar[tuple[str, ...]] = (THINK, END_THINK)
-    # Where an answer begins when the prompt does not say: in the thinking, or not.
+    # Whether an answer begins in the thinking if the prompt does not say so.
     begins_thinking: ClassVar[bool] = False
 
     def __init__(self, prompt_text: str, chat_template_kwargs: Mapping[str, Any]) -> None:
         self._scanner = MarkerScanner(self.markers)
         self._where = self._first_place(prompt_text or "", chat_template_kwargs)
-        self._space = ""  # white space before anything else, while it may precede <think>
+        self._space = ""  # leading white space, which may precede <think>
         self._thinking = _Trimmer()
-        # An answer that never was thinking is passed on as it is.
+        # Text of an answer without thinking is passed on unchanged.
         self._answer: _Trimmer | None = None
         self._passes_all = self._where is _Where.ANSWER
 
     @property
     def thinking(self) -> Thinking | None:
-        """What a grammar has to wait for, asked before any text has come."""
+        """What a grammar has to wait for; asked before any text has arrived."""
         if self._where is _Where.ANSWER:
             return None
         if self._where is _Where.THINKING or self.begins_thinking:
@@ -86,7 +86,7 @@ class ThinkParser:
         return Thinking(END_THINK, THINK)
 
     def push(self, text: str) -> ParsedDelta:
-        """Newly generated text; what is ambiguous is held back."""
+        """Add newly generated text; ambiguous text is held back."""
         if self._passes_all:
             return ParsedDelta(content=text)
         return merge([self._push(chunk) for chunk in chunks(text)])
@@ -127,12 +127,12 @@ class ThinkParser:
         return _Where.START
 
     def _marker(self, marker: str, delta: ParsedDelta) -> bool:
-        """Whether the marker was one here, and not just text."""
+        """Whether the marker acts as a marker here and is not just text."""
         if marker == THINK and self._where is _Where.START:
             self._where = _Where.THINKING
             return True
         if marker == THINK and self._where is _Where.THINKING and not self._thinking.begun:
-            return True  # the prompt ends with it and the model says it again
+            return True  # the prompt ends with the marker and the model repeats it
         if marker == END_THINK and self._where in (_Where.THINKING, _Where.START):
             if self._where is _Where.START and not self.begins_thinking:
                 return False
@@ -164,13 +164,13 @@ class Qwen3Parser(ThinkParser):
 
 
 class DeepSeekR1Parser(ThinkParser):
-    """Thinks unless the prompt closes the thinking; older checkpoints leave <think> out."""
+    """The model thinks unless the prompt closes the thinking; older checkpoints omit <think>."""
 
     begins_thinking = True
 
 
 class ErnieVLParser(ThinkParser):
-    """Thinks when the prompt ends with <think>."""
+    """The model thinks if the prompt ends with <think>."""
 
 
 class ErnieThinkingParser(ThinkParser):
@@ -198,7 +198,7 @@ class ErnieX1Parser(ThinkParser):
             self._wrapped, self._answer = True, _Trimmer()
             return True
         if marker == END_RESPONSE and self._wrapped:
-            # The line break before the end tag is the tag's; what follows is a new part.
+            # The line break before the end tag belongs to the tag; a new part follows.
             self._wrapped, self._answer = False, _Trimmer()
             return True
         return False

@@ -10,7 +10,7 @@ from typing import Any
 
 from .tagged import MalformedCall, TaggedToolParser, checked_arguments, checked_name, load_json
 
-_SPACE = "\u2581"  # DeepSeek writes its markers with full-width bars and this for a space
+_SPACE = "\u2581"  # DeepSeek's markers use full-width bars, and this character for a space
 
 
 def _marker(words: str) -> str:
@@ -22,7 +22,7 @@ FENCE = "```"
 
 
 class DeepSeekToolParser(TaggedToolParser):
-    """Both forms are told apart by what follows the separator."""
+    """Parser for both forms; the text after the separator tells which one it is."""
 
     start = _marker("tool call begin")
     end = _marker("tool call end")

@@ -1,8 +1,8 @@
 """Tool calls between a start and an end marker, with JSON somewhere inside.
 
-A call is handed out whole, when its end marker has come and its JSON is valid; until then nobody
-can know whether it is a call or text, and what was sent to a client cannot be taken back. The end
-marker does not count inside a JSON string, so arguments may contain it.
+A call is returned as a whole, once its end marker has arrived and its JSON is valid. Before that it
+may still be plain text, and text sent to a client cannot be taken back. The end marker does not
+count inside a JSON string, so arguments may contain it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, ClassVar, NoReturn
 from fastdeploy_core.contracts.small import ParsedDelta, ToolCallDelta
 from fastdeploy_core.parsers.scan import MarkerScanner, chunks, merge
 
-# A call whose quotes do not balance hides its end marker; at the end of the text it is looked for
-# again without regard to quotes. Each such repair reads the rest once more, hence the limit.
+# A call whose quotes do not balance hides its end marker. At the end of the text the marker is
+# searched again without regard to quotes. Each such repair rereads the rest, hence the limit.
 MAX_REPAIRS = 8
 
 
@@ -26,7 +26,7 @@ class MalformedCall(Exception):
 
 
 class _Body:
-    """The text of one call so far, scanned for its end marker outside JSON strings."""
+    """The text of one call so far, scanned for an end marker outside JSON strings."""
 
     __slots__ = ("_end", "_outside", "_pending", "_quoted", "_scanned")
 
@@ -36,11 +36,11 @@ class _Body:
         self._end = end
         self._outside = re.compile(f'"|{re.escape(end)}')
         self._scanned: list[str] = []
-        self._pending = ""  # could be the beginning of something
+        self._pending = ""  # may be the beginning of a marker
         self._quoted = False
 
     def push(self, text: str) -> str | None:
-        """What follows the end marker, once it has come."""
+        """Add text; returns the text after the end marker, once that has arrived."""
         text = self._pending + text
         position = 0
         while True:
@@ -73,9 +73,9 @@ class _Body:
 
 
 class TaggedToolParser:
-    """The common machine; subclasses name the markers and read what stands between them."""
+    """Base of the parsers; subclasses name the markers and read the text between them."""
 
-    markers: ClassVar[tuple[str, ...]]  # every marker, for the detokenizer
+    markers: ClassVar[tuple[str, ...]]  # all markers, for the detokenizer
     start: ClassVar[str]
     end: ClassVar[str]
     silent: ClassVar[tuple[str, ...]] = ()  # markers around a group of calls: not shown
@@ -83,18 +83,18 @@ class TaggedToolParser:
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         self._scanner = MarkerScanner((self.start, *self.silent))
         self._body: _Body | None = None
-        self._space: list[str] = []  # white space that is dropped if a call follows it
+        self._space: list[str] = []  # white space that is dropped if a call follows
         self._shown = False  # whether any text was shown
         self._num_calls = 0
         self._repairs = 0
 
     def read(self, body: str) -> list[tuple[str, Any]]:
-        """(name, arguments) of the calls in the text between markers; MalformedCall if it is
+        """(name, arguments) of the calls in the text between markers; MalformedCall if it holds
         none."""
         raise NotImplementedError
 
     def push(self, text: str) -> ParsedDelta:
-        """Newly generated text (thinking already removed)."""
+        """Add newly generated text, without thinking."""
         return merge([self._push(chunk) for chunk in chunks(text)])
 
     def _push(self, text: str) -> ParsedDelta:
@@ -103,7 +103,7 @@ class TaggedToolParser:
         return delta
 
     def finish(self) -> ParsedDelta:
-        """The text has ended: an unfinished call is text after all."""
+        """The text has ended: an unfinished call is plain text after all."""
         deltas: list[ParsedDelta] = []
         while self._body is not None:
             raw, self._body = self._body.text(), None
@@ -111,7 +111,7 @@ class TaggedToolParser:
             delta = ParsedDelta()
             deltas.append(delta)
             if not marker:
-                self._close(raw, delta, "")  # some models end with the call's last brace
+                self._close(raw, delta, "")  # some models end the text with the call's last brace
                 break
             if self._repairs == MAX_REPAIRS:
                 self._show(self.start + raw, delta)
@@ -139,7 +139,7 @@ class TaggedToolParser:
             text = self._outside(text, delta)
 
     def _outside(self, text: str, delta: ParsedDelta) -> str:
-        """Text until a call begins; returns what follows the start marker."""
+        """Show text until a call begins; returns the text after the start marker."""
         rest = ""
         for is_marker, piece in self._scanner.push(text):
             if self._body is not None:
@@ -165,7 +165,8 @@ class TaggedToolParser:
             self._num_calls += 1
 
     def _show(self, text: str, delta: ParsedDelta) -> None:
-        """Show text; white space at its end waits for what follows, and goes if that is a call."""
+        """Show text; white space at its end waits for the next text and is dropped if that is a
+        call."""
         body = text.rstrip()
         if not body:
             self._space.append(text)
@@ -173,7 +174,7 @@ class TaggedToolParser:
         if self._shown or self._num_calls == 0:
             delta.content += "".join(self._space) + body
         else:
-            delta.content += body.lstrip()  # the first text, behind a call
+            delta.content += body.lstrip()  # the first text after a call
         self._shown = True
         self._space = [text[len(body) :]]
 
@@ -183,8 +184,8 @@ def _refuse_constant(text: str) -> NoReturn:
 
 
 def load_json(text: str) -> Any:
-    """Strict JSON but for line breaks inside strings, which models write; MalformedCall
-    otherwise."""
+    """Strict JSON, except that strings may contain line breaks, which models write; else
+    MalformedCall."""
     try:
         return json.loads(text, strict=False, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -202,7 +203,7 @@ def name_and_arguments(value: Any) -> tuple[str, Any]:
 
 
 def checked_name(name: str) -> str:
-    """A function's name, which clients must be able to send back."""
+    """A function's name in a form that clients can send back."""
     if not name or len(name) > 256 or not name.isprintable():
         raise MalformedCall
     return name
@@ -223,7 +224,7 @@ def _dump(arguments: Any) -> str:
         text = json.dumps(arguments, ensure_ascii=False)
         text.encode()
     except UnicodeEncodeError:
-        return json.dumps(arguments)  # lone surrogates: only the escaped form can be sent
+        return json.dumps(arguments)  # lone surrogates can only be sent escaped
     except RecursionError as error:
         raise MalformedCall from error
     return text

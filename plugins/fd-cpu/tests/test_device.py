@@ -262,7 +262,7 @@ def test_a_recording_that_fails_leaves_the_device_usable(device):
 
 
 def test_draws_are_the_references(device):
-    from fastdeploy_core.testing.drivers import build_kernel_table
+    from fastdeploy_testing.drivers import build_kernel_table
 
     ours, theirs = build_kernel_table("x86"), build_kernel_table("cpu")
     xp, rng = device.xp, np.random.default_rng(3)

@@ -65,7 +65,8 @@ def spawn(arguments: list[str], world_size: int, limit_s: float) -> str:
 
 def open_group(rank: int, world_size: int, folder: str) -> tuple[Any, Any]:
     from fastdeploy_core.contracts.device import DeviceOptions
-    from fastdeploy_core.testing.drivers import lookup
+
+    from fastdeploy_testing.drivers import lookup
 
     device = lookup("device", "cuda")(DeviceOptions(index=rank, tensor_library="torch"))
     return device, device.communicator(rank, world_size, folder)
@@ -325,7 +326,7 @@ def _compare(file: Path, firsts: list[dict[str, float]]) -> None:
 
 
 def tokens(options: argparse.Namespace) -> None:
-    from fastdeploy_core.testing.generate import sampled_tokens
+    from fastdeploy_testing.generate import sampled_tokens
 
     rng = np.random.default_rng(5)
     prompts = [rng.integers(3, 400, n).tolist() for n in (1, 7, 64, 65, 200, 30)]
@@ -377,7 +378,7 @@ def main() -> None:
         {"engine": engine, "tokens": tokens}[options.kind](options)
         return
     size = options.world_size
-    check = ["-m", "fastdeploy_core.testing.rank", "cuda", "torch", "{rank}", str(size), "{folder}"]
+    check = ["-m", "fastdeploy_testing.rank", "cuda", "torch", "{rank}", str(size), "{folder}"]
     check += ["cuda_all_gather", "cuda_all_to_all", "cuda_by_batch"] * (options.kind == "experts")
     print(f"{options.kind} against numpy: {spawn(check, size, 60).splitlines()[-1:]}", flush=True)
     print(spawn([__file__, "rank", options.kind, "{rank}", str(size), "{folder}"], size, 60))

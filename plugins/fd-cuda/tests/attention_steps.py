@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, HeadNorms
-from fastdeploy_core.testing import oracle
+
+from fastdeploy_testing import oracle
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
 MAX_POSITION = 4096

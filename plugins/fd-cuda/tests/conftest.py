@@ -14,7 +14,7 @@ import pytest
 
 os.environ.setdefault("FD_CUDA_TUNE", "0")  # shapes of tests are not worth measuring
 
-pytest_plugins = ["fastdeploy_core.testing.pytest_plugin"]
+pytest_plugins = ["fastdeploy_testing.pytest_plugin"]
 
 
 def _mend_interpreter() -> None:

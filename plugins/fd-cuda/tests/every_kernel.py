@@ -28,11 +28,11 @@ from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.contracts.kv_formats import KV_FORMATS
 from fastdeploy_core.contracts.moe import RoutingSpec
 from fastdeploy_core.contracts.quant_formats import FORMATS
-from fastdeploy_core.testing.drivers import build_kernel_table, lookup
 from launches import copy_plainly, count_launches, never_launched
 from packed_weights import packed
 from ranks_in_turn import RanksInTurn
 
+from fastdeploy_testing.drivers import build_kernel_table, lookup
 from fd_cuda.attention.gqa import PagedAttention
 from fd_cuda.attention.mla import LatentAttention
 from fd_cuda.attention.plan import StreamShape

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, QuantFormat
 from fastdeploy_core.tensor import namespace
-from fastdeploy_core.testing.conformance.test_quantized_ops import make_packed
+
+from fastdeploy_testing.conformance.test_quantized_ops import make_packed
 
 
 def elsewhere(weight: PackedWeight) -> Any:

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from fastdeploy_core.testing.conformance.test_attention import AttentionConformance
+
+from fastdeploy_testing.conformance.test_attention import AttentionConformance
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from attention_steps import MIXED, Step, gqa, mla
 from fastdeploy_core.contracts.device import DeviceOptions
-from fastdeploy_core.testing.drivers import lookup
 
+from fastdeploy_testing.drivers import lookup
 from fd_cuda.attention.gqa import PagedAttention
 from fd_cuda.attention.mla import LatentAttention
 

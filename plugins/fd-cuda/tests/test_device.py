@@ -19,12 +19,12 @@ from fastdeploy_core.contracts import Accept, Decline
 from fastdeploy_core.contracts.attention import AttentionQuestion, AttentionSpec
 from fastdeploy_core.contracts.device import DeviceOptions, DeviceQuestion
 from fastdeploy_core.errors import ConfigError
-from fastdeploy_core.testing.conformance.test_device import DeviceConformance
-from fastdeploy_core.testing.conformance.test_expert_communicator import (
-    ExpertCommunicatorConformance,
-)
 from ranks_in_turn import RanksInTurn
 
+from fastdeploy_testing.conformance.test_device import DeviceConformance
+from fastdeploy_testing.conformance.test_expert_communicator import (
+    ExpertCommunicatorConformance,
+)
 from fd_cuda import hooks, probe
 from fd_cuda.alive import Ring
 from fd_cuda.device import CudaDevice

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from fastdeploy_core.testing.conformance.test_moe import MoEConformance
-from fastdeploy_core.testing.conformance.test_ops import OpsConformance
-from fastdeploy_core.testing.drivers import build_kernel_table
+
+from fastdeploy_testing.conformance.test_moe import MoEConformance
+from fastdeploy_testing.conformance.test_ops import OpsConformance
+from fastdeploy_testing.drivers import build_kernel_table
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
@@ -75,8 +76,8 @@ class TestMoE(OnCuda, MoEConformance):
         self, request: pytest.FixtureRequest, device: Any, kernels: Any, dtype: str, routing: Any
     ) -> Any:
         from fastdeploy_core.contracts.moe import MoESpec
-        from fastdeploy_core.testing.conformance.test_moe import HIDDEN, INTERMEDIATE
 
+        from fastdeploy_testing.conformance.test_moe import HIDDEN, INTERMEDIATE
         from fd_cuda.moe import CudaMoE
 
         return CudaMoE(MoESpec(routing, HIDDEN, INTERMEDIATE, dtype), device, kernels)

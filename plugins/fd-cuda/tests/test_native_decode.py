@@ -13,8 +13,8 @@ import pytest
 import torch
 from attention_steps import Step, gqa
 from fastdeploy_core.contracts.device import DeviceOptions
-from fastdeploy_core.testing.drivers import lookup
 
+from fastdeploy_testing.drivers import lookup
 from fd_cuda.attention import native_decode
 from fd_cuda.attention.gqa import PagedAttention
 from fd_cuda.attention.native_decode import NativeShape

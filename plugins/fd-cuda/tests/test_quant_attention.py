@@ -14,9 +14,9 @@ from attention_steps import TOLERANCE, Step, gqa
 from fastdeploy_core.contracts.attention import KVScales
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.contracts.kv_formats import KV_FORMATS
-from fastdeploy_core.testing.drivers import lookup
 from quant_emulation import use_kernels
 
+from fastdeploy_testing.drivers import lookup
 from fd_cuda.attention.native_decode import NativeShape
 from fd_cuda.attention.plan import DecodeShape
 from fd_cuda.attention.quantized import QuantizedAttention

@@ -6,10 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fastdeploy_core.testing.conformance import test_quantized_ops
-from fastdeploy_core.testing.conformance.test_kv_formats import KVFormatConformance
-from fastdeploy_core.testing.conformance.test_quantized_ops import QuantizedOpsConformance
 from test_kernels import HAS_GPU, OnCuda
+
+from fastdeploy_testing.conformance import test_quantized_ops
+from fastdeploy_testing.conformance.test_kv_formats import KVFormatConformance
+from fastdeploy_testing.conformance.test_quantized_ops import QuantizedOpsConformance
 
 # Of the conformance kit's batches or shapes and cache formats: every way through the kernels.
 IN_INTERPRETER = {

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.errors import WorkerError
-from fastdeploy_core.testing.drivers import lookup
+
+from fastdeploy_testing.drivers import lookup
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
@@ -85,7 +86,7 @@ CHILD = """
 import sys
 import torch, torch.distributed as dist
 from fastdeploy_core.contracts.device import DeviceOptions
-from fastdeploy_core.testing.drivers import lookup
+from fastdeploy_testing.drivers import lookup
 from fd_cuda.one_shot import OneShot
 rank, folder = int(sys.argv[1]), sys.argv[2]
 device = lookup("device", "cuda")(DeviceOptions(tensor_library="torch"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastdeploy_core.testing.conformance.test_end_to_end import EndToEndConformance
+from fastdeploy_testing.conformance.test_end_to_end import EndToEndConformance
 
 pytestmark = [pytest.mark.usefixtures("simulated"), pytest.mark.slow]
 

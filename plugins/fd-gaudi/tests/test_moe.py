@@ -16,7 +16,7 @@ from fd_simdevice.expert_cases import (
 from fd_simdevice.stand_in import StandIn, check, like, read
 
 from fastdeploy_core.contracts.device import DeviceOptions
-from fastdeploy_core.testing import oracle
+from fastdeploy_testing import oracle
 
 pytestmark = pytest.mark.usefixtures("simulated")
 

@@ -8,7 +8,7 @@ from fd_simdevice.stand_in import StandIn, check, read, standing_in, write
 
 from fastdeploy_core.contracts.device import DeviceOptions, StepBuckets
 from fastdeploy_core.errors import ConfigError
-from fastdeploy_core.testing.drivers import build_kernel_table
+from fastdeploy_testing.drivers import build_kernel_table
 
 pytestmark = pytest.mark.usefixtures("simulated")
 

@@ -11,9 +11,9 @@ from fastdeploy_core.contracts.attention import AttentionQuestion, AttentionSpec
 from fastdeploy_core.contracts.base import Accept, Decline
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
-from fastdeploy_core.testing import oracle
-from fastdeploy_core.testing.attention_case import AttentionCase
-from fastdeploy_core.testing.drivers import build_kernel_table
+from fastdeploy_testing import oracle
+from fastdeploy_testing.attention_case import AttentionCase
+from fastdeploy_testing.drivers import build_kernel_table
 
 pytestmark = pytest.mark.usefixtures("simulated")
 

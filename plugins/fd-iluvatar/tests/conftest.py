@@ -4,4 +4,4 @@ from fd_simdevice.pytest_plugin import simulate
 
 simulate("iluvatar_gpu")
 
-pytest_plugins = ["fastdeploy_core.testing.pytest_plugin", "fd_simdevice.pytest_plugin"]
+pytest_plugins = ["fastdeploy_testing.pytest_plugin", "fd_simdevice.pytest_plugin"]

@@ -2,13 +2,13 @@
 
 import pytest
 
-from fastdeploy_core.testing.conformance.test_attention import AttentionConformance
-from fastdeploy_core.testing.conformance.test_device import DeviceConformance
-from fastdeploy_core.testing.conformance.test_hygiene import HygieneConformance
-from fastdeploy_core.testing.conformance.test_kv_formats import KVFormatConformance
-from fastdeploy_core.testing.conformance.test_moe import MoEConformance
-from fastdeploy_core.testing.conformance.test_ops import OpsConformance
-from fastdeploy_core.testing.conformance.test_quantized_ops import QuantizedOpsConformance
+from fastdeploy_testing.conformance.test_attention import AttentionConformance
+from fastdeploy_testing.conformance.test_device import DeviceConformance
+from fastdeploy_testing.conformance.test_hygiene import HygieneConformance
+from fastdeploy_testing.conformance.test_kv_formats import KVFormatConformance
+from fastdeploy_testing.conformance.test_moe import MoEConformance
+from fastdeploy_testing.conformance.test_ops import OpsConformance
+from fastdeploy_testing.conformance.test_quantized_ops import QuantizedOpsConformance
 
 pytestmark = pytest.mark.usefixtures("simulated")
 

@@ -1,1 +1,1 @@
-pytest_plugins = ["fastdeploy_core.testing.pytest_plugin"]
+pytest_plugins = ["fastdeploy_testing.pytest_plugin"]

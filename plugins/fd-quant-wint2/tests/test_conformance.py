@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fastdeploy_core.contracts.quantizer import LayerSpec
-from fastdeploy_core.testing.conformance.test_hygiene import HygieneConformance
-from fastdeploy_core.testing.conformance.test_quantizer import QuantizerConformance
+from fastdeploy_testing.conformance.test_hygiene import HygieneConformance
+from fastdeploy_testing.conformance.test_quantizer import QuantizerConformance
 
 
 class _Dense(QuantizerConformance):

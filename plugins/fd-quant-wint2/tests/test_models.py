@@ -20,7 +20,7 @@ from fastdeploy_core.cli.main import main
 from fastdeploy_core.contracts.quantizer import LayerSpec, make_quantizer
 from fastdeploy_core.errors import FastDeployError
 from fastdeploy_core.plugins import lookup
-from fastdeploy_core.testing import tiny_model as tiny
+from fastdeploy_testing import tiny_model as tiny
 
 PROMPT = [3, 9, 77, 14, 50, 2, 91, 33]
 

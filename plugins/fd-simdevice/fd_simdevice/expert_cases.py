@@ -11,8 +11,8 @@ import numpy as np
 from fastdeploy_core.contracts.base import Accept, Candidate, Decline
 from fastdeploy_core.contracts.moe import MoEQuestion, MoESpec, RoutingSpec
 from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
-from fastdeploy_core.testing import oracle
-from fastdeploy_core.testing.drivers import build_kernel_table
+from fastdeploy_testing import oracle
+from fastdeploy_testing.drivers import build_kernel_table
 
 from .stand_in import StandIn, read, standing_in
 

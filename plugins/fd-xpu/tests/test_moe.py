@@ -16,7 +16,7 @@ from fd_xpu.moe import XpuMoE
 from fd_xpu.operators import OPERATORS, answer_moe
 
 from fastdeploy_core.contracts.device import DeviceOptions
-from fastdeploy_core.testing import oracle
+from fastdeploy_testing import oracle
 
 pytestmark = pytest.mark.usefixtures("simulated")
 

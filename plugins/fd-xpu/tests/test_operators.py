@@ -10,8 +10,8 @@ from fd_xpu.operators import OPERATORS
 from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.errors import CapabilityError
-from fastdeploy_core.testing.attention_case import AttentionCase
-from fastdeploy_core.testing.drivers import build_kernel_table
+from fastdeploy_testing.attention_case import AttentionCase
+from fastdeploy_testing.drivers import build_kernel_table
 
 pytestmark = pytest.mark.usefixtures("simulated")
 

@@ -1,0 +1,131 @@
+"""`fastdeploy plugins check NAME`: the conformance kit against one driver, in its own pytest."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from fastdeploy_core.contracts.base import KINDS
+from fastdeploy_core.errors import ConfigError, PluginNotFound
+from fastdeploy_core.plugins.discovery import HOOKS, OK, Inventory, discover
+from fastdeploy_core.plugins.drivers import find
+
+KIT = "fastdeploy_testing.conformance"
+# Kinds that have a suite; the others have no more than hygiene.
+KINDS_WITH_SUITE = (
+    "device",
+    "attention",
+    "moe",
+    "expert_communicator",
+    "quantizer",
+    "speculative",
+    "scheduler",
+    "kv_transport",
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the kit; the exit code is pytest's (0: everything that applies has passed)."""
+    arguments = _parser().parse_args(argv)
+    inventory = discover()
+    name = device_of(inventory, arguments.name) or arguments.name
+    kind = arguments.kind or kind_of(inventory, name)
+    entry = find(kind, name, inventory)
+    device = arguments.device or device_of(inventory, entry.distribution)
+    with tempfile.TemporaryDirectory(prefix="fastdeploy-check-") as folder:
+        # An empty folder as root: no conftest or setting of the current directory takes part.
+        (Path(folder) / "pytest.ini").write_text("[pytest]\n", "utf-8")
+        command = [
+            sys.executable, "-P", "-m", "pytest", "--rootdir", folder, "-c", f"{folder}/pytest.ini",
+            "--import-mode=importlib", "-p", "no:cacheprovider", "-p", "no:asyncio",
+            "-p", "fastdeploy_testing.pytest_plugin",
+            "--pyargs", *suites(kind), "--fd-driver", name, "--fd-kind", kind,
+        ]  # fmt: skip
+        if arguments.tensor:
+            command += ["--fd-tensor", arguments.tensor]
+        if device:
+            command += ["--fd-device", device]
+        if arguments.model:
+            command += ["--fd-model", str(Path(arguments.model).absolute())]
+        for option in arguments.option:
+            command += ["--fd-option", option]
+        if arguments.report:
+            command += ["--fd-report", str(Path(arguments.report).absolute())]
+        if arguments.keyword:
+            command += ["-k", arguments.keyword]
+        command.append("-v" if arguments.verbose else "-q")
+        return subprocess.call(command)  # noqa: S603 - our own interpreter
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fastdeploy plugins check", description="Run the conformance kit against a driver."
+    )
+    parser.add_argument("name", help="name of the driver, or of a distribution with one device")
+    parser.add_argument("--kind", choices=list(KINDS), help="needed when several kinds have it")
+    parser.add_argument("--tensor", default="", help="tensor library: torch or paddle")
+    parser.add_argument(
+        "--device", default="", help="where to run; default: its distribution's device, or cpu"
+    )
+    parser.add_argument("--model", default="", metavar="DIR", help="target for a drafter's checks")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="setting of the driver itself; may be repeated",
+    )
+    parser.add_argument("--report", metavar="FILE", help="write the results as JSON")
+    parser.add_argument("-k", dest="keyword", default="", help="only tests that match, as pytest")
+    parser.add_argument("-v", dest="verbose", action="store_true", help="one line per test")
+    return parser
+
+
+def suites(kind: str) -> list[str]:
+    """Test modules for one kind; a device is checked with everything that runs on it."""
+    names = {
+        "device": [
+            "device",
+            "ops",
+            "quantized_ops",
+            "attention",
+            "kv_formats",
+            "moe",
+            "end_to_end",
+        ],
+        "attention": ["attention", "kv_formats"],
+        "kernels": ["ops", "quantized_ops"],
+        "speculative": ["drafter"],
+        "scheduler": ["request_scheduler"],
+        "kv_transport": ["kv_transport", "kv_transport_faults"],
+    }.get(kind, [kind] if kind in KINDS_WITH_SUITE else [])
+    return [f"{KIT}.test_{name}" for name in ["hygiene", *names]]
+
+
+def device_of(inventory: Inventory, distribution: str) -> str:
+    """The device of a distribution that has one; empty for all others."""
+    own = {
+        e.name for e in inventory.entries if e.kind == "device" and e.distribution == distribution
+    }
+    return own.pop() if len(own) == 1 else ""
+
+
+def kind_of(inventory: Inventory, name: str) -> str:
+    """The kind of the driver named; ConfigError when the name alone does not say."""
+    kinds = list(dict.fromkeys(e.kind for e in inventory.entries if e.name == name))
+    # A device and what runs on it may share a name; the device is checked with all of that.
+    kinds = [k for k in kinds if k != HOOKS]
+    if "device" in kinds:
+        return "device"
+    if len(kinds) == 1:
+        return kinds[0]
+    if kinds:
+        raise ConfigError(
+            f"{name!r} is the name of several drivers: {', '.join(kinds)}; choose with --kind"
+        )
+    drivers = sorted({e.name for e in inventory.entries if e.status == OK})
+    raise PluginNotFound(f"no driver {name!r}; installed: {', '.join(drivers) or 'none'}")

@@ -1,0 +1,157 @@
+"""Operations between logits and tokens: the part of the operations' conformance that draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fastdeploy_testing import oracle
+
+from .base import OnDevice, values
+
+
+class SamplingOps(OnDevice):
+    """Inherited by OpsConformance."""
+
+    @pytest.mark.parametrize("rows", [0, 1, 5])
+    def test_apply_penalties(self, device: Any, kernels: Any, rows: int) -> None:
+        rng = np.random.default_rng(0)
+        logits = values(1, rows, 50) * 3
+        counts = rng.integers(0, 3, (rows, 50)).astype("int32")
+        seen = rng.random((rows, 50)) < 0.3
+        presence, frequency = values(2, rows), values(3, rows)
+        repetition = (rng.random(rows) + 0.5).astype("float32")
+        got = kernels["apply_penalties"](
+            *(self.to_device(device, a.copy()) for a in (logits, presence, frequency, repetition)),
+            self.to_device(device, counts),
+            self.to_device(device, seen),
+        )
+        expected = oracle.apply_penalties(
+            logits.astype("float64"),
+            presence.astype("float64"),
+            frequency.astype("float64"),
+            repetition.astype("float64"),
+            counts,
+            seen,
+        )
+        self.assert_close(device, got, expected, "float32")
+
+    @pytest.mark.parametrize("width", [1, 31, 32, 33, 100])
+    def test_apply_bitmask(self, device: Any, kernels: Any, width: int) -> None:
+        possible = np.random.default_rng(width).random((3, width)) < 0.5
+        logits = values(0, 3, width)
+        got = kernels["apply_bitmask"](
+            self.to_device(device, logits.copy()), self.to_device(device, oracle.bitmask(possible))
+        )
+        expected = np.where(possible, logits.astype("float64"), -np.inf)
+        assert np.array_equal(self.to_host(device, got), expected)
+
+    @pytest.mark.parametrize("width", [1, 40, 700])
+    def test_filter_logits_keeps_the_right_set(self, device: Any, kernels: Any, width: int) -> None:
+        settings = [
+            (0, 1.0, 0.0), (1, 1.0, 0.0), (5, 1.0, 0.0), (width, 1.0, 0.0), (10**6, 1.0, 0.0),
+            (0, 0.5, 0.0), (0, 1e-6, 0.0), (0, 1.0, 0.3), (0, 1.0, 1.0), (7, 0.8, 0.01),
+            (3, 0.99, 0.2),
+        ]  # fmt: skip
+        logits = values(width, len(settings), width) * 3
+        top_k = np.array([s[0] for s in settings], "int64")
+        top_p, min_p = (np.array([s[i] for s in settings], "float32") for i in (1, 2))
+        got = kernels["filter_logits"](
+            self.to_device(device, logits.copy()),
+            *(self.to_device(device, a) for a in (top_k, top_p, min_p)),
+        )
+        expected = oracle.filter_logits(
+            logits.astype("float64"), top_k, top_p.astype("float64"), min_p.astype("float64")
+        )
+        kept = np.isfinite(self.to_host(device, got))
+        assert np.array_equal(kept, np.isfinite(expected))
+        assert np.array_equal(self.to_host(device, got)[kept], expected[kept])
+
+    def test_greedy_takes_the_smallest_of_equals(self, device: Any, kernels: Any) -> None:
+        logits = values(0, 6, 50)
+        logits[0, [30, 7]] = 9.0
+        logits[1] = 0.0
+        got = self.to_host(device, kernels["greedy"](self.to_device(device, logits)))
+        assert got.dtype == np.int64
+        assert np.array_equal(got, np.argmax(logits, -1)) and got[0] == 7 and got[1] == 0
+        none = kernels["greedy"](self.to_device(device, logits[:0]))
+        assert self.to_host(device, none).shape == (0,)
+
+    @pytest.mark.parametrize("rows", [0, 1, 5])
+    def test_log_softmax(self, device: Any, kernels: Any, rows: int) -> None:
+        logits = values(0, rows, 200) * 10
+        got = kernels["log_softmax"](self.to_device(device, logits.copy()))
+        self.assert_close(device, got, oracle.log_softmax(logits.astype("float64")), "float32")
+
+    def test_draw_depends_on_seed_position_and_logits_only(self, device: Any, kernels: Any) -> None:
+        logits = values(0, 8, 300)
+        seeds = np.arange(8, dtype="int64") * 2**40 - 5
+        positions = np.array([0, 1, 2, 3, 4, 5, 2**31, 2**33], "int64")
+        crowd = self._draw(device, kernels, logits, seeds, positions)
+        assert np.array_equal(crowd, self._draw(device, kernels, logits, seeds, positions))
+        alone = [
+            self._draw(device, kernels, logits[i : i + 1], seeds[i : i + 1], positions[i : i + 1])
+            for i in range(8)
+        ]
+        assert np.array_equal(crowd, np.concatenate(alone)), "a row's draw depends on the others"
+        order = np.array([3, 1, 7, 0, 5, 2, 6, 4])
+        mixed = self._draw(device, kernels, logits[order], seeds[order], positions[order])
+        assert np.array_equal(crowd[order], mixed), "a row's draw depends on its place"
+        same = np.repeat(logits[:1], 64, 0)
+        by_seed = self._draw(device, kernels, same, np.arange(64), np.zeros(64, "int64"))
+        by_place = self._draw(device, kernels, same, np.zeros(64, "int64"), np.arange(64))
+        assert len(set(by_seed)) > 8 and len(set(by_place)) > 8, "draws hardly vary"
+
+    def test_draws_follow_the_distribution(self, device: Any, kernels: Any) -> None:
+        # Fixed seeds, so the outcome is a constant of the kernel. 40.7 is the 99.99 % point of
+        # chi-square with 12 degrees of freedom.
+        probability = oracle.softmax(values(3, 13) * 1.5)
+        count = 20000
+        logits = np.repeat(np.log(probability)[None].astype("float32"), count, 0)
+        seeds = np.random.default_rng(5).integers(-(2**62), 2**62, count)
+        drawn = self._draw(device, kernels, logits, seeds, np.arange(count) % 97)
+        seen = np.bincount(drawn, minlength=13)
+        chi_square = float(((seen - count * probability) ** 2 / (count * probability)).sum())
+        assert chi_square < 40.7, f"chi-square {chi_square:.1f} for {seen.tolist()}"
+
+    def test_draw_never_takes_what_was_filtered_out(self, device: Any, kernels: Any) -> None:
+        logits = np.full((64, 90), -np.inf, "float32")
+        logits[:, 17] = -50.0
+        logits[::2, 80] = 3.0
+        drawn = self._draw(device, kernels, logits, np.arange(64), np.arange(64))
+        assert set(drawn[1::2]) == {17} and set(drawn[::2]) <= {17, 80}
+
+    @pytest.mark.parametrize("filters", [False, True])
+    def test_rows_are_drawn_as_each_asks(self, device: Any, kernels: Any, filters: bool) -> None:
+        """What the separate operations make of every row."""
+        rng, logits = np.random.default_rng(2), values(4, 6, 300) * 3
+        logits[5, 7] = logits[5, 90] = logits[5].max() + 1  # the smallest of equals
+        is_random = np.array([1, 0, 1, 1, 1, 0])
+        top_k, seeds = np.array([0, 3, 5, 0, 40, 0]), rng.integers(-(2**62), 2**62, 6)
+        heat = np.array([0.5, 1.0, 1.7, 1.0, 0.9, 1.0], "float32")
+        top_p = np.array([0.8, 1.0, 1.0, 0.5, 1.0, 1.0], "float32")
+        min_p = np.array([0.0, 0.0, 0.1, 0.0, 0.2, 0.0], "float32")
+        places = np.array([0, 5, 99, 2**31, 7, 3])
+        rows = (is_random, top_k, seeds, heat, top_p, min_p, places)
+        send = self.to_device
+        ids, peaks = kernels["draw"](
+            send(device, logits.copy()), *(send(device, x.copy()) for x in rows), filters
+        )
+        scaled = send(device, logits / heat[:, None])
+        if filters:
+            limits = [send(device, x.copy()) for x in (top_k, top_p, min_p)]
+            scaled = kernels["filter_logits"](scaled, *limits)
+        drawn = self.to_host(
+            device, kernels["sample"](scaled, send(device, seeds), send(device, places + 1))
+        )
+        wanted = np.where(is_random, drawn, logits.argmax(-1))
+        assert np.array_equal(self.to_host(device, ids), wanted)
+        assert np.array_equal(self.to_host(device, peaks), logits.max(-1))
+
+    def _draw(
+        self, device: Any, kernels: Any, logits: np.ndarray, seeds: np.ndarray, places: np.ndarray
+    ) -> np.ndarray:
+        arrays = (logits.copy(), seeds.astype("int64"), places.astype("int64"))
+        return self.to_host(device, kernels["sample"](*(self.to_device(device, a) for a in arrays)))

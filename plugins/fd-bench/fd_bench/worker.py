@@ -1,0 +1,67 @@
+"""One of several client processes of `bench serve`: reads its calls, answers what it saw."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import IO, cast
+
+import msgspec
+
+from fastdeploy_core.errors import FastDeployError
+
+from .client import BenchClient, Call, Measured
+
+START_DELAY_S = 2.0  # until every process has started and read its calls
+
+
+class Work(msgspec.Struct):
+    """What a client process is to do."""
+
+    url: str
+    api_key: str
+    calls: list[Call]
+    start_at: float  # by the monotonic clock, which all processes of a machine share
+    max_concurrency: int
+
+
+def run_in_processes(
+    url: str, api_key: str, calls: Sequence[Call], max_concurrency: int, count: int
+) -> tuple[list[Measured], float]:
+    """Deal the calls to client processes; what all of them saw, and when they began."""
+    start_at = time.perf_counter() + START_DELAY_S
+    share = -(-max_concurrency // count) if max_concurrency else 0
+    processes = []
+    for number in range(count):
+        work = Work(url, api_key, list(calls[number::count]), start_at, share)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "fd_bench.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        stdin = cast("IO[bytes]", process.stdin)
+        stdin.write(msgspec.msgpack.encode(work))
+        stdin.close()
+        processes.append(process)
+    measured: list[Measured] = []
+    for process in processes:
+        answer = cast("IO[bytes]", process.stdout).read()
+        if process.wait():
+            raise FastDeployError("a client process of the benchmark failed; see above")
+        measured += msgspec.msgpack.decode(answer, type=list[Measured])
+    return measured, start_at
+
+
+def main() -> None:
+    """Entry point of a client process."""
+    work = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Work)
+    client = BenchClient(work.url, work.api_key)
+    measured = asyncio.run(client.send(work.calls, work.start_at, work.max_concurrency))
+    sys.stdout.buffer.write(msgspec.msgpack.encode(measured))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The benchmark's client keeps its connections, and says what came when something else did."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fd_bench.client import BenchClient, Measured
+
+EVENT = b'data: {"choices": [{"text": "a", "token_ids": [1, 2]}]}\n\n'
+USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"".join(
+    map(chunk, (EVENT, USAGE + DONE, b""))
+)
+REFUSAL = b'{"error": {"message": "too long"}}'
+REFUSED = b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\n\r\n%b" % (len(REFUSAL), REFUSAL)
+
+
+def ask(answers: list[bytes | None], num_calls: int) -> tuple[list[Measured], list[int]]:
+    """Calls, one after the other, to a server that gives these answers (None: it closes the
+    connection); what they showed, and of which connection each answer was."""
+    used: list[int] = []
+    num_connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        number = num_connections
+        while True:
+            try:
+                head = await reader.readuntil(b"\r\n\r\n")
+            except asyncio.IncompleteReadError:
+                break
+            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            await reader.readexactly(length)
+            answer = answers[len(used)]
+            used.append(number)
+            if answer is None:
+                break
+            writer.write(answer)
+        writer.close()
+
+    async def main() -> list[Measured]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        client = BenchClient(f"http://127.0.0.1:{port}", "")
+        found = [await client.measure("/v1/completions", {"prompt": "x"}) for _ in range(num_calls)]
+        client.close()
+        server.close()
+        await server.wait_closed()
+        return found
+
+    return asyncio.run(main()), used
+
+
+def test_calls_follow_each_other_on_one_connection() -> None:
+    found, used = ask([STREAM] * 3, 3)
+    assert used == [1, 1, 1]
+    assert [(m.error, m.output_tokens, m.prompt_tokens) for m in found] == [("", 2, 3)] * 3
+
+
+def test_a_call_whose_kept_connection_was_closed_takes_another() -> None:
+    found, used = ask([STREAM, None, STREAM], 2)
+    assert used == [1, 1, 2]
+    assert [m.error for m in found] == ["", ""]
+
+
+def test_a_server_that_closes_a_fresh_connection_gives_no_answer() -> None:
+    ((measured,), used) = ask([None], 1)
+    assert used == [1]
+    assert measured.error == "no answer"
+
+
+def test_errors_are_told_and_the_next_call_is_not_harmed() -> None:
+    found, used = ask([REFUSED, STREAM], 2)
+    assert "too long" in found[0].error and found[0].error.startswith("400")
+    assert found[1].error == "" and used == [1, 2]
