@@ -130,7 +130,8 @@ def _check_layers(shapes: ModelShapes, build: ModelBuilder) -> None:
             ""
             if first is None
             else (
-                f"; layer {first} was stated as {stated[first]} and built as {build.kv_layers[first]}"
+                f"; layer {first} was stated as {stated[first]} and built as "
+                f"{build.kv_layers[first]}"
             )
         )
         raise UnsupportedModel(
