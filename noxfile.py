@@ -52,6 +52,7 @@ LONG = (
 INTERPRETED = ("test_quant*", "test_*_blocks", "test_attention*")
 LIGHT = {
     "plugins/fd-bench": (),
+    "plugins/fd-calibrate": (),
     "plugins/fastdeploy-testing": (),
     "plugins/fd-cuda": tuple(f"--ignore-glob=*/{name}.py" for name in INTERPRETED),
     "plugins/fd-quant-wint2": (),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,19 +47,11 @@ def _default(row: Argument) -> str:
     return "" if row.default in (None, "") else f"`{row.default}`"
 
 
-def _description(distribution: str) -> str:
-    """The one-line summary of one of this repository's plugins."""
-    path = ROOT / "plugins" / distribution / "pyproject.toml"
-    return str(tomllib.loads(path.read_text("utf-8"))["project"]["description"])
-
-
 def cli() -> str:
     """Commands and every argument of `serve`, by group."""
     commands = {name: (text, "") for name, (_, text) in CORE_COMMANDS.items()}
     texts = summaries()
-    commands |= {
-        n: (texts.get(n) or _description(d), f"`{d}`") for n, d in providers("command").items()
-    }
+    commands |= {name: (texts[name], f"`{d}`") for name, d in providers("command").items()}
     rows = [(f"`fastdeploy {n.replace('.', ' ')}`", *cells) for n, cells in commands.items()]
     parts = [
         "# Command line\n",

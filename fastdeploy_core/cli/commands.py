@@ -78,7 +78,7 @@ def _in_group(rows: Mapping[str, T], group: str) -> dict[str, T]:
 
 
 def _installed() -> dict[str, str]:
-    """Commands of plugins, with the summaries of their distributions, or why one is not used."""
+    """Commands of plugins, with what they do, or why one is not used."""
     import importlib.metadata
 
     from fastdeploy_core.plugins.discovery import DISABLED, OK, REFUSED, discover
@@ -101,12 +101,8 @@ def _missing(rows: Mapping[str, str]) -> dict[str, str]:
     """Known commands that have no row, with what they do and what installs them."""
     from fastdeploy_core.plugins.known import summaries
 
-    own, installs = summaries(), {n: f"pip install {d}" for n, d in _known().items()}
-    return {
-        name: f"{own[name]} ({install})" if name in own else install
-        for name, install in installs.items()
-        if name not in rows
-    }
+    own = summaries()
+    return {n: f"{own[n]} (pip install {d})" for n, d in _known().items() if n not in rows}
 
 
 def _known() -> dict[str, str]:

@@ -15,7 +15,6 @@ CORE_COMMANDS: Final[dict[str, tuple[str, str]]] = {
         ("chat", "chat:chat", "talk to a running server"),
         ("complete", "chat:complete", "complete text with a running server"),
         ("run-batch", "run_batch:main", "answer the requests of an OpenAI batch file"),
-        ("quantize", "quantize:main", "write a checkpoint in fewer bits"),
         ("tokenizer", "tokenizer_command:main", "encode, decode and inspect a tokenizer"),
         ("plugins.list", "plugins_list:main", "name, kind, distribution, version, status"),
         ("plugins.show", "plugins_show:main", "drivers, hooks and capabilities of one plugin"),

@@ -180,13 +180,16 @@ def forget() -> None:
 
 
 def _entries_of(distribution: importlib.metadata.Distribution, seen: set[str]) -> list[PluginEntry]:
-    name, version = distribution.metadata["Name"], distribution.version
+    metadata = distribution.metadata  # parsed anew each time it is asked for
+    name, version = metadata["Name"], metadata["Version"]
     if canonical(name) in seen:
         return []  # a second copy later on sys.path is shadowed, as for imports
     seen.add(canonical(name))
     if canonical(name) == canonical(DISTRIBUTION):
         name = DISTRIBUTION
-    refusal = _core_requirement_refusal(distribution.requires or [])
+    refusal = _core_requirement_refusal(
+        metadata.get_all("Requires-Dist") or distribution.requires or []
+    )
     entries = []
     for point in distribution.entry_points:
         if not point.group.startswith(PREFIX):

@@ -12,7 +12,7 @@ def providers(kind: str) -> dict[str, str]:
 
 
 def summaries() -> dict[str, str]:
-    """Command to summary, for distributions with several commands."""
+    """Command to summary, of the same commands as `providers("command")`."""
     return _section("command summary")
 
 

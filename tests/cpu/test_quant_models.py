@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fd_calibrate.run import QuantizeOptions, quantize
 from safetensors.numpy import load_file, save_file
 
-from fastdeploy_core.calibration.run import QuantizeOptions, quantize
 from fastdeploy_core.config import DeviceConfig, EngineConfig
 from fastdeploy_core.config.model import read_model_config
 from fastdeploy_core.contracts.device import DeviceOptions

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fd_bench.command import main as bench
+from fd_calibrate.command import main as quantize
 from fd_cpu.attention import X86Attention
 from fd_cpu.device import X86Device
 from fd_cpu.moe import X86MoE
@@ -193,6 +194,7 @@ grammars: list[Callable[[str, int, list[int]], GrammarBackend]] = [
 ]
 commands: list[Command] = [
     bench,
+    quantize,
     check_plugin,
     new_plugin,
 ]

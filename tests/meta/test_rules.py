@@ -256,34 +256,40 @@ def test_nothing_unpickles_or_evaluates() -> None:
     assert not found, "\n".join(found)
 
 
-PUBLIC = {"contracts", "devices", "types", "errors", "tensor"}
+PUBLIC = {"contracts", "devices", "types", "errors", "tensor", "__version__"}
 # Parts of the core that few deployments need, as distributions of their own: they are released
-# with the core and require exactly its version, so they may import these private rooms. The empty
-# name is the package `fastdeploy` itself.
+# with the core and require exactly its version, so they may import these private rooms.
 PRIVATE = {
     "fastdeploy-testing": {
-        *("", "api", "cli", "config", "engine", "plugins", "quantization", "reference"),
+        *("api", "cli", "config", "engine", "plugins", "quantization", "reference"),
     },
-    "fd-bench": {"", "cli"},
+    "fd-bench": {"fastdeploy", "cli"},
+    "fd-calibrate": {
+        *("cli", "config", "envs", "layers", "loading", "models", "plugins", "reference"),
+        "tokenizer",
+    },
 }
 # For tests alone: it may use the conformance kit.
 PRIVATE_OF_TESTS = {"fd-simdevice": {"fastdeploy_testing"}}
 
 
 def _rooms_imported(path: Path) -> dict[str, str]:
-    """Rooms of the core that a file imports, each with a place."""
-    found = {}
+    """Rooms of the core that a file imports, each with a place; `fastdeploy` and
+    `fastdeploy_testing` count as rooms."""
+    found: dict[str, str] = {}
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            modules = [node.module or ""]
-        else:
-            modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-        for module in modules:
-            package, _, rest = module.partition(".")
-            if package in ("fastdeploy_core", "fastdeploy"):
-                found[rest.split(".")[0]] = f"{_relative(path)}:{node.lineno} {module}"
-            elif package == "fastdeploy_testing" and package not in path.parts:
-                found[package] = f"{_relative(path)}:{node.lineno} {module}"
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            package, *rooms = name.split(".")
+            if package == "fastdeploy_core" and rooms:
+                package = rooms[0]
+            elif package not in ("fastdeploy", "fastdeploy_testing") or package in path.parts:
+                continue
+            found[package] = f"{_relative(path)}:{node.lineno} {name}"
     return found
 
 

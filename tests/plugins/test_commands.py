@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fastdeploy_core.plugins.core_commands import CORE_COMMANDS
-from fastdeploy_core.plugins.known import providers
+from fastdeploy_core.plugins.known import providers, summaries
 from tests.plugins.test_template import build
 from tests.plugins.wheels import REPOSITORY, build_wheel, fastdeploy, install
 
@@ -159,7 +159,7 @@ def test_core_alone_answers_with_the_command_that_installs(name: str) -> None:
     assert helped.returncode == 0
     installed, _, missing = helped.stdout.partition("not installed:\n")
     (row,) = (line for line in missing.splitlines() if line.startswith(f"  {words[-1]:<12} "))
-    assert f"pip install {distribution}" in row
+    assert row.endswith(f"{summaries()[name]} (pip install {distribution})")
     assert f"  {words[-1]} " not in installed
 
 

@@ -1,4 +1,4 @@
-"""How many bytes a model's weights take in a format, from config.json alone: nothing is allocated."""
+"""Bytes that a model's weights take in a format, from config.json alone: nothing is allocated."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _NoKernels(dict[str, Any]):
 def weight_bytes(
     hf_config: Mapping[str, Any], method: str = "", dtype: str = "bfloat16", tp_size: int = 1
 ) -> dict[str, int]:
-    """Bytes of one rank by part: experts, linear (all other layers), other (embedding, head, norms).
+    """Bytes of one rank by part: experts, linear (other layers), other (embedding, head, norms).
 
     `method` is what --quantization takes, or the name of config.json's own quantization_config is
     used; empty is full precision.
@@ -115,7 +115,8 @@ def _driver_name(method: str, config: Mapping[str, Any]) -> str:
     answer = hook_manager().first("fd_quantizer_for", question=question)
     if answer is None:
         raise UnsupportedModel(
-            f"no installed quantizer serves {method!r}; see: fastdeploy plugins list --kind quantizer"
+            f"no installed quantizer serves {method!r}; see: "
+            "fastdeploy plugins list --kind quantizer"
         )
     name: str = answer.value.name
     return name

@@ -1,6 +1,6 @@
 """Bytes of a model's weights in every format, from its config.json.
 
-    python benchmarks/quantization_memory.py MODEL_FOLDER [--tensor-parallel-size N]
+    python plugins/fd-calibrate/benchmarks/memory.py MODEL_FOLDER [--tensor-parallel-size N]
 
 Nothing is loaded: the same layer plan that `--load-format dummy` fills is added up. Gigabytes are
 10^9 bytes, as cards are sold.
@@ -12,7 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
-from fastdeploy_core.calibration.sizes import weight_bytes
+from fd_calibrate.sizes import weight_bytes
 
 METHODS = {
     "bf16": "",

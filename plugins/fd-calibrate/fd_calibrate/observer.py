@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.quantizer import LayerSpec, ParameterSpec, Quantizer
     from fastdeploy_core.tensor import Tensor
 
-# Second moments of an expert with few tokens lean on those of the layer, as if it had seen this many
-# of the layer's tokens, in parts of the number of inputs.
+# Second moments of an expert with few tokens lean on those of the layer, as if it had seen this
+# many of the layer's tokens, in parts of the number of inputs.
 _LEANING: Final = 8
 
 
@@ -121,7 +121,7 @@ class Observer:
         return self.inner.parameters(layer)
 
     def quantize(self, layer: LayerSpec, weight: Tensor) -> dict[str, Tensor]:
-        """The weight itself, kept until the layer has been observed; or nothing, if it was taken."""
+        """The weight itself, kept until the layer was observed; or nothing, if it was taken."""
         if self._take is None:
             return {"weight": weight}
         self._take(layer, weight)

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from .parsing import whole
+from fastdeploy_core.cli.parsing import whole
 
 _EPILOG = """\
-METHOD is what --quantization takes: a name (wint8, wint4, w8a8, w4a8, block_wise_fp8, wfp8afp8; with
-fd-quant-wint2 also wint2, tet2) or JSON, such as
+METHOD is what --quantization takes: a name (wint8, wint4, w8a8, w4a8, block_wise_fp8, wfp8afp8;
+with fd-quant-wint2 also wint2, tet2) or JSON, such as
   '{"quantization": "wint4", "group_size": 128}'
   '{"quantization": "mix_quant", "dense_quant_type": "wint8", "moe_quant_type": "w4a8"}'
 A run that was stopped goes on where it was when the same command is given again.
@@ -20,9 +20,9 @@ A run that was stopped goes on where it was when the same command is given again
 def main(argv: Sequence[str]) -> int:
     """Run it, print the report."""
     arguments = _parser().parse_args(argv)
-    from fastdeploy_core.calibration.run import QuantizeOptions, quantize, summary
     from fastdeploy_core.config.argument_values import normalise
     from fastdeploy_core.plugins.report import table
+    from fd_calibrate.run import QuantizeOptions, quantize, summary
 
     on = {name: getattr(arguments, name) for name in ("device", "tensor_library", "num_threads")}
     report = quantize(

@@ -105,8 +105,8 @@ class _Run:
         inner = make_quantizer("", settings, self.device, kernels, quantizers)
         if not isinstance(inner, CalibratedQuantizer):
             raise ConfigError(
-                f"quantizer {inner.name} reads checkpoints and writes none; possible: wint8, wint4, "
-                "w8a8, w4a8, block_wise_fp8, wfp8afp8, mix_quant, and those of plugins: "
+                f"quantizer {inner.name} reads checkpoints and writes none; possible: wint8, "
+                "wint4, w8a8, w4a8, block_wise_fp8, wfp8afp8, mix_quant, and those of plugins: "
                 "fastdeploy plugins list --kind quantizer"
             )
         self.inner = inner
@@ -333,8 +333,9 @@ def _cache_kind(options: QuantizeOptions) -> KVFormat | None:
     kind = kv_format(options.kv_cache)
     if kind is not None and options.calibration is None:
         raise ConfigError(
-            f"--kv-cache {options.kv_cache} computes static scales from text; add --calibration FILE, or "
-            f"leave it out and serve with --kv-cache-dtype {kind.name}, which scales as it goes"
+            f"--kv-cache {options.kv_cache} computes static scales from text; add --calibration "
+            f"FILE, or leave it out and serve with --kv-cache-dtype {kind.name}, "
+            "which scales as it goes"
         )
     return kind
 
@@ -357,7 +358,7 @@ Report = Mapping[str, Mapping[str, Any]]
 
 
 def summary(report: Report, worst: int = 10) -> list[tuple[str, str, str]]:
-    """(layer, weight error, output error) rows for people: the worst layers, then the mean of all."""
+    """Rows for people, (layer, weight error, output error): the worst layers, then the mean."""
     key: Callable[[str], float] = lambda name: _error(report[name])  # noqa: E731
     rows = [
         (name, f"{report[name]['weight_error']:.6f}", _shown(report[name]))

@@ -123,8 +123,8 @@ class SourceModel:
         """Decoder blocks; ConfigError for a model that has none to run one by one."""
         if not hasattr(self.model, "layers") or not hasattr(self.model, "embedding"):
             raise ConfigError(
-                f"{type(self.model).__name__} cannot be calibrated: it is not made of blocks behind an "
-                "embedding; quantize it without --calibration"
+                f"{type(self.model).__name__} cannot be calibrated: it is not made of blocks after "
+                "an embedding; quantize it without --calibration"
             )
         return len(self.model.layers)
 

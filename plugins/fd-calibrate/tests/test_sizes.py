@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from fastdeploy_core.calibration.sizes import weight_bytes
-from tests.paged import PagedModel, with_quantizer
+from fd_calibrate.sizes import weight_bytes
 
 # config.json of ERNIE-4.5-300B-A47B, what matters of it.
 ERNIE_300B: dict[str, Any] = {
@@ -76,13 +74,8 @@ def test_ranks_share_the_bytes() -> None:
 
 
 @pytest.mark.parametrize("method", ["", "wint8", "wint4", "w4a8", "wfp8afp8"])
-def test_arithmetic_is_what_loading_takes(
-    method: str, tiny_model: Path, tensor_library: str
-) -> None:
+def test_arithmetic_is_what_loading_takes(method: str, tiny_model: Path, load: Any) -> None:
     config = json.loads((tiny_model / "config.json").read_text())
     asked = '{"quantization": "wint4", "group_size": 0}' if method == "wint4" else method
-    more: dict[str, Any] = {"drivers": with_quantizer(method)} if method else {}
-    loaded = PagedModel(
-        tiny_model, tensor_library, quantization=asked, load_format="dummy", **more
-    ).loaded
+    loaded, _ = load(tiny_model, quantization=asked, load_format="dummy")
     assert sum(weight_bytes(config, asked, "float32").values()) == loaded.weight_bytes

@@ -36,13 +36,13 @@ class CacheRanges:
         self._low = [np.minimum(a, b) for a, b in zip(self._low, low, strict=True)]
 
     def tensors(self, prefix: str) -> dict[str, np.ndarray]:
-        """Checkpoint tensors of the block's attention, under FastDeploy 2.x's names; starts anew."""
+        """Checkpoint tensors of the block's attention, by FastDeploy 2.x's names; starts anew."""
         if self._kind is None or not self._high:
             return {}
         if len(self._high) != 2:
             raise ConfigError(
-                "static cache scales are for keys and values; this model caches latent rows; possible: "
-                "dynamic scales (leave out --kv-cache and serve with --kv-cache-dtype)"
+                "static cache scales are for keys and values; this model caches latent rows; "
+                "possible: dynamic scales (leave out --kv-cache and serve with --kv-cache-dtype)"
             )
         found = {}
         for side, low, high in zip("kv", self._low, self._high, strict=True):

@@ -38,8 +38,8 @@ def read_calibration(
             break
     if not samples:
         raise ConfigError(
-            f"calibration file {path} holds no text; expected plain text with blank lines between samples, "
-            'or .jsonl with {"text": ...} or {"messages": [...]} on each line'
+            f"calibration file {path} holds no text; expected plain text with blank lines between "
+            'samples, or .jsonl with {"text": ...} or {"messages": [...]} on each line'
         )
     return samples
 

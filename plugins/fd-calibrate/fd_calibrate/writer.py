@@ -1,8 +1,8 @@
 """Writes a checkpoint shard by shard, so that a run that is stopped goes on where it was.
 
-Finished shards lie in the output folder under their working names, each written whole or not at all,
-with a state file saying which run they belong to. finish() gives them their final names and writes the
-index and config.json last: until then the folder is no model.
+Finished shards lie in the output folder under their working names, each written whole or not at
+all, with a state file saying which run they belong to. finish() gives them their final names and
+writes the index and config.json last: until then the folder is no model.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class CheckpointWriter:
             there = sorted(p.name for p in self._folder.iterdir())
             if there:
                 raise ConfigError(
-                    f"output folder {self._folder} is not empty: {', '.join(there[:5])}; choose another "
-                    "with --output, or empty it"
+                    f"output folder {self._folder} is not empty: {', '.join(there[:5])}; choose "
+                    "another with --output, or empty it"
                 )
             path.write_text(json.dumps({"run": dict(state)}, indent=1) + "\n", "utf-8")
             return
@@ -76,8 +76,9 @@ class CheckpointWriter:
         other = [f"{key} {earlier.get(key)!r}" for key in state if earlier.get(key) != state[key]]
         if other:
             raise ConfigError(
-                f"output folder {self._folder} holds an unfinished run of another model or with other "
-                f"settings: {', '.join(other)}; choose another folder with --output, or empty it"
+                f"output folder {self._folder} holds an unfinished run of another model or with "
+                f"other settings: {', '.join(other)}; choose another folder with "
+                "--output, or empty it"
             )
         for shard in sorted(self._folder.glob("part-*.safetensors")):
             for name in SafetensorsFile(shard, self._device).entries:
@@ -159,8 +160,8 @@ def _writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(
-            f"output folder {folder} cannot be written: {error.strerror or error}; make room or choose "
-            "another with --output; a run that was stopped goes on where it was"
+            f"output folder {folder} cannot be written: {error.strerror or error}; make room "
+            "or choose another with --output; a run that was stopped goes on where it was"
         ) from None
 
 
@@ -173,7 +174,7 @@ def _replace(path: Path, text: str) -> None:
 def _write_safetensors(
     path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...], np.ndarray]]
 ) -> None:
-    """A whole file or none. numpy lacks bfloat16 and float8, so bits and their names are written here."""
+    """A whole file or none. numpy lacks bfloat16 and float8: bits and their names are written."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, (dtype, shape, array) in tensors.items():

@@ -1,7 +1,7 @@
 """What every number format costs the demo model: exact answers, perplexity, bytes.
 
-    python benchmarks/quantization_quality.py [--count 200] [--only wint4 ...] [--seeds 3] \\
-        [--device cuda]
+    python plugins/fd-calibrate/benchmarks/quality.py [--count 200] [--only wint4 ...] \\
+        [--seeds 3] [--device cuda]
 
 Questions are held out of training by construction (models/ernie-tiny). An answer counts when greedy
 decoding gives it character by character; it is found in one pass, because that is the case exactly
@@ -25,15 +25,15 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "models" / "ernie-tiny"
 sys.path.insert(0, str(MODEL / "training"))
 
 import chat  # noqa: E402
 import curriculum  # noqa: E402
+from fd_calibrate.prefill import BLOCK_SIZE, grouped, prefill  # noqa: E402
+from fd_calibrate.run import QuantizeOptions, quantize  # noqa: E402
 
-from fastdeploy_core.calibration.prefill import BLOCK_SIZE, grouped, prefill  # noqa: E402
-from fastdeploy_core.calibration.run import QuantizeOptions, quantize  # noqa: E402
 from fastdeploy_core.config import CacheConfig, DeviceConfig, EngineConfig  # noqa: E402
 from fastdeploy_core.config.model import read_model_config  # noqa: E402
 from fastdeploy_core.contracts.attention import cache_dtypes  # noqa: E402

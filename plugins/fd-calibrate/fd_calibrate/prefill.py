@@ -40,7 +40,8 @@ def prefill(
 ) -> tuple[Tensor, Tensor, ForwardContext]:
     """(input_ids [T], positions [T], context) of sequences that begin at their first token.
 
-    With `shares_cache` all layers of one shape write into one cache: enough where one runs at a time.
+    With `shares_cache` all layers of one shape write into one cache: enough where one runs at a
+    time.
     """
     to_device, xp = device.to_device, device.xp
     lengths = np.array([len(sample) for sample in samples], np.int32)
