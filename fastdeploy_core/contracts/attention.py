@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from .kv_formats import kv_format
-from .layers import AttentionSpec as AttentionSpec
+from .model import AttentionSpec as AttentionSpec
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -148,7 +148,7 @@ class AttentionBackend(Protocol):
     """Constructed as `Driver(spec, block_size, device, kernels)`, once per distinct spec.
 
     `features`, an attribute of the class: what it implements beyond plain attention, words of
-    layers.ATTENTION_FEATURES. A driver is neither asked about nor given a spec whose `needs` it does
+    model.ATTENTION_FEATURES. A driver is neither asked about nor given a spec whose `needs` it does
     not declare, so a field added to AttentionSpec with a word of its own cannot be overlooked.
 
     A driver with an attribute `max_recorded_len` is not recorded where sequences may be longer. One of unit

@@ -98,9 +98,8 @@ def load_model(
             expert_ranks=_expert_ranks(config, device, communicator, load_driver),
             kept_weights=cache,
         )
-        if settings.kv_unused:
-            for text in CACHE_SCALE_NAMES:
-                build.weights.ignore(text)
+        for text in CACHE_SCALE_NAMES if settings.kv_unused else ():
+            build.weights.ignore(text)
         model = family(hf_config, build)
         _check_layers(shapes, build)
         fill_from_folder(model, build, model_config.path, hf_config, model_config)

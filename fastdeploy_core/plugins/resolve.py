@@ -22,7 +22,7 @@ from fastdeploy_core.config.quantization import (
 from fastdeploy_core.contracts.base import Candidate, Decline, Requirements
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.contracts.kv_formats import kv_format
-from fastdeploy_core.contracts.layers import AttentionSpec, StateSpec
+from fastdeploy_core.contracts.model import AttentionSpec, StateSpec
 from fastdeploy_core.contracts.quantizer import HEAD_QUANTIZER, QuantizationQuestion
 from fastdeploy_core.errors import (
     CapabilityError,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdeploy_core.contracts.layers import (
+from fastdeploy_core.contracts.model import (
     ATTENTION_FEATURES,
     LAYER_FEATURES,
     AttentionSpec,

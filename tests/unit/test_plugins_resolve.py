@@ -16,7 +16,7 @@ from fastdeploy_core.config import (
     SpeculativeConfig,
 )
 from fastdeploy_core.contracts.base import Accept, Candidate, Decline
-from fastdeploy_core.contracts.layers import AttentionSpec, StateSpec
+from fastdeploy_core.contracts.model import AttentionSpec, StateSpec
 from fastdeploy_core.errors import (
     CapabilityError,
     ConfigError,
