@@ -202,9 +202,9 @@ def _all_answers(
         if isinstance(answer.value, Candidate):
             rows.append((answer.value, answer.plugin.distribution))
     named = {c.name for c, _ in rows}
-    for entry in inventory.of(kind):
+    for entry in inventory.of(kind, usable=False):
         if entry.name not in named:
-            silent = Decline("gave no answer; it can be asked for by name")
+            silent = Decline(entry.reason or "gave no answer; it can be asked for by name")
             rows.append((Candidate(entry.name, silent), entry.distribution))
     return decide(kind, repr(question), rows)
 

@@ -19,9 +19,16 @@ if TYPE_CHECKING:
 
 # What an attention layer may need beyond plain attention over all earlier tokens, and the kinds of
 # layers that keep a state. Drivers declare those they implement in `features`.
-ATTENTION_FEATURES: Final = frozenset({"window", "chunk", "sinks", "softcap", "index"})
+ATTENTION_FEATURES: Final = frozenset({"window", "chunk", "sinks", "softcap", "index", "offsets"})
 STATE_FEATURES: Final = frozenset({"delta", "channel_delta", "space", "short_conv"})
 LAYER_FEATURES: Final = ATTENTION_FEATURES | STATE_FEATURES
+# What sequences may ask of a model family (types.SequenceExtras); families declare it in `features`.
+#   adapter     rows of a step may have different LoRA adapters, or none
+#   embeddings  vectors stand in the place of some tokens' embeddings
+#   positions   forward() also takes positions of three axes, [3, num_tokens], and positions that
+#               are not the tokens' indices
+#   pooling     hidden states of some rows are pooled, and those rows get no token
+MODEL_FEATURES: Final = frozenset({"adapter", "embeddings", "positions", "pooling"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,7 @@ class AttentionSpec:
     sinks: bool = False  # one more logit per head, without a value, in each softmax
     softcap: float = 0.0  # c: logits become c * tanh(logit / c) before the mask; 0: as they are
     index: IndexSpec | None = None
+    offsets: bool = False  # AttentionBatch.positions are not always the tokens' indices
 
     def __post_init__(self) -> None:
         if self.window < 0 or self.chunk < 0 or self.softcap < 0 or (self.window and self.chunk):
@@ -103,6 +111,7 @@ class AttentionSpec:
             "sinks": self.sinks,
             "softcap": self.softcap,
             "index": self.index is not None,
+            "offsets": self.offsets,
         }
         return frozenset(name for name, is_needed in asked.items() if is_needed)
 

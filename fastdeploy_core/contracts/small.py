@@ -22,8 +22,11 @@ class CausalLM(Protocol):
 
     Constructed as `Model(config, build)`, config being config.json as read; see
     layers.ModelBuilder for what `build` offers. Its static method `shapes` must work without a
-    tensor library, so the module imports none at its top.
+    tensor library, so the module imports none at its top. `features` are words of
+    model.MODEL_FEATURES: no batch carries what a family does not declare.
     """
+
+    features: frozenset[str]
 
     @staticmethod
     def shapes(config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:

@@ -12,6 +12,7 @@ from fastdeploy_core.errors import PluginError
 
 from .discovery import Inventory
 from .drivers import features
+from .known import providers
 from .manager import HookManager
 
 
@@ -66,12 +67,18 @@ def decide(
             return Decision(kind, question, "", f"{asked} declines: {answer.reason}", rows)
         return Decision(kind, question, asked, "asked for by name", rows)
     if not accepted:
-        return Decision(kind, question, "", "no candidate accepts", rows)
+        why = "no candidate accepts" if rows else _none_installed(kind)
+        return Decision(kind, question, "", why, rows)
     best = accepted[0]
     others = len(accepted) - 1
     why = f"score {best.score}" + (f", {best.reason}" if best.reason else "")
     why += f"; best of {len(accepted)}" if others else "; the only one that accepts"
     return Decision(kind, question, best.name, why, rows)
+
+
+def _none_installed(kind: str) -> str:
+    known = [f"{name} by pip install {of}" for name, of in providers(kind).items()]
+    return f"none is installed; possible: {', '.join(known)}" if known else "none is installed"
 
 
 def ask_candidates(

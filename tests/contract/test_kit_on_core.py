@@ -21,10 +21,6 @@ from fastdeploy_testing.conformance.test_expert_communicator import (
 )
 from fastdeploy_testing.conformance.test_hygiene import HygieneConformance
 from fastdeploy_testing.conformance.test_kv_formats import KVFormatConformance
-from fastdeploy_testing.conformance.test_kv_transport import KVTransportConformance
-from fastdeploy_testing.conformance.test_kv_transport_faults import (
-    KVTransportFaultsConformance,
-)
 from fastdeploy_testing.conformance.test_moe import MoEConformance
 from fastdeploy_testing.conformance.test_ops import OpsConformance
 from fastdeploy_testing.conformance.test_quantized_ops import QuantizedOpsConformance
@@ -75,14 +71,6 @@ class TestAllGatherExperts(ExpertCommunicatorConformance):
 
 class TestLocalScheduler(RequestSchedulerConformance):
     driver_name = "local"
-
-
-class TestSharedMemoryTransport(KVTransportConformance):
-    driver_name = "shm"
-
-
-class TestSharedMemoryTransportFaults(KVTransportFaultsConformance):
-    driver_name = "shm"
 
 
 class IdentityQuantizer:

@@ -65,7 +65,7 @@ LARGER_RECORDS = {
     "fastdeploy_core/contracts/device.py DeviceLimits",
     "fastdeploy_core/contracts/speculative.py DraftBatch",
     # Being redesigned.
-    "fastdeploy_core/kvtransport/link.py Link",
+    "plugins/fd-kv-shm/fd_kv_shm/link.py Link",
     "fastdeploy_core/scheduler/settings.py SchedulerSettings",
     "plugins/fastdeploy-testing/fastdeploy_testing/null_worker.py NullOptions",
     "fastdeploy_core/types/step.py ModelRunnerOutput",

@@ -20,7 +20,14 @@ from fastdeploy_core.errors import ConfigError
 PLAIN = AttentionSpec("gqa", 4, 2, 16, 16, 0.25, "float32")
 STATE = StateSpec("space", 2, 2, 8, 8, (16, 16), 4, "float32")
 # A value of every field that asks for something, beside the word that a driver must declare.
-ASKED = {"window": 8, "chunk": 8, "sinks": True, "softcap": 30.0, "index": IndexSpec(4, 64, 16)}
+ASKED = {
+    "window": 8,
+    "chunk": 8,
+    "sinks": True,
+    "softcap": 30.0,
+    "index": IndexSpec(4, 64, 16),
+    "offsets": True,
+}
 
 
 def sees(spec: AttentionSpec, query: int, key: int) -> bool:

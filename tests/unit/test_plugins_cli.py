@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from fastdeploy_core.cli import commands
+from fastdeploy_core.cli import commands, plugins_why
 from fastdeploy_core.cli.main import main
 from fastdeploy_core.errors import ConfigError, PluginNotFound
 from fastdeploy_core.plugins import discovery
@@ -163,9 +163,16 @@ def test_why_without_what_it_needs_says_so(stranger):
         command("why", "quantizer")
 
 
-def test_why_kv_transport_names_the_one_for_this_host(capsys, stranger):
+def test_why_of_a_kind_without_drivers_says_what_installs_one(capsys, stranger, monkeypatch):
+    inventory = discovery.discover()
+    others = tuple(e for e in inventory.entries if e.distribution != "fd-kv-shm")
+    monkeypatch.setattr(plugins_why, "discover", lambda: discovery.Inventory(others))
     code, out = run(capsys, "why", "kv_transport")
-    assert code == 0 and "winner: shm" in out.out and "same_host=True" in out.out
+    assert code == 1 and "none is installed; possible: shm by pip install fd-kv-shm" in out.out
+    monkeypatch.setattr(plugins_why, "discover", discovery.discover)
+    monkeypatch.setenv("FD_PLUGINS_DISABLED", "fd-kv-shm")
+    code, out = run(capsys, "why", "kv_transport")
+    assert code == 1 and "named by FD_PLUGINS_DISABLED" in out.out and "pip" not in out.out
 
 
 @pytest.mark.parametrize("kind", ["scheduler", "kv_transport", "grammar", "model", "kernels"])

@@ -41,7 +41,7 @@ def statuses(inventory, distribution):
 
 def test_core_registers_like_a_stranger():
     kinds = {e.kind for e in discover({}).entries if e.is_core}
-    assert {"device", "attention", "moe", "kernels", "kv_transport", "hooks"} <= kinds
+    assert {"device", "attention", "moe", "kernels", "scheduler", "hooks"} <= kinds
 
 
 def test_entry_points_are_found_with_distribution_and_version(installed):

@@ -12,6 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+from fd_kv_shm import wire
+from fd_kv_shm.link import peer_name
+from fd_kv_shm.shm import SharedMemoryTransport
 
 from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.kv_transport import (
@@ -21,9 +24,6 @@ from fastdeploy_core.contracts.kv_transport import (
     TransportOptions,
 )
 from fastdeploy_core.errors import ConfigError, ResourceError
-from fastdeploy_core.kvtransport import wire
-from fastdeploy_core.kvtransport.link import peer_name
-from fastdeploy_core.kvtransport.shm import SharedMemoryTransport
 
 SECRET = b"s" * 32
 BLOCK = 4096
@@ -48,7 +48,7 @@ def pull(source, **options):
     transport, memory = open_transport(0, **options)
     try:
         name = transport.connect(source.descriptor())
-        transport.submit(name, TransferPlan(1, 0, 1, [3], [5], 20.0))
+        transport.submit(name, TransferPlan(1, 0, [1], [3], [5], 20.0))
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             for event in transport.poll():
@@ -276,7 +276,7 @@ def test_too_many_transfers_are_refused(source):
     try:
         with pytest.raises(ResourceError, match="transfers"):
             for index in range(1, 10000):
-                transport.submit(name, TransferPlan(index, 0, 1, [0], [0], 60.0))
+                transport.submit(name, TransferPlan(index, 0, [1], [0], [0], 60.0))
     finally:
         other.lock.release()
         transport.close()

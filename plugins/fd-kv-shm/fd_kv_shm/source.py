@@ -1,4 +1,4 @@
-"""The serving side of a shared-memory transport: checks requests, copies blocks into the staging area.
+"""The serving side of a shared-memory transport: checks requests, copies blocks to be fetched.
 
 Runs in the transport's thread and holds its lock for at most one block's copy.
 """

@@ -1,4 +1,4 @@
-"""The pulling side of a shared-memory transport: asks for blocks, copies what comes into their places.
+"""The pulling side of a shared-memory transport: asks for blocks, copies them to their places.
 
 The only code that writes a destination block. Runs in the transport's thread and holds its lock for
 at most one block's copy.
@@ -36,7 +36,7 @@ class Destination:
         first = transfer.num_requested
         part = blocks[first : first + wire.MAX_READ_BLOCKS]
         link.send(
-            wire.Read(transfer.serial, transfer.plan.region_id, first, [int(b) for b in part])
+            wire.Read(transfer.serial, transfer.plan.region_ids[0], first, [int(b) for b in part])
         )
         transfer.num_requested += len(part)
 

@@ -1,0 +1,1 @@
+"""KV transport `shm`: blocks between processes of one host, through shared memory."""

@@ -1,0 +1,31 @@
+"""The conformance kit, and what negotiation hears."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy_core.cli.main import main
+from fastdeploy_testing.conformance.test_hygiene import HygieneConformance
+from fastdeploy_testing.conformance.test_kv_transport import KVTransportConformance
+from fastdeploy_testing.conformance.test_kv_transport_faults import (
+    KVTransportFaultsConformance,
+)
+
+
+class TestSharedMemoryTransport(KVTransportConformance):
+    driver_name = "shm"
+
+
+class TestSharedMemoryTransportFaults(KVTransportFaultsConformance):
+    driver_name = "shm"
+
+
+class TestHygiene(HygieneConformance):
+    kind = "kv_transport"
+    driver_name = "shm"
+
+
+def test_why_names_the_one_for_this_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "why", "kv_transport", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "winner: shm" in printed and "same_host=True" in printed
