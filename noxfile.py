@@ -55,6 +55,7 @@ LIGHT = {
     "plugins/fd-calibrate": (),
     "plugins/fastdeploy-testing": (),
     "plugins/fd-cuda": tuple(f"--ignore-glob=*/{name}.py" for name in INTERPRETED),
+    "plugins/fd-gguf": (),
     "plugins/fd-kv-shm": (),
     "plugins/fd-quant-wint2": (),
     "plugins/fd-spec-mtp": (),

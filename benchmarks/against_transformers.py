@@ -137,8 +137,7 @@ def report(options: argparse.Namespace, useful: int, seconds: dict[str, list[flo
 
     print(
         f"model {Path(options.model).name}, float32, {options.threads} threads, {options.requests} "
-        "requests, "
-        f"{useful} answer tokens, {options.rounds} rounds\n"
+        f"requests, {useful} answer tokens, {options.rounds} rounds\n"
         f"{platform.processor() or platform.machine()}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, {time.strftime('%Y-%m-%d')}\n"
     )

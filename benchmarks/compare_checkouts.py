@@ -4,11 +4,11 @@
     $compare BEFORE AFTER --rounds 5 -- benchmarks/worker_overhead.py --runs 1
     $compare BEFORE AFTER -- plugins/fd-cuda/benchmarks/engine.py ernie-0.3b
 
-What follows -- is a benchmark that prints figures (--json is added), and its arguments. Each
-checkout runs its own copy, in its own folder, with its .venv/bin/python or, without one, with the
-interpreter that runs this. A round runs both; which of them is first changes from round to round. A
-figure of a run is the median of its values. The table has medians over rounds (min to max), and the
-median of the ratios within rounds, after to before: above 1 is worse for times, better for rates.
+After -- follow a benchmark that prints figures (--json is added) and its arguments. Each checkout
+runs its own copy in its own folder, with its .venv/bin/python or, without one, with this
+interpreter. A round runs both checkouts; the order changes from round to round. A figure of a run
+is the median of its values. The table shows medians over rounds (min to max), and the median of the
+ratios within rounds, after to before: above 1 is worse for times, better for rates.
 
 With --worse-at-most PERCENT the exit status is 1 if a figure's median ratio is worse than that.
 """
@@ -28,7 +28,7 @@ from pathlib import Path
 
 from figures import OPTION, add_json_option, is_rate, print_figures, read_figures
 
-# Packages of a checkout that another checkout's installation could provide instead.
+# Packages of a checkout that another checkout's installation could also provide.
 _FIND = """
 import importlib.util, sys
 for name in sys.argv[1:]:
@@ -39,7 +39,7 @@ for name in sys.argv[1:]:
 
 @dataclass
 class Checkout:
-    """A folder of this project, and what was measured in it."""
+    """A folder of this project, and its measurements."""
 
     folder: Path
     rounds: dict[str, list[float]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Checkout:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Its packages come before installed ones."""
+        """The environment in which the checkout's packages take precedence over installed ones."""
         roots = [self.folder, *sorted({package.parent for package in self.packages()[1:]})]
         path = os.pathsep.join([*map(str, roots), os.environ.get("PYTHONPATH", "")])
         return {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
@@ -87,7 +87,7 @@ class Checkout:
                 )
 
     def commit(self) -> str:
-        """What is measured, as short as git says it."""
+        """The checkout's commit, abbreviated by git."""
         done = subprocess.run(
             ["git", "-C", str(self.folder), "describe", "--always", "--dirty"],
             capture_output=True,
@@ -97,7 +97,7 @@ class Checkout:
         return done.stdout.strip() or "not a git checkout"
 
     def run(self, command: Sequence[str], show: bool) -> None:
-        """One run; raises SystemExit with its output when it fails."""
+        """Run the command once; SystemExit with its output if it fails."""
         script, *arguments = command
         done = subprocess.run(
             [self.python, script, OPTION, *arguments],
@@ -140,7 +140,7 @@ class Comparison:
 
     @property
     def worse_percent(self) -> float:
-        """By the median ratio; negative: better."""
+        """Percent by which the median ratio is worse; negative: better."""
         ratio = statistics.median(self.ratios)
         return 100 * ((1 / ratio if is_rate(self.name) else ratio) - 1)
 

@@ -1,13 +1,13 @@
-"""Where a decode step's time goes, by the engine's own clocks.
+r"""Where a decode step's time goes, by the engine's own clocks.
 
     python benchmarks/decode_step.py models/ernie-tiny --device x86 --num-threads 2
-    python benchmarks/decode_step.py DIR --device x86 \\
+    python benchmarks/decode_step.py DIR --device x86 \
         --quantization '{"quantization": "w4a8", "lm_head": true}'
 
-For each batch: greedy answers of --tokens tokens to prompts of 16, again and again; of the rounds
-the one with the quickest steps, which other work disturbed least. The prompts' step is one of its
-steps. Parts add up where the device takes one step at a time; where steps overlap, scheduling is
-done beside the forward pass.
+For each batch: greedy answers of --tokens tokens to prompts of 16 tokens, in several rounds; the
+round with the fastest steps is shown, because other work disturbed it least. The prompts' step
+counts as one of its steps. The parts add up if the device takes one step at a time; if steps
+overlap, scheduling happens during the forward pass.
 """
 
 from __future__ import annotations

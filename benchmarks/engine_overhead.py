@@ -5,8 +5,9 @@
 
 `core` steps an engine core in this process. `process` is an engine process as `fastdeploy serve`
 starts it, with its threads and sockets, whose client only decodes: wall time and processor time per
-step. All sequences run from the first step to the last and decode one token in each; medians over
-rounds. The device answers at once, so wall time is what would have to hide behind a real one.
+step. All sequences run from the first step to the last and decode one token in each; figures are
+medians over rounds. The device answers at once, so wall time is the time that a real device would
+have to hide.
 """
 
 from __future__ import annotations
@@ -105,8 +106,7 @@ def core_round(engine: LocalEngine, batch: int, steps: int, tag: str) -> float:
 
 
 class Client(Listener):
-    """Hears an engine process and does nothing with its output but count tokens and look at
-    clocks."""
+    """Receives an engine process's output, counts tokens and reads clocks; does nothing else."""
 
     def __init__(self) -> None:
         self.ready = threading.Event()
@@ -118,7 +118,7 @@ class Client(Listener):
         self._seen: list[tuple[float, float]] = []
 
     def expect(self, marks: list[int], total: int) -> None:
-        """Look at the clocks when so many tokens have come; it is over after `total`."""
+        """Read the clocks when each of `marks` tokens has arrived; the round ends after `total`."""
         self._left, self._marks, self._seen = total, [total - mark for mark in marks], []
         self.done.clear()
 
@@ -128,7 +128,7 @@ class Client(Listener):
         return wall_then - wall, used_then - used
 
     def on_ready(self, info: EngineInfo) -> None:
-        """It runs."""
+        """The engine runs."""
         self.ready.set()
 
     def on_message(self, message: Any) -> None:
@@ -145,7 +145,7 @@ class Client(Listener):
             self.done.set()
 
     def on_dead(self, error: FastDeployError) -> None:
-        """It does not run."""
+        """The engine has ended."""
         self.error = error
         self.ready.set()
         self.done.set()
@@ -198,7 +198,7 @@ def main() -> None:
         for batch in options.batch:
             columns[batch]["core"].append(core_round(engine, batch, options.steps, f"c{number}"))
     engine.close()
-    # Longer rounds for a process, whose processor time is known to a hundredth of a second.
+    # Longer rounds for a process: its processor time has a resolution of a hundredth of a second.
     options.steps *= 5
     config = replace(make_config(options), device=DeviceConfig(device="null"))
     remote = EngineInProcess(config)
@@ -213,8 +213,7 @@ def main() -> None:
         f"{platform.python_version()}, {time.strftime('%Y-%m-%d')}; {options.rounds} rounds, "
         "blocks of "
         f"{options.block_size}, overlap {'off' if options.no_overlap else 'on'}; ms per step, "
-        "median "
-        "(min to max)\n"
+        "median (min to max)\n"
     )
     print(f"{'batch':>5} {'core, wall':>24} {'process, wall':>24} {'process, processor':>24}")
     for batch, measured in columns.items():

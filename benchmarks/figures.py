@@ -1,4 +1,4 @@
-"""What a benchmark measured, as one line that a program reads (see compare_checkouts.py).
+"""A benchmark's measurements, as one line for programs (see compare_checkouts.py).
 
 A figure's name ends in its unit, after a comma. Less is better, unless the unit is a rate
 ("tokens/s"). Its values are those of the rounds of one run.
@@ -23,7 +23,8 @@ def add_json_option(parser: argparse.ArgumentParser) -> None:
 def print_figures(options: argparse.Namespace, figures: Mapping[str, Iterable[float]]) -> None:
     """Print the line, if the option asks for it."""
     if options.json:
-        # Child processes may write to the same terminal: one write, so that nothing splits it.
+        # Child processes may write to the same terminal; a single write cannot be split by their
+        # output.
         sys.stdout.write(json.dumps({_KEY: {n: list(v) for n, v in figures.items()}}) + "\n")
         sys.stdout.flush()
 

@@ -3,10 +3,10 @@
     python benchmarks/http_overhead.py --model models/ernie-tiny     # 1, 32, 64, 256 streams
     python benchmarks/http_overhead.py --model DIR --streams 256 --step-ms 1.8 --api-server-count 4
 
-The model folder lends its tokenizer; its weights are not read. Each round streams the same number
-of tokens to every one of so many clients at once, from one client process. Processor time is
-counted per process (API servers, engine, client), so that figures of a busy machine can be
-compared; `offline` is what the engine alone would have generated at this step time.
+Only the tokenizer of the model folder is used; its weights are not read. Each round streams the
+same number of tokens to every client at once, from one client process. Processor time is counted
+per process (API servers, engine, client), so that figures of a busy machine can be compared;
+`offline` is what the engine alone would have generated at this step time.
 """
 
 from __future__ import annotations
@@ -169,13 +169,11 @@ def main() -> None:
         f"{platform.python_version()}, {time.strftime('%Y-%m-%d')}; {options.rounds} rounds, "
         "answers of "
         f"{options.tokens} tokens, {options.api_server_count} API servers, {options.clients} "
-        "clients, "
-        f"device step {options.step_ms:g} ms; medians\n"
+        f"clients, device step {options.step_ms:g} ms; medians\n"
     )
     print(
         f"{'streams':>7} {'tokens/s':>9} {'offline':>9} {'ITL p99, ms':>12}   processor us per "
-        "token: "
-        "API servers, engine, client"
+        "token: API servers, engine, client"
     )
     for streams, results in rounds.items():
         median = {

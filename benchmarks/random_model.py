@@ -1,11 +1,11 @@
-"""A model folder to measure with: a published model's shape, the demo model's tokenizer, no real
-weights.
+"""Makes a model folder to measure with: a published model's shape, the demo model's tokenizer,
+random weights.
 
     python benchmarks/random_model.py ernie-0.3b /tmp/m                 # for --load-format dummy
     python benchmarks/random_model.py ernie-21b-a3b /tmp/m --weights    # with safetensors files
 
-Weights are bfloat16 noise of the size that initial values have, written by several threads; a block
-of noise is repeated, so that writing is as quick as the disk.
+Weights are bfloat16 noise with the deviation of initial values, written by several threads; a block
+of noise is repeated, so that writing is as fast as the disk.
 """
 
 from __future__ import annotations

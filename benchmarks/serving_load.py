@@ -1,17 +1,18 @@
-"""A server under load: beside the same engine offline, and at rising rates of requests.
+r"""A server under load: compared with the same engine offline, and at rising request rates.
 
     python benchmarks/serving_load.py MODEL --streams 256 --rates 20,40,80 -- --load-format dummy
-    python benchmarks/serving_load.py MODEL --streams 32 --cpus 0,2 --client-cpus 4,6 \\
+    python benchmarks/serving_load.py MODEL --streams 32 --cpus 0,2 --client-cpus 4,6 \
         -- --device x86
 
-First the engine alone generates for `--num-prompts` prompts, `--streams` at once; then a server
-does, for as many clients, and then the engine alone again, because machines change their pace; then
-requests arrive at random (Poisson) for `--seconds` at each rate. Prompts are random ids, answers
-have a fixed length, the prefix cache is off. What follows -- goes to both. With `--cpus` engine and
-server run on those processors only, clients too or on `--client-cpus`. With `--in-turn` the engine
-alone stays loaded beside the server and generates before each of its rounds, so that many short
-rounds see the same pace of the machine; ratios within rounds are printed, too. `api` is the
-processor time that the server's first process (with one API server: that) takes for an answer.
+First the engine alone generates for `--num-prompts` prompts, `--streams` at once. Then a server
+does so for as many clients. Then the engine alone runs again, because machines change their speed.
+Then requests arrive at random (Poisson) for `--seconds` at each rate. Prompts are random ids,
+answers have a fixed length, the prefix cache is off. Arguments after -- go to both. With `--cpus`
+engine and server run on those processors only; clients too, or on `--client-cpus`. With `--in-turn`
+the engine alone stays loaded beside the server and generates before each of its rounds, so that
+many short rounds see the same speed of the machine; ratios within rounds are printed, too. `api` is
+the processor time per answer of the server's first process (with one API server, that is the API
+server).
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def move_to(cpus: str) -> None:
-    """What this process starts from now on runs on these processors; empty: as before."""
+    """Run processes started from now on, on these processors; empty: no change."""
     if cpus:
         os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})
 
@@ -96,7 +97,7 @@ class Alone:
         self._process = context.Process(target=generate, args=(options, theirs), daemon=True)
         self._process.start()
         theirs.close()
-        self.tokens_per_s()  # warm
+        self.tokens_per_s()  # warm-up
 
     def tokens_per_s(self) -> float:
         """Output tokens per second, all prompts at once."""
@@ -110,7 +111,7 @@ class Alone:
 
 
 def once(options: argparse.Namespace) -> float:
-    """Output tokens per second of an engine that is there for this."""
+    """Output tokens per second of an engine that is started for this measurement."""
     alone = Alone(options)
     try:
         return alone.tokens_per_s()
@@ -119,7 +120,7 @@ def once(options: argparse.Namespace) -> float:
 
 
 def generate(options: argparse.Namespace, pipe: Connection) -> None:
-    """What that process does."""
+    """The engine process's loop."""
     from fd_bench.data import LOWEST_RANDOM_ID
 
     from fastdeploy_core.api.llm import LLM
@@ -189,8 +190,7 @@ def main() -> None:
         f"{options.api_server_count} API servers, {options.clients} clients, {os.cpu_count()} "
         "cores "
         f"(server on {options.cpus or 'all'}, clients on {options.client_cpus or 'the same'}), "
-        "stream interval "
-        f"{options.stream_interval}, Python {platform.python_version()}, "
+        f"stream interval {options.stream_interval}, Python {platform.python_version()}, "
         f"{time.strftime('%Y-%m-%d')}\n"
         f"offline, {options.streams} at once: {alone[0]:.0f} output tokens/s",
         flush=True,
@@ -212,8 +212,7 @@ def main() -> None:
     try:
         print(
             f"{'requests/s asked':>16} {'done/s':>9} {'tokens/s':>10} {'TTFT p50':>9} "
-            f"{'p99, ms':>9} "
-            f"{'ITL p50':>9} {'p99, ms':>9} {'api, ms':>8} {'failed':>7}"
+            f"{'p99, ms':>9} {'ITL p50':>9} {'p99, ms':>9} {'api, ms':>8} {'failed':>7}"
         )
         speeds, shares = [], []
         for _ in range(options.rounds):

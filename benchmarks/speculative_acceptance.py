@@ -4,9 +4,9 @@
     python benchmarks/speculative_acceptance.py --methods mtp --k 1 3  # with fd-spec-mtp installed
 
 Questions are held out of the model's training; answers are greedy and end where the model ends
-them. Acceptance is accepted of all drafts. Tokens per step count the steps of one sequence after
-its prompt. Method `draft_model` drafts with the first layers of the target. Speed is
-speculative_speed.py's.
+them. Acceptance is accepted drafts divided by all drafts. Tokens per step count the steps of one
+sequence after its prompt. Method `draft_model` drafts with the first layers of the target.
+speculative_speed.py measures speed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How engines are made; for speculative_speed.py, too."""
+    """Arguments of engines; speculative_speed.py uses them, too."""
     parser.add_argument("--model", default=str(ROOT / "models" / "ernie-tiny"))
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--draft-layers", type=int, default=2)
@@ -115,7 +115,7 @@ class Runs:
         self._draft = ""
 
     def engine(self, method: str = "", k: int = 0, batch: int = 32, **settings: Any) -> Any:
-        """An LLM; without a method none is used."""
+        """An LLM with that method, or without any."""
         from fastdeploy import LLM
 
         options = self.options
@@ -155,7 +155,7 @@ def generate(
     clock: Callable[[], float] = time.perf_counter,
     answers: list[list[int]] | None = None,
 ) -> tuple[float, int, dict[str, Any]]:
-    """(seconds, tokens, change of the engine's counters). `answers` gets the tokens."""
+    """(seconds, tokens, change of the engine's counters). The tokens are added to `answers`."""
     from fastdeploy import SamplingParams
 
     params = SamplingParams(

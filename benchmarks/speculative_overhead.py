@@ -1,15 +1,15 @@
-"""What a decode step costs the host with speculation and without: all of an engine but the device's
-work.
+"""What a decode step costs the host with and without speculation: an engine's whole time except the
+device's work.
 
     python benchmarks/speculative_overhead.py --methods mtp:1,3 ngram_match:5 --batch 1 8 32 128
 
-The engine runs over recorded steps whose replay does nothing: every row always has the first half
-of its drafts right. So what is measured is this project's own code, with the copies that a
-processor does at once. Microseconds of the engine's thread, medians over rounds; beside them the
-share of what they are in the same round without speculation, which an engine costs that has it and
-has turned it off (`off`). `step`: per decode of sequences that all go on, two of which the engine
-does in one step. `answer`: per answer of some ANSWER tokens in a closed loop, prompts and changes
-of the batch included.
+The engine replays captured graphs that do nothing: the first half of every row's drafts is always
+accepted. So only this project's own code is measured, and copies, which a processor does at once.
+Figures are microseconds of the engine's thread, medians over rounds; beside each stands its ratio
+to the same round without speculation. `off` is an engine that has speculation and has turned it
+off. `step`: per decode of sequences that all continue, two of which the engine does in one step.
+`answer`: per answer of about ANSWER tokens in a closed loop, prompts and changes of the batch
+included.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class QueuingDevice(CapturingDevice):
-    """Says that it only queues work, as an accelerator does, and takes steps as fd-cuda does."""
+    """Declares that it only queues work, as an accelerator does, and takes steps as fd-cuda
+    does."""
 
     def __init__(self, options: DeviceOptions) -> None:
         super().__init__(options)
@@ -71,7 +72,7 @@ class QueuingDevice(CapturingDevice):
 
 
 class OnQueuingDevice(OnCapturingDevice):
-    """Plugins as resolved, but on that device."""
+    """The resolved plugins with that device."""
 
     def load(self, kind: str, name: str = "") -> Any:
         """The driver class."""
@@ -79,7 +80,7 @@ class OnQueuingDevice(OnCapturingDevice):
 
 
 def make_engine(options: argparse.Namespace, speculative: dict[str, Any] | None) -> LocalEngine:
-    """An engine whose recordings do nothing any more."""
+    """An engine whose captured graphs do nothing any more."""
     largest = max(options.batch)
     config = build_engine_config(
         {
@@ -99,7 +100,8 @@ def make_engine(options: argparse.Namespace, speculative: dict[str, Any] | None)
         }
     )
     resolved: Any = OnQueuingDevice(resolve_plugins(config))
-    for module in (worker_module, model_runner):  # nothing is drawn, so nothing waits for anybody
+    # nothing is sampled, so nothing has to be waited for
+    for module in (worker_module, model_runner):
         module.can_record_draws = lambda *parts: True  # type: ignore[attr-defined]
     engine = LocalEngine(config, resolved)
     worker = engine._core._executor._worker
@@ -113,7 +115,7 @@ def make_engine(options: argparse.Namespace, speculative: dict[str, Any] | None)
 
 
 def forget_the_model(worker: Any) -> None:
-    """Steps with prompts, which are not recorded on a processor, compute nothing either."""
+    """Steps with prompts, which a processor does not capture, also compute nothing."""
     model, xp = worker._runner._model, worker.device.xp
     config = worker.config.model.hf_config
     hidden, logits = (
@@ -135,8 +137,8 @@ def forget_the_model(worker: Any) -> None:
 
 
 def post(postbox: Any, width: int) -> None:
-    """What a step will seem to have left: the first half of the tokens, and as many drafts as
-    fit."""
+    """The results that each step appears to have: the first half of the tokens, and as many drafts
+    as fit."""
     turn = postbox._count
     results, drafts = (
         box[turn % len(box)] for box in (postbox._results_host, postbox._drafts_host)
@@ -149,7 +151,7 @@ def post(postbox: Any, width: int) -> None:
 
 
 def turn_off(engine: LocalEngine, sizes: list[int]) -> None:
-    """As if drafts had been found not to pay."""
+    """As if the draft policy had found that drafts do not pay."""
     length = engine._core.scheduler._length
     for size in sizes:
         length._regime(size, 0).turn_off(10**9)
@@ -196,7 +198,7 @@ def serve(
 def measure(
     engine: LocalEngine, batch: int, steps: int, tag: str, profiler: cProfile.Profile | None = None
 ) -> float:
-    """Microseconds per decode of sequences that all go on."""
+    """Microseconds per decode of sequences that all continue."""
     params = SamplingParams(temperature=0.0, max_tokens=LONGEST - PROMPT, ignore_eos=True)
     for number in range(batch):
         prompt = [(7 * number + i) % 400 + 10 for i in range(PROMPT)]

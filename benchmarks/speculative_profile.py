@@ -2,14 +2,14 @@
 
     python benchmarks/speculative_profile.py --methods mtp ngram_match --k 1 --batch 1 32
 
-Tells, from the device's own time stamps, what each recorded part of a step takes (the model with
-its drafts to judge; drawing, judging and drafting), how long the device waits between them and
-between steps, and which calls that wait for the device the host made meanwhile. Needs torch with a
-device that its profiler knows.
+The device's own time stamps show how long each captured graph of a step takes (the model with its
+drafts; sampling, verifying and drafting), how long the device waits between graphs and between
+steps, and which calls of the host waited for the device meanwhile. Needs torch with a device that
+its profiler knows.
 
-Before that, without the profiler, what a greedy step takes where the host is never late: its
-recordings queued many times over, alone and with a copy of the results to the host, as there is one
-on devices that cannot post them.
+Before that, without the profiler: the time of a greedy step when the host is never late. Its graphs
+are queued many times, alone and with a copy of the results to the host, as on devices that cannot
+post results.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def profile(llm: Any, prompts: list[str], num_steps: int, folder: Path) -> list[dict[str, Any]]:
-    """Events of a stretch of steady decoding, in the thread that launches it."""
+    """Events of some steady decoding, in the thread that launches it."""
     import torch
     from torch.profiler import ProfilerActivity
 
@@ -68,7 +68,8 @@ def profile(llm: Any, prompts: list[str], num_steps: int, folder: Path) -> list[
 
 
 def queued(llm: Any, batch: int, times: int = 100) -> None:
-    """Print microseconds of a step of so many rows whose recordings the device finds queued."""
+    """Print microseconds per step of so many rows whose graphs are queued before the device needs
+    them."""
     import torch
 
     runner = llm._live_engine()._core._executor._worker._runner
@@ -108,11 +109,12 @@ def queued(llm: Any, batch: int, times: int = 100) -> None:
         words.append(f"{measured(model, other):.0f} {name}")
     words.append(f"{measured(model, others[-1], copy):.0f} and copied")
     print(f"  queued, us a step: {', '.join(words)}", flush=True)
-    slots.forget()  # the host did not do this
+    slots.forget()  # the host's state does not include these steps
 
 
 def busy(events: list[dict[str, Any]]) -> float:
-    """Microseconds in which any of them ran; kernels overlap where one waits for the one before."""
+    """Microseconds in which any of the events ran; kernels overlap where one waits for the previous
+    one."""
     total, end = 0.0, 0.0
     for event in sorted(events, key=lambda e: e["ts"]):
         stop = event["ts"] + event["dur"]
@@ -122,7 +124,7 @@ def busy(events: list[dict[str, Any]]) -> float:
 
 
 def report(events: list[dict[str, Any]]) -> None:
-    """Print what the events say."""
+    """Print a summary of the events."""
     calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     waits = Counter(e["name"] for e in calls if any(w in e["name"] for w in WAITS))
     launches = sorted((e for e in calls if "GraphLaunch" in e["name"]), key=lambda e: e["ts"])
@@ -141,7 +143,7 @@ def report(events: list[dict[str, Any]]) -> None:
         for graph in graphs
     ]
     sizes = [span[3] for span in spans]
-    # What draws is the smallest recording; in front of it a step's first one, the model.
+    # The smallest graph is the one that samples; a step's first graph, before it, is the model.
     drawing = min(sizes, default=0)
     firsts = [n - 1 for n, size in enumerate(sizes) if size == drawing and n]
     width = firsts[1] - firsts[0] if len(firsts) > 1 else 1
@@ -170,8 +172,7 @@ def report(events: list[dict[str, Any]]) -> None:
     if late:
         print(
             f"  {len(ahead)} of {len(spans)} recordings were launched before the device came to "
-            "them; "
-            f"those of the model {median(late):.0f} us before"
+            f"them; those of the model {median(late):.0f} us before"
         )
     names = Counter[str]()
     for event in events:

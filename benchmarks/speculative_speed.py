@@ -1,30 +1,29 @@
-"""Speculative methods on the demo model's tasks: speed beside none, and what drafting costs.
+"""Speculative methods on the demo model's tasks: speed compared with none, and what drafting costs.
 
     python benchmarks/speculative_speed.py --methods mtp:1,3 ngram_match:3,5 none --batch 1 8 32 128
     python benchmarks/speculative_speed.py --overhead      # nothing accepted: a step's whole price
     python benchmarks/speculative_speed.py --equality      # same tokens as without, or exit code 1
 
-All engines, one of them without speculation, run in turns in one process; questions are held out of
-the model's training, answers are greedy unless --temperature says otherwise. `batch` is the number
-of streams: so many requests run at once, and the next one arrives at once when one ends. A window
-is as many tokens of that, prompts included, as the engine without speculation gives in --window
-seconds, the same number for all; the streams wait for the next window meanwhile. A round is a
-window of each engine, one behind the other.
+All engines, one of them without speculation, run in turns in one process. Questions are held out of
+the model's training; answers are greedy unless --temperature says otherwise. `batch` is the number
+of streams: that many requests run at once, and the next one follows at once when one ends. A window
+is a number of tokens, prompts included: as many as the engine without speculation gives in --window
+seconds, the same number for all engines. The streams pause until their next window. A round is one
+window of each engine, one after the other.
 
 A figure is the median over rounds of the ratio of tokens per second to the engine without
-speculation, behind it the standard error of that median, as the quartiles tell it, and the number
-of rounds: --rounds, and more until that error is at most --error for all methods or --seconds have
-passed. `first` is the same ratio of the --warm-up rounds before, all together, in which an adaptive
-length begins that knows nothing yet. The method `none` is another engine without speculation: what
-two engines differ by that are the same.
+speculation. After it stand the standard error of that median, estimated from the quartiles, and the
+number of rounds: --rounds, and more until that error is at most --error for all methods or
+--seconds have passed. `first` is the same ratio over all --warm-up rounds together, in which an
+adaptive length starts without measurements. The method `none` is another engine without
+speculation: it shows how far equal engines differ.
 
-whole     the model ends its answers.
-long      answers have --long tokens, whatever the model would like to end.
-decoding  answers have --steady tokens.
+whole     the model ends its answers. long      answers have --long tokens, even if the model would
+end them earlier. decoding  answers have --steady tokens.
 
-tok/step is per decode of a sequence, drafts/tok fed drafts per token, right the share of them that
-was, drafting the part of a step that the worker's host spends on drafters. On a device that only
-queues work, speculative_profile.py tells what drafting costs there.
+tok/step: tokens per decode of a sequence; drafts/tok: fed drafts per token; right: the share of
+them that was accepted; drafting: the share of a step that the worker's host spends in drafters. On
+a device that only queues work, speculative_profile.py shows what drafting costs there.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ COUNTED = (
     *("steps_total", "step_sequences_total", "draft_s"),
     *("draft_tokens_total", "accepted_draft_tokens_total"),
 )
-PLACES = 4  # prompts for each stream, over and over
+PLACES = 4  # prompts for each stream, repeated
 MEASURES = ("whole", "long", "decoding")
 PLAIN = "without"
 
-Round = dict[str, dict[str, Any]]  # what each engine did in its window
+Round = dict[str, dict[str, Any]]  # the result of each engine's window
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -100,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def cell(named: str) -> tuple[str, int]:
-    """Of the command line."""
+    """A `method:k` of the command line."""
     measure, _, batch = named.partition(":")
     if measure not in MEASURES or not batch.isdigit():
         raise argparse.ArgumentTypeError(
@@ -110,10 +109,10 @@ def cell(named: str) -> tuple[str, int]:
 
 
 class Comparison:
-    """Engines with a method each beside one without."""
+    """Engines, each with a method, compared with one without."""
 
     def __init__(self, options: argparse.Namespace, engines: ExitStack) -> None:
-        """engines: ends them."""
+        """engines: the stack that closes them."""
         self.options, self._runs = options, Runs(options)
         self._most = max(batch for _, batch in options.cells)
         self._clock = time.process_time if options.processor_time else time.perf_counter
@@ -126,8 +125,7 @@ class Comparison:
         most = PLACES * max(self._most, 12)
         each = -(-most // len(options.tasks))
         found = [questions(options.model, task, each) for task in options.tasks]
-        # As token ids: the tokenizer's time is no part of what is measured, but of how many rounds
-        # there are.
+        # As token ids: otherwise the tokenizer's time would decide how many rounds there are.
         encode = self._engines[PLAIN].get_tokenizer().encode
         self._prompts = [encode(prompt) for row in zip(*found, strict=True) for prompt in row]
         self._verdicts = logging.StreamHandler(sys.stdout)
@@ -148,7 +146,7 @@ class Comparison:
         return self._runs.engine(method, k, self._most, **settings)
 
     def _streams(self, llm: Any, batch: int, measure: str) -> Streams:
-        """Of one of the three measures."""
+        """The streams of one of the three measures."""
         options = self.options
         lengths = {"whole": options.max_tokens, "long": options.long, "decoding": options.steady}
         return Streams(
@@ -162,12 +160,12 @@ class Comparison:
         )
 
     def compare(self, batch: int, measure: str) -> list[dict[str, Any]]:
-        """All engines in turns, in another order in each round; a row for each method."""
+        """Run all engines in turns, in another order each round; returns a row for each method."""
         streams = {
             name: self._streams(engine, batch, measure) for name, engine in self._engines.items()
         }
         for name, each in streams.items():
-            each.run(16 * batch)  # what is made at first use is made
+            each.run(16 * batch)  # create everything that is made on first use
             forget_lengths(self._engines[name])
         window = streams[PLAIN].tokens_in(self.options.window)
         first: list[Round] = []
@@ -200,16 +198,16 @@ class Comparison:
         turn = number // 2 % len(names)
         found = {}
         for name in (names[turn:] + names[:turn])[:: -1 if number % 2 else 1]:
-            gc.collect()  # what a window leaves is not for the next one to clear
+            gc.collect()  # garbage of one window must not be collected in the next
             self._verdicts.setFormatter(logging.Formatter(f"  {name}: %(message)s"))
             found[name] = streams[name].run(window)
         return found
 
 
 class Streams:
-    """Requests of one engine, so many at once; the next one follows at once when one ends. They go
-    on from one round to the next, and the first ones are of different lengths, so that there is
-    neither a begin nor an end."""
+    """Requests of one engine, a fixed number at once; the next one follows at once when one ends.
+    They continue from one round to the next, and the first ones have different lengths, so that
+    there is neither a start nor an end."""
 
     def __init__(
         self,
@@ -228,7 +226,7 @@ class Streams:
         self._sampling.update(max_tokens=max_tokens, ignore_eos=ignore_eos)
         self._numbers: dict[str, int] = {}
         self._unfinished: dict[int, list[int]] = {}
-        self.answers: dict[int, list[int]] = {}  # complete ones
+        self.answers: dict[int, list[int]] = {}  # complete answers
         self._ready: deque[Any] = deque()
         self._num_ready = 4 * batch
         for nth in range(batch):
@@ -245,19 +243,19 @@ class Streams:
         return request
 
     def tokens_in(self, seconds: float) -> int:
-        """How many it gives in about that time."""
+        """The number of tokens that the engine gives in about that time."""
         tokens = 16 * self._batch
         while (found := self.run(tokens))["seconds"] < 0.5 * seconds:
             tokens *= 2
         return max(1, round(speed(found) * seconds))
 
     def run(self, tokens: int) -> dict[str, Any]:
-        """So many tokens of it, and what the last step gives besides."""
+        """Run until so many tokens have arrived; the last step may give more."""
         engine, ready, outputs = self._engine, self._ready, list[Any]()
         scheduler = engine._core.scheduler
         while len(ready) < self._num_ready:
             ready.append(self._make())
-        scheduler._busy_since = None  # nobody has worked since the last round
+        scheduler._busy_since = None  # no step ran since the last round
         counters = scheduler.counters
         num_before = counters.num_generated_tokens
         before, began = self._llm.get_metrics(), self._clock()
@@ -274,20 +272,20 @@ class Streams:
                 self._unfinished[number] += sequence.token_ids
             if delta.finished:
                 self.answers[number] = self._unfinished.pop(number)
-        # As many as the next window may want: making them is no part of what is measured.
+        # As many as the next window may need: making requests is not measured.
         self._num_ready = 4 * self._batch + 2 * (len(self.answers) - num_answers)
         change = {name: after[name] - before[name] for name in COUNTED}
         return {**change, "seconds": seconds, "made": made}
 
     def close(self) -> None:
-        """End what goes on."""
+        """Abort the running requests."""
         self._engine.abort(list(self._numbers))
         while self._engine.has_work():
             self._engine.step()
 
 
 def forget_lengths(llm: Any) -> None:
-    """What was learned on other work."""
+    """Drop what the draft policy learned from other work."""
     length = llm._live_engine()._core.scheduler._length
     if length is not None:
         length._regimes.clear()
@@ -303,14 +301,14 @@ def speed(run: dict[str, Any]) -> float:
 
 
 def ratio(rounds: list[Round], name: str) -> tuple[float, float]:
-    """Median over rounds, and its standard error if rounds differ as by a normal distribution."""
+    """Median over rounds, and its standard error if rounds are normally distributed."""
     found = [speed(each[name]) / speed(each[PLAIN]) for each in rounds]
     low, _, high = statistics.quantiles(found, n=4) if len(found) > 1 else [0.0] * 3
     return statistics.median(found), 0.93 * (high - low) / len(found) ** 0.5
 
 
 def figures(name: str, first: list[Round], rounds: list[Round]) -> dict[str, Any]:
-    """Of one method."""
+    """The figures of one method."""
     row: dict[str, Any] = {"num_rounds": len(rounds)}
     row["ratio"], row["error"] = ratio(rounds, name)
     row["ratios"] = [speed(each[name]) / speed(each[PLAIN]) for each in rounds]
@@ -332,7 +330,7 @@ def figures(name: str, first: list[Round], rounds: list[Round]) -> dict[str, Any
 
 
 def print_row(row: dict[str, Any]) -> None:
-    """A figure, and what belongs to it."""
+    """Print a figure and its context."""
     line = f"{row['method']:15}{row['batch']:5d} {row['measure']:10}"
     line += f"{row['ratio']:6.3f} ~{row['error']:.3f}"
     line += f"{row['num_rounds']:7d}{row['first']:7.3f}{row['without']:10.0f}"
@@ -353,7 +351,8 @@ def main() -> None:
             f"{'error':6}{'rounds':>7}{'first':>7}{'none/s':>10}"
             f"{'drafts/tok':>11}{'right %':>9}{'tok/step':>9}{'ms/step':>9}"
             f"{'none':>9}{'drafting':>9}")  # fmt: skip
-        # As in an engine's process: what there is for good is not looked through again and again.
+        # As in an engine's process: permanent objects are not visited by the garbage collector
+        # again.
         gc.collect()
         gc.freeze()
         for measure, batch in options.cells:

@@ -3,10 +3,10 @@
     python benchmarks/start_up.py models/ernie-tiny --tensor-library torch
     python benchmarks/start_up.py MODEL --rounds 3 -- --load-format dummy
 
-Runs `fastdeploy serve` again and again; then the median second of each step of the start, and what
-the last round logged with the second at which it was said. Byte code is kept, as installing
-packages does. What follows -- goes to `fastdeploy serve`. With --idle SECONDS each round also
-leaves the server alone for so long and tells what processor time it took meanwhile (Linux).
+Runs `fastdeploy serve` several times. Prints the median second of each step of the start, and the
+log of the last round with times. Byte code is kept, as after installing packages. Arguments after
+-- go to `fastdeploy serve`. With --idle SECONDS each round also leaves the server idle for that
+long and prints the processor time that it took meanwhile (Linux).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from figures import add_json_option, print_figures
 
 LIMIT_S = 600.0
 POLL_S = 0.01
-SETTLE_S = 5.0  # from the last answer until a server counts as idle
-# What a log line says has just been done, in the order of a start.
+SETTLE_S = 5.0  # after the last answer, before a server counts as idle
+# Steps of the start in their order, each with the log line that ends it.
 STEPS = {
     "serving: fastdeploy ": "arguments and model folder read, engine process started",
     "plugins: scheduler ": "plugins chosen",
@@ -111,7 +111,7 @@ class Start:
         return time.perf_counter() - self.began
 
     def idle(self, seconds: float) -> float:
-        """Seconds of processor time that all its processes take together in so long a time."""
+        """Seconds of processor time of all its processes while it is idle for that long."""
         time.sleep(SETTLE_S)
         before = processor_s(self.process.pid)
         time.sleep(seconds)
@@ -133,13 +133,13 @@ class Start:
         return found
 
     def show(self) -> None:
-        """What it logged, with times."""
+        """Print its log with times."""
         for seconds, line in self.lines:
             print(f"  {seconds:7.2f}  {line[:200]}")
 
 
 def family(pid: int) -> Iterator[int]:
-    """A process and all that came of it."""
+    """A process and all its descendants."""
     yield pid
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in listed.read_text().split():
@@ -147,7 +147,7 @@ def family(pid: int) -> Iterator[int]:
 
 
 def processor_s(pid: int) -> float:
-    """Seconds of processor time that a process and all that came of it have taken."""
+    """Seconds of processor time of a process and all its descendants."""
     fields = (Path(f"/proc/{p}/stat").read_text().rpartition(")")[2].split() for p in family(pid))
     return sum(int(f[11]) + int(f[12]) for f in fields) / os.sysconf("SC_CLK_TCK")
 

@@ -1,11 +1,11 @@
-"""Host time of a recorded decode step in the worker: taking the message, launching, reading tokens.
+"""Host time of a captured decode step in the worker: taking the message, launching, reading tokens.
 
     python benchmarks/worker_overhead.py [--tensor-library torch] [--steps 400] [--runs 5]
 
-The recorded work itself is left out (its replay does nothing), so what is measured is this
-project's own code and the copies that a processor does at once. Greedy rows: others run their
-sampler on this processor, which is the device's work. Prints the median of the runs, microseconds
-of processor time per step.
+The captured work itself is left out (its replay does nothing), so only this project's own code is
+measured, and copies, which a processor does at once. Rows are greedy, because other rows run their
+sampler on this processor, which would be the device's work. Prints the median of the runs,
+microseconds of processor time per step.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def make_worker(folder: Path, library: str, batch: int) -> Worker:
 
 
 def start(worker: Worker, batch: int, params: SamplingParams) -> np.ndarray:
-    """Prefill; returns how many blocks each row has."""
+    """Prefill; returns the number of blocks of each row."""
     new = [
         NewSequence(
             seq_id=n,
@@ -88,12 +88,13 @@ def start(worker: Worker, batch: int, params: SamplingParams) -> np.ndarray:
 
 
 def measure(folder: Path, library: str, batch: int, num_steps: int) -> list[float]:
-    """Microseconds per step: launch, read; the next step is launched before one is read."""
+    """Microseconds per step: launch, read; the next step is launched before the previous one is
+    read."""
     worker = make_worker(folder, library, batch)
     lengths = start(worker, batch, SamplingParams(temperature=0))
     device: Any = worker.device
     for work in device.recorded:
-        work.replay = lambda: None  # the device's work; what follows is the host's
+        work.replay = lambda: None  # the device's work; all that follows is the host's
     num_blocks = np.ones(batch, dtype=np.int64)
     next_block, launch_s, read_s, pending = 1 + batch, 0.0, 0.0, []
     for step in range(num_steps):

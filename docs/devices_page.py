@@ -93,17 +93,14 @@ def devices(table: Callable[..., str]) -> str:
     rows = [tuple(cell(record) for cell in COLUMNS.values()) for record in facts()]
     return (
         "# Vendor devices\n\nFrom the facts that each plugin states; the scheduler obeys the same "
-        "record. "
-        "*simulated device*: loaded, served and conformance-tested on a simulated device behind "
-        "PaddlePaddle's "
-        "custom-device interface with the vendor's type name (asynchronous streams, protected "
-        "memory, limits, faults, "
+        "record. *simulated device*: loaded, served and conformance-tested on a simulated device "
+        "behind PaddlePaddle's custom-device interface with the vendor's type name (asynchronous "
+        "streams, protected memory, limits, faults, "
         "two-rank collectives, graph capture). *stand-in*: the same under another name; the "
-        "vendor's built-in place "
-        "has not been exercised. *on torch*: type "
+        "vendor's built-in place has not been exercised. *on torch*: type "
         "name and collectives with --tensor-library torch; exercised for `gcu` only, on a "
-        "simulated PrivateUse1 "
-        "device. No vendor kernel, no vendor collective, no performance and no numeric behaviour "
+        "simulated PrivateUse1 device. No vendor kernel, no vendor collective, no performance "
+        "and no numeric behaviour "
         "of "
         "any of these chips has been tested.\n\n" + table(tuple(COLUMNS), rows)
     )

@@ -60,9 +60,8 @@ def cli() -> str:
         "([Command](../../fastdeploy_core/contracts/command.py)); `fastdeploy --help` lists what "
         "is installed.",
         "\nEach command explains itself with `--help`. `--config FILE` reads arguments from YAML; "
-        "flags win. "
-        "JSON arguments also take dotted form (`--speculative-config.method ngram_match`). "
-        "Switches that are "
+        "flags win. JSON arguments also take dotted form (`--speculative-config.method "
+        "ngram_match`). Switches that are "
         "on have a `--no-` twin. The keyword of the offline `LLM` is the flag's name with "
         "underscores.\n",
     ]
@@ -85,8 +84,7 @@ def names() -> str:
     return "\n".join(
         [
             "# Names: FastDeploy 2.x and vLLM spellings\n\nThe command line keeps the spellings "
-            "people "
-            "know; inside there is one name.\n",
+            "people know; inside there is one name.\n",
             "## Also accepted\n",
             table(("spelling", "is here"), [(f"`{a}`", f"`{b}`") for a, b in sorted(mapped)]),
             "\n## Always on\n\nAccepted; they ask for what happens anyway.\n",
@@ -124,8 +122,7 @@ def metrics() -> str:
     rows = [(f"`{m.name}`", m.type, m.documentation) for m in shown.registry.collect()]
     return (
         "# Metrics\n\n`GET /metrics`, Prometheus text format. Counters carry the suffix `_total`, "
-        "histograms "
-        "`_bucket`, `_sum` and `_count`. Labels come from closed sets.\n\n"
+        "histograms `_bucket`, `_sum` and `_count`. Labels come from closed sets.\n\n"
         + table(("name", "type", "meaning"), sorted(rows))
     )
 
@@ -136,8 +133,7 @@ def hooks() -> str:
     parts = [
         f"# Kinds and hooks, contract {CONTRACT[0]}.{CONTRACT[1]}\n",
         "An entry point's name is the driver's name and its target the driver class, except that "
-        "of "
-        "`fastdeploy.kernels`, whose name is a device and whose target is a table.\n",
+        "of `fastdeploy.kernels`, whose name is a device and whose target is a table.\n",
         table(("kind", "entry-point group", "what it is"), kinds),
         f"\nHook modules are named in group `{HOOK_GROUP}`. Implementations take any subset of the "
         "arguments, by name, and carry `@fastdeploy_core.contracts.hookimpl`.",
@@ -162,16 +158,14 @@ def operations() -> str:
     return "\n".join(
         [
             "# Operations\n\nWhat a device may implement through group `fastdeploy.kernels`, in "
-            "any order; "
-            "what it lacks comes from the reference.\n",
+            "any order; what it lacks comes from the reference.\n",
             table(("operation", "signature"), rows),
             "\n## Of quantized models\n\nLooked up when a layer needs them, so a device may leave "
-            "them all "
-            "out. A weight is handed as the cell's `prepare` made it, else as a `PackedWeight`.\n",
+            "them all out. A weight is handed as the cell's `prepare` made it, else as a "
+            "`PackedWeight`.\n",
             table(("operation", "signature"), quantized),
             "\n## Internal formats\n\nN outputs, K inputs, G = ceil(K / inputs that share a "
-            "scale); experts "
-            "have one more dimension in front.\n",
+            "scale); experts have one more dimension in front.\n",
             table(("format", "meaning", "tensors"), formats),
         ]
     )

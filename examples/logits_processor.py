@@ -29,14 +29,14 @@ class NeverTwice:
             raise InvalidRequest("never_twice is true or false", param="logits_processors_args")
 
     def add(self, seq_id: int, params: SamplingParams, prompt_token_ids: np.ndarray) -> bool:
-        """Whether this processor has anything to do with the sequence."""
+        """Whether this processor applies to the sequence."""
         return bool((params.logits_processors_args or {}).get("never_twice"))
 
     def remove(self, seq_id: int) -> None:
         """The sequence has ended; nothing was kept for it."""
 
     def apply(self, logits: Any, seq_ids: Sequence[int], output: Sequence[np.ndarray]) -> Any:
-        """logits: one row for each sequence that was accepted."""
+        """logits: one row for each sequence that `add` accepted."""
         for row, tokens in enumerate(output):
             for token in set(tokens):
                 logits[row, token] = float("-inf")

@@ -17,14 +17,14 @@ def main() -> None:
     """A short conversation, then one question with thinking switched on."""
     params = SamplingParams(temperature=0, max_tokens=64)
     messages: list[dict[str, str]] = []
-    # The parser takes <think>...</think> out of the text.
+    # The parser removes <think>...</think> from the text.
     with LLM(MODEL, reasoning_parser="qwen3") as llm:
         for question in QUESTIONS:
             messages.append({"role": "user", "content": question})
             (output,) = llm.chat(messages, params, use_tqdm=False)
             answer = output.outputs[0].text
             messages.append({"role": "assistant", "content": answer})
-            # The conversation so far was computed before and comes out of the prefix cache.
+            # The conversation so far was computed before, so it is found in the prefix cache.
             print(f"> {question}\n{answer}   [{output.num_cached_tokens} tokens cached]")
 
         (output,) = llm.chat(

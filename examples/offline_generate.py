@@ -17,7 +17,7 @@ def main() -> None:
     prompts = ["The capital of France is", "Count from one to ten: one, two,"]
     params = [
         SamplingParams(temperature=0, max_tokens=16),
-        # Equal seeds give equal answers, whatever else runs in the batch.
+        # Equal seeds give equal answers, independent of the other requests in the batch.
         SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=32, stop=["\n"]),
     ]
     with LLM(MODEL) as llm:

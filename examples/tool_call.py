@@ -28,7 +28,7 @@ TOOLS = [
 
 
 def get_weather(city: str) -> dict[str, object]:
-    """Stands for a call to some service."""
+    """Stands for a call to a service."""
     return {"temperature": 21, "sky": "sunny", "city": city}
 
 

@@ -82,8 +82,7 @@ VARIABLES: Final[dict[str, Variable]] = {
             "comma-separated distribution names",
             None,
             "Which installed plugins take part. Unset or `all`: all of them; a list: only these "
-            "(the "
-            "core's own drivers always do); empty: the core alone.",
+            "(the core's own drivers always do); empty: the core alone.",
             _names,
             keep_empty=True,
         ),
@@ -106,8 +105,7 @@ VARIABLES: Final[dict[str, Variable]] = {
             "yes or no",
             True,
             "Import third-party plugins first in a child process with a time limit, so that one "
-            "that "
-            "hangs, crashes or exits cannot take the server with it. Off saves its time at "
+            "that hangs, crashes or exits cannot take the server with it. Off saves its time at "
             "start-up.",
             _boolean,
         ),
@@ -130,23 +128,23 @@ VARIABLES: Final[dict[str, Variable]] = {
             "GiB",
             0.0,
             "Memory of one accelerator, for devices whose driver cannot be asked. 0: ask, and fail "
-            "when "
-            "nobody answers.",
+            "if there is no answer.",
             _number(0, 1 << 20),
         ),
         Variable(
             "FD_FOR_TORCH_MODEL_FORMAT",
             "yes or no",
             False,
-            "Read every checkpoint as torch stores it ([out, in] linear weights), whatever its "
-            "config.json says.",
+            "Read every checkpoint as torch stores it ([out, in] linear weights), regardless of "
+            "its config.json.",
             _boolean,
         ),
         Variable(
             "FD_CACHE_DIR",
             "folder",
             "~/.cache/fastdeploy",
-            "Where files are kept that can be made again: the tokenizers of GGUF models.",
+            "Where files are kept that can be made again, such as a tokenizer unpacked from a "
+            "checkpoint file.",
             _text,
         ),
         Variable(

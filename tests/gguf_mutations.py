@@ -60,12 +60,13 @@ def mutate(data: bytes, header: int, rng: np.random.Generator) -> bytes:
 def open_as_model(path: Path, library: str) -> None:
     """Everything a server does with the file up to its first step."""
     from fastdeploy_core.config.model import read_model_config
+    from fastdeploy_core.plugins.checkpoints import find_model
     from fastdeploy_core.tokenizer import Tokenizer
     from tests.paged import PagedModel, with_quantizer
 
     drivers = with_quantizer("gguf")
     model = PagedModel(path, library, dtype="float32", drivers=drivers, max_model_len=64)
-    config = read_model_config(path)
+    config = read_model_config(path, {}, find_model)
     tokenizer = Tokenizer.load(config.tokenizer_path)
     ids = tokenizer.encode("Hello, 你好 <s> 12")
     tokenizer.decode(ids)
@@ -74,8 +75,9 @@ def open_as_model(path: Path, library: str) -> None:
 
 
 def main() -> None:
+    from fd_gguf.reader import GGUFFile
+
     from fastdeploy_core.errors import FastDeployError
-    from fastdeploy_core.gguf.reader import GGUFFile
 
     source, folder, seed, count, library = sys.argv[1:]
     os.environ["FD_CACHE_DIR"] = str(Path(folder) / "cache")

@@ -19,6 +19,7 @@ from fastdeploy_core.layers import ForwardContext
 from fastdeploy_core.loading.loader import LoadedModel, load_model
 from fastdeploy_core.models.shapes import model_class
 from fastdeploy_core.plugins import lookup
+from fastdeploy_core.plugins.checkpoints import find_model
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.reference.expert_communicator import AllGatherExperts
@@ -34,6 +35,8 @@ def load_driver(kind: str, name: str) -> Any:
         return model_class({"architectures": [name]})
     if kind == "expert_communicator":
         return AllGatherExperts
+    if kind == "checkpoint_format":
+        return lookup(kind, name)
     return {"attention": ReferenceAttention, "moe": ReferenceMoE}[kind]
 
 
@@ -69,7 +72,7 @@ class PagedModel:
         self.block_size = block_size
         self.xp = self.device.xp
         config = EngineConfig(
-            model=read_model_config(folder, overrides),
+            model=read_model_config(folder, overrides, find_model),
             cache=CacheConfig(block_size=block_size, kv_dtype=kv_dtype),
             # Every step with several tokens has more of them than a decode step can have.
             batch=BatchConfig(max_num_seqs=1),

@@ -169,7 +169,7 @@ def word_level() -> Tokenizer:
 
 
 def replacing_after_fuse() -> Tokenizer:
-    """A decoder with steps behind Fuse: patterns across tokens, spaces stripped."""
+    """A decoder with steps after Fuse: patterns across tokens, spaces stripped."""
     tokenizer = byte_fallback()
     tokenizer.decoder = decoders.Sequence(
         [

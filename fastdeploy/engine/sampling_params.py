@@ -2,7 +2,7 @@
 
 from fastdeploy_core.types import SamplingParams, StructuredOutputsParams
 
-# The name that FastDeploy 2.x uses for the same idea.
+# FastDeploy 2.x's name of the same class.
 GuidedDecodingParams = StructuredOutputsParams
 
 __all__ = ["GuidedDecodingParams", "SamplingParams", "StructuredOutputsParams"]

@@ -1,1 +1,1 @@
-"""Where the servers and the offline API of FastDeploy 2.x are imported from."""
+"""FastDeploy 2.x's paths of the servers and the offline API."""

@@ -21,6 +21,7 @@ from fastdeploy_core.engine.output import OutputKind, OutputProcessor
 from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.errors import ConfigError, InvalidRequest, WorkerError
 from fastdeploy_core.grammar.compiler import GrammarCompiler
+from fastdeploy_core.plugins.checkpoints import find_model
 from fastdeploy_core.tokenizer import Tokenizer
 from fastdeploy_core.types import Request, RequestOutput, SamplingParams, TokenDeltas
 
@@ -68,7 +69,7 @@ class LLM:
         tool_call_parser: str | None = None,
         **engine_args: Any,
     ) -> None:
-        self.config = build_engine_config({"model": str(model), **engine_args})
+        self.config = build_engine_config({"model": str(model), **engine_args}, find_model)
         self._parsers = ChatParsers.named(reasoning_parser, tool_call_parser)
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:

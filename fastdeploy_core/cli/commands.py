@@ -36,14 +36,21 @@ def find(name: str) -> Callable[[Sequence[str]], int]:
         module, _, function = CORE_COMMANDS[name][0].partition(":")
         own: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
         return own
+    from fastdeploy_core.errors import PluginLoadError
     from fastdeploy_core.plugins.discovery import discover
 
     inventory = discover()
     if inventory.named("command", name):
         from fastdeploy_core.plugins import drivers
 
+        entry = drivers.find("command", name, inventory)
         # The user asked for this very command: no child process has to try the import first.
-        command = drivers.load(drivers.find("command", name, inventory), preflight=False)
+        command = drivers.load(entry, preflight=False)
+        if not callable(command):
+            raise PluginLoadError(
+                f"command {name!r} of {entry.origin} failed to load: {entry.target} is "
+                f"{type(command).__name__}, not a function of the words after the command"
+            )
         return lambda arguments: int(command(arguments) or 0)
     raise _unknown(name, {e.name for e in inventory.of("command")})
 

@@ -3,7 +3,8 @@
     python -m fastdeploy_core.cli.device_ranks DEVICE TENSOR_LIBRARY RANK WORLD_SIZE FOLDER
 
 The last line printed is a JSON object {check: passed}; the values compared are the same on every
-rank, so equal lines mean that the ranks agree bit by bit. `doctor` and the conformance kit start it.
+rank, so equal lines mean that the ranks agree bit by bit. `doctor` and the conformance kit start
+it.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def join(arguments: Sequence[str], check: Check) -> int:
 
 
 def collectives(device: Any, group: Any) -> dict[str, Any]:
-    """all_reduce, all_gather, broadcast, barrier over shapes and dtypes, with a digest of results."""
+    """Every collective and the barrier, over shapes and dtypes, with a digest of results."""
     rank, world_size = group.rank, group.world_size
     digest = hashlib.sha256()
     verdicts: dict[str, Any] = {}

@@ -1,9 +1,10 @@
-"""What a device really does, on this machine: each operation, one collective, versions. For `doctor`.
+"""For `doctor`: what a device really does here. Each operation, one collective, versions.
 
     python -m fastdeploy_core.cli.device_report DEVICE [TENSOR_LIBRARY]
 
-The last line printed is a JSON list of [what, passed, words]. An operation is native when it runs with
-the library's detour over the CPU switched off; kernels of plugins are compared with the reference.
+The last line printed is a JSON list of [what, passed, words]. An operation is native when it runs
+with the library's detour over the CPU switched off; kernels of plugins are compared with the
+reference.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.ops import KernelTable
 
 Row = tuple[str, bool, str]
-# These may overwrite their arguments; all others leave them alone or change them as the contract says.
+# These may overwrite their arguments; all others change them as the contract says, or not at all.
 MAY_OVERWRITE: Final = (
     "apply_penalties",
     "apply_bitmask",
@@ -71,7 +72,7 @@ Arguments = dict[str, Callable[[], tuple[Any, ...]]]
 
 
 def sample_arguments(device: DeviceBackend) -> Arguments:
-    """For every operation a maker of small arguments; fresh ones, since some change them in place."""
+    """For every operation a maker of small arguments: fresh ones, for some change them in place."""
     make = _Make(device)
     routing = RoutingSpec(num_experts=4, top_k=2)
     return (
@@ -270,7 +271,10 @@ def operations(device: DeviceBackend) -> list[Row]:
         rows += _compare(device, chosen, reference, name, arguments[name])
     words = f"{num_native} of {len(OPERATIONS)} run on the device alone"
     if not isinstance(device, FallbackDevice):
-        words = f"{num_native} of {len(OPERATIONS)} examined; the library does not tell which run on the CPU"
+        words = (
+            f"{num_native} of {len(OPERATIONS)} examined; "
+            "the library does not tell which run on the CPU"
+        )
     rows.insert(0, ("operations", True, words))
     return rows
 

@@ -1,4 +1,4 @@
-"""A small HTTP client of this server for chat and complete: JSON, server-sent events, one-line errors."""
+"""A small HTTP client for `chat` and `complete`: JSON, server-sent events, errors of one line."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The `fastdeploy` command: finds the subcommand, imports only its module, turns errors into one line.
+"""The `fastdeploy` command: finds a command, imports only its module, turns errors into one line.
 
-Nothing heavy is imported here: `fastdeploy --help` must answer in 0.15 s. Plugins add commands through
-group `fastdeploy.commands`; they are looked for only under a name that is not the core's.
+Nothing heavy is imported here: `fastdeploy --help` must answer in 0.15 s. Plugins add commands
+through group `fastdeploy.commands`; metadata is read only for a name that is not the core's.
 """
 
 from __future__ import annotations

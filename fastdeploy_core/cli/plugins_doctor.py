@@ -1,4 +1,4 @@
-"""`fastdeploy plugins doctor`: every plugin imported in a child process, with time, verdict, hint."""
+"""`fastdeploy plugins doctor`: imports every plugin in a child process; time, verdict, hint."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def plugin_rows(inventory: Inventory, timeout_s: float) -> list[dict[str, Any]]:
 
 
 def device_rows(inventory: Inventory) -> list[dict[str, Any]]:
-    """Strangers' devices whose hardware is here: what they really do, each in a process of its own."""
+    """What devices of plugins whose hardware is here really do, each in a process of its own."""
     hooks = hook_manager(inventory=inventory)
     decision, candidates = ask_candidates(
         hooks, inventory, "device", "fd_device_probe", DeviceQuestion()

@@ -1,4 +1,4 @@
-"""`fastdeploy plugins show NAME`: what one plugin provides, declared by itself in a child process."""
+"""`fastdeploy plugins show NAME`: what one plugin provides, as it says in a child process."""
 
 from __future__ import annotations
 

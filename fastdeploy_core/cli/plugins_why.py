@@ -79,13 +79,14 @@ def _place(
 def _shapes(arguments: argparse.Namespace) -> ModelShapes:
     from fastdeploy_core.config.model import read_model_config
     from fastdeploy_core.models.shapes import read_shapes
+    from fastdeploy_core.plugins.checkpoints import find_model
 
     if not arguments.model:
         raise ConfigError(
             f"`why {arguments.kind}` depends on the model's shapes; add --model DIR "
             "(a folder with config.json)"
         )
-    config = read_model_config(arguments.model, {"dtype": arguments.dtype})
+    config = read_model_config(arguments.model, {"dtype": arguments.dtype}, find_model)
     return read_shapes(config.hf_config, arguments.tensor_parallel_size, config.dtype)
 
 
@@ -146,9 +147,10 @@ def _quantization_question(
 
     if arguments.model:
         from fastdeploy_core.config.model import read_model_config
+        from fastdeploy_core.plugins.checkpoints import find_model
 
         asked = {"dtype": arguments.dtype, "quantization": arguments.quantization}
-        settings = read_quantization(read_model_config(arguments.model, asked))
+        settings = read_quantization(read_model_config(arguments.model, asked, find_model))
         method, config = settings.method, settings.config
     else:
         config = parse_quantization(arguments.quantization)

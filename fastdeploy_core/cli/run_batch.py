@@ -39,11 +39,12 @@ def main(argv: Sequence[str]) -> int:
     if not target.parent.is_dir():
         raise ConfigError(f"folder {str(target.parent)!r} of the output file does not exist")
     from fastdeploy_core.config.arguments import build_engine_config, build_server_config
+    from fastdeploy_core.plugins.checkpoints import find_model
 
     from .logs import setup_logging
 
     setup_logging(values.get("log_level", "info"))
-    engine = build_engine_config(of_scope(values, "engine"))
+    engine = build_engine_config(of_scope(values, "engine"), find_model)
     server = build_server_config(values, engine)
     # Nobody else reaches this app, so it needs no keys; and a batch waits instead of being refused.
     limit = engine.batch.max_num_seqs * IN_FLIGHT_PER_SEQ

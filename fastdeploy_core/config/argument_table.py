@@ -58,7 +58,10 @@ _MODEL = group(
     "model",
     "engine",
     row(
-        "model", "str", None, "folder of the model (Hugging Face or Paddle layout), or a GGUF file"
+        "model",
+        "str",
+        None,
+        "folder of the model (Hugging Face or Paddle layout), or a file in a format of a plugin",
     ),
     row(
         "served_model_name",

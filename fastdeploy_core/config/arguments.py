@@ -29,6 +29,7 @@ from .engine import (
     WatchdogConfig,
 )
 from .graphs import read_graphs
+from .model import FindModel, find_folder, read_model_config
 from .server import ServerConfig
 from .speculative import read_speculative
 
@@ -46,8 +47,9 @@ __all__ = [
 DEFAULT_BATCHED_TOKENS = 2048
 
 
-def build_engine_config(values: Mapping[str, Any]) -> EngineConfig:
-    """The engine's configuration from arguments under any known spelling.
+def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder) -> EngineConfig:
+    """The engine's configuration from arguments under any known spelling. `find`: see
+    read_model_config.
 
     Raises ConfigError for unknown, refused or server-only names, wrong types, values out of range,
     a model folder that is missing, and settings that contradict each other.
@@ -56,7 +58,7 @@ def build_engine_config(values: Mapping[str, Any]) -> EngineConfig:
         if ARGUMENTS[name].scope != "engine":
             raise ConfigError(f"{name} is an argument of the server, not of the engine")
     v = with_defaults(values)
-    model = _model_config(v)
+    model = _model_config(v, find)
     return EngineConfig(
         model=model,
         cache=_cache_config(v),
@@ -89,8 +91,7 @@ def _parallel_config(v: Mapping[str, Any]) -> ParallelConfig:
     if v["expert_communicator"] and not v["enable_expert_parallel"]:
         raise ConfigError(
             f"--expert-communicator {v['expert_communicator']} needs --enable-expert-parallel: "
-            "without "
-            "it every rank has a share of every expert"
+            "without it every rank has a share of every expert"
         )
     return ParallelConfig(
         tensor_parallel_size=v["tensor_parallel_size"],
@@ -99,11 +100,9 @@ def _parallel_config(v: Mapping[str, Any]) -> ParallelConfig:
     )
 
 
-def _model_config(v: Mapping[str, Any]) -> ModelConfig:
+def _model_config(v: Mapping[str, Any], find: FindModel) -> ModelConfig:
     if not v["model"]:
         raise ConfigError("no model given; name a folder: `fastdeploy serve DIR` or --model DIR")
-    from .model import read_model_config
-
     model = read_model_config(
         v["model"],
         {
@@ -119,6 +118,7 @@ def _model_config(v: Mapping[str, Any]) -> ModelConfig:
             "chat_template": _chat_template(v["chat_template"]),
             "weight_cache": v["weight_cache"],
         },
+        find,
     )
     changed = _mapping(v, "override_generation_config")
     return replace(model, generation_config={**model.generation_config, **changed})

@@ -28,6 +28,7 @@ class ModelConfig:
     hf_config: Mapping[str, Any] = field(default_factory=dict)  # config.json as read
     chat_template: str | None = None
     weight_cache: str = ""  # folder where laid-out weights are kept; empty: nowhere
+    checkpoint_format: str = ""  # the driver that reads `path`; empty: a folder of safetensors
 
     @property
     def architecture(self) -> str:

@@ -18,7 +18,9 @@ _PREFILL = (
     "decode steps and steps with prompts are both captured, each as one graph; only the batch "
     "sizes of decode steps can be chosen"
 )
-_ALWAYS = "recordings share one memory, cover the whole model, and are warmed up as they need it"
+_ALWAYS = (
+    "captured graphs share one memory, cover the whole model, and are warmed up as they need it"
+)
 
 GRAPH_ROWS: tuple[Argument, ...] = group(
     "graph capture",
@@ -28,16 +30,15 @@ GRAPH_ROWS: tuple[Argument, ...] = group(
         "graph_capture_sizes",
         "ints",
         None,
-        "batch sizes for which decode steps are recorded; smaller batches are padded; default: 1, "
-        "2, 4, "
-        "then steps of 8, 16 and 32 up to --max-num-seqs",
+        "batch sizes for which decode steps are captured; smaller batches are padded; default: 1, "
+        "2, 4, then steps of 8, 16 and 32 up to --max-num-seqs",
         aliases=("cudagraph_capture_sizes",),
     ),
     row(
         "max_graph_capture_size",
         "int",
         None,
-        "largest batch size for which decode steps are recorded; default: --max-num-seqs, at most "
+        "largest batch size for which decode steps are captured; default: --max-num-seqs, at most "
         "512",
         aliases=("max_cudagraph_capture_size",),
         low=1,
@@ -117,14 +118,14 @@ def _combine(wanted: list[tuple[str, GraphConfig]]) -> GraphConfig:
                 continue
             if name in said and said[name][1] != value:
                 raise ConfigError(
-                    f"{said[name][0]} and {flag} say different things about recorded steps; give "
+                    f"{said[name][0]} and {flag} say different things about captured graphs; give "
                     "one"
                 )
             said[name] = (flag, value)
     if "enabled" in said and len(said) > 1:
         other = next(flag for name, (flag, _) in said.items() if name != "enabled")
         raise ConfigError(
-            f"{said['enabled'][0]} records nothing, {other} says what to record; give one of them"
+            f"{said['enabled'][0]} captures nothing, {other} says what to capture; give one of them"
         )
     return GraphConfig(**{name: value for name, (_, value) in said.items()})
 
@@ -167,9 +168,12 @@ def _sizes(values: Any) -> tuple[int, ...]:
         text = str(value).strip()
         if isinstance(value, bool) or not text.isdecimal() or not 1 <= int(text) <= MAX_SIZE:
             raise ConfigError(
-                f"batch sizes of recorded steps are numbers from 1 to {MAX_SIZE}, got {value!r:.40}"
+                f"batch sizes of captured graphs are numbers from 1 to {MAX_SIZE}; "
+                f"got {value!r:.40}"
             )
         found.add(int(text))
     if not found:
-        raise ConfigError("no batch size is given for recorded steps; --enforce-eager records none")
+        raise ConfigError(
+            "no batch size is given for captured graphs; --enforce-eager captures none"
+        )
     return tuple(sorted(found))

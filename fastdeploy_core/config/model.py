@@ -1,14 +1,14 @@
 """Builds a ModelConfig from a model folder (config.json, generation_config.json) and the arguments.
 
-Reads JSON, or the header of a GGUF file. models/shapes.py decides whether an architecture can be
-served; loading/loader.py checks whether the weights are complete.
+Reads JSON; plugins/checkpoints.py finds models in other formats. models/shapes.py decides whether
+an architecture can be served; loading/loader.py checks whether the weights are complete.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -45,8 +45,47 @@ _MAX_JSON_BYTES: Final = 16 * 1024 * 1024
 _DEFAULT_MAX_MODEL_LEN: Final = 2048
 
 
-def read_model_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """The validated configuration of the model in a local folder.
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """What a model path leads to. `checkpoint_format`: the driver that reads it; empty: the folder
+    holds config.json and *.safetensors."""
+
+    path: Path
+    tokenizer_path: Path
+    hf_config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    checkpoint_format: str = ""
+
+
+FindModel = Callable[[Path, Mapping[str, Any]], FoundModel]
+
+
+def find_folder(path: Path, asked: Mapping[str, Any]) -> FoundModel:
+    """The model in a folder with config.json; ConfigError if there is none. `asked`: the overrides
+    of read_model_config."""
+    if not path.is_dir():
+        raise ConfigError(
+            f"model {str(path)!r} is not a folder on this machine; expected a folder with "
+            "config.json, tokenizer.json and *.safetensors; download the model first and pass its "
+            "path"
+        )
+    own = path / "generation_config.json"
+    return FoundModel(
+        path,
+        Path(asked.get("tokenizer_path") or path).expanduser(),
+        read_json(path / "config.json"),
+        read_json(own) if own.exists() else {},
+    )
+
+
+def read_model_config(
+    path: str | Path,
+    overrides: Mapping[str, Any] | None = None,
+    find: FindModel = find_folder,
+) -> ModelConfig:
+    """The validated configuration of the model at a local path.
+
+    `find` looks there: plugins.checkpoints.find_model also knows the formats of plugins.
 
     `overrides` uses the field names of ModelConfig; a missing or None entry means the default.
     Also: `dtype` may be "auto" (the checkpoint's), `generation_config` is "auto" (the model's own
@@ -58,7 +97,7 @@ def read_model_config(path: str | Path, overrides: Mapping[str, Any] | None = No
         raise ConfigError(
             f"unknown model setting {', '.join(unknown)}; possible: {', '.join(sorted(_OVERRIDES))}"
         )
-    found = _find(Path(path).expanduser(), asked)
+    found = find(Path(path).expanduser(), asked)
     hf_config = {**found.hf_config, **_mapping(asked, "hf_overrides")}
     _check_architectures(hf_config, found.path)
     load_format = asked.get("load_format", "auto")
@@ -70,8 +109,7 @@ def read_model_config(path: str | Path, overrides: Mapping[str, Any] | None = No
     if weight_cache and load_format == "dummy":
         raise ConfigError(
             "--weight-cache keeps the weights of a checkpoint and --load-format dummy has none; "
-            "drop "
-            "one of them"
+            "drop one of them"
         )
     dtype_asked = str(asked.get("dtype", "auto"))
     return ModelConfig(
@@ -91,68 +129,8 @@ def read_model_config(path: str | Path, overrides: Mapping[str, Any] | None = No
         hf_config=hf_config,
         chat_template=asked.get("chat_template"),
         weight_cache=weight_cache,
+        checkpoint_format=found.checkpoint_format,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What a model path holds: a folder, or a GGUF file that replaces it."""
-
-    path: Path
-    tokenizer_path: Path
-    hf_config: Mapping[str, Any]
-    generation_config: Mapping[str, Any]
-
-
-def _find(path: Path, asked: Mapping[str, Any]) -> _Found:
-    tokenizer = asked.get("tokenizer_path")
-    if path.is_file() or not (path / "config.json").exists():
-        from fastdeploy_core.gguf.reader import find_gguf
-
-        file = find_gguf(path)
-        if file is not None and asked.get("load_format") == "safetensors":
-            raise ConfigError(
-                f"{file} is a GGUF file and --load-format says safetensors; leave the flag out, or "
-                "pass a "
-                "folder with *.safetensors"
-            )
-        if file is not None:
-            return _find_gguf(file, tokenizer, str(asked.get("quantization") or ""))
-    if not path.is_dir():
-        raise ConfigError(
-            f"model {str(path)!r} is not a folder on this machine, nor a GGUF file; expected a "
-            "folder with "
-            "config.json, tokenizer.json and *.safetensors, or a file *.gguf; download the model "
-            "first and "
-            "pass its path"
-        )
-    own = path / "generation_config.json"
-    return _Found(
-        path,
-        Path(tokenizer or path).expanduser(),
-        read_json(path / "config.json"),
-        read_json(own) if own.exists() else {},
-    )
-
-
-def _find_gguf(file: Path, tokenizer: Any, quantization: str) -> _Found:
-    from fastdeploy_core.gguf.folder import tokenizer_folder
-    from fastdeploy_core.gguf.reader import GGUFModel
-    from fastdeploy_core.gguf.settings import METHOD, PACKED, generation_config, model_config
-
-    model = GGUFModel(file)
-    hf_config = model_config(model)
-    packed = hf_config.pop("quantization_config", None)
-    if packed is None and quantization == METHOD:
-        raise ConfigError(
-            f"{file} has no matrix in a format that can stay packed ({', '.join(PACKED)}); leave "
-            "--quantization out to compute in the model's dtype, or round anew with wint8 or wint4"
-        )
-    if packed is not None and quantization in ("", METHOD):
-        hf_config["quantization_config"] = {**packed, "is_kept": quantization == METHOD}
-    # With any other --quantization the file is decoded and quantized again.
-    folder = Path(tokenizer).expanduser() if tokenizer else tokenizer_folder(model)
-    return _Found(file, folder, hf_config, generation_config(model))
 
 
 def fit_dtype(
@@ -235,9 +213,8 @@ def checkpoint_layout(
     raise ConfigError(
         "cannot tell whether the checkpoint is in torch or Paddle layout: config.json has "
         f"{'both torch_dtype and dtype' if has_torch else 'neither torch_dtype nor dtype'}; "
-        "expected "
-        "torch_dtype (torch), dtype with transformers_version above 4.56.0 (torch) or dtype alone "
-        "(Paddle); correct config.json or set FD_FOR_TORCH_MODEL_FORMAT=1"
+        "expected torch_dtype (torch), dtype with transformers_version above 4.56.0 (torch) or "
+        "dtype alone (Paddle); correct config.json or set FD_FOR_TORCH_MODEL_FORMAT=1"
     )
 
 
@@ -303,7 +280,7 @@ def _longest(hf_config: Mapping[str, Any]) -> int | None:
     return int(trained * factor) if kind == "linear" else trained
 
 
-def _generation_config(found: _Found, source: str) -> Mapping[str, Any]:
+def _generation_config(found: FoundModel, source: str) -> Mapping[str, Any]:
     if source in ("none", "vllm"):  # vLLM's word for its own defaults instead of the model's
         return {}
     if source != "auto":

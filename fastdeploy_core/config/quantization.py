@@ -66,8 +66,7 @@ def read_quantization(model: ModelConfig, kv_dtype: str = "auto") -> Quantizatio
         elif len(asked) > 1:
             notes.append(
                 f"{', '.join(_options(asked))} of --quantization have no effect: how the "
-                "checkpoint is "
-                "quantized is up to its config.json"
+                "checkpoint is quantized is up to its config.json"
             )
     else:
         config = dict(asked)

@@ -25,7 +25,7 @@ _MULTIMODAL = "only text models are served"
 _DISAGGREGATION = "prefill/decode disaggregation is not part of this version"
 _PLUGIN_SECTION = "options of a scheduler plugin go in its own section: --scheduler-config.{}"
 _WARMUP = (
-    "steps are warmed up at start-up when they are recorded: --enforce-eager, --graph-capture-sizes"
+    "steps are warmed up at start-up when they are captured: --enforce-eager, --graph-capture-sizes"
 )
 _EXPERTS = "experts stay where they are: --enable-expert-parallel, --expert-communicator"
 _NO_LORA = "LoRA adapters are not part of this version"
@@ -64,7 +64,7 @@ REFUSED: dict[str, Refused] = {
     **_many("weights are loaded once", "rsync_config"),
     **_many(_NO_PORT, "engine_worker_queue_port", "cache_queue_port", "pd_comm_port",
         "rdma_comm_ports", "controller_port", "innode_prefill_ports"),
-    **_many("metrics are at /metrics of the API port, behind the same keys", "metrics_port"),
+    **_many("metrics are at /metrics of the API port, under the same keys", "metrics_port"),
     **_many("the watchdog covers this: --progress-timeout", "timeout", harmless=("0",)),
     **_many("a full queue is answered at once; --scheduler-ttl limits waiting", "max_waiting_time",
         harmless=("-1",)),

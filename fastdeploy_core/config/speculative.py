@@ -70,7 +70,7 @@ REFUSED: Final[dict[str, tuple[str, Any]]] = {
     "max_model_len": ("drafts are made up to the target's length", None),
     "enforce_eager": (_GRAPHS, None),
     "disable_padded_drafter_batch": ("the device driver decides about padding", False),
-    "use_local_argmax_reduction": ("drafts are drawn like the target's tokens", False),
+    "use_local_argmax_reduction": ("drafts are sampled like the target's tokens", False),
     "attention_backend": (_NO_DRIVER, None),
     "moe_backend": (_NO_DRIVER, None),
     "parallel_drafting": (_CHAIN, False),
@@ -79,7 +79,7 @@ REFUSED: Final[dict[str, tuple[str, Any]]] = {
     "posterior_alpha": (_EXACT, None),
     "rejection_sample_method": (_EXACT, "strict"),
     "acceptance_method": (_EXACT, "rejection_sampler"),
-    "draft_sample_method": ("drafts are drawn with the target's own random numbers", None),
+    "draft_sample_method": ("drafts are sampled with the target's own random numbers", None),
     "disable_logprobs": ("log-probabilities are given to who asks for them", False),
     "disable_log_stats": ("set --disable-log-stats for the whole server", False),
 }
@@ -108,8 +108,7 @@ def read_speculative(
             if key in left:
                 raise ConfigError(
                     f"{FLAG}.{key} belongs to acceptance {LOSSY_TOP_P!r}, which changes the "
-                    "output's "
-                    f"distribution and was not asked for; leave it out, or set acceptance"
+                    f"output's distribution and was not asked for; leave it out, or set acceptance"
                 )
     settings: dict[str, Any] = {
         "max_candidate_len": _whole(left, "max_candidate_len", 5, 1, 64),
@@ -137,8 +136,7 @@ def _method(left: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         unknown = f" and has no key {near[0]}" if near else ""
         raise ConfigError(
             f"{FLAG} needs a method{unknown}, such as {FLAG}.method ngram_match; see: fastdeploy "
-            "plugins "
-            "list --kind speculative"
+            "plugins list --kind speculative"
         )
     if method in NO_METHOD:
         raise ConfigError(
@@ -162,8 +160,7 @@ def _draft_ranks(left: dict[str, Any], tensor_parallel_size: int) -> None:
     if asked is not None and asked != tensor_parallel_size:
         raise ConfigError(
             f"{FLAG}.draft_tensor_parallel_size {asked!r:.40} is not possible: the draft's layers "
-            "are "
-            f"divided as the target's are; leave it out or give {tensor_parallel_size} "
+            f"are divided as the target's are; leave it out or give {tensor_parallel_size} "
             "(--tensor-parallel-size)"
         )
 
@@ -176,8 +173,7 @@ def _acceptance(left: dict[str, Any]) -> Literal["lossless", "lossy_top_p"]:
         if name == "greedy":
             raise ConfigError(
                 f"{FLAG}.verify_strategy {strategy!r:.40} is not possible: it would make every "
-                "request "
-                "greedy; send temperature 0 for that; possible: target_match, topp"
+                "request greedy; send temperature 0 for that; possible: target_match, topp"
             )
         if name not in _ACCEPTANCE_OF:
             raise ConfigError(

@@ -1,9 +1,11 @@
-"""The small kinds: model families, parsers, logits processors, grammar backends."""
+"""The small kinds: model families, checkpoint formats, parsers, logits processors, grammar
+backends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -14,6 +16,8 @@ from .model import ModelShapes, StoredTensor
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor, TensorLibrary
+
+    from .device import DeviceBackend
 
 
 @runtime_checkable
@@ -37,7 +41,7 @@ class CausalLM(Protocol):
         """input_ids, positions: [num_tokens] int64; returns hidden states [num_tokens, hidden].
 
         Where context.rows (layers.ForwardContext) names tokens, it returns theirs alone, [n, hidden]: what stands behind
-        the last block's attention need not be computed for others. Added in contract 0.12."""
+        the last block's attention need not be computed for others. Added in contract 1.0."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -81,6 +85,57 @@ class ExtensibleLM(CausalLM, Protocol):
         family's number-th would be. Call it with (x, residual or None, positions, context), which it
         may overwrite: it returns the two addends of its output, the second None where they are added
         already."""
+        ...
+
+
+@runtime_checkable
+class CheckpointFormat(Protocol):
+    """A model that is stored otherwise than as config.json and *.safetensors. The entry point's
+    name is the suffix of its files in lower case, without the dot.
+
+    Constructed as `Driver(path)`: a file of that suffix, or a folder that has such files and not
+    both config.json and *.safetensors. The parent process constructs it to configure the engine,
+    every worker again with `path` for the tensors. The constructor reads headers at most. All raise
+    WeightError for a checkpoint that is damaged or incomplete, ConfigError or UnsupportedModel for
+    a model that cannot be served; messages name the file. Added in contract 1.0."""
+
+    name: str
+    contract: tuple[int, int]
+    path: Path  # where the model is; its last part names the model for clients
+
+    def __init__(self, path: Path) -> None: ...
+
+    @property
+    def files(self) -> Sequence[Path]:
+        """All files that tensors are read from."""
+        ...
+
+    def config(self, quantization: str) -> dict[str, Any]:
+        """The model's config.json as Hugging Face writes it, with `quantization_config` for tensors
+        that stay quantized. `quantization` is what --quantization says, empty without it."""
+        ...
+
+    def generation_config(self) -> dict[str, Any]:
+        """generation_config.json: sampling defaults and eos_token_id."""
+        ...
+
+    def tokenizer_folder(self, cache: Path) -> Path:
+        """A folder with tokenizer.json and tokenizer_config.json. One that has to be made is made
+        below `cache`, which may not exist yet, and found there the next time. Called where the user
+        names no other tokenizer."""
+        ...
+
+    def tensors(
+        self,
+        config: Mapping[str, Any],
+        device: DeviceBackend,
+        dtype: str,
+        is_wanted: Callable[[str], bool],
+    ) -> Sequence[tuple[str, StoredTensor]]:
+        """Every tensor by its name in a Hugging Face checkpoint of the architecture, unread, in the
+        order that is cheapest to read. `config` is config() with the user's overrides, `dtype`
+        the one that the model computes in and that tensors of fewer bits are decoded to.
+        `is_wanted(name)` says whether the model has a place for a tensor of that name."""
         ...
 
 

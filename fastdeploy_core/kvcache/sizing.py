@@ -93,8 +93,7 @@ def _too_small(
     source = "set" if cache.kv_cache_memory_bytes is not None else "left after weights and a step"
     text = (
         f"too little memory for the KV cache: one sequence of {max_model_len} tokens needs "
-        f"{needed} "
-        f"blocks of {worker.block_size} tokens = {needed} x {worker.bytes_per_block} = "
+        f"{needed} blocks of {worker.block_size} tokens = {needed} x {worker.bytes_per_block} = "
         f"{needed * worker.bytes_per_block} bytes; {_budget(worker, cache)} bytes are {source}, "
         f"enough for {num_blocks} blocks"
     )

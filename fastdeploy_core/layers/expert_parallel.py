@@ -109,8 +109,7 @@ class DividedExperts:
         if not isinstance(driver, DividedMoEBackend):
             raise CapabilityError(
                 f"MoE driver {driver.name!r} computes all experts of a block or none; choose "
-                "another "
-                "with --moe-backend, or leave out --enable-expert-parallel"
+                "another with --moe-backend, or leave out --enable-expert-parallel"
             )
         self._driver, self._routing = driver, routing
         self._scores = build.kernels["linear_float32"]
@@ -182,9 +181,9 @@ class Exchange:
             return x
         row = xp.arange(num_rows, device=x.device).unsqueeze(1)
         ids = (row >= offsets[1:].unsqueeze(0)).sum(1).unsqueeze(1)
-        nobody = xp.full([num_rows, 1], -1, dtype=ids.dtype, device=x.device)
+        unused = xp.full([num_rows, 1], -1, dtype=ids.dtype, device=x.device)
         ones = xp.ones([num_rows, 1], dtype=xp.float32, device=x.device)
-        ids = xp.where(ids < self._held, ids, nobody)
+        ids = xp.where(ids < self._held, ids, unused)
         return self._driver.forward_routed(x, weights, ids, ones)
 
 

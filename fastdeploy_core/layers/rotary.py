@@ -2,7 +2,7 @@
 
 The rotation itself is the kernel `rotary_embedding`. Frequencies are float32, as in the training of
 the models. Rules: linear (position interpolation), llama3 (the Llama 3.1 release), yarn (arXiv
-2309.00071), factors (the form that GGUF files store).
+2309.00071), factors (such a rule as one number per frequency).
 """
 
 from __future__ import annotations

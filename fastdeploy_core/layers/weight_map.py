@@ -55,8 +55,7 @@ class Placement:
         if self.done:
             raise WeightError(
                 f"weight {self.name} comes twice in the checkpoint; expected it once, alone or "
-                "joined "
-                "with others"
+                "joined with others"
             )
         if not self._holds(stored.dtype):
             raise WeightError(
@@ -244,8 +243,7 @@ class WeightMap:
         if tuple(stored.shape) != shape:
             raise WeightError(
                 f"weight {name} has shape {list(stored.shape)}; config.json asks for "
-                f"{list(shape)}; "
-                "the checkpoint does not belong to this config.json"
+                f"{list(shape)}; the checkpoint does not belong to this config.json"
             )
         for part in parts:
             placement = self.placements[part.name]

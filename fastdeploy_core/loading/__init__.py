@@ -1,2 +1,2 @@
-"""From checkpoint files to a loaded model: safetensors with read-ahead, GGUF, or the weight
-cache."""
+"""From checkpoint files to a loaded model: safetensors with read-ahead, formats of plugins, or the
+weight cache."""

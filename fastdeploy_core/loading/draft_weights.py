@@ -42,9 +42,7 @@ def load_draft_weights(
             hf_config = read_json(stated) if stated.is_file() else config.model.hf_config
             layout = checkpoint_layout(hf_config, force_torch=envs.FD_FOR_TORCH_MODEL_FORMAT)
             weights.swap_linear = layout == "paddle"
-            tensors = stack.enter_context(
-                Checkpoint(open_files(path, build, hf_config), build.tp_rank)
-            )
+            tensors = stack.enter_context(Checkpoint(open_files(path, build.device), build.tp_rank))
             source = f"the draft checkpoint in {folder}"
         else:
             weights.swap_linear = model.weights.swap_linear
@@ -54,8 +52,7 @@ def load_draft_weights(
     if unknown:
         raise WeightError(
             f"{source} has {len(unknown)} draft weights that this speculative method does not "
-            "know: "
-            f"{some_names(unknown)}; they do not belong to the target's config.json"
+            f"know: {some_names(unknown)}; they do not belong to the target's config.json"
         )
     missing = weights.missing()
     if missing:

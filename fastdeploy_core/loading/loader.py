@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,13 +19,14 @@ from fastdeploy_core.config.model import checkpoint_layout, fit_dtype
 from fastdeploy_core.config.quantization import quantization_of
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
 from fastdeploy_core.contracts.kv_formats import kv_format
-from fastdeploy_core.contracts.model import ModelShapes
+from fastdeploy_core.contracts.model import ModelShapes, StoredTensor
 from fastdeploy_core.contracts.quantizer import make_quantizer
-from fastdeploy_core.contracts.small import CausalLM
+from fastdeploy_core.contracts.small import CausalLM, CheckpointFormat
 from fastdeploy_core.errors import UnsupportedModel, WeightError
 from fastdeploy_core.layers import ModelBuilder
 from fastdeploy_core.layers.cache_scales import CACHE_SCALE_NAMES
 from fastdeploy_core.layers.expert_parallel import ExpertRanks
+from fastdeploy_core.tensor import DTYPE_BYTES
 
 from .read_ahead import ReadAhead
 from .weight_cache import weight_cache
@@ -70,15 +72,14 @@ def load_model(
     hf_config = model_config.hf_config
     family = load_driver("model", model_config.architecture)
     shapes = family.shapes(hf_config, tp_size, model_config.dtype)
-    block_size = config.cache.block_size
     attention_class = load_driver("attention", "")
-    settings = quantization_of(config)
+    block_size, settings = config.cache.block_size, quantization_of(config)
     report += settings.notes
     quantizer, quantizers = None, partial(load_driver, "quantizer")
     if settings.method:
         quantizer = make_quantizer("", settings.config, device, kernels, quantizers)
-    kind = kv_format(settings.kv_format)
-    keeping = weight_cache(config.parallel, model_config, settings, device, tp_rank)
+    kind, checkpoint = kv_format(settings.kv_format), _checkpoint(model_config, load_driver)
+    keeping = weight_cache(config.parallel, model_config, settings, device, tp_rank, checkpoint)
     with device.xp.no_grad(), keeping as cache:
         build = ModelBuilder(
             device,
@@ -102,7 +103,7 @@ def load_model(
             build.weights.ignore(text)
         model = family(hf_config, build)
         _check_layers(shapes, build)
-        fill_from_folder(model, build, model_config.path, hf_config, model_config)
+        fill_model(model, build, model_config.path, hf_config, model_config, checkpoint)
     report += [*cache.report, *_unquantized_lines(build), *_expert_lines(build)]
     return LoadedModel(
         model=model,
@@ -137,6 +138,15 @@ def _check_layers(shapes: ModelShapes, build: ModelBuilder) -> None:
             f"{shapes.architecture} states {len(stated)} layers with a cache and builds "
             f"{len(build.kv_layers)}{where}; shapes() must state what the constructor builds"
         )
+
+
+def _checkpoint(model: ModelConfig, load_driver: LoadDriver) -> CheckpointFormat | None:
+    """What reads a checkpoint that is no folder of safetensors."""
+    if not model.checkpoint_format or model.load_format == "dummy":
+        return None
+    driver = load_driver("checkpoint_format", model.checkpoint_format)
+    opened: CheckpointFormat = driver(model.path)
+    return opened
 
 
 def _expert_ranks(
@@ -174,15 +184,17 @@ def _unquantized_lines(build: ModelBuilder) -> list[str]:
     ]
 
 
-def fill_from_folder(
+def fill_model(
     model: CausalLM,
     build: ModelBuilder,
-    folder: Path,
+    path: Path,
     hf_config: Mapping[str, Any],
     config: ModelConfig,
+    checkpoint: CheckpointFormat | None = None,
 ) -> None:
     """Load every tensor of the checkpoint into the model; WeightError unless all required tensors
-    were found. `hf_config`: the folder's config.json."""
+    were found. `hf_config`: the config.json of the model at `path`. Without `checkpoint` that is a
+    folder of safetensors."""
     architecture = str((hf_config.get("architectures") or [config.architecture])[0])
     with ExitStack() as stack:
         if config.load_format == "dummy":
@@ -193,12 +205,16 @@ def fill_from_folder(
         else:
             layout = checkpoint_layout(hf_config, force_torch=envs.FD_FOR_TORCH_MODEL_FORMAT)
             build.weights.swap_linear = layout == "paddle"
-            files = open_files(folder, build, hf_config)
+            files: Sequence[WeightFile] = (
+                open_files(path, build.device)
+                if checkpoint is None
+                else [DriverTensors(checkpoint, build, hf_config)]
+            )
             tensors = stack.enter_context(Checkpoint(files, build.tp_rank))
-            if build.device.limits.asynchronous and not folder.is_file():
-                # Tensors of a GGUF file are decoded on the host, without read-ahead.
+            if build.device.limits.asynchronous and checkpoint is None:
+                # A driver's tensors may be decoded on the host, so they have no read-ahead.
                 tensors = stack.enter_context(ReadAhead(build.device, build.weights)).over(tensors)
-            source = f"the checkpoint in {folder}"
+            source = f"the checkpoint in {path}"
         unknown = model.load_weights(tensors)
     if unknown:
         raise WeightError(
@@ -239,16 +255,38 @@ class WeightFile(Protocol):
         ...
 
 
-def open_files(
-    path: Path, build: ModelBuilder, hf_config: Mapping[str, Any]
-) -> Sequence[WeightFile]:
-    """The checkpoint under a model path: the safetensors files of a folder, or a GGUF file."""
-    if not path.is_file():
-        return [SafetensorsFile(file, build.device) for file in find_files(path)]
-    from .gguf_weights import GGUFWeights
+def open_files(folder: Path, device: DeviceBackend) -> list[SafetensorsFile]:
+    """The safetensors files of a folder."""
+    return [SafetensorsFile(file, device) for file in find_files(folder)]
 
-    wanted = build.weights.placements.__contains__
-    return [GGUFWeights(path, hf_config, build.device, build.dtype, wanted)]
+
+class DriverTensors:
+    """WeightFile: what the driver of a checkpoint format reads."""
+
+    def __init__(
+        self, checkpoint: CheckpointFormat, build: ModelBuilder, hf_config: Mapping[str, Any]
+    ) -> None:
+        self.path = checkpoint.path
+        is_wanted = build.weights.placements.__contains__
+        self._tensors = checkpoint.tensors(hf_config, build.device, build.dtype, is_wanted)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything tensors() gives."""
+        return sum(stored_bytes(tensor) for _, tensor in self._tensors)
+
+    def names(self) -> list[str]:
+        """Checkpoint names of what tensors() gives."""
+        return [name for name, _ in self._tensors]
+
+    def tensors(self) -> Iterator[Named]:
+        """Every tensor, in the driver's order."""
+        return iter(self._tensors)
+
+
+def stored_bytes(tensor: StoredTensor) -> int:
+    """Bytes of the tensor as it is read."""
+    return DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape)
 
 
 class Checkpoint:
@@ -281,4 +319,4 @@ class Checkpoint:
         for file in self._files:
             for name, tensor in file.tensors():
                 yield name, tensor
-                self._bar.update(tensor.nbytes)
+                self._bar.update(stored_bytes(tensor))

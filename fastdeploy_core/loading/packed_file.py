@@ -105,8 +105,7 @@ class PackedFile:
     def _refused(self, why: str) -> WeightError:
         return WeightError(
             f"{self.path} of --weight-cache cannot be used: {why}; delete this file, and the next "
-            "start "
-            "writes it anew, or pass another folder"
+            "start writes it anew, or pass another folder"
         )
 
 

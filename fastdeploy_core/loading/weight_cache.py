@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.config import ModelConfig, ParallelConfig
     from fastdeploy_core.config.quantization import QuantizationSettings
     from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.contracts.small import CheckpointFormat
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +96,7 @@ class WeightCache:
         except (ValueError, KeyError, TypeError) as error:
             raise WeightError(
                 f"{self._path} of --weight-cache holds a weight {name} that the device cannot "
-                "take: "
-                f"{error}; delete this file, and the next start writes it anew"
+                f"take: {error}; delete this file, and the next start writes it anew"
             ) from None
         self._num_weights += 1
         self.num_bytes += sum(array.nbytes for array in found[1])
@@ -137,8 +138,10 @@ def weight_cache(
     quantization: QuantizationSettings,
     device: DeviceBackend,
     rank: int,
+    checkpoint: CheckpointFormat | None = None,
 ) -> WeightCache:
-    """The cache of this rank; it keeps nothing if no cache was asked for or the device cannot."""
+    """The cache of this rank; it keeps nothing if no cache was asked for or the device cannot.
+    `checkpoint`: the driver that reads model.path, unless that is a folder of safetensors."""
     if not model.weight_cache:
         return WeightCache(None, None)
     if not isinstance(device, PackingDevice):
@@ -153,16 +156,16 @@ def weight_cache(
         "layout": envs.FD_FOR_TORCH_MODEL_FORMAT,
     }
     own = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode())
-    own.update(_fingerprint(model.path))
+    own.update(_fingerprint(find_files(model.path) if checkpoint is None else checkpoint.files))
     name = f"{model.path.name}-{own.hexdigest()[:16]}-{device.name}-{rank}.packed"
     return WeightCache(device, Path(model.weight_cache) / name)
 
 
-def _fingerprint(path: Path) -> bytes:
+def _fingerprint(files: Sequence[Path]) -> bytes:
     """A checkpoint's fingerprint: its files' names, sizes and times, and samples of their
     content."""
     digest = hashlib.sha256()
-    for file in [path] if path.is_file() else find_files(path):
+    for file in files:
         status = file.stat()
         digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
         with file.open("rb") as opened:

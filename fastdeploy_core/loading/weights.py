@@ -57,8 +57,7 @@ def find_files(folder: Path) -> list[Path]:
     if list(folder.glob("rank*/*.safetensors")):
         raise WeightError(
             f"the checkpoint in {folder} is divided into rank folders for one parallel size; "
-            "expected "
-            "whole tensors in *.safetensors; merge it with the tool that divided it"
+            "expected whole tensors in *.safetensors; merge it with the tool that divided it"
         )
     index = folder / INDEX_NAME
     single = folder / "model.safetensors"
@@ -128,8 +127,7 @@ class SafetensorsFile:
             if header_bytes > min(size - 8, _MAX_HEADER_BYTES):
                 raise WeightError(
                     f"{path} is no safetensors file or is cut off: its header claims "
-                    f"{header_bytes} "
-                    f"bytes, the file has {size}; finish the download"
+                    f"{header_bytes} bytes, the file has {size}; finish the download"
                 )
             self._base = 8 + header_bytes
             self.entries = _parse_header(path, file.read(header_bytes), size - self._base)

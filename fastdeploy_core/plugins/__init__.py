@@ -1,7 +1,8 @@
-"""Finding and choosing plugins: discovery, safe loading, negotiation, kernel tables. No domain.
+"""Finds and chooses plugins: discovery, safe loading, negotiation, kernel tables. No domain
+knowledge.
 
-Importing this package reads no metadata and loads no plugin; each function below imports what it
-needs, so that the command line stays quick.
+Importing this package reads no metadata and loads no plugin; each function imports what it needs,
+so the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ __all__ = ["lookup", "names"]
 
 
 def lookup(kind: str, name: str, *, inventory: Inventory | None = None) -> Any:
-    """The driver class of that kind and name; PluginNotFound says what there is.
+    """The driver class of that kind and name; PluginNotFound lists what there is.
 
-    For the kinds chosen by name alone (parsers, logits processors, grammars, models). Names come
-    from the kind's entry-point group and, after those, from its fd_register_... hook.
+    For kinds that are chosen by name alone (parsers, logits processors, grammars, models). Names
+    come from the kind's entry-point group, then from its fd_register_... hook.
     """
     from .drivers import lookup as find_and_load
 

@@ -1,7 +1,7 @@
 """What is installed: entry points of this project's groups, read from metadata, importing nothing.
 
-An Inventory holds every entry with a status and, where it is not usable, the reason in words. Other
-modules choose and load; the command line only prints what is found here.
+An Inventory holds every entry with a status and, if it is not usable, the reason. Other modules
+choose and load; the command line only prints.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.plugins.core_commands import CORE_COMMANDS, GROUPS
 
 PREFIX: Final = "fastdeploy."
-HOOKS: Final = "hooks"  # shown as the kind of entries of HOOK_GROUP
+HOOKS: Final = "hooks"  # kind of the entries of HOOK_GROUP, in tables
 
 OK: Final = "ok"
-DISABLED: Final = "disabled"  # FD_PLUGINS or FD_PLUGINS_DISABLED leaves it out
+DISABLED: Final = "disabled"  # left out by FD_PLUGINS or FD_PLUGINS_DISABLED
 DUPLICATE: Final = "duplicate"  # another distribution provides the same name
-CONTRACT_GROUP: Final = "other contract"  # its group is of a contract this core does not speak
-INCOMPATIBLE: Final = "incompatible"  # its metadata asks for another core
+# its group belongs to a contract that this core does not speak
+CONTRACT_GROUP: Final = "other contract"
+INCOMPATIBLE: Final = "incompatible"  # its metadata requires another core
 UNKNOWN_GROUP: Final = "unknown group"
-REFUSED: Final = "refused"  # a command whose name cannot be had
+REFUSED: Final = "refused"  # a command with a name that it cannot have
 
 _KIND_OF_GROUP: Final = {kind.group: kind.name for kind in KINDS.values()} | {HOOK_GROUP: HOOKS}
 _VERSIONED_GROUP: Final = re.compile(r"(?P<group>.+)\.v(?P<major>\d+)")
@@ -51,7 +52,7 @@ class PluginEntry:
 
     @property
     def is_core(self) -> bool:
-        """Whether it belongs to this project's own distribution."""
+        """Whether it belongs to the core's own distribution."""
         return self.distribution == DISTRIBUTION
 
     @property
@@ -67,7 +68,8 @@ class PluginEntry:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """All entries, sorted by kind, name and distribution, and what was odd while reading them."""
+    """All entries, sorted by kind, name and distribution, and the problems found while reading
+    them."""
 
     entries: tuple[PluginEntry, ...]
     problems: tuple[str, ...] = ()
@@ -77,7 +79,7 @@ class Inventory:
         return [e for e in self.entries if e.kind == kind and (e.status == OK or not usable)]
 
     def named(self, kind: str, name: str) -> list[PluginEntry]:
-        """Every entry of that kind and name, whatever its status."""
+        """Every entry of that kind and name, with any status."""
         return [e for e in self.entries if e.kind == kind and e.name == name]
 
     def distributions(self) -> dict[str, str]:
@@ -86,7 +88,7 @@ class Inventory:
 
 
 def canonical(name: str) -> str:
-    """A distribution name as package indexes compare it."""
+    """A distribution name in the normal form that package indexes compare."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -96,7 +98,7 @@ def build_inventory(
     allowed: Iterable[str] | None = None,
     disabled: Iterable[str] = (),
 ) -> Inventory:
-    """Apply the operator's choice, then find duplicates among what is left."""
+    """Apply the operator's choice, then find duplicates among the remaining entries."""
     entries = list(entries)
     problems: list[str] = []
     allow = None if allowed is None else {canonical(n) for n in allowed}
@@ -131,7 +133,7 @@ def build_inventory(
 
 
 def discover(environ: Mapping[str, str] | None = None) -> Inventory:
-    """What is installed, under the operator's FD_PLUGINS and FD_PLUGINS_DISABLED."""
+    """The installed entries under the operator's FD_PLUGINS and FD_PLUGINS_DISABLED."""
     environ = os.environ if environ is None else environ
     return _cached_inventory(
         envs.read("FD_PLUGINS", environ), envs.read("FD_PLUGINS_DISABLED", environ)
@@ -145,14 +147,14 @@ def _cached_inventory(allowed: tuple[str, ...] | None, disabled: tuple[str, ...]
 
 @functools.cache
 def scan() -> tuple[PluginEntry, ...]:
-    """Read all metadata once per process. Statuses that need no choice are set here."""
+    """Read all metadata once per process, and set the statuses that need no choice."""
     found: list[PluginEntry] = []
     seen: set[str] = set()
     for distribution in importlib.metadata.distributions():
         try:
             text = distribution.read_text("entry_points.txt")
-            # Parsing every METADATA file costs more than the whole budget; most have nothing for
-            # us.
+            # Parsing every METADATA file costs more than the whole time budget; most have no entry
+            # of ours.
             if not text or f"[{PREFIX}" not in text.replace(" ", ""):
                 continue
             found.extend(_entries_of(distribution, seen))
@@ -230,7 +232,7 @@ def _classify_group(group: str) -> tuple[str, str, str]:
 
 
 def _core_requirement_refusal(requirements: Iterable[str]) -> str:
-    """Why the plugin's metadata excludes this core; empty when it does not."""
+    """Why the plugin's metadata excludes this core; empty if it does not."""
     for text in requirements:
         if canonical(re.split(r"[^\w.-]", text, maxsplit=1)[0]) != canonical(DISTRIBUTION):
             continue
@@ -262,7 +264,7 @@ def _apply_choice(entry: PluginEntry, allow: set[str] | None, deny: set[str]) ->
 
 
 def _check_command(entry: PluginEntry) -> PluginEntry:
-    """A command that could never be called says why."""
+    """Mark a command that could never be called, with the reason."""
     group = entry.name.rpartition(".")[0]
     if entry.name in CORE_COMMANDS:
         reason = "the core's own command of that name stays in use"
@@ -276,8 +278,8 @@ def _check_command(entry: PluginEntry) -> PluginEntry:
 
 
 def _mark_duplicates(entries: list[PluginEntry], problems: list[str]) -> list[PluginEntry]:
-    """Same kind and name from two distributions: neither is used, except that the core keeps its
-    own names (nothing overrides those silently)."""
+    """The same kind and name from two distributions: neither is used, except that the core keeps
+    its own names, which nothing overrides."""
     owners: dict[tuple[str, str], list[PluginEntry]] = defaultdict(list)
     for entry in entries:
         shared = entry.kind in KINDS and KINDS[entry.kind].shared

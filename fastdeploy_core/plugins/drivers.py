@@ -1,7 +1,7 @@
 """From a kind and a name to a loaded driver, or to an error that says what to do.
 
-stevedore's DriverManager picks and loads the one that was asked for; discovery has decided before
-which entries may take part, because stevedore knows neither versions nor the operator's choice.
+stevedore's DriverManager loads the driver. Discovery decides before which entries may take part,
+because stevedore knows neither versions nor the operator's choice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from fastdeploy_core import envs
-from fastdeploy_core.contracts.base import CONTRACT, KINDS
+from fastdeploy_core.contracts.base import CONTRACT, KINDS, OLDEST_MAJOR
 from fastdeploy_core.errors import (
     ContractMismatch,
     PluginConflict,
@@ -89,9 +89,10 @@ def lookup(kind: str, name: str, *, inventory: Inventory | None = None) -> Any:
 
 
 def load(entry: PluginEntry, *, preflight: bool = True) -> Any:
-    """Import a driver's target and check the contract it declares.
+    """Import a driver's target and check the contract that it declares.
 
-    A stranger's is first imported in a child process (see preflight.py) unless the caller did so.
+    A third party's target is first imported in a child process (see preflight.py), unless the
+    caller did so.
     """
     if preflight and not entry.is_core:
         check_import(entry)
@@ -110,12 +111,12 @@ def load(entry: PluginEntry, *, preflight: bool = True) -> Any:
 
 
 def check_import(entry: PluginEntry) -> None:
-    """Import the target in a child process; raises what load() would, and for hangs and exits."""
+    """Import the target in a child process; raises load()'s errors, also for hangs and exits."""
     check_imports([entry])
 
 
 def check_imports(entries: Sequence[PluginEntry]) -> None:
-    """The same for several, which share a child: what they all import is imported once."""
+    """The same for several entries in one child, which imports shared modules once."""
     results = _preflight(tuple(entry.target for entry in entries))
     for entry, outcome in zip(entries, results, strict=True):
         if outcome.error:
@@ -150,20 +151,16 @@ def check_contract(entry: PluginEntry, contract: object) -> None:
             f"add `contract = {CONTRACT}` to the driver"
         )
     major, minor = contract
-    if major > CONTRACT[0] or (major == 0 == CONTRACT[0] and minor > CONTRACT[1]):
+    written = f"{what} was written for contract {major}.{minor}; this core speaks {here}"
+    if major > CONTRACT[0]:
         raise ContractMismatch(
-            f"{what} was written for contract {major}.{minor}; this core speaks {here}: "
-            "upgrade fastdeploy-core or install an older release of the plugin"
+            f"{written}: upgrade fastdeploy-core or install an older release of the plugin"
         )
-    if major < CONTRACT[0] - 1:
-        raise ContractMismatch(
-            f"{what} was written for contract {major}.{minor}; this core speaks {here} and "
-            f"{CONTRACT[0] - 1}: install a newer release of the plugin"
-        )
+    if major < OLDEST_MAJOR:
+        older = f" and {OLDEST_MAJOR}.x" if CONTRACT[0] > OLDEST_MAJOR else ""
+        raise ContractMismatch(f"{written}{older}: install a newer release of the plugin")
     if major == CONTRACT[0] and minor > CONTRACT[1]:
-        logger.warning(
-            "%s was written for contract %d.%d; core speaks %s", what, major, minor, here
-        )
+        logger.warning("%s, which may lack what it uses: upgrade fastdeploy-core", written)
 
 
 @functools.lru_cache(maxsize=256)
@@ -183,7 +180,7 @@ def _import_with_stevedore(entry: PluginEntry) -> Any:
     from stevedore.driver import DriverManager
 
     class OneEntry(DriverManager[Any]):
-        """Sees only the entry that discovery chose, not stevedore's own cache on disk."""
+        """A view of only the entry that discovery chose, without stevedore's own cache on disk."""
 
         def list_entry_points(self) -> list[importlib.metadata.EntryPoint]:
             return [importlib.metadata.EntryPoint(entry.name, entry.target, entry.group)]

@@ -1,7 +1,7 @@
-"""The kernel table of one device: for each operation the function that layers will call.
+"""The kernel table of one device: for each operation, the function that layers will call.
 
-Cells come from every distribution's table for that device; what nobody provides comes from the
-reference. Chosen once, when layers are built.
+Cells come from every distribution's table for that device; the reference provides the rest. Choices
+are made once, when layers are built.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ class _Cell:
 
 @dataclass(slots=True)
 class _Chosen:
-    """Operations with their functions, where these come from, and how their weights are laid
-    out."""
+    """Operations with their functions, their distributions, and their weight layouts."""
 
     functions: dict[str, Callable[..., Any]] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -50,7 +49,7 @@ class _Chosen:
 class ChosenKernels:
     """A KernelTable: operations by name, already chosen and imported.
 
-    `late` are operations that only the reference has and that few models need: the first layer that
+    `late` operations exist only in the reference, and few models need them. The first layer that
     asks for one causes the line about falling back, or the refusal.
     """
 
@@ -67,7 +66,7 @@ class ChosenKernels:
         self._formats, self._activations = chosen.formats, chosen.activations
         self._behind = chosen.behind
         self._late, self._allow_fallback = set(late), allow_fallback
-        self.fallbacks: list[str] = []  # late operations that layers did ask for
+        self.fallbacks: list[str] = []  # late operations that layers asked for
 
     def __getitem__(self, operation: str) -> Callable[..., Any]:
         """The kernel for the operation; KeyError names the operations there are."""
@@ -97,28 +96,28 @@ class ChosenKernels:
         )
 
     def add(self, operation: str, function: Callable[..., Any], distribution: str) -> None:
-        """One more, made of the others."""
+        """Add an operation that is composed of others."""
         self._composed.add(operation)
         self.functions[operation], self._origins[operation] = function, distribution
 
     def prepare(self, operation: str, weight: Any) -> Any:
-        """The weight as the chosen cell wants it; itself where the cell has no wish. Products that
-        are composed of others multiply with "linear"."""
+        """The weight in the chosen cell's layout; the weight itself if the cell has none. Products
+        that are composed of others multiply with "linear"."""
         prepare = self._prepare.get("linear" if operation in self._composed else operation)
         return weight if prepare is None else prepare(weight)
 
     def takes(self, operation: str, format_name: str) -> bool:
-        """Whether the plain operation's weights may be of that internal format."""
+        """Whether the plain operation takes weights of that internal format."""
         plain = "linear" if operation in self._composed else operation
         return format_name in self._formats.get(plain, ())
 
     def activations(self, operation: str) -> str:
-        """How the chosen cell rounds activations that its format leaves alone."""
+        """How the chosen cell rounds activations that its format does not round."""
         return self._activations.get(operation, "")
 
     def behind(self, operation: str, before: str) -> Callable[..., Any] | None:
-        """What does the operation before the chosen cell, and what the cell does to its x first, in
-        one."""
+        """A function that fuses the operation `before` with what the chosen cell does to its x
+        first."""
         return self._behind.get(operation, {}).get(before)
 
     def __contains__(self, operation: object) -> bool:
@@ -139,8 +138,8 @@ def build_kernel_table(
 ) -> ChosenKernels:
     """Choose a kernel for every operation.
 
-    `facts` (dtype, head_dim, ...) is what cells' predicates are asked. With allow_fallback=False
-    an operation that only the reference has is a CapabilityError.
+    Predicates of cells are called with `facts` (dtype, head_dim, ...). With allow_fallback=False an
+    operation that only the reference has is a CapabilityError.
     """
     entries = discover().of("kernels") if resolved is None else resolved.plugin_entries("kernels")
     facts = facts or {}
@@ -183,7 +182,7 @@ def build_kernel_table(
 def _compose(
     table: ChosenKernels, cells: Iterable[_Cell], facts: Mapping[str, Any]
 ) -> ChosenKernels:
-    """Add the operations that nobody has a kernel of its own for, made of the table's others."""
+    """Add operations without a kernel of their own, composed of the table's other kernels."""
     for cell in cells:
         if cell.operation in table:
             continue
@@ -201,7 +200,7 @@ def _compose(
 
 
 def _cells(entries: Iterable[PluginEntry]) -> list[_Cell]:
-    """The cells of all tables; a table that cannot be read costs its cells and a warning."""
+    """The cells of all tables; a table that cannot be read is left out with a warning."""
     cells = []
     for entry in entries:
         try:
@@ -221,8 +220,8 @@ def _cells(entries: Iterable[PluginEntry]) -> list[_Cell]:
 
 
 def _choose(cells: Iterable[_Cell], facts: Mapping[str, Any]) -> _Chosen:
-    """One importable cell per operation: those with a predicate first (they claim a special case),
-    then in the order of distribution names; a core's cell comes last."""
+    """One importable cell per operation: cells with a predicate come first (they claim a special
+    case), then the order of distribution names; the core's cells come last."""
     chosen = _Chosen()
     order = sorted(
         cells, key=lambda c: (not c.kernel.predicate, c.entry.is_core, c.entry.distribution)

@@ -1,4 +1,4 @@
-"""Which distribution to install for a driver or command that is missing: known_plugins.json."""
+"""The distribution to install for a missing driver or command: known_plugins.json."""
 
 from __future__ import annotations
 

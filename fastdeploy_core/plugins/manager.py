@@ -1,7 +1,7 @@
 """The hook manager: pluggy for markers, validation and order; one guarded call per plugin.
 
 A hook module that cannot be imported, names unknown hooks, raises or hangs is reported by its
-distribution and left out; the others go on. Answers carry the plugin they came from.
+distribution and left out; the others continue. Answers carry the plugin that they came from.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ logger = logging.getLogger(__name__)
 
 _MAX_STRIKES: Final = 3
 _PROBE: Final = "fd_device_probe"
-# Events that fire while requests run: called directly, because a watching thread costs too much.
+# Events that fire while requests run: called directly, because a thread with a time limit costs too
+# much.
 _HOT_EVENTS: Final = frozenset({"fd_request_finished", "fd_step_stats"})
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one plugin returned."""
+    """The value that one plugin returned."""
 
     plugin: PluginEntry
     value: Any
@@ -55,7 +56,8 @@ class HookManager:
     """Hook modules of one process. Build it with hook_manager()."""
 
     def __init__(self, entries: Sequence[PluginEntry], *, trusted: bool = False) -> None:
-        """Load the modules of `entries`; `trusted` ones were imported by a pre-flight before."""
+        """Load the modules of `entries`; `trusted` ones were imported by a pre-flight check
+        before."""
         self.problems: list[str] = []
         self.plugins: dict[str, PluginEntry] = {}
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -65,8 +67,9 @@ class HookManager:
         self._limit_s = envs.read("FD_PLUGIN_HOOK_TIMEOUT_S")
         self._strikes: Counter[tuple[str, str]] = Counter()
         self._probes: dict[tuple[str, str], preflight.Outcome] = {}
-        # pluggy calls the newest first; registering the core first and the others in reverse makes
-        # every process ask strangers in alphabetical order and the core last.
+        # pluggy calls the last registered plugin first. Registering the core first and the others
+        # in reverse order makes every process ask third parties in alphabetical order and the core
+        # last.
         order = sorted(entries, key=lambda e: (not e.is_core, e.distribution, e.name))
         cores = [e for e in order if e.is_core]
         others = [e for e in order if not e.is_core]
@@ -112,23 +115,23 @@ class HookManager:
 
     @property
     def hook(self) -> HookCalls:
-        """The same calls in pluggy's spelling, for callers that do not care who answered."""
+        """The same calls in pluggy's form, for callers that do not need to know who answered."""
         return HookCalls(self)
 
     def is_first_result(self, hook: str) -> bool:
-        """Whether the hook's first answer is its result."""
+        """Whether the hook's result is its first answer."""
         caller = getattr(self._manager.hook, hook)
         return bool(caller.spec is not None and caller.spec.opts.get("firstresult"))
 
     def complain(self, plugin: PluginEntry, hook: str, what: str) -> None:
-        """Record and log what a plugin did wrong."""
+        """Record and log an error of a plugin."""
         text = f"hook {hook} of {plugin.origin} {what}; see: fastdeploy plugins doctor"
         self.problems.append(text)
         logger.warning("%s", text)
 
     def _preflight(self, others: Sequence[PluginEntry]) -> set[PluginEntry]:
-        """Import strangers' modules in a child first; their device probes are answered there too,
-        because opening hardware is where processes hang or crash."""
+        """Import third parties' modules in a child process first. Their device probes are also
+        answered there, because processes hang or crash when they open hardware."""
         if not others or not self._has_preflight:
             return set()
         question = DeviceQuestion()
@@ -148,10 +151,10 @@ class HookManager:
         )
 
     def _probe(self, entry: PluginEntry, question: DeviceQuestion) -> Candidate | None:
-        """A stranger's answer to a device question, from a child process."""
+        """A third party's answer to a device question, from a child process."""
         key = (_key(entry), repr(question))
         if key not in self._probes:
-            # All are about to be asked: one child answers for all of them.
+            # All of them will be asked; one child process answers for all.
             others = [e for e in self.plugins.values() if not e.is_core]
             outcomes = preflight.run([self._probe_job(e, question) for e in others])
             for other, outcome in zip(others, outcomes, strict=True):
@@ -170,7 +173,7 @@ class HookManager:
         logger.warning("%s", text)
 
     def _load(self, entry: PluginEntry) -> None:
-        """Import and register one module; on any failure nothing of it stays registered."""
+        """Import and register one module; after a failure nothing of it stays registered."""
         key = _key(entry)
         try:
             module: Any = importlib.import_module(entry.module)
@@ -187,7 +190,7 @@ class HookManager:
         self.plugins[key] = entry
 
     def _valid_hooks(self, entry: PluginEntry, module: Any) -> types.SimpleNamespace:
-        """The module's hook implementations that pluggy would take; the others are reported."""
+        """The module's hook implementations that pluggy accepts; the others are reported."""
         valid = types.SimpleNamespace()
         for name in dir(module):
             options = self._manager.parse_hookimpl_opts(module, name)
@@ -234,7 +237,8 @@ class HookManager:
         implementation: pluggy.HookImpl,
         arguments: dict[str, Any],
     ) -> Any:
-        """One plugin's answer; failures are counted and logged, and the third silences the hook."""
+        """One plugin's answer. Failures are counted and logged; the third one disables the hook for
+        this plugin."""
         key = (_key(plugin), hook)
         if self._strikes[key] >= _MAX_STRIKES:
             return None
@@ -294,7 +298,7 @@ class HookCalls:
 def hook_manager(
     resolved: ResolvedPlugins | None = None, *, inventory: Inventory | None = None
 ) -> HookManager:
-    """The hook modules that were resolved in the parent, or else all that are installed."""
+    """The hook modules that were resolved in the parent process, or else all installed ones."""
     if resolved is not None:
         return HookManager(resolved.hook_entries(), trusted=True)
     return shared_manager(discover() if inventory is None else inventory)
@@ -302,7 +306,7 @@ def hook_manager(
 
 @functools.lru_cache(maxsize=4)
 def shared_manager(inventory: Inventory) -> HookManager:
-    """One manager per inventory and process, so that a pre-flight happens once."""
+    """One manager per inventory and process, so that the pre-flight check runs once."""
     return HookManager(inventory.of(HOOKS))
 
 
@@ -312,9 +316,9 @@ def hook_names() -> list[str]:
 
 
 def call_with_limit(call: Any, limit_s: float) -> Any:
-    """Run `call` in a thread and give up on it after `limit_s`; the thread then stays behind.
+    """Run `call` in a thread and give up after `limit_s`; the thread then goes on.
 
-    Python offers no way to end a thread, so a plugin that hangs here costs one idle thread.
+    Python cannot end a thread, so a plugin that hangs here costs one idle thread.
     """
     outcome: dict[str, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Questions to hooks, answers compared: candidates with Accept or Decline, one winner, and why."""
+"""Asks hooks and compares their answers: candidates with Accept or Decline, one winner, and why."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CandidateRow(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Why one kind got its driver. `winner` is empty when nothing could be chosen."""
+    """Why one kind got its driver. `winner` is empty if nothing could be chosen."""
 
     kind: str
     question: str
@@ -44,8 +44,8 @@ def decide(
     asked: str = "",
     origin: Callable[[str], str] = lambda name: "",
 ) -> Decision:
-    """Pick a winner among (candidate, distribution). `asked` is an explicit name: it wins unless it
-    declines. Ties go to the name that sorts first."""
+    """Choose a winner among (candidate, distribution) pairs. `asked` is an explicit name, which
+    wins unless it declines. Ties go to the name that sorts first."""
     rows = [
         CandidateRow(
             name=c.name,
@@ -148,7 +148,7 @@ def ask_layer_drivers(
 
 
 def merge_decisions(decisions: Sequence[Decision], asked: str = "") -> Decision:
-    """One driver for several questions of a kind: it must accept all; scores are added up."""
+    """One driver for several questions of a kind: it must accept all of them; scores are added."""
     if len(decisions) == 1:
         return decisions[0]
     declined = [d for d in decisions if not d.winner]

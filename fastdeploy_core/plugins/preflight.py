@@ -1,8 +1,8 @@
-"""Import third-party plugins in a child process with a time limit before this process does.
+"""Imports third-party plugins in a child process with a time limit, before this process does.
 
 One child does all jobs until one fails, hangs or kills it; a new child does the rest. So a plugin
 that hangs, calls os._exit or crashes the interpreter costs a warning, not the server. What passed
-here is then imported normally; a plugin is trusted code all the same.
+is then imported normally: plugins are trusted code all the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fastdeploy_core.contracts.base import Accept, Candidate, Decline
 logger = logging.getLogger(__name__)
 
 _CHILD: Final = Path(__file__).with_name("preflight_child.py")
-_START_LIMIT_S: Final = 20.0  # for the child's own interpreter, on a very busy machine
+_START_LIMIT_S: Final = 20.0  # for starting the child's interpreter on a very busy machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a job. `error` is one line, empty if all went well."""
+    """The result of a job. `error` is one line, empty on success."""
 
     error: str
     milliseconds: float
@@ -54,7 +54,7 @@ class Outcome:
 
 
 def run(jobs: Sequence[Job]) -> list[Outcome]:
-    """Outcomes in the order of `jobs`; never raises for what a plugin does."""
+    """Outcomes in the order of `jobs`; a plugin's errors never raise here."""
     outcomes: dict[int, Outcome] = {}
     remaining = list(range(len(jobs)))
     while remaining:
@@ -65,7 +65,7 @@ def run(jobs: Sequence[Job]) -> list[Outcome]:
 
 
 def decode_candidate(value: Any) -> Candidate | None:
-    """A candidate as the child wrote it; None for anything else."""
+    """The candidate that the child encoded; None for any other value."""
     if not isinstance(value, dict) or "candidate" not in value:
         return None
     verdict = (
@@ -92,7 +92,7 @@ def _run_child(jobs: Sequence[Job], indices: Sequence[int]) -> dict[int, Outcome
         ],
     }
     outcomes: dict[int, Outcome] = {}
-    # Files and not pipes: a plugin that prints much, or a long list of jobs, must not block.
+    # Files instead of pipes: a plugin that prints much, or a long list of jobs, must not block.
     with (
         tempfile.TemporaryFile() as stdin,
         tempfile.TemporaryFile() as errors,
@@ -121,7 +121,7 @@ def _run_child(jobs: Sequence[Job], indices: Sequence[int]) -> dict[int, Outcome
 
 
 class _Clock:
-    """Time since the last restart, against a limit."""
+    """Time since the last restart, compared with a limit."""
 
     def __init__(self, limit_s: float) -> None:
         self.restart(limit_s)
@@ -139,7 +139,7 @@ class _Clock:
 
 
 def _message(line: bytes) -> dict[str, Any] | None:
-    """A line of ours; None for what a plugin wrote to our descriptor."""
+    """A message of the child; None for a line that a plugin wrote to the descriptor."""
     try:
         message = json.loads(line)
         return message if isinstance(message, dict) and message.get("event") else None
@@ -163,13 +163,13 @@ def _outcome(message: dict[str, Any]) -> Outcome:
 def _child(
     stdin: IO[bytes], errors: IO[bytes], order: dict[str, Any]
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """The child and the reading end of its channel; it is gone when the block is left."""
+    """A context with the child and the reading end of its channel; it ends the child."""
     stdin.write(json.dumps(order).encode())
     stdin.seek(0)
     reading, writing = os.pipe()
     child: subprocess.Popen[bytes] | None = None
     try:
-        # A session of its own: what a plugin starts is ended together with the child.
+        # A session of its own, so that processes that a plugin starts are ended with the child.
         child = subprocess.Popen(  # noqa: S603 - our own interpreter and script
             [sys.executable, "-P", str(_CHILD), str(writing)],
             stdin=stdin,
@@ -207,7 +207,7 @@ def _lines(channel: int, clock: _Clock) -> Iterator[bytes | None]:
 
 
 def _death(child: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
-    """How the child ended, with the last line it printed."""
+    """How the child ended, and the last line that it printed."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(5)
     code = child.poll()

@@ -1,9 +1,9 @@
-"""The child process that imports a plugin before anybody else does. Run by preflight.py as a
+"""The child process that imports a plugin before any other process does. preflight.py runs it as a
 script.
 
 It reads one JSON document from stdin and writes JSON lines to the file descriptor given as first
-argument: {"id", "event": "start"} and then {"id", "event": "done", ...}. A job that hangs, exits or
-crashes the process is seen by the parent as a missing "done".
+argument: {"id", "event": "start"} and then {"id", "event": "done", ...}. If a job hangs, exits or
+crashes the process, the parent sees no "done".
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def main() -> None:
         result["ms"] = (time.perf_counter() - started) * 1000
         tell(result)
         if result["error"]:
-            break  # what it left behind in this process must not be blamed on the next one
-    # Threads that a plugin left behind must not keep this process alive.
+            break  # its leftovers in this process must not be blamed on the next plugin
+    # Threads of a plugin must not keep this process alive.
     os._exit(0)
 
 
 def describe(error: BaseException) -> str:
-    """One line for an error, whatever its own __str__ does."""
+    """One line for an error, even if its own __str__ fails."""
     try:
         text = " ".join(str(error).split())
     except BaseException:
@@ -89,7 +89,7 @@ def _do(job: dict[str, Any], result: dict[str, Any]) -> None:
 
 
 def _check_threads(before: set[threading.Thread]) -> None:
-    """A new thread that is no daemon would keep the server from ever ending."""
+    """A new thread that is no daemon would keep the server from ending."""
     deadline = time.monotonic() + 0.3
     while True:
         left = [t.name for t in threading.enumerate() if not t.daemon and t not in before]
@@ -101,7 +101,7 @@ def _check_threads(before: set[threading.Thread]) -> None:
 
 
 def _facts(target: Any) -> dict[str, Any]:
-    """What `plugins show` prints: declared attributes, a table's operations, a module's hooks."""
+    """The facts for `plugins show`: declared attributes, a table's operations, a module's hooks."""
     import dataclasses
     from collections.abc import Mapping
 
@@ -140,7 +140,7 @@ def _ask(function: Any, hook: str, question: dict[str, Any]) -> Any:
 
 
 def _encode(value: Any) -> Any:
-    """Candidates become objects that preflight.decode_candidate understands; rows become lists."""
+    """Candidates as objects that preflight.decode_candidate reads; rows as lists."""
     from fastdeploy_core.contracts.base import Accept, Candidate
 
     if isinstance(value, Candidate):

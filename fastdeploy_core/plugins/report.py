@@ -1,4 +1,4 @@
-"""Tables of what is installed and why something was chosen, as text and as plain data for JSON.
+"""Tables of what is installed and why something was chosen, as text and as data for JSON.
 
 Used by the command line, the start-up log and the server's plugin page. Imports no plugin.
 """
@@ -76,7 +76,7 @@ def decision_table(decision: Decision) -> str:
 
 
 def decision_data(decision: Decision) -> dict[str, Any]:
-    """The same as plain data."""
+    """The table's content as plain data."""
     return {
         "kind": decision.kind,
         "question": decision.question,

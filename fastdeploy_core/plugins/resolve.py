@@ -1,7 +1,7 @@
 """From a configuration to the drivers that will run it: ask, compare, decide once, explain.
 
-The parent process resolves; ResolvedPlugins travels to every other process, which loads exactly
-those and compares digests.
+The parent process resolves. Every other process receives ResolvedPlugins, loads exactly these and
+compares digests.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 REFERENCE_DEVICE: Final = "cpu"
-# Where the quantizer of a draft model's own weights stands among the chosen.
+# Key of the quantizer of a draft model's own weights among the chosen drivers.
 DRAFT_QUANTIZER: Final = "draft_quantizer"
 
 
@@ -66,10 +66,10 @@ def resolve(
     hooks: HookManager | None = None,
     check: bool = True,
 ) -> ResolvedPlugins:
-    """Choose every driver the configuration needs; raises if one cannot be had.
+    """Choose every driver that the configuration needs; raises if one cannot be had.
 
     `layers` and `moe` are the model's layer shapes (models/shapes.py reads them).
-    Without `check` the caller has to call ResolvedPlugins.check.
+    Without `check` the caller must call ResolvedPlugins.check.
     """
     inventory = discover() if inventory is None else inventory
     hooks = hook_manager(inventory=inventory) if hooks is None else hooks
@@ -127,7 +127,7 @@ def attention_questions(
 
 
 class _Resolver:
-    """Collects the pieces of one ResolvedPlugins."""
+    """Collects the parts of one ResolvedPlugins."""
 
     def __init__(self, config: EngineConfig, inventory: Inventory, hooks: HookManager) -> None:
         self._config = config
@@ -143,11 +143,12 @@ class _Resolver:
         self._expert_formats = ""
 
     def device(self) -> None:
-        """The accelerator: asked for by name, or the best one whose hardware is here."""
+        """The accelerator: the one asked for by name, or the best one whose hardware is present."""
         asked = self._config.device.device
         question = DeviceQuestion(tensor_library=self._config.device.tensor_library)
         if asked:
-            find("device", asked, self._inventory)  # a helpful error before anything is probed
+            # raises a helpful error before anything is probed
+            find("device", asked, self._inventory)
         decision, candidates = ask_candidates(
             self._hooks, self._inventory, "device", "fd_device_probe", question, asked
         )
@@ -190,7 +191,7 @@ class _Resolver:
             self._expert_communicator()
 
     def _expert_communicator(self) -> None:
-        """Who carries tokens between ranks, if that is asked for."""
+        """The driver that carries tokens between ranks, if one is asked for."""
         from fastdeploy_core.contracts.moe import ExpertQuestion
 
         parallel = self._config.parallel
@@ -210,12 +211,13 @@ class _Resolver:
         )
 
     def quantizer(self) -> None:
-        """Who reads the checkpoint's quantization_config, or the format named."""
+        """The quantizer that reads the checkpoint's quantization_config, or makes the format asked
+        for."""
         self._expert_formats = self._quantizer(self._quantization, "quantizer")
 
     def _quantizer(self, settings: QuantizationSettings, place: str) -> str:
-        """Choose one, to be found as `place` among the chosen; nothing is chosen without a format.
-        Returns the formats in which it hands experts to their driver."""
+        """Choose a quantizer and store it as `place`; nothing is chosen without a format. Returns
+        the formats in which it passes experts to the MoE driver."""
         name, config = settings.method, settings.config
         if not name:
             return ""
@@ -266,7 +268,7 @@ class _Resolver:
             self._inner_quantizers(answer.value, inner)
 
     def speculative(self) -> None:
-        """The drafting method, and what it needs of the rest."""
+        """The drafting method, and its requirements."""
         from fastdeploy_core.contracts.speculative import SpeculativeQuestion
 
         asked = self._config.speculative
@@ -314,11 +316,16 @@ class _Resolver:
         )
 
     def by_name(self) -> None:
-        """Kinds chosen by name alone; grammars all come along, a request says which."""
+        """Kinds chosen by name alone; all grammars are included, because a request names its
+        own."""
         architecture = self._config.model.architecture
         if architecture:
             self._add_family(architecture)
             self._chosen["model"] = architecture
+        if self._config.model.checkpoint_format:
+            self._add(
+                find("checkpoint_format", self._config.model.checkpoint_format, self._inventory)
+            )
         for name in self._config.logits_processors:
             if ":" not in name:  # "module:Class" is the operator's own code, not a plugin
                 self._add(find("logits_processor", name, self._inventory))
@@ -336,7 +343,7 @@ class _Resolver:
             raise UnsupportedModel(str(error)) from None
 
     def finish(self) -> ResolvedPlugins:
-        """Freeze."""
+        """Build the ResolvedPlugins."""
         for entry in self._hooks.entries:
             self._add(entry)
         return ResolvedPlugins(
@@ -370,8 +377,8 @@ class _Resolver:
         return requirements
 
     def _take(self, decision: Decision, place: str = "") -> None:
-        """Record a decision, or raise with its whole table. `place`: where it stands among the
-        chosen, if that is not its kind."""
+        """Record a decision, or raise with its whole table. `place`: the key among the chosen
+        drivers, if it differs from the kind."""
         self._decisions.append(decision)
         if not decision.winner:
             rows = "; ".join(

@@ -1,4 +1,4 @@
-"""What was chosen at start-up: the record every process receives and loads from."""
+"""The choices of start-up: the record that every process receives and loads from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .negotiate import Decision
 
 
 class ResolvedEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One plugin to load: everything that identifies it."""
+    """One plugin to load, with everything that identifies it."""
 
     kind: str
     name: str
@@ -26,14 +26,14 @@ class ResolvedEntry(msgspec.Struct, frozen=True, array_like=True):
     version: str
 
     def as_plugin(self) -> PluginEntry:
-        """The same in discovery's terms."""
+        """The same as a PluginEntry."""
         return PluginEntry(
             self.kind, self.name, self.group, self.target, self.distribution, self.version
         )
 
 
 class ResolvedPlugins(msgspec.Struct, frozen=True):
-    """What was chosen; MessagePack-able, the same in every process."""
+    """The chosen plugins; can be encoded as MessagePack and is the same in every process."""
 
     entries: list[ResolvedEntry]
     chosen: dict[str, str]
@@ -43,7 +43,7 @@ class ResolvedPlugins(msgspec.Struct, frozen=True):
     speculative: Requirements = Requirements()
 
     def name(self, kind: str) -> str:
-        """The chosen driver's name; empty when the configuration needs none of that kind."""
+        """The chosen driver's name; empty if the configuration needs none of that kind."""
         return self.chosen.get(kind, "")
 
     def names(self, kind: str) -> list[str]:
@@ -51,7 +51,7 @@ class ResolvedPlugins(msgspec.Struct, frozen=True):
         return [e.name for e in self.entries if e.kind == kind]
 
     def entry(self, kind: str, name: str = "") -> PluginEntry:
-        """The entry of the chosen driver, or of another one that was resolved."""
+        """The entry of the chosen driver, or of another resolved one."""
         wanted = name or self.name(kind)
         for entry in self.entries:
             if entry.kind == kind and entry.name == wanted:
@@ -62,12 +62,12 @@ class ResolvedPlugins(msgspec.Struct, frozen=True):
         )
 
     def load(self, kind: str, name: str = "") -> Any:
-        """The driver class (or kernel table) of the chosen, or of the named, driver."""
+        """The class (or kernel table) of the chosen driver, or of the named one."""
         return load(self.entry(kind, name), preflight=False)
 
     def check(self) -> None:
-        """Import the strangers among the chosen in a child process first; PluginLoadError names one
-        that fails, hangs or ends its process. Takes seconds where a driver imports much."""
+        """First import third parties' drivers in a child process; PluginLoadError names one that
+        fails, hangs or ends its process. Takes seconds if a driver imports much."""
         strangers = []
         for chosen in self.entries:
             plugin = chosen.as_plugin()
@@ -82,17 +82,19 @@ class ResolvedPlugins(msgspec.Struct, frozen=True):
         return [e.as_plugin() for e in self.entries if e.kind == kind]
 
     def hook_entries(self) -> list[PluginEntry]:
-        """Hook modules that work, in order."""
+        """Hook modules that were loaded successfully, in order."""
         return self.plugin_entries(HOOKS)
 
     @property
     def digest(self) -> str:
-        """SHA-256 over what would be loaded; equal in all processes of one deployment."""
+        """SHA-256 over everything that would be loaded; equal in all processes of one
+        deployment."""
         rows = sorted(msgspec.to_builtins(e) for e in self.entries)
         return hashlib.sha256(msgspec.json.encode([rows, self.chosen])).hexdigest()
 
     def verify(self, digest: str = "", *, inventory: Inventory | None = None) -> None:
-        """Called by a process that received this: the same plugins must be installed here."""
+        """Called by a process that received the record: the same plugins must be installed
+        there."""
         if digest and digest != self.digest:
             raise PluginConflict(
                 f"this process resolved other plugins than its parent: digest {self.digest[:12]} "

@@ -66,8 +66,7 @@ class PackedQuantizer:
             raise ConfigError(
                 f"quantization_config leaves {', '.join(ignored)} in full precision but not "
                 f"{', '.join(n for n in names if n not in ignored)}; these are computed as one "
-                "layer "
-                f"({layer.name}); leave all of them out, or none"
+                f"layer ({layer.name}); leave all of them out, or none"
             )
         return not ignored
 
@@ -87,8 +86,7 @@ class PackedQuantizer:
         """Nothing to do for formats that only come from checkpoints."""
         raise ConfigError(
             f"--quantization {self.name} reads checkpoints that are quantized already; this one is "
-            "in "
-            "full precision; possible for it: wint8, wint4, w8a8, w4a8, block_wise_fp8, wfp8afp8"
+            "in full precision; possible for it: wint8, wint4, w8a8, w4a8, block_wise_fp8, wfp8afp8"
         )
 
     def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:
@@ -176,8 +174,7 @@ def check_scale(xp: Any, name: str, scale: Tensor) -> None:
     if not bool((wide != 0).all()):
         raise WeightError(
             f"tensor {name} holds a scale of zero; the quantized checkpoint is damaged; download "
-            "it or "
-            "quantize the model again"
+            "it or quantize the model again"
         )
 
 

@@ -55,8 +55,7 @@ class CompressedTensors(OrderedQuantizer):
         if len(found) != 1:
             raise ConfigError(
                 f"compressed-tensors: {', '.join(names)} fall into different config_groups; they "
-                "are "
-                f"computed as one layer ({layer.name}) and need one"
+                f"are computed as one layer ({layer.name}) and need one"
             )
         scheme = found.pop()
         if scheme is None:
@@ -77,8 +76,7 @@ class CompressedTensors(OrderedQuantizer):
         if scheme.is_scattered and layer.parallel == "row" and layer.shards > 1:
             raise ConfigError(
                 f"{self.name}: {layer.name} has its inputs in an order of its own (actorder group) "
-                "and "
-                "cannot be divided; possible: --tensor-parallel-size 1"
+                "and cannot be divided; possible: --tensor-parallel-size 1"
             )
         if scheme.strategy == "block":
             sizes = [part.out_features for part in layer.parts[:-1]]
@@ -89,8 +87,7 @@ class CompressedTensors(OrderedQuantizer):
             ):
                 raise ConfigError(
                     f"compressed-tensors: {layer.name} is cut inside a block of {FP8_BLOCK}; use "
-                    "fewer "
-                    "tensor-parallel ranks"
+                    "fewer tensor-parallel ranks"
                 )
         return True
 

@@ -68,8 +68,7 @@ class BlockFp8(PackedQuantizer):
         if cut % FP8_BLOCK:
             raise ConfigError(
                 f"{self.name}: {layer.name} is cut into pieces of {cut}, inside a block of "
-                f"{FP8_BLOCK}; "
-                "use fewer tensor-parallel ranks, or wfp8afp8, which has no blocks"
+                f"{FP8_BLOCK}; use fewer tensor-parallel ranks, or wfp8afp8, which has no blocks"
             )
         return True
 
@@ -136,8 +135,7 @@ class WFp8AFp8(PackedQuantizer):
         if self.is_static and not (self._stored or config.get(CALIBRATING)):
             raise ConfigError(
                 f"{self.name}: static activation scales come from calibration; run: fastdeploy "
-                "quantize "
-                f"MODEL --method {self.name} --calibration FILE --output DIR, or use "
+                f"quantize MODEL --method {self.name} --calibration FILE --output DIR, or use "
                 "activation_scheme dynamic"
             )
         # transformers and vLLM store one scale per tensor unless the configuration says otherwise.

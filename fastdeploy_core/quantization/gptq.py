@@ -79,8 +79,7 @@ class WordQuantizer(PackedQuantizer):
                 f"{self.name}: {layer.name} has {layer.in_features} inputs and "
                 f"{layer.out_features} "
                 f"outputs on this rank; expected multiples of {self.per_word}, the integers in a "
-                "word; "
-                "use fewer tensor-parallel ranks"
+                "word; use fewer tensor-parallel ranks"
             )
         self._check_cut(layer)
         return True
@@ -157,8 +156,7 @@ class Gptq(OrderedQuantizer, WordQuantizer):
         if self._is_scattered and layer.parallel == "row" and layer.shards > 1:
             raise ConfigError(
                 f"{self.name}: {layer.name} has its inputs in the order of act-order (desc_act) "
-                "and "
-                "cannot be divided; possible: --tensor-parallel-size 1"
+                "and cannot be divided; possible: --tensor-parallel-size 1"
             )
 
     def joins(self, layer: LayerSpec) -> bool:
@@ -214,16 +212,14 @@ class Gptq(OrderedQuantizer, WordQuantizer):
         if layer.role == "experts":
             raise UnsupportedModel(
                 f"{layer.name}: GPTQ experts with act-order (desc_act) are not supported; "
-                "possible: "
-                "desc_act=false"
+                "possible: desc_act=false"
             )
         flat = rows[0]
         counts = xp.to_numpy(xp.bincount(flat.to(xp.int64)))
         if (counts != self.group_size).any():
             raise WeightError(
                 f"tensor {layer.name}.g_idx does not give every group {self.group_size} inputs; "
-                "the "
-                "checkpoint is damaged or was cut by tensor parallelism; use one rank"
+                "the checkpoint is damaged or was cut by tensor parallelism; use one rank"
             )
         return xp.argsort(flat.to(xp.int64), 0, stable=True)
 

@@ -21,9 +21,9 @@ _ALIASES: Final[dict[str, str]] = {
 }
 _DRIVERS: Final = (
     "wint8", "wint4", "w8a8", "w4a8", "block_wise_fp8", "wfp8afp8", "mix_quant", "gptq", "awq",
-    "compressed-tensors", "gguf",
+    "compressed-tensors",
 )  # fmt: skip
-_STORED_ONLY: Final = ("gptq", "awq", "compressed-tensors", "gguf")
+_STORED_ONLY: Final = ("gptq", "awq", "compressed-tensors")
 # Options of --quantization besides the method: of all formats that are made while loading, then of
 # each one.
 _SHARED_OPTIONS: Final = ("lm_head", "modules_to_not_convert", "ignored_layers")
@@ -142,9 +142,6 @@ def _experts(name: str, config: Mapping[str, Any]) -> str:
         return f"wint{config.get('bits', 4)}" + ("" if config.get("sym", True) else "_zp")
     if name == "awq":
         return "wint4_zp"
-    if name == "gguf":
-        experts = (f for matrix, f in config["matrices"].items() if ".experts." in matrix)
-        return ",".join(dict.fromkeys(experts))
     if name == "compressed-tensors":
         from .schemes import read_schemes
 

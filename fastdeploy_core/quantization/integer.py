@@ -66,8 +66,7 @@ class IntegerQuantizer(PackedQuantizer):
         if self.is_static and not (self._stored or config.get(CALIBRATING)):
             raise ConfigError(
                 f"{self.name}: static activation scales come from calibration; run: fastdeploy "
-                "quantize "
-                f"MODEL --method {self.name} --calibration FILE --output DIR, or use "
+                f"quantize MODEL --method {self.name} --calibration FILE --output DIR, or use "
                 "activation_scheme dynamic"
             )
         # FastDeploy 2.x has one layout and does not name it.
@@ -77,8 +76,7 @@ class IntegerQuantizer(PackedQuantizer):
                 f"{self.name}: the checkpoint is not in the layout that `fastdeploy quantize` "
                 "writes "
                 f'("tensor_layout": "{PLAIN}"); of FastDeploy 2.x, wint8 and wint4 with one scale '
-                "per "
-                "output are read; quantize the original model with: fastdeploy quantize"
+                "per output are read; quantize the original model with: fastdeploy quantize"
             )
         self.format = FORMATS[
             f"{'w' if self.quantizes_activations else 'wint'}{self.bits}"
@@ -100,13 +98,11 @@ class IntegerQuantizer(PackedQuantizer):
         if layer.in_features % TILE or odd or (layer.parallel == "row" and layer.shards > 1):
             raise ConfigError(
                 f"{self.name}: {layer.name} ({layer.in_features} inputs, {layer.out_features} "
-                "outputs on "
-                "this rank) cannot be cut out of FastDeploy 2.x's interleaved layout; expected "
-                "inputs "
+                "outputs on this rank) cannot be cut out of FastDeploy 2.x's interleaved layout; "
+                "expected inputs "
                 f"in whole tiles of {TILE}, not divided among ranks, and outputs in groups of "
-                f"{together}; "
-                "use --tensor-parallel-size 1, or quantize the original model with: fastdeploy "
-                "quantize"
+                f"{together}; use --tensor-parallel-size 1, or quantize the original model with: "
+                "fastdeploy quantize"
             )
 
     def parameters(self, layer: LayerSpec) -> dict[str, ParameterSpec]:

@@ -1,10 +1,10 @@
 """Attention driver `reference`: paged attention in plain tensor code, kinds gqa and mla.
 
-Whatever order keys, values and queries are needed in, they are gathered by row numbers that
-prepare() computes once per step, so no layer transposes anything. Rows with few query tokens
-(decodes, speculation) run together: over lists of pool rows where the tensor library can attend to
-those, else over tiles of keys. A row reads only its own keys, so its result does not depend on who
-shares the batch beyond rounding. Longer rows (prefill) run one by one.
+prepare() computes row numbers once per step; keys, values and queries are gathered by them in the
+order needed, so no layer transposes anything. Rows with few query tokens (decodes, speculation) run
+together: over lists of pool rows if the tensor library can attend to lists, else over tiles of
+keys. A row reads only its own keys, so its result does not depend on the other rows of the batch,
+except for rounding. Longer rows (prefill) run one by one.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
 
-# A mask up to this size is stored for every head: adding equal shapes is several times faster.
+# A mask up to this size is stored for every head, because adding equal shapes is several times
+# faster.
 _MAX_FULL_MASK = 1 << 22
-# Beyond this many query heads per kv head, products over tiles read the keys fewer times.
+# With more query heads per kv head than this, products over tiles read the keys fewer times.
 _MAX_RAGGED_GROUP = 8
 
 
 @dataclass(slots=True)
 class _Group:
-    """A ShortGroup on the device; shapes in its docstring's letters."""
+    """A ShortGroup on the device; its docstring explains the letters of the shapes."""
 
     num_rows: int
     num_tiles: int
@@ -67,13 +68,13 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Metadata:
-    """What prepare() makes for every layer of one spec."""
+    """The result of prepare() for every layer of one spec."""
 
     num_tokens: int
     ragged: tuple[Any, Tensor | None] | None  # pattern, rows of q and of the output
     groups: list[_Group]
     longs: list[tuple[Tensor, list[_Chunk]]]
-    fixed: attention_fixed.FixedStep | None = None  # instead of all the others
+    fixed: attention_fixed.FixedStep | None = None  # used instead of all other fields
 
 
 class ReferenceAttention:
@@ -82,8 +83,9 @@ class ReferenceAttention:
     name = "reference"
     contract = CONTRACT
     unit: Literal["core", "rope_kv"] = "core"
-    can_capture_decode = False  # of an instance: where the device can
-    # A recorded step reads whole block tables, which costs more than it saves where these are long.
+    can_capture_decode = False  # set per instance, if the device can capture
+    # A captured step reads whole block tables; for longer ones this costs more than capturing
+    # saves.
     max_recorded_len = 4096
     can_capture_mixed = False
     features = frozenset[str]()
@@ -95,7 +97,7 @@ class ReferenceAttention:
         self.block_size = block_size
         self._device = device
         self._heads = Heads(spec.num_heads, spec.num_kv_heads, block_size)
-        # Of mla the values are the first columns of the keys; the product takes whole rows and
+        # For mla the values are the first columns of the keys. The product takes whole rows and
         # drops the rest, which is cheaper than cutting every row.
         self._value_dim = spec.kv_lora_rank if spec.kind == "mla" else spec.v_head_dim
         xp = device.xp
@@ -113,8 +115,8 @@ class ReferenceAttention:
         self._narrow = xp.dtype(spec.dtype) if spec.dtype != "float32" else None
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
-        """gqa: keys and values [num_blocks, block_size, num_kv_heads, dim]; mla: latent rows.
-        Behind them, where the cache is quantized dynamically, their scales."""
+        """gqa: keys and values [num_blocks, block_size, num_kv_heads, dim]; mla: latent rows. If
+        the cache is quantized dynamically, their scales follow."""
         spec, kind = self.spec, self._kv
         shape = (num_blocks, self.block_size, spec.num_kv_heads)
         dims = (spec.head_dim,) if spec.kind == "mla" else (spec.head_dim, spec.v_head_dim)
@@ -238,8 +240,8 @@ class ReferenceAttention:
             return cache[index].view([-1, dim])
         heads = self.spec.num_kv_heads
         if scales is None:
-            behind = cache[len(cache) // 2 + index]
-            return QuantizedRows(self._kv, heads, dim, cache[index], behind)
+            dynamic = cache[len(cache) // 2 + index]
+            return QuantizedRows(self._kv, heads, dim, cache[index], dynamic)
         tables = (scales.scale[index], scales.minimum[index] if scales.minimum else None)
         return QuantizedRows(self._kv, heads, dim, cache[index], None, tables)
 
@@ -310,7 +312,8 @@ class ReferenceAttention:
             xp.index_copy_(out, 0, chunk.query_rows, result)
 
     def _mask(self, xp: Any, count: int, num_keys: int) -> Tensor | None:
-        """[count, num_keys]: the last query sees every key, the one before all but one..."""
+        """[count, num_keys]: the last query sees every key, the one before it all but one, and so
+        on."""
         if count == 1:
             return None
         triangle = self._triangle[:count, :count]

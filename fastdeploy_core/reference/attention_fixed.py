@@ -1,7 +1,8 @@
-"""Reference attention over steps whose every row feeds as many tokens: recorded and padded ones.
+"""Reference attention for steps in which every row feeds the same number of tokens: captured and
+padded steps.
 
-What is queued depends on the shapes of the batch alone: every row attends to its whole block table,
-and what it must not see is masked by numbers that lie on the device.
+The queued operations depend only on the shapes of the batch: every row attends to its whole block
+table, and a mask, computed from numbers on the device, hides what it must not see.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ class FixedStep:
 
     num_rows: int
     num_tokens: int  # of each row
-    kv_rows: Tensor  # [B * H * K] rows of the pool; behind a row's end its last one again
+    kv_rows: Tensor  # [B * H * K] rows of the pool; after a row's end its last one is repeated
     mask: Tensor  # [B, 1, L, 1, K] float32
-    is_somebody: Tensor  # [B, 1, 1] bool
+    is_real: Tensor  # [B, 1, 1] bool
 
 
 def prepare(xp: Any, batch: AttentionBatch, heads: Heads) -> FixedStep:
-    """All on the device; nothing waits for it."""
+    """Runs on the device; nothing waits for it."""
     rows, tokens, device = batch.num_seqs, batch.tokens_per_row, batch.seq_lens_dev.device
     num_keys = batch.block_tables.shape[1] * heads.block_size
     position = xp.arange(num_keys, dtype=xp.int64, device=device)
@@ -44,7 +45,7 @@ def prepare(xp: Any, batch: AttentionBatch, heads: Heads) -> FixedStep:
     stored = (
         (batch.slot_mapping >= 0).to(xp.int64).reshape([rows, tokens]).sum(1).reshape([rows, 1])
     )
-    last = xp.clamp(ends - tokens + stored - 1, 0)  # nothing behind it has been written
+    last = xp.clamp(ends - tokens + stored - 1, 0)  # later positions have not been written
     where = xp.minimum(position.reshape([1, num_keys]).expand([rows, num_keys]), last)
     tables = batch.block_tables_dev.to(xp.int64)
     block = xp.gather(tables, 1, where // heads.block_size)
@@ -58,7 +59,7 @@ def prepare(xp: Any, batch: AttentionBatch, heads: Heads) -> FixedStep:
         num_tokens=tokens,
         kv_rows=kv_rows.reshape([-1]),
         mask=(hidden.float() * NEVER).reshape([rows, 1, tokens, 1, num_keys]),
-        is_somebody=(ends > 0).reshape([rows, 1, 1]),
+        is_real=(ends > 0).reshape([rows, 1, 1]),
     )
 
 
@@ -90,5 +91,5 @@ def attend(
         parts.append(out.reshape([rows, count, heads.num_heads * value_dim]))
     out = parts[0] if len(parts) == 1 else xp.cat(parts, 1)
     nothing = xp.zeros_like(out)
-    out = xp.where(step.is_somebody, out, nothing)
+    out = xp.where(step.is_real, out, nothing)
     return out.reshape([rows * tokens, int(np.prod(out.shape[2:]))])

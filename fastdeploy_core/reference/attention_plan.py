@@ -16,8 +16,8 @@ import numpy as np
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionBatch
 
-# Keys are read and multiplied in tiles of this many tokens, whatever the block size. Fixed, so that
-# a sequence is cut the same way in every batch.
+# Keys are read and multiplied in tiles of this many tokens, for every block size. The size is
+# fixed, so a sequence is cut the same way in every batch.
 TILE = 64
 # Rows with at most this many query tokens run together.
 MAX_SHORT = 8
@@ -34,13 +34,13 @@ class ShortGroup:
     """Rows with few query tokens, computed together."""
 
     num_rows: int
-    num_queries: int  # Q, the most query tokens of a row; shorter rows repeat their last
+    num_queries: int  # Q, the most query tokens of a row; shorter rows repeat their last one
     num_tiles: int  # N
     max_tiles: int  # W / TILE
     kv_rows: np.ndarray  # [N * H * TILE] rows of the pool
     query_rows: np.ndarray  # [N * H * Q * G] rows of q
     spread: np.ndarray | None  # [R * H * Q * G * max_tiles] score rows; None: one tile per row
-    collect: np.ndarray | None  # [N * H * Q * G] rows of what spread made
+    collect: np.ndarray | None  # [N * H * Q * G] rows of the spread scores
     row_of_tile: np.ndarray  # [N]
     limits: np.ndarray  # [R, Q]: the last key position each query sees
     output_rows: np.ndarray | None  # [R * H * Q * G] rows of the output; None: all of it, in order
@@ -52,7 +52,7 @@ class Chunk:
 
     query_rows: np.ndarray  # [H * G * num_queries] rows of q, and of the output
     num_queries: int
-    num_keys: int  # the last query sees all of them, the one before all but one, and so on
+    num_keys: int  # the last query sees all of them, the one before it all but one, and so on
 
 
 @dataclass(slots=True)
@@ -101,15 +101,15 @@ def plan_ragged(batch: AttentionBatch, heads: Heads) -> RaggedGroup | None:
     rows = np.flatnonzero((lengths > 0) & (lengths <= MAX_SHORT))
     if not len(rows):
         return None
-    # One entry per query token, then per position it sees.
+    # One entry per query token, then one per position that it sees.
     row = np.repeat(rows, lengths[rows])
     step = np.arange(len(row)) - np.repeat(np.cumsum(lengths[rows]) - lengths[rows], lengths[rows])
     seen = batch.seq_lens[row].astype(np.int64) - lengths[row] + step + 1
     start = np.cumsum(seen) - seen
     positions = np.arange(int(seen.sum())) - np.repeat(start, seen)
     slots = _slots(batch.block_tables, np.repeat(row, seen), positions, heads.block_size)
-    # The same for every head: its lists lie one behind the other, so heads of a group find the keys
-    # that the one before them read still in the processor's cache.
+    # The same for every head. The lists of one head are consecutive, so heads of a group find the
+    # keys that the previous head read still in the processor's cache.
     counts = np.repeat(seen, heads.num_heads)
     offsets = np.concatenate(([0], np.cumsum(counts)))
     where = np.repeat(np.repeat(start, heads.num_heads) - offsets[:-1], counts)
@@ -145,7 +145,7 @@ def _extents(batch: AttentionBatch) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _similar(rows: np.ndarray, seq_lens: np.ndarray, num_heads: int) -> Iterator[np.ndarray]:
-    """The rows, in parts that waste little when padded to the longest of the part."""
+    """The rows, in parts that waste little when padded to their longest row."""
     tiles = -(-seq_lens[rows].astype(np.int64) // TILE)
     padded = len(rows) * int(tiles.max())
     if len(rows) == 1 or (
@@ -176,7 +176,7 @@ def _plan_group(
     first = np.cumsum(tiles) - tiles
     row_of_tile = np.repeat(np.arange(len(rows)), tiles)
     tile_in_row = np.arange(num_tiles) - first[row_of_tile]
-    # Positions past the end repeat the last token: masked, and never memory nobody wrote.
+    # Positions after the end repeat the last token: masked, and never unwritten memory.
     positions = np.minimum(
         tile_in_row[:, None] * TILE + np.arange(TILE), (seq_lens - 1)[row_of_tile][:, None]
     )

@@ -1,4 +1,4 @@
-"""The device `cpu`: this machine's processor through whichever tensor library is installed."""
+"""The device `cpu`: this machine's processor, through an installed tensor library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastdeploy_core.errors import CapabilityError
 
 
 class CpuDevice(HostDevice):
-    """Work runs when it is called, so events are always done and nothing is ever in flight."""
+    """Work runs when it is called, so events are always complete and nothing is ever in flight."""
 
     name = "cpu"
 
@@ -27,7 +27,7 @@ class CpuDevice(HostDevice):
     def capture(
         self, run: Callable[[], None], beside: CapturedGraph | None = None
     ) -> CapturedGraph:
-        """Refused: a processor has no graphs."""
+        """Refused: a processor has no graphs to capture."""
         raise CapabilityError(
             "device 'cpu' captures no graphs (limits.graph_capture is False); run steps directly"
         )

@@ -1,7 +1,7 @@
-"""Expert communicators in plain tensor code: one rank alone, and ranks joined by all-gather.
+"""Expert communicators in plain tensor code: a single rank, and ranks joined by all-gather.
 
-`loopback` is what a group of one needs. `all_gather` shows every token to every rank and adds up
-what their experts made of it, over any device Communicator: exact and simple, not fast.
+`loopback` serves a group of one rank. `all_gather` gives every token to every rank and adds up the
+results of their experts, over any device Communicator: exact and simple, not fast.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Handle:
-    """What combine() must know of its dispatch."""
+    """What combine() needs from its dispatch."""
 
     plan: ExpertPlan
     num_tokens: int
@@ -38,7 +38,8 @@ class _Handle:
 
 
 class LoopbackExperts:
-    """All experts are here: dispatch sorts, combine undoes it. See ExpertCommunicator."""
+    """All experts are on this rank: dispatch sorts, combine restores the order. See
+    ExpertCommunicator."""
 
     name = "loopback"
     contract = CONTRACT
@@ -71,7 +72,7 @@ class LoopbackExperts:
     def dispatch(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: ExpertPlan
     ) -> Dispatched:
-        """Group the rows that this rank's experts must see."""
+        """Group the rows for this rank's experts."""
         if x.shape[0] > plan.max_tokens:
             raise CapabilityError(
                 f"{x.shape[0]} tokens in one dispatch, the plan was made for {plan.max_tokens}"
@@ -130,7 +131,7 @@ class LoopbackExperts:
         return self._reduce(summed, handle).to(y.dtype)
 
     def cost_s(self, tokens_per_rank: int) -> float:
-        """Time one dispatch and combine of that many small tokens now."""
+        """Measure one dispatch and combine of that many small tokens."""
         xp = self._xp
         plan = ExpertPlan(
             max(1, tokens_per_rank), 64, 1, self._num_physical, "contiguous", "float32"
@@ -144,7 +145,8 @@ class LoopbackExperts:
         return time.perf_counter() - started
 
     def set_expert_map(self, version: int, physical_to_logical: list[int]) -> None:
-        """Logical ids to physical ones; copies of one expert share its tokens by token index."""
+        """Map logical ids to physical ones; copies of one expert divide its tokens by token
+        index."""
         if version <= self._version:
             return
         table = expert_places(physical_to_logical, self._num_physical)
@@ -153,7 +155,7 @@ class LoopbackExperts:
         self._table = xp.tensor(table, dtype=xp.int64, device=self._device)
 
     def set_active_ranks(self, active: list[bool]) -> None:
-        """Refused unless all are active: this communicator is not elastic."""
+        """Refused unless all ranks are active: this communicator is not elastic."""
         if not all(active):
             raise CapabilityError(
                 f"expert communicator {self.name!r} is not elastic (capabilities.elastic is False)"
@@ -163,7 +165,7 @@ class LoopbackExperts:
         """Nothing to free; the group belongs to the caller."""
 
     def _physical(self, topk_ids: Tensor) -> Tensor:
-        """Physical expert of every choice, -1 staying -1."""
+        """The physical expert of every choice; -1 stays -1."""
         xp = self._xp
         copies = int(self._table.shape[1])
         token = xp.arange(int(topk_ids.shape[0]), device=self._device).unsqueeze(-1)

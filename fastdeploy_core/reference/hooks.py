@@ -1,4 +1,4 @@
-"""Answers of the reference to start-up questions. Imports no tensor library."""
+"""The reference's answers to start-up hooks. Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastdeploy_core.contracts.kv_formats import KV_ALIASES, KV_FORMATS
 from fastdeploy_core.contracts.moe import ExpertQuestion, MoEQuestion
 from fastdeploy_core.tensor import LIBRARIES, available
 
-# Lower than any accelerator's: the reference is chosen when nothing better is there.
+# Lower than any accelerator's score: the reference is chosen when nothing better is there.
 _DEVICE_SCORE = 1
 _BACKEND_SCORE = 10
 
@@ -39,7 +39,7 @@ def fd_device_probe(question: DeviceQuestion) -> Candidate:
 
 @hookimpl
 def fd_attention_backends(question: AttentionQuestion) -> list[Candidate]:
-    """The reference serves every attention there is in the contract."""
+    """The reference serves every attention of the contract."""
     spec = question.spec
     if spec.kind not in ("gqa", "mla"):
         return [Candidate("reference", Decline(f"kind {spec.kind!r}; possible: gqa, mla"))]
@@ -52,14 +52,14 @@ def fd_attention_backends(question: AttentionQuestion) -> list[Candidate]:
 
 @hookimpl
 def fd_moe_backends(question: MoEQuestion) -> list[Candidate]:
-    """The reference serves every mixture of experts: of formats without a kernel it dequantizes."""
+    """The reference serves every mixture of experts; it dequantizes formats without a kernel."""
     note = f"experts in {question.quantization}" if question.quantization else "plain tensor code"
     return [Candidate("reference", Accept(_BACKEND_SCORE, note))]
 
 
 @hookimpl
 def fd_expert_communicators(question: ExpertQuestion) -> list[Candidate]:
-    """Over any device's own collectives."""
+    """Runs over any device's own collectives."""
     alone = Decline(f"serves one rank, there are {question.num_ranks}")
     return [
         Candidate("loopback", alone),

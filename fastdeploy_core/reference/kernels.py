@@ -59,7 +59,7 @@ TABLE: Final[dict[str, str | Kernel]] = {
     "draw": Kernel(f"{_SAMPLING}:draw", composes=True),
     "mark_broken": f"{_STEP}:mark_broken",
     "log_softmax": f"{_SAMPLING}:log_softmax",
-    # One definition serves every format: it is the format that knows how to dequantize.
+    # One definition serves all formats, because a format defines its own dequantization.
     **{f.linear: f"{_QUANTIZED}:linear_packed" for f in FORMATS.values()},
     **{f.experts: f"{_QUANTIZED}:moe_experts_packed" for f in FORMATS.values()},
     **{f.write: f"fastdeploy_core.reference.ops.kv:{f.write}" for f in KV_FORMATS.values()},

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ReferenceMoE:
-    """Calls the two MoE kernels of the device's table, the reference's own where it has none."""
+    """Calls the two MoE kernels of the device's table, or the reference's where it has none."""
 
     name = "reference"
     contract = CONTRACT
@@ -28,7 +28,7 @@ class ReferenceMoE:
         self._kernels = kernels
 
     def prepare_weights(self, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight) -> Any:
-        """With the kernel of their format, laid out as that kernel wants them."""
+        """The weights with the kernel of their format, in that kernel's layout."""
         if isinstance(gate_up, PackedWeight):
             name, kernels = gate_up.format.experts, self._kernels
             return kernels[name], kernels.prepare(name, gate_up), kernels.prepare(name, down)
@@ -70,7 +70,8 @@ class ReferenceMoE:
     def forward_routed(
         self, x: Tensor, weights: Any, topk_ids: Tensor, topk_weights: Tensor
     ) -> Tensor:
-        """Every choice that counts as a token of its own, so that any device's experts will do."""
+        """Treats every valid choice as a token of its own, so that any device's experts can compute
+        it."""
         xp, (experts, gate_up, down) = namespace(x), weights
         total = xp.zeros(list(x.shape), dtype=xp.float32, device=x.device)
         flat = topk_ids.reshape([-1])

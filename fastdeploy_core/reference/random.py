@@ -25,12 +25,12 @@ _MIX_1: Final = _signed(0xBF58476D1CE4E5B9)
 _MIX_2: Final = _signed(0x94D049BB133111EB)
 _MIX_3: Final = _signed(0xFF51AFD7ED558CCD)
 _MIX_4: Final = _signed(0xC4CEB9FE1A85EC53)
-# Indices and keys come from different sequences: if they shared one, some index would cancel the
-# key at some position, and that token would win there whatever its probability.
+# Indices and keys come from different sequences. If they shared one, some index would cancel the
+# key at some position, and that token would win there at any probability.
 _INDEX_STEP: Final = _signed(0xD1342543DE82EF95)
 _INDEX_START: Final = _signed(0x2545F4914F6CDD1D)
-# 40 random bits. Few enough for exact arithmetic, enough for the earliest arrival among a
-# vocabulary of any size to be finely resolved.
+# 40 random bits: few enough for exact arithmetic, and enough to resolve the earliest arrival in a
+# vocabulary of any size.
 _BITS: Final = 40
 _LOW_MASK: Final = (1 << _BITS) - 1
 _LARGEST_BELOW_ONE: Final = 1.0 - 2.0**-24
@@ -59,7 +59,7 @@ def random_bits(xp: Any, seeds: Tensor, positions: Tensor, index: Tensor) -> Ten
     step, start = _constant(xp, _INDEX_STEP, device), _constant(xp, _INDEX_START, device)
     mixed = _mix(xp, index * step + start)
     shape = [keys.shape[0], mixed.shape[1]]
-    # The index alone is mixed once for the whole batch; the key enters before two more rounds.
+    # The index alone is mixed once for the whole batch; the key is added before two more rounds.
     x = xp.bitwise_xor(mixed.expand(shape), keys.expand(shape))
     x = x * _constant(xp, _MIX_3, device)
     x = xp.bitwise_xor(x, xp.right_shift(x, 32))
@@ -74,5 +74,5 @@ def _mix(xp: Any, x: Tensor) -> Tensor:
 
 
 def _constant(xp: Any, value: int, device: Any) -> Tensor:
-    """As a tensor: one library turns a large Python integer into a float on the way."""
+    """A tensor, because one library turns a large Python integer into a float."""
     return xp.tensor(np.array([value], dtype=np.int64), device=device)

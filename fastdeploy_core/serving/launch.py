@@ -28,6 +28,7 @@ from fastdeploy_core.config.arguments import (
 )
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.client import AsyncEngine
+from fastdeploy_core.plugins.checkpoints import find_model
 from fastdeploy_core.serving.http import event_loop
 from fastdeploy_core.serving.http.listening import bind_socket, url_of
 
@@ -57,7 +58,7 @@ def serve(values: Mapping[str, Any]) -> int:
     """Serve until a signal; returns the exit code. `values`: arguments in any spelling of
     config/arguments.py."""
     values = normalise(values)
-    engine_config = build_engine_config(of_scope(values, "engine"))
+    engine_config = build_engine_config(of_scope(values, "engine"), find_model)
     server_config = build_server_config(values, engine_config)
     listener = bind_socket(server_config)
     try:

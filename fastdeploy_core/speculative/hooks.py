@@ -51,15 +51,15 @@ def draft_problems(folder: str, question: SpeculativeQuestion) -> list[str]:
     if size != question.vocab_size:
         return [
             f"the draft model's vocabulary has {size} tokens and the target's "
-            f"{question.vocab_size}; "
-            "a draft model needs the same vocabulary, such as a smaller one of the same family"
+            f"{question.vocab_size}; a draft model needs the same vocabulary, such as a smaller "
+            "one of the same family"
         ]
     other = _first_difference(_vocabulary(path), _vocabulary(Path(question.model_path)))
     if other:
         return [
             "the draft model's vocabulary differs from the target's, for example at "
-            f"{other!r:.60}; a "
-            "draft model needs the same vocabulary, such as a smaller one of the same family"
+            f"{other!r:.60}; a draft model needs the same vocabulary, such as a smaller one of "
+            "the same family"
         ]
     longest = draft.get("max_position_embeddings")
     if isinstance(longest, int) and longest < question.max_model_len:

@@ -48,7 +48,7 @@ __all__ = [
     "namespace",
 ]
 
-# A torch.Tensor or a paddle.Tensor. Not a union of both: neither may be imported to name it.
+# A torch.Tensor or a paddle.Tensor. Not a union, because naming either would import its library.
 Tensor: TypeAlias = Any
 
 LIBRARIES = ("torch", "paddle")
@@ -57,26 +57,26 @@ _lock = threading.Lock()
 
 
 def available() -> list[str]:
-    """Names of installed tensor libraries, found without importing them."""
+    """Names of installed tensor libraries; imports none."""
     return [name for name in LIBRARIES if importlib.util.find_spec(name) is not None]
 
 
 def early_import(asked: str) -> str:
-    """A module that a process may import while it waits to hear which device it gets; empty if
-    there is none. `asked`: the library named by the operator. Never paddle's, which reads the
-    device driver's variables when it is imported."""
+    """A module that a process may import before it is told its device; empty if there is none.
+    `asked`: the library that the operator named. Never paddle's, which reads the device driver's
+    variables when it is imported."""
     found = available()
     name = asked or (found[0] if len(found) == 1 else "")
     return f"{__name__}._torch" if name == "torch" and name in found else ""
 
 
 def loaded() -> list[str]:
-    """Names of the libraries that this process works with."""
+    """Names of the libraries in use in this process."""
     return list(_loaded)
 
 
 def load(name: str) -> TensorLibrary:
-    """The library of that name, imported at the first call and usable in the calling thread.
+    """The library of that name, imported by the first call and usable in the calling thread.
     ConfigError if it is not installed."""
     library = _loaded.get(name)
     if library is not None:
@@ -96,8 +96,8 @@ def load(name: str) -> TensorLibrary:
     with _lock:
         if name not in _loaded:
             with warnings.catch_warnings():
-                # Start-up advice about compilers (ccache), deprecated imports inside the library,
-                # young features: nothing an operator of a server can act on.
+                # Warnings at import, about compilers (ccache), deprecated imports within the
+                # library and new features, which an operator of a server cannot act on.
                 warnings.simplefilter("ignore")
                 _loaded[name] = importlib.import_module(f"{__name__}._{name}").library()
     _loaded[name].enter_thread()
@@ -105,11 +105,11 @@ def load(name: str) -> TensorLibrary:
 
 
 def namespace(x: Tensor) -> TensorLibrary:
-    """The library `x` belongs to."""
+    """The library of the tensor `x`."""
     root = type(x).__module__.partition(".")[0]
     if root in _loaded:
         return _loaded[root]
-    # Subclasses (torch.nn.Parameter is one) may be defined in foreign modules.
+    # Subclasses (torch.nn.Parameter is one) may be defined in other modules.
     for name in LIBRARIES:
         module = sys.modules.get(name)
         if module is not None and isinstance(x, module.Tensor):

@@ -1,4 +1,4 @@
-"""What both libraries share on the host side: number formats numpy lacks, and the C allocator."""
+"""Host-side helpers of both libraries: number formats that numpy lacks, and the C allocator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-# dtype without a numpy equivalent -> the unsigned integer that carries its bits in numpy
+# dtype without a numpy equivalent -> the unsigned integer type that holds its bits in numpy
 BIT_CARRIERS: Final[dict[str, str]] = {
     "bfloat16": "uint16",
     "float8_e4m3fn": "uint8",
@@ -26,12 +26,12 @@ _MAX_MMAP_THRESHOLD = 32 * 1024 * 1024  # glibc refuses more
 
 
 def as_carrier(array: np.ndarray, dtype: str) -> tuple[np.ndarray, bool]:
-    """The array ready to be shared, and whether it holds bits of `dtype` that are to be
+    """The array ready to be shared, and whether it holds bits of `dtype` that must be
     reinterpreted.
 
-    uint16 comes back as int16: both libraries accept that.
+    uint16 is returned as int16, which both libraries accept.
     """
-    # numpy takes microseconds to spell a dtype's name, so it is asked only where it matters.
+    # numpy takes microseconds to format a dtype's name, so it is only read where it matters.
     carries = dtype in BIT_CARRIERS and BIT_CARRIERS[dtype] == array.dtype.name
     if not (array.flags.writeable and array.flags.c_contiguous):
         array = array.copy(order="C")
@@ -41,7 +41,7 @@ def as_carrier(array: np.ndarray, dtype: str) -> tuple[np.ndarray, bool]:
 
 
 def tune_malloc() -> None:
-    """Let glibc keep and reuse large blocks instead of mapping fresh, zeroed pages for each."""
+    """Let glibc keep and reuse large blocks instead of mapping new, zeroed pages for each."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
@@ -52,7 +52,7 @@ def tune_malloc() -> None:
 
 @contextmanager
 def hidden_module(name: str) -> Iterator[None]:
-    """Inside, importing that module fails; an import that already happened stays as it is."""
+    """A context in which importing that module fails; an earlier import stays valid."""
     if name in sys.modules:
         yield
         return
@@ -65,7 +65,7 @@ def hidden_module(name: str) -> Iterator[None]:
 
 @contextmanager
 def kept_variable(name: str) -> Iterator[None]:
-    """Afterwards the environment variable is what it was."""
+    """A context that restores the environment variable at its end."""
     before = os.environ.get(name)
     try:
         yield
@@ -79,9 +79,9 @@ def kept_variable(name: str) -> Iterator[None]:
 def choose_blas_code() -> None:
     """Tell an old MKL which instructions this processor has, unless the operator already did.
 
-    The MKL in paddle's wheels looks at the processor's maker instead of its features and falls back
-    to its slowest code on others: matrix products took 2.7 times as long. It reads the variable
-    once, when the library is loaded; newer MKLs ignore it.
+    The MKL in paddle's wheels checks the processor's manufacturer instead of its features and uses
+    its slowest code for others: matrix products took 2.7 times as long. It reads the variable once,
+    when the library is loaded; newer MKLs ignore it.
     """
     if _MKL_CODE_VARIABLE in os.environ:
         return
@@ -93,7 +93,7 @@ def choose_blas_code() -> None:
 
 
 def processor_features() -> set[str]:
-    """What Linux lists as `flags` of the first processor; empty where it lists none."""
+    """The `flags` that Linux lists for the first processor; empty where it lists none."""
     try:
         info = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -23,28 +23,26 @@ from ._bits import (
 )
 from .library import DTYPE_BYTES
 
-choose_blas_code()  # must run before the library looks at the processor
-# On import, paddle asks tvm_ffi (a part of xgrammar) for its version, and that imports torch: a
-# second or two, half a gigabyte and a second thread pool, for nothing. It also sets
-# OMP_NUM_THREADS=1 where an operator set nothing, which is no answer to how many threads a device
-# of this host may use.
+choose_blas_code()  # must run before the library checks the processor
+# On import, paddle asks tvm_ffi (a part of xgrammar) for its version, which imports torch: one or
+# two seconds, half a gigabyte and a second thread pool, without use. It also sets OMP_NUM_THREADS=1
+# if the operator did not set it, although a device of this host may use more threads.
 with hidden_module("tvm_ffi"), kept_variable("OMP_NUM_THREADS"):
     import paddle
     import paddle.nn.functional as F
 
     from ._paddle_rows import BYTES, NARROW, bits_of, words_of
 
-# Paddle keeps its eager mode in the importing thread: when that ends, so would the mode, for
-# everybody.
+# Paddle keeps its eager mode in the importing thread. When that thread ends, the mode would end for
+# all threads.
 _eager_mode = paddle.base.framework.global_var._functional_dygraph_context_manager
 _fused_rms_norm = paddle.incubate.nn.functional.fused_rms_norm
-# Its CPU code uses registers of AVX512 without asking the processor: elsewhere that ends the
-# process.
+# Its CPU code uses AVX512 registers without checking the processor: on others the process dies.
 _HAS_FUSED_NORM = "avx512f" in processor_features()
 
 
 class PaddleLibrary:
-    """Differences from torch are papered over here; the comments say which."""
+    """Adapts PaddlePaddle to torch's interface; the comments name the differences."""
 
     name = "paddle"
     version = paddle.__version__
@@ -116,8 +114,8 @@ class PaddleLibrary:
         return x.to(device)
 
     def enter_thread(self) -> None:
-        # Eager execution is a setting of each thread: the one that imports paddle has it, and what
-        # is started from the main thread after an import there; others build graphs instead.
+        # Eager execution is a setting of each thread. The importing thread has it, and threads that
+        # the main thread starts after an import there; other threads build graphs instead.
         if not paddle.in_dynamic_mode():
             paddle.disable_static()
 
@@ -126,7 +124,7 @@ class PaddleLibrary:
         return context
 
     def set_num_threads(self, count: int) -> None:
-        # The flag is what paddle's own loops read, the call is for the matrix library.
+        # paddle's own loops read the flag; the call is for the matrix library.
         paddle.set_flags({"FLAGS_paddle_num_threads": count})
         paddle.base.core.set_num_threads(count)
 
@@ -142,7 +140,7 @@ class PaddleLibrary:
         device: str | None = None,
     ) -> Any:
         first, last = (0, start) if end is None else (start, end)
-        # There are kernels for few dtypes; uint8 is not among them.
+        # Few dtypes have kernels; uint8 has none.
         x = paddle.arange(first, last, step, dtype=paddle.int64, device=device)
         return x if dtype in (None, paddle.int64) else x.astype(dtype)
 
@@ -165,7 +163,7 @@ class PaddleLibrary:
         carrier = BIT_CARRIERS.get(self.dtype_name(x))
         if carrier == "uint8":
             x = x.view("uint8")
-        array: np.ndarray = x.numpy()  # bfloat16 arrives as uint16 by paddle's own convention
+        array: np.ndarray = x.numpy()  # paddle returns bfloat16 as uint16
         return array
 
     def from_buffer(self, buffer: Any, dtype: str, shape: Sequence[int]) -> Any:
@@ -175,7 +173,7 @@ class PaddleLibrary:
 
     def where(self, condition: Any, a: Any, b: Any) -> Any:
         dtype = getattr(a, "dtype", None)
-        if dtype in BYTES and not a.place.is_cpu_place():  # no accelerator's kernel knows bytes
+        if dtype in BYTES and not a.place.is_cpu_place():  # no accelerator's kernel moves bytes
             carrier = paddle.int8 if dtype == paddle.int8 else paddle.uint8
             a, b = (x.view(carrier).astype(paddle.int32) for x in (a, b))
             return paddle.where(condition, a, b).astype(carrier).view(dtype)
@@ -188,7 +186,7 @@ class PaddleLibrary:
         words = words_of(x) if dim == 0 else None
         if words is not None:
             return paddle.gather(words, index, 0).view(x.dtype)
-        # Three to eight times as fast where it applies.
+        # Three to eight times as fast, for dimension 0.
         return paddle.gather(x, index, 0) if dim == 0 else paddle.index_select(x, index, dim)
 
     def gather(self, x: Any, dim: int, index: Any) -> Any:
@@ -223,7 +221,7 @@ class PaddleLibrary:
         return paddle.matmul(a, b, transpose_y=True)
 
     def linear(self, x: Any, weight: Any, bias: Any = None) -> Any:
-        y = paddle.matmul(x, weight, transpose_y=True)  # paddle's own linear wants [K, N]
+        y = paddle.matmul(x, weight, transpose_y=True)  # paddle's own linear takes [K, N]
         return y if bias is None else y.add_(bias)
 
     def bitwise_and(self, a: Any, b: Any) -> Any:
@@ -245,7 +243,7 @@ class PaddleLibrary:
         return F.softmax(x, dim)
 
     def log_softmax(self, x: Any, dim: int = -1) -> Any:
-        # paddle's own takes time in the square of the width.
+        # paddle's own takes time quadratic in the width.
         shifted = x - paddle.max(x, dim, True)
         return shifted.sub_(paddle.log(paddle.exp(shifted).sum(dim, keepdim=True)))
 
@@ -258,12 +256,12 @@ class PaddleLibrary:
         return paddle.cumsum(x, dim)
 
     def argmax(self, x: Any, dim: int = -1) -> Any:
-        # numpy's is several times as fast, and takes a NaN for the largest.
+        # numpy's is several times as fast and treats NaN as the largest.
         if dim == -1 and x.ndim and x.dtype == paddle.float32 and x.place.is_cpu_place():
             return self.from_numpy(np.asarray(x.numpy().argmax(-1)))
         index = paddle.argmax(x, dim)
-        # paddle's skips NaN where torch's takes it for the largest. On the CPU the sum tells at
-        # little cost whether there may be one; elsewhere asking would wait for the device.
+        # paddle's skips NaN; torch's treats it as the largest. On the CPU the sum shows cheaply
+        # whether there may be one; elsewhere asking would wait for the device.
         if x.is_floating_point() and x.size:
             if x.place.is_cpu_place() and not math.isnan(float(x.sum())):
                 return index
@@ -272,7 +270,7 @@ class PaddleLibrary:
         return index
 
     def amax(self, x: Any, dim: int = -1, keepdim: builtins.bool = False) -> Any:
-        return paddle.max(x, dim, keepdim)  # paddle.amax is the slower of the two
+        return paddle.max(x, dim, keepdim)  # paddle.amax is slower
 
     def bincount(self, x: Any, minlength: int = 0) -> Any:
         return paddle.bincount(x, minlength=minlength)
@@ -346,7 +344,7 @@ class PaddleLibrary:
         tune_malloc()
 
     def _swap(self, width: int, interleaved: builtins.bool, place: Any) -> Any:
-        """[width, width]: x @ swap holds -b where x holds a of a pair (a, b), and a in b's
+        """[width, width]: for each pair (a, b), x @ swap holds -b in a's place and a in b's
         place."""
         key = (width, interleaved, str(place))
         swap = self._swaps.get(key)
@@ -360,7 +358,7 @@ class PaddleLibrary:
         return swap
 
     def _operand(self, a: Any, b: Any) -> Any:
-        """Bit operations take tensors only; small constants are kept."""
+        """Bit operations only take tensors; small constants are cached."""
         if not isinstance(b, int):
             return b
         key = (b, a.dtype, str(a.place))
@@ -375,15 +373,15 @@ _paddle_copy = paddle.Tensor.copy_
 
 
 def _queued_copy(target: Any, source: Any, blocking: bool | None = None) -> Any:
-    """Tensor.copy_ as torch's: within a device it is queued, where paddle's waits for the whole
-    device (which also makes it impossible in a graph)."""
+    """Tensor.copy_ with torch's behaviour: a copy within a device is queued. paddle's waits for the
+    whole device, which also makes it impossible in a graph."""
     if blocking is None:
         blocking = target.place != source.place
     return _paddle_copy(target, source, blocking)
 
 
 def _device_name(x: Any) -> Any:
-    """Tensor.device; paddle 3.3's own fails on every custom device."""
+    """Tensor.device; paddle 3.3's own raises on every custom device."""
     place = x.place
     if place.is_custom_place():
         return f"{place.custom_device_type()}:{place.custom_device_id()}"

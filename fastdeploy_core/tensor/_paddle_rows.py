@@ -1,6 +1,6 @@
-"""Rows of types that PaddlePaddle's kernels do not move: their bits are moved instead.
+"""Rows of dtypes that PaddlePaddle's kernels cannot move: their bits are moved instead.
 
-Imported by _paddle.py only, which prepares the process for PaddlePaddle.
+Only _paddle.py imports this module; it prepares the process for PaddlePaddle.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-# Paddle's CPU kernels that pick and place rows do not know these; their bits are moved instead.
+# Paddle's CPU kernels that select and place rows do not support these dtypes.
 NARROW: dict[Any, Any] = {
     paddle.int8: np.int8,
     paddle.uint8: np.uint8,
@@ -28,7 +28,7 @@ BYTES = tuple(dtype for dtype, carrier in NARROW.items() if np.dtype(carrier).it
 def bits_of(x: Any) -> np.ndarray:
     """The memory of a contiguous CPU tensor as an array of integers, valid as long as the tensor.
 
-    DLPack would hand out the same memory, but only to read.
+    DLPack would give read-only access to the same memory.
     """
     carrier: np.dtype[Any] = np.dtype(NARROW[x.dtype])
     size = int(x.size)
@@ -39,8 +39,8 @@ def bits_of(x: Any) -> np.ndarray:
 
 
 def words_of(x: Any) -> Any:
-    """Rows of bytes on an accelerator as rows of int32, in the same memory: kernels that move rows
-    know few types. None for any other tensor."""
+    """Rows of bytes on an accelerator as rows of int32 in the same memory, because kernels that
+    move rows support few dtypes. None for any other tensor."""
     if x.dtype not in BYTES or x.place.is_cpu_place() or x.shape[-1] % 4:
         return None
     return x.view(paddle.int32) if x.is_contiguous() else None

@@ -21,12 +21,12 @@ from .library import DTYPE_BYTES
 
 @dataclass(slots=True)
 class _Ragged:
-    """Rows of each query, as both kernels want them."""
+    """Rows of each query, in the forms that both kernels take."""
 
     starts: torch.Tensor  # [n + 1] int32
     wide_starts: torch.Tensor  # the same, int64
     rows: torch.Tensor  # [starts[n]] int32
-    queries: torch.Tensor  # [starts[n]] int32: whose
+    queries: torch.Tensor  # [starts[n]] int32: the query of each row
     mask: torch.Tensor | None = None  # the pattern as a sparse matrix, made by the first layer
 
 
@@ -36,8 +36,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 class TorchLibrary:
-    """Mostly torch's own functions; they are attributes of the class, so a call costs nothing
-    more."""
+    """Mostly torch's own functions as class attributes, so a call costs nothing more."""
 
     name = "torch"
     version = torch.__version__
@@ -167,7 +166,8 @@ class TorchLibrary:
         return self.from_numpy(array, self.dtype(dtype))
 
     def index_copy_(self, x: Any, dim: int, index: Any, source: Any) -> Any:
-        if x.dtype == torch.float8_e4m3fn:  # neither processors nor GPUs copy these; bytes they do
+        # neither processors nor GPUs copy these; they copy bytes
+        if x.dtype == torch.float8_e4m3fn:
             x.view(torch.uint8).index_copy_(dim, index, source.view(torch.uint8))
             return x
         return x.index_copy_(dim, index, source)
@@ -194,7 +194,7 @@ class TorchLibrary:
         return torch.cumsum(x, dim)
 
     def argmax(self, x: Any, dim: int = -1) -> Any:
-        # numpy's is 4 to 12 times as fast, and takes a NaN for the largest.
+        # numpy's is 4 to 12 times as fast and treats NaN as the largest.
         if x.device.type == "cpu" and x.dtype == torch.float32 and dim == -1 and x.ndim:
             return torch.from_numpy(np.asarray(x.numpy().argmax(-1)))
         return torch.argmax(x, dim)
@@ -263,10 +263,10 @@ class TorchLibrary:
         )
 
     def attend_ragged(self, q: Any, keys: Any, values: Any, pattern: _Ragged) -> Any:
-        # Scores are a product of which only the pattern's elements are computed, the mean of the
-        # values is a weighted bag of embeddings: two kernels that read rows in place.
+        # Scores are a product of which only the pattern's elements are computed. The mean of the
+        # values is a weighted bag of embeddings. Both kernels read rows in place.
         if pattern.mask is None:
-            # Zeros, not whatever the memory holds: beta = 0 still multiplies them.
+            # Zeros, not uninitialised memory: beta = 0 still multiplies them.
             zeros = torch.zeros(pattern.rows.shape[0], dtype=q.dtype)
             shape = (q.shape[0], keys.shape[0])
             pattern.mask = torch.sparse_csr_tensor(pattern.starts, pattern.rows, zeros, size=shape)
@@ -290,8 +290,8 @@ class TorchLibrary:
 
 def library() -> TorchLibrary:
     """The one instance of this process."""
-    # torch warns once per process that compressed sparse tensors are young. Now is the time: `load`
-    # silences warnings.
+    # torch warns once per process that compressed sparse tensors are new. Trigger it here, where
+    # `load` silences warnings.
     starts = torch.tensor([0, 1])
     torch.sparse_csr_tensor(starts, starts[:1], starts[1:].float(), size=(1, 1))
     return TorchLibrary()

@@ -33,7 +33,8 @@ Shape = Sequence[int]
 
 
 class TensorLibrary(Protocol):
-    """torch or paddle behind one spelling. Stateless but for the library's own thread settings."""
+    """torch or paddle with one interface. Stateless except for the library's own thread
+    settings."""
 
     name: str  # "torch" or "paddle"
     version: str
@@ -41,7 +42,7 @@ class TensorLibrary(Protocol):
     tensor_type: type
     # Whether ragged_pattern and attend_ragged exist: fast on a CPU, float32 only.
     has_ragged_attention: builtins.bool
-    # What its CPU kernels can multiply; the reference device offers no other dtype.
+    # dtypes that its CPU kernels can multiply; the reference device offers no others.
     cpu_matmul_dtypes: tuple[str, ...]
 
     float64: Any
@@ -80,11 +81,11 @@ class TensorLibrary(Protocol):
         ...
 
     def enter_thread(self) -> None:
-        """Make the library usable in this thread; `load` calls it."""
+        """Make the library usable in this thread; `load` does so for its caller."""
         ...
 
     def no_grad(self) -> AbstractContextManager[Any]:
-        """Nothing inside records gradients. Wrap every forward pass in a fresh one."""
+        """A context that records no gradients. Use a new one for every forward pass."""
         ...
 
     def set_num_threads(self, count: int) -> None:
@@ -106,7 +107,7 @@ class TensorLibrary(Protocol):
         ...
 
     def empty(self, shape: Shape, *, dtype: Any = None, device: str | None = None) -> Any:
-        """Whatever the memory holds."""
+        """Uninitialised memory."""
         ...
 
     def full(
@@ -148,7 +149,7 @@ class TensorLibrary(Protocol):
         ...
 
     def to_numpy(self, x: Any) -> np.ndarray:
-        """A host array, perhaps sharing memory. bfloat16 comes as uint16 bits, float8 as uint8
+        """A host array that may share memory. bfloat16 is returned as uint16 bits, float8 as uint8
         bits."""
         ...
 
@@ -279,7 +280,7 @@ class TensorLibrary(Protocol):
         ...
 
     def clamp(self, x: Any, low: Any = None, high: Any = None) -> Any:
-        """Cut off below low and above high (scalars)."""
+        """Limit to low and high (scalars)."""
         ...
 
     def isfinite(self, x: Any) -> Any:
@@ -339,21 +340,21 @@ class TensorLibrary(Protocol):
         ...
 
     def topk(self, x: Any, k: int, dim: int = -1) -> tuple[Any, Any]:
-        """The k largest, largest first, and where they are. Order among equals is open."""
+        """The k largest elements, largest first, and their indices. Order among equals is open."""
         ...
 
     def sort(
         self, x: Any, dim: int = -1, descending: bool = False, stable: bool = False
     ) -> tuple[Any, Any]:
-        """Sorted values and where they came from."""
+        """Sorted values and their original indices."""
         ...
 
     def argsort(self, x: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
-        """Where sorted values came from."""
+        """The original indices of the sorted values."""
         ...
 
     def searchsorted(self, sorted_values: Any, values: Any, right: bool = False) -> Any:
-        """Where values would be inserted, int64."""
+        """The index at which each value would be inserted, int64."""
         ...
 
     def bincount(self, x: Any, minlength: int = 0) -> Any:
@@ -395,5 +396,6 @@ class TensorLibrary(Protocol):
         ...
 
     def tune_allocator(self) -> None:
-        """Keep freed host memory in the process: fresh pages cost more than small operations."""
+        """Keep freed host memory in the process: mapping new pages costs more than small
+        operations."""
         ...

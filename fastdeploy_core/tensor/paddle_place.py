@@ -1,8 +1,8 @@
-"""One accelerator of PaddlePaddle's: what its Python interface offers beside tensors.
+"""One accelerator of PaddlePaddle's: the parts of its Python interface besides tensors.
 
-For devices/paddle_device.py, for built-in places and for custom devices alike. Nothing here
-waits while it holds the interpreter lock: events are polled, and values are read with numpy(),
-which releases it (paddle's synchronize() calls and Tensor.item() do not).
+Used by devices/paddle_device.py, for built-in places and for custom devices. Nothing here waits
+while it holds the interpreter lock: events are polled, and values are read with numpy(), which
+releases it (paddle's synchronize() calls and Tensor.item() do not).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _POLL_S = 0.02
 
 
 def is_builtin(check: str) -> bool:
-    """Whether this build of PaddlePaddle has the place that `check`, one of its functions, asks
-    for."""
+    """Whether this build of PaddlePaddle has a place; `check` is the name of its function that
+    tells."""
     function = getattr(paddle, check, None)
     return bool(function is not None and function())
 
@@ -43,7 +43,8 @@ def custom_types() -> list[str]:
 
 
 def count(type_name: str, builtin_module: str = "") -> int:
-    """Chips of that type this process may use; a built-in place has a module of paddle.device."""
+    """Number of chips of that type that this process may use; a built-in place has a module of
+    paddle.device."""
     if builtin_module:
         return int(getattr(paddle.device, builtin_module).device_count())
     devices = paddle.device.get_available_custom_device() or []
@@ -51,7 +52,7 @@ def count(type_name: str, builtin_module: str = "") -> int:
 
 
 class Place:
-    """The chip `type:index`, current in this process from now on."""
+    """The chip `type:index`, which becomes this process's current one."""
 
     def __init__(self, type_name: str, index: int, builtin_module: str = "") -> None:
         self.type_name, self.index = type_name, index
@@ -61,11 +62,11 @@ class Place:
         paddle.set_device(self.device)
 
     def reserved_bytes(self) -> int:
-        """What paddle's allocator holds of the chip's memory."""
+        """Bytes of the chip's memory that paddle's allocator holds."""
         return int(paddle.device.memory_reserved(self.device))
 
     def driver_memory(self) -> tuple[int, int] | None:
-        """(free, total) bytes where PaddlePaddle can ask the driver, else None."""
+        """(free, total) bytes if PaddlePaddle can ask the driver, else None."""
         ask = getattr(self._module, "mem_get_info", None)
         if ask is None:
             return None
@@ -77,12 +78,11 @@ class Place:
         if not array.size:
             dtype = PADDLE.dtype(array.dtype.name)
             return paddle.zeros(array.shape, dtype=dtype, device=self.device)
-        # Copied before this returns as far as the host can tell: the array may be changed
-        # afterwards.
+        # For the host the copy is complete on return: the array may be changed afterwards.
         return PADDLE.to_device(PADDLE.from_numpy(array), self.device)
 
     def event(self) -> Any:
-        """A recorded event; has query()."""
+        """An event of the work queued so far; has query()."""
         if paddle.device.get_device() != self.device:
             paddle.set_device(self.device)  # an event belongs to the current device
         event = paddle.device.Event()
@@ -90,7 +90,7 @@ class Place:
         return event
 
     def capture(self, run: Callable[[], None], beside: Graph | None) -> Graph:
-        """Record what `run` queues. An operation that would wait is an error."""
+        """Capture what `run` queues. An operation that would wait is an error."""
         from paddle.device.cuda.graphs import CoreCUDAGraph, CUDAGraph
 
         pool = beside.pool if beside is not None else CoreCUDAGraph.gen_new_memory_pool_id()
@@ -100,7 +100,7 @@ class Place:
         try:
             run()
         except BaseException:
-            # End the recording whatever it holds; the first error says what is wrong.
+            # End the capture in any case; the first error says what is wrong.
             with contextlib.suppress(Exception):
                 graph.capture_end()
             raise
@@ -109,13 +109,12 @@ class Place:
         return self._graphs[-1]
 
     def close(self) -> None:
-        """Graphs must go before the library unloads its devices."""
+        """Release graphs before the library unloads its devices."""
         while self._graphs:
             self._graphs.pop().reset()
 
     def works(self) -> bool:
-        """Whether a tiny computation still comes back; after a fault most chips never answer
-        again."""
+        """Whether a tiny computation completes; after a fault most chips never answer again."""
         try:
             return bool(self.upload(np.ones(2, np.float32)).numpy().tolist() == [1.0, 1.0])
         except Exception:
@@ -123,24 +122,24 @@ class Place:
 
 
 class Graph:
-    """A recorded graph and the memory pool it shares with graphs captured beside it."""
+    """A captured graph and the memory pool that it shares with graphs captured beside it."""
 
     def __init__(self, graph: Any, pool: int) -> None:
         self._graph, self.pool = graph, pool
 
     def replay(self) -> None:
-        """Queue it again."""
+        """Queue the captured work again."""
         self._graph.replay()
 
     def reset(self) -> None:
-        """Forget it."""
+        """Release the graph."""
         self._graph.reset()
 
 
 @contextlib.contextmanager
 def without_fallback() -> Iterator[None]:
-    """Inside, an operation the chip has no kernel for is an error instead of a detour over the
-    CPU."""
+    """A context in which an operation without a kernel on the chip is an error; otherwise it would
+    run on the CPU."""
     before = paddle.get_flags(FALLBACK_FLAG)
     paddle.set_flags({FALLBACK_FLAG: False})
     try:
@@ -150,7 +149,7 @@ def without_fallback() -> Iterator[None]:
 
 
 def missing_kernel(error: BaseException) -> str:
-    """Name of the kernel whose absence the error reports; empty for any other error."""
+    """The name of the missing kernel that the error reports; empty for any other error."""
     text = str(error)
     if "(NotFound) The kernel" not in text or " of kernel `" not in text:
         return ""
@@ -170,8 +169,7 @@ class Collectives:
         if environment.get("PADDLE_XCCL_BACKEND") and custom_types()[0] != place.type_name:
             raise WorkerError(
                 f"ranks cannot join as {place.type_name!r}: PaddlePaddle joins ranks of the device "
-                "type "
-                f"it registered first, {custom_types()[0]!r}; leave other runtimes out of "
+                f"type it registered first, {custom_types()[0]!r}; leave other runtimes out of "
                 "CUSTOM_DEVICE_ROOT"
             )
         host, port = _meeting_point(rank, address)
@@ -208,7 +206,7 @@ class Collectives:
             shape[dim] *= self.world_size
             return paddle.zeros(shape, dtype=x.dtype, device=self._place.device)
         # The form with one tensor: the form with a list of tensors splits the result with a copy
-        # that is not ordered behind the collective.
+        # that is not ordered after the collective.
         out = paddle.empty(
             [self.world_size * shape[0], *shape[1:]], dtype=x.dtype, device=self._place.device
         )
@@ -218,7 +216,7 @@ class Collectives:
         return PADDLE.cat(PADDLE.split(out, shape[0], 0), dim)
 
     def broadcast(self, x: Any, source: int = 0) -> Any:
-        """x becomes the source's."""
+        """x becomes the source's value."""
         if self._joined and x.size:
             x = x.contiguous()
             self._dist.stream.broadcast(x, source)
@@ -233,7 +231,7 @@ class Collectives:
         event = self._place.event()
         while not event.query():
             time.sleep(_POLL_S / 100)
-        token.numpy()  # raises what went wrong on the stream
+        token.numpy()  # raises the error of the stream, if there was one
 
     def close(self) -> None:
         """Leave the group."""
@@ -243,7 +241,7 @@ class Collectives:
 
 
 def _meeting_point(rank: int, address: str) -> tuple[str, int]:
-    """Host and port of rank 0. In a private folder rank 0 leaves the port it found."""
+    """Host and port of rank 0. In a private folder, rank 0 writes the port that it found."""
     if not Path(address).is_dir():
         host, _, chosen = address.rpartition(":")
         return host, int(chosen)
@@ -261,8 +259,7 @@ def _meeting_point(rank: int, address: str) -> tuple[str, int]:
         if time.monotonic() > deadline:
             raise WorkerError(
                 f"rank 0 left no address in {address} within {_JOIN_S:g} s; its process failed or "
-                "is "
-                "still starting"
+                "is still starting"
             )
         time.sleep(_POLL_S)
     return "127.0.0.1", int(note.read_text("ascii"))

@@ -1,6 +1,6 @@
-"""One accelerator of torch's: what its Python interface offers beside tensors.
+"""One accelerator of torch's: the parts of its Python interface besides tensors.
 
-For devices/torch_device.py, for device types that torch knows itself and for those that a
+Used by devices/torch_device.py, for device types that torch knows itself and for those that a
 vendor's module registers. Nothing here waits while it holds the interpreter lock: events are
 polled, and copies to the host release it.
 """
@@ -29,7 +29,8 @@ _POLL_S = 0.0002
 
 
 def count(type_name: str, module: str) -> int:
-    """Chips of that type this process may use, once the vendor's module (if any) is imported."""
+    """Number of chips of that type that this process may use; imports the vendor's module, if
+    any."""
     if module:
         importlib.import_module(module)
     found = getattr(torch, type_name, None)
@@ -37,8 +38,8 @@ def count(type_name: str, module: str) -> int:
 
 
 class Place:
-    """The chip `type:index`. Calls may come from any thread: each makes the chip the thread's
-    own."""
+    """The chip `type:index`. Any thread may call; each call makes the chip the thread's current
+    one."""
 
     def __init__(self, type_name: str, index: int, pinned: bool) -> None:
         self.type_name, self.index = type_name, index
@@ -53,7 +54,7 @@ class Place:
             self._module.set_device(self.index)
 
     def driver_memory(self) -> tuple[int, int] | None:
-        """(free, total) bytes where the module can ask the driver, else None."""
+        """(free, total) bytes if the module can ask the driver, else None."""
         ask = getattr(self._module, "mem_get_info", None)
         if ask is None:
             return None
@@ -61,7 +62,7 @@ class Place:
         return int(free), int(total)
 
     def reserved_bytes(self) -> int:
-        """What the module's allocator holds; 0 where it does not say."""
+        """Bytes that the module's allocator holds; 0 if it does not say."""
         ask = getattr(self._module, "memory_reserved", None)
         return int(ask(self.index)) if ask is not None else 0
 
@@ -73,7 +74,7 @@ class Place:
         )
 
     def host_buffer(self, num_bytes: int) -> np.ndarray:
-        """Zeros, page-locked where the chip's runtime knows such memory."""
+        """Zeros, page-locked if the chip's runtime has such memory."""
         self.bind()
         buffer: np.ndarray = torch.zeros(
             num_bytes, dtype=torch.uint8, pin_memory=self._pinned
@@ -81,19 +82,19 @@ class Place:
         return buffer
 
     def copy_in(self, source: np.ndarray, target: Any) -> None:
-        """Queued on the current stream."""
+        """Queue the copy on the current stream."""
         self.bind()
         target.copy_(torch.from_numpy(source), non_blocking=True)
 
     def copy_out(self, source: Any, target: np.ndarray) -> None:
-        """Queued on the current stream."""
+        """Queue the copy on the current stream."""
         self.bind()
         if source.numel():
             flat = source.detach().view(-1).view(torch.uint8)
             torch.from_numpy(target).copy_(flat, non_blocking=True)
 
     def event(self) -> Any:
-        """A recorded event; has query()."""
+        """An event of the work queued so far; has query()."""
         self.bind()
         own = getattr(self._module, "Event", None)
         event = own() if own is not None else torch.Event(self.device)
@@ -101,22 +102,21 @@ class Place:
         return event
 
     def works(self) -> bool:
-        """Whether a tiny computation still comes back; after a fault most chips never answer
-        again."""
+        """Whether a tiny computation completes; after a fault most chips never answer again."""
         try:
             return bool((self.upload(np.ones(2, np.float32)) + 1).cpu().tolist() == [2.0, 2.0])
         except Exception:
             return False
 
     def close(self) -> None:
-        """Memory that is cached goes back to the driver."""
+        """Give cached memory back to the driver."""
         empty = getattr(self._module, "empty_cache", None)
         if empty is not None:
             empty()
 
 
 def is_oom(error: BaseException) -> bool:
-    """torch's own class, or a runtime's words."""
+    """Whether the error is torch's own class for it, or has a runtime's words for it."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and "out of memory" in str(error).lower()
     )
@@ -151,7 +151,7 @@ class Collectives:
         self.barrier()
 
     def all_reduce(self, x: Any) -> Any:
-        """The sum over ranks; x itself where it is contiguous."""
+        """The sum over ranks; in place if x is contiguous."""
         if self._joined and x.numel():
             x = x.contiguous()
             dist.all_reduce(x)
@@ -170,7 +170,7 @@ class Collectives:
         return torch.cat(out.split(x.shape[0] or 1) if x.shape[0] else [x] * self.world_size, dim)
 
     def broadcast(self, x: Any, source: int = 0) -> Any:
-        """x becomes the source's."""
+        """x becomes the source's value."""
         if self._joined and x.numel():
             x = x.contiguous()
             dist.broadcast(x, source)
@@ -185,7 +185,7 @@ class Collectives:
         event = self._place.event()
         while not event.query():
             time.sleep(_POLL_S)
-        token.cpu()  # raises what went wrong on the stream
+        token.cpu()  # raises the error of the stream, if there was one
 
     def close(self) -> None:
         """Leave the group."""
@@ -195,7 +195,7 @@ class Collectives:
 
 
 def _store(rank: int, world_size: int, address: str) -> Any:
-    """Where ranks meet: a private folder, or host:port of rank 0."""
+    """The store through which ranks meet: a private folder, or host:port of rank 0."""
     if Path(address).is_dir():
         return dist.FileStore(str(Path(address) / "torch"), world_size)
     host, _, port = address.rpartition(":")

@@ -81,8 +81,7 @@ def load_backend(files: TokenizerFiles) -> tokenizers.Tokenizer:
     except Exception as error:  # the library raises plain Exception
         raise ConfigError(
             f"cannot read {files.path / 'tokenizer.json'}: {str(error)[:300]}; it must be a file "
-            "of "
-            f"the tokenizers library (installed: {tokenizers.__version__})"
+            f"of the tokenizers library (installed: {tokenizers.__version__})"
         ) from error
     backend.no_truncation()
     backend.no_padding()

@@ -214,8 +214,7 @@ class Tokenizer:
         if source is None:
             raise InvalidRequest(
                 "this model has no chat template, so it takes prompts and no messages; the "
-                "operator "
-                "can give one with --chat-template",
+                "operator can give one with --chat-template",
                 param="messages",
             )
         return _compiled(source)

@@ -16,7 +16,7 @@ from fastdeploy_core.contracts.quantizer import make_quantizer
 from fastdeploy_core.contracts.speculative import Drafter, DrafterContext
 from fastdeploy_core.errors import CapabilityError, ConfigError, FastDeployError, PluginLoadError
 from fastdeploy_core.loading.draft_weights import load_draft_weights
-from fastdeploy_core.loading.loader import fill_from_folder
+from fastdeploy_core.loading.loader import fill_model
 from fastdeploy_core.plugins.resolve import DRAFT_QUANTIZER
 
 if TYPE_CHECKING:
@@ -174,5 +174,5 @@ class DrafterMaker:
         extension.weights = type(extension.weights)()  # another checkpoint, other spellings
         architecture = str((hf_config.get("architectures") or [""])[0])
         model: CausalLM = self._resolved.load("model", architecture)(hf_config, extension)
-        fill_from_folder(model, extension, Path(folder), hf_config, self._config.model)
+        fill_model(model, extension, Path(folder), hf_config, self._config.model)
         return model

@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FD_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("FD_PLUGINS", "")
+    monkeypatch.setenv("FD_PLUGINS", "fd-gguf")
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +79,11 @@ def test_the_tokenizer_of_the_file_is_that_of_the_folder(
     files: dict[str, Path], tensor_library: str
 ) -> None:
     from fastdeploy_core.config.model import read_model_config
+    from fastdeploy_core.plugins.checkpoints import find_model
     from fastdeploy_core.tokenizer import Tokenizer as Ours
 
     # The file names a way to cut text that is not quite the demo's; for these it is the same.
-    ours = Ours.load(read_model_config(files["BF16"]).tokenizer_path)
+    ours = Ours.load(read_model_config(files["BF16"], {}, find_model).tokenizer_path)
     theirs = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     for text in ("What is 12 + 30?", "你好，世界！", "<|im_start|>user\nhi<|im_end|>"):
         assert ours.encode(text, False) == theirs.encode(text, add_special_tokens=False).ids

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from fd_gguf.checkpoint import GGUFCheckpoint
+from fd_gguf.names import sources
+from fd_gguf.quantizer import GGUFQuantizer
+from fd_gguf.reader import GGUFModel
+from fd_gguf.settings import model_config
 from safetensors.numpy import load_file, save_file
 
 from fastdeploy_core.config.model import read_model_config
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.contracts.quantizer import LayerSpec
-from fastdeploy_core.errors import WeightError
-from fastdeploy_core.gguf.names import sources
-from fastdeploy_core.gguf.reader import GGUFModel
-from fastdeploy_core.gguf.settings import model_config
-from fastdeploy_core.loading.gguf_weights import GGUFWeights
-from fastdeploy_core.loading.weights import find_files
+from fastdeploy_core.errors import ConfigError, WeightError
+from fastdeploy_core.loading.loader import stored_bytes
+from fastdeploy_core.plugins import lookup
 from fastdeploy_core.plugins.kernels import build_kernel_table
-from fastdeploy_core.quantization.gguf import GGUFQuantizer
 from fastdeploy_core.reference.device import CpuDevice
 from tests.checkpoints import GGUF_VARIANTS, VARIANTS, build, reference
 from tests.gguf_files import converted, quantized, write_gguf
@@ -158,9 +160,10 @@ def test_a_shared_head_of_few_bits_may_be_rounded(
         return types[kind] if "token_embd" in name else types.Q4_0
 
     file = write_gguf(checkpoints / "gguf-tied", tmp_path / "model.gguf", table)
-    config = read_model_config(file, {"quantization": "gguf"}).hf_config["quantization_config"]
+    config = GGUFCheckpoint(file).config("gguf")["quantization_config"]
     device = CpuDevice(DeviceOptions(tensor_library=tensor_library, num_threads=1))
-    quantizer = GGUFQuantizer(config, device, build_kernel_table("cpu"))
+    find = partial(lookup, "quantizer")
+    quantizer = GGUFQuantizer(config, device, build_kernel_table("cpu"), find)
     head = LayerSpec("lm_head", "lm_head", 256, 131, dtype="float32")
     assert (quantizer.supports(head), quantizer.is_stored(head)) == (rounds, not rounds)
     linear = LayerSpec("model.layers.0.self_attn.o_proj", "linear", 256, 256, dtype="float32")
@@ -187,17 +190,17 @@ def test_any_region_of_any_weight_is_that_part_of_the_whole(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fastdeploy_core.loading.gguf_weights._CHUNK_BYTES", 4096)  # many chunks
+    monkeypatch.setattr("fd_gguf.weights._CHUNK_BYTES", 4096)  # many chunks
     kind = "Q8_0" if variant == "gguf-wide" else "F32"
     file = write_gguf(checkpoints / variant, tmp_path / "model.gguf", kind)
     device = CpuDevice(DeviceOptions(tensor_library=tensor_library, num_threads=1))
-    config = model_config(GGUFModel(file))
+    checkpoint = GGUFCheckpoint(file)
     wants = variant == "gguf-wide"
-    weights = GGUFWeights(file, config, device, "float32", lambda name: wants)
+    tensors = checkpoint.tensors(checkpoint.config(""), device, "float32", lambda name: wants)
     rng, seen = np.random.default_rng(2), 0
-    for _, tensor in weights.tensors():
+    for _, tensor in tensors:
         whole = device.xp.to_numpy(tensor.read())
-        assert whole.shape == tensor.shape and tensor.nbytes == whole.nbytes
+        assert whole.shape == tensor.shape and stored_bytes(tensor) == whole.nbytes
         for _ in range(4):
             region = []
             for size in tensor.shape:
@@ -227,11 +230,11 @@ def test_blocks_that_predict_further_tokens_are_left_out_in_words(
 ) -> None:
     source = checkpoints / "gguf-wide"
     whole = write_gguf(source, tmp_path / "whole.gguf")
-    # Its second block as the one behind the last.
+    # Its second block as the one after the last.
     file = write_gguf(source, tmp_path / "model.gguf", nextn_predict_layers=1)
     with caplog.at_level(logging.INFO):
         model = PagedModel(file, tensor_library)
-    assert "11 tensors of blocks behind the last are not read" in caplog.text
+    assert "11 tensors of blocks after the last are not read" in caplog.text
     assert model.loaded.shapes.num_layers == 1
     assert not np.array_equal(logits(model), logits(PagedModel(whole, tensor_library)))
 
@@ -248,8 +251,8 @@ def test_a_weight_that_is_missing_or_unknown_is_named(
 
 def test_quantize_wants_a_folder(checkpoints: Path, tmp_path: Path) -> None:
     file = write_gguf(checkpoints / "gguf-wide", tmp_path / "model.gguf")
-    with pytest.raises(WeightError, match=r"model.gguf is no folder"):
-        find_files(file)
+    with pytest.raises(ConfigError, match=r"model.gguf' is not a folder"):
+        read_model_config(file, {"quantization": "wint8"})
 
 
 def test_the_start_up_report_says_what_was_decoded(

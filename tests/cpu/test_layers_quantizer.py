@@ -24,7 +24,7 @@ class Int8:
     """Eight bits per weight, one scale for each output."""
 
     name = "int8"
-    contract = (0, 2)
+    contract = (1, 0)
     asked: list[LayerSpec]
 
     def __init__(self, config: Mapping[str, Any], device: Any, kernels: Any) -> None:
@@ -140,7 +140,7 @@ def test_a_quantized_checkpoint_gives_the_same_logits(
 def test_cell_does_the_norm_and_the_activation_before_it(
     checkpoint: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each but the first norm, which adds nothing, and the last one, behind which is no packed
+    """Each but the first norm, which adds nothing, and the last one, after which is no packed
     product."""
     prompt = reference(checkpoint)[1]["prompt"].tolist()
     asked: dict[str, Any] = {"drivers": with_quantizer("w8a8"), "quantization": "w8a8"}

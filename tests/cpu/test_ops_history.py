@@ -12,7 +12,7 @@ from fastdeploy_core.tensor import load
 
 
 def follow(tokens: list[int], least: int, most: int, number: int) -> list[int]:
-    """What stood behind the longest end of the tokens where it stood before, the latest such
+    """What stood after the longest end of the tokens where it stood before, the latest such
     place."""
     for size in range(min(most, len(tokens) - 1), least - 1, -1):
         for begin in range(len(tokens) - size - 1, -1, -1):

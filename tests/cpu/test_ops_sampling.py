@@ -1,4 +1,4 @@
-"""Sampling operations against independent numpy code, and the statistics of the draw."""
+"""Sampling operations against independent numpy code, and the statistics of sampling."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ SPECS = {
 
 
 def padded(device: Any, exact: AttentionBatch) -> tuple[AttentionBatch, np.ndarray]:
-    """As worker/padded_batch.py lays it out, with two rows of nobody; and where the tokens lie."""
+    """As worker/padded_batch.py lays it out, with two padding rows; and where the tokens lie."""
     counts = np.diff(exact.cu_seqlens_q)
     rows, tokens = exact.num_seqs + 2, int(counts.max())
     tokens += tokens > 1  # so that the longest row has padding, too

@@ -124,7 +124,7 @@ def test_choices_and_patterns_are_kept(api: openai.OpenAI) -> None:
             model="ernie-tiny",
             messages=QUESTION,
             max_tokens=20,
-            # The constraint begins behind the thinking, which here would take all 20 tokens.
+            # The constraint begins after the thinking, which here would take all 20 tokens.
             extra_body=extra | {"chat_template_kwargs": {"enable_thinking": False}},
         )
         assert answer.choices[0].message.content in possible

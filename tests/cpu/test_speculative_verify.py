@@ -1,7 +1,7 @@
 """The verifier keeps the target's distribution, at first and later positions, whatever is drafted.
 
 A target of eight tokens whose next-token logits depend on the last token alone. Over 10^5 seeds
-pairs of tokens are drawn with two drafts per step, and counted against the exact probabilities.
+pairs of tokens are sampled with two drafts per step, and counted against the exact probabilities.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUM_SAMPLES = 100_000
 RNG = np.random.default_rng(11)
 TARGET = RNG.normal(0.0, 1.2, (VOCAB, VOCAB)).astype(np.float32)  # row: the last token
 DRAFT = (TARGET + RNG.normal(0.0, 0.8, (VOCAB, VOCAB))).astype(np.float32)
-LAST = 3  # the token before the first that is drawn
+LAST = 3  # the token before the first that is sampled
 FEATURES = {
     "temperature": SamplingParams(temperature=0.8),
     "top_k": SamplingParams(temperature=1.0, top_k=4),
@@ -89,7 +89,7 @@ class Bench:
     def draw(
         self, logits: np.ndarray, slots: np.ndarray, drafts: np.ndarray | None = None
     ) -> tuple[np.ndarray, Any]:
-        """One token per row; rows of a slot stand behind its drafts."""
+        """One token per row; rows of a slot stand after its drafts."""
         plan = SamplingPlan(self.columns, slots, self.device)
         positions = 2 + self.outputs.shape[1] + plan.depths
         step = SamplingStep(positions, positions - 1, self.known)
@@ -169,7 +169,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
 
 
 def probabilities(params: SamplingParams, last: int, output: list[int]) -> np.ndarray:
-    """The documented distribution behind `last`, in float64; `output` is what was generated."""
+    """The documented distribution after `last`, in float64; `output` is what was generated."""
     x = TARGET[last].astype(np.float64).copy()
     for token, bias in (params.logit_bias or {}).items():
         x[token] += bias
@@ -260,7 +260,7 @@ def test_lossy_acceptance_takes_more_and_has_another_distribution(tensor_library
         drawn, details = bench.draw(TARGET[behind], bench.expanded, drafts)
         taken.append(exact(bench, drawn, drafts, details)[0])
     assert (taken[0] >= taken[1]).all() and taken[0].sum() > 1.1 * taken[1].sum()
-    # A draft passes when top_p keeps it among the three likeliest, or when it is drawn all the
+    # A draft passes when top_p keeps it among the three likeliest, or when it is sampled all the
     # same.
     kept = probabilities(params, LAST, [])[first] > 0
     ranks = (TARGET[LAST] > TARGET[LAST][first][:, None]).sum(1)

@@ -21,7 +21,8 @@ PENALISED = {"temperature": 0.7, "repetition_penalty": 1.1, "presence_penalty": 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Lengths around a block, a common prefix, and more rows than the smallest recordings have."""
+    """Lengths around a block, a common prefix, and more rows than the smallest captured graphs
+    have."""
     if not list(DEMO.glob("*.safetensors")):
         pytest.skip("this tree holds no demo weights (models/ernie-tiny/*.safetensors)")
     rng = np.random.default_rng(5)
@@ -52,7 +53,8 @@ def test_greedy_tokens_equal_the_reference_devices_in_float32(prompts: list[list
 def test_recorded_steps_give_the_tokens_of_eager_steps(
     prompts: list[list[int]], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit by bit where rows do not depend on the batch, which recordings pad to larger ones."""
+    """Bit by bit where rows do not depend on the batch, which captured graphs pad to larger
+    ones."""
     monkeypatch.setenv("FD_BATCH_INVARIANT", "1")
     samplings = (GREEDY, SAMPLED, PENALISED)
     recorded = on_gpu(prompts, *samplings, dtype=dtype)

@@ -157,7 +157,7 @@ print(json.dumps({{"failed": failed.error or "", "same": list(again) == list(bef
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_step_that_does_not_fit_fails_alone(eager: bool) -> None:
-    """A recorded step has its memory, so only one that runs operation by operation can fail."""
+    """A captured step has its memory, so only one that runs operation by operation can fail."""
     said = run(FULL_IN_A_STEP.format(model=str(DEMO), eager=eager))
     assert ("ResourceError" in said["failed"]) if eager else not said["failed"], said
     assert ("device memory ran out in step" in said["log"]) == eager, said["log"][-2000:]

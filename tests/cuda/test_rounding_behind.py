@@ -1,4 +1,4 @@
-"""Quantized models on a GPU: norms and activations round for the product behind them, and nothing
+"""Quantized models on a GPU: norms and activations round for the product after them, and nothing
 comes out other than where a kernel of its own rounds."""
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_models_say_the_same_as_with_a_kernel_that_rounds(
         monkeypatch.setattr(quant_fused, name, counted(name))
     tokens, logits = said(made(tmp_path, method))
     steps = NUM_TOKENS + 1
-    # The first norm of all has no sum before it, the last one no packed product behind it.
+    # The first norm of all has no sum before it, the last one no packed product after it.
     assert calls == {
         "add_rms_norm": (2 * NUM_LAYERS - 1) * steps,
         "silu_and_mul": NUM_LAYERS * steps,

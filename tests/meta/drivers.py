@@ -6,6 +6,7 @@ with the entry points.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fd_bench.command import main as bench
@@ -26,6 +27,8 @@ from fd_gaudi.device import GaudiDevice
 from fd_gaudi.moe import GaudiMoE
 from fd_gcu.attention import GcuAttention
 from fd_gcu.device import GcuDevice
+from fd_gguf.checkpoint import GGUFCheckpoint
+from fd_gguf.quantizer import GGUFQuantizer
 from fd_iluvatar.attention import IluvatarAttention
 from fd_iluvatar.device import IluvatarDevice
 from fd_kv_shm.shm import SharedMemoryTransport
@@ -51,6 +54,7 @@ from fastdeploy_core.contracts.quantizer import ComposedQuantizer, FindQuantizer
 from fastdeploy_core.contracts.scheduler import RequestScheduler
 from fastdeploy_core.contracts.small import (
     CausalLM,
+    CheckpointFormat,
     GrammarBackend,
     LogitsProcessor,
     ProcessorContext,
@@ -77,7 +81,6 @@ from fastdeploy_core.parsers.reasoning import (
 from fastdeploy_core.parsers.tools import DeepSeekToolParser, HermesToolParser
 from fastdeploy_core.quantization.compressed import CompressedTensors
 from fastdeploy_core.quantization.fp8 import BlockFp8, WFp8AFp8
-from fastdeploy_core.quantization.gguf import GGUFQuantizer
 from fastdeploy_core.quantization.gptq import Awq, Gptq
 from fastdeploy_core.quantization.integer import W4A8, W8A8, WInt4, WInt8
 from fastdeploy_core.quantization.mixed import MixedQuantizer
@@ -152,7 +155,6 @@ quantizers: list[Callable[[Mapping[str, Any], DeviceBackend, KernelTable], Quant
     Awq,
     BlockFp8,
     CompressedTensors,
-    GGUFQuantizer,
     Gptq,
     W4A8,
     W8A8,
@@ -166,6 +168,7 @@ quantizers: list[Callable[[Mapping[str, Any], DeviceBackend, KernelTable], Quant
 composed_quantizers: list[
     Callable[[Mapping[str, Any], DeviceBackend, KernelTable, FindQuantizer], ComposedQuantizer]
 ] = [
+    GGUFQuantizer,
     MixedQuantizer,
     Wint2,
 ]
@@ -177,6 +180,9 @@ models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
+]
+checkpoint_formats: list[Callable[[Path], CheckpointFormat]] = [
+    GGUFCheckpoint,
 ]
 reasoning_parsers: list[Callable[[str, Mapping[str, Any]], ReasoningParser]] = [
     DeepSeekR1Parser,

@@ -77,9 +77,8 @@ VENDORS = (
     "nvidia", "cuda", "cublas", "hopper", "h100", "h200", "kunlun", "xpu", "hygon", "dcu", "rocm",
     "enflame", "gcu", "iluvatar", "metax", "maca", "gaudi", "habana", "hpu", "ascend",
 )  # fmt: skip
-# The one table that names distributions to install when a driver is missing, and words that contain
-# a vendor's letters by accident, are not branches on a vendor; nor are flags as others spell them.
-VENDOR_EXEMPT = {"fastdeploy_core/plugins/known.py", "fastdeploy_core/config/graphs.py"}
+# Flags as others spell them are no branches on a vendor.
+VENDOR_EXEMPT = {"fastdeploy_core/config/graphs.py"}
 UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 
 

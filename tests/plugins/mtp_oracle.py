@@ -119,7 +119,7 @@ def parts(family: str, c: Config, module: int) -> Parts:
 def run(
     family: str, c: Config, w: Weights, module: int, tokens: np.ndarray, hidden: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(logits, new hidden states) of a whole sequence: tokens[t] is the one `module + 1` behind
+    """(logits, new hidden states) of a whole sequence: tokens[t] is the one `module + 1` after
     t."""
     table, emb, hid, proj, block, last, head, attention, mlp = parts(family, c, module)
     eps = c["rms_norm_eps"]

@@ -1,4 +1,4 @@
-"""One rank of two that runs target and modules and prints the drafts behind a prompt.
+"""One rank of two that runs target and modules and prints the drafts after a prompt.
 
 usage: mtp_rank.py FOLDER LIBRARY ADDRESS RANK [token, ...]
 """

@@ -14,7 +14,7 @@ from tests.plugins.mtp_rig import BLOCK, Bench
 
 
 class RecordableRound:
-    """The drafts behind a decode step of these sequences, over buffers that stay where they are."""
+    """The drafts after a decode step of these sequences, over buffers that stay where they are."""
 
     def __init__(self, bench: Bench, names: Sequence[str]) -> None:
         self._bench, xp = bench, bench.xp

@@ -210,7 +210,7 @@ class Bench:
         self.build = _builder(self.device, hf_config, drivers[1], **ranks)
         self.model = model_class(hf_config)(hf_config, self.build)
         with self.xp.no_grad():
-            with Checkpoint(open_files(folder, self.build, hf_config), rank) as tensors:
+            with Checkpoint(open_files(folder, self.build.device), rank) as tensors:
                 assert not self.model.load_weights(tensors)
             own = quantizer and quantizer({"is_quantized": False}, self.device, self.build.kernels)
             draft = self.build.extension(own)

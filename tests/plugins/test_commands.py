@@ -74,6 +74,7 @@ def test_help_shows_summaries_and_imports_none_of_them(site: Path) -> None:
         ("import vendor_sdk", "No module named 'vendor_sdk'"),
         ("import sys\nsys.exit(3)", "SystemExit: 3"),
         ("other = 1", "main"),
+        ("main = 1", "bad:main is int, not a function"),
     ],
 )
 def test_a_broken_command_breaks_itself_alone(site: Path, module: str, words: str) -> None:

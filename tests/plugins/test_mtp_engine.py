@@ -40,7 +40,7 @@ COMMON = {
 
 class Bench(engine_mixes.Bench):
     """One loaded model and drafter for engines with many settings. `graphs`: decode steps and
-    rounds of drafts are recorded, on a processor that re-runs what was recorded."""
+    rounds of drafts are captured, on a processor that re-runs what was captured."""
 
     def __init__(
         self, folder: Path, library: str, graphs: GraphConfig | None = None, **speculative: Any

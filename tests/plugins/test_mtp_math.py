@@ -47,7 +47,7 @@ class Expected:
         self.weights = {name: w.astype(np.float64) for name, w in weights.items()}
 
     def drafts(self, bench: Bench, name: str, num_drafts: int) -> tuple[np.ndarray, list[int]]:
-        """Logits [num_drafts, vocabulary] and greedy drafts behind the sequence's last computed
+        """Logits [num_drafts, vocabulary] and greedy drafts after the sequence's last computed
         token, recomputed from its beginning."""
         sequence = bench.sequences[name]
         end, modules = sequence.num_computed, self.config["num_nextn_predict_layers"]
@@ -59,7 +59,7 @@ class Expected:
             logits, new = oracle.run(self.family, self.config, self.weights, module, follow, hidden)
             rows.append(logits[-1])
             drafts.append(int(logits[-1].argmax()))
-            # Behind the last module that one again, one position further.
+            # After the last module that one again, one position further.
             hidden = new if number + 1 < modules else np.concatenate((hidden, new[-1:]))
         return np.array(rows), drafts
 
@@ -112,7 +112,7 @@ def test_chunks_fill_the_cache_like_one_prompt(
 def test_shared_blocks_serve_who_agrees_on_the_next_token(
     shared: int, tensor_library: str, tmp_path: Path
 ) -> None:
-    """The entry of a block's last token was made with the token behind the block."""
+    """The entry of a block's last token was made with the token after the block."""
     expected = Expected(tmp_path / "m", "ernie")
     bench = Bench(tmp_path / "m", tensor_library, 2)
     tokens = random_tokens(30)
@@ -241,7 +241,8 @@ def test_weights_from_a_folder_of_their_own(tensor_library: str, tmp_path: Path)
 
 
 def test_a_round_of_drafts_can_be_recorded(tensor_library: str, tmp_path: Path) -> None:
-    """Of a decode step nothing but shapes is read on the host: the recording serves other rows."""
+    """Of a decode step nothing but shapes is read on the host: the captured graph serves other
+    rows."""
     expected = Expected(tmp_path / "m", "ernie")
     drivers = (CapturingDevice, RecordableAttention)
     bench = Bench(tmp_path / "m", tensor_library, 4, drivers=drivers)

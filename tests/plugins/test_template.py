@@ -144,7 +144,7 @@ def test_new_plugin_is_found_and_explained(stranger: Stranger) -> None:
     why = stranger.fastdeploy("plugins", "why", "device")
     assert "wonder" in why.stdout and "winner: cpu" in why.stdout
     shown = stranger.fastdeploy("plugins", "show", "fd-wonder")
-    assert shown.returncode == 0 and "contract: 0.2" in shown.stdout
+    assert shown.returncode == 0 and "contract: 1.0" in shown.stdout
 
 
 def test_the_kits_distribution_brings_its_fakes(stranger: Stranger) -> None:
@@ -225,8 +225,7 @@ def test_new_drafter_drafts_in_an_engine(
         "    speculative_config={'method': 'wise', 'num_speculative_tokens': 3,\n"
         "        'adaptive_length': False, **eval(sys.argv[1])})\n"
         "params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, "
-        "detokenize=False)\n"
-        "llm.generate([[5, 6] * 9], params, use_tqdm=False)\n"
+        "detokenize=False)\nllm.generate([[5, 6] * 9], params, use_tqdm=False)\n"
         "print(llm.get_metrics()['draft_tokens_total'])\n"
         "llm.close()\n"
     )

@@ -171,7 +171,7 @@ def test_an_answer_to_HEAD_has_no_body(server: LiveServer) -> None:
 def test_a_client_that_leaves_behind_a_large_body_ends_its_request(
     server: LiveServer, engine: ScriptedEngine
 ) -> None:
-    """The connection is read again behind a body for which it was paused."""
+    """The connection is read again after a body for which it was paused."""
     body = b'{"prompt":"Hi","max_tokens":200,"ignore_eos":true,"user":"' + b"a" * 100_000 + b'"}'
     engine.pause_s, aborted = 0.02, engine.aborted
     engine.script = lambda prompt, index: "a" * 200

@@ -37,8 +37,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom fastdeploy_core.cli.main import main\n"
-        f"main({arguments!r})\n"
-        f"print([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
+        f"main({arguments!r})\nprint([m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
     )
     ended = subprocess.run(
         [sys.executable, "-P", "-c", code],

@@ -1,4 +1,4 @@
-"""A grammar behind thinking: what may be written when, and going back."""
+"""A grammar after thinking: what may be written when, and going back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which decode steps are recorded, as FastDeploy and vLLM spell it."""
+"""Which decode steps are captured, as FastDeploy and vLLM spell it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_spelling_is_read(values: dict[str, Any], expected: GraphConfig) -
         ({"cudagraph_capture_sizes": ["two"]}, "list of integers"),
         ({"compilation_config": {"cudagraph_capture_sizes": [True]}}, "True"),
         ({"graph_optimization_config": {"cudagraph_capture_sizes": []}}, "no batch size"),
-        ({"enforce_eager": True, "cudagraph_capture_sizes": ["1"]}, "--enforce-eager records"),
+        ({"enforce_eager": True, "cudagraph_capture_sizes": ["1"]}, "--enforce-eager captures"),
         (
             {"cudagraph_capture_sizes": ["1"], "cuda_graph_sizes": ["1", "2"]},
             "different things",

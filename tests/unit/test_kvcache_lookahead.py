@@ -1,4 +1,4 @@
-"""A prefix cache whose blocks depend on tokens behind them, as a drafter's cache entries do."""
+"""A prefix cache whose blocks depend on tokens after them, as a drafter's cache entries do."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_any_arguments_survive(arguments: dict[str, Any]) -> None:
             [(0, "a", "{}"), (1, "b", "{}")],
         ),
         ('<tool_call>{"name":"a","arguments":"{}"}</tool_call> done', "done", [(0, "a", "{}")]),
-        # A model that stops right behind the JSON.
+        # A model that stops right after the JSON.
         ('<tool_call>{"name":"a","arguments":{}}', "", [(0, "a", "{}")]),
         # A line break inside a string is no JSON, but models write it.
         (

@@ -31,10 +31,10 @@ def stranger(tmp_path, monkeypatch):
             class Device:
                 """One chip."""
                 name = "chip"
-                contract = (0, 1)
+                contract = (1, 0)
                 option_docs = {"speed": "how fast"}
             class Flash:
-                contract = (0, 1)
+                contract = (1, 0)
                 unit = "core"
             @hookimpl
             def fd_device_probe():
@@ -121,7 +121,7 @@ def test_show_a_distribution(capsys, stranger):
     code, out = run(capsys, "show", "fd-chip")
     assert code == 0
     for words in ("fd-chip 0.3  Sand", "Docs: https://example.org/sand", "One chip.",
-                  "contract: 0.1", "speed: how fast", "fd_device_probe", "unit: core"):  # fmt: skip
+                  "contract: 1.0", "speed: how fast", "fd_device_probe", "unit: core"):  # fmt: skip
         assert words in out.out, words
 
 
@@ -225,8 +225,8 @@ def test_list_imports_neither_plugins_nor_heavy_libraries(stranger):
         "from fastdeploy_core.cli.main import main\n"
         "main(['plugins', 'list'])\n"
         "heavy = {'torch', 'paddle', 'numpy', 'msgspec', 'pluggy', 'stevedore', 'fastapi', "
-        "'chip'}\n"
-        "sys.exit(str(sorted(heavy & set(sys.modules))) if heavy & set(sys.modules) else 0)\n"
+        "'chip'}\nsys.exit(str(sorted(heavy & set(sys.modules))) if heavy & set(sys.modules) "
+        "else 0)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -72,7 +72,7 @@ def fd_speculative_requirements(question):
 """
 DRIVERS = """
 class Any:
-    contract = (0, 1)
+    contract = (1, 0)
 TABLE = {}
 """
 
@@ -182,7 +182,7 @@ def test_driver_that_declares_a_kind_of_layer_is_asked(world, tmp_path):
     wide = entry("attention", "wide", "wide_drivers:Wide", "fd-wide")
     (tmp_path / "wide_drivers.py").write_text(
         "from fastdeploy_core.contracts import Accept, Candidate, hookimpl\n"
-        "class Wide:\n    contract = (0, 1)\n    features = frozenset({'window', 'sinks'})\n"
+        "class Wide:\n    contract = (1, 0)\n    features = frozenset({'window', 'sinks'})\n"
         "@hookimpl\ndef fd_attention_backends(question):\n"
         "    return [Candidate('wide', Accept(1))]\n"
     )

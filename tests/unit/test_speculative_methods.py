@@ -31,7 +31,7 @@ def make(kind, **options):
 
 
 def longest_match(tokens: list[int], low: int, high: int, drafts: list[int]) -> tuple[int, int]:
-    """The slow way: (length, place behind the most recent occurrence)."""
+    """The slow way: (length, place after the most recent occurrence)."""
     whole, best = tokens + drafts, (0, 0)
     for length in range(low, high + 1):
         tail = whole[-length:]

@@ -64,7 +64,7 @@ def test_drafts_are_fed_judged_and_counted() -> None:
     assert step.output.rows.starts.tolist() == [3, 2]
     answers = {d.request_id: [t for s in d.sequences for t in s.token_ids] for d in deltas}
     assert {d.request_id for d in deltas} == {"a", "b"} and answers["b"] == [77]
-    # a feeds its newest token behind what was right, with two drafts; b none.
+    # a feeds its newest token after what was right, with two drafts; b none.
     step, _ = script.step([[30, 31, 32], [78]], [[], []])
     assert step.output.rows.starts.tolist() == [6, 3]
     assert step.output.rows.num_drafts.tolist() == [2, 0]

@@ -135,7 +135,7 @@ def check_answers(load: Load, expected: dict[int, list[int]]) -> None:
 
 @pytest.mark.parametrize(
     ("device", "faults"),
-    # On metax decode steps are recorded: it is the launch of a graph that fails.
+    # On metax decode steps are captured: it is the launch of a graph that fails.
     [("gcu", ONCE), ("metax", ("fail_launch_at",)), ("gaudi", ("fail_copy_at",))],
     indirect=["device"],
 )

@@ -39,7 +39,7 @@ def test_tokens_equal_transformers_through_fused_blocks(
     with standing_in(OPERATORS, operators), engine(folder, "gaudi") as running:
         warm = set(operators.shapes)
         tokens = greedy(running, [a["prompt"].tolist() for a in answers], num_tokens)
-        # Behind a prefix that is cached already, and in parts.
+        # After a prefix that is cached already, and in parts.
         again = greedy(running, [answers[1]["prompt"].tolist()], 4)
         report = running.info.drivers["attention"]
     assert tokens == [a["greedy"].tolist()[:num_tokens] for a in answers]

@@ -111,7 +111,7 @@ def test_gaudi_never_mixes_prompts_and_decodes(
 
 def gaudi_programs(panels: Path, model: Path) -> int:
     """Operations with shapes that the chip never met before, while serving prompts of any length,
-    alone and together, in parts and behind a cached prefix; batches that grow and shrink; sequences
+    alone and together, in parts and after a cached prefix; batches that grow and shrink; sequences
     that reach the end."""
     from fd_simdevice.panel import Panel
 

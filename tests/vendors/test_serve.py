@@ -73,7 +73,7 @@ def test_64_greedy_tokens_equal_transformers(
         assert panel.get("delay_us") == 200 and panel.get("random_delay") == 1
         with panel.counting() as counted:
             assert complete(server, prompts[0], NUM_GREEDY) == expected[0]
-    graphs = counted.get("graph_launches", 0)  # a recorded step is one launch
+    graphs = counted.get("graph_launches", 0)  # a captured step is one launch
     assert counted["launches"] + 20 * graphs > 20 * NUM_GREEDY and "kernel_errors" not in counted
     assert graphs >= NUM_GREEDY - 2 if device == "metax" else not graphs
     # A detour would bring its operation's tensors to the host.

@@ -26,8 +26,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum s = x + residual, normed: (rms_norm(s), s), both [T, H]. x and residual stay as they
-    are."""
+    """The sum s = x + residual, normed: (rms_norm(s), s), both [T, H]. x and residual are not
+    changed."""
     total = x + residual
     return namespace(x).rms_norm(total, weight, eps), total
 
@@ -38,8 +38,8 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def select_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x [T, H] that the index [n] int64 names: [n, H]. Numbers of nobody are zeros: row 0
-    again."""
+    """Rows of x [T, H] named by the index [n] int64: [n, H]. Padding entries are zeros, which
+    select row 0 again."""
     return namespace(x).index_select(x, 0, index)
 
 
@@ -56,7 +56,7 @@ def rotary_embedding(
     num_heads, width = q.shape[1], q.shape[2]
     rotated = cos_sin.shape[1]
     angles = xp.index_select(cos_sin, 0, positions).unsqueeze(1)
-    # One pass over queries and keys together: half the calls.
+    # One pass over queries and keys together needs half the calls.
     both = xp.cat((q, k), 1)
     head = both if rotated == width else both[:, :, :rotated]
     turned = xp.rotate(

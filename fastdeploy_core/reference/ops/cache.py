@@ -14,7 +14,7 @@ def kv_write(rows: tuple[Tensor, ...], cache: tuple[Tensor, ...], slot_mapping: 
     """Store each token's rows in its slot, in place.
 
     rows: one [T, heads, dim] for each cache tensor [blocks, block_size, heads, dim]; slot_mapping
-    [T] int64: block * block_size + offset, -1 for a token that is not to be stored.
+    [T] int64: block * block_size + offset, -1 for a token that is not stored.
     """
     if slot_mapping.shape[0] == 0:
         return
@@ -35,9 +35,9 @@ def kv_write(rows: tuple[Tensor, ...], cache: tuple[Tensor, ...], slot_mapping: 
 def _write_without_waiting(
     xp: Any, rows: tuple[Tensor, ...], cache: tuple[Tensor, ...], slot_mapping: Tensor
 ) -> None:
-    """kv_write where asking whether there is padding would mean waiting for the accelerator:
-    padding stores the first real token once more; without a real one it stores what slot 0
-    holds."""
+    """kv_write for accelerators, where asking whether there is padding would wait for the device.
+    Padding stores the first real token once more; without a real token it stores the content of
+    slot 0."""
     is_real = slot_mapping >= 0
     places = xp.arange(slot_mapping.shape[0], device=slot_mapping.device)
     source = xp.where(is_real, places, xp.argmax(is_real.to(xp.int32), 0))
@@ -50,7 +50,8 @@ def _write_without_waiting(
 
 
 def kv_copy_blocks(cache: tuple[Tensor, ...], source: Tensor, target: Tensor) -> None:
-    """Copy block source[i] over block target[i], all read before any is written. [n] int64 each."""
+    """Copy block source[i] to block target[i]; all are read before any is written. [n] int64
+    each."""
     xp = namespace(source)
     for pool in cache:
         xp.index_copy_(pool, 0, target, xp.index_select(pool, 0, source))

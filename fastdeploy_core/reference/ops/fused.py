@@ -1,5 +1,5 @@
-"""Fused operations as compositions of a table's own kernels: what layers call where a device has no
-kernel that does it all at once. Each function takes the table and returns the kernel."""
+"""Fused operations as compositions of a table's own kernels, for devices without a fused kernel.
+Each function takes the table and returns the kernel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def norm_linear(kernels: KernelTable) -> Composed:
 
 
 def gated_linear(kernels: KernelTable) -> Composed:
-    """silu_and_mul of linear of rms_norm(x); without a norm weight, of x as it is."""
+    """silu_and_mul of linear of rms_norm(x); without a norm weight, of x itself."""
     norm, linear = kernels["rms_norm"], kernels["linear"]
     activation = kernels["silu_and_mul"]
 
@@ -42,7 +42,7 @@ def gated_linear(kernels: KernelTable) -> Composed:
 
 
 def linear_add(kernels: KernelTable) -> Composed:
-    """residual + linear(x); the residual stays as it is."""
+    """residual + linear(x); the residual is not changed."""
     linear = kernels["linear"]
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def linear_add(kernels: KernelTable) -> Composed:
 
 
 def qk_norm(kernels: KernelTable) -> Composed:
-    """rms_norm of every query head and of every key head; q and k stay as they are."""
+    """rms_norm of every query head and of every key head; q and k are not changed."""
     norm = kernels["rms_norm"]
 
     def run(
@@ -74,7 +74,8 @@ def concat_rms_norm(kernels: KernelTable) -> Composed:
 
 
 def linear_float32(kernels: KernelTable) -> Composed:
-    """linear in float32, whatever x's dtype: which experts run hangs on small differences."""
+    """linear in float32 for every dtype of x, because small differences decide which experts
+    run."""
     linear = kernels["linear"]
 
     def run(x: Tensor, weight: Tensor) -> Tensor:

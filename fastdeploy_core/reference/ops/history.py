@@ -1,6 +1,7 @@
-"""Token histories on the device: appending to them, and what followed their ends before.
+"""Token histories on the device: appending to them, and finding what followed an earlier occurrence
+of their ends.
 
-In fixed shapes and without the host, so that both can be captured.
+Shapes are fixed and the host is not involved, so both can be captured.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def append_history(slots: Tensor, results: Tensor, num_computed: Tensor, history: Tensor) -> None:
-    """See contracts/ops.py. What is not kept goes to the row that is nobody's."""
+    """See contracts/ops.py. Tokens that are not kept go to the padding row."""
     xp = namespace(slots)
-    length, nobody = history.shape[1], history.shape[0] - 1
+    length, padding = history.shape[1], history.shape[0] - 1
     kept = (xp.cumsum((results < 0).to(xp.int64), 1) == 0).to(xp.int64)
     nth = xp.arange(results.shape[1], dtype=xp.int64, device=slots.device)
     last = xp.index_select(num_computed, 0, slots).unsqueeze(1)
     where = (last + 1 - kept.sum(dim=1).unsqueeze(1) + nth) * kept
-    rows = slots.unsqueeze(1) * kept + nobody * (1 - kept)
+    rows = slots.unsqueeze(1) * kept + padding * (1 - kept)
     where = (rows * length + where % length).reshape([-1])
     xp.index_copy_(history.view([-1]), 0, where, results.reshape([-1]).to(xp.int32))
 
@@ -29,7 +30,7 @@ def append_history(slots: Tensor, results: Tensor, num_computed: Tensor, history
 def match_ngrams(
     history: Tensor, slots: Tensor, num_known: Tensor, min_size: int, max_size: int, n: int
 ) -> Tensor:
-    """See contracts/ops.py. Compares the end with every place at once."""
+    """See contracts/ops.py. Compares the end of each history with every place at once."""
     xp = namespace(slots)
     if not n:
         return xp.zeros([slots.shape[0], 0], dtype=xp.int64, device=slots.device)
@@ -40,7 +41,7 @@ def match_ngrams(
     alive = place < last
     size = xp.zeros([num_rows, length], dtype=xp.int64, device=slots.device)
     for back in range(min(max_size, length)):
-        # Places before the beginning are equal to nothing: the end's own would be before it, too.
+        # Places before the beginning never match, since the end would have to begin before it, too.
         end = xp.gather(rows, 1, (last - back) * (last >= back).to(xp.int64))
         there = rows
         if back:

@@ -1,4 +1,4 @@
-"""Writing a quantized KV cache, and reading its rows: any device, plain tensor code."""
+"""Writes a quantized KV cache and reads its rows: any device, plain tensor code."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def kv_write_int4_zp(rows: Rows, cache: Rows, slots: Tensor, scales: KVScales | 
 def _write(kind: KVFormat, rows: Rows, cache: Rows, slots: Tensor, scales: KVScales | None) -> None:
     """Round each token's rows [T, heads, dim] and store them in their slots, in place.
 
-    cache: numbers for each of rows, behind them as many tensors of dynamic scales unless static
-    `scales` are given. Slot -1 is not stored.
+    cache: quantized numbers for each of rows, followed by as many tensors of dynamic scales unless
+    static `scales` are given. Slot -1 is not stored.
     """
     if slots.shape[0] == 0:
         return
@@ -64,7 +64,7 @@ class QuantizedRows:
         scales: Tensor | None,
         tables: tuple[Tensor, Tensor | None] | None = None,
     ) -> None:
-        """`scales` is the pool of dynamic ones; `tables` are static ones, and minimums, [heads,
+        """`scales`: the pool of dynamic scales; `tables`: static scales and minimums, [heads,
         dim]."""
         self._kind, self._heads, self._dim = kind, heads, dim
         self._numbers = numbers.view([-1, kind.width(dim)])
@@ -72,7 +72,7 @@ class QuantizedRows:
         self._tables = tables
 
     def take(self, rows: Tensor) -> Tensor:
-        """[n, dim] float32 of row numbers [n]."""
+        """[n, dim] float32: the rows with these numbers [n]."""
         xp = namespace(rows)
         numbers = xp.index_select(self._numbers, 0, rows)
         low: Tensor | None

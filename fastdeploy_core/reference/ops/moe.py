@@ -1,4 +1,4 @@
-"""Mixture-of-experts operations: which experts a token visits, and what they compute."""
+"""Mixture-of-experts operations: the choice of experts for each token, and their computation."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.moe import RoutingSpec
     from fastdeploy_core.tensor import Tensor
 
-# What transformers guards the divisions with.
+# The lower bound that transformers uses for divisors.
 _SOFTMAX_FLOOR = 1e-12
 _SIGMOID_FLOOR = 1e-20
-# One batched product beats a product per expert while experts get few rows each (a decode step),
-# as long as padding them to the busiest one's does not multiply the work.
+# One batched product is faster than a product per expert while experts get few rows each (a decode
+# step), if padding to the busiest expert's rows does not multiply the work.
 _MAX_TOGETHER = 64
 _MAX_PADDING = 2
-# An accelerator that decodes runs every expert over every token: sorting tokens by expert would
-# mean waiting for it in every layer, and could not be recorded. Prompts of more tokens are sorted.
+# Up to this many tokens, an accelerator runs every expert over every token. Sorting tokens by
+# expert would wait for the device in every layer and could not be captured. Larger batches are
+# sorted.
 _MAX_UNSORTED = 256
-# Numbers that this may hold at once.
+# Numbers that the computation of all experts may hold at once.
 _MAX_HELD = 1 << 24
 Compute = Callable[[Any, np.ndarray, np.ndarray, np.ndarray], tuple["Tensor", np.ndarray]]
 
@@ -57,7 +58,7 @@ def moe_routing(
 
 
 def _keep_best_groups(xp: Any, ranking: Tensor, spec: RoutingSpec) -> Tensor:
-    """-inf outside the top_k_groups groups whose two best experts sum highest."""
+    """-inf outside the top_k_groups groups with the highest sums of their two best experts."""
     tokens, experts = ranking.shape
     grouped = ranking.reshape([tokens, spec.num_groups, experts // spec.num_groups])
     best, _ = xp.topk(grouped, min(2, grouped.shape[2]), -1)
@@ -99,8 +100,8 @@ def moe_experts(
 def _all_experts(
     xp: Any, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
-    """Every expert over every token, times a weight that mostly is 0; experts of others may not be
-    finite, so they are left out by choice and not by the product."""
+    """Every expert over every token, times a weight that is mostly 0. Results of experts that were
+    not chosen may not be finite, so they are replaced by zeros instead of multiplied by 0."""
     experts, tokens = gate_up.shape[0], x.shape[0]
     none = xp.full([tokens, experts], -1.0, dtype=xp.float32, device=x.device)
     weights = xp.scatter(none, 1, topk_ids, topk_weights.float()).transpose(0, 1).unsqueeze(2)
@@ -118,10 +119,10 @@ def _all_experts(
 def through_experts(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, num_experts: int, compute: Compute
 ) -> Tensor:
-    """Sort (token, expert) pairs by expert, compute their rows, bring them home and add them up.
+    """Sort (token, expert) pairs by expert, compute their rows, restore the order and add them up.
 
-    compute(xp, tokens, experts, counts): tokens and experts of each pair in the order of experts,
-    how many pairs each expert has; returns (rows, where each pair's row is).
+    compute(xp, tokens, experts, counts): tokens and experts of each pair sorted by expert, and the
+    number of pairs of each expert; returns (rows, the row of each pair).
     """
     xp = namespace(x)
     tokens, width = x.shape
@@ -141,7 +142,7 @@ def through_experts(
 
 
 def _is_even(counts: np.ndarray, total: int) -> bool:
-    """Whether few enough rows are added when every expert gets as many as the busiest."""
+    """Whether few enough rows are added when every expert gets as many rows as the busiest one."""
     most = int(counts.max())
     return most <= _MAX_TOGETHER and len(counts) * most <= _MAX_PADDING * total
 
@@ -157,8 +158,8 @@ def _together(
 ) -> tuple[Tensor, np.ndarray]:
     """One batched product over all experts; rows are padded to the busiest expert's.
 
-    tokens, experts: of each assignment, in the order of experts. Returns (rows, where each
-    assignment's row is).
+    tokens, experts: of each assignment, sorted by expert. Returns (rows, the row of each
+    assignment).
     """
     most = int(counts.max())
     first = np.cumsum(counts) - counts

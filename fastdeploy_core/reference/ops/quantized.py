@@ -1,7 +1,7 @@
-"""Products with packed weights, whatever their format: dequantize, then multiply in float32.
+"""Products with packed weights of any format: dequantize, then multiply in float32.
 
-The definition that kernels of devices are compared with, and what serves formats that a device has
-no kernel for. Slow on purpose: nothing is kept in full precision between calls.
+Kernels of devices are compared with these, and they serve formats that a device has no kernel for.
+They are slow on purpose: nothing is kept in full precision between calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def linear_packed(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """x [T, K] as the format sees it, times the dequantized weight [N, K] transposed, plus bias."""
+    """x [T, K], rounded as the format says, times the dequantized weight [N, K] transposed, plus
+    bias."""
     xp = namespace(x)
     if x.shape[0] == 0:
         return xp.zeros([0, weight.out_features], dtype=x.dtype, device=x.device)

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
 _NEVER = float("-inf")
-# Most distributions need few of their largest values to be filtered or drawn from. So few are
-# ranked first; up to _SORT_ALL a full sort is cheaper than finding out whether they suffice.
+# Filtering and sampling from most distributions needs few of their largest values, so few are
+# ranked first. Up to _SORT_ALL, a full sort is cheaper than finding out whether they suffice.
 _SORT_ALL = 512
 _FIRST_CANDIDATES = 32
 _CANDIDATE_GROWTH = 16
-# Numbers handled at a time, so that a pass finds the previous one's results in the cache.
+# Numbers per chunk, so that each pass finds the previous pass's results in the cache.
 _CHUNK = 1 << 18
 
 
@@ -33,7 +33,7 @@ def apply_penalties(
     output_counts: Tensor,
     prompt_seen: Tensor,
 ) -> Tensor:
-    """Penalise tokens that occurred.
+    """Penalise tokens that occurred before.
 
     presence, frequency (OpenAI's) count generated tokens only; repetition (arXiv 1909.05858)
     divides positive logits and multiplies negative ones of every token in prompt or output. [B]
@@ -120,8 +120,8 @@ def _rank_threshold(
     wanted = top_p.unsqueeze(1) * total
     uses_p = top_p.unsqueeze(1) < 1
     if ranked < width and bool((uses_p & (reached[:, ranked - 1 :] < wanted)).any()):
-        # Equal values beyond the k-th rank carry mass of their own, so only a full rank may end
-        # here.
+        # More values may equal the k-th one and have probability of their own, so only a full rank
+        # may end here.
         return None
     kept = ((reached - weights) < wanted).to(xp.int64).sum(dim=-1, keepdim=True)
     last = xp.gather(best, 1, xp.clamp(kept - 1, 0, ranked - 1))
@@ -129,11 +129,11 @@ def _rank_threshold(
 
 
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """Draw one token per row from softmax(logits): [B] int64.
+    """Sample one token per row from softmax(logits): [B] int64.
 
     seeds, positions [B] int64. An exponential race: token t arrives after Exp(1) / probability(t)
-    and the first one wins. Its random number is a hash of (seed, position, t), so a row's draw does
-    not depend on its place in the batch, on other rows, or on how often it was drawn before.
+    and the first one wins. Its random number is a hash of (seed, position, t), so a row's token
+    does not depend on its place in the batch, on other rows, or on earlier samples.
     """
     xp = namespace(logits)
     rows, width = logits.shape
@@ -142,7 +142,7 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     index = xp.arange(width, device=logits.device).unsqueeze(0)
     possible = int((logits > _NEVER).to(xp.int64).sum(dim=-1).max())
     if possible <= width // _CANDIDATE_GROWTH:
-        # Filtered: only candidates race. Their hashes are the same, so the winner is too.
+        # After filtering, only candidates race. Their hashes are the same, so the winner is, too.
         logits, index = xp.topk(logits, max(1, possible), -1)
         winner = _race(xp, logits, seeds, positions, index).unsqueeze(1)
         return xp.gather(index, 1, winner).squeeze(1)
@@ -153,7 +153,7 @@ def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def _race(xp: Any, logits: Tensor, seeds: Tensor, positions: Tensor, index: Tensor) -> Tensor:
-    """Which column arrives first, [B] int64. logits [B, n]; index: the columns' token ids."""
+    """The column that arrives first, [B] int64. logits [B, n]; index: the columns' token ids."""
     return xp.argmax(logits - xp.log(exponential(xp, seeds, positions, index)), -1)
 
 
@@ -172,7 +172,7 @@ def _scalar(xp: Any, like: Tensor, value: float) -> Tensor:
 
 
 def draw(kernels: KernelTable) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Every row is drawn both ways, and one of them is chosen."""
+    """Every row is sampled both greedily and at random, and one of the two tokens is chosen."""
     greedy, filter_, sample = kernels["greedy"], kernels["filter_logits"], kernels["sample"]
 
     def run(

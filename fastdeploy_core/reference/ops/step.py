@@ -1,7 +1,7 @@
-"""Operations around a decode step whose state lives on the device; see contracts/ops.py for S, W,
-k, q.
+"""Operations around a decode step whose state lies on the device; contracts/ops.py defines S, W, k,
+q.
 
-Everything is in place and in fixed shapes, so that the step can be captured.
+Everything happens in place and in fixed shapes, so that the step can be captured.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def prepare_decode(
     block_tables: Tensor,
 ) -> None:
     """Begin a turn: fill the last five tensors from the slots of the rows. Entries of the tables
-    are numbers of blocks or 0; what stands behind a row's last block is copied, too."""
+    are block numbers or 0; entries after a row's last block are copied, too."""
     xp = namespace(slots)
     num_rows, select = slots.shape[0], xp.index_select
     turn.copy_(turn + 1)
@@ -64,7 +64,7 @@ def prepare_decode(
 def place_tokens(
     positions: Tensor, room: Tensor, block_tables: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a step with one token of each row is fed: positions, slots of the cache, lengths."""
+    """The input of a step with one token per row: positions, cache slots, lengths."""
     xp = namespace(positions)
     fits = (positions < room).to(xp.int64)
     where = positions * fits
@@ -85,8 +85,8 @@ def finish_decode(
     results: Tensor,
     post: Post | None,
 ) -> Tensor:
-    """Judge the drafts, write what was drawn back to the slots, and what the host is to know to
-    `results`."""
+    """Verify the drafts, write the sampled tokens back to the slots, and write what the host needs
+    to `results`."""
     xp = namespace(slots)
     num_rows, width = results.shape
     if peaks is not None:
@@ -97,7 +97,7 @@ def finish_decode(
     start = xp.index_select(num_computed, 0, slots)
     last = xp.arange(num_rows, dtype=xp.int64, device=slots.device) * width + accepted
     token = xp.index_select(drawn, 0, last)
-    # Several rows may name the last slot; all of them write what it holds already.
+    # Padding rows all name the last slot; each writes the value that the slot has already.
     xp.index_copy_(newest, 0, slots, token * is_row)
     xp.index_copy_(num_computed, 0, slots, (start + 1 + accepted) * is_row)
     nth = xp.arange(width, dtype=xp.int64, device=slots.device).unsqueeze(0)
@@ -121,7 +121,7 @@ def keep_results(slots: Tensor, results: Tensor, num_computed: Tensor, kept: Ten
 def _count_accepted(
     slots: Tensor, drawn: Tensor, marked: Tensor, drafts: Tensor, num_drafts: Tensor
 ) -> Tensor:
-    """Leading drafts of each row that are what was drawn in their place and led to something."""
+    """Leading drafts of each row that equal the sampled token and are followed by a valid one."""
     xp = namespace(slots)
     width = drawn.shape[1] - 1
     if not width:
@@ -145,8 +145,8 @@ def keep_drafts(
     num_drafts: Tensor,
     post: Post | None,
 ) -> Tensor:
-    """Write proposals to the slots up to the first that is no token, and as far as there is room.
-    What was taken, behind the results."""
+    """Write proposals to the slots, up to the first that is no token and as far as there is room.
+    Returns the results followed by what was taken."""
     xp = namespace(slots)
     num_rows, width = proposals.shape
     select = xp.index_select
@@ -182,7 +182,7 @@ def _post(values: Tensor, post: Post | None) -> None:
 
 
 def mark_broken(drawn: Tensor, peaks: Tensor, possible: Tensor | None) -> Tensor:
-    """The drawn tokens for the host's eyes, with a code in place of what means nothing."""
+    """The sampled tokens for the host, with a code in place of those that are meaningless."""
     xp = namespace(drawn)
     for values, code in ((possible, NOTHING_POSSIBLE), (peaks, NOT_FINITE)):
         if values is not None:

@@ -226,8 +226,7 @@ class FrontEnds(Listener):
                         raise event
                 raise WorkerError(
                     f"API server {number} {child.describe_exit(process.returncode)} while "
-                    "starting; "
-                    "see the log"
+                    "starting; see the log"
                 )
 
     def _restart_ended(self) -> bool:

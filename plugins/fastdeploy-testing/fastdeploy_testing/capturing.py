@@ -1,8 +1,9 @@
 """A processor that records work, to test what surrounds captured steps without an accelerator.
 
-A recording is the closure itself, called again at each replay over the same buffers. `RecordedWork`
-counts replays and lets a test look or poison in between; copies and events are counted, too.
-`RecordableAttention` reads lengths and tables from device tensors alone, as captured steps need.
+A captured graph is the closure itself, called again at each replay over the same buffers.
+`RecordedWork` counts replays and lets a test look or poison in between; copies and events are
+counted, too. `RecordableAttention` reads lengths and tables from device tensors alone, as captured
+steps need.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class _Metadata:
     slots: Tensor  # [rows, keys] int64: where each key of a row lies in the cache
     rows: Tensor  # [num_tokens] int64
     hidden: Tensor  # [num_tokens, keys] bool: keys the token does not see
-    unwritten: Tensor  # [rows, keys] bool: keys behind what was written of the row
+    unwritten: Tensor  # [rows, keys] bool: keys after what was written of the row
 
 
 class RecordableAttention:

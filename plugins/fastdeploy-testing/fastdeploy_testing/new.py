@@ -40,8 +40,7 @@ def main(argv: Sequence[str]) -> int:
     package = arguments.name.replace("-", "_")
     print(
         f"created {folder}\n\n"
-        f"next:\n"
-        f"  pip install -e {folder}\n"
+        f"next:\n  pip install -e {folder}\n"
         f"  fastdeploy plugins list --kind {template.kind}\n"
         f"  fastdeploy plugins check {name}\n"
         f"then open {folder / 'src' / package / template.first_file}"

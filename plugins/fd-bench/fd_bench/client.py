@@ -1,7 +1,7 @@
-"""Streams completions from a server and notes when each piece came; plain asyncio, HTTP/1.1.
+"""Streams completions from a server and notes when each piece arrived; plain asyncio, HTTP/1.1.
 
-Written to cost little per piece, because a benchmark's client shares the machine with what it
-measures; `worker.py` runs it in several processes where one is not enough.
+It costs little per piece, because a benchmark's client shares the machine with the server.
+`worker.py` runs it in several processes where one is not enough.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fastdeploy_core.errors import ConfigError
 
 
 class Measured(msgspec.Struct):
-    """What one request showed; times in seconds since it was sent."""
+    """Measurements of one request; times in seconds since it was sent."""
 
     started_at: float = 0.0
     ttft_s: float = 0.0
@@ -56,7 +56,7 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
 
     def has_output(self) -> bool:
-        """Whether a user would see or count something."""
+        """Whether a user would see or count something in this piece."""
         delta = self.delta
         if delta is not None and (delta.content or delta.reasoning_content or delta.tool_calls):
             return True
@@ -83,7 +83,7 @@ _DONE = b"[DONE]"
 
 
 class _Connection(asyncio.Protocol):
-    """Answers to one request after the other."""
+    """A connection that answers one request after the other."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -91,15 +91,15 @@ class _Connection(asyncio.Protocol):
         self._ended: asyncio.Future[None] | None = None  # None: idle
         self._last = 0.0
         self._data = b""
-        self._rest = b""  # of the body, without frames
+        self._rest = b""  # of the body, without chunk framing
         self._status = 0
         self._is_chunked = False
-        self._left = -1  # bytes of a body that tells its length
+        self._left = -1  # remaining bytes of a body with a declared length
         self._transport: asyncio.Transport | None = None
 
     async def ask(self, request: bytes, result: Measured) -> bool:
-        """Send a request and note how its answer comes. False: the server had closed before it
-        began to answer, as it may while a connection is idle."""
+        """Send a request and note how its answer arrives. False: the server closed before its
+        answer began, as it may do with an idle connection."""
         self._result, self._last = result, result.started_at
         self._data, self._rest, self._status = b"", b"", 0
         self._ended = asyncio.get_running_loop().create_future()
@@ -109,18 +109,18 @@ class _Connection(asyncio.Protocol):
         return self._status != 0
 
     def close(self) -> None:
-        """No further request."""
+        """Close: no further request."""
         self.is_open = False
         if self._transport is not None:
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ready."""
+        """The connection is ready."""
         self._transport = cast("asyncio.Transport", transport)
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
-        """Some more of the answer."""
+        """A part of the answer arrived."""
         self._data += data
         try:
             if self._status or self._read_head():
@@ -129,7 +129,7 @@ class _Connection(asyncio.Protocol):
             self._end(f"{type(error).__name__}: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The end, of an answer without a length, too."""
+        """The connection ended, which also ends an answer without a declared length."""
         self.is_open = False
         if self._last > self._result.started_at or self._status not in (0, 200):
             self._finish()
@@ -193,7 +193,7 @@ class _Connection(asyncio.Protocol):
         self._last = now
 
     def _finish(self) -> None:
-        """All of an answer is here."""
+        """The answer is complete."""
         if self._status == 200:
             self._end("")
             return
@@ -209,12 +209,12 @@ class _Connection(asyncio.Protocol):
         self._result.e2e_s = self._last - self._result.started_at
         if not self._ended.done():
             self._ended.set_result(None)
-        if error:  # where the next answer would begin is not known
+        if error:  # the beginning of the next answer is unknown
             self.close()
 
 
 class BenchClient:
-    """A server's address, and connections that are kept for the next request, as clients do."""
+    """A server's address, and connections that are kept for further requests."""
 
     def __init__(self, url: str, api_key: str) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -226,7 +226,7 @@ class BenchClient:
         self._idle: deque[_Connection] = deque()
 
     async def measure(self, path: str, body: dict[str, Any]) -> Measured:
-        """Send one streamed request and watch its answer."""
+        """Send one streamed request and measure its answer."""
         raw = msgspec.json.encode(body)
         result = Measured(started_at=time.perf_counter())
         request = self._head("POST", path, len(raw), "keep-alive") + raw
@@ -246,7 +246,7 @@ class BenchClient:
         return result
 
     async def _connection(self) -> tuple[_Connection, bool]:
-        """One that waits for a request, and whether it was kept."""
+        """An idle connection, and whether it was used before."""
         while self._idle:
             connection = self._idle.popleft()
             if connection.is_open:
@@ -261,7 +261,7 @@ class BenchClient:
     async def send(
         self, calls: Sequence[Call], start_at: float, max_concurrency: int
     ) -> list[Measured]:
-        """Every call when it is due, whether or not earlier ones were answered."""
+        """Send every call when it is due, whether or not earlier ones were answered."""
         room = asyncio.Semaphore(max_concurrency or len(calls) or 1)
 
         async def one(call: Call) -> Measured:
@@ -272,13 +272,13 @@ class BenchClient:
         return await asyncio.gather(*(one(call) for call in calls))
 
     def close(self) -> None:
-        """Let kept connections go."""
+        """Close idle connections."""
         for connection in self._idle:
             connection.close()
         self._idle.clear()
 
     async def get(self, path: str) -> Any:
-        """The JSON of a GET."""
+        """The JSON answer of a GET."""
         reader, writer = await asyncio.open_connection(self._host, self._port)
         try:
             writer.write(self._head("GET", path, 0, "close"))

@@ -11,13 +11,13 @@ from typing import Any
 
 from fastdeploy_core.errors import ConfigError
 
-# Special tokens live at both ends of most vocabularies; random prompts keep away from the low end.
+# Special tokens are at both ends of most vocabularies; random prompts avoid the low end.
 LOWEST_RANDOM_ID = 16
 
 
 @dataclass(frozen=True, slots=True)
 class BenchPrompt:
-    """One prompt and how much is to be generated: text, token ids or messages."""
+    """One prompt and the number of tokens to generate: text, token ids or messages."""
 
     output_len: int
     text: str | None = None
@@ -68,7 +68,7 @@ def _from_line(line: str, path: Path, output_len: int) -> BenchPrompt:
         raise ConfigError(f"dataset {str(path)!r} has a line that is not JSON") from error
     if isinstance(entry, dict):
         if isinstance(entry.get("messages"), list):
-            # What a data set holds as the expected answer is not part of the question.
+            # The expected answer of a data set is not part of the question.
             messages = entry["messages"]
             while messages and messages[-1].get("role") == "assistant":
                 messages = messages[:-1]

@@ -54,7 +54,7 @@ def run_throughput(argv: Sequence[str]) -> int:
 
 
 def run_latency(argv: Sequence[str]) -> int:
-    """One batch again and again; seconds per batch."""
+    """One batch several times; seconds per batch."""
     values, own = parse_table(
         argv,
         "fastdeploy bench latency",
@@ -111,7 +111,7 @@ def _load(values: Mapping[str, Any]) -> Any:
 
 
 def _vocab_size(llm: Any) -> int:
-    """Ids that have a text and that the model knows; its own specials are at the end of most."""
+    """Ids that have a text and that the model knows; its special tokens are mostly at the end."""
     tokenizer = llm.get_tokenizer()
     specials = [t for t in tokenizer.special_token_ids if t >= tokenizer.vocab_size // 2]
     size: int = min([tokenizer.vocab_size, *specials])
@@ -121,7 +121,8 @@ def _vocab_size(llm: Any) -> int:
 def _inputs(
     llm: Any, prompts: Sequence[BenchPrompt], temperature: float
 ) -> tuple[list[Any], list[Any]]:
-    """Prompts in the offline API's forms, and parameters that generate exactly what was asked."""
+    """Prompts in the offline API's forms, and parameters that generate exactly the requested
+    lengths."""
     from fastdeploy_core.types import SamplingParams
 
     inputs: list[Any] = []
@@ -160,7 +161,7 @@ _DRAFT_COUNTERS = ("drafts_total", "draft_tokens_total", "accepted_draft_tokens_
 def _draft_numbers(
     change: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any], steps: int
 ) -> dict[str, float]:
-    """How drafts fared; nothing where there were none."""
+    """Statistics of drafts; empty without drafts."""
     drafts = change["drafts_total"]
     if not drafts:
         return {}

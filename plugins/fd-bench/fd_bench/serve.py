@@ -1,7 +1,7 @@
-"""`fastdeploy bench serve`: what a running server's clients feel, at one or several request rates.
+"""`fastdeploy bench serve`: what a running server's clients see, at one or several request rates.
 
-Open loop: requests leave at random moments (Poisson) whether or not earlier ones were answered, so
-that a slow server is not spared. Goodput counts requests that met every limit of the SLO.
+Open loop: requests are sent at random moments (Poisson), whether or not earlier ones were answered,
+so that a slow server is not spared. Goodput counts requests that met every limit of the SLO.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def _call(prompt: BenchPrompt, model: str, arguments: argparse.Namespace) -> Cal
         "stream": True,
         "stream_options": {"include_usage": True},
         "ignore_eos": not arguments.respect_eos,
-        "return_token_ids": True,  # also a token without text of its own counts when it comes
+        # so that a token without text of its own is also counted when it arrives
+        "return_token_ids": True,
     }
     if arguments.stream_interval is not None:
         body["stream_interval"] = arguments.stream_interval
@@ -166,7 +167,7 @@ def _call(prompt: BenchPrompt, model: str, arguments: argparse.Namespace) -> Cal
 async def _send_all(
     client: BenchClient, calls: Sequence[Call], rate: float, arguments: argparse.Namespace
 ) -> tuple[list[Measured], float]:
-    """What every call saw, and when the first was due."""
+    """Measurements of every call, and when the first one was due."""
     draw = random.Random(arguments.dataset_seed)  # noqa: S311 - arrival times, not secrets
     due_s = 0.0
     for call in calls:

@@ -1,4 +1,4 @@
-"""One of several client processes of `bench serve`: reads its calls, answers what it saw."""
+"""One of several client processes of `bench serve`: reads its calls, returns its measurements."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fastdeploy_core.errors import FastDeployError
 
 from .client import BenchClient, Call, Measured
 
-START_DELAY_S = 2.0  # until every process has started and read its calls
+START_DELAY_S = 2.0  # time for every process to start and read its calls
 
 
 class Work(msgspec.Struct):
-    """What a client process is to do."""
+    """The work of one client process."""
 
     url: str
     api_key: str
@@ -31,7 +31,7 @@ class Work(msgspec.Struct):
 def run_in_processes(
     url: str, api_key: str, calls: Sequence[Call], max_concurrency: int, count: int
 ) -> tuple[list[Measured], float]:
-    """Deal the calls to client processes; what all of them saw, and when they began."""
+    """Distribute the calls over client processes; returns all measurements, and when they began."""
     start_at = time.perf_counter() + START_DELAY_S
     share = -(-max_concurrency // count) if max_concurrency else 0
     processes = []

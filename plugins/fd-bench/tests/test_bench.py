@@ -22,7 +22,7 @@ from fastdeploy_testing.tiny_model import CONFIG, write_tiny_model
 
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
-    """Commands set up logging of their own."""
+    """Restores logging, which commands set up."""
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     yield

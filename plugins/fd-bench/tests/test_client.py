@@ -1,4 +1,4 @@
-"""The benchmark's client keeps its connections, and says what came when something else did."""
+"""The benchmark's client keeps its connections and reports unexpected answers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ REFUSED = b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\n\r\n%b" % (len(REF
 
 
 def ask(answers: list[bytes | None], num_calls: int) -> tuple[list[Measured], list[int]]:
-    """Calls, one after the other, to a server that gives these answers (None: it closes the
-    connection); what they showed, and of which connection each answer was."""
+    """Send calls, one after the other, to a server that gives these answers (None: it closes the
+    connection). Returns their measurements, and which connection each answer came on."""
     used: list[int] = []
     num_connections = 0
 

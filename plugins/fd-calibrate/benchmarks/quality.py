@@ -54,10 +54,10 @@ CCQ = {"quantization": "wint2", "moe_quant_type": "ccq2"}
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: how the model is loaded, or first quantized."""
+    """One line of the table: how the model is loaded, or quantized first."""
 
     name: str
-    method: Any = None  # what --quantization, or --method of `fastdeploy quantize`, takes
+    method: Any = None  # value of --quantization, or of --method of `fastdeploy quantize`
     cache: str = "auto"
     calibrated: bool = False
     static_cache: str = ""
@@ -93,7 +93,7 @@ ROWS = (
 
 @dataclass
 class Judged:
-    """What one configuration reached."""
+    """The results of one configuration."""
 
     exact: float
     tasks: dict[str, float]
@@ -109,7 +109,7 @@ def questions(count: int) -> dict[str, list[tuple[list[int], list[int]]]]:
     tokenizer, found = Tokenizer.load(MODEL), {}
     for task in curriculum.MEASURED:
         if task.startswith("find_key_"):
-            continue  # thousands of tokens each
+            continue  # its samples have thousands of tokens each
         many = count if task in curriculum.JUDGED else -(-count // 10)
         found[task] = [
             (
@@ -122,7 +122,7 @@ def questions(count: int) -> dict[str, list[tuple[list[int], list[int]]]]:
 
 
 class Loaded:
-    """A model on one device, asked for whole texts at once."""
+    """A model on one device that scores whole texts."""
 
     def __init__(self, folder: Path, method: str, cache: str, where: DeviceConfig) -> None:
         model = read_model_config(folder, {"quantization": method, "max_model_len": MAX_LENGTH})
@@ -137,8 +137,8 @@ class Loaded:
         self.loaded = load_model(config, self.device, kernels, 0, 1, None, resolved.load)
 
     def score(self, samples: list[list[int]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each sample of its tokens but the first: log-probability, and whether it comes
-        first."""
+        """For each sample, for each token but the first: its log-probability, and whether it is the
+        likeliest."""
         xp, loaded, found = self.device.xp, self.loaded, []
         for group in grouped(samples, TOKENS_AT_ONCE):
             with xp.no_grad():
@@ -217,7 +217,7 @@ def measure(
 
 
 def calibration_text(folder: Path) -> Path:
-    """Training documents, as the model saw them."""
+    """Training documents, in the form in which the model was trained on them."""
     rng, path = Random(7), folder / "calibration.jsonl"
     with path.open("w", encoding="utf-8") as file:
         for _ in range(2000):
@@ -227,7 +227,7 @@ def calibration_text(folder: Path) -> Path:
 
 
 def lines(options: argparse.Namespace) -> Iterator[tuple[str, Judged]]:
-    """One result for every row, and for every seed where there are several."""
+    """One result for every row, or for every seed of rows with several."""
     asked = questions(options.count)
     where = DeviceConfig(device=options.device, tensor_library=options.tensor_library)
     with tempfile.TemporaryDirectory(prefix="quality-") as scratch:
@@ -255,8 +255,7 @@ def main() -> None:
         f"{options.count} questions of each of {', '.join(curriculum.JUDGED)}; perplexity over "
         "held-out "
         f"texts of all tasks; device {options.device}, {options.tensor_library}; weights in bytes "
-        "as held (embeddings and "
-        "norms in float32)\n",
+        "as held (embeddings and norms in float32)\n",
         flush=True,
     )
     print("| format | exact, % | " + " | ".join(curriculum.JUDGED), end="")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
-from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.quantizer import CalibratedQuantizer, Calibration
 from fastdeploy_core.reference.ops.moe import one_by_one, through_experts
 
@@ -87,7 +86,7 @@ class Observer:
     """
 
     name = "observer"
-    contract = CONTRACT
+    contract = (1, 0)
 
     def __init__(
         self,
@@ -154,7 +153,7 @@ class ObservingMoE:
     """An MoE driver that observes each expert's inputs."""
 
     name = "observer"
-    contract = CONTRACT
+    contract = (1, 0)
     unit: Literal["experts", "routing_experts"] = "routing_experts"
 
     def __init__(self, spec: MoESpec, device: DeviceBackend, kernels: KernelTable) -> None:
@@ -219,21 +218,21 @@ class ObservingKernels:
         return operation in self._kernels
 
     def prepare(self, operation: str, weight: Any) -> Any:
-        """As the table behind."""
+        """Delegates to the wrapped table."""
         return self._kernels.prepare(operation, weight)
 
     def takes(self, operation: str, format_name: str) -> bool:
-        """As the table behind."""
+        """Delegates to the wrapped table."""
         return self._kernels.takes(operation, format_name)
 
     def activations(self, operation: str) -> str:
-        """As the table behind."""
+        """Delegates to the wrapped table."""
         return self._kernels.activations(operation)
 
     def behind(self, operation: str, before: str) -> Callable[..., Any] | None:
-        """As the table behind."""
+        """Delegates to the wrapped table."""
         return self._kernels.behind(operation, before)
 
     def origins(self) -> Mapping[str, str]:
-        """As the table behind."""
+        """Delegates to the wrapped table."""
         return self._kernels.origins()

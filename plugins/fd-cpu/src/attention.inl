@@ -256,7 +256,7 @@ FDCPU_INLINE void value_pairs(const AttentionOp &op, const uint16_t *values, int
         FDCPU_UNROLL
         for (int v = 0; v < V; ++v) {
             line[v] = load_as<I>(values + v * 2 * kLanes);
-            // The slot behind the last token may hold anything, and nothing times that may be NaN.
+            // The slot after the last token may hold anything, and nothing times that may be NaN.
             if (t + 1 == tokens) line[v] &= 0xffff;
         }
         add_lines(line, weights + t, op.block_size, acc);

@@ -86,7 +86,7 @@ FDCPU_INLINE void soften_rows(const AttentionOp &op, const AttentionScratch &s, 
             F weight = pairs ? rough_power_of_two(load(row + t) * step + base)
                              : exponential((load(row + t) - s.peak[r + i]) * op.scale);
             total += weight;
-            // Scales behind the last token may be anything.
+            // Scales after the last token may be anything.
             if (op.value_scales) weight = select(weight == splat(0), weight, weight * load(s.value_scale + t));
             pairs ? store(to + t, weight) : store(row + t, weight);
         }

@@ -71,7 +71,7 @@ FDCPU_INLINE void score_tiles(const AttentionOp &op, const CachedHead &cache, in
     }
 }
 
-// The last tokens, fewer than 32, with zeros behind them: slots there may hold anything, and nothing times
+// The last tokens, fewer than 32, with zeros after them: slots there may hold anything, and nothing times
 // that may be NaN.
 FDCPU_INLINE void copy_tail(const AttentionOp &op, const uint16_t *values, int64_t tokens, uint16_t *tail) {
     const int64_t pair = 2 * op.v_head_dim;

@@ -21,7 +21,7 @@ int64_t codes_of(const PackedMatrix &matrix, int64_t column) {
     return kCodedHeader + column / kHalf * matrix.half_bytes() + output / 4 * 16 + output % 4 * 2;
 }
 
-// And the rest of these weights: of sixteen outputs one line behind the codes, of the others two.
+// And the rest of these weights: of sixteen outputs one line after the codes, of the others two.
 int64_t byte_of(const PackedMatrix &matrix, int64_t column) {
     return codes_of(matrix, column) + (1 + column % kHalf / 16) * 64;
 }

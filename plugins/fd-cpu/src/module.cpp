@@ -20,7 +20,7 @@ T *at(uintptr_t address) {
     return reinterpret_cast<T *>(address);
 }
 
-// A step that leaves rows of nobody alone.
+// A step that leaves padding rows alone.
 template <class Op>
 Step clipped(const char *name, const Op &op, int64_t Op::*rows, void (*run)(const Op &, const Worker &)) {
     return {name, [op, rows, run](const Worker &w) {
@@ -235,7 +235,7 @@ void submit_finish_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vecto
     const auto run = [op](const Worker &w) {
         FinishDecodeOp mine = op;
         mine.num_rows = w.clip(op.num_rows * op.width) / op.width;
-        // Who drafts does so for rows of nobody, too.
+        // Who drafts does so for padding rows, too.
         if (w.thread == 0)
             for (int64_t row = mine.num_rows; row < op.num_rows; ++row) op.last[row] = row * op.width;
         finish_decode(mine, w);

@@ -152,7 +152,7 @@ struct SampleOp {
     const int64_t *seeds, *positions;
     int64_t *ids;
     const int64_t *is_random;  // null: all rows are; 0: its id stays as it is
-    int64_t ahead;             // the token stands so far behind its position
+    int64_t ahead;             // the token stands so far after its position
 };
 
 // Each row divided by its temperature, in place.

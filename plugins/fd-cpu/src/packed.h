@@ -14,7 +14,7 @@
 // entropy: DFloat11, arXiv 2504.11651; ZipNN, 2411.05239). So a panel begins with sixteen of them, four times over,
 // which codes of four bits stand for: 0, and the fifteen that most of its weights have. The others are nothing
 // there and patches beside it, in the order of inputs; they may be anything, infinities included. Then come its
-// halves, one behind the other, in blocks of four inputs and three lines: codes (low nibbles: sixteen outputs, high
+// halves, one after the other, in blocks of four inputs and three lines: codes (low nibbles: sixteen outputs, high
 // ones: the others), and for each sixteen the rest of their weights as bytes [output / 4][input / 2][output % 4]
 // [input % 2]: mantissa and, in the lowest bit, the sign of the *other* input of the pair. Bytes interleaved with the
 // exponents, low and high halves of 16 bytes by themselves, and every 32 bits rotated by one: that is a line of

@@ -52,7 +52,7 @@ struct Ahead {
         }
         FDCPU_INLINE void fetch() { is_only ? fetch_for<true>() : fetch_for<false>(); }
     };
-    // Registers [s0, s0 + V): those behind them are fetched meanwhile, so that no part waits and others do not read.
+    // Registers [s0, s0 + V): those after them are fetched meanwhile, so that no part waits and others do not read.
     template <int V>
     FDCPU_INLINE Part<V> part(int s0) const {
         if (!is_only) return {next + bytes * s0 / kVectors, (line * V + kVectors - 1) / kVectors, false};

@@ -20,7 +20,7 @@ const Kernels &kernels_of(Isa isa) {
     }
 }
 
-// Plans are recorded by a thread, so that others can compute meanwhile.
+// Plans are captured by a thread, so that others can compute meanwhile.
 thread_local Plan *recording = nullptr;
 
 }  // namespace

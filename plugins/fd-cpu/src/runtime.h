@@ -1,4 +1,4 @@
-// The team, the chosen kernels and their scratch; plans of recorded operations.
+// The team, the chosen kernels and their scratch; plans of captured operations.
 #pragma once
 #include <functional>
 #include <map>
@@ -23,9 +23,9 @@ struct Step {
     RowCount most_rows;
 };
 
-// Operations that ran once while recording; replayed by one call, all threads walking through them.
+// Operations that ran once during capture; replayed by one call, all threads walking through them.
 //
-// A plan that counts its rows is recorded for the largest batch, or the longest prompts. Rows of nobody stand
+// A plan that counts its rows is captured for the largest batch, or the longest prompts. Padding rows stand
 // at its end, so each replay counts the rows that are somebody's, and every operation leaves the others alone.
 // Where some of the rows are selected, operations from there on go by their number.
 // Plans that go on where another one ended share its last count.
@@ -55,7 +55,7 @@ public:
     void divide(int64_t count, const std::function<void(int64_t)> &work);
     void begin(Plan *plan);
     void end();
-    // All of the plans, one behind the other, so many times.
+    // All of the plans, one after the other, so many times.
     void replay(const std::vector<const Plan *> &plans, int64_t times);
     // See Team.
     void stay_away(bool is_away) { team_.stay_away(is_away); }

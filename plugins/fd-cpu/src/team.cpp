@@ -138,7 +138,7 @@ void Team::loop(int thread) {
             sleeping_.fetch_sub(1);
         }
         const unsigned number = call_.load(std::memory_order_seq_cst);
-        if (stop_.load()) return;  // read behind the number: the last call is answered by nobody
+        if (stop_.load()) return;  // read after the number: the last call is answered by nobody
         if (!is_taken()) {
             heard = number;
             if (!is_away_.load()) seat.answered.store(heard, std::memory_order_release);

@@ -40,7 +40,7 @@ public:
     Team(int size, const std::vector<int> &cpus);
     ~Team();
 
-    // Operations 0 to count - 1, one behind the other. Calls from several threads take turns.
+    // Operations 0 to count - 1, one after the other. Calls from several threads take turns.
     void run(int64_t count, const Work &work);
     // Parts phases of an operation.
     void barrier(int crew) { barrier_.wait(crew); }
@@ -76,7 +76,7 @@ private:
     std::atomic<unsigned> call_{0};
     std::atomic<int> sleeping_{0};
     std::atomic<bool> stop_{false}, is_away_{false};
-    // Written before a seat is taken, read behind that.
+    // Written before a seat is taken, read after that.
     const Work *work_ = nullptr;
     int64_t count_ = 0, next_ = 0;
     int crew_ = 1;

@@ -37,7 +37,7 @@ inline void tiles_configure(const TileConfig &config) { _tile_loadconfig(&config
 inline void tiles_release() { _tile_release(); }
 
 #define FDCPU_TILE_ZERO(t) _tile_zero(t)
-// Unlike _tile_loadd this says that it reads memory, or stores before it might be moved behind it.
+// Unlike _tile_loadd this says that it reads memory, or stores before it might be moved after it.
 #define FDCPU_TILE_LOAD(t, from, stride)                                                                 \
     asm volatile("tileloadd (%0,%1,1), %%tmm" #t : : "r"(from), "r"(int64_t(stride)),                     \
                  "m"(*reinterpret_cast<const uint8_t(*)[]>(reinterpret_cast<const uint8_t *>(from))))

@@ -1,4 +1,4 @@
-"""Paged attention, experts, greedy search and recorded plans against plain numpy."""
+"""Paged attention, experts, greedy search and captured plans against plain numpy."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_patches_of_another_matrix_are_noticed():
     assert matrix.num_patches > 0 and matrix.has_sound_patches
     (_, _), (where, size) = matrix.memory
     patches = np.ctypeslib.as_array((np.ctypeslib.ctypes.c_int32 * (size // 4)).from_address(where))
-    patches[4] += 4096  # behind two starts: the first patch's input
+    patches[4] += 4096  # after two starts: the first patch's input
     assert not matrix.has_sound_patches
 
 

@@ -1,4 +1,4 @@
-"""The device: recorded steps, threads, choice, and natives against the core's definitions."""
+"""The device: captured steps, threads, choice, and natives against the core's definitions."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_plans_are_walked_through_many_times_in_one_call(device):
         kernels.keep_results(where, results, state[1], kept)
 
     def begin():
-        where.copy_(device.to_device(np.array([2, 0, 1, 8])))  # the last row is nobody's
+        where.copy_(device.to_device(np.array([2, 0, 1, 8])))  # the last row is padding
         state[1].copy_(device.to_device(np.array([3, 1, 7, *[0] * 6])))
         state[2].copy_(device.to_device(np.array([5, 30, 17, *[0] * 6])))
         kept.fill_(-9)
@@ -143,7 +143,7 @@ def test_recordings_that_are_no_plans_are_repeated_too(device):
 
 
 def prompt_batch(device, starts, size):
-    """What a recorded step of up to `size` tokens in as many rows as `starts` says is given."""
+    """What a captured step of up to `size` tokens in as many rows as `starts` says is given."""
     xp, rows = device.xp, starts.shape[0] - 1
     tokens, lengths = xp.zeros((size,), dtype=xp.int64), xp.zeros((rows,), dtype=xp.int32)
     return AttentionBatch(
@@ -196,7 +196,7 @@ def test_a_recorded_prompt_takes_any_number_of_tokens_and_little_memory(device):
 
 
 def test_a_recorded_prompt_goes_on_with_needed_rows(device):
-    """They are counted at each replay, and what is recorded behind the plan goes by the same
+    """They are counted at each replay, and what is captured after the plan goes by the same
     number."""
     xp, size, most = device.xp, 60, 8
     table, weight = random(device, 40, 64), prepare(random(device, 64, 64))

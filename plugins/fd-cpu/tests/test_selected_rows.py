@@ -1,4 +1,4 @@
-"""Rows that are needed behind a model's last block: copies, and plans that go on with these rows
+"""Rows that are needed after a model's last block: copies, and plans that go on with these rows
 alone."""
 
 from __future__ import annotations

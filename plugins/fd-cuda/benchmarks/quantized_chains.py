@@ -1,13 +1,13 @@
-"""Products with rounded activations behind what makes their inputs in a model, whole chains in one
+r"""Products with rounded activations after what makes their inputs in a model, whole chains in one
 run.
 
-    python plugins/fd-cuda/benchmarks/quantized_chains.py [--after norm|silu] [--rows 4096] \\
+    python plugins/fd-cuda/benchmarks/quantized_chains.py [--after norm|silu] [--rows 4096] \
         [--shapes 8192x8192] [--formats w8a8]
 
 norm: sum with a residual, RMSNorm, product; silu: silu(gate) * up, product. Beside bf16's chain
 (cuBLAS) stand the chain in which the norm or the activation rounds what it yields, as layers run
 it, and the one whose rounding is a kernel of its own. Microseconds, medians of graph replays over
-rotating weights, of runs that take turns; in brackets bf16's time over it, behind the bar what
+rotating weights, of runs that take turns; in brackets bf16's time over it, after the bar what
 stands before the product alone: plain, and rounding. Both chains' results are compared bit for bit.
 """
 

@@ -234,7 +234,7 @@ class _Layer:
         return "us: " + ", ".join(found)
 
     def _experts(self, x: Any, offsets: Any) -> Any:
-        """Rows grouped by local expert; what lies behind the last offset is not computed."""
+        """Rows grouped by local expert; what lies after the last offset is not computed."""
         import torch
 
         ends = offsets[1:].int()
@@ -342,8 +342,7 @@ def tokens(options: argparse.Namespace) -> None:
         alone = sum(a == b for a, b in zip(one["together"], many["alone"], strict=True))
         print(
             f"{name} tokens in float32 on {options.world_size} GPUs {options.experts}: {same} of "
-            f"{len(prompts)} "
-            f"answers together and {alone} alone equal one GPU's",
+            f"{len(prompts)} answers together and {alone} alone equal one GPU's",
             flush=True,
         )
 

@@ -62,8 +62,7 @@ class CudaCommunicator:
         if not dist.is_available() or not hasattr(dist, "ProcessGroupNCCL"):
             raise CapabilityError(
                 f"a group of {world_size} GPUs needs NCCL, which torch {torch.__version__} is "
-                "built "
-                "without; install a CUDA build of torch for Linux"
+                "built without; install a CUDA build of torch for Linux"
             )
         try:
             self._join(address)

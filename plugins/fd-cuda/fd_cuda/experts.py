@@ -25,7 +25,6 @@ from fastdeploy_core.contracts.moe import (
 from fastdeploy_core.errors import CapabilityError, ConfigError
 
 from .communicator import CudaCommunicator
-from .device import CONTRACT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Received rows are allocated for the worst routing up to this size; beyond, the host asks how many,
-# but not while a graph is recorded.
+# but not while a graph is captured.
 _WORST_CASE_BYTES: Final = 256 << 20
 _MAX_RANKS: Final = 64
 
@@ -59,7 +58,7 @@ class AllGatherExperts:
     """See ExpertCommunicator. Every rank sees all tokens and adds its experts' share."""
 
     name = "cuda_all_gather"
-    contract = CONTRACT
+    contract = (1, 0)
     capabilities = ExpertCommunicatorCapabilities(
         graph_safe=True, deterministic=True, max_ranks=_MAX_RANKS
     )
@@ -163,7 +162,7 @@ class AllGatherExperts:
     def _group(
         self, x: Tensor, physical: Tensor, weights: Tensor, plan: ExpertPlan, num_tokens: int
     ) -> Dispatched:
-        """Sort the choices of all tokens by local expert; those of other ranks go behind."""
+        """Sort the choices of all tokens by local expert; those of other ranks go after."""
         local = physical - self.rank * self._num_local
         is_mine = (physical >= 0) & (local >= 0) & (local < self._num_local)
         keys = torch.where(is_mine, local, self._num_local).view(-1)
@@ -279,7 +278,7 @@ class ByBatchExperts:
     the plan is made; all ranks choose alike."""
 
     name = "cuda_by_batch"
-    contract = CONTRACT
+    contract = (1, 0)
     capabilities = ExpertCommunicatorCapabilities(deterministic=True, max_ranks=_MAX_RANKS)
 
     def __init__(self, group: ExpertGroup) -> None:

@@ -48,8 +48,7 @@ class TorchCudaDevice(CudaDevice):
         except RuntimeError as error:
             raise WorkerError(
                 f"GPU {self.index} cannot be opened: {str(error).splitlines()[0]}; nvidia-smi "
-                "shows "
-                "who uses it and its errors, dmesg lines with Xid"
+                "shows who uses it and its errors, dmesg lines with Xid"
             ) from error
         self._bind()
         fast = setting("FD_CUDA_TF32") == "1"
@@ -135,7 +134,7 @@ class TorchCudaDevice(CudaDevice):
         torch.cuda.synchronize()
         self._capture_stream = self._capture_stream or torch.cuda.Stream()
         with torch.cuda.stream(self._capture_stream), _no_garbage_collection():
-            # Only this thread's mistakes end the recording: others may copy and allocate meanwhile.
+            # Only this thread's mistakes end the capture: others may copy and allocate meanwhile.
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 run()
@@ -208,7 +207,7 @@ class TorchGraph:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """While recording: a GPU object freed by chance would break the graph."""
+    """During capture: a GPU object freed by chance would break the graph."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-// Behind the kernel's source: one call runs the grid of KERNEL, cluster after cluster. Arguments as a launch has
+// After the kernel's source: one call runs the grid of KERNEL, cluster after cluster. Arguments as a launch has
 // them.
 
 #ifndef CLUSTER

@@ -130,7 +130,7 @@ inline u32 widen_fp8(u32 v) {
   }
   return result;
 }
-// Three bits behind the leading one, down to 2^-9 and up to 448.
+// Three bits after the leading one, down to 2^-9 and up to 448.
 inline u16 narrow_fp8(float first, float second) {
   u32 pair = 0;
   for (int i = 0; i < 2; ++i) {
@@ -170,7 +170,7 @@ inline u32 __float_as_uint(float x) { u32 bits; std::memcpy(&bits, &x, 4); retur
 inline int __float_as_int(float x) { int bits; std::memcpy(&bits, &x, 4); return bits; }
 
 // wgmma of bytes: a warp's 16 rows of A are its lanes' registers, B is in shared memory, 128-byte swizzle: row n 128 n
-// bytes behind the first, its 16-byte chunks exchanged by n % 8.
+// bytes after the first, its 16-byte chunks exchanged by n % 8.
 template <int left>
 inline void await_copies() {}
 template <int left>

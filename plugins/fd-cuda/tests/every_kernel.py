@@ -201,7 +201,7 @@ def experts() -> None:
 
 
 def many_rows() -> None:
-    """Experts of prompts, and a dense block of them, with rows behind the last tile."""
+    """Experts of prompts, and a dense block of them, with rows after the last tile."""
     table = build_kernel_table("cuda", {"tensor_library": "torch"})
     for dtype in DTYPES[:2]:
         gate_up, down = random(4, 256, 256, dtype=dtype), random(4, 256, 128, dtype=dtype)
@@ -217,7 +217,7 @@ def many_rows() -> None:
 def drafting() -> None:
     """Keeping drafts, histories and what is found in them."""
     table = build_kernel_table("cuda", {"tensor_library": "torch"})
-    slots = torch.tensor([2, 0, 3, 4], device=DEVICE)  # 4 is nobody's
+    slots = torch.tensor([2, 0, 3, 4], device=DEVICE)  # 4 is the padding slot
     results, drafts = integers(9, 4, 3), integers(9, 5, 2)
     num_drafts, computed, limit = integers(3, 5), integers(9, 5), integers(20, 5)
     for told, post in ((results, None), (results[:, :0], (integers(9, 4, 4, 2), integers(9, 1)))):
@@ -252,7 +252,7 @@ def attention() -> None:
         step = Step(device, spec, rows, size, rotary, has_norms=bool(norms))
         built = driver(spec, size, device, None)
         step.run(built, step.batch(tokens_per_row=same))
-        if rows is MIXED and driver is PagedAttention:  # as such steps are recorded
+        if rows is MIXED and driver is PagedAttention:  # as such steps are captured
             step.run(built, step.batch(is_exact=False))
 
 

@@ -46,7 +46,7 @@ def never_launched(counts: Counter[str]) -> list[str]:
 def copy_plainly() -> None:
     """Copies to shared memory that run beside the kernel (copies.cuh, wide.cuh) become loads and
     stores. racecheck reports the former against what other blocks of a cluster store there later,
-    and against reads behind a barrier at which their end arrives; it knows how barriers order the
+    and against reads after a barrier at which their end arrives; it knows how barriers order the
     latter."""
     plain = {
         "copies.cuh": (

@@ -15,7 +15,7 @@ def reference(
     gate_up: torch.Tensor,
     down: torch.Tensor,
 ) -> torch.Tensor:
-    """x + routed and shared experts of rms_norm(x); shared ones stand behind the routed ones."""
+    """x + routed and shared experts of rms_norm(x); shared ones stand after the routed ones."""
     wide = x.double()
     y = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-5) * gain.double()
     y = y.to(x.dtype).double()  # what is near a tie may depend on it

@@ -167,7 +167,7 @@ def test_mixed_steps_that_only_the_device_knows(device: Any, heads: tuple[int, i
     batch.cu_seqlens_q = np.array([0] + [batch.num_tokens] * len(rows), np.int32)
     driver = PagedAttention(spec, 16, device, None)
     step.check(driver, batch)
-    # Padding behind the last row: finite whatever it holds.
+    # Padding after the last row: finite whatever it holds.
     batch.num_tokens += 5
     for name in ("q", "k", "v"):
         own = getattr(step, name)

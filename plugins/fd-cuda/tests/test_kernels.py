@@ -173,7 +173,7 @@ def test_step_state_equals_the_references(width: int, rows: int) -> None:
     from fd_cuda.kernels import step
 
     torch.manual_seed(0)
-    slots = torch.tensor([2, 6, 0, 5, 6])[:rows]  # slot 6 is nobody's
+    slots = torch.tensor([2, 6, 0, 5, 6])[:rows]  # slot 6 is the padding slot
     tables = torch.randint(0, 40, (7, 11), dtype=torch.int32)
     computed, newest = torch.randint(0, 20, (7,)), torch.randint(0, 99, (7,))
     drafts, num_drafts = torch.randint(0, 99, (7, 2)), torch.randint(0, width, (7,))
@@ -251,7 +251,7 @@ def test_histories_equal_the_references() -> None:
     from fd_cuda.kernels import history
 
     torch.manual_seed(0)
-    slots = torch.tensor([2, 0, 3, 4])  # slot 4 is nobody's
+    slots = torch.tensor([2, 0, 3, 4])  # slot 4 is the padding slot
     computed, width = torch.tensor([20, 7, 3, 1, 0]), 3
     given = torch.randint(0, 3, (5, 2100), dtype=torch.int32)
     results = torch.randint(0, 3, (4, width))

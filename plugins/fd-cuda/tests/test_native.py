@@ -163,7 +163,7 @@ def test_replay_of_a_graph_equals_the_eager_run() -> None:
 
 
 def test_any_number_of_rows_takes_a_vocabulary_s_kernels() -> None:
-    """Rows are padded to those of recorded steps, and what is behind them is left out."""
+    """Rows are padded to those of captured steps, and what is after them is left out."""
     torch.manual_seed(0)
     weight, bias = torch.randn(70000, 64, device="cuda").bfloat16(), torch.randn(70000).cuda()
     for rows in (0, 1, 2, 3, 9, 129, 147, 256, 300):

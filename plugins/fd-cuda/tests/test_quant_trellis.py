@@ -144,7 +144,7 @@ def test_kernels_of_dense_layers(
 @pytest.mark.parametrize(
     ("shape", "rows", "count", "tokens"),
     [
-        (Tile(64, 128, 2, 4, 4, 2, 2), 192, 448, 70),  # half of a block is behind the outputs
+        (Tile(64, 128, 2, 4, 4, 2, 2), 192, 448, 70),  # half of a block is after the outputs
         (Tile(64, 64, 1, 4, 4, 4, 1), 64, 64, 9),
         *([(Tile(256, 128, 2, 4, 4, 2, 2), 1024, 2048, 300)] if HAS_GPU else []),
     ],

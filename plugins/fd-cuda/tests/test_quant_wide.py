@@ -26,7 +26,7 @@ def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use_kernels(tmp_path_factory.getbasetemp(), monkeypatch)
 
 
-# Parts of K that are empty, blocks behind the end, fewer turns than tiles and more.
+# Parts of K that are empty, blocks after the end, fewer turns than tiles and more.
 CASES: list[Case] = [
     ("wint4", 600, 200, 0, torch.bfloat16, 70, Tile(64, 64, 1, 2, 4, 2, 2)),
     ("wint8", 144, 712, 0, torch.bfloat16, 70, Tile(64, 128, 1, 4, 8, 4, 1)),

@@ -1,7 +1,7 @@
 """Attention driver `gaudi_block`: the vendor's fused operators, projections included.
 
 Decodes are one operator; prompts are three, over the row's whole block table, so that what was
-cached before counts and every shape is one of the buckets'. Rows of nobody do what the first row
+cached before counts and every shape is one of the buckets'. Padding rows do what the first row
 does.
 """
 
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.errors import CapabilityError
 
 from .operators import OPERATORS, kv_write
@@ -32,7 +31,7 @@ class Metadata:
 
     batch: AttentionBatch
     source: (
-        Tensor  # [rows * tokens] which token's input each one takes: rows of nobody the first row's
+        Tensor  # [rows * tokens] which token's input each one takes: padding rows the first row's
     )
     mask: Tensor  # decodes: [blocks, block_size]; prompts: [rows, 1, tokens, keys]; 0 or MASKED
     decode: dict[str, Tensor] = field(
@@ -45,7 +44,7 @@ class GaudiBlock:
     """Cache [blocks, block_size, kv_heads, head_dim]."""
 
     name = "gaudi_block"
-    contract = CONTRACT
+    contract = (1, 0)
     unit: Literal["core", "rope_kv", "projections"] = "projections"
     can_capture_decode = False
     can_capture_mixed = False

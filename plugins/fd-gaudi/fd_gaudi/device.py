@@ -46,8 +46,7 @@ def _setting(name: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(
             f"environment variable {name} cannot be read: got {text!r:.40}; expected a whole "
-            "number "
-            f"above 0; unset it for the default ({DEFAULTS[name]})"
+            f"number above 0; unset it for the default ({DEFAULTS[name]})"
         )
     return int(text)
 

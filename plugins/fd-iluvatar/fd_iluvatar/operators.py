@@ -27,7 +27,7 @@ def answer_attention(question: AttentionQuestion) -> Candidate:
     )
 
 
-# Behind each scale: zero points, which these weights have not.
+# After each scale: zero points, which these weights have not.
 moe_experts_wint8 = Int8Experts(
     OPERATORS,
     lambda weights, scales: (

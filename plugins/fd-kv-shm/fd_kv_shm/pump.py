@@ -132,7 +132,7 @@ class Pump:
         self.wake()
 
     def note(self, name: str, data: bytes) -> bool:
-        """Queue a note behind the peer's transfers; False when too many wait."""
+        """Queue a note after the peer's transfers; False when too many wait."""
         peer = self.peers.get(name)
         if peer is None or not any((peer.outbound, peer.inbound)):
             raise InvalidRequest(f"no connection to peer {name!r:.80}; call connect() first")

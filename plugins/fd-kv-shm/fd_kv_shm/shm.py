@@ -45,7 +45,7 @@ class SharedMemoryTransport:
     """See contracts.kv_transport.KVTransport. Thread-safe."""
 
     name = "shm"
-    contract = (0, 1)
+    contract = (1, 0)
     capabilities = TransportCapabilities(
         read=True, receiver_driven=True, fenced=True, same_host_only=True
     )

@@ -249,8 +249,7 @@ def test_types_are_copies_of_one_build(tmp_path: Path):
     environment = install(tmp_path, ["one", "two"])
     program = (
         "import json, paddle\n"
-        "found = {}\n"
-        "for name in ('one', 'two'):\n"
+        "found = {}\nfor name in ('one', 'two'):\n"
         "    paddle.set_device(name + ':0'); found[name] = (paddle.ones([2]) + 1).tolist()\n"
         "print(json.dumps([sorted(paddle.device.get_all_custom_device_type()), found]))\n"
     )

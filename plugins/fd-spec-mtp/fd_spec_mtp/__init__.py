@@ -1,1 +1,2 @@
-"""Drafts by multi-token-prediction layers: trained with the target, run behind its last layer."""
+"""Drafts by multi-token-prediction layers, which were trained with the target and run after its
+last layer."""

@@ -1,17 +1,16 @@
 """Driver `mtp`: drafts from the target's hidden states through its multi-token-prediction modules.
 
-A module's entry for position t lies in the slot of position t and is made of the target's hidden
-state at t and the token at t + 1, so every step of the target, prompt chunks included, is followed
-by one pass of the modules over the same tokens with the same attention metadata. The first draft
-comes out of that pass; further ones from the next modules at the same position, then from the last
-module again, one position further each time. Nothing here waits for the device.
+A module's cache entry of position t lies in the cache slot of position t. It is computed from the
+target's hidden state at t and the token at t + 1. So after every step of the target, prompt chunks
+included, the modules run once over the same tokens with the same attention metadata. That pass
+gives the first draft. Further drafts come from the next modules at the same position, then from the
+last module again, one position later each time. Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from fastdeploy_core.contracts import CONTRACT
 from fastdeploy_core.contracts.small import ExtensibleLM
 from fastdeploy_core.contracts.speculative import NO_DRAFT
 from fastdeploy_core.errors import CapabilityError
@@ -31,7 +30,7 @@ class MTPDrafter:
     """One per rank; all ranks do the same."""
 
     name = "mtp"
-    contract = CONTRACT
+    contract = (1, 0)
     runs_on: Literal["device"] = "device"
 
     def __init__(self, context: DrafterContext) -> None:
@@ -39,16 +38,15 @@ class MTPDrafter:
         if not isinstance(target, ExtensibleLM):
             raise CapabilityError(
                 f"method 'mtp' continues the target's blocks; {type(target).__name__} does not "
-                "offer "
-                "them (contracts.small.ExtensibleLM); a method without weights such as 'ngram' "
-                "works"
+                "offer them (contracts.small.ExtensibleLM); a method without weights such as "
+                "'ngram' works"
             )
         if context.load_weights is None:
             raise CapabilityError(
                 "method 'mtp' has layers of its own and was built without builder and load_weights "
                 "(contracts.speculative.DrafterContext); it drafts on the device only"
             )
-        # Rows of a tensor by their numbers: a lookup like any other.
+        # Select rows of a tensor by their numbers: the same operation as an embedding lookup.
         self._xp, self._rows = build.xp, build.kernels["embedding"]
         config = draft_config(context.hf_config, context.options)
         steps = num_model_steps(context.options, context.num_speculative_tokens)
@@ -71,7 +69,7 @@ class MTPDrafter:
         context.load_weights([prefix for module in names for prefix in module.prefixes])
 
     def propose(self, batch: DraftBatch) -> Tensor:
-        """[B, max_drafts] int64; NO_DRAFT behind the modules' own number of steps."""
+        """[B, max_drafts] int64; NO_DRAFT after the modules' own number of steps."""
         xp = self._xp
         count = min(batch.max_drafts, self._max_steps) if batch.draws.any() else 0
         positions, hidden = batch.attention.positions, batch.hidden_states
@@ -82,7 +80,7 @@ class MTPDrafter:
                 next_ids = self._shifted(next_ids, batch.last, drafts[-1])
             hidden = module.forward(next_ids, hidden, positions, batch.context)
             if number + 1 == len(self._modules) and number >= count:
-                break  # its cache is complete, and nobody asks for its draft
+                break  # the module's cache is complete and its draft is not needed
             newest = self._rows(batch.last, hidden)
             drafts.append(self._draft(batch, module, newest, number))
         last = self._modules[-1]
@@ -104,20 +102,20 @@ class MTPDrafter:
         return xp.stack(made, 1)
 
     def observe(self, seq_id: int, drafted: Sequence[int], accepted: int) -> None:
-        """Nothing is learned from it."""
+        """Nothing to learn."""
 
     def forget(self, seq_id: int) -> None:
-        """Nothing is kept per sequence but cache entries, and those go with its blocks."""
+        """Only cache entries are kept per sequence, and they are freed with its blocks."""
 
     def _draft(self, batch: DraftBatch, module: MTPModule, hidden: Tensor, number: int) -> Tensor:
-        """[B] int64: the number-th draft."""
-        # Behind the last one wanted it only stands in for a token that is not known yet.
+        """[B] int64: draft `number` of each row."""
+        # After the last draft that is wanted, it only stands in for a token that is not known yet.
         if batch.is_greedy or number >= batch.max_drafts:
             return module.likeliest(hidden)
         return batch.draw(module.logits(hidden), number)
 
     def _shifted(self, ids: Tensor, last: Tensor, guess: Tensor) -> Tensor:
-        """For the next module every token of a row moves up by one place. Behind the last stands a
-        draft: where it turns out wrong, this module's entry there stays a little off."""
+        """For the next module every token of a row moves forward by one place. A draft takes the
+        last place; if it is rejected, this module's cache entry there stays slightly wrong."""
         moved = self._xp.cat((ids[1:], ids[-1:]))
         return self._xp.index_copy_(moved, 0, last, guess)

@@ -1,4 +1,4 @@
-"""Answers at start-up: what the method needs, and why it cannot run where it cannot."""
+"""Answers at start-up: what the method needs, or why it cannot run."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def fd_speculative_requirements(question: SpeculativeQuestion) -> Requirements |
                 f"config.json of {folder or question.architecture} announces no "
                 "multi-token-prediction "
                 f"modules ({' or '.join(COUNT_KEYS)} above 0); possible: a checkpoint published "
-                "with "
-                "them, their folder as 'model', or a method without weights such as 'ngram'"
+                "with them, their folder as 'model', or a method without weights such as 'ngram'"
             )
         found += _lacking(folder, names)
     except ConfigError as error:
@@ -45,8 +44,8 @@ def fd_speculative_requirements(question: SpeculativeQuestion) -> Requirements |
             f"mtp: {len(names)} module(s) of {source}, {steps} draft(s) per step"
             + (f", then n-grams up to {question.num_speculative_tokens}" if hybrid else ""),
         ),
-        # The first drafts are made at the last token that was fed, one per module; the others one
-        # position further each.
+        # The modules make the first drafts at the last token that was fed; each further draft is
+        # one position later.
         lookahead_tokens=steps - len(names),
         key_lookahead=len(names),
         draft_quantization=str(question.options.get("quantization") or ""),
@@ -56,10 +55,10 @@ def fd_speculative_requirements(question: SpeculativeQuestion) -> Requirements |
 
 
 def _lacking(folder: str, names: list[ModuleNames]) -> list[str]:
-    """Modules of which the checkpoint has no tensor at all, found before anything is loaded."""
+    """Modules without any tensor in the checkpoint, found before anything is loaded."""
     stored = _stored_names(folder)
     if not stored:
-        return []  # random weights, or a folder that loading will complain about
+        return []  # random weights, or a folder that loading reports as wrong
     missing = [
         f"{prefix}*"
         for module in names
@@ -84,5 +83,5 @@ def _stored_names(folder: str) -> set[str]:
             with safe_open(path, framework="numpy") as file:
                 found.update(name.replace("ernie.", "model.") for name in file.keys())  # noqa: SIM118
         except (SafetensorError, OSError):
-            return set()  # loading says what is wrong with the file
+            return set()  # loading reports what is wrong with the file
     return found

@@ -1,8 +1,8 @@
-"""Which families publish multi-token-prediction modules, and what these are called in a checkpoint.
+"""Families that publish multi-token-prediction modules, and the modules' names in checkpoints.
 
-Light: no tensor library. A module holds a norm for the embedding of the next token, one for the
+Imports no tensor library. A module has a norm for the embedding of the next token, one for the
 hidden state, a projection of the two (embedding first), one decoder block, and a final norm with a
-head; what a family's checkpoints do not bring is shared with the target.
+head. Parts that a family's checkpoints lack are shared with the target.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _ernie(number: int, num_layers: int) -> ModuleNames:
 
 
 def _deepseek(number: int, num_layers: int) -> ModuleNames:
-    """arXiv 2412.19437, section 2.2; numbered as further layers behind the last."""
+    """arXiv 2412.19437, section 2.2; the modules are numbered as further layers after the last."""
     base = f"model.layers.{num_layers + number}"
     return ModuleNames(
         prefixes=(f"{base}.",),
@@ -65,7 +65,7 @@ def architecture(hf_config: Mapping[str, Any]) -> str:
 
 
 def num_modules(hf_config: Mapping[str, Any]) -> int:
-    """How many modules the checkpoint is said to have."""
+    """The number of modules that config.json announces."""
     for key in COUNT_KEYS:
         value = hf_config.get(key)
         if value is None:

@@ -1,7 +1,7 @@
 """One multi-token-prediction module: h'[t] = Block(W [norm(embedding(token[t + m])); norm(h[t])]).
 
-h is the target's hidden state behind its final norm, or what the module before this one returned;
-the m-th module thus predicts token[t + m + 1] (arXiv 2412.19437, section 2.2).
+h is the target's hidden state after its final norm, or the result of the previous module. So the
+m-th module predicts token[t + m + 1] (arXiv 2412.19437, section 2.2).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MTPModule:
         vocab_size: int,
         eps: float,
     ) -> None:
-        """`number` is the block's in the family's count; `build` a layers.ModelBuilder."""
+        """`number`: index of the block as the family counts; `build`: a layers.ModelBuilder."""
         self._concat_norms = build.kernels["concat_rms_norm"]
         self._embedding = target.embedding
         if names.embedding:
@@ -49,8 +49,8 @@ class MTPModule:
             self._head = build.lm_head(names.head, vocab_size, hidden_size, like=target.lm_head)
 
     def forward(self, next_ids: Tensor, hidden: Tensor, positions: Tensor, context: Any) -> Tensor:
-        """next_ids [num_tokens] int64, hidden [num_tokens, hidden]: the new hidden states behind
-        the final norm, which the head and the next step both read."""
+        """next_ids [num_tokens] int64, hidden [num_tokens, hidden]: the new hidden states after the
+        final norm, which the head and the next step read."""
         first, second = self._embedding_norm, self._hidden_norm
         embedded = self._embedding(next_ids)
         joined = self._concat_norms(embedded, first.weight, hidden, second.weight, first.eps)

@@ -14,13 +14,13 @@ KEYS: Final = ("model", "quantization", "mtp_strategy", "num_model_steps", *NGRA
 
 
 def num_model_steps(options: Mapping[str, Any], num_speculative_tokens: int) -> int:
-    """How many drafts of a round the modules make; n-grams make the rest with `with_ngram`."""
+    """How many drafts of a step the modules make; with `with_ngram`, n-grams make the rest."""
     default = 1 if options.get("mtp_strategy") == WITH_NGRAM else num_speculative_tokens
     return int(options.get("num_model_steps") or default)
 
 
 def draft_config(hf_config: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """config.json of the folder that option `model` names where it has one, else the target's."""
+    """config.json of the folder that option `model` names, if it has one, else the target's."""
     if options.get("model"):
         stated = Path(str(options["model"])) / "config.json"
         if stated.is_file():
@@ -30,7 +30,7 @@ def draft_config(hf_config: Mapping[str, Any], options: Mapping[str, Any]) -> Ma
 
 
 def refusals(options: Mapping[str, Any], num_speculative_tokens: int) -> list[str]:
-    """What is wrong with them, each with what would work."""
+    """What is wrong with the options, each with what would work."""
     found = [
         f"unknown key {key!r}; possible: {', '.join(KEYS)}" for key in options if key not in KEYS
     ]
@@ -52,8 +52,7 @@ def refusals(options: Mapping[str, Any], num_speculative_tokens: int) -> list[st
             found.append(
                 f"num_model_steps {steps} makes fewer drafts than num_speculative_tokens "
                 f"{num_speculative_tokens}; leave num_model_steps out, or let n-grams make the "
-                "rest "
-                "with mtp_strategy with_ngram"
+                "rest with mtp_strategy with_ngram"
             )
         found += [
             f"{key} belongs to mtp_strategy with_ngram, which was not asked for; leave it out or "
@@ -71,5 +70,5 @@ def refusals(options: Mapping[str, Any], num_speculative_tokens: int) -> list[st
 
 
 def _holds_a_checkpoint(folder: Path) -> bool:
-    """Random weights need no more than a config.json."""
+    """Whether the folder has weights; random weights need only a config.json."""
     return (folder / "config.json").is_file() or any(folder.glob("*.safetensors"))

@@ -163,7 +163,7 @@ class AttentionConformance(OnDevice):
             assert difference <= absolute + relative * np.max(np.abs(eager))
 
         check(slice(None))
-        # The next batch has one row less: its place is taken by a row of nobody.
+        # The next batch has one row less: its place is taken by a padding row.
         lengths, slots = batch.seq_lens.copy(), device.to_host(batch.slot_mapping).copy()
         lengths[-1], slots[-1] = 0, -1
         batch.seq_lens_dev.copy_(device.to_device(lengths))

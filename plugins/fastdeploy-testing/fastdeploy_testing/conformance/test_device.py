@@ -105,7 +105,7 @@ class DeviceConformance(OnDevice):
         device.upload(memory[512:1024], target)
         x = target.view(xp.dtype(name))
         device.download(x + x, memory[1024:1536])
-        x.zero_()  # queued behind the copy, which must not see it
+        x.zero_()  # queued after the copy, which must not see it
         event = device.record_event()
         assert wait_until(event.query, 60), "the copies never happened"
         back = memory[1024:1536].view(name)

@@ -25,8 +25,8 @@ _ANSWERS: dict[str, dict[str, Any]] = {}
 
 class DrafterConformance(OnDevice):
     """Override `options` for settings that the method needs, and `model` for one that needs a
-    certain kind of target. Tests of proposals apply to drafters on the host; what a drafter on
-    the device proposes is judged by running it behind a model."""
+    certain kind of target. Tests of proposals apply to drafters on the host; what a drafter on the
+    device proposes is judged by running it after a model."""
 
     kind = "speculative"
 

@@ -78,7 +78,7 @@ class MoEConformance(OnDevice):
         tokens: int,
         num_shared: int,
     ) -> None:
-        """Of drivers that compute whole blocks; shared experts stand behind the routed ones."""
+        """Of drivers that compute whole blocks; shared experts stand after the routed ones."""
         routing = RoutingSpec(8, 2)
         backend = self._backend(request, device, kernels, dtype, routing)
         if not isinstance(backend, MoEBlockBackend):

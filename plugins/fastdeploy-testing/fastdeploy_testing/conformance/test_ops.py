@@ -110,7 +110,7 @@ class OpsConformance(SamplingOps):
             self.to_device(device, x, dtype), self.to_device(device, named)
         )
         assert tuple(got.shape) == (len(index), 48)
-        real = 1 + int((np.diff(named) > 0).sum())  # zeros behind that are nobody's
+        real = 1 + int((np.diff(named) > 0).sum())  # zeros after that are padding
         expected = self.rounded(device, x, dtype)[named[:real]]
         assert np.array_equal(self.to_host(device, got)[:real], expected)
         assert device.xp.dtype_name(got.dtype) == dtype
@@ -372,7 +372,7 @@ class OpsConformance(SamplingOps):
 
     @pytest.mark.parametrize("size", [1, 3, 8])
     def test_keep_results(self, device: Any, kernels: Any, size: int) -> None:
-        rng, slots = np.random.default_rng(size), np.array([2, 0, 4, 3, 4])  # 4 is nobody's
+        rng, slots = np.random.default_rng(size), np.array([2, 0, 4, 3, 4])  # 4 is the padding slot
         computed, results = rng.integers(0, 99, 5), rng.integers(-3, 999, (5, 1))
         kept = rng.integers(0, 999, (5, size))
         on_device = [self.to_device(device, x.copy()) for x in (slots, results, computed, kept)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from fastdeploy_core.contracts import CONTRACT
-
 from .team import BFLOAT16, FLOAT32, address, rows_of, team
 
 if TYPE_CHECKING:
@@ -18,11 +16,11 @@ if TYPE_CHECKING:
 class X86Attention:
     """Keys [block, kv head, head_dim, block_size]: sixteen tokens a register; values [block, kv
     head, block_size, head_dim]: sixteen dimensions of one token. Latent attention keeps rows of
-    tokens. In int8 both lie alike, with scales [block, kv head, block_size] behind them unless they
+    tokens. In int8 both lie alike, with scales [block, kv head, block_size] after them unless they
     are static."""
 
     name = "x86_paged"
-    contract = CONTRACT
+    contract = (1, 0)
     unit: Literal["core", "rope_kv"] = "rope_kv"
     can_capture_decode = True
     can_capture_mixed = True
@@ -43,7 +41,7 @@ class X86Attention:
         )
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
-        """(keys, values), with scales behind them, or (latent rows,)."""
+        """(keys, values), with scales after them, or (latent rows,)."""
         spec, size = self._spec, self._block_size
         if self._is_latent:
             return ((num_blocks, size, 1, spec.head_dim),)
@@ -53,7 +51,7 @@ class X86Attention:
         return (*numbers, (*lead, size), (*lead, size)) if has_scales else numbers
 
     def prepare(self, batch: AttentionBatch) -> AttentionBatch:
-        """Kernels read the batch's own tensors; a recorded step of prompts begins with them."""
+        """Kernels read the batch's own tensors; a captured step of prompts begins with them."""
         t = team()
         if t.recording is not None and not batch.is_exact and not batch.tokens_per_row:
             starts = batch.cu_seqlens_q_dev

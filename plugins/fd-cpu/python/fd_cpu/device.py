@@ -16,7 +16,7 @@ from .team import close_team, open_team
 
 
 class X86Device(HostDevice):
-    """Tensors are the library's own; a recorded step is a native plan."""
+    """Tensors are the library's own; a captured step is a native plan."""
 
     name = "x86"
 

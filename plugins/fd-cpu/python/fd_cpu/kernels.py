@@ -230,8 +230,7 @@ def qk_norm(
 
 
 def select_rows(x: Tensor, index: Tensor) -> Tensor:
-    """What is recorded behind it leaves rows of nobody alone, as many as there are at each
-    replay."""
+    """What is captured after it leaves padding rows alone, as many as there are at each replay."""
     t, x = team(), rows_of(x)
     num_rows, width, size = int(index.shape[0]), int(x.shape[1]), int(x.element_size())
     y = t.new((num_rows, width), x.dtype)
@@ -329,7 +328,7 @@ def finish_decode(
     results: Tensor,
     post: None,  # this is no PostingDevice
 ) -> Tensor:
-    """Judge drafts and write back what was drawn; where each row's last kept token stands."""
+    """Judge drafts and write back what was sampled; where each row's last kept token stands."""
     t = team()
     num_rows, width = map(int, results.shape)
     peaks = None if peaks is None else peaks.contiguous()

@@ -104,6 +104,5 @@ def _room(kind: str, num_rows: int, width: int, group: int, gated: bool) -> _nat
     except ValueError as error:
         raise CapabilityError(
             f"device x86 cannot hold a weight [{num_rows}, {width}] in {kind}: {error}; quantize "
-            "the "
-            "model in another way, or serve it with --device cpu"
+            "the model in another way, or serve it with --device cpu"
         ) from None

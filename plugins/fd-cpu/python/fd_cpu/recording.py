@@ -2,7 +2,7 @@
 
 A plan holds what went through the kernels. Work of the tensor library between them would be
 missing, so it is looked for: by the library's own dispatch where it offers one (torch), and by
-asking of every operand whether a recorded operation made it.
+asking of every operand whether a captured operation made it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Recording:
         return any(begin <= where < end for begin, end in self._own[max(0, at - 8) : at + 1])
 
     def reads(self, *tensors: Tensor | None) -> None:
-        """Operands of an operation; one that no recorded operation made is somebody else's work."""
+        """Operands of an operation; one that no captured operation made is somebody else's work."""
         for x in tensors:
             if x is None or not x.shape[0]:
                 continue
@@ -155,7 +155,7 @@ class Recorder:
 
 
 def _num_bytes(x: Tensor) -> int:
-    """From the first to behind the last element."""
+    """From the first to after the last element."""
     last = sum((int(n) - 1) * int(s) for n, s in zip(x.shape, x.stride(), strict=True))
     return max(0, last + 1) * int(x.element_size())
 

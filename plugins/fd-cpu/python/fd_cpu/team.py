@@ -1,4 +1,4 @@
-"""The native runtime of this process: its threads, and what is recorded while a step is captured.
+"""The native runtime of this process: its threads, and what is captured while a step is captured.
 
 Kernels are plain functions, so the runtime is found here; the device opens it. Devices of one
 process share the threads, and the last one that is closed ends them.
@@ -125,8 +125,8 @@ class Team:
         return self._codes[x.dtype]
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
-        """Memory for a result. While recording it is the recording's own, because replays write to
-        it: zero pages that cost nothing before they are written."""
+        """Memory for a result. During capture it is the captured graph's own, because replays write
+        to it: zero pages that cost nothing before they are written."""
         recording = self._local.recording
         carrier = self._carriers.get(dtype)
         if carrier is None:
@@ -150,20 +150,20 @@ class Team:
         return made
 
     def reads(self, *tensors: Tensor | None) -> None:
-        """Operands that steps compute: only such a recording may replay natively whose operands its
-        own operations have made."""
+        """Operands that steps compute: only such a captured graph may replay natively whose
+        operands its own operations have made."""
         recording = self._local.recording
         if recording is not None:
             recording.reads(*tensors)
 
     def keep(self, *tensors: Any) -> None:
-        """What a recorded operation points to stays alive as long as its plan."""
+        """What a captured operation points to stays alive as long as its plan."""
         recording = self._local.recording
         if recording is not None:
             recording.keep(*tensors)
 
     def owns(self, *tensors: Tensor) -> None:
-        """Buffers that the core keeps for its recorded steps; what is in them is read at each
+        """Buffers that the core keeps for its captured steps; what is in them is read at each
         replay."""
         recording = self.recording
         if recording is not None:
@@ -171,14 +171,14 @@ class Team:
                 recording.made(tensor)
 
     def begin_prompts(self, *tensors: Tensor) -> None:
-        """A recording of prompts, which may be thousands of tokens: what they need goes over the
-        memory of what nobody refers to any more. `tensors` are the core's buffers."""
+        """A captured graph of prompts, which may be thousands of tokens: what they need goes over
+        the memory of what nobody refers to any more. `tensors` are the core's buffers."""
         if self.recording is not None:
             self.recording.results = Results(np.zeros)
             self.owns(*tensors)
 
     def begins_with(self, input_ids: Tensor) -> None:
-        """The first thing that a recording of prompts reads is a buffer of the core's, too."""
+        """The first thing that a captured graph of prompts reads is a buffer of the core's, too."""
         recording = self.recording
         if recording is not None and recording.results is not None:
             recording.made(input_ids)

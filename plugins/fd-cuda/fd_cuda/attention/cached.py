@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from fastdeploy_core.errors import CapabilityError
 
-from fd_cuda.device import CONTRACT
 from fd_cuda.settings import is_batch_invariant
 
 from .plan import DecodeShape, decode_items, latent_items, prefill_tiles, split_parts
@@ -50,7 +49,7 @@ class CachedAttention(ABC):
     """prepare() of AttentionBackend."""
 
     name: str
-    contract = CONTRACT
+    contract = (1, 0)
     unit: Literal["core", "rope_kv"] = "core"
     can_capture_decode = True
     can_capture_mixed = False
@@ -91,8 +90,7 @@ class CachedAttention(ABC):
         if not batch.is_exact:
             raise CapabilityError(
                 f"attention driver {self.name!r} cannot capture {batch.tokens_per_row} tokens per "
-                "row; "
-                f"at most {self._most_tokens} of these heads: use fewer speculative tokens"
+                f"row; at most {self._most_tokens} of these heads: use fewer speculative tokens"
             )
         fed = np.diff(batch.cu_seqlens_q)
         short = fed[(fed > 0) & (fed <= self._short)]

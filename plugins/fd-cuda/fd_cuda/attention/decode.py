@@ -6,7 +6,7 @@ order, so that results do not depend on who that is. Split 0 also sees to the st
 takes them from the arguments, rotates their keys, and writes them to the cache for later steps.
 
 What a program reads before `gdc_wait` was written by the plan's kernel or earlier; that kernel lets
-none behind it start early. So the first tile of keys comes from memory while the projection before
+none after it start early. So the first tile of keys comes from memory while the projection before
 this kernel still runs. These reads go past the L1 cache, which may hold what was there before.
 """
 

@@ -197,7 +197,7 @@ def _publish(written, counters, num_counters, ROWS: tl.constexpr, PDL: tl.conste
             counter = start + tl.arange(0, ROWS)
             tl.store(counters + counter, 0, mask=counter < num_counters)
     if PDL:
-        # Kernels behind read the items before they wait for those before them (decode.py), so they
+        # Kernels after read the items before they wait for those before them (decode.py), so they
         # must find them: this one lets none start early, and makes its stores visible to all.
         tl.inline_asm_elementwise(
             "fence.acq_rel.gpu; mov.u32 $0, $1;", "=r,r", [written], tl.int32, is_pure=False, pack=1
@@ -210,7 +210,7 @@ def cut_prompts(
     TOKENS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """prefill_tiles on the device, for rows of more than one token; a row's last tile, which sees
-    most keys, comes first. Tiles behind the last feed no tokens."""
+    most keys, comes first. Tiles after the last feed no tokens."""
     rows = tl.arange(0, ROWS)
     inside = rows < num_seqs
     fed = tl.load(cu_seqlens + rows + 1, mask=inside, other=0)

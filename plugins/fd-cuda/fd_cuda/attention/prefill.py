@@ -1,4 +1,4 @@
-"""Paged attention of rows that feed many tokens: prompts, and chunks of prompts behind a prefix.
+"""Paged attention of rows that feed many tokens: prompts, and chunks of prompts after a prefix.
 
 One program serves some tokens of a row and all query heads of one kv head: they are the rows of one
 matrix. Keys and values of the step itself are read where they lie (contiguous, rotated by rope.py),
@@ -27,7 +27,7 @@ def _soften(scores, scores_max, total, acc):
 def clear_padding(
     out, cu_seqlens, num_seqs, num_tokens, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Zeros for the tokens behind the last row's. Grid (cdiv(num_tokens, ROWS))."""
+    """Zeros for the tokens after the last row's. Grid (cdiv(num_tokens, ROWS))."""
     begin = tl.program_id(0) * ROWS
     first = tl.load(cu_seqlens + num_seqs)
     if begin + ROWS > first:
@@ -119,7 +119,7 @@ def prefill_attention(
         weights, scores_max, total, acc = _soften(scores, scores_max, total, acc)
         acc = product(weights.to(values.dtype), values, acc, EXACT)
 
-    # And those that some tokens of the tile see. Behind the row stand others' values.
+    # And those that some tokens of the tile see. After the row stand others' values.
     for first in tl.range(diagonal, end, N, num_stages=1):
         rows = (first + own)[:, None]
         inside = rows < fed
@@ -155,7 +155,7 @@ def prefill_attention(
         weights, scores_max, total, acc = _soften(scores, scores_max, total, acc)
         acc = product(weights.to(values.dtype), values, acc, EXACT)
     if whole < context:
-        # Slots behind the context may hold anything, NaN included.
+        # Slots after the context may hold anything, NaN included.
         seen = whole + n < context
         slots = slots_of(blocks, whole, n, BLOCK_SIZE, N_CACHE) * NUM_KV_HEADS + head
         last_keys = tl.load(

@@ -44,7 +44,7 @@ class QuantizedAttention(CachedAttention):
         self._pad, self._v_pad = max(16, pad2(spec.head_dim)), max(16, pad2(spec.v_head_dim))
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
-        """Numbers of keys and values, and dynamic scales of both behind them."""
+        """Numbers of keys and values, and dynamic scales of both after them."""
         spec, kind = self.spec, self._kind
         lead = (num_blocks, self.block_size, spec.num_kv_heads)
         numbers = tuple((*lead, kind.width(dim)) for dim in (spec.head_dim, spec.v_head_dim))

@@ -4,7 +4,7 @@ tiles alike; the step's own rows are in the cache when it runs.
 Numbers are multiplied as they lie in the cache, in the dtype of activations, which holds them
 exactly. Dynamic scales belong to a key: they multiply a column of the scores, and of the weights
 before values are summed. Static ones belong to a channel: they multiply queries before, and results
-behind. What int4 is shifted by is added to a key's scores and a row's results; a shift of all keys
+after. What int4 is shifted by is added to a key's scores and a row's results; a shift of all keys
 by channel does not change the softmax.
 """
 
@@ -52,7 +52,7 @@ def quantized_attention(
 ):  # fmt: skip
     """Grid (work items, kv heads). Rows of the matrix: the item's tokens times GROUP heads. ROWS (a
     power of two) of the M are used. Items as in latent.py. k_scales, v_scales: rows of float16
-    behind those of the cache, or with IS_STATIC tables [heads, dim] float32, v_lows like the
+    after those of the cache, or with IS_STATIC tables [heads, dim] float32, v_lows like the
     latter."""
     if PDL:
         gdc_launch_dependents()

@@ -66,7 +66,7 @@ def rotate_and_write(
     WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, V_WIDTH_PAD: tl.constexpr,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A row is one kv head of one token, and behind num_rows of these one query head of one token:
+    """A row is one kv head of one token, and after num_rows of these one query head of one token:
     grid (cdiv(num_rows, ROWS) + cdiv(num_queries, ROWS)). Results are [tokens, heads, WIDTH]."""
     programs = tl.cdiv(num_rows, ROWS)
     dims, v_dims = tl.arange(0, WIDTH_PAD), tl.arange(0, V_WIDTH_PAD)

@@ -85,7 +85,7 @@ def _grouped(
         x = x_p + (slots // DIVISOR)[:, None] * x_stride + ks[None, :]
         rows = width * 2 if GATED else width
         start = expert.to(tl.int64) * rows
-        # Columns behind the last repeat it; nothing of theirs is stored.
+        # Columns after the last repeat it; nothing of theirs is stored.
         row = start + tl.minimum(columns, width - 1)
         w = w_p + row[None, :] * depth + ks[:, None]
         total = tl.zeros((BM, BN), tl.float32)

@@ -62,7 +62,7 @@ def _match(
 def append_history(
     slots: torch.Tensor, results: torch.Tensor, num_computed: torch.Tensor, history: torch.Tensor
 ) -> None:
-    """Each row's kept tokens go behind its history."""
+    """Each row's kept tokens go after its history."""
     num_rows, width = results.shape
     if num_rows:
         _append[(num_rows,)](

@@ -1,4 +1,4 @@
-"""Products of activations and weights, with what stands before and behind them.
+"""Products of activations and weights, with what stands before and after them.
 
 Few rows: the native kernels of native/, one launch each. Many rows, other dtypes, other cards:
 cuBLAS, and Triton kernels around it. plans.py chooses. With FD_BATCH_INVARIANT=1 a Triton kernel of
@@ -40,7 +40,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def _like_recorded(x: torch.Tensor) -> torch.Tensor:
-    """As many rows as some decode step is recorded for. For a vocabulary cuBLAS has a kernel for
+    """As many rows as some decode step is captured for. For a vocabulary cuBLAS has a kernel for
     each few rows, and loading one that nobody has met stops a step for 20 ms."""
     rows = x.shape[0]
     more = -rows % (8 if rows <= 128 else 16)

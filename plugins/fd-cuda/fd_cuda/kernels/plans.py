@@ -1,7 +1,7 @@
 """Which kernel computes a product: measured choices by card, operation, shape and number of rows.
 
 Shipped measurements are in tuned/<card>.json. What they lack is measured at first use (with a
-progress bar) and kept in the cache folder; while a graph is recorded nothing can be measured, so a
+progress bar) and kept in the cache folder; while a graph is captured nothing can be measured, so a
 rule decides.
 """
 

@@ -1,7 +1,6 @@
-"""Norms and activations that round what they yield, for a packed product that stands behind them
+"""Norms and activations that round what they yield, for a packed product that stands after them
 (Kernel.behind): half the bytes are written, none is read again, and a launch is saved. The same
-numbers, bit for bit, as norm.py and then quant_round.py.
-"""
+numbers, bit for bit, as norm.py and then quant_round.py."""
 
 from __future__ import annotations
 

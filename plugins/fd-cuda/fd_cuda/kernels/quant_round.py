@@ -55,7 +55,7 @@ def round_even(x):
 
 @triton.jit
 def round_fp8(x):
-    """Rounded to float8_e4m3fn, still float32: three bits behind the leading one, down to 2^-9."""
+    """Rounded to float8_e4m3fn, still float32: three bits after the leading one, down to 2^-9."""
     exponent = (x.to(tl.int32, bitcast=True) >> 23) & 0xFF
     # The power of two that moves the last kept bit to the place of ones.
     shift = tl.where(exponent > 121, 257 - exponent, 136) << 23

@@ -83,7 +83,7 @@ def _route(
         rank = tl.where(chosen, _TAKEN, rank)
     if RENORMALIZE:
         weights = weights / tl.maximum(tl.sum(weights, 0), floor)
-    # Behind the chosen ones stand those that every token visits.
+    # After the chosen ones stand those that every token visits.
     ids = tl.where(nth < TOP_K, ids, EXPERTS + nth - TOP_K)
     weights = tl.where(nth < TOP_K, weights * scaling, 1.0)
     if HELD > 0:
@@ -122,7 +122,7 @@ def _align(
         tl.store(order_p + place, slots, mask=match == 1)
         tl.store(places_p + slots, place, mask=match == 1)
         done += tl.sum(match, 0)
-    # The rest of the last block is nobody's.
+    # The rest of the last block is padding.
     place = done + tl.arange(0, PAD_BM)
     tl.store(order_p + first * BM + place, num_slots, mask=place < own * BM)
     for block in range(first, first + own):
@@ -171,7 +171,7 @@ def _place(
     tl.store(order_p + own_place, slots, mask=ids >= 0)
     tl.store(places_p + slots, tl.where(ids >= 0, own_place, -1), mask=inside)
     if tl.program_id(0) == 0:
-        # The rest of each expert's last block is nobody's.
+        # The rest of each expert's last block is padding.
         rest = (starts + counts)[:, None] + tl.arange(0, PAD_BM)[None, :]
         tl.store(order_p + rest, num_slots + rest * 0, mask=rest < (ends * BM)[:, None])
         for begin in range(0, max_blocks, BLOCK):
@@ -206,7 +206,7 @@ def route(
     num_shared: int,
     held: tuple[int, int] = (0, 0),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """moe_routing, and behind each token's choice the experts that all visit, [T, k + num_shared].
+    """moe_routing, and after each token's choice the experts that all visit, [T, k + num_shared].
     router_logits may be parts of sums, [parts, T, E]. `held`: (first, count) of the experts that
     are here; ids are places among these then, those elsewhere -1 with weight 0."""
     tokens, experts = router_logits.shape[-2:]
@@ -234,7 +234,7 @@ def route(
 def with_shared(
     ids: torch.Tensor, weights: torch.Tensor, num_experts: int, num_shared: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A given routing with the experts that all visit behind it."""
+    """A given routing with the experts that all visit after it."""
     shape = (ids.shape[0], num_shared)
     shared = torch.arange(num_experts, num_experts + num_shared, device=ids.device).expand(shape)
     ones = torch.ones(shape, dtype=weights.dtype, device=weights.device)

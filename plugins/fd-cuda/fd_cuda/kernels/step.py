@@ -1,5 +1,5 @@
-"""Around a decode step: from the slots' state to its inputs, and from drawn tokens back. One kernel
-each."""
+"""Around a decode step: from the slots' state to its inputs, and from sampled tokens back. One
+kernel each."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def finish_decode(
     results: torch.Tensor,
     post: Post | None,
 ) -> torch.Tensor:
-    """Drafts are judged, slots take what was drawn, results what the host is to know."""
+    """Drafts are judged, slots take what was sampled, results what the host is to know."""
     num_rows, width = results.shape
     last = torch.empty(num_rows, dtype=torch.int64, device=drawn.device)
     if num_rows:

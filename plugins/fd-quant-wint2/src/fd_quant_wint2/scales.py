@@ -19,6 +19,5 @@ def check_scale(xp: Any, name: str, scale: Tensor, *, may_be_zero: bool = False)
     if bool(wrong.any()):
         raise WeightError(
             f"tensor {name} holds a scale that is zero or not a finite number; the quantized "
-            "checkpoint is "
-            "damaged; download it or quantize the model again"
+            "checkpoint is damaged; download it or quantize the model again"
         )

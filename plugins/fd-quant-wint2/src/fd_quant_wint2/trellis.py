@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.quant_formats import PackedWeight
 from fastdeploy_core.contracts.quantizer import Calibration, LayerSpec, ParameterSpec
 from fastdeploy_core.errors import ConfigError, WeightError
@@ -37,7 +36,7 @@ class TrellisQuantizer:
     """What the three widths share."""
 
     name = ""
-    contract = CONTRACT
+    contract = (1, 0)
     bits: ClassVar[int] = 2
 
     def __init__(
@@ -53,8 +52,7 @@ class TrellisQuantizer:
         if self._most and (self._most < MIN_BLOCK or self._most & (self._most - 1)):
             raise ConfigError(
                 f"{self.name}: hadamard_block_size {self._most} is not possible; expected 0 or a "
-                "power "
-                f"of two from {MIN_BLOCK} on"
+                f"power of two from {MIN_BLOCK} on"
             )
 
     def supports(self, layer: LayerSpec) -> bool:
@@ -160,8 +158,7 @@ class TrellisQuantizer:
         if not bool((bits == first.unsqueeze(-2)).all()):
             raise WeightError(
                 f"tensors {layer.name}.weight_signs of joined parts differ; they share one input "
-                "and "
-                "need one rotation; quantize the model again"
+                "and need one rotation; quantize the model again"
             )
         shifts = xp.to_device(xp.from_numpy(np.arange(8, dtype=np.uint8)), first.device)
         spread = xp.bitwise_and(xp.right_shift(first.unsqueeze(-1), shifts), 1)
@@ -183,8 +180,7 @@ class TrellisQuantizer:
                 f"tensor {layer.name}.weight_block says {sorted(found)}; expected one power of two "
                 "that "
                 f"divides the {layer.in_features} inputs of this rank; use fewer tensor-parallel "
-                "ranks, "
-                "or quantize with hadamard_block_size 128"
+                "ranks, or quantize with hadamard_block_size 128"
             )
         return block
 

@@ -274,7 +274,7 @@ __device__ __forceinline__ void own_values(Word4 (&value)[4][2], const Tokens& o
   }
 }
 
-// The step's tokens see those of their row that are not behind them.
+// The step's tokens see those of their row that are not after them.
 __device__ __forceinline__ void attend_own(State& state, const Word4 (&key)[2][4], const Word4 (&value)[4][2],
                                            const Word4* queries, int fed, float scale, u32 lane) {
   float s[1][NT][4];

@@ -93,7 +93,7 @@ ccq_gemv(const u16* x, long long x_stride, const uint2* __restrict__ w, const un
   u32 by_floats = 0;
 #pragma unroll
   for (int m = 0; m < MT; m++) {
-    // Slabs behind the last repeat it; nothing of theirs is stored.
+    // Slabs after the last repeat it; nothing of theirs is stored.
     const int slab = min(PAIRED ? tile + m * (slabs / 2) : tile * MT + m, slabs - 1);
     from[m] = w + ((u64)slab * TURNS + warp) * 32 + lane;
     scales_from[m] = groups + ((u64)slab * TURNS + warp) * 8 + g;

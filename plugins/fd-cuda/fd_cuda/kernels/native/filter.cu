@@ -67,7 +67,7 @@ struct Pivots {
     long long before = range.low;
 #pragma unroll
     for (int i = 0; i < PIVOTS; i++) {
-      // Strictly ascending while there is room; behind the end they repeat the last key.
+      // Strictly ascending while there is room; after the end they repeat the last key.
       long long key = key_of(lowest + step * (i + 1));
       key = key > before ? key : before + 1;
       key = key < range.high ? key : range.high - 1;

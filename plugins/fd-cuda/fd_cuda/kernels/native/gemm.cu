@@ -103,7 +103,7 @@ __device__ __forceinline__ void send(u32 address, float a) {
 // One thread's pieces of a tile: where they come from and where they go.
 struct Pieces {
   const u16 *w[W_PIECES], *x[X_PIECES];
-  u32 place;  // of the first piece in a tile; the next is THREADS / 8 rows behind it
+  u32 place;  // of the first piece in a tile; the next is THREADS / 8 rows after it
   u32 w_inside, x_inside;  // a bit each
 };
 

@@ -49,7 +49,7 @@ gemv(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, r = lane >> 2, q = lane & 3;
   const int row = blockIdx.x * OUT + r;
   const int offset = warp * (PAIRED ? 64 : 32) + q * 8;
-  // Rows behind the last repeat it; nothing of theirs is stored.
+  // Rows after the last repeat it; nothing of theirs is stored.
   const int last = EPILOGUE == GATED ? N / 2 - 1 : N - 1;
   const int first = min(row, last), second = EPILOGUE == GATED ? first + N / 2 : min(row + 8, last);
   const u16* upper = w + (u64)first * K + offset;
@@ -66,7 +66,7 @@ gemv(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
   let_next_start();
   wait_for_previous();
 
-  // Columns behind the last row of x repeat it; nothing of theirs is stored either.
+  // Columns after the last row of x repeat it; nothing of theirs is stored either.
   const u16* own[TILES];
 #pragma unroll
   for (int m = 0; m < TILES; m++) own[m] = x + min(m * 8 + r, M - 1) * x_stride + offset;
@@ -84,7 +84,7 @@ gemv(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
     ask_for_gains(in[1], norm + offset, GROUP);
     ask_for_inputs(in[1], own, GROUP);
   }
-  // Compilers like to put a load back behind the products that do not need it, and then each waits for
+  // Compilers like to put a load back after the products that do not need it, and then each waits for
   // memory once more. So the sums begin with a zero whose sign depends on all loads.
   u32 bits = 0;
 #pragma unroll

@@ -1,14 +1,14 @@
 // Packed weights to matrix operands. A slab is 16 outputs by 64 inputs; lane l of the warp that reads it holds
 // the rows l / 4 and l / 4 + 8 of it, in the places that mma.m16n8k16 and wgmma want, four registers for
 // each 16 inputs: (row, 2 q), (row + 8, 2 q), (row, 8 + 2 q), (row + 8, 8 + 2 q) with q = l % 4, each
-// with the input behind it. quant_layout.py packs them. FORMAT: what a slab's 16-byte pieces hold.
+// with the input after it. quant_layout.py packs them. FORMAT: what a slab's 16-byte pieces hold.
 #include "copies.cuh"
 
 #define INT4 0  // one piece: word s is inputs 16 s; pair i of it has its nibbles at bits 4 i and 16 + 4 i
 #define INT8 1  // two pieces: words 2 s and 2 s + 1; pair i of a word has bytes i and 2 + i
 #define FP8 2   // as INT8
 // Two pieces, of the row and of the row + 8, cut from a matrix that lies row by row: 16 inputs in a piece, so
-// "input 2 q of step s" is input 16 q + 4 s of the turn, and 8 + 2 q the second one behind it.
+// "input 2 q of step s" is input 16 q + 4 s of the turn, and 8 + 2 q the second one after it.
 #define INT8_ROWS 3
 #define FP8_ROWS 4
 // Inputs as by rows, in slabs of eight bytes a lane: a byte, of the row or of the row + 8, is four inputs in the

@@ -3,7 +3,7 @@
 //
 // 16 numbers of a key or a value become two Word4 of activations' dtype, which holds them exactly. Scales of a key (not
 // IS_STATIC: float16 [slots, heads]) multiply its scores, and its weights before values are summed; those of a channel
-// (IS_STATIC: float32 [heads, WIDTH]) multiply queries before, and results behind. What int4 is shifted by stands behind
+// (IS_STATIC: float32 [heads, WIDTH]) multiply queries before, and results after. What int4 is shifted by stands after
 // a key's scale, and is added to its scores and to results; a shift of all keys by channel does not change the softmax.
 // Shared memory: NT * (512 + 1024 * (WARPS + 1)) floats, of launch().
 #include "meeting.cuh"
@@ -45,7 +45,7 @@ __device__ __forceinline__ void widen(Word4 (&wide)[2], const Numbers& numbers) 
 #if HAS_LOW
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    u32 far[4];  // number j and the one four behind it
+    u32 far[4];  // number j and the one four after it
 #pragma unroll
     for (int j = 0; j < 4; ++j) far[j] = fma2(masked_or(numbers.x[i] >> (4 * j), 0x000f000fu, MAGIC), ONES, MINUS_BASE);
 #pragma unroll

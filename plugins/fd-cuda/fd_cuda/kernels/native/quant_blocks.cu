@@ -27,7 +27,7 @@
 #define APART 1         // waves of gates, waves of what belongs to them
 #define FEEDERS 33      // one thread, and a warp with scales
 #define EARLY !GROUPED
-#define LINE ((ROWS + COLUMNS / 128) * 4)  // bytes of a turn's scales: of rows, and of outputs behind them
+#define LINE ((ROWS + COLUMNS / 128) * 4)  // bytes of a turn's scales: of rows, and of outputs after them
 #define LINES (STAGES * LINE)
 #include "tiles.cuh"
 

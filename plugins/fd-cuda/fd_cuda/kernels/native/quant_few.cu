@@ -66,7 +66,7 @@ quant_few(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* 
   const unsigned char* from[MT];
 #pragma unroll
   for (int m = 0; m < MT; m++) {
-    // Slabs behind the last repeat it; nothing of theirs is stored.
+    // Slabs after the last repeat it; nothing of theirs is stored.
     const int slab = min(tile * MT + m, slabs - 1);
     from[m] = (const unsigned char*)w + ((u64)slab * turns + warp) * SLAB_BYTES;
     keep(from[m]);

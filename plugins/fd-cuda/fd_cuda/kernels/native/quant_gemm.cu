@@ -70,7 +70,7 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
   Source from;
 #pragma unroll
   for (int m = 0; m < MT; m++) {
-    // Slabs behind the last repeat it; nothing of theirs is stored.
+    // Slabs after the last repeat it; nothing of theirs is stored.
     const int half = slabs / 2;
     const int slab = PAIRED ? min(tile * GROUPS * 4 + warp, half - 1) + m * half
                             : min(tile * GROUPS * 4 + warp, slabs - 1);

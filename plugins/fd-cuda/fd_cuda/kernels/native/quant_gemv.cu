@@ -74,7 +74,7 @@ quant_gemv(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
   const Entry* group_of[MT];
 #pragma unroll
   for (int m = 0; m < MT; m++) {
-    // Slabs behind the last repeat it; nothing of theirs is stored.
+    // Slabs after the last repeat it; nothing of theirs is stored.
     const int slab = min(PAIRED ? tile + m * (slabs / 2) : tile * MT + m, slabs - 1);
     if (BY_ROWS) {
       const int row = min(slab * 16 + (lane >> 2), N - 1);

@@ -53,7 +53,7 @@ __device__ __forceinline__ void meet_group(int group) {
 __device__ __forceinline__ float quick_silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 
 // The outputs whose sums a thread has: of elements 0 and 1 of four, and of 2 and 3. Without PAIRED eight apart, with it a
-// gate and what belongs to it. Behind the last they repeat it.
+// gate and what belongs to it. After the last they repeat it.
 struct Outputs {
   int upper, lower;
 };
@@ -191,7 +191,7 @@ __device__ __forceinline__ void add_up(Sum (&sum)[BN / 2], const Problem& of, co
 #endif
 
 // What a thread multiplies its sums with and adds, and two rows or less of its group's table: asked for before the products,
-// looked at behind them.
+// looked at after them.
 struct Known {
   float scale[2], bias[2], of_row[2];
   int at[2];

@@ -39,7 +39,7 @@ quant_rows(const uint4* x, const uint4* __restrict__ w, const float* x_scales, c
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   unsigned char* tiles = memory + (base - shared_address(memory));
   [[maybe_unused]] float* factors = (float*)(tiles + STAGES * STAGE);
-  // Parts stand behind the tiles where the cluster's other blocks may still read theirs.
+  // Parts stand after the tiles where the cluster's other blocks may still read theirs.
   float* parts = SPLIT > 1 ? factors + (BY_BLOCK ? STAGES * BN : 0) : (float*)tiles;
 #if GROUPED || FRESH
   let_next_start();

@@ -60,7 +60,7 @@ struct Segment {
     fed = load_past_l1(line.rows + row * 8 + 4);
   }
 
-  // Of what lies at `at`, which is at or behind this row.
+  // Of what lies at `at`, which is at or after this row.
   __device__ __forceinline__ void enter(const Line& line, int last) {
     while (at >= (first_tile + num_tiles) * line.num_kv_heads) ++row, load(line);
     head = (at - first_tile * line.num_kv_heads) / num_tiles;

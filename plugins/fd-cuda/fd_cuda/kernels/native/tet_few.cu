@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 tet_few(const void* x, const float* x_scales, const int* x_sums, const unsigned char* __restrict__ w,
         const float* __restrict__ scales, const u16* __restrict__ bias, u16* y, int M, int N, long long x_stride,
         const signed char* __restrict__ signs, float spread, int barriers_at, int inbox_at) {
-  // Weights, x; then parts of sums. Behind them barriers and what other blocks send.
+  // Weights, x; then parts of sums. After them barriers and what other blocks send.
   extern __shared__ __align__(128) unsigned char memory[];
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, g = lane >> 2, j = lane & 3;
   const int tile = blockIdx.x, rank = blockIdx.z, first_row = blockIdx.y * COLUMNS;

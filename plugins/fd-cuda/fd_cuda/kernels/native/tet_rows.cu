@@ -47,7 +47,7 @@ tet_rows(const void* x, const float* x_scales, const int* x_sums, const uint4* _
 #else
   const auto slot_of = [&](int n) { return first_row + n; };
 #endif
-  // Tiles behind the last repeat it; nothing of theirs is stored.
+  // Tiles after the last repeat it; nothing of theirs is stored.
   const int nth = warp % GROUP, own_tile = blockIdx.x * (GROUP / HALVES) + nth % (GROUP / HALVES);
   const int tile = min(own_tile, tiles / HALVES - 1) + nth / (GROUP / HALVES) * (tiles / HALVES);
   const uint4* from = w + ((u64)tile * TURNS + first_turn + depth) * 32 + lane;

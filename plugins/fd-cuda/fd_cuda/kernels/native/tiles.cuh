@@ -9,7 +9,7 @@
 #define EARLY 0  // weights are older than the kernel before, and no expert's: the first ones are asked for while it runs
 #endif
 #ifndef LINES
-#define LINES 0  // bytes of what else a ring has, behind its barriers
+#define LINES 0  // bytes of what else a ring has, after its barriers
 #endif
 #define OUT (PAIRED ? COLUMNS / 2 : COLUMNS)
 #define TILE_X (ROWS * 128)
@@ -50,7 +50,7 @@ struct Ring {
   unsigned char* tiles;
 };
 
-// What all threads of a block begin with; behind it, but for EARLY, what the kernel before has made may be read.
+// What all threads of a block begin with; after it, but for EARLY, what the kernel before has made may be read.
 __device__ __forceinline__ Ring open_ring(const TensorMap& x, const TensorMap& w, unsigned char* start) {
   const u32 full = shared_address(start), empty = full + 8 * STAGES, base = (empty + 8 * STAGES + LINES + 1023) & ~1023u;
   if (threadIdx.x == 0) {

@@ -39,7 +39,7 @@ __device__ __forceinline__ void store_transposed(u32 address, u32 first, u32 sec
                ::"r"(address), "r"(first), "r"(second) : "memory");
 }
 
-// The sums of a thread as wgmma takes them, BN / 2, and the names of the operands behind them.
+// The sums of a thread as wgmma takes them, BN / 2, and the names of the operands after them.
 #define R4(c, d, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
 #define R8(c, d, i) R4(c, d, i), R4(c, d, i + 4)
 #define R16(c, d, i) R8(c, d, i), R8(c, d, i + 8)
@@ -366,7 +366,7 @@ __device__ __forceinline__ void rest() {
 }
 #endif
 
-// Which slab is the nth of the `own` of a block. Those behind the last repeat it; nothing of theirs is stored.
+// Which slab is the nth of the `own` of a block. Those after the last repeat it; nothing of theirs is stored.
 template <int own>
 __device__ __forceinline__ int nth_slab(int tile, int nth, int slabs) {
   constexpr int gates = own / 2;

@@ -1,7 +1,8 @@
 """A tokenizer folder's JSON files from the tokenizer.ggml settings of a GGUF file.
 
-Two kinds of vocabulary are read: byte-level BPE with merges ("gpt2"), whose way of cutting text into
-words the file only names, and SentencePiece BPE with scores ("llama"), from which merges follow.
+Two kinds of vocabulary are read: byte-level BPE with merges ("gpt2"), whose way of cutting text
+into words the file only names, and SentencePiece BPE with scores ("llama"), from which merges
+follow.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ class _Vocabulary:
 
 
 def tokenizer_files(model: GGUFModel) -> dict[str, dict[str, Any]]:
-    """tokenizer.json and tokenizer_config.json of the file's tokenizer; ConfigError says what is wrong."""
+    """tokenizer.json and tokenizer_config.json of the file's tokenizer; ConfigError says what is
+    wrong."""
     vocabulary = _Vocabulary(model)
     kind = vocabulary.get("model")
     if kind == "gpt2":
@@ -169,8 +171,8 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
         left, _, right = merge.partition(" ")
         if {left, right, left + right} - vocabulary.ids.keys():
             raise ConfigError(
-                f"{vocabulary.path}: merge {merge!r:.80} of tokenizer.ggml.merges names tokens that are not "
-                "in the vocabulary; download the file again, or pass --tokenizer DIR"
+                f"{vocabulary.path}: merge {merge!r:.80} of tokenizer.ggml.merges names tokens "
+                "that are not in the vocabulary; download the file again, or pass --tokenizer DIR"
             )
         pairs.append([left, right])
     cuts: list[dict[str, Any]] = [

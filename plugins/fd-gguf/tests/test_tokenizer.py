@@ -1,23 +1,30 @@
-"""gguf/tokenizer.py and folder.py: tokenizers come out of a GGUF file as they went in."""
+"""tokenizer.py and folder.py: tokenizers come out of a GGUF file as they went in."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
+import tokenizer_files
+from fd_gguf.folder import tokenizer_folder
+from fd_gguf.reader import GGUFModel
+from gguf_files import write_small, write_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
 
+from fastdeploy_core.config import ModelConfig
 from fastdeploy_core.config.model import read_model_config
 from fastdeploy_core.errors import ConfigError
-from fastdeploy_core.gguf.folder import tokenizer_folder
-from fastdeploy_core.gguf.reader import GGUFModel
+from fastdeploy_core.plugins.checkpoints import find_model
 from fastdeploy_core.tokenizer import Tokenizer as OurTokenizer
-from tests import tokenizer_files
-from tests.gguf_files import write_small, write_tokenizer
+
+
+def configure(path: Path, overrides: dict[str, Any] | None = None) -> ModelConfig:
+    return read_model_config(path, overrides, find_model)
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +96,7 @@ def test_a_byte_level_tokenizer_comes_out_as_it_went_in(pre: str, tmp_path: Path
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
 
     model = write_vocabulary(tmp_path / "m.gguf", lambda w: write_tokenizer(w, tmp_path, pre))
-    ours = OurTokenizer.load(tokenizer_folder(model))
+    ours = OurTokenizer.load(tokenizer_folder(model, tmp_path / "cache"))
     for text in TEXTS:
         ids = original.encode(text, add_special_tokens=False).ids
         assert ours.encode(text, add_special_tokens=False) == ids
@@ -138,7 +145,7 @@ def sentencepiece(
 def test_a_sentencepiece_tokenizer_comes_out_as_it_went_in(tmp_path: Path) -> None:
     original = tokenizer_files.byte_fallback()
     model = write_vocabulary(tmp_path / "m.gguf", lambda w: sentencepiece(w, original))
-    ours = OurTokenizer.load(tokenizer_folder(model))
+    ours = OurTokenizer.load(tokenizer_folder(model, tmp_path / "cache"))
     for text in TEXTS:
         ids = original.encode(text, add_special_tokens=False).ids
         assert ours.encode(text, add_special_tokens=False) == ids
@@ -153,7 +160,7 @@ def test_a_vocabulary_without_space_prefix_adds_none(tmp_path: Path) -> None:
     model = write_vocabulary(
         tmp_path / "m.gguf", lambda w: sentencepiece(w, original, prefix=False)
     )
-    ours = OurTokenizer.load(tokenizer_folder(model))
+    ours = OurTokenizer.load(tokenizer_folder(model, tmp_path / "cache"))
     assert ours.token_string(ours.encode("hello", False)[0])[0] == "h"
     assert ours.decode(ours.encode(" hello  world", False)) == " hello  world"
 
@@ -180,24 +187,21 @@ def test_a_tokenizer_that_cannot_be_read_is_explained(
     fill: Callable[[gguf.GGUFWriter], None], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        tokenizer_folder(write_vocabulary(tmp_path / "m.gguf", fill))
+        tokenizer_folder(write_vocabulary(tmp_path / "m.gguf", fill), tmp_path)
 
 
 def test_the_unpacked_tokenizer_is_used_again_and_belongs_to_its_owner(
     model: Path, cache: Path, tmp_path: Path
 ) -> None:
-    first = read_model_config(model).tokenizer_path
+    first = configure(model).tokenizer_path
     assert first.parent == cache / "gguf" and first.parent.stat().st_mode & 0o077 == 0
     made = (first / "tokenizer.json").stat().st_mtime_ns
-    assert read_model_config(model).tokenizer_path == first
+    assert configure(model).tokenizer_path == first
     assert (first / "tokenizer.json").stat().st_mtime_ns == made
-    assert (
-        read_model_config(write_small(tmp_path / "b.gguf", context_length=64)).tokenizer_path
-        != first
-    )
+    assert configure(write_small(tmp_path / "b.gguf", context_length=64)).tokenizer_path != first
 
 
 def test_a_tokenizer_of_ones_own_is_used_instead(model: Path, cache: Path, tmp_path: Path) -> None:
     own = tokenizer_files.write(tmp_path / "own", "byte_level")
-    assert read_model_config(model, {"tokenizer_path": own}).tokenizer_path == own
+    assert configure(model, {"tokenizer_path": own}).tokenizer_path == own
     assert not cache.exists()

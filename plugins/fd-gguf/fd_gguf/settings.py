@@ -43,8 +43,8 @@ def model_config(model: GGUFModel) -> dict[str, Any]:
     read = Settings(model)
     if read.architecture not in FAMILIES:
         raise UnsupportedModel(
-            f"{model.path} has a model of architecture {read.architecture!r:.60}; possible as GGUF: "
-            f"{', '.join(FAMILIES)}"
+            f"{model.path} has a model of architecture {read.architecture!r:.60}; possible as "
+            f"GGUF: {', '.join(FAMILIES)}"
         )
     refuse_extras(read)
     hf_class, family = FAMILIES[read.architecture]
@@ -85,14 +85,14 @@ def _common(read: Settings) -> dict[str, Any]:
     numbers = {name.split(".")[1] for name in read.model.tensors if name.startswith("blk.")}
     if layers < 1 or str(layers - 1) not in numbers or layers > len(numbers):
         raise WeightError(
-            f"{read.model.path}: {read.architecture}.block_count asks for {layers} blocks, the file has "
-            f"tensors of {len(numbers)}; finish the download"
+            f"{read.model.path}: {read.architecture}.block_count asks for {layers} blocks, the "
+            f"file has tensors of {len(numbers)}; finish the download"
         )
     heads, context = read.size("attention.head_count"), read.size("context_length")
     if context > _MAX_CONTEXT:
         raise ConfigError(
-            f"{read.model.path}: setting {read.architecture}.context_length is {context}; expected at most "
-            f"{_MAX_CONTEXT}"
+            f"{read.model.path}: setting {read.architecture}.context_length is {context}; expected "
+            f"at most {_MAX_CONTEXT}"
         )
     return {
         "vocab_size": embedding.shape[0],
@@ -147,8 +147,8 @@ def _yarn(read: Settings) -> dict[str, Any]:
     for key in ("yarn_attn_factor", "yarn_ext_factor"):
         if read.number(f"rope.scaling.{key}", 1.0) != 1.0:
             raise UnsupportedModel(
-                f"{read.model.path} sets {read.architecture}.rope.scaling.{key}, which is not read; "
-                "possible: the model as safetensors"
+                f"{read.model.path} sets {read.architecture}.rope.scaling.{key}, which is not "
+                "read; possible: the model as safetensors"
             )
     for name in ("beta_fast", "beta_slow"):
         if read.get(f"rope.scaling.yarn_{name}") is not None:

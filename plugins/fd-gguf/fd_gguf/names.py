@@ -1,8 +1,8 @@
 """GGUF tensor names and checkpoint names: which tensor of the file fills which weight of the model.
 
 Both sides name the same matrices, [out, in]. Three things differ: the experts of a block lie in one
-tensor, Llama's query and key rows are in another order, and the up-projection of latent attention is
-cut into its key half (transposed) and its value half.
+tensor, Llama's query and key rows are in another order, and the up-projection of latent attention
+is cut into its key half (transposed) and its value half.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ _NAME: Final = re.compile(r"^(?:blk\.(\d+)\.)?([a-z_0-9]+)\.(weight|bias)$")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """Where a weight lies: rows of one tensor, from `first_row` on or in the order of `order` (of a vector:
-    its numbers).
+    """Where a weight lies: rows of one tensor, from `first_row` on or in the order of `order` (of a
+    vector: its numbers).
 
     `up`: the value half of an up-projection whose key half is `tensor`.
     """
@@ -81,13 +81,13 @@ class Source:
 
 
 def sources(model: GGUFModel, hf_config: dict[str, Any]) -> Iterator[Source]:
-    """Every weight of the model; tensors nobody knows come under their own name. Blocks behind the last,
-    which predict further tokens, are left out."""
+    """Every weight of the model; tensors nobody knows come under their own name. Blocks after the
+    last, which predict further tokens, are left out."""
     architecture = str(model.settings.get("general.architecture"))
     left_out = 0
     for name, tensor in model.tensors.items():
-        behind = _NUMBER.match(name)
-        if behind and int(behind[1]) >= hf_config["num_hidden_layers"]:
+        numbered = _NUMBER.match(name)
+        if numbered and int(numbered[1]) >= hf_config["num_hidden_layers"]:
             left_out += 1
             continue
         match = _NAME.match(name)
@@ -117,7 +117,8 @@ def sources(model: GGUFModel, hf_config: dict[str, Any]) -> Iterator[Source]:
             yield Source(name, tensor.shape, tensor)
     if left_out:
         logger.info(
-            "%s: %d tensors of blocks behind the last are not read (drafts need a checkpoint of their own)",
+            "%s: %d tensors of blocks after the last are not read (drafts need a checkpoint of "
+            "their own)",
             model.path,
             left_out,
         )
@@ -131,7 +132,8 @@ def _experts(prefix: str, part: str, tensor: GGUFTensor) -> Iterator[Source]:
 
 
 def _half_order(tensor: GGUFTensor, hf_config: dict[str, Any], part: str) -> np.ndarray | None:
-    """Llama's rows lie in rotated pairs (0, 1), (2, 3), ...; checkpoints have (0, R/2), (1, R/2 + 1)."""
+    """Llama's rows lie in rotated pairs (0, 1), (2, 3), ...; checkpoints have (0, R/2), (1, R/2 +
+    1)."""
     heads = hf_config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
     if tensor.shape[0] % (2 * heads):
         raise WeightError(
@@ -150,8 +152,9 @@ def _up_projection(model: GGUFModel, name: str, block: str, key: GGUFTensor) -> 
     is_pair = len(key.shape) == len(value.shape) == 3
     if not is_pair or (key.shape[0], key.shape[1]) != (value.shape[0], value.shape[2]):
         raise WeightError(
-            f"{model.path}: tensors {key.name} {list(key.shape)} and {value.name} {list(value.shape)} "
-            "are not the halves of one projection; expected [heads, rank, a] and [heads, b, rank]"
+            f"{model.path}: tensors {key.name} {list(key.shape)} and {value.name} "
+            f"{list(value.shape)} are not the halves of one projection; expected [heads, rank, a] "
+            "and [heads, b, rank]"
         )
     heads, rank, nope = key.shape
     return Source(name, (heads * (nope + value.shape[1]), rank), key, up=value)

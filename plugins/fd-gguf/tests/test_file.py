@@ -1,22 +1,29 @@
-"""gguf/: the container, its number formats, settings and tokenizers. No tensor library."""
+"""The container, its number formats, settings and tokenizers. No tensor library."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+from fd_gguf.blocks import FORMATS, split_q4_0, split_q8_0, to_bfloat16
+from fd_gguf.reader import GGUFFile, GGUFModel, find_gguf
+from gguf_files import SMALL_HIDDEN, SMALL_VOCAB, write_small
 
+from fastdeploy_core.config import ModelConfig
 from fastdeploy_core.config.model import read_model_config
 from fastdeploy_core.errors import ConfigError, UnsupportedModel, WeightError
-from fastdeploy_core.gguf.blocks import FORMATS, split_q4_0, split_q8_0, to_bfloat16
-from fastdeploy_core.gguf.reader import GGUFFile, GGUFModel, find_gguf
-from tests.gguf_files import SMALL_HIDDEN, SMALL_VOCAB, write_small
+from fastdeploy_core.plugins.checkpoints import find_model
 
 TYPES = gguf.GGMLQuantizationType
+
+
+def configure(path: Path, overrides: dict[str, Any] | None = None) -> ModelConfig:
+    return read_model_config(path, overrides, find_model)
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +169,7 @@ def test_an_empty_file_and_a_text_are_no_models(tmp_path: Path) -> None:
         path = tmp_path / f"{number}.gguf"
         path.write_bytes(data)
         with pytest.raises(WeightError, match="is no GGUF file"):
-            read_model_config(path)
+            configure(path)
 
 
 def test_parts_of_a_split_model_are_found_and_missing_ones_named(model: Path) -> None:
@@ -187,17 +194,17 @@ def test_parts_of_a_split_model_are_found_and_missing_ones_named(model: Path) ->
 
 def test_a_folder_with_one_model_is_that_model_and_with_two_an_error(model: Path) -> None:
     assert find_gguf(model.parent) == model
-    assert read_model_config(model.parent).path == model
+    assert configure(model.parent).path == model
     write_small(model.parent / "other.gguf")
     with pytest.raises(WeightError, match=r"2 GGUF models: model.gguf, other.gguf"):
-        read_model_config(model.parent)
+        configure(model.parent)
 
 
 # -- settings -------------------------------------------------------------------------------------
 
 
 def test_settings_become_a_config(model: Path) -> None:
-    config = read_model_config(model)
+    config = configure(model)
     assert config.architecture == "Qwen2ForCausalLM"
     assert config.hf_config["num_key_value_heads"] == 2
     assert config.hf_config["vocab_size"] == SMALL_VOCAB
@@ -230,21 +237,23 @@ def test_settings_that_do_not_fit_the_tensors_are_named(
     tmp_path: Path, changes: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_model_config(write_small(tmp_path / "bad.gguf", **changes))
+        configure(write_small(tmp_path / "bad.gguf", **changes))
 
 
 def test_a_window_as_long_as_the_context_is_none(tmp_path: Path) -> None:
     file = write_small(tmp_path / "model.gguf", **{"attention.sliding_window": 128})
-    assert read_model_config(file).max_model_len == 128
+    assert configure(file).max_model_len == 128
 
 
 def test_a_load_format_that_the_file_has_not_is_an_error(model: Path) -> None:
-    with pytest.raises(ConfigError, match="is a GGUF file and --load-format says safetensors"):
-        read_model_config(model, {"load_format": "safetensors"})
+    with pytest.raises(
+        ConfigError, match="is a gguf checkpoint and --load-format says safetensors"
+    ):
+        configure(model, {"load_format": "safetensors"})
 
 
 def test_an_unknown_architecture_lists_the_known_ones(model: Path) -> None:
     data = model.read_bytes().replace(b"qwen2", b"mamba")
     model.write_bytes(data)
     with pytest.raises(UnsupportedModel, match="'mamba'; possible as GGUF: ernie4_5, ernie4_5-moe"):
-        read_model_config(model)
+        configure(model)

@@ -36,7 +36,8 @@ _PART: Final = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$")
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One tensor of the table. `shape` is outermost first; rows of blocks lie along the last dimension."""
+    """One tensor of the table. `shape` is outermost first; rows of blocks lie along the last
+    dimension."""
 
     name: str
     shape: tuple[int, ...]
@@ -104,7 +105,7 @@ class _Header:
             return self.string(key)
         if kind == _ARRAY:
             return self.array(key)
-        return self.scalar(key, kind).item()
+        return self.scalar(key, kind).tolist()[0]
 
     def scalar(self, key: str, kind: int, count: int = 1) -> np.ndarray:
         if kind not in _SCALARS:
@@ -131,7 +132,8 @@ def _text(raw: bytes, what: str) -> str:
 
 
 class GGUFFile:
-    """One open file: `settings` by key (texts, numbers, lists of texts, arrays of numbers), `tensors`."""
+    """One open file: `settings` by key (texts, numbers, lists of texts, arrays of numbers),
+    `tensors`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -220,9 +222,9 @@ class GGUFFile:
         if kind not in FORMATS:
             what = KNOWN_TYPES.get(kind, f"number {kind}")
             raise WeightError(
-                f"{self.path}: tensor {name} is stored as type {what}, which is not read; possible: "
-                f"{', '.join(f.name for f in FORMATS.values())}; use a file of one of these types, "
-                "such as Q4_K_M or Q8_0"
+                f"{self.path}: tensor {name} is stored as type {what}, which is not read; "
+                f"possible: {', '.join(f.name for f in FORMATS.values())}; use a file of one of "
+                "these types, such as Q4_K_M or Q8_0"
             )
         return FORMATS[kind]
 
@@ -244,8 +246,8 @@ class GGUFModel:
         count = self.settings.get("split.count", 0)
         if isinstance(count, int) and count > 1 and count != len(self.files):
             raise WeightError(
-                f"{path} is one of {count} parts; expected all of them in one folder, under names such "
-                f"as model-00001-of-{count:05d}.gguf, and the first as the model path"
+                f"{path} is one of {count} parts; expected all of them in one folder, under names "
+                f"such as model-00001-of-{count:05d}.gguf, and the first as the model path"
             )
 
 
@@ -262,29 +264,33 @@ def _parts(path: Path) -> list[Path]:
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
         raise WeightError(
-            f"{len(missing)} of {count} parts of {path} are missing: {', '.join(missing[:5])}; finish "
-            "the download"
+            f"{len(missing)} of {count} parts of {path} are missing: {', '.join(missing[:5])}; "
+            "finish the download"
         )
     return parts
 
 
-def find_gguf(path: Path) -> Path | None:
-    """The GGUF file that a model path means: itself, or the only one of a folder without config.json.
+def find_gguf(path: Path) -> Path:
+    """The GGUF file that a model path means: itself, or the only model of a folder.
 
-    None where there is no GGUF file; WeightError where a folder has several.
+    WeightError where a folder has none or several.
     """
     if path.is_file():
-        return path if path.suffix.lower() == ".gguf" else None
-    if not path.is_dir() or (path / "config.json").is_file():
-        return None
+        return path
     models = [
         file
-        for file in sorted(path.glob("*.gguf"))
-        if (match := _PART.match(file.name)) is None or int(match[2]) == 1
+        for file in sorted(path.glob("*"))
+        if file.suffix.lower() == ".gguf"
+        and ((match := _PART.match(file.name)) is None or int(match[2]) == 1)
     ]
+    if not models:
+        raise WeightError(
+            f"{path} has no first part of a GGUF model, such as m-00001-of-00002.gguf; finish the "
+            "download"
+        )
     if len(models) > 1:
         raise WeightError(
-            f"{path} has {len(models)} GGUF models: {', '.join(f.name for f in models[:8])}; pass the "
-            "path of one of them"
+            f"{path} has {len(models)} GGUF models: {', '.join(f.name for f in models[:8])}; pass "
+            "the path of one of them"
         )
-    return models[0] if models else None
+    return models[0]

@@ -1,7 +1,7 @@
 """What each architecture of GGUF adds to a config.json, and which tensors prove its sizes.
 
-Left: llama.cpp's name of the architecture. A file states sizes; they are believed only as far as its
-tensors have them.
+Left: llama.cpp's name of the architecture. A file states sizes; they are believed only as far as
+its tensors have them.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def _deepseek(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
         gating == 0 and any(".exp_probs_b." in name for name in read.model.tensors)
     ):
         raise UnsupportedModel(
-            f"{read.model.path} is a DeepSeek that routes without sigmoid scores (V2); possible: V3, R1"
+            f"{read.model.path} is a DeepSeek that routes without sigmoid scores (V2); possible: "
+            "V3, R1"
         )
     rope, rank = read.size("rope.dimension_count"), read.size("attention.kv_lora_rank")
     has_q_rank = read.get("attention.q_lora_rank") is not None
@@ -137,8 +138,8 @@ def refuse_extras(read: Settings) -> None:
         asked.append("attention.sliding_window")
     if asked:
         raise UnsupportedModel(
-            f"{read.model.path} sets {', '.join(asked)}, which this {read.architecture} is not served "
-            "with; possible: models without"
+            f"{read.model.path} sets {', '.join(asked)}, which this {read.architecture} is not "
+            "served with; possible: models without"
         )
 
 
@@ -160,8 +161,9 @@ def check_blocks(read: Settings, config: dict[str, Any]) -> None:
         value_dim = read.size("attention.value_length", dim)
         if (rotated, value_dim) != (dim, dim):
             raise UnsupportedModel(
-                f"{read.model.path}: heads of {dim} numbers of which {rotated} are rotated, with values "
-                f"of {value_dim}; possible: heads that are rotated as a whole, with values as wide"
+                f"{read.model.path}: heads of {dim} numbers of which {rotated} are rotated, with "
+                f"values of {value_dim}; possible: heads that are rotated as a whole, with "
+                "values as wide"
             )
         if not read.has("blk.0.attn_qkv.weight"):
             read.tensor("blk.0.attn_q.weight", heads * dim, hidden)
@@ -188,7 +190,7 @@ def _check_routing(read: Settings, config: dict[str, Any], count: int) -> None:
     groups, used_groups = config.get("n_group", 1), config.get("topk_group", 1)
     if used > count or count % groups or used_groups > groups:
         raise ConfigError(
-            f"{read.model.path}: {used} of {count} experts from {used_groups} of {groups} groups cannot be"
-            " chosen; settings expert_used_count, expert_count, expert_group_used_count and "
-            "expert_group_count do not fit together"
+            f"{read.model.path}: {used} of {count} experts from {used_groups} of {groups} groups "
+            "cannot be chosen; settings expert_used_count, expert_count, expert_group_used_count "
+            "and expert_group_count do not fit together"
         )

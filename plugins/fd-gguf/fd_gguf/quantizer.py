@@ -8,20 +8,24 @@ packed on any device. All other formats are decoded before a quantizer is asked.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
-from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.quant_formats import FORMATS
+from fastdeploy_core.contracts.quantizer import make_quantizer
 from fastdeploy_core.errors import ConfigError
-from fastdeploy_core.gguf.settings import METHOD, expert_free
 
-from .integer import PLAIN, IntegerQuantizer, WInt4, WInt8
+from .settings import METHOD, PACKED, expert_free
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.contracts.quant_formats import PackedWeight
-    from fastdeploy_core.contracts.quantizer import LayerSpec, ParameterSpec
+    from fastdeploy_core.contracts.quantizer import (
+        FindQuantizer,
+        LayerSpec,
+        PackingQuantizer,
+        ParameterSpec,
+    )
     from fastdeploy_core.tensor import Tensor
 
 GROUP_SIZE: Final = 32
@@ -32,19 +36,29 @@ class GGUFQuantizer:
     """Delegates to the driver of the layer's format."""
 
     name = METHOD
-    contract = CONTRACT
+    contract = (1, 0)
+    is_composed: Literal[True] = True
 
     def __init__(
-        self, config: Mapping[str, Any], device: DeviceBackend, kernels: KernelTable
+        self,
+        config: Mapping[str, Any],
+        device: DeviceBackend,
+        kernels: KernelTable,
+        quantizers: FindQuantizer,
     ) -> None:
         self._matrices: Mapping[str, str] = config.get("matrices") or {}
         self._is_kept = bool(config.get("is_kept", False))
         self._rounds_head = bool(config.get("rounds_head", False))
         self._origins = kernels.origins()
-        own = {"group_size": GROUP_SIZE, "is_quantized": True, "tensor_layout": PLAIN}
-        own["lm_head"] = True
-        self._drivers: dict[str, IntegerQuantizer] = {
-            driver.name: driver(own, device, kernels) for driver in (WInt8, WInt4)
+        own = {
+            "group_size": GROUP_SIZE,
+            "is_quantized": True,
+            "tensor_layout": "plain",
+            "lm_head": True,
+        }
+        self._drivers: dict[str, PackingQuantizer] = {
+            kind: cast("PackingQuantizer", make_quantizer(kind, own, device, kernels, quantizers))
+            for kind in PACKED.values()
         }
 
     def _formats(self, layer: LayerSpec) -> set[str]:
@@ -55,7 +69,7 @@ class GGUFQuantizer:
             names = [f"{prefix}.{half}" for half in ("gate_proj", "up_proj", "down_proj")]
         return {self._matrices.get(name, "") for name in names}
 
-    def _driver(self, layer: LayerSpec) -> IntegerQuantizer:
+    def _driver(self, layer: LayerSpec) -> PackingQuantizer:
         (found,) = self._formats(layer)
         return self._drivers[found]
 
@@ -99,22 +113,23 @@ class GGUFQuantizer:
         """Nothing is quantized here."""
         raise ConfigError(
             f"--quantization {self.name} keeps the numbers of a GGUF file; possible for "
-            f"{layer.name} of "
-            "another checkpoint: wint8, wint4, w8a8, w4a8"
+            f"{layer.name} of another checkpoint: wint8, wint4, w8a8, w4a8"
         )
 
     def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:
-        """Delegates to the format's driver."""
-        return self._driver(layer).prepare(layer, tensors)
+        """Delegates to the format's driver, which is kept for apply()."""
+        driver = self._driver(layer)
+        prepared = driver.prepare(layer, tensors)
+        return prepared if layer.role == "experts" else (driver, prepared)
 
     def packed(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight | None:
         """Delegates to the format's driver."""
         return self._driver(layer).packed(layer, tensors)
 
     def apply(self, layer: LayerSpec, prepared: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply with the kernel."""
-        product, weight = prepared
-        y: Tensor = product(x, weight, bias)
+        """Delegates to the format's driver."""
+        driver, inner = prepared
+        y: Tensor = driver.apply(layer, inner, x, bias)
         return y
 
     def dequantize(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor:

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fastdeploy_core.gguf.blocks import split_q4_0, split_q8_0, to_bfloat16
-from fastdeploy_core.gguf.names import Source, sources
-from fastdeploy_core.gguf.reader import GGUFModel
-from fastdeploy_core.tensor import DTYPE_BYTES
+from .blocks import split_q4_0, split_q8_0, to_bfloat16
+from .names import Source, sources
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
-    from fastdeploy_core.gguf.reader import GGUFTensor
     from fastdeploy_core.tensor import Tensor
+
+    from .reader import GGUFModel, GGUFTensor
 
 _CHUNK_BYTES: Final = 1024 * 1024  # of decoded numbers, which then stay in the processor's cache
 _BITS: Final[dict[str, str]] = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
@@ -32,43 +30,28 @@ _SPLIT: Final[dict[str, Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]]] 
 }
 
 
-class GGUFWeights:
-    """The weights of one model. `dtype`: the dtype that quantized tensors are decoded to.
+def weights(
+    model: GGUFModel,
+    config: Mapping[str, Any],
+    device: DeviceBackend,
+    dtype: str,
+    is_wanted: Callable[[str], bool],
+) -> Iterator[tuple[str, GGUFWeight]]:
+    """Every weight in file order, unread. `dtype`: the dtype that quantized tensors are decoded to.
     `is_wanted`: whether the model has a placement for a packed tensor, by checkpoint name."""
-
-    def __init__(
-        self,
-        path: Path,
-        hf_config: Mapping[str, Any],
-        device: DeviceBackend,
-        dtype: str,
-        is_wanted: Callable[[str], bool],
-    ) -> None:
-        self.path, self._device, self._dtype = path, device, dtype
-        self._is_wanted = is_wanted
-        self._sources = list(sources(GGUFModel(path), dict(hf_config)))
-        self._sources.sort(key=lambda s: (str(s.tensor.file.path), s.tensor.start, s.first_row))
-
-    def names(self) -> list[str]:
-        """Checkpoint names of all weights."""
-        return [source.name for source in self._sources]
-
-    @property
-    def nbytes(self) -> int:
-        """Total bytes of the tensors that tensors() returns, as read."""
-        return sum(tensor.nbytes for _, tensor in self.tensors())
-
-    def tensors(self) -> Iterator[tuple[str, GGUFWeight]]:
-        """Every weight in file order."""
-        for source in self._sources:
-            scale = f"{source.name}_scale"
-            if source.tensor.format.name in _SPLIT and self._is_wanted(scale):
-                yield source.name, PackedWeight(source, self._device, 0)
-                yield scale, PackedWeight(source, self._device, 1)
-            elif source.up is not None:
-                yield source.name, UpProjection(source, self._device, self._dtype)
-            else:
-                yield source.name, GGUFWeight(source, self._device, self._dtype)
+    found = sorted(
+        sources(model, dict(config)),
+        key=lambda s: (str(s.tensor.file.path), s.tensor.start, s.first_row),
+    )
+    for source in found:
+        scale = f"{source.name}_scale"
+        if source.tensor.format.name in _SPLIT and is_wanted(scale):
+            yield source.name, PackedWeight(source, device, 0)
+            yield scale, PackedWeight(source, device, 1)
+        elif source.up is not None:
+            yield source.name, UpProjection(source, source.up, device, dtype)
+        else:
+            yield source.name, GGUFWeight(source, device, dtype)
 
 
 class GGUFWeight:
@@ -79,11 +62,6 @@ class GGUFWeight:
         self.shape = source.shape
         self.dtype = source.tensor.format.dtype or dtype
         self._bits = np.dtype(_BITS[self.dtype])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole weight, as read."""
-        return DTYPE_BYTES[self.dtype] * math.prod(self.shape)
 
     def read(self, *region: slice | int) -> Tensor:
         """The region on the device."""
@@ -140,14 +118,13 @@ class UpProjection(GGUFWeight):
     """Keys then values of every head [heads * (a + b), rank], made from [heads, rank, a] and
     [heads, b, rank]."""
 
-    def __init__(self, source: Source, device: DeviceBackend, dtype: str) -> None:
+    def __init__(self, source: Source, up: GGUFTensor, device: DeviceBackend, dtype: str) -> None:
         super().__init__(source, device, dtype)
-        self.dtype = dtype
+        self.dtype, self._up = dtype, up
         self._bits = np.dtype(_BITS[dtype])
 
     def _rows(self, start: int, stop: int) -> np.ndarray:
-        key, value = self._source.tensor, self._source.up
-        assert value is not None
+        key, value = self._source.tensor, self._up
         _, rank, a = key.shape
         b = value.shape[1]
         first, last = start // (a + b), -(-stop // (a + b))

@@ -1,4 +1,5 @@
-"""Typed access to the settings and tensors of a GGUF file; what has a wrong type or size is named."""
+"""Typed access to the settings and tensors of a GGUF file; what has a wrong type or size is
+named."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ class Settings:
     def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         value = self.get(key)
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
-            value = value[0].item()  # one for every block, and all are equal
+            value = value[0].tolist()  # one for every block, and all are equal
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             shown = value.tolist()[:8] if isinstance(value, np.ndarray) else value
             raise ConfigError(
-                f"{self.model.path}: setting {self.architecture}.{key} is {shown!r:.60}; expected a whole "
-                f"number from {least} up, the same for every block"
+                f"{self.model.path}: setting {self.architecture}.{key} is {shown!r:.60}; expected "
+                f"a whole number from {least} up, the same for every block"
             )
         return value
 
@@ -39,7 +40,8 @@ class Settings:
         value = default if value is None else value
         if not isinstance(value, int | float) or isinstance(value, bool) or not np.isfinite(value):
             raise ConfigError(
-                f"{self.model.path}: setting {self.architecture}.{key} is {value!r:.60}; expected a number"
+                f"{self.model.path}: setting {self.architecture}.{key} is {value!r:.60}; expected "
+                "a number"
             )
         return float(value)
 
@@ -47,8 +49,8 @@ class Settings:
         value = self.get(key)
         if value is not None and not isinstance(value, bool):
             raise ConfigError(
-                f"{self.model.path}: setting {self.architecture}.{key} is {value!r:.60}; expected true or "
-                "false"
+                f"{self.model.path}: setting {self.architecture}.{key} is {value!r:.60}; expected "
+                "true or false"
             )
         return bool(value)
 
@@ -62,8 +64,8 @@ class Settings:
         )
         if not fits:
             raise WeightError(
-                f"{self.model.path}: tensor {name} has shape {list(found.shape)}; the settings of the "
-                f"file ask for {[size or 'any' for size in shape]}"
+                f"{self.model.path}: tensor {name} has shape {list(found.shape)}; the settings of "
+                f"the file ask for {[size or 'any' for size in shape]}"
             )
         return found
 

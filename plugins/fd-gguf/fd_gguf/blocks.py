@@ -181,8 +181,8 @@ def split_q8_0(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split_q4_0(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of Q4_0 as numbers [R, K / 2] uint8, 8 added, the even one in the low nibble, and scales as of
-    Q8_0."""
+    """Rows of Q4_0 as numbers [R, K / 2] uint8, 8 added, the even one in the low nibble, and scales
+    as of Q8_0."""
     blocks = np.ascontiguousarray(raw).view(np.dtype([("d", "<f2"), ("q", "u1", (16,))]))
     numbers = _halves(blocks["q"])
     return _nonzero(blocks["d"], numbers[..., 0::2] | (numbers[..., 1::2] << 4), 0x88)

@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file as a folder of JSON files, which is what everything else reads.
 
-Made once for a file's header and kept in FD_CACHE_DIR, in a folder named by the header's digest:
-tokenizer.json, tokenizer_config.json and generation_config.json.
+Made once for a file's header and kept in a folder named by the header's digest: tokenizer.json,
+tokenizer_config.json and generation_config.json.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-from fastdeploy_core import envs
 from fastdeploy_core.errors import ConfigError
 
 from .reader import GGUFModel
@@ -26,15 +25,9 @@ logger = logging.getLogger(__name__)
 _LAYOUT: Final = "1"  # changes when what is made of a header changes
 
 
-def tokenizer_folder(model: GGUFModel) -> Path:
-    """The folder with the model's tokenizer, made when it is not there yet."""
+def tokenizer_folder(model: GGUFModel, root: Path) -> Path:
+    """The folder below `root` with the model's tokenizer, made when it is not there yet."""
     digest = hashlib.sha256(_LAYOUT.encode() + model.files[0].header()).hexdigest()
-    try:
-        root = Path(envs.FD_CACHE_DIR).expanduser() / "gguf"
-    except RuntimeError:  # nobody's home
-        raise ConfigError(
-            f"FD_CACHE_DIR {envs.FD_CACHE_DIR!r} leads nowhere: this user has no home; set it to a folder"
-        ) from None
     folder = root / digest[:32]
     if folder.is_dir():
         return folder
@@ -56,8 +49,8 @@ def tokenizer_folder(model: GGUFModel) -> Path:
                 raise
     except OSError as error:
         raise ConfigError(
-            f"the tokenizer of {model.path} cannot be unpacked into {root}: {error}; set FD_CACHE_DIR to "
-            "a folder that can be written, or pass --tokenizer DIR"
+            f"the tokenizer of {model.path} cannot be unpacked into {root}: {error}; set "
+            "FD_CACHE_DIR to a folder that can be written, or pass --tokenizer DIR"
         ) from None
     logger.info("tokenizer of %s unpacked into %s", model.path, folder)
     return folder

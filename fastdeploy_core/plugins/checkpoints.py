@@ -1,0 +1,133 @@
+"""Which driver reads a model path that is no folder with config.json and *.safetensors.
+
+A driver is found by the suffix of its files, which is its entry point's name: no other driver is
+imported, and one that is missing is known by the file alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fastdeploy_core import envs
+from fastdeploy_core.config.model import FoundModel, find_folder
+from fastdeploy_core.errors import (
+    ConfigError,
+    FastDeployError,
+    PluginError,
+    PluginLoadError,
+    PluginNotFound,
+)
+
+from .discovery import Inventory, PluginEntry, discover
+from .drivers import find, load
+from .known import providers
+from .manager import call_with_limit
+from .preflight_child import describe
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.small import CheckpointFormat
+
+_KIND: Final = "checkpoint_format"
+
+
+def find_model(
+    path: Path, asked: Mapping[str, Any], inventory: Inventory | None = None
+) -> FoundModel:
+    """The model that a path means, in a format of the core or of an installed plugin.
+
+    `asked`: the overrides of config.model.read_model_config. PluginNotFound names the distribution
+    to install; what a driver says of a damaged file is passed on.
+    """
+    inventory = discover() if inventory is None else inventory
+    load_format = str(asked.get("load_format") or "auto")
+    possible = {e.name for e in inventory.of(_KIND, usable=False)} | set(providers(_KIND))
+    name = _format_of(path, load_format, possible)
+    if not name and path.is_file():
+        raise ConfigError(
+            f"model {str(path)!r} is a file; expected a folder with config.json, tokenizer.json "
+            f"and *.safetensors, or a file of one of these formats: {', '.join(sorted(possible))}"
+        )
+    if not name:
+        return find_folder(path, asked)
+    if load_format == "safetensors":
+        raise ConfigError(
+            f"{path} is a {name} checkpoint and --load-format says safetensors; leave the flag "
+            "out, or pass a folder with *.safetensors"
+        )
+    try:
+        entry = find(_KIND, name, inventory)
+    except PluginNotFound as error:
+        raise PluginNotFound(f"{path} is a {name} checkpoint: {error}") from None
+    driver = _load(entry)
+    try:
+        return _read(name, driver(path), asked)
+    except FastDeployError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"checkpoint format {name!r} of {entry.origin} failed on {path}: {describe(error)}; "
+            "see: fastdeploy plugins doctor"
+        ) from error
+
+
+def _load(entry: PluginEntry) -> type[CheckpointFormat]:
+    """Import the driver in this process, with a time limit. A child process that imports it first
+    (preflight.py) would make every start slower, and could save no model: this one needs it."""
+    limit_s = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S")
+    try:
+        driver: type[CheckpointFormat] = call_with_limit(
+            lambda: load(entry, preflight=False), limit_s
+        )
+    except TimeoutError:
+        raise PluginLoadError(
+            f"checkpoint format {entry.name!r} of {entry.origin} failed to load: its import did "
+            f"not finish within {limit_s:g} s; see: fastdeploy plugins doctor"
+        ) from None
+    return driver
+
+
+def _format_of(path: Path, load_format: str, possible: set[str]) -> str:
+    """The one of the possible formats whose files are there; empty: the core's own."""
+    if path.is_dir():
+        if (path / "config.json").is_file() and (
+            load_format != "auto" or any(path.glob("*.safetensors"))
+        ):
+            return ""
+        suffixes = {_suffix(file) for file in path.glob("*")}
+    else:
+        suffixes = {_suffix(path)} if path.is_file() else set()
+    found = sorted(suffixes & possible)
+    if len(found) > 1:
+        raise ConfigError(
+            f"{path} holds checkpoints in several formats: {', '.join(found)}; pass the path of a "
+            "file, or a folder with one of them"
+        )
+    return found[0] if found else ""
+
+
+def _suffix(file: Path) -> str:
+    return file.suffix.lower().removeprefix(".")
+
+
+def _read(name: str, checkpoint: CheckpointFormat, asked: Mapping[str, Any]) -> FoundModel:
+    hf_config = checkpoint.config(str(asked.get("quantization") or ""))
+    tokenizer = asked.get("tokenizer_path")
+    if tokenizer:
+        tokenizer_path = Path(tokenizer).expanduser()
+    else:
+        tokenizer_path = checkpoint.tokenizer_folder(_cache())
+    return FoundModel(
+        checkpoint.path, tokenizer_path, hf_config, checkpoint.generation_config(), name
+    )
+
+
+def _cache() -> Path:
+    try:
+        return Path(envs.FD_CACHE_DIR).expanduser()
+    except RuntimeError:
+        raise ConfigError(
+            f"FD_CACHE_DIR {envs.FD_CACHE_DIR!r} leads nowhere: this user has no home; set it to a "
+            "folder"
+        ) from None
