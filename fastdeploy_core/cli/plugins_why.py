@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +25,11 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     """Print the decision; exit code 1 when nothing can be chosen."""
     arguments = _parser().parse_args(argv)
-    inventory = discover()
-    hooks = hook_manager(inventory=inventory)
-    explain = _EXPLAIN.get(arguments.kind, _by_name)
-    decisions = explain(arguments, inventory, hooks)
+    with contextlib.redirect_stdout(sys.stderr):  # what plugins print when they are imported
+        inventory = discover()
+        hooks = hook_manager(inventory=inventory)
+        explain = _EXPLAIN.get(arguments.kind, _by_name)
+        decisions = explain(arguments, inventory, hooks)
     if arguments.json:
         data = [decision_data(d) for d in decisions]
         print(json.dumps({"decisions": data, "problems": hooks.problems}, indent=2))

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from fastdeploy_core.config.model import DTYPES
+from fastdeploy_core.errors import ConfigError
+
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor, TensorLibrary
 
@@ -34,7 +37,7 @@ class StepBuckets:
 class DeviceLimits:
     """What the scheduler and the model runner must respect. Unknown means unsupported."""
 
-    dtypes: tuple[str, ...] = ("float32",)
+    dtypes: tuple[str, ...] = ("float32",)  # of float32, float16, bfloat16
     preferred_dtype: str = ""  # what an automatic dtype becomes; empty: the checkpoint's own
     block_sizes: tuple[int, ...] | None = None  # None: any
     default_block_size: int = 64
@@ -66,6 +69,16 @@ class DeviceLimits:
     shares_host_memory: bool = False  # memory() is the host's: leave room for everybody else
     # Memory of the KV pool where the device cannot measure what a step needs; 0: it is measured.
     kv_memory_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """A dtype that no model can be served in is a ConfigError: nothing would ever use it."""
+        for field, names in (("dtypes", self.dtypes), ("preferred_dtype", (self.preferred_dtype,))):
+            for name in names:
+                if name and name not in DTYPES:
+                    raise ConfigError(
+                        f"DeviceLimits.{field} has {name!r}, which no model is served in; "
+                        f"possible: {', '.join(DTYPES)}"
+                    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,10 @@ def _facts(target: Any) -> dict[str, Any]:
     from collections.abc import Mapping
 
     if isinstance(target, Mapping):
-        return {"operations": sorted(map(str, target))}
+        missing = _missing_modules(target)
+        return {"operations": sorted(map(str, target))} | (
+            {"missing modules": missing} if missing else {}
+        )
     facts: dict[str, Any] = {}
     summary = (getattr(target, "__doc__", None) or "").strip().splitlines()
     if summary:
@@ -125,6 +128,26 @@ def _facts(target: Any) -> dict[str, Any]:
     if hooks:
         facts["hooks"] = hooks
     return facts
+
+
+def _missing_modules(table: Any) -> dict[str, str]:
+    """Operations of a kernel table whose module does not exist; the modules are not imported, for
+    that may need hardware."""
+    import importlib.util
+
+    missing: dict[str, str] = {}
+    for operation, cell in table.items():
+        behind = getattr(cell, "behind", {})
+        parts = (getattr(cell, name, "") for name in ("target", "predicate", "prepare"))
+        targets = [cell] if isinstance(cell, str) else [*parts, *behind.values()]
+        for module in (target.partition(":")[0] for target in targets if target):
+            try:
+                found = importlib.util.find_spec(module)
+            except ModuleNotFoundError:
+                found = None
+            if found is None:
+                missing[str(operation)] = module
+    return missing
 
 
 def _ask(function: Any, hook: str, question: dict[str, Any]) -> Any:

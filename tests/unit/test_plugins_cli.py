@@ -23,6 +23,7 @@ def stranger(tmp_path, monkeypatch):
     if find_spec("fd_cpu") is not None:  # its device would win
         monkeypatch.setenv("FD_PLUGINS_DISABLED", "fd-cpu")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "chip", raising=False)  # another test's
     (tmp_path / "chip.py").write_text(
         textwrap.dedent(
             '''
