@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -11,20 +12,22 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastdeploy_core.contracts.base import KINDS
+from fastdeploy_core.contracts.base import DISTRIBUTION, KINDS
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.errors import ContractMismatch
 from fastdeploy_core.plugins.discovery import DISABLED, HOOKS, OK, Inventory, PluginEntry, discover
 from fastdeploy_core.plugins.drivers import check_contract
+from fastdeploy_core.plugins.kernels import is_operation, misspelt
 from fastdeploy_core.plugins.manager import hook_manager
 from fastdeploy_core.plugins.negotiate import ask_candidates
 from fastdeploy_core.plugins.preflight import Job, Outcome
 from fastdeploy_core.plugins.preflight import run as preflight
 from fastdeploy_core.plugins.report import table
+from fastdeploy_core.tensor import available
 
 PASS, FAIL, WARN, SKIP = "PASS", "FAIL", "WARN", "SKIP"
 DEVICE_LIMIT_S = 300.0
@@ -33,14 +36,8 @@ DEVICE_LIMIT_S = 300.0
 def main(argv: Sequence[str]) -> int:
     """Print the rows; exit code 1 if any says FAIL."""
     arguments = _parser().parse_args(argv)
-    inventory = discover()
-    rows = plugin_rows(inventory, arguments.timeout)
-    rows += device_rows(inventory) + pth_rows()
-    rows += [
-        {"name": "", "kind": "problem", "origin": "", "contract": "", "verdict": WARN, "ms": 0.0,
-         "hint": p}
-        for p in inventory.problems
-    ]  # fmt: skip
+    with contextlib.redirect_stdout(sys.stderr):  # what plugins print when they are imported
+        rows = all_rows(arguments.timeout)
     if arguments.json:
         print(json.dumps({"checks": rows}, indent=2))
     else:
@@ -63,6 +60,14 @@ def main(argv: Sequence[str]) -> int:
     return 1 if failures else 0
 
 
+def all_rows(timeout_s: float) -> list[dict[str, Any]]:
+    """Every row, in the order of the table."""
+    inventory = discover()
+    rows = plugin_rows(inventory, timeout_s) + device_rows(inventory)
+    rows += library_rows() + pth_rows()
+    return rows + [_plain_row("problem", WARN, problem) for problem in inventory.problems]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fastdeploy plugins doctor", description="Load each plugin in a child process."
@@ -80,7 +85,12 @@ def plugin_rows(inventory: Inventory, timeout_s: float) -> list[dict[str, Any]]:
     loadable = [e for e in inventory.entries if e.status == OK]
     outcomes = preflight(
         [
-            Job(e.target, timeout_s, ("fd_doctor_checks",) if e.kind == HOOKS else ())
+            Job(
+                e.target,
+                timeout_s,
+                ("fd_doctor_checks",) if e.kind == HOOKS else (),
+                describe=e.kind == "kernels",
+            )
             for e in loadable
         ]
     )
@@ -91,6 +101,7 @@ def plugin_rows(inventory: Inventory, timeout_s: float) -> list[dict[str, Any]]:
         rows.append(_row(entry, verdict, hint=f"{entry.status}: {entry.reason}"))
     for entry, outcome in zip(loadable, outcomes, strict=True):
         rows.append(_outcome_row(entry, outcome))
+        rows += [_row(entry, *problem) for problem in table_problems(outcome.facts)]
         for check in outcome.answers.get("fd_doctor_checks") or []:
             what, passed, hint = (*check, "", "", "")[:3]
             rows.append(
@@ -99,14 +110,42 @@ def plugin_rows(inventory: Inventory, timeout_s: float) -> list[dict[str, Any]]:
     return rows
 
 
+def table_problems(facts: Mapping[str, Any]) -> list[tuple[str, str, float, str]]:
+    """(verdict, contract, milliseconds, hint) for each cell of a table that nobody can use."""
+    found = [
+        (FAIL, "", 0.0, f"{operation}: there is no module {module}")
+        for operation, module in facts.get("missing modules", {}).items()
+    ]
+    own = []
+    for name in facts.get("operations", ()):
+        if near := misspelt(name):
+            found.append((FAIL, "", 0.0, f"{name}: no layer asks for it; did you mean {near}?"))
+        elif not is_operation(name):
+            own.append(name)
+    if own:
+        words = "no operation of this core: only code that asks for it by name uses it"
+        found.append((WARN, "", 0.0, f"{', '.join(own)}: {words}"))
+    return found
+
+
+def library_rows() -> list[dict[str, Any]]:
+    """A model runs on a tensor library; device plugins bring one, the core brings none."""
+    libraries = available()
+    if libraries:
+        return [_plain_row("tensor library", PASS, ", ".join(libraries))]
+    hint = "none is installed, so that no model runs; run: pip install "
+    return [_plain_row("tensor library", FAIL, f'{hint}"{DISTRIBUTION}[torch]" or "[paddle]"')]
+
+
 def device_rows(inventory: Inventory) -> list[dict[str, Any]]:
-    """What devices of plugins whose hardware is here really do, each in a process of its own."""
+    """What plugins did wrong when they were asked for devices, as every start asks; then what
+    devices of plugins whose hardware is here really do, each in a process of its own."""
     hooks = hook_manager(inventory=inventory)
     decision, candidates = ask_candidates(
         hooks, inventory, "device", "fd_device_probe", DeviceQuestion()
     )
     libraries = {c.name: c.details.get("tensor_library", "") for c in candidates}
-    rows = []
+    rows = [_row(plugin, FAIL, hint=text) for plugin, text in hooks.faults]
     for entry in inventory.of("device"):
         if entry.is_core or entry.name not in {c.name for c in decision.candidates if c.accepted}:
             continue
@@ -155,17 +194,8 @@ def pth_rows() -> list[dict[str, Any]]:
             for line in path.read_text("utf-8", "replace").splitlines()
         )
         what = "runs code at every start of Python" if runs_code else "adds folders to sys.path"
-        rows.append(
-            {
-                "name": path.name,
-                "kind": ".pth file",
-                "origin": "no distribution",
-                "contract": "",
-                "verdict": WARN,
-                "ms": 0.0,
-                "hint": f"{what}; remove {path} unless you know it",
-            }
-        )
+        hint = f"{what}; remove {path} unless you know it"
+        rows.append(_plain_row(".pth file", WARN, hint, path.name, "no distribution"))
     return rows
 
 
@@ -192,6 +222,21 @@ def _hint(error: str) -> str:
             f"{error} - its import hangs; name the plugin in FD_PLUGINS_DISABLED to go without it"
         )
     return error
+
+
+def _plain_row(
+    kind: str, verdict: str, hint: str, name: str = "", origin: str = ""
+) -> dict[str, Any]:
+    """A row that is about no entry point."""
+    return {
+        "name": name,
+        "kind": kind,
+        "origin": origin,
+        "contract": "",
+        "verdict": verdict,
+        "ms": 0.0,
+        "hint": hint,
+    }
 
 
 def _row(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ from fastdeploy_core.contracts.model import ModelShapes
 from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.plugins.discovery import Inventory, discover
 from fastdeploy_core.plugins.manager import HookManager, hook_manager
-from fastdeploy_core.plugins.negotiate import Decision, ask_candidates, decide
+from fastdeploy_core.plugins.negotiate import Decision, ask_candidates, ask_layer_drivers, decide
 from fastdeploy_core.plugins.report import decision_data, decision_table
 
 if TYPE_CHECKING:
@@ -23,10 +25,11 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     """Print the decision; exit code 1 when nothing can be chosen."""
     arguments = _parser().parse_args(argv)
-    inventory = discover()
-    hooks = hook_manager(inventory=inventory)
-    explain = _EXPLAIN.get(arguments.kind, _by_name)
-    decisions = explain(arguments, inventory, hooks)
+    with contextlib.redirect_stdout(sys.stderr):  # what plugins print when they are imported
+        inventory = discover()
+        hooks = hook_manager(inventory=inventory)
+        explain = _EXPLAIN.get(arguments.kind, _by_name)
+        decisions = explain(arguments, inventory, hooks)
     if arguments.json:
         data = [decision_data(d) for d in decisions]
         print(json.dumps({"decisions": data, "problems": hooks.problems}, indent=2))
@@ -93,19 +96,22 @@ def _shapes(arguments: argparse.Namespace) -> ModelShapes:
 def _attention(
     arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
 ) -> list[Decision]:
-    from fastdeploy_core.contracts.attention import AttentionQuestion
+    from fastdeploy_core.config.model import read_model_config
+    from fastdeploy_core.config.quantization import read_quantization
+    from fastdeploy_core.plugins.resolve import attention_questions
 
     shapes = _shapes(arguments)
     device, library = _place(arguments, inventory, hooks)
-    question = AttentionQuestion(
+    asked = {"dtype": arguments.dtype, "quantization": arguments.quantization}
+    model = read_model_config(arguments.model, asked)
+    questions = attention_questions(
+        shapes.layers,
         device=device,
         tensor_library=library,
-        spec=shapes.attention,
         block_size=arguments.block_size,
-        kv_dtype=arguments.kv_cache_dtype,
-        plain_projections=_quantization_question(arguments, inventory, hooks) is None,
+        quantization=read_quantization(model, arguments.kv_cache_dtype),
     )
-    return [ask_candidates(hooks, inventory, "attention", "fd_attention_backends", question)[0]]
+    return [ask_layer_drivers(hooks, inventory, "attention", "fd_attention_backends", questions)]
 
 
 def _moe(arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager) -> list[Decision]:

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from fastdeploy_core.config.model import DTYPES
+from fastdeploy_core.errors import ConfigError
+
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor, TensorLibrary
 
@@ -34,7 +37,7 @@ class StepBuckets:
 class DeviceLimits:
     """What the scheduler and the model runner must respect. Unknown means unsupported."""
 
-    dtypes: tuple[str, ...] = ("float32",)
+    dtypes: tuple[str, ...] = ("float32",)  # of float32, float16, bfloat16
     preferred_dtype: str = ""  # what an automatic dtype becomes; empty: the checkpoint's own
     block_sizes: tuple[int, ...] | None = None  # None: any
     default_block_size: int = 64
@@ -66,6 +69,16 @@ class DeviceLimits:
     shares_host_memory: bool = False  # memory() is the host's: leave room for everybody else
     # Memory of the KV pool where the device cannot measure what a step needs; 0: it is measured.
     kv_memory_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """A dtype that no model can be served in is a ConfigError: nothing would ever use it."""
+        for field, names in (("dtypes", self.dtypes), ("preferred_dtype", (self.preferred_dtype,))):
+            for name in names:
+                if name and name not in DTYPES:
+                    raise ConfigError(
+                        f"DeviceLimits.{field} has {name!r}, which no model is served in; "
+                        f"possible: {', '.join(DTYPES)}"
+                    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +155,7 @@ class SizedGraph(Protocol):
     """A graph that says whether rows of nobody cost nothing in it, too, where DeviceLimits.graph_any_size does. One
     in which they cost what the others do serves no prompts.
 
-    Added in contract 0.11.
+    Added in contract 1.0.
     """
 
     is_any_size: bool
@@ -153,7 +166,7 @@ class RepeatingDevice(Protocol):
     """A device that goes through captured work again and again by itself, where decodes_per_step says so. On
     others the core replays each graph.
 
-    Added in contract 0.9.
+    Added in contract 1.0.
     """
 
     def replay_times(self, graphs: Sequence[CapturedGraph], times: int) -> None:
@@ -187,7 +200,7 @@ class FallbackDevice(Protocol):
 class CompilingDevice(Protocol):
     """A device that compiles kernels when they are first met, and can do so side by side.
 
-    Added in contract 0.5.
+    Added in contract 1.0.
     """
 
     def compile_only(self) -> AbstractContextManager[None]:
@@ -201,7 +214,7 @@ class PackingDevice(Protocol):
     """A device that lays weights out for its kernels and can keep the result in a file between starts
     (`--weight-cache`). What is kept are flat uint8 arrays and a few facts that JSON can hold.
 
-    Added in contract 0.6.
+    Added in contract 1.0.
     """
 
     name: str
@@ -227,7 +240,7 @@ class PostingDevice(Protocol):
     """A device whose kernels write into the host's memory. What recorded steps tell the host arrives by itself
     then: nobody queues a copy or an event for it, and tokens arrive before drafts are made.
 
-    Added in contract 0.9.
+    Added in contract 1.0.
     """
 
     def host_box(self, num_words: int) -> tuple[Tensor, np.ndarray]:

@@ -22,7 +22,7 @@ from fastdeploy_core.contracts.kv_formats import kv_format
 from fastdeploy_core.contracts.model import ModelShapes, StoredTensor
 from fastdeploy_core.contracts.quantizer import make_quantizer
 from fastdeploy_core.contracts.small import CausalLM, CheckpointFormat
-from fastdeploy_core.errors import WeightError
+from fastdeploy_core.errors import UnsupportedModel, WeightError
 from fastdeploy_core.layers import DriverFactories, ModelBuilder, ModelRanks, WeightFormats
 from fastdeploy_core.layers.cache_scales import CACHE_SCALE_NAMES
 from fastdeploy_core.layers.expert_parallel import ExpertRanks
@@ -92,10 +92,10 @@ def load_model(
             ranks=ModelRanks(tp_rank, tp_size, communicator, experts),
             formats=replace(formats, kept=cache),
         )
-        if settings.kv_unused:
-            for text in CACHE_SCALE_NAMES:
-                build.weights.ignore(text)
+        for text in CACHE_SCALE_NAMES if settings.kv_unused else ():
+            build.weights.ignore(text)
         model = family(hf_config, build)
+        _check_layers(shapes, build)
         fill_model(model, build, model_config.path, hf_config, model_config, checkpoint)
     report += [*cache.report, *_unquantized_lines(build), *_expert_lines(build)]
     return LoadedModel(
@@ -108,6 +108,29 @@ def load_model(
         weight_bytes=build.weight_bytes + cache.num_bytes,
         report=report,
     )
+
+
+def _check_layers(shapes: ModelShapes, build: ModelBuilder) -> None:
+    """Drivers and memory were chosen for the layers that the family stated."""
+    stated = [
+        build.cache_spec(layer) if isinstance(layer, AttentionSpec) else layer
+        for layer in shapes.layers
+    ]
+    if stated != build.kv_layers:
+        pairs = zip(stated, build.kv_layers, strict=False)
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        where = (
+            ""
+            if first is None
+            else (
+                f"; layer {first} was stated as {stated[first]} and built as "
+                f"{build.kv_layers[first]}"
+            )
+        )
+        raise UnsupportedModel(
+            f"{shapes.architecture} states {len(stated)} layers with a cache and builds "
+            f"{len(build.kv_layers)}{where}; shapes() must state what the constructor builds"
+        )
 
 
 def _checkpoint(model: ModelConfig, load_driver: LoadDriver) -> CheckpointFormat | None:

@@ -6,13 +6,14 @@ are made once, when layers are built.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from fastdeploy_core.contracts.ops import OPERATIONS, Kernel
+from fastdeploy_core.contracts.ops import OPERATIONS, QUANTIZED_OPERATIONS, Kernel
 from fastdeploy_core.errors import CapabilityError, PluginError
 
 from .discovery import PluginEntry, discover
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REFERENCE: Final = "cpu"  # the device name under which the reference registers its table
+# A plugin's number format adds operations of these names.
+_OF_FORMATS: Final = ("linear_", "moe_experts_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +49,23 @@ class _Chosen:
     behind: dict[str, dict[str, Callable[..., Any]]] = field(default_factory=dict)
 
 
+class _Problems:
+    """What is wrong with cells; each is a warning, too."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, what: str, entry: PluginEntry, problem: str) -> None:
+        self.lines.append(f"{what} of {entry.origin} {problem}")
+        logger.warning("%s", self.lines[-1])
+
+
 class ChosenKernels:
     """A KernelTable: operations by name, already chosen and imported.
 
     `late` operations exist only in the reference, and few models need them. The first layer that
-    asks for one causes the line about falling back, or the refusal.
+    asks for one causes the line about falling back, or the refusal. `problems` are cells that
+    are left out and cells that no layer asks for, with the reason.
     """
 
     def __init__(
@@ -67,6 +82,7 @@ class ChosenKernels:
         self._behind = chosen.behind
         self._late, self._allow_fallback = set(late), allow_fallback
         self.fallbacks: list[str] = []  # late operations that layers asked for
+        self.problems: tuple[str, ...] = ()
 
     def __getitem__(self, operation: str) -> Callable[..., Any]:
         """The kernel for the operation; KeyError names the operations there are."""
@@ -143,14 +159,14 @@ def build_kernel_table(
     """
     entries = discover().of("kernels") if resolved is None else resolved.plugin_entries("kernels")
     facts = facts or {}
-    own = _cells([e for e in entries if e.name == device_name])
-    reference = (
-        [] if device_name == REFERENCE else _cells([e for e in entries if e.name == REFERENCE])
-    )
-    chosen = _choose([c for c in own if not c.kernel.composes], facts)
+    problems = _Problems()
+    own = _cells([e for e in entries if e.name == device_name], problems)
+    of_reference = [e for e in entries if e.name == REFERENCE and device_name != REFERENCE]
+    reference = _cells(of_reference, problems)
+    chosen = _choose([c for c in own if not c.kernel.composes], facts, problems)
     composing = [c for c in (*own, *reference) if c.kernel.composes]
     missing = [c for c in reference if c.operation not in chosen.functions]
-    rest = _choose([c for c in missing if not c.kernel.composes], facts)
+    rest = _choose([c for c in missing if not c.kernel.composes], facts, problems)
     late = rest.functions.keys() - OPERATIONS.keys()
     fallback = rest.functions.keys() & OPERATIONS.keys()
     total = len((chosen.functions.keys() | fallback) & OPERATIONS.keys())
@@ -176,30 +192,27 @@ def build_kernel_table(
         chosen.activations | rest.activations,
         chosen.behind | rest.behind,
     )
-    return _compose(ChosenKernels(device_name, both, late, allow_fallback), composing, facts)
+    table = ChosenKernels(device_name, both, late, allow_fallback)
+    _compose(table, composing, facts, problems)
+    table.problems = tuple(problems.lines)
+    return table
 
 
 def _compose(
-    table: ChosenKernels, cells: Iterable[_Cell], facts: Mapping[str, Any]
-) -> ChosenKernels:
+    table: ChosenKernels, cells: Iterable[_Cell], facts: Mapping[str, Any], problems: _Problems
+) -> None:
     """Add operations without a kernel of their own, composed of the table's other kernels."""
     for cell in cells:
         if cell.operation in table:
             continue
         try:
-            for operation, make in _choose([cell], facts).functions.items():
+            for operation, make in _choose([cell], facts, problems).functions.items():
                 table.add(operation, make(table), cell.entry.distribution)
         except Exception as error:
-            logger.warning(
-                "kernel %s of %s is left out: %s",
-                cell.operation,
-                cell.entry.origin,
-                describe(error),
-            )
-    return table
+            problems.add(f"kernel {cell.operation}", cell.entry, f"is left out: {describe(error)}")
 
 
-def _cells(entries: Iterable[PluginEntry]) -> list[_Cell]:
+def _cells(entries: Iterable[PluginEntry], problems: _Problems) -> list[_Cell]:
     """The cells of all tables; a table that cannot be read is left out with a warning."""
     cells = []
     for entry in entries:
@@ -208,18 +221,38 @@ def _cells(entries: Iterable[PluginEntry]) -> list[_Cell]:
             if not isinstance(table, Mapping):
                 raise TypeError(f"a kernel table maps operations to targets, got {type(table)}")
             for operation, value in table.items():
+                if near := misspelt(operation):
+                    what = f"is used by no layer: did you mean {near}?"
+                    problems.add(f"kernel {operation}", entry, what)
                 kernel = Kernel(value) if isinstance(value, str) else value
                 if not isinstance(kernel, Kernel):
                     raise TypeError(f"{operation}: expected 'module:function' or Kernel")
                 cells.append(_Cell(operation, kernel, entry))
         except (PluginError, TypeError) as error:
-            logger.warning(
-                "kernel table %r of %s is left out: %s", entry.name, entry.origin, describe(error)
-            )
+            problems.add(f"kernel table {entry.name!r}", entry, f"is left out: {describe(error)}")
     return cells
 
 
-def _choose(cells: Iterable[_Cell], facts: Mapping[str, Any]) -> _Chosen:
+def is_operation(name: str) -> bool:
+    """Whether layers may ask for it: an operation of this core or of a plugin's number format."""
+    return (
+        name in OPERATIONS
+        or name in QUANTIZED_OPERATIONS
+        or (name.startswith(_OF_FORMATS) and not misspelt(name))
+    )
+
+
+def misspelt(operation: str) -> str:
+    """The operation of this core that was probably meant; "" for a known name and for one that a
+    plugin's own code may ask for."""
+    if operation in OPERATIONS or operation in QUANTIZED_OPERATIONS:
+        return ""
+    cutoff = 0.93 if operation.startswith(_OF_FORMATS) else 0.8
+    near = difflib.get_close_matches(operation, OPERATIONS, n=1, cutoff=cutoff)
+    return near[0] if near else ""
+
+
+def _choose(cells: Iterable[_Cell], facts: Mapping[str, Any], problems: _Problems) -> _Chosen:
     """One importable cell per operation: cells with a predicate come first (they claim a special
     case), then the order of distribution names; the core's cells come last."""
     chosen = _Chosen()
@@ -250,12 +283,7 @@ def _choose(cells: Iterable[_Cell], facts: Mapping[str, Any]) -> _Chosen:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            logger.warning(
-                "kernel %s of %s is left out: %s",
-                cell.operation,
-                cell.entry.origin,
-                describe(error),
-            )
+            problems.add(f"kernel {cell.operation}", cell.entry, f"is left out: {describe(error)}")
     return chosen
 
 

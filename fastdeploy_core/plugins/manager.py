@@ -16,7 +16,7 @@ import threading
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_STRIKES: Final = 3
 _PROBE: Final = "fd_device_probe"
+_ADVICE: Final = "; see: fastdeploy plugins doctor"
 # Events that fire while requests run: called directly, because a thread with a time limit costs too
 # much.
 _HOT_EVENTS: Final = frozenset({"fd_request_finished", "fd_step_stats"})
@@ -58,7 +59,7 @@ class HookManager:
     def __init__(self, entries: Sequence[PluginEntry], *, trusted: bool = False) -> None:
         """Load the modules of `entries`; `trusted` ones were imported by a pre-flight check
         before."""
-        self.problems: list[str] = []
+        self.faults: list[tuple[PluginEntry, str]] = []
         self.plugins: dict[str, PluginEntry] = {}
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
@@ -83,16 +84,24 @@ class HookManager:
         """The hook modules that are loaded, in the order they are asked."""
         return list(reversed(self.plugins.values()))
 
+    @property
+    def problems(self) -> list[str]:
+        """What plugins did wrong so far, in sentences."""
+        return [f"{text}{_ADVICE}" for _, text in self.faults]
+
     def hooks_of(self, entry: PluginEntry) -> list[str]:
         """Names of the hooks a loaded plugin implements."""
         plugin = self._manager.get_plugin(_key(entry))
         callers = self._manager.get_hookcallers(plugin) if plugin is not None else None
         return sorted(c.name for c in callers or [])
 
-    def ask(self, hook: str, **arguments: Any) -> list[Answer]:
-        """Every plugin's answer, in order; None and failures are left out."""
+    def ask(self, hook: str, *, unasked: Collection[str] = (), **arguments: Any) -> list[Answer]:
+        """Every plugin's answer, in order; None and failures are left out, and so are the
+        distributions named in `unasked`."""
         answers = []
         for plugin, implementation in self._implementations(hook):
+            if plugin.distribution in unasked:
+                continue
             value = self._call(plugin, hook, implementation, arguments)
             if value is not None:
                 answers.append(Answer(plugin, value))
@@ -122,9 +131,7 @@ class HookManager:
 
     def complain(self, plugin: PluginEntry, hook: str, what: str) -> None:
         """Record and log an error of a plugin."""
-        text = f"hook {hook} of {plugin.origin} {what}; see: fastdeploy plugins doctor"
-        self.problems.append(text)
-        logger.warning("%s", text)
+        self._record(plugin, f"hook {hook} of {plugin.origin} {what}")
 
     def _preflight(self, others: Sequence[PluginEntry]) -> set[PluginEntry]:
         """Import third parties' modules in a child process first. Their device probes are also
@@ -159,15 +166,18 @@ class HookManager:
         outcome = self._probes[key]
         if outcome.error:
             raise PluginLoadError(outcome.error)
-        return preflight.decode_candidate(outcome.answers.get(_PROBE))
+        answer = outcome.answers.get(_PROBE)
+        candidate = preflight.decode_candidate(answer)
+        if candidate is None and answer is not None:
+            raise PluginError(f"returned {answer!r:.80}, not a Candidate")
+        return candidate
 
     def _refuse(self, entry: PluginEntry, reason: str) -> None:
-        text = (
-            f"hooks {entry.name!r} of {entry.origin} are left out: {reason}; "
-            "see: fastdeploy plugins doctor"
-        )
-        self.problems.append(text)
-        logger.warning("%s", text)
+        self._record(entry, f"hooks {entry.name!r} of {entry.origin} are left out: {reason}")
+
+    def _record(self, plugin: PluginEntry, text: str) -> None:
+        self.faults.append((plugin, text))
+        logger.warning("%s%s", text, _ADVICE)
 
     def _load(self, entry: PluginEntry) -> None:
         """Import and register one module; after a failure nothing of it stays registered."""

@@ -25,6 +25,7 @@ _SHOWN = (
     "can_capture_decode",
     "can_capture_mixed",
     "norms_heads",
+    "features",
     "option_docs",
 )
 
@@ -75,6 +76,9 @@ def _do(job: dict[str, Any], result: dict[str, Any]) -> None:
     contract = getattr(target, "contract", None)
     if isinstance(contract, tuple) and all(isinstance(n, int) for n in contract):
         result["contract"] = list(contract)
+    features = getattr(target, "features", ())
+    if isinstance(features, frozenset | set | tuple | list):
+        result["features"] = sorted(map(str, features))
     if job.get("describe"):
         result["facts"] = _facts(target)
     for hook in job.get("calls", []):
@@ -102,7 +106,10 @@ def _facts(target: Any) -> dict[str, Any]:
     from collections.abc import Mapping
 
     if isinstance(target, Mapping):
-        return {"operations": sorted(map(str, target))}
+        missing = _missing_modules(target)
+        return {"operations": sorted(map(str, target))} | (
+            {"missing modules": missing} if missing else {}
+        )
     facts: dict[str, Any] = {}
     summary = (getattr(target, "__doc__", None) or "").strip().splitlines()
     if summary:
@@ -113,12 +120,34 @@ def _facts(target: Any) -> dict[str, Any]:
             continue
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             facts[name] = dataclasses.asdict(value)
+        elif isinstance(value, frozenset):
+            facts[name] = sorted(map(str, value))
         elif isinstance(value, str | int | float | bool | tuple | list | dict):
             facts[name] = value
     hooks = [n for n in dir(target) if hasattr(getattr(target, n, None), "fastdeploy_impl")]
     if hooks:
         facts["hooks"] = hooks
     return facts
+
+
+def _missing_modules(table: Any) -> dict[str, str]:
+    """Operations of a kernel table whose module does not exist; the modules are not imported, for
+    that may need hardware."""
+    import importlib.util
+
+    missing: dict[str, str] = {}
+    for operation, cell in table.items():
+        behind = getattr(cell, "behind", {})
+        parts = (getattr(cell, name, "") for name in ("target", "predicate", "prepare"))
+        targets = [cell] if isinstance(cell, str) else [*parts, *behind.values()]
+        for module in (target.partition(":")[0] for target in targets if target):
+            try:
+                found = importlib.util.find_spec(module)
+            except ModuleNotFoundError:
+                found = None
+            if found is None:
+                missing[str(operation)] = module
+    return missing
 
 
 def _ask(function: Any, hook: str, question: dict[str, Any]) -> Any:

@@ -59,7 +59,7 @@ LARGER_RECORDS = {
     "fastdeploy_core/types/worker.py WorkerInfo",
     # What a device states of itself, and what a step hands to a driver.
     "fastdeploy_core/contracts/attention.py AttentionBatch",
-    "fastdeploy_core/contracts/attention.py AttentionSpec",
+    "fastdeploy_core/contracts/model.py AttentionSpec",
     "fastdeploy_core/contracts/device.py DeviceLimits",
     "fastdeploy_core/contracts/speculative.py DraftBatch",
     # Being redesigned.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from fastdeploy_core.contracts.base import CONTRACT
 from tests.plugins.wheels import REPOSITORY
 
 
@@ -144,7 +145,8 @@ def test_new_plugin_is_found_and_explained(stranger: Stranger) -> None:
     why = stranger.fastdeploy("plugins", "why", "device")
     assert "wonder" in why.stdout and "winner: cpu" in why.stdout
     shown = stranger.fastdeploy("plugins", "show", "fd-wonder")
-    assert shown.returncode == 0 and "contract: 0.2" in shown.stdout
+    assert shown.returncode == 0
+    assert f"contract: {CONTRACT[0]}.{CONTRACT[1]}" in shown.stdout
 
 
 def test_the_kits_distribution_brings_its_fakes(stranger: Stranger) -> None:

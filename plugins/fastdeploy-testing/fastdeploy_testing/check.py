@@ -9,10 +9,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from fastdeploy_core.contracts.base import KINDS
+from fastdeploy_core.contracts.base import DISTRIBUTION, KINDS
 from fastdeploy_core.errors import ConfigError, PluginNotFound
 from fastdeploy_core.plugins.discovery import HOOKS, OK, Inventory, discover
 from fastdeploy_core.plugins.drivers import find
+from fastdeploy_core.tensor import available
 
 KIT = "fastdeploy_testing.conformance"
 # Kinds that have a suite; the others have no more than hygiene.
@@ -26,6 +27,8 @@ KINDS_WITH_SUITE = (
     "scheduler",
     "kv_transport",
 )
+# Kinds whose suites make tensors.
+KINDS_THAT_COMPUTE = frozenset(KINDS_WITH_SUITE) - {"scheduler", "kv_transport"} | {"kernels"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,6 +39,11 @@ def main(argv: Sequence[str]) -> int:
     kind = arguments.kind or kind_of(inventory, name)
     entry = find(kind, name, inventory)
     device = arguments.device or device_of(inventory, entry.distribution)
+    if kind in KINDS_THAT_COMPUTE and not available():
+        raise ConfigError(
+            f"a {kind} is checked on a tensor library, and none is installed; "
+            f'run: pip install "{DISTRIBUTION}[torch]" or "{DISTRIBUTION}[paddle]"'
+        )
     with tempfile.TemporaryDirectory(prefix="fastdeploy-check-") as folder:
         # An empty folder as root: no conftest or setting of the current directory takes part.
         (Path(folder) / "pytest.ini").write_text("[pytest]\n", "utf-8")
@@ -57,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
             command += ["--fd-report", str(Path(arguments.report).absolute())]
         if arguments.keyword:
             command += ["-k", arguments.keyword]
-        command.append("-v" if arguments.verbose else "-q")
+        # Without -v the kit's own summary says in a line what each failed test found.
+        command += ["-v", "--tb=short"] if arguments.verbose else ["-q", "--tb=no", "-rN"]
         return subprocess.call(command)  # noqa: S603 - our own interpreter
 
 
@@ -81,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--report", metavar="FILE", help="write the results as JSON")
     parser.add_argument("-k", dest="keyword", default="", help="only tests that match, as pytest")
-    parser.add_argument("-v", dest="verbose", action="store_true", help="one line per test")
+    parser.add_argument(
+        "-v", dest="verbose", action="store_true", help="one line per test, and tracebacks"
+    )
     return parser
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from fastdeploy_core import __version__
+from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.errors import ConfigError
 
 TEMPLATE_FOLDER: Final = Path(__file__).with_name("templates")
@@ -91,7 +92,9 @@ def create(distribution: str, parent: Path, kind: str = "device") -> Path:
             continue
         place = target / _filled(str(path.relative_to(source)), words)
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(_filled(path.read_text("utf-8"), words), "utf-8")
+        text = _filled(path.read_text("utf-8"), words)
+        text = re.sub(r"contract = \(\d+, \d+\)", f"contract = {CONTRACT}", text)
+        place.write_text(text, "utf-8")
     return target
 
 

@@ -131,13 +131,14 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         "test": item.name,
         "suite": suite.__name__,
         "capability": marker.args[0] if marker else "",
+        "phase": report.when,
         "outcome": report.outcome,
         "reason": reason[:300],
     }
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """The capability table, and the report file."""
+    """The capability table, the failures in few lines, and the report file."""
     outcomes = list(config.stash[_OUTCOMES].values())
     path = config.getoption("--fd-report")
     if path:
@@ -150,18 +151,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         Path(path).write_text(json.dumps(report, indent=2) + "\n", "utf-8")
     if not outcomes or not config.getoption("--fd-driver"):
         return
-    from fastdeploy_core.plugins.report import table
+    from .summary import capability_table, failure_lines
 
-    suites: dict[str, list[dict[str, str]]] = {}
-    for outcome in outcomes:
-        suites.setdefault(outcome["capability"] or outcome["suite"], []).append(outcome)
-    rows = []
-    for name, tests in suites.items():
-        counts = {o: sum(t["outcome"] == o for t in tests) for o in ("passed", "failed", "skipped")}
-        verdict = "FAIL" if counts["failed"] else "PASS" if counts["passed"] else "not declared"
-        reasons = dict.fromkeys(t["reason"] for t in tests if t["reason"])
-        rows.append((name, verdict, counts["passed"], counts["skipped"], "; ".join(reasons)[:160]))
-    terminalreporter.section(f"capabilities of {config.getoption('--fd-driver')}")
-    terminalreporter.write_line(
-        table(("capability", "result", "passed", "skipped", "reason"), rows)
-    )
+    driver = str(config.getoption("--fd-driver"))
+    terminalreporter.section(f"capabilities of {driver}")
+    terminalreporter.write_line(capability_table(outcomes))
+    if failures := failure_lines(outcomes, driver):
+        terminalreporter.section("failures")
+        for line in failures:
+            terminalreporter.write_line(line)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import fastdeploy_testing.conformance as kit
-from fastdeploy_core.contracts.base import DISTRIBUTION, KINDS
+from fastdeploy_core.contracts.base import CONTRACT, DISTRIBUTION, KINDS
 from fastdeploy_core.errors import ConfigError, PluginNotFound
 from fastdeploy_core.plugins.discovery import HOOKS, PluginEntry
 from fastdeploy_testing import check
@@ -33,6 +33,7 @@ def test_new_fills_in_every_name(tmp_path):
     text = "".join(p.read_text() for p in folder.rglob("*") if p.is_file())
     assert "mychip" not in text.lower() and "__CORE_REQUIREMENT__" not in text
     assert "fastdeploy-core>=0.1,<0.2" in text and "class Acme7Device" in text
+    assert f"contract = {CONTRACT}" in text, "a new plugin is written for today's contract"
 
 
 def test_new_drafter_has_its_distributions_name(tmp_path):
@@ -41,6 +42,7 @@ def test_new_drafter_has_its_distributions_name(tmp_path):
     assert {"src/fd_spec_acme/drafter.py", "src/fd_spec_acme/hooks.py"} <= files
     text = "".join(p.read_text() for p in folder.rglob("*") if p.is_file())
     assert "mydraft" not in text.lower() and "class AcmeDrafter" in text
+    assert f"contract = {CONTRACT}" in text
     assert 'acme = "fd_spec_acme.drafter:AcmeDrafter"' in text and 'name = "fd-spec-acme"' in text
 
 

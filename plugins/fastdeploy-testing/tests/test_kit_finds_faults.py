@@ -221,6 +221,8 @@ def test_spoilt_kernels_fail(device: Any, kernels: Any) -> None:
          lambda t: suite.test_linear(device, t, "float32", 7, True)),
         ("rms_norm", lambda x, w, eps: kernels["rms_norm"](x, w, eps) * 1.01,
          lambda t: suite.test_rms_norm(device, t, "float32", (7, 32))),
+        ("rms_norm", lambda x, w, eps: kernels["rms_norm"](x.float(), w.float(), eps),
+         lambda t: suite.test_rms_norm(device, t, "bfloat16", (7, 32))),
         ("greedy", lambda logits: 49 - xp.argmax(xp.index_select(
             logits, 1, xp.arange(50) * -1 + 49), -1),
          lambda t: suite.test_greedy_takes_the_smallest_of_equals(device, t)),
@@ -236,6 +238,27 @@ def test_spoilt_kernels_fail(device: Any, kernels: Any) -> None:
         with pytest.raises(FAILURE):
             check(wrapped(kernels, name, change))
             raise LookupError(f"a spoilt {name} was not noticed")
+
+
+@pytest.mark.parametrize("fixed", [0.0, 1e-6, 1e-5, 0.3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_norm_with_an_eps_of_its_own_fails(
+    device: Any, kernels: Any, fixed: float, dtype: str
+) -> None:
+    suite, tables = OpsConformance(), {}
+    for name, place in (("rms_norm", 2), ("add_rms_norm", 3)):
+        kernel = kernels[name]
+        tables[name] = wrapped(
+            kernels,
+            name,
+            lambda *a, kernel=kernel, place=place: kernel(*a[:place], fixed, *a[place + 1 :]),
+        )
+    suite.test_rms_norm(device, kernels, dtype, (7, 32))
+    with pytest.raises(FAILURE):
+        suite.test_rms_norm(device, tables["rms_norm"], dtype, (7, 32))
+    suite.test_add_rms_norm(device, kernels, dtype, 7)
+    with pytest.raises(FAILURE):
+        suite.test_add_rms_norm(device, tables["add_rms_norm"], dtype, 7)
 
 
 class _Attention(AttentionConformance):

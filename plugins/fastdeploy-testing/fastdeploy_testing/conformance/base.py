@@ -114,6 +114,11 @@ class OnDevice(Conformance):
             return np.array(device.to_host(x.float()), "float64")
         return np.array(device.to_host(x))
 
+    def assert_dtype(self, device: Any, result: Any, dtype: str) -> None:
+        """The result is of that dtype, as the contract says."""
+        got = device.xp.dtype_name(result.dtype)
+        assert got == dtype, f"the result is {got}, expected {dtype}"
+
     def assert_close(
         self, device: Any, result: Any, expected: np.ndarray, dtype: str, scale: float = 0.0
     ) -> None:

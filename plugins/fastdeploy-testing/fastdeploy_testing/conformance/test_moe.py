@@ -97,10 +97,10 @@ class MoEConformance(OnDevice):
         )
         inputs, scale = (self.to_device(device, a, dtype) for a in (x, gain))
         scorer = self.to_device(device, router)
-        result = backend.forward_block(inputs, scale, 1e-5, scorer, None, prepared)
+        result = backend.forward_block(inputs, scale, 0.3, scorer, None, prepared)
         got = self.to_host(device, result)
         x, gain, gate_up, down = (self.rounded(device, a, dtype) for a in (x, gain, gate_up, down))
-        normed = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * gain
+        normed = x / np.sqrt((x * x).mean(-1, keepdims=True) + 0.3) * gain
         normed = self.rounded(device, normed.astype("float32"), dtype)
         ids, weights = oracle.moe_routing(normed @ router.T.astype("float64"), None, routing)
         shared = np.broadcast_to(np.arange(8, count), (tokens, num_shared))
