@@ -1,4 +1,4 @@
-"""known_plugins.json says what to install for everything that this repository's distributions add."""
+"""known_plugins.json: what to install for each thing that this repository's distributions add."""
 
 from __future__ import annotations
 
