@@ -152,9 +152,10 @@ def post(postbox: Any, width: int) -> None:
 
 def turn_off(engine: LocalEngine, sizes: list[int]) -> None:
     """As if the draft policy had found that drafts do not pay."""
-    length = engine._core.scheduler._length
+    policy = engine._core.scheduler._policy
     for size in sizes:
-        length._regime(size, 0).turn_off(10**9)
+        policy.choose(size)
+        policy._regime._next = 10**9
 
 
 def serve(

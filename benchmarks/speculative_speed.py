@@ -84,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steady", type=int, default=800, help="tokens of a decoding answer")
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0: with top_p 0.95")
     parser.add_argument("--fixed", action="store_true", help="adaptive length off")
-    parser.add_argument("--verdicts", action="store_true", help="print what each trial found")
+    parser.add_argument("--verdicts", action="store_true", help="print what each probe found")
     parser.add_argument(
         "--processor-time",
         action="store_true",
@@ -130,7 +130,7 @@ class Comparison:
         self._prompts = [encode(prompt) for row in zip(*found, strict=True) for prompt in row]
         self._verdicts = logging.StreamHandler(sys.stdout)
         if options.verdicts:
-            logger = logging.getLogger("fastdeploy_core.scheduler.draft_length")
+            logger = logging.getLogger("fastdeploy_core.scheduler.draft_policy")
             logger.setLevel(logging.DEBUG)
             logger.addHandler(self._verdicts)
 
@@ -255,7 +255,7 @@ class Streams:
         scheduler = engine._core.scheduler
         while len(ready) < self._num_ready:
             ready.append(self._make())
-        scheduler._busy_since = None  # no step ran since the last round
+        scheduler._results_s = None  # no step ran since the last round
         counters = scheduler.counters
         num_before = counters.num_generated_tokens
         before, began = self._llm.get_metrics(), self._clock()
@@ -286,12 +286,10 @@ class Streams:
 
 def forget_lengths(llm: Any) -> None:
     """Drop what the draft policy learned from other work."""
-    length = llm._live_engine()._core.scheduler._length
-    if length is not None:
-        length._regimes.clear()
-        length._now = length._last = None
-        length.rests = 0
-        length._num_rows = -1
+    policy = llm._live_engine()._core.scheduler._policy
+    if policy is not None:
+        policy._regimes.clear()
+        policy._regime = None
 
 
 def speed(run: dict[str, Any]) -> float:

@@ -23,16 +23,13 @@ from fastdeploy_core.types import (
 from fastdeploy_core.types.engine import EngineStats
 
 from .counters import Counters
-from .draft_length import DraftLength
+from .draft_policy import DraftPolicy
 from .outcome import Outcome
 from .planner import StepPlanner
 from .roster import Roster
 from .sequence import RequestState, Sequence, mix64, sequence_seed
 from .settings import SchedulerSettings
 from .step import ScheduledStep
-
-# What a prompt costs whatever its length, in tokens of it.
-PROMPT_START = 64
 
 
 class BatchScheduler:
@@ -55,19 +52,10 @@ class BatchScheduler:
             num_drafts=settings.num_speculative_tokens,
         )
         self._outcome = Outcome(self._roster, self.counters)
-        self._length: DraftLength | None = None
-        if settings.num_speculative_tokens:
-            self._length = DraftLength(
-                settings.num_speculative_tokens,
-                adaptive=settings.adaptive_length,
-                disable_above=settings.disable_by_batch_size,
-                numbers=settings.draft_numbers,
-            )
-        self._busy_since: float | None = None  # results came then, and there was more to do
-        # Prompts of steps planned since: their tokens and PROMPT_START each, and whether they are the usual load.
-        self._prompts_begun, self._is_usual = 0, True
+        self._policy = DraftPolicy(settings) if settings.num_speculative_tokens else None
+        self._results_s: float | None = None  # when results came last, if there was more to do
         self._planner = StepPlanner(
-            self._roster, settings, self.counters, self._fail_stuck, self._length
+            self._roster, settings, self.counters, self._fail_stuck, self._policy
         )
         self._deadlines: list[tuple[float, str]] = []
         self._next_seq_id = 0
@@ -97,9 +85,27 @@ class BatchScheduler:
         """KV blocks that a new request could get; see contracts.scheduler.Capacity."""
         return self._roster.num_free_blocks
 
+    @property
+    def num_held(self) -> int:
+        """Requests that wait for KV blocks of another instance."""
+        return len(self._roster.held)
+
     def has_work(self) -> bool:
-        """Whether a request is unfinished, or an answer not yet given."""
-        return bool(self._roster.requests) or self._outcome.has_deltas
+        """Whether a request can run or has passed its deadline, or an answer is not yet given. What
+        waits for another instance alone is no work: the engine sleeps until it comes."""
+        if len(self._roster.requests) > self.num_held or self._outcome.has_deltas:
+            return True
+        return bool(self.num_held and self._deadlines and self._deadlines[0][0] <= self._clock())
+
+    def hold_for_remote_kv(self, request_id: str) -> None:
+        """Another instance computes the prompt of a request that has not started."""
+        self._roster.hold(self._roster.requests[request_id])
+
+    def take_remote_kv(self, request_id: str) -> None:
+        """The blocks of a held request have come, or never will: it waits for its turn. Unknown ids
+        are ignored, because the request may have ended meanwhile."""
+        if request_id in self._roster.held:
+            self._roster.release(self._roster.requests[request_id])
 
     def add(self, request: Request) -> None:
         """Queue a request, or raise InvalidRequest; the scheduler is unchanged then. A newer attempt
@@ -165,52 +171,25 @@ class BatchScheduler:
         """The next step; None if nothing can run (yet: steps in flight may change that)."""
         if self._deadlines:
             self._expire()
-        step, length = self._planner.plan(), self._length
-        if length is not None and not length.rests and step is not None and not step.is_decode:
-            size, is_usual = self._prompts_of(step)
-            self._prompts_begun += size
-            self._is_usual &= is_usual
-        return step
+        return self._planner.plan()
 
     def update(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
         """Take in a step's results; `take_deltas` has the answers."""
         num_before = self.counters.num_generated_tokens
         self._outcome.apply(step, output)
         self._planner.note(step, output)
-        length = self._length
-        if length is not None and length.rests:
-            length.rests -= 1
-        elif length is not None:
-            # What lies behind an answer's end is no token that drafts have brought.
-            self._measure(length, step, self.counters.num_generated_tokens - num_before)
+        if self._policy is not None:
+            # Tokens that a step gives behind an answer's end count for nothing.
+            num_tokens = self.counters.num_generated_tokens - num_before
+            self._measure(self._policy, step, num_tokens)
 
-    def _prompts_of(self, step: ScheduledStep) -> tuple[int, bool]:
-        """What they are as a load, and whether it is the usual one: requests that come all at once, as the first
-        ones do, are not."""
-        if 2 * len(step.rows) > max(2, self.num_running):
-            return 0, False
-        return sum(PROMPT_START + row.num_tokens for row in step.rows), True
-
-    def _measure(self, length: DraftLength, step: ScheduledStep, num_tokens: int) -> None:
-        """Tell how long the engine took over a step: from the results before to its own, everything in between
-        included. Where steps are queued ahead a prompt takes the host's time when it is launched, so between the
-        results of earlier steps, and the device's before its own: half of it counts with either."""
-        begun, is_usual = self._prompts_begun, self._is_usual
-        self._prompts_begun, self._is_usual = 0, True
-        own, is_own_usual = (0, True) if step.is_decode else self._prompts_of(step)
-        num_prompt_tokens = (begun + own) // 2
-        if length.passes(num_tokens, num_prompt_tokens):
-            self._busy_since = None
-            return
-        now, began = self._clock(), self._busy_since
-        # What was queued behind an end takes its time, too, and longer with drafts.
+    def _measure(self, policy: DraftPolicy, step: ScheduledStep, num_tokens: int) -> None:
+        """Tell how long the engine took over a step: from the results before to its own, with
+        everything in between. The time means nothing if there was nothing to do before."""
+        now, before = self._clock(), self._results_s
         is_busy = self._roster.running or self._roster.num_leaving
-        self._busy_since = now if is_busy else None
-        # A prompt without a token behind it takes as long whatever there is of drafts.
-        says_nothing = not (is_usual and is_own_usual) or (own and not num_tokens)
-        seconds = 0.0 if began is None or says_nothing else now - began
-        number = step.num_decodes
-        length.observe(step.asked, num_tokens / number, seconds / number, num_prompt_tokens)
+        self._results_s = now if is_busy else None
+        policy.observe(step, num_tokens, 0.0 if before is None else now - before)
 
     def fail(self, steps: list[ScheduledStep], message: str) -> None:
         """The first of these steps failed, and the later ones, submitted before that was known, are
@@ -229,9 +208,10 @@ class BatchScheduler:
 
     def fail_oldest(self, message: str) -> None:
         """End the request that has waited longest; for states that should not exist."""
-        request = next(iter(self._roster.requests.values()), None)
-        if request is not None:
-            self._outcome.fail(request, message, "OutOfBlocks")
+        for request_id, request in self._roster.requests.items():
+            if request_id not in self._roster.held:
+                self._outcome.fail(request, message, "OutOfBlocks")
+                return
 
     def take_deltas(self) -> list[RequestOutputDelta | TokenDeltas]:
         """What clients must be told since the last call."""
@@ -284,7 +264,7 @@ class BatchScheduler:
             # Reproducible for an engine that gets the same requests in the same order.
             seed = mix64(self.settings.seed) ^ mix64(self._next_seq_id)
         for index in range(sampling.n):
-            table = self.kv.new_table(request.cache_salt)
+            table = self.kv.new_table(request.cache_salt, request.extras)
             state.sequences.append(
                 Sequence(
                     self._next_seq_id,

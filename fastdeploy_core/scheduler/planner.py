@@ -17,7 +17,7 @@ from fastdeploy_core.types import ModelRunnerOutput, RequestStatus
 from .admission import Admission
 from .counters import Counters
 from .decode_count import DecodeCount
-from .draft_length import DraftLength
+from .draft_policy import DraftPolicy
 from .roster import Roster
 from .sequence import Sequence
 from .settings import SchedulerSettings
@@ -36,9 +36,9 @@ class StepPlanner:
         settings: SchedulerSettings,
         counters: Counters,
         on_stuck: Callable[[Sequence], None],
-        length: DraftLength | None = None,
+        policy: DraftPolicy | None = None,
     ) -> None:
-        self._length = length  # None: without speculation
+        self._policy = policy  # None: without speculation
         self._roster = roster
         self._kv = roster.kv
         self._settings = settings
@@ -63,9 +63,9 @@ class StepPlanner:
         step.begin()
         num_drafts = 0
         is_ahead = False
-        if self._length is not None:
+        if self._policy is not None:
             is_ahead = self._roster.awaited_step >= 0
-            num_drafts = self._choose(self._length)
+            num_drafts = self._choose(self._policy)
         drafts_follow = num_drafts > 0
         # Also while numbers of drafts are compared, or none would seem slower than it is.
         self._repeats = not drafts_follow
@@ -108,18 +108,16 @@ class StepPlanner:
         """A step was done."""
         self._count.note(step.num_decodes * step.is_decode, output.execute_s)
 
-    def _choose(self, length: DraftLength) -> int:
+    def _choose(self, policy: DraftPolicy) -> int:
         """Drafts to ask for. Batches are told apart by the rows that the step, or the next one, will have,
         and by the kind of sampling (sequence.py)."""
-        if length.rests:
-            return 0
         roster = self._roster
         places, num_waiting = roster.running_places(), roster.num_waiting
         if places is not self._chosen_for[0] or num_waiting != self._chosen_for[1]:
             self._chosen_for = (places, num_waiting)
             self._num_rows = max(1, min(self._settings.max_num_seqs, places.size + num_waiting))
             self._kind = int(roster.columns.kind[places].max(initial=0))
-        return length.choose(self._num_rows, self._kind)
+        return policy.choose(self._num_rows, self._kind)
 
     def _plan_ahead(self, num_drafts: int) -> None:
         """Have the rows of the step before go on before it is known how many of its drafts are right:

@@ -167,9 +167,9 @@ class SpeculativeBench(Bench):
     ) -> tuple[EngineCore, DetailCollector]:
         """Play with a number of drafts that changes from step to step at random."""
         core = self.engine(settings)
-        length = core.scheduler._length
-        if random is not None and length is not None:
-            length.choose = lambda num_rows, kind: random.choice([0, 1, 2, NUM_DRAFTS, NUM_DRAFTS])
+        policy = core.scheduler._policy
+        if random is not None and policy is not None:
+            policy.choose = lambda num_rows, kind: random.choice([0, 1, 2, NUM_DRAFTS, NUM_DRAFTS])
         collector = play(core, arrivals, DetailCollector())
         core.scheduler.check_idle()
         self._num_seq_ids = core.scheduler._next_seq_id

@@ -82,8 +82,7 @@ def test_several_decodes_are_one_step_while_nothing_is_drafted(
         chosen = random.sample(requests, random.randrange(2, 7))
         core = bench.engine(settings)
         lengths = drawn_lengths(random)
-        core.scheduler._length.choose = lambda num_rows, kind, lengths=lengths: next(lengths)
-        core.scheduler._length.passes = lambda *done: False  # it is asked every time
+        core.scheduler._policy.choose = lambda num_rows, kind, lengths=lengths: next(lengths)
         arrivals = [(random.randrange(10), request) for request in chosen]
         with counted(bench) as found:
             collector = play(core, arrivals, DetailCollector())

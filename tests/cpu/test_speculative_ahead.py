@@ -292,10 +292,7 @@ def test_histories_on_the_device_are_complete_whenever_they_are_read(
     core = bench.engine(Settings(overlap=True, max_num_seqs=4))
     monkeypatch.setattr(DeviceNgramDrafter, "propose", comparing)
     lengths = count()
-    core.scheduler._length.choose = lambda num_rows, kind: 3 * (next(lengths) // 6 % 2)
-    core.scheduler._length.passes = lambda num_tokens, num_prompt_tokens: (
-        False
-    )  # it is asked every time
+    core.scheduler._policy.choose = lambda num_rows, kind: 3 * (next(lengths) // 6 % 2)
     collector = play(core, [(6 * n, r) for n, r in enumerate(requests[:10])], DetailCollector())
     check(collector, requests[:10], truth)
     assert seen["rows"] > 60

@@ -40,8 +40,6 @@ LARGER_ROOMS = {
 }
 # Being redesigned.
 LARGER_CONSTRUCTORS = {
-    "fastdeploy_core/layers/builder.py ModelBuilder",
-    "fastdeploy_core/layers/linear.py Linear",
     "fastdeploy_core/worker/speculation.py Speculation",
     "fastdeploy_core/worker/step_graphs.py StepGraphs",
 }
@@ -61,7 +59,7 @@ LARGER_RECORDS = {
     "fastdeploy_core/types/worker.py WorkerInfo",
     # What a device states of itself, and what a step hands to a driver.
     "fastdeploy_core/contracts/attention.py AttentionBatch",
-    "fastdeploy_core/contracts/attention.py AttentionSpec",
+    "fastdeploy_core/contracts/model.py AttentionSpec",
     "fastdeploy_core/contracts/device.py DeviceLimits",
     "fastdeploy_core/contracts/speculative.py DraftBatch",
     # Being redesigned.

@@ -3,15 +3,13 @@ prompts take their time, and with drafts the whole never takes longer than witho
 
 from __future__ import annotations
 
-from itertools import count
 from random import Random
 
 import numpy as np
 import pytest
 
 from fastdeploy_core.kvcache import KVCacheManager
-from fastdeploy_core.scheduler import BatchScheduler, ScheduledStep
-from fastdeploy_core.scheduler.batch import PROMPT_START
+from fastdeploy_core.scheduler import BatchScheduler
 from fastdeploy_core.scheduler.settings import SchedulerSettings
 from fastdeploy_core.types import ModelRunnerOutput, SamplingParams
 from tests.null_engine import make_request
@@ -109,52 +107,8 @@ def test_the_whole_is_never_slower_than_without(chance: float, cost: float, at_o
 def test_it_goes_off_and_comes_back_with_the_text() -> None:
     device = Device(NUM_DRAFTS, chance=0.0, cost=0.3)
     device.serve(answers(1, 40), 4)
-    length = device.scheduler._length
-    assert length.choose(4) == 0
+    policy = device.scheduler._policy
+    assert policy.choose(4) == 0
     device._chance = 0.95
     device.serve(answers(2, 80), 4)
-    assert length.choose(4) and not length.is_off
-
-
-def test_a_prompt_counts_where_it_takes_time() -> None:
-    """Queued behind a decode step it is launched before the results of that one come, and computed
-    before its own."""
-    scheduler = Device(NUM_DRAFTS, chance=0.0, cost=0.0).scheduler
-    told: list[int] = []
-    scheduler._length.choose = lambda num_rows, kind: 0
-    scheduler._length.passes = lambda num_tokens, num_prompt_tokens: told.append(num_prompt_tokens)
-    scheduler._length.observe = lambda *step: told.append(step[-1])
-
-    def results(step: ScheduledStep) -> None:
-        drawn = np.full(step.num_rows, 7, dtype=np.int64)
-        scheduler.update(step, ModelRunnerOutput(step_id=step.output.step_id, token_ids=drawn))
-
-    for name in ("a", "b"):
-        scheduler.add(make_request(name, [1, 2, 3], max_tokens=40))
-        results(scheduler.schedule())
-    told.clear()
-    decode = scheduler.schedule()
-    scheduler.add(make_request("c", [1, 2, 3, 4], max_tokens=40))
-    prompt = scheduler.schedule()
-    behind = scheduler.schedule()
-    for step in (decode, prompt, behind):
-        results(step)
-    half = (PROMPT_START + 4) // 2
-    assert told == [half, half, half, half, 0, 0], "told of the load, and of the step"
-
-
-def test_a_prompt_without_a_token_says_nothing() -> None:
-    """It takes many steps, in a batch whose drafts are being tried: that is the same with drafts
-    and without."""
-    scheduler, told = Device(NUM_DRAFTS, chance=0.0, cost=0.0, most_tokens=32).scheduler, []
-    scheduler._clock = count().__next__
-    scheduler._length.passes = lambda num_tokens, num_prompt_tokens: False
-    scheduler._length.observe = lambda asked, tokens, seconds, _: told.append((tokens, seconds))
-    scheduler.add(make_request("a", [1] * 100, max_tokens=3))
-    while scheduler.num_requests:
-        step = scheduler.schedule()
-        drawn = np.full(int(all(row.sample for row in step.rows)), 7, dtype=np.int64)
-        counts = np.full(step.num_rows, drawn.size)
-        output = ModelRunnerOutput(step_id=step.output.step_id, token_ids=drawn, counts=counts)
-        scheduler.update(step, output)
-    assert told == [(0, 0.0)] * 3 + [(1, 1.0)] * 3
+    assert policy.choose(4)

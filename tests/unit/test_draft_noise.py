@@ -1,5 +1,5 @@
 """Adaptive length while steps take now longer, now shorter, as they did on an accelerator: what
-pays is used, whatever the noise makes of their times. (What does not pay: test_draft_budget.py.)
+pays is used, whatever the noise makes of their times. (What does not pay: test_draft_policy.py.)
 
 step_noise.txt: times of consecutive decode steps without drafts of the demo model on one NVIDIA
 H200 beside other programs, in percent of their median: of 1, 32 and 128 rows, a line each.

@@ -13,28 +13,21 @@ from pathlib import Path
 from random import Random
 from statistics import mean
 
-from fastdeploy_core.scheduler.batch import PROMPT_START
-from fastdeploy_core.scheduler.draft_length import DraftLength
+from tests.unit.test_draft_policy import decode, make_policy
 
 ROWS = 8
 # Steps at the begin of a stretch that are still of the number before.
 FIRST = 12
-Step = tuple[float, int, int]  # seconds, tokens, prompts
+Step = tuple[float, int, int]  # seconds, tokens, prompts' tokens
 
 
 def read() -> dict[int, list[list[Step]]]:
-    """Stretches by number of drafts; prompts as the batch scheduler tells them."""
+    """Stretches by number of drafts."""
     found: dict[int, list[list[Step]]] = {0: [], 1: []}
     text = Path(__file__).with_name("step_trace.txt").read_text("utf-8")
     for number, *steps in map(str.split, text.splitlines()):
         told = [[int(value) for value in step.split(":")] + [0] for step in steps]
-        sizes = [PROMPT_START + step[2] if step[2] else 0 for step in told] + [0]
-        found[int(number)].append(
-            [
-                (1e-6 * step[0], step[1], (sizes[nth] + sizes[nth + 1]) // 2)
-                for nth, step in enumerate(told)
-            ]
-        )
+        found[int(number)].append([(1e-6 * step[0], step[1], step[2]) for step in told])
     return found
 
 
@@ -50,22 +43,19 @@ PLAIN, DRAFTING = (speed([s for stretch in TRACE[n] for s in stretch[FIRST:]]) f
 
 
 def play(seed: int, seconds: float) -> list[Step]:
-    """Steps of so long, as the length has chosen them; each choice goes on from some stretch of its
+    """Steps of so long, as the policy has chosen them; each choice goes on from some stretch of its
     number."""
-    length, random, number, done = DraftLength(1), Random(seed), -1, list[Step]()
+    policy, random, number, done = make_policy(1), Random(seed), -1, list[Step]()
     place, stretch = 0, list[Step]()
     while seconds > 0:
-        asked = 0 if length.rests else length.choose(ROWS)
+        asked = policy.choose(ROWS)
         if asked != number or place == len(stretch):
             place = 0 if asked != number else FIRST
             number, stretch = asked, random.choice(TRACE[asked])
         done.append(stretch[place])
         taken, tokens, prompts = stretch[place]
         place, seconds = place + 1, seconds - taken
-        if length.rests:
-            length.rests -= 1
-        elif not length.passes(tokens, prompts):
-            length.observe(asked, tokens, taken, prompts)
+        policy.observe(decode(asked, has_prompts=prompts > 0), tokens, taken)
     return done
 
 

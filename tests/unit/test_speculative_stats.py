@@ -99,7 +99,7 @@ def test_the_batch_waits_for_drafts_and_overlaps_without() -> None:
     first = script.scheduler.schedule()
     assert first is not None and script.scheduler.schedule() is None
     resting = Script(disable_by_batch_size=0)
-    resting.scheduler._length.choose = lambda num_rows, kind: 0
+    resting.scheduler._policy.choose = lambda num_rows, kind: 0
     resting.scheduler.add(make_request("a", [1, 2, 3], max_tokens=30))
     ahead = [resting.scheduler.schedule() for _ in range(3)]
     assert all(step is not None for step in ahead)
@@ -111,7 +111,7 @@ def test_drafters_with_a_cache_rest_and_miss_what_decodes(monkeypatch: pytest.Mo
     script = Script(lookahead_tokens=3)
     scheduler = script.scheduler
     scheduler.add(make_request("a", [1, 2, 3], max_tokens=60))
-    scheduler._length.choose = lambda num_rows, kind: 0
+    scheduler._policy.choose = lambda num_rows, kind: 0
     asked = []
     for token in range(40):
         step = scheduler.schedule()
@@ -120,7 +120,7 @@ def test_drafters_with_a_cache_rest_and_miss_what_decodes(monkeypatch: pytest.Mo
             step, ModelRunnerOutput(step_id=step.output.step_id, token_ids=np.array([20 + token]))
         )
     assert set(asked) == {-1}, "nor do prompts fill the drafter's cache"
-    scheduler._length.choose = lambda num_rows, kind: 3
+    scheduler._policy.choose = lambda num_rows, kind: 3
     assert scheduler.schedule().output.max_drafts == 3, (
         "what it has missed may cost it right drafts"
     )

@@ -102,6 +102,7 @@ class RecordableAttention:
     unit: Literal["core", "rope_kv"] = "core"
     can_capture_decode = True
     can_capture_mixed = False
+    features = frozenset[str]()
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable

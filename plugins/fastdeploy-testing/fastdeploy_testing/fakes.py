@@ -48,7 +48,7 @@ class NullDevice:
     """A device that computes nothing."""
 
     name = "null"
-    contract = (0, 2)
+    contract = (1, 0)
     worker = "fastdeploy_testing.fakes:NullWorker"
     device = "null"
     limits = DeviceLimits(

@@ -47,7 +47,7 @@ class SharedQueue:
     """RequestScheduler."""
 
     name = "shared"
-    contract = (0, 1)
+    contract = (1, 0)
     capabilities = SchedulerCapabilities(shared_queue=True, leases=True)
     topics: ClassVar[dict[str, Topic]] = {}
 

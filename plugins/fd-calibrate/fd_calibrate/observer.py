@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
-from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.quantizer import CalibratedQuantizer, Calibration
 from fastdeploy_core.reference.ops.moe import one_by_one, through_experts
 
@@ -87,7 +86,7 @@ class Observer:
     """
 
     name = "observer"
-    contract = CONTRACT
+    contract = (1, 0)
 
     def __init__(
         self,
@@ -154,7 +153,7 @@ class ObservingMoE:
     """An MoE driver that observes each expert's inputs."""
 
     name = "observer"
-    contract = CONTRACT
+    contract = (1, 0)
     unit: Literal["experts", "routing_experts"] = "routing_experts"
 
     def __init__(self, spec: MoESpec, device: DeviceBackend, kernels: KernelTable) -> None:

@@ -91,7 +91,7 @@ class _Run:
         shapes = read_shapes(model.hf_config)
         resolved = resolve(
             self.config,
-            attention=(shapes.attention,),
+            layers=shapes.layers,
             moe=() if shapes.moe is None else (shapes.moe,),
         )
         library = resolved.tensor_library or options.tensor_library

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.errors import ConfigError
 
 from .folder import tokenizer_folder
@@ -25,7 +24,7 @@ class GGUFCheckpoint:
     `path`: the file, the first one of a split model, or a folder with one model."""
 
     name = METHOD
-    contract = CONTRACT
+    contract = (1, 0)
 
     def __init__(self, path: Path) -> None:
         self.path = find_gguf(path)

@@ -31,7 +31,7 @@ class MyChipDevice:
     """One chip as one process sees it."""
 
     name = "mychip"
-    contract = (0, 2)
+    contract = (1, 0)
     worker = ""
 
     def __init__(self, options: DeviceOptions) -> None:

@@ -30,7 +30,7 @@ class MyDraftDrafter:
     """Counts pairs of tokens."""
 
     name = "mydraft"
-    contract = (0, 2)
+    contract = (1, 0)
     runs_on: Literal["host"] = "host"
 
     def __init__(self, context: DrafterContext) -> None:
