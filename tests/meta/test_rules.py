@@ -42,8 +42,6 @@ LARGER_ROOMS = {
 }
 # Being redesigned.
 LARGER_CONSTRUCTORS = {
-    "fastdeploy_core/layers/builder.py ModelBuilder",
-    "fastdeploy_core/layers/linear.py Linear",
     "fastdeploy_core/worker/speculation.py Speculation",
     "fastdeploy_core/worker/step_graphs.py StepGraphs",
 }

@@ -15,7 +15,7 @@ from fastdeploy_core.config import ModelConfig
 from fastdeploy_core.config.quantization import read_quantization
 from fastdeploy_core.contracts.quantizer import QuantizationQuestion, make_quantizer
 from fastdeploy_core.errors import UnsupportedModel
-from fastdeploy_core.layers import ModelBuilder
+from fastdeploy_core.layers import DriverFactories, ModelBuilder, ModelRanks, WeightFormats
 from fastdeploy_core.models.shapes import model_class
 from fastdeploy_core.plugins import lookup
 from fastdeploy_core.plugins.manager import hook_manager
@@ -83,11 +83,12 @@ def weight_bytes(
         kernels,
         dtype,
         max_positions=_FEW_POSITIONS,
-        attention_factory=lambda spec: SimpleNamespace(unit="core"),
-        moe_factory=lambda spec: SimpleNamespace(unit="routing_experts"),
-        tp_size=tp_size,
-        quantizer=quantizer,
-        is_dummy=True,
+        drivers=DriverFactories(
+            lambda spec: SimpleNamespace(unit="core"),
+            lambda spec: SimpleNamespace(unit="routing_experts"),
+        ),
+        ranks=ModelRanks(size=tp_size),
+        formats=WeightFormats(quantizer=quantizer, is_dummy=True),
     )
     model_class(hf_config)(hf_config, build)
     found = {"experts": 0, "linear": 0, "other": 0}

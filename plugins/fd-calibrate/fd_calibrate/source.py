@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastdeploy_core import envs
 from fastdeploy_core.config.model import checkpoint_layout, fit_dtype
 from fastdeploy_core.errors import ConfigError, WeightError
-from fastdeploy_core.layers import ModelBuilder
+from fastdeploy_core.layers import DriverFactories, ModelBuilder, WeightFormats
 from fastdeploy_core.loading.weights import SafetensorsFile, SafetensorsTensor, find_files
 from fastdeploy_core.reference.attention import ReferenceAttention
 
@@ -59,9 +59,11 @@ class SourceModel:
             ObservingKernels(kernels, show_cache),
             model_config.dtype,
             max_positions=model_config.max_model_len,
-            attention_factory=lambda s: ReferenceAttention(s, BLOCK_SIZE, device, kernels),
-            moe_factory=lambda s: ObservingMoE(s, device, kernels),
-            quantizer=observer,
+            drivers=DriverFactories(
+                lambda s: ReferenceAttention(s, BLOCK_SIZE, device, kernels),
+                lambda s: ObservingMoE(s, device, kernels),
+            ),
+            formats=WeightFormats(quantizer=observer),
         )
         self.model = family(model_config.hf_config, self.build)
         layout = checkpoint_layout(
