@@ -61,7 +61,7 @@ def make_worker(folder: Path, library: str, batch: int) -> Worker:
             "num_threads": 1,
         }
     )
-    resolved: Any = OnCapturingDevice(resolve(config, attention=[read_shapes(MODEL, 1).attention]))
+    resolved: Any = OnCapturingDevice(resolve(config, layers=read_shapes(MODEL, 1).layers))
     worker = Worker(config, resolved)
     worker.load()
     worker.initialize_cache(8 * batch + 1, 0)

@@ -156,7 +156,7 @@ def engine_config(
 def make_worker(config: EngineConfig, **place: Any) -> Worker:
     shapes = read_shapes(config.model.hf_config, 1, config.model.dtype)
     moe = [] if shapes.moe is None else [shapes.moe]
-    return Worker(config, resolve(config, attention=[shapes.attention], moe=moe), **place)
+    return Worker(config, resolve(config, layers=shapes.layers, moe=moe), **place)
 
 
 def sharpen(worker: Worker) -> None:

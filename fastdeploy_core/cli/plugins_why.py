@@ -15,7 +15,7 @@ from fastdeploy_core.contracts.model import ModelShapes
 from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.plugins.discovery import Inventory, discover
 from fastdeploy_core.plugins.manager import HookManager, hook_manager
-from fastdeploy_core.plugins.negotiate import Decision, ask_candidates, decide
+from fastdeploy_core.plugins.negotiate import Decision, ask_candidates, ask_layer_drivers, decide
 from fastdeploy_core.plugins.report import decision_data, decision_table
 
 if TYPE_CHECKING:
@@ -96,19 +96,22 @@ def _shapes(arguments: argparse.Namespace) -> ModelShapes:
 def _attention(
     arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
 ) -> list[Decision]:
-    from fastdeploy_core.contracts.attention import AttentionQuestion
+    from fastdeploy_core.config.model import read_model_config
+    from fastdeploy_core.config.quantization import read_quantization
+    from fastdeploy_core.plugins.resolve import attention_questions
 
     shapes = _shapes(arguments)
     device, library = _place(arguments, inventory, hooks)
-    question = AttentionQuestion(
+    asked = {"dtype": arguments.dtype, "quantization": arguments.quantization}
+    model = read_model_config(arguments.model, asked)
+    questions = attention_questions(
+        shapes.layers,
         device=device,
         tensor_library=library,
-        spec=shapes.attention,
         block_size=arguments.block_size,
-        kv_dtype=arguments.kv_cache_dtype,
-        plain_projections=_quantization_question(arguments, inventory, hooks) is None,
+        quantization=read_quantization(model, arguments.kv_cache_dtype),
     )
-    return [ask_candidates(hooks, inventory, "attention", "fd_attention_backends", question)[0]]
+    return [ask_layer_drivers(hooks, inventory, "attention", "fd_attention_backends", questions)]
 
 
 def _moe(arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager) -> list[Decision]:

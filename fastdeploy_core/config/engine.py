@@ -112,7 +112,8 @@ class RequestSchedulerConfig:
     max_tokens: int = 0  # waiting prompt tokens; 0: unbounded
     ttl_s: float = 900.0  # a request waiting longer than this is answered with RequestTimeout
     lease_s: float = 10.0  # for schedulers with leases; the local one has none
-    instance: str = ""
+    instance: str = ""  # this engine's name among those that share the queue; empty: the only one
+    epoch: int = 0  # random 64 bit, new at every start of the engine; 0: not an engine's object
     options: Mapping[str, Any] | None = None
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from .kv_formats import kv_format
+from .model import AttentionSpec as AttentionSpec
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -24,29 +25,6 @@ if TYPE_CHECKING:
 
     from .device import DeviceBackend
     from .ops import KernelTable
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
-    """One attention layer's shape; layers with equal specs share metadata and a driver instance.
-
-    For "mla" (DeepSeek V2/V3, arXiv 2412.19437) the cache holds one latent row of
-    kv_lora_rank + qk_rope_head_dim per token, num_kv_heads is 1 and head_dim is that row's width.
-    """
-
-    kind: Literal["gqa", "mla"]
-    num_heads: int  # of this rank
-    num_kv_heads: int  # of this rank
-    head_dim: int
-    v_head_dim: int
-    scale: float
-    dtype: str
-    kv_lora_rank: int = 0
-    qk_rope_head_dim: int = 0
-    rotary_interleaved: bool = False
-    kv_format: str = ""  # a name of contracts/kv_formats.py; empty: the cache holds `dtype`
-    kv_static: bool = False  # scales come with the layer instead of lying in the cache
-    head_norms: bool = False  # queries and keys are normalised before they are rotated
 
 
 def cache_dtypes(spec: AttentionSpec, count: int) -> tuple[str, ...]:
@@ -169,6 +147,10 @@ AttentionMetadata = Any
 class AttentionBackend(Protocol):
     """Constructed as `Driver(spec, block_size, device, kernels)`, once per distinct spec.
 
+    `features`, an attribute of the class: what it implements beyond plain attention, words of
+    model.ATTENTION_FEATURES. A driver is neither asked about nor given a spec whose `needs` it does
+    not declare, so a field added to AttentionSpec with a word of its own cannot be overlooked.
+
     A driver with an attribute `max_recorded_len` is not recorded where sequences may be longer. One of unit
     "rope_kv" with a true attribute `norms_heads` is called as NormingBackend says.
     """
@@ -177,6 +159,7 @@ class AttentionBackend(Protocol):
     contract: tuple[int, int]
     can_capture_decode: bool
     can_capture_mixed: bool
+    features: frozenset[str]
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable

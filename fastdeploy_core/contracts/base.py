@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-# (major, minor). It stays 0.x until two unlike devices and two unlike request schedulers have
-# passed the conformance kit. Under major 0 a plugin works when its minor is not newer than ours.
-CONTRACT: Final[tuple[int, int]] = (0, 14)
+# (major, minor); docs/reference/contract.md says what a number promises. A driver declares the one
+# that it was written for as a literal, `contract = (1, 0)`, never this constant.
+CONTRACT: Final[tuple[int, int]] = (1, 0)
+# Drivers written for an older major are served from here on. A major raises it to the one before.
+OLDEST_MAJOR: Final = 1
 
 # The distribution that owns this contract; its own drivers are always enabled.
 DISTRIBUTION: Final = "fastdeploy-core"

@@ -19,5 +19,5 @@ class Command(Protocol):
         """Run with the words after the command's name; returns the exit code.
 
         A FastDeployError becomes one line on stderr and exit code 1. SystemExit, such as argparse
-        raises, keeps its code. Added in contract 0.13."""
+        raises, keeps its code. Added in contract 1.0."""
         ...

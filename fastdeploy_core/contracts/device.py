@@ -155,7 +155,7 @@ class SizedGraph(Protocol):
     """A graph that says whether rows of nobody cost nothing in it, too, where DeviceLimits.graph_any_size does. One
     in which they cost what the others do serves no prompts.
 
-    Added in contract 0.11.
+    Added in contract 1.0.
     """
 
     is_any_size: bool
@@ -166,7 +166,7 @@ class RepeatingDevice(Protocol):
     """A device that goes through captured work again and again by itself, where decodes_per_step says so. On
     others the core replays each graph.
 
-    Added in contract 0.9.
+    Added in contract 1.0.
     """
 
     def replay_times(self, graphs: Sequence[CapturedGraph], times: int) -> None:
@@ -200,7 +200,7 @@ class FallbackDevice(Protocol):
 class CompilingDevice(Protocol):
     """A device that compiles kernels when they are first met, and can do so side by side.
 
-    Added in contract 0.5.
+    Added in contract 1.0.
     """
 
     def compile_only(self) -> AbstractContextManager[None]:
@@ -214,7 +214,7 @@ class PackingDevice(Protocol):
     """A device that lays weights out for its kernels and can keep the result in a file between starts
     (`--weight-cache`). What is kept are flat uint8 arrays and a few facts that JSON can hold.
 
-    Added in contract 0.6.
+    Added in contract 1.0.
     """
 
     name: str
@@ -240,7 +240,7 @@ class PostingDevice(Protocol):
     """A device whose kernels write into the host's memory. What recorded steps tell the host arrives by itself
     then: nobody queues a copy or an event for it, and tokens arrive before drafts are made.
 
-    Added in contract 0.9.
+    Added in contract 1.0.
     """
 
     def host_box(self, num_words: int) -> tuple[Tensor, np.ndarray]:

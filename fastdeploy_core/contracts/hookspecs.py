@@ -36,7 +36,7 @@ def fd_device_probe(question: DeviceQuestion) -> Candidate | None:
     process with a time limit, so opening the hardware here neither holds it nor can take the server
     down; it must return within seconds all the same. `details["tensor_library"]` of the candidate
     says which library the device will run on. Not asked in worker processes.
-    Added in contract 0.1.
+    Added in contract 1.0.
     """
 
 
@@ -46,7 +46,7 @@ def fd_attention_backends(question: AttentionQuestion) -> list[Candidate] | None
 
     Asked at start-up in the parent process, once for each distinct attention shape of the model; one
     driver must accept all of them. Answer for own drivers only, with a Decline and its reason where
-    it is worth knowing why. Not asked per step or per layer. Added in contract 0.1.
+    it is worth knowing why. Not asked per step or per layer. Added in contract 1.0.
     """
 
 
@@ -55,7 +55,7 @@ def fd_moe_backends(question: MoEQuestion) -> list[Candidate] | None:
     """Which of this plugin's MoE drivers can serve this layer?
 
     Asked like fd_attention_backends, for models with mixture-of-experts layers only.
-    Added in contract 0.1.
+    Added in contract 1.0.
     """
 
 
@@ -64,7 +64,7 @@ def fd_expert_communicators(question: ExpertQuestion) -> list[Candidate] | None:
     """Which of this plugin's expert communicators can carry tokens between these ranks?
 
     Asked once at start-up where experts are divided over ranks and a communicator is named, or "auto"
-    asks for the best; otherwise tokens do not travel. Added in contract 0.5.
+    asks for the best; otherwise tokens do not travel. Added in contract 1.0.
     """
 
 
@@ -79,7 +79,7 @@ def fd_quantizer_for(question: QuantizationQuestion) -> Candidate | None:
     experts will come in, which MoE drivers are asked about next. `details["inner"]` names, divided by
     commas, the quantizers that this one is made of (quantizer.ComposedQuantizer). `details["options"]` names, divided by
     commas, what --quantization may say beside the method; with it, start-up refuses anything else.
-    Added in contract 0.1.
+    Added in contract 1.0.
     """
 
 
@@ -88,7 +88,7 @@ def fd_speculative_requirements(question: SpeculativeQuestion) -> Requirements |
     """What does this plugin's method need of the configuration?
 
     Asked at start-up when a method was named; return None for methods of others. Any `refusals` stop
-    start-up, `notes` go into its report. Added in contract 0.1.
+    start-up, `notes` go into its report. Added in contract 1.0.
     """
 
 
@@ -97,7 +97,7 @@ def fd_scheduler_requirements(question: SchedulerQuestion) -> Requirements | Non
     """What does this plugin's request scheduler need?
 
     Asked at start-up; `question.config.name` says which scheduler was named: return None for those of
-    others. Refuse settings that cannot work, such as a missing address. Added in contract 0.1.
+    others. Refuse settings that cannot work, such as a missing address. Added in contract 1.0.
     """
 
 
@@ -106,7 +106,7 @@ def fd_kv_transport_for(question: TransportQuestion) -> Candidate | None:
     """Can this plugin move blocks between these places? The first answer wins.
 
     Asked when two instances are about to exchange KV blocks, not in a deployment of one instance.
-    Added in contract 0.1.
+    Added in contract 1.0.
     """
 
 
@@ -115,35 +115,35 @@ def fd_register_models() -> Mapping[str, str] | None:
     """Architecture name to "module:Class", for plugins with many; few fit group fastdeploy.models.
 
     Asked when an architecture is not found among entry points. A name that is taken is ignored with
-    a warning. Added in contract 0.1.
+    a warning. Added in contract 1.0.
     """
 
 
 @hookspec
 def fd_register_reasoning_parsers() -> Mapping[str, str] | None:
     """Parser name to "module:Class", like fd_register_models, beside group
-    fastdeploy.reasoning_parsers. Added in contract 0.1.
+    fastdeploy.reasoning_parsers. Added in contract 1.0.
     """
 
 
 @hookspec
 def fd_register_tool_parsers() -> Mapping[str, str] | None:
     """Parser name to "module:Class", like fd_register_models, beside group
-    fastdeploy.tool_parsers. Added in contract 0.1.
+    fastdeploy.tool_parsers. Added in contract 1.0.
     """
 
 
 @hookspec
 def fd_register_logits_processors() -> Mapping[str, str] | None:
     """Processor name to "module:Class", like fd_register_models, beside group
-    fastdeploy.logits_processors. Added in contract 0.1.
+    fastdeploy.logits_processors. Added in contract 1.0.
     """
 
 
 @hookspec
 def fd_register_grammars() -> Mapping[str, str] | None:
     """Grammar backend name to "module:Class", like fd_register_models, beside group
-    fastdeploy.grammars. Added in contract 0.1.
+    fastdeploy.grammars. Added in contract 1.0.
     """
 
 
@@ -152,7 +152,7 @@ def fd_configure(config: Any) -> None:
     """The configuration is final: an EngineConfig, read only.
 
     Fires once per engine, before any device is opened. It is too late to change anything; raising is
-    logged and ignored. Refuse in the ..._requirements hooks instead. Added in contract 0.1.
+    logged and ignored. Refuse in the ..._requirements hooks instead. Added in contract 1.0.
     """
 
 
@@ -160,7 +160,7 @@ def fd_configure(config: Any) -> None:
 def fd_engine_started(info: Mapping[str, Any]) -> None:
     """An engine is ready to serve; info: model, device, num_blocks, block_size.
 
-    Fires once per engine, after warm-up and before the first request. Added in contract 0.1.
+    Fires once per engine, after warm-up and before the first request. Added in contract 1.0.
     """
 
 
@@ -170,7 +170,7 @@ def fd_request_finished(info: Mapping[str, Any]) -> None:
 
     Fires in the serving loop for every request, aborted and failed ones included, so it must not
     block; after three failures it is not called again. No prompt or output text is in `info`.
-    Added in contract 0.1.
+    Added in contract 1.0.
     """
 
 
@@ -179,7 +179,7 @@ def fd_step_stats(stats: Mapping[str, float]) -> None:
     """Numbers of the engine, sampled about once a second in the engine process.
 
     Does not fire per step. It must not block; after three failures it is not called again.
-    Added in contract 0.1.
+    Added in contract 1.0.
     """
 
 
@@ -188,7 +188,7 @@ def fd_doctor_checks() -> list[tuple[str, bool, str]] | None:
     """(what was checked, passed, hint) rows for `fastdeploy plugins doctor`.
 
     Fires in a child process with a time limit, in no other command and never in a server.
-    Added in contract 0.1.
+    Added in contract 1.0.
     """
 
 
@@ -197,7 +197,7 @@ def fd_api_routes() -> list[Any] | None:
     """fastapi.APIRouter objects, mounted under /plugins/<distribution>.
 
     Asked once when the API server starts. The routes stand behind the same authentication and limits
-    as every other. Added in contract 0.1.
+    as every other. Added in contract 1.0.
     """
 
 
@@ -205,5 +205,5 @@ def fd_api_routes() -> list[Any] | None:
 def fd_shutdown() -> None:
     """The process is about to end in good order; give back what is held.
 
-    Does not fire when the process is killed. Added in contract 0.1.
+    Does not fire when the process is killed. Added in contract 1.0.
     """

@@ -25,6 +25,7 @@ class TransportCapabilities:
     fenced: bool = False
     encrypted: bool = False
     same_host_only: bool = True
+    max_regions: int = 1  # of one TransferPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +40,25 @@ class TransportOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory of an accelerator. A transport without capability `device_memory` refuses it."""
+
+    device: str  # as its tensor library spells it, such as "cuda:0"
+    address: int
+    nbytes: int
+    handle: bytes = b""  # what another process opens it with, where the device has such handles
+
+
+@dataclass(frozen=True, slots=True)
 class Region:
     """Memory to serve or fill: num_blocks blocks of block_bytes.
 
-    A source or destination is a buffer in the driver's terms; for host memory it is an object with
-    the buffer protocol. layout_hash names dtype, shape and order; peers with another hash are
-    refused.
+    Host memory is a memoryview. layout_hash names dtype, shape and order; peers with another hash
+    are refused.
     """
 
     region_id: int
-    buffer: memoryview
+    buffer: memoryview | DeviceMemory
     block_bytes: int
     layout_hash: str
 
@@ -60,11 +70,12 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """Copy source_blocks[i] of the peer's region to target_blocks[i] of ours (or the reverse)."""
+    """Copy source_blocks[i] of the peer's region to target_blocks[i] of ours (or the reverse), in
+    each of the regions named: those of layers that share block numbers travel together."""
 
     transfer_id: int
     attempt: int
-    region_id: int
+    region_ids: Sequence[int]
     source_blocks: Sequence[int]
     target_blocks: Sequence[int]
     deadline_s: float  # seconds from submission
@@ -111,7 +122,10 @@ class TransportQuestion:
 
 @runtime_checkable
 class KVTransport(Protocol):
-    """Constructed as `Driver(TransportOptions)`. No call blocks; progress shows in poll()."""
+    """Constructed as `Driver(TransportOptions)`. No call blocks; progress shows in poll().
+
+    After close() every call but close() raises ConfigError. One thread at a time calls.
+    """
 
     name: str
     contract: tuple[int, int]
@@ -119,7 +133,9 @@ class KVTransport(Protocol):
     epoch: int  # random 64 bit, new at every open: old peers cannot speak to a restarted one
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Make memory available to authenticated peers."""
+        """Make memory available to authenticated peers. CapabilityError for device memory without
+        capability `device_memory`; ConfigError for an id that is taken, memory that is not
+        contiguous, or a size that is no multiple of block_bytes."""
         ...
 
     def descriptor(self) -> bytes:
@@ -132,7 +148,10 @@ class KVTransport(Protocol):
         ...
 
     def submit(self, peer: str, plan: TransferPlan) -> None:
-        """Start a transfer; block ids out of range raise InvalidRequest before any byte moves."""
+        """Start a transfer. Before any byte moves: InvalidRequest for block ids out of range, and
+        for a transfer_id that runs already with the same or a newer attempt; CapabilityError for
+        more regions than `max_regions`. A newer attempt of a running transfer takes the place of the
+        older one, which is cancelled first."""
         ...
 
     def poll(self, limit: int = 256) -> list[TransferEvent]:
@@ -148,7 +167,9 @@ class KVTransport(Protocol):
         ...
 
     def fence(self, peer: str) -> bool:
-        """True once nothing of that peer's epoch can land any more; call again until it is."""
+        """True once nothing of that peer's epoch can land any more; call again until it is. The
+        peer is gone from then on: its transfers have failed, and to speak to it again takes a new
+        connect()."""
         ...
 
     def note(self, peer: str, data: bytes) -> None:
@@ -156,5 +177,5 @@ class KVTransport(Protocol):
         ...
 
     def close(self) -> None:
-        """Disconnect and release every region."""
+        """Disconnect and release every region; idempotent."""
         ...

@@ -1,22 +1,168 @@
-"""What a model family tells the core before any weight is read, and how it is handed weights."""
+"""What a model family states before any weight is read: its sizes, and its layers.
+
+A model states one spec for each layer that keeps something of a sequence (ModelShapes.layers).
+Drivers read the whole spec; block pools, prefix cache and scheduler read `retention` alone. What a spec asks beyond plain attention is
+its `needs`: a driver that does not declare them in `features` is declined before it is asked.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Literal, Protocol, runtime_checkable
 
-from .attention import AttentionSpec
+from fastdeploy_core.errors import ConfigError
+
 from .moe import MoESpec
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
+
+# What an attention layer may need beyond plain attention over all earlier tokens, and the kinds of
+# layers that keep a state. Drivers declare those they implement in `features`.
+ATTENTION_FEATURES: Final = frozenset({"window", "chunk", "sinks", "softcap", "index", "offsets"})
+STATE_FEATURES: Final = frozenset({"delta", "channel_delta", "space", "short_conv"})
+LAYER_FEATURES: Final = ATTENTION_FEATURES | STATE_FEATURES
+# What sequences may ask of a model family (types.SequenceExtras); families declare it in `features`.
+#   adapter     rows of a step may have different LoRA adapters, or none
+#   embeddings  vectors stand in the place of some tokens' embeddings
+#   positions   forward() also takes positions of three axes, [3, num_tokens], and positions that
+#               are not the tokens' indices
+#   pooling     hidden states of some rows are pooled, and those rows get no token
+MODEL_FEATURES: Final = frozenset({"adapter", "embeddings", "positions", "pooling"})
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Which tokens' cache entries a sequence still needs.
+
+    "all": every one; "window": the last `tokens`, the next token's own included; "chunk": those of
+    the next token's chunk of `tokens`; "state": the newest, which stands for all before it.
+    """
+
+    kind: Literal["all", "window", "chunk", "state"]
+    tokens: int = 0
+
+    def first_needed(self, num_tokens: int) -> int:
+        """The first token whose entry the tokens after the first `num_tokens` still read."""
+        if self.kind == "window":
+            return max(0, num_tokens - self.tokens + 1)
+        if self.kind == "chunk":
+            return num_tokens // self.tokens * self.tokens
+        if self.kind == "state":
+            return max(0, num_tokens - 1)
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSpec:
+    """An indexer that chooses the keys a query attends to (DeepSeek V3.2, arXiv 2512.02556).
+
+    Reserved: no model of the core has one yet.
+    """
+
+    num_heads: int
+    dim: int
+    top_k: int  # keys, or blocks of keys, that a query attends to
+    block: int = 1  # neighbouring keys, counted from position 0, that are chosen together
+    format: str = ""  # of index keys in the cache; empty: the model's dtype
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """One attention layer's shape; layers with equal specs share metadata and a driver instance.
+
+    For "mla" (DeepSeek V2/V3, arXiv 2412.19437) the cache holds one latent row of
+    kv_lora_rank + qk_rope_head_dim per token, num_kv_heads is 1 and head_dim is that row's width.
+    """
+
+    kind: Literal["gqa", "mla"]
+    num_heads: int  # of this rank
+    num_kv_heads: int  # of this rank
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    dtype: str
+    kv_lora_rank: int = 0
+    qk_rope_head_dim: int = 0
+    rotary_interleaved: bool = False
+    kv_format: str = ""  # a name of contracts/kv_formats.py; empty: the cache holds `dtype`
+    kv_static: bool = False  # scales come with the layer instead of lying in the cache
+    head_norms: bool = False  # queries and keys are normalised before they are rotated
+    window: int = 0  # keys that a query sees, its own included; 0: all
+    chunk: int = 0  # a query sees the keys of its chunk of so many tokens alone; 0: all
+    sinks: bool = False  # one more logit per head, without a value, in each softmax
+    softcap: float = 0.0  # c: logits become c * tanh(logit / c) before the mask; 0: as they are
+    index: IndexSpec | None = None
+    offsets: bool = False  # AttentionBatch.positions are not always the tokens' indices
+
+    def __post_init__(self) -> None:
+        if self.window < 0 or self.chunk < 0 or self.softcap < 0 or (self.window and self.chunk):
+            raise ConfigError(
+                f"an attention layer has window {self.window}, chunk {self.chunk} and softcap "
+                f"{self.softcap}; possible: 0 or more each, and not both a window and a chunk"
+            )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Of ATTENTION_FEATURES, those that a driver of this layer must declare."""
+        asked = {
+            "window": self.window,
+            "chunk": self.chunk,
+            "sinks": self.sinks,
+            "softcap": self.softcap,
+            "index": self.index is not None,
+            "offsets": self.offsets,
+        }
+        return frozenset(name for name, is_needed in asked.items() if is_needed)
+
+    @property
+    def retention(self) -> Retention:
+        """Which entries of its cache a sequence still needs."""
+        if self.window:
+            return Retention("window", self.window)
+        return Retention("chunk", self.chunk) if self.chunk else Retention("all")
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """One layer that keeps a state of fixed size per sequence instead of an entry per token.
+
+    The state is [num_heads, key_dim, value_dim]; beside it lie the last conv_width - 1 inputs of a
+    causal convolution over sum(conv_parts) channels, and `kept` inputs of tokens that are not certain
+    yet. All numbers are of this rank.
+
+    Reserved: the engine refuses a model that has such layers.
+    """
+
+    kind: Literal["delta", "channel_delta", "space", "short_conv"]
+    num_heads: int
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    conv_parts: tuple[int, ...]  # channels of each part that ranks divide, such as (q, k, v)
+    conv_width: int
+    dtype: str
+    state_dtype: str = "float32"
+    kept: int = 0  # 1 + the most drafts of a step; 0: none are kept
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Its kind, which a driver must declare among its features."""
+        return frozenset({self.kind})
+
+    @property
+    def retention(self) -> Retention:
+        """One live entry."""
+        return Retention("state")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShapes:
     """Everything about a model's shape that planning needs; built from config.json alone.
 
-    `attention` and `moe` are as one rank of the tensor-parallel group holds them.
+    `layers` are those that keep something of a sequence, in the order in which the family builds
+    them; layers that keep nothing are left out. They and `moe` are as one rank of the tensor-parallel
+    group holds them.
     """
 
     architecture: str
@@ -24,7 +170,7 @@ class ModelShapes:
     vocab_size: int
     hidden_size: int
     max_position_embeddings: int
-    attention: AttentionSpec
+    layers: tuple[AttentionSpec | StateSpec, ...]
     moe: MoESpec | None = None
 
 

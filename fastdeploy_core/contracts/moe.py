@@ -131,7 +131,7 @@ class DividedMoEBackend(MoEBackend, Protocol):
     """A driver that can compute some experts of a block, while other ranks compute the others: expert
     parallelism asks for it. Its spec and its weights are of this rank's experts alone.
 
-    Added in contract 0.5.
+    Added in contract 1.0.
     """
 
     def forward_share(

@@ -4,6 +4,11 @@ Both sides of one object: the front end puts requests and gets deltas, an engine
 puts deltas. Delivery is at-least-once with at-most-once effect: a request carries the number of its
 attempt; deltas of an older attempt are dropped by the scheduler, never shown to a client. With
 `SchedulerCapabilities.leases` every hand-over is a lease, and a lost one starts the next attempt.
+
+The front end calls put_requests, get_results, abort and loads; an engine calls get_requests,
+put_results, get_aborts and report_load. Where both are in one process they share one object;
+otherwise each process constructs its own from equal options, and the engine's has `instance` and
+`epoch` filled in.
 """
 
 from __future__ import annotations
@@ -12,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from fastdeploy_core.config import RequestSchedulerConfig
-from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
+from fastdeploy_core.config import RequestSchedulerConfig as RequestSchedulerConfig
+from fastdeploy_core.types import InstanceRole, Request, RequestOutputDelta, TokenDeltas
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +31,7 @@ class InstanceLoad:
     num_waiting: int = 0
     num_free_blocks: int = 0  # see Capacity
     num_total_blocks: int = 0
-    role: str = "mixed"
+    role: InstanceRole = InstanceRole.MIXED
     draining: bool = False
     # Seconds since the report came. The scheduler fills it in `loads`, by a clock of its own (a
     # queue's server has one for all), so clocks of two hosts are never compared.
@@ -51,7 +56,7 @@ class SchedulerQuestion:
     """Asked of `fd_scheduler_requirements`."""
 
     config: RequestSchedulerConfig
-    role: str = "mixed"
+    role: InstanceRole = InstanceRole.MIXED
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +102,11 @@ class RequestScheduler(Protocol):
         ...
 
     def get_results(self, timeout_s: float = 0.0) -> list[RequestOutputDelta | TokenDeltas]:
-        """Deltas for requests put through this object, each once and in position order."""
+        """Deltas for requests put through this object, each once and in position order.
+
+        A delta's position is the number of deltas of its request before it, and its num_deltas how
+        many it counts for: deltas that are merged for a slow reader keep the first one's position
+        and add up their numbers, so the next position is position + num_deltas."""
         ...
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -113,7 +122,10 @@ class RequestScheduler(Protocol):
         ...
 
     def report_load(self, load: InstanceLoad) -> None:
-        """Heartbeat of an engine, at least eight times per lease_s; renews its leases."""
+        """Heartbeat of an engine, at least eight times per lease_s; renews its leases.
+
+        Leases belong to (instance, epoch), RequestSchedulerConfig's from the first get_requests on:
+        what an earlier epoch of the instance held is lost as soon as a new one takes or reports."""
         ...
 
     def loads(self) -> list[InstanceLoad]:

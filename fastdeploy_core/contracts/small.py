@@ -26,8 +26,11 @@ class CausalLM(Protocol):
 
     Constructed as `Model(config, build)`, config being config.json as read; see
     layers.ModelBuilder for what `build` offers. Its static method `shapes` must work without a
-    tensor library, so the module imports none at its top.
+    tensor library, so the module imports none at its top. `features` are words of
+    model.MODEL_FEATURES: no batch carries what a family does not declare.
     """
+
+    features: frozenset[str]
 
     @staticmethod
     def shapes(config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
@@ -38,7 +41,7 @@ class CausalLM(Protocol):
         """input_ids, positions: [num_tokens] int64; returns hidden states [num_tokens, hidden].
 
         Where context.rows (layers.ForwardContext) names tokens, it returns theirs alone, [n, hidden]: what stands behind
-        the last block's attention need not be computed for others. Added in contract 0.12."""
+        the last block's attention need not be computed for others. Added in contract 1.0."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -94,7 +97,7 @@ class CheckpointFormat(Protocol):
     both config.json and *.safetensors. The parent process constructs it to configure the engine,
     every worker again with `path` for the tensors. The constructor reads headers at most. All raise
     WeightError for a checkpoint that is damaged or incomplete, ConfigError or UnsupportedModel for
-    a model that cannot be served; messages name the file. Added in contract 0.14."""
+    a model that cannot be served; messages name the file. Added in contract 1.0."""
 
     name: str
     contract: tuple[int, int]

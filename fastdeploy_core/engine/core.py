@@ -70,6 +70,7 @@ class EngineCore:
         self._depth = 2 if overlap else 1
         self._in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()
         self._vocab_size = worker.vocab_size
+        self._features = frozenset.intersection(*(info.features for info in infos))
         self._has_logprobs = worker.logprobs
         self._num_failures = 0
         self._num_idle_plans = 0
@@ -87,6 +88,7 @@ class EngineCore:
         """Raise InvalidRequest if the request could never run; may be called from any thread."""
         try:
             self._check_tokens(request)
+            self._check_extras(request)
             self.scheduler.check(request)
         except InvalidRequest as error:
             self.count_rejection(type(error).__name__)
@@ -183,13 +185,22 @@ class EngineCore:
     def _check_idle(self) -> None:
         """Requests wait, but nothing runs and nothing could be scheduled. If that lasts, the oldest
         request fails, so that the others do not wait for ever."""
-        if self._in_flight or not self.scheduler.num_requests:
+        if self._in_flight or self.scheduler.num_requests == self.scheduler.num_held:
             return
         self._num_idle_plans += 1
         if self._num_idle_plans >= MAX_IDLE_PLANS:
             self._num_idle_plans = 0
             logger.error("nothing can be scheduled: %s", self.stats())
             self.scheduler.fail_oldest("no room in the KV cache for this request; try again later")
+
+    def _check_extras(self, request: Request) -> None:
+        missing = request.extras.needs - self._features if request.extras else None
+        if missing:
+            raise InvalidRequest(
+                f"this engine's workers do not serve {', '.join(sorted(missing))}; what they serve "
+                f"beside token ids: {', '.join(sorted(self._features)) or 'nothing'}",
+                param=min(missing),
+            )
 
     def _check_tokens(self, request: Request) -> None:
         prompt, sampling = request.prompt_token_ids, request.sampling
@@ -266,7 +277,7 @@ class EngineCore:
             weight_bytes=sum(info.weight_bytes for info in infos),
             bytes_per_block=sum(info.bytes_per_block for info in infos),
             startup_s=startup_s,
-            epoch=secrets.randbits(63),
+            epoch=config.request_scheduler.epoch or secrets.randbits(63),
             report=report,
         )
 

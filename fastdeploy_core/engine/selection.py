@@ -23,7 +23,7 @@ def resolve_plugins(config: EngineConfig, *, check: bool = True) -> ResolvedPlug
     shapes += _draft_shapes(config)
     return resolve(
         config,
-        attention=[s.attention for s in shapes],
+        layers=[layer for s in shapes for layer in s.layers],
         moe=[s.moe for s in shapes if s.moe is not None],
         check=check,
     )

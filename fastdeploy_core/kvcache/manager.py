@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from fastdeploy_core.types import BlockCopies
+from fastdeploy_core.types import BlockCopies, SequenceExtras
 
 from .blocks import BlockPool
 from .host_tier import HostTier
@@ -67,9 +67,9 @@ class KVCacheManager:
         # is complete.
         self._release_after_step: list[int] = []
 
-    def new_table(self, cache_salt: str = "") -> BlockTable:
+    def new_table(self, cache_salt: str = "", extras: SequenceExtras | None = None) -> BlockTable:
         """A table without blocks."""
-        return self.prefix.new_table(cache_salt)
+        return self.prefix.new_table(cache_salt, extras)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold num_tokens."""

@@ -1,22 +1,27 @@
 """The prefix cache: which full blocks hold which tokens, found by a chained hash.
 
 A block's key is SHA-256 over canonical bytes of its parent's key and its own tokens. The first
-parent is made of the model's identity and the request's cache_salt. With `lookahead`, a key also
-covers that many tokens after the block, because a drafter's cache entries in the block depend on
-them. A key alone is never trusted: tokens, salt and parent are compared on every hit, so even a
-forced collision cannot mix two prefixes.
+parent is made of the model's identity, the request's cache_salt and its adapter. Where vectors
+stand in the places of tokens (SequenceExtras.embeddings), the key also covers what they are made
+from. With `lookahead`, it also covers that many tokens after the block, because a drafter's cache
+entries in the block depend on them. A key alone is never trusted: everything it covers is compared
+on every hit, so even a forced collision cannot mix two prefixes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+from fastdeploy_core.types import EmbeddedSpan, SequenceExtras
 
 from .blocks import BlockPool
 from .host_tier import HostTier
 
 HashFunction = Callable[[bytes], bytes]
+Scope = tuple[str, str]  # cache_salt and adapter: blocks are shared within one alone
+NO_EXTRAS = SequenceExtras()
 
 
 def sha256(data: bytes) -> bytes:
@@ -30,13 +35,27 @@ def canonical(*texts: str) -> bytes:
     return b"".join(struct.pack("<Q", len(part)) + part for part in parts)
 
 
+def _pack_embeddings(spans: Iterable[EmbeddedSpan], first: int, end: int) -> bytes:
+    """What stands in the places of the tokens from `first` to `end`: of each span that overlaps
+    them its digest, the item's first row among them and the place of that row."""
+    parts = []
+    for span in spans:
+        start = max(span.start, first)
+        count = min(span.start + span.count, end) - start
+        if count > 0:
+            row = span.first_row + start - span.start
+            parts.append(struct.pack("<IQQQ", len(span.digest), row, start - first, count))
+            parts.append(span.digest)
+    return b"".join(parts)
+
+
 class CacheEntry:
     """One full block of tokens after its parent; on the device, in host memory, or both."""
 
     __slots__ = ("block", "host_block", "key", "parent", "scope", "tokens")
 
     def __init__(
-        self, key: bytes, parent: CacheEntry | None, scope: str, tokens: bytes, block: int
+        self, key: bytes, parent: CacheEntry | None, scope: Scope, tokens: bytes, block: int
     ) -> None:
         self.key = key
         self.parent = parent
@@ -60,6 +79,7 @@ class BlockTable:
 
     __slots__ = (
         "blocks",
+        "embeddings",
         "is_cacheable",
         "keys",
         "num_committed",
@@ -69,9 +89,10 @@ class BlockTable:
         "tail",
     )
 
-    def __init__(self, scope: str, root: bytes) -> None:
+    def __init__(self, scope: Scope, root: bytes, embeddings: Sequence[EmbeddedSpan] = ()) -> None:
         self.scope = scope
         self.root = root
+        self.embeddings = embeddings
         self.blocks: list[int] = []
         self.keys: list[bytes] = []
         self.packed: list[bytes] = []
@@ -115,9 +136,12 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def new_table(self, cache_salt: str) -> BlockTable:
-        """An empty table that shares blocks only with requests of the same salt."""
-        return BlockTable(cache_salt, self._hash(canonical(self._identity, cache_salt)))
+    def new_table(self, cache_salt: str, extras: SequenceExtras | None = None) -> BlockTable:
+        """An empty table that shares blocks only with requests of the same salt and adapter."""
+        extras = extras or NO_EXTRAS
+        adapter = (extras.adapter,) if extras.adapter else ()
+        root = self._hash(canonical(self._identity, cache_salt, *adapter))
+        return BlockTable((cache_salt, extras.adapter), root, extras.embeddings)
 
     def num_keyed(self, num_known: int) -> int:
         """Leading blocks that have a key when num_known tokens are known."""
@@ -129,7 +153,10 @@ class PrefixCache:
         keys, size, more = table.keys, self._block_size, self._lookahead
         parent = keys[-1] if keys else table.root
         for index in range(len(keys), num_blocks):
-            packed = self._pack(*token_ids[index * size : (index + 1) * size + more])
+            first, end = index * size, (index + 1) * size + more
+            packed = self._pack(*token_ids[first:end])
+            if table.embeddings:
+                packed += _pack_embeddings(table.embeddings, first, end)
             parent = self._hash(parent + packed)
             keys.append(parent)
             table.packed.append(packed)
@@ -198,7 +225,7 @@ class PrefixCache:
         return entry
 
     @staticmethod
-    def _is_same(entry: CacheEntry, parent: CacheEntry | None, scope: str, packed: bytes) -> bool:
+    def _is_same(entry: CacheEntry, parent: CacheEntry | None, scope: Scope, packed: bytes) -> bool:
         return entry.parent is parent and entry.tokens == packed and entry.scope == scope
 
     def _on_evict(self, block: int, is_intact: bool) -> None:

@@ -3,8 +3,15 @@
 No file imports a tensor library: the device brings it (`device.xp`).
 """
 
-from .builder import ModelBuilder
+from .builder import DriverFactories, ModelBuilder, ModelRanks, WeightFormats
 from .context import ForwardContext
 from .rotary import RotarySpec
 
-__all__ = ["ForwardContext", "ModelBuilder", "RotarySpec"]
+__all__ = [
+    "DriverFactories",
+    "ForwardContext",
+    "ModelBuilder",
+    "ModelRanks",
+    "RotarySpec",
+    "WeightFormats",
+]

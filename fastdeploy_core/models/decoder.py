@@ -78,6 +78,8 @@ class DecoderLM:
     them.
     """
 
+    features = frozenset[str]()
+
     def __init__(
         self,
         read: ConfigReader,

@@ -131,14 +131,14 @@ class ConfigReader:
         return HeadShape(self.size("hidden_size"), heads, kv_heads)
 
     def shapes(self, attention: AttentionSpec, moe: MoESpec | None = None) -> ModelShapes:
-        """The shapes that planning needs."""
+        """The record planning works with; attention is the same in every layer."""
         return ModelShapes(
             architecture=self.architecture,
             num_layers=self.size("num_hidden_layers"),
             vocab_size=self.size("vocab_size"),
             hidden_size=self.size("hidden_size"),
             max_position_embeddings=self.size("max_position_embeddings", default=2048),
-            attention=attention,
+            layers=(attention,) * self.size("num_hidden_layers"),
             moe=moe,
         )
 

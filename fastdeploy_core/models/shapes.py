@@ -27,8 +27,14 @@ ARCHITECTURES: Final[dict[str, str]] = {
 def read_shapes(
     hf_config: Mapping[str, Any], tp_size: int = 1, dtype: str = "float32"
 ) -> ModelShapes:
-    """The shapes of one rank of `tp_size`. UnsupportedModel lists the known architectures."""
+    """The shapes of one rank of `tp_size`. UnsupportedModel names the architectures there are, or
+    what of this model's layers cannot be served."""
     shapes: ModelShapes = model_class(hf_config).shapes(hf_config, tp_size, dtype)
+    if not 0 < len(shapes.layers) <= shapes.num_layers:
+        raise UnsupportedModel(
+            f"{shapes.architecture} states {len(shapes.layers)} layers that keep something of a "
+            f"sequence, of {shapes.num_layers} in all; at least one and at most all are possible"
+        )
     return shapes
 
 

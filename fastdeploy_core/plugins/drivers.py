@@ -10,10 +10,10 @@ import functools
 import importlib.metadata
 import logging
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fastdeploy_core import envs
-from fastdeploy_core.contracts.base import CONTRACT, KINDS
+from fastdeploy_core.contracts.base import CONTRACT, KINDS, OLDEST_MAJOR
 from fastdeploy_core.errors import (
     ContractMismatch,
     PluginConflict,
@@ -34,6 +34,9 @@ from .discovery import (
 )
 from .known import providers
 from .preflight_child import describe
+
+if TYPE_CHECKING:
+    from .preflight import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -115,14 +118,23 @@ def check_import(entry: PluginEntry) -> None:
 def check_imports(entries: Sequence[PluginEntry]) -> None:
     """The same for several entries in one child, which imports shared modules once."""
     results = _preflight(tuple(entry.target for entry in entries))
-    for entry, (error, contract) in zip(entries, results, strict=True):
-        if error:
+    for entry, outcome in zip(entries, results, strict=True):
+        if outcome.error:
             raise PluginLoadError(
-                f"{_title(entry.kind)} {entry.name!r} of {entry.origin} failed to load: {error}; "
-                "see: fastdeploy plugins doctor"
+                f"{_title(entry.kind)} {entry.name!r} of {entry.origin} failed to load: "
+                f"{outcome.error}; see: fastdeploy plugins doctor"
             )
-        if contract is not None:
-            check_contract(entry, contract)
+        if outcome.contract is not None:
+            check_contract(entry, outcome.contract)
+
+
+def features(entry: PluginEntry) -> frozenset[str]:
+    """What a driver of layers declares to implement beyond the plain layer; a stranger's class is
+    looked at in a child process. PluginLoadError where it cannot be imported."""
+    if entry.is_core or not envs.read("FD_PLUGIN_PREFLIGHT"):
+        return frozenset(getattr(load(entry, preflight=False), "features", ()))
+    check_import(entry)
+    return _preflight((entry.target,))[0].features
 
 
 def check_contract(entry: PluginEntry, contract: object) -> None:
@@ -139,33 +151,29 @@ def check_contract(entry: PluginEntry, contract: object) -> None:
             f"add `contract = {CONTRACT}` to the driver"
         )
     major, minor = contract
-    if major > CONTRACT[0] or (major == 0 == CONTRACT[0] and minor > CONTRACT[1]):
+    written = f"{what} was written for contract {major}.{minor}; this core speaks {here}"
+    if major > CONTRACT[0]:
         raise ContractMismatch(
-            f"{what} was written for contract {major}.{minor}; this core speaks {here}: "
-            "upgrade fastdeploy-core or install an older release of the plugin"
+            f"{written}: upgrade fastdeploy-core or install an older release of the plugin"
         )
-    if major < CONTRACT[0] - 1:
-        raise ContractMismatch(
-            f"{what} was written for contract {major}.{minor}; this core speaks {here} and "
-            f"{CONTRACT[0] - 1}: install a newer release of the plugin"
-        )
+    if major < OLDEST_MAJOR:
+        older = f" and {OLDEST_MAJOR}.x" if CONTRACT[0] > OLDEST_MAJOR else ""
+        raise ContractMismatch(f"{written}{older}: install a newer release of the plugin")
     if major == CONTRACT[0] and minor > CONTRACT[1]:
-        logger.warning(
-            "%s was written for contract %d.%d; core speaks %s", what, major, minor, here
-        )
+        logger.warning("%s, which may lack what it uses: upgrade fastdeploy-core", written)
 
 
 @functools.lru_cache(maxsize=256)
-def _preflight(targets: tuple[str, ...]) -> list[tuple[str, tuple[int, ...] | None]]:
-    """Error line and declared contract of each target; once per process and targets."""
+def _preflight(targets: tuple[str, ...]) -> list[Outcome]:
+    """What became of importing each; once per process and targets."""
+    from .preflight import Job, Outcome, run
+
     if not envs.read("FD_PLUGIN_PREFLIGHT"):
-        return [("", None)] * len(targets)
-    from .preflight import Job, run
+        return [Outcome("", 0.0)] * len(targets)
 
     logger.debug("importing %s in a child process first", ", ".join(targets))
     limit_s = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S")
-    outcomes = run([Job(target, limit_s) for target in targets])
-    return [(outcome.error, outcome.contract) for outcome in outcomes]
+    return run([Job(target, limit_s) for target in targets])
 
 
 def _import_with_stevedore(entry: PluginEntry) -> Any:

@@ -16,7 +16,7 @@ import threading
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -95,10 +95,13 @@ class HookManager:
         callers = self._manager.get_hookcallers(plugin) if plugin is not None else None
         return sorted(c.name for c in callers or [])
 
-    def ask(self, hook: str, **arguments: Any) -> list[Answer]:
-        """Every plugin's answer, in order; None and failures are left out."""
+    def ask(self, hook: str, *, unasked: Collection[str] = (), **arguments: Any) -> list[Answer]:
+        """Every plugin's answer, in order; None and failures are left out, and so are the
+        distributions named in `unasked`."""
         answers = []
         for plugin, implementation in self._implementations(hook):
+            if plugin.distribution in unasked:
+                continue
             value = self._call(plugin, hook, implementation, arguments)
             if value is not None:
                 answers.append(Answer(plugin, value))

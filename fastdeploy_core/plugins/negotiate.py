@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 
 from fastdeploy_core.contracts.base import Accept, Candidate, Decline
+from fastdeploy_core.errors import PluginError
 
 from .discovery import Inventory
+from .drivers import features
 from .known import providers
 from .manager import HookManager
 
@@ -82,9 +84,18 @@ def _none_installed(kind: str) -> str:
 def ask_candidates(
     hooks: HookManager, inventory: Inventory, kind: str, hook: str, question: Any, asked: str = ""
 ) -> tuple[Decision, list[Candidate]]:
-    """Ask all plugins one question and decide. A plugin answers for its own drivers only."""
+    """Ask one question of every plugin and decide. A plugin answers for its own drivers only.
+
+    A driver whose `features` do not cover what the question's layer needs is declined here and not
+    asked about: it was perhaps written before that kind of layer was known.
+    """
     found: list[tuple[Candidate, str]] = []
-    for answer in hooks.ask(hook, question=question):
+    short = _without_features(inventory, kind, question)
+    origin_of = {entry.name: entry.distribution for entry in inventory.of(kind)}
+    able = {origin for name, origin in origin_of.items() if name not in short}
+    unasked = set(origin_of.values()) - able
+    found += [(Candidate(name, Decline(reason)), origin_of[name]) for name, reason in short.items()]
+    for answer in hooks.ask(hook, unasked=unasked, question=question):
         values = answer.value if isinstance(answer.value, list | tuple) else [answer.value]
         for value in values:
             if not isinstance(value, Candidate):
@@ -97,14 +108,43 @@ def ask_candidates(
                     answer.plugin, hook, f"answered for {kind} {value.name!r}, which is not its own"
                 )
                 continue
+            if value.name in short:
+                continue
             if own[0].reason:
                 value = Candidate(value.name, Decline(own[0].reason))
             found.append((value, answer.plugin.distribution))
-    origins = {e.name: e.distribution for e in inventory.of(kind)}
     decision = decide(
-        kind, repr(question), found, asked=asked, origin=lambda name: origins.get(name, "")
+        kind, repr(question), found, asked=asked, origin=lambda name: origin_of.get(name, "")
     )
     return decision, [c for c, _ in found]
+
+
+def _without_features(inventory: Inventory, kind: str, question: Any) -> dict[str, str]:
+    """Drivers of that kind that do not declare what the question's layer needs, with the reason."""
+    needs: frozenset[str] = getattr(getattr(question, "spec", None), "needs", frozenset())
+    short = {}
+    for entry in inventory.of(kind) if needs else ():
+        try:
+            missing = needs - features(entry)
+        except PluginError as error:
+            short[entry.name] = str(error)
+            continue
+        if missing:
+            short[entry.name] = f"does not declare {', '.join(sorted(missing))} among its features"
+    return short
+
+
+def ask_layer_drivers(
+    hooks: HookManager,
+    inventory: Inventory,
+    kind: str,
+    hook: str,
+    questions: Sequence[Any],
+    asked: str = "",
+) -> Decision:
+    """One driver of that kind for all layers that the questions are about."""
+    decisions = [ask_candidates(hooks, inventory, kind, hook, q, asked)[0] for q in questions]
+    return merge_decisions(decisions, asked)
 
 
 def merge_decisions(decisions: Sequence[Decision], asked: str = "") -> Decision:

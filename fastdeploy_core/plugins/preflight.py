@@ -48,6 +48,7 @@ class Outcome:
     error: str
     milliseconds: float
     contract: tuple[int, ...] | None = None
+    features: frozenset[str] = frozenset()  # of a driver of layers
     answers: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -152,6 +153,7 @@ def _outcome(message: dict[str, Any]) -> Outcome:
         error=message["error"],
         milliseconds=message["ms"],
         contract=tuple(contract) if contract else None,
+        features=frozenset(message.get("features", ())),
         answers=message["answers"],
         facts=message.get("facts", {}),
     )

@@ -25,6 +25,7 @@ _SHOWN = (
     "can_capture_decode",
     "can_capture_mixed",
     "norms_heads",
+    "features",
     "option_docs",
 )
 
@@ -75,6 +76,9 @@ def _do(job: dict[str, Any], result: dict[str, Any]) -> None:
     contract = getattr(target, "contract", None)
     if isinstance(contract, tuple) and all(isinstance(n, int) for n in contract):
         result["contract"] = list(contract)
+    features = getattr(target, "features", ())
+    if isinstance(features, frozenset | set | tuple | list):
+        result["features"] = sorted(map(str, features))
     if job.get("describe"):
         result["facts"] = _facts(target)
     for hook in job.get("calls", []):
@@ -116,6 +120,8 @@ def _facts(target: Any) -> dict[str, Any]:
             continue
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             facts[name] = dataclasses.asdict(value)
+        elif isinstance(value, frozenset):
+            facts[name] = sorted(map(str, value))
         elif isinstance(value, str | int | float | bool | tuple | list | dict):
             facts[name] = value
     hooks = [n for n in dir(target) if hasattr(getattr(target, n, None), "fastdeploy_impl")]

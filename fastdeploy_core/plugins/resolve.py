@@ -22,6 +22,7 @@ from fastdeploy_core.config.quantization import (
 from fastdeploy_core.contracts.base import Candidate, Decline, Requirements
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.contracts.kv_formats import kv_format
+from fastdeploy_core.contracts.model import AttentionSpec, StateSpec
 from fastdeploy_core.contracts.quantizer import HEAD_QUANTIZER, QuantizationQuestion
 from fastdeploy_core.errors import (
     CapabilityError,
@@ -33,12 +34,12 @@ from fastdeploy_core.errors import (
 from .discovery import Inventory, PluginEntry, discover
 from .drivers import available, find
 from .manager import HookManager, hook_manager
-from .negotiate import CandidateRow, Decision, ask_candidates, decide, merge_decisions
+from .negotiate import CandidateRow, Decision, ask_candidates, ask_layer_drivers, decide
 from .resolved import ResolvedEntry, ResolvedPlugins
 
 if TYPE_CHECKING:
     from fastdeploy_core.config import EngineConfig
-    from fastdeploy_core.contracts.attention import AttentionSpec
+    from fastdeploy_core.contracts.attention import AttentionQuestion
     from fastdeploy_core.contracts.moe import MoESpec
 
 __all__ = [
@@ -59,7 +60,7 @@ DRAFT_QUANTIZER: Final = "draft_quantizer"
 def resolve(
     config: EngineConfig,
     *,
-    attention: Sequence[AttentionSpec] = (),
+    layers: Sequence[AttentionSpec | StateSpec] = (),
     moe: Sequence[MoESpec] = (),
     inventory: Inventory | None = None,
     hooks: HookManager | None = None,
@@ -67,7 +68,7 @@ def resolve(
 ) -> ResolvedPlugins:
     """Choose every driver that the configuration needs; raises if one cannot be had.
 
-    `attention` and `moe` are the model's distinct layer shapes (models/shapes.py reads them).
+    `layers` and `moe` are the model's layer shapes (models/shapes.py reads them).
     Without `check` the caller must call ResolvedPlugins.check.
     """
     inventory = discover() if inventory is None else inventory
@@ -75,7 +76,7 @@ def resolve(
     resolver = _Resolver(config, inventory, hooks)
     resolver.device()
     resolver.quantizer()
-    resolver.attention(attention)
+    resolver.attention(layers)
     resolver.moe(moe)
     resolver.speculative()
     resolver.scheduler()
@@ -89,6 +90,40 @@ def resolve(
         logger.info("%s %s: %s", decision.kind, decision.winner, decision.why)
     hooks.notify("fd_configure", config=config)
     return resolved
+
+
+def attention_questions(
+    layers: Sequence[AttentionSpec | StateSpec],
+    *,
+    device: str,
+    tensor_library: str,
+    block_size: int,
+    quantization: QuantizationSettings,
+) -> list[AttentionQuestion]:
+    """What attention drivers are asked about a model: one question for each distinct layer.
+    UnsupportedModel where a layer keeps a state, which the engine cannot keep yet."""
+    from fastdeploy_core.contracts.attention import AttentionQuestion
+
+    kind = kv_format(quantization.kv_format)
+    cache_format = kind.name if kind else ""
+    questions = []
+    for spec in dict.fromkeys(layers):
+        if isinstance(spec, StateSpec):
+            raise UnsupportedModel(
+                f"the model has layers that keep a state per sequence ({spec.kind}), and the "
+                "engine keeps cache entries per token only; possible: a model whose layers are all "
+                "attention"
+            )
+        question = AttentionQuestion(
+            device=device,
+            tensor_library=tensor_library,
+            spec=replace(spec, kv_format=cache_format, kv_static=quantization.kv_static),
+            block_size=block_size,
+            kv_dtype=cache_format or "auto",
+            plain_projections=not quantization.method,
+        )
+        questions.append(question)
+    return questions
 
 
 class _Resolver:
@@ -125,23 +160,15 @@ class _Resolver:
             if entry.name in (decision.winner, REFERENCE_DEVICE):
                 self._add(entry)
 
-    def attention(self, specs: Sequence[AttentionSpec]) -> None:
+    def attention(self, layers: Sequence[AttentionSpec | StateSpec]) -> None:
         """One driver that accepts every attention shape of the model."""
-        from fastdeploy_core.contracts.attention import AttentionQuestion
-
-        kind = kv_format(self._quantization.kv_format)
-        cache_format, is_static = kind.name if kind else "", self._quantization.kv_static
-        questions = [
-            AttentionQuestion(
-                device=self._chosen["device"],
-                tensor_library=self._tensor_library,
-                spec=replace(spec, kv_format=cache_format, kv_static=is_static),
-                block_size=self._config.cache.block_size,
-                kv_dtype=cache_format or "auto",
-                plain_projections=not self._quantization.method,
-            )
-            for spec in dict.fromkeys(specs)
-        ]
+        questions = attention_questions(
+            layers,
+            device=self._chosen["device"],
+            tensor_library=self._tensor_library,
+            block_size=self._config.cache.block_size,
+            quantization=self._quantization,
+        )
         self._layer_driver(
             "attention", "fd_attention_backends", questions, self._config.device.attention_backend
         )
@@ -331,13 +358,10 @@ class _Resolver:
     def _layer_driver(self, kind: str, hook: str, questions: Sequence[Any], asked: str) -> None:
         if asked:
             find(kind, asked, self._inventory)
-        decisions = [
-            ask_candidates(self._hooks, self._inventory, kind, hook, q, asked)[0] for q in questions
-        ]
-        if not decisions:
-            return
-        decision = merge_decisions(decisions, asked)
-        self._take(decision)
+        if questions:
+            self._take(
+                ask_layer_drivers(self._hooks, self._inventory, kind, hook, questions, asked)
+            )
 
     def _ask_requirements(self, hook: str, question: Any, what: str) -> Requirements:
         answer = self._hooks.first(hook, question=question)

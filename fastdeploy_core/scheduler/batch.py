@@ -85,9 +85,27 @@ class BatchScheduler:
         """KV blocks that a new request could get; see contracts.scheduler.Capacity."""
         return self._roster.num_free_blocks
 
+    @property
+    def num_held(self) -> int:
+        """Requests that wait for KV blocks of another instance."""
+        return len(self._roster.held)
+
     def has_work(self) -> bool:
-        """Whether a request is unfinished, or an answer not yet given."""
-        return bool(self._roster.requests) or self._outcome.has_deltas
+        """Whether a request can run or has passed its deadline, or an answer is not yet given. What
+        waits for another instance alone is no work: the engine sleeps until it comes."""
+        if len(self._roster.requests) > self.num_held or self._outcome.has_deltas:
+            return True
+        return bool(self.num_held and self._deadlines and self._deadlines[0][0] <= self._clock())
+
+    def hold_for_remote_kv(self, request_id: str) -> None:
+        """Another instance computes the prompt of a request that has not started."""
+        self._roster.hold(self._roster.requests[request_id])
+
+    def take_remote_kv(self, request_id: str) -> None:
+        """The blocks of a held request have come, or never will: it waits for its turn. Unknown ids
+        are ignored, because the request may have ended meanwhile."""
+        if request_id in self._roster.held:
+            self._roster.release(self._roster.requests[request_id])
 
     def add(self, request: Request) -> None:
         """Queue a request, or raise InvalidRequest; the scheduler is unchanged then. A newer attempt
@@ -190,9 +208,10 @@ class BatchScheduler:
 
     def fail_oldest(self, message: str) -> None:
         """End the request that has waited longest; for states that should not exist."""
-        request = next(iter(self._roster.requests.values()), None)
-        if request is not None:
-            self._outcome.fail(request, message, "OutOfBlocks")
+        for request_id, request in self._roster.requests.items():
+            if request_id not in self._roster.held:
+                self._outcome.fail(request, message, "OutOfBlocks")
+                return
 
     def take_deltas(self) -> list[RequestOutputDelta | TokenDeltas]:
         """What clients must be told since the last call."""
@@ -245,7 +264,7 @@ class BatchScheduler:
             # Reproducible for an engine that gets the same requests in the same order.
             seed = mix64(self.settings.seed) ^ mix64(self._next_seq_id)
         for index in range(sampling.n):
-            table = self.kv.new_table(request.cache_salt)
+            table = self.kv.new_table(request.cache_salt, request.extras)
             state.sequences.append(
                 Sequence(
                     self._next_seq_id,

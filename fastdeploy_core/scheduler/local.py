@@ -58,7 +58,7 @@ class LocalScheduler:
     """RequestScheduler of one process."""
 
     name = "local"
-    contract = (0, 1)
+    contract = (1, 0)
     capabilities = SchedulerCapabilities()
 
     def __init__(

@@ -39,6 +39,7 @@ class Roster:
         self.clock = clock
         self.columns = Columns(num_drafts)
         self.requests: dict[str, RequestState] = {}
+        self.held: set[str] = set()  # of these, the ids of requests that wait for remote KV blocks
         self.running: list[Sequence] = []  # senior first
         self.returning: list[Sequence] = []  # preempted or forked, senior first
         self.arrived: FairQueue[Sequence] = FairQueue()
@@ -95,6 +96,22 @@ class Roster:
         """Queue a request's first sequence; the others follow with `release_followers`."""
         self.requests[request.request_id] = request
         self.arrived.arrive(request.tenant)
+        self._arrive(request, request.sequences[: 1 if request.followers_wait else None])
+
+    def hold(self, request: RequestState) -> None:
+        """Take a request that has not started out of the queue until `release`."""
+        assert all(seq.status is RequestStatus.WAITING for seq in request.sequences)
+        for seq in request.sequences:
+            self.arrived.remove(seq)
+            seq.status = RequestStatus.WAITING_FOR_REMOTE_KV
+        self.held.add(request.request_id)
+
+    def release(self, request: RequestState) -> None:
+        """Queue a held request again."""
+        self.held.discard(request.request_id)
+        for seq in request.sequences:
+            if seq.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+                seq.status = RequestStatus.WAITING
         self._arrive(request, request.sequences[: 1 if request.followers_wait else None])
 
     def next_waiting(self, passed_over: Container[Sequence] = ()) -> Sequence | None:
@@ -181,6 +198,7 @@ class Roster:
             self.drop_fork_source(request)
             request.is_finished = True
             del self.requests[request.request_id]
+            self.held.discard(request.request_id)
             self.arrived.depart(request.tenant)
         elif request.followers_wait and seq.index == 0:
             # It ended before the prompt was computed: the others find out for themselves.

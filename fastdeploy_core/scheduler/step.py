@@ -213,6 +213,7 @@ class StepBuilder:
                 grammar=request.grammar,
                 grammar_backend=request.grammar_backend,
                 grammar_start=request.grammar_start,
+                extras=request.extras,
             )
         )
         self.put(seq, num_tokens)

@@ -8,6 +8,7 @@ from .outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, S
 from .request import (
     DraftStats,
     FinishReason,
+    InstanceRole,
     Request,
     RequestOutputDelta,
     RequestStatus,
@@ -22,10 +23,12 @@ from .sampling import SamplingParams, StructuredOutputsParams
 from .step import (
     BatchRows,
     BlockCopies,
+    EmbeddedSpan,
     GrammarStart,
     ModelRunnerOutput,
     NewSequence,
     SchedulerOutput,
+    SequenceExtras,
     TokenLogprobs,
 )
 
@@ -34,8 +37,10 @@ __all__ = [
     "BlockCopies",
     "CompletionOutput",
     "DraftStats",
+    "EmbeddedSpan",
     "FinishReason",
     "GrammarStart",
+    "InstanceRole",
     "Logprob",
     "ModelRunnerOutput",
     "NewSequence",
@@ -47,6 +52,7 @@ __all__ = [
     "SamplingParams",
     "SchedulerOutput",
     "SequenceDelta",
+    "SequenceExtras",
     "SpeculateMetrics",
     "StructuredOutputsParams",
     "TokenDeltas",

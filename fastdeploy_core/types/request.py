@@ -10,16 +10,27 @@ from itertools import accumulate, chain, count, zip_longest
 import msgspec
 
 from .sampling import SamplingParams
-from .step import GrammarStart, TokenLogprobs
+from .step import GrammarStart, SequenceExtras, TokenLogprobs
 
 
 class RequestStatus(enum.Enum):
     """Where a sequence is in its life."""
 
     WAITING = "waiting"
+    # Another instance computes its prompt: it can neither run nor make others wait for room.
+    WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
+
+
+class InstanceRole(enum.StrEnum):
+    """What an instance does with requests. Every instance can do both; the role is what it says of
+    itself to whoever routes, and may change with its epoch."""
+
+    MIXED = "mixed"
+    PREFILL = "prefill"  # computes prompts, whose KV blocks a decode instance fetches
+    DECODE = "decode"
 
 
 class FinishReason(enum.StrEnum):
@@ -66,6 +77,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     grammar_start: GrammarStart | None = None  # None: the grammar binds from the first token
     attempt: int = 0  # fencing number: only results of the newest attempt reach the client
     instance: str = ""  # instance that a request scheduler routed it to; empty: any
+    extras: SequenceExtras | None = None
 
 
 class DraftStats(msgspec.Struct, omit_defaults=True):

@@ -33,6 +33,44 @@ class GrammarStart(msgspec.Struct, frozen=True, omit_defaults=True):
     begin: int | None = None
 
 
+class EmbeddedSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens whose ids say nothing: vectors made from an image or a video stand in their places."""
+
+    start: int  # index of the first token
+    count: int
+    digest: bytes  # SHA-256 of what the vectors are made from; the engine computes it, no client
+    first_row: int = 0  # which of the item's vectors stands in the place of the first token
+
+
+class SequenceExtras(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a sequence asks of model and worker beyond token ids and sampling.
+
+    Reserved: an engine refuses a request with `needs` that its workers do not report
+    (WorkerInfo.features), and the core's workers report none yet. `adapter` and `embeddings` are
+    part of the block hash already, so the prefix cache can never mix two of them; positions follow
+    from the token ids and from what `embeddings` digests.
+    """
+
+    adapter: str = ""  # a LoRA adapter: its name and the generation of its weights
+    embeddings: list[EmbeddedSpan] = []  # in the order of their tokens, without overlaps
+    # Positions of the prompt on three axes (time, height, width): [3, num_prompt_tokens] int32 in C
+    # order. Empty: the position of a token is its index.
+    positions: bytes = b""
+    position_offset: int = 0  # added to the index of every token after the prompt
+    pooling: str = ""  # how the hidden states become one vector; empty: tokens are sampled
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Of contracts.model.MODEL_FEATURES, those that carry it."""
+        asked = {
+            "adapter": self.adapter,
+            "embeddings": self.embeddings,
+            "positions": self.positions or self.position_offset,
+            "pooling": self.pooling,
+        }
+        return frozenset(name for name, is_asked in asked.items() if is_asked)
+
+
 class NewSequence(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Everything a worker must know of a sequence it has not seen, or that was preempted."""
 
@@ -46,6 +84,7 @@ class NewSequence(msgspec.Struct, kw_only=True, omit_defaults=True):
     grammar: bytes | None = None
     grammar_backend: str = ""
     grammar_start: GrammarStart | None = None  # None: it binds from the first token
+    extras: SequenceExtras | None = None
 
 
 class BatchRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):

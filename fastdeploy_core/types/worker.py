@@ -36,6 +36,8 @@ class WorkerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     max_rows_ahead: int = 0
     records_drafts: bool = False  # a step with drafts is recorded, but not with prompts beside them
     max_decodes: int = 1  # the most of SchedulerOutput.num_decodes
+    # what sequences may bring beside token ids (SequenceExtras.needs)
+    features: frozenset[str] = frozenset()
     # the start-up report
     device: str = ""
     tensor_library: str = ""

@@ -213,6 +213,6 @@ def run_model(model: CausalLM, input_ids: Tensor, context: ForwardContext) -> Te
     if rows is not None and hidden.shape[0] != rows.shape[0]:
         raise WorkerError(
             f"{type(model).__name__}.forward returned {int(hidden.shape[0])} hidden states where context.rows names "
-            f"{int(rows.shape[0])} of {context.batch.num_tokens} tokens; it has to return those alone (contract 0.12)"
+            f"{int(rows.shape[0])} of {context.batch.num_tokens} tokens; it has to return those alone (contract 1.0)"
         )
     return hidden

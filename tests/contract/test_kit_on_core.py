@@ -77,7 +77,7 @@ class IdentityQuantizer:
     """Keeps full precision; shows the shape of a quantizer with the fewest lines."""
 
     name = "identity"
-    contract = (0, 2)
+    contract = (1, 0)
 
     def __init__(self, config: Mapping[str, Any], device: Any, kernels: Any) -> None:
         self._linear = kernels["linear"]

@@ -18,8 +18,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import fastdeploy_core.contracts as contracts
 import fastdeploy_core.devices as devices
+import fastdeploy_core.types as types
 from fastdeploy_core.contracts.base import CONTRACT, KINDS
 from fastdeploy_core.contracts.ops import OPERATIONS
 
@@ -32,6 +35,7 @@ def describe_contract() -> dict[str, Any]:
     for info in (
         *pkgutil.iter_modules(contracts.__path__, f"{contracts.__name__}."),
         *pkgutil.iter_modules(devices.__path__, f"{devices.__name__}."),
+        *pkgutil.iter_modules(types.__path__, f"{types.__name__}."),
     ):
         module = importlib.import_module(info.name)
         short = info.name.rpartition(".")[2]
@@ -53,6 +57,12 @@ def _class(value: type) -> dict[str, Any]:
     described: dict[str, Any] = {}
     if issubclass(value, enum.Enum):
         return {"values": [m.value for m in value]}
+    if issubclass(value, msgspec.Struct):
+        described["fields"] = [
+            f"{field.name}: {value.__annotations__.get(field.name, field.type)}"
+            + ("" if field.required else " = ...")
+            for field in msgspec.structs.fields(value)
+        ]
     if dataclasses.is_dataclass(value):
         described["fields"] = [
             f"{f.name}: {f.type}" + (" = ..." if _has_default(f) else "")
@@ -109,6 +119,55 @@ def test_contract_changes_only_with_its_number():
     )
 
 
+def broken_by(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What a minor may not do although `after` does it, by name."""
+    found = []
+    for section in ("kinds", "operations", "items"):
+        for key, old in before[section].items():
+            new = after[section].get(key)
+            if new is None or (section != "items" and new != old):
+                found.append(key)
+            elif isinstance(old, dict):
+                found += [f"{key}.{part}" for part in old if not _extends(part, old, new)]
+                found += [f"{key}.{part}" for part in new.keys() - old.keys() if part != "fields"]
+            elif old != new:
+                found.append(key)
+    return found
+
+
+def _extends(part: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    if part != "fields":
+        return bool(new.get(part) == old[part])
+    fields, before = new.get(part, []), old[part]
+    added = fields[len(before) :]
+    return fields[: len(before)] == before and all(f.endswith(" = ...") for f in added)
+
+
+def test_a_minor_may_add_and_nothing_else():
+    def contract(**items: Any) -> dict[str, Any]:
+        return {"kinds": {"device": ["g"]}, "operations": {"linear": "(x)"}, "items": items}
+
+    before = contract(A={"fields": ["a: int", "b: int = ..."]}, P={"methods": {"run": "()"}})
+    longer = ["a: int", "b: int = ...", "c: int = ..."]
+    for allowed in (
+        before,
+        contract(A={"fields": longer}, P={"methods": {"run": "()"}}, Q={"methods": {}}),
+    ):
+        assert broken_by(before, allowed) == []
+    same = before["items"]
+    for items, named in (
+        ({**same, "A": {"fields": ["a: int"]}}, "A.fields"),
+        ({**same, "A": {"fields": [*same["A"]["fields"], "c: int"]}}, "A.fields"),
+        ({**same, "A": {"fields": ["c: int = ...", *same["A"]["fields"]]}}, "A.fields"),
+        ({**same, "P": {"methods": {"run": "()", "stop": "()"}}}, "P.methods"),
+        ({**same, "P": {"methods": {"run": "(x)"}}}, "P.methods"),
+        ({"P": same["P"]}, "A"),
+    ):
+        assert broken_by(before, contract(**items)) == [named]
+    gone = {**before, "operations": {}}
+    assert broken_by(before, gone) == ["linear"]
+
+
 def test_snapshot_sees_protocols_hooks_fields_and_operations():
     items = describe_contract()["items"]
     assert "submit" in items["kv_transport.KVTransport"]["methods"]
@@ -121,5 +180,10 @@ def test_snapshot_sees_protocols_hooks_fields_and_operations():
 
 
 if __name__ == "__main__":
+    written = json.loads(SNAPSHOT.read_text("utf-8"))
+    if written["contract"][0] == CONTRACT[0] and written["contract"] != list(CONTRACT):
+        broken = broken_by(written, json.loads(render()))
+        if broken:
+            raise SystemExit(f"a minor may only add; this takes a new major: {', '.join(broken)}")
     SNAPSHOT.write_text(render(), "utf-8")
     sys.stdout.write(f"wrote {SNAPSHOT.name}\n")

@@ -51,7 +51,7 @@ def make_engine_config(
     config = replace(config, device=replace(config.device, num_threads=1))
     shapes = read_shapes(config.model.hf_config, num_ranks)
     resolved = resolve(
-        config, attention=[shapes.attention], moe=[shapes.moe] if shapes.moe is not None else []
+        config, layers=shapes.layers, moe=[shapes.moe] if shapes.moe is not None else []
     )
     return config, resolved
 

@@ -13,7 +13,7 @@ from fastdeploy_core.errors import WorkerError
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.sampling.columns import SamplingColumns
-from fastdeploy_core.types import NewSequence, SamplingParams
+from fastdeploy_core.types import NewSequence, SamplingParams, SequenceExtras
 from fastdeploy_core.worker.input_batch import InputBatch
 from fastdeploy_core.worker.sequence_state import SequenceState
 from tests.worker_steps import Row, engine_config, make_step, write_model
@@ -35,6 +35,15 @@ def new_sequence(seq_id: int, tokens: list[int], blocks: list[int]) -> NewSequen
         sampling=SamplingParams(),
         seed=0,
     )
+
+
+def test_what_a_worker_does_not_serve_is_refused(device: CpuDevice) -> None:
+    batch = InputBatch(device, SLOTS, LENGTH, BLOCK)
+    new = new_sequence(1, [3, 4], [0])
+    new.extras = SequenceExtras(adapter="legal@1")
+    with pytest.raises(WorkerError, match="adapter"):
+        batch.add(new)
+    assert 1 not in batch.slot_of
 
 
 class Book:

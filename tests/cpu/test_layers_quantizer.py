@@ -24,7 +24,7 @@ class Int8:
     """Eight bits per weight, one scale for each output."""
 
     name = "int8"
-    contract = (0, 2)
+    contract = (1, 0)
     asked: list[LayerSpec]
 
     def __init__(self, config: Mapping[str, Any], device: Any, kernels: Any) -> None:

@@ -84,7 +84,7 @@ def test_a_worker_loads_what_was_resolved_and_looks_no_driver_up(
     )
     shapes = read_shapes(config.model.hf_config)
     assert shapes.moe is not None
-    resolved = resolve(config, attention=(shapes.attention,), moe=(shapes.moe,))
+    resolved = resolve(config, layers=shapes.layers, moe=(shapes.moe,))
 
     def discover() -> Any:
         raise AssertionError("a worker asked what is installed")

@@ -91,9 +91,7 @@ def ours(folder: Path, dtype: str) -> PagedModel:
     values = {"model": str(folder), "device": "cuda", "tensor_library": "torch", "dtype": dtype}
     config = build_engine_config(values)
     shapes = read_shapes(config.model.hf_config, 1)
-    resolved = resolve(
-        config, attention=[shapes.attention], moe=[] if shapes.moe is None else [shapes.moe]
-    )
+    resolved = resolve(config, layers=shapes.layers, moe=[] if shapes.moe is None else [shapes.moe])
     return PagedModel(folder, "torch", device="cuda", dtype=dtype, drivers=resolved.load)
 
 

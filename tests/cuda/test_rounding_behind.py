@@ -39,7 +39,7 @@ def made(folder: Path, method: str) -> PagedModel:
     asked = {"load_format": "dummy", "quantization": method, "dtype": "bfloat16"}
     values = {"model": str(folder), "device": "cuda", "tensor_library": "torch", **asked}
     config = build_engine_config(values)
-    resolved = resolve(config, attention=[read_shapes(config.model.hf_config, 1).attention])
+    resolved = resolve(config, layers=read_shapes(config.model.hf_config, 1).layers)
     return PagedModel(folder, "torch", device="cuda", drivers=resolved.load, **asked)
 
 

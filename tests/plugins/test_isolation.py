@@ -22,7 +22,7 @@ GOOD = """
 from fastdeploy_core.contracts import Accept, Candidate, hookimpl
 class Device:
     name = "{0}"
-    contract = (0, 1)
+    contract = (1, 0)
 @hookimpl
 def fd_device_probe():
     return Candidate("{0}", Accept(0))

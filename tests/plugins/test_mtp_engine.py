@@ -62,7 +62,7 @@ class Bench(engine_mixes.Bench):
         self.config = replace(config, device=replace(config.device, num_threads=1))
         shapes = read_shapes(config.model.hf_config, 1)
         moe = [shapes.moe] if shapes.moe is not None else []
-        self._resolved = resolve(self.config, attention=[shapes.attention], moe=moe)
+        self._resolved = resolve(self.config, layers=shapes.layers, moe=moe)
         if graphs is not None:
             self.config = replace(self.config, graphs=graphs)
             self._resolved = OnCapturingDevice(self._resolved)

@@ -29,7 +29,7 @@ class Backend:
     """Does to its process what the regex says."""
 
     name = "hostile"
-    contract = (0, 1)
+    contract = (1, 0)
 
     def __init__(self, tokenizer_json, vocab_size, eos_token_ids):
         if vocab_size == 13:

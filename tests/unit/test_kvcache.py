@@ -7,6 +7,7 @@ import pytest
 from fastdeploy_core.config import BatchConfig, CacheConfig
 from fastdeploy_core.errors import OutOfBlocks, ResourceError
 from fastdeploy_core.kvcache import BlockPool, KVCacheManager, plan_cache
+from fastdeploy_core.types import EmbeddedSpan, SequenceExtras
 from fastdeploy_core.types.worker import WorkerInfo
 
 
@@ -120,6 +121,50 @@ def test_another_salt_finds_nothing():
     kv.free(table)
     assert kv.match(kv.new_table("b"), [*range(8), 1]).num_tokens == 0
     assert kv.match(kv.new_table("a"), [*range(8), 1]).num_tokens == 8
+
+
+IMAGE = b"a" * 32
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        None,
+        SequenceExtras(adapter="legal@2"),
+        SequenceExtras(embeddings=[EmbeddedSpan(2, 4, b"b" * 32)]),
+        SequenceExtras(embeddings=[EmbeddedSpan(2, 4, IMAGE, 1)]),
+        SequenceExtras(embeddings=[EmbeddedSpan(1, 4, IMAGE)]),
+        SequenceExtras(embeddings=[EmbeddedSpan(2, 1, IMAGE)]),
+        SequenceExtras(adapter="legal@1", embeddings=[EmbeddedSpan(2, 4, IMAGE)]),
+    ],
+)
+@pytest.mark.parametrize("first", [0, 1])
+def test_adapters_and_embedded_items_are_part_of_a_blocks_identity(other, first):
+    """Equal ids do not mean equal keys and values there."""
+    tokens, kv = list(range(8)), make_manager()
+    image = SequenceExtras(embeddings=[EmbeddedSpan(2, 4, IMAGE)])
+    own = (image, SequenceExtras(adapter="legal@1"))
+    table = kv.new_table("s", own[first])
+    kv.start(table, kv.match(table, tokens), 8)
+    kv.commit(table, tokens, 8)
+    kv.free(table)
+    assert kv.match(kv.new_table("s", other), [*tokens, 1]).num_tokens == 0
+    assert kv.match(kv.new_table("s", own[first]), [*tokens, 1]).num_tokens == 8
+
+
+def test_blocks_before_an_embedded_item_are_shared_with_those_who_lack_it():
+    tokens, kv = list(range(12)), make_manager()
+    compute(kv, tokens)
+    extras = SequenceExtras(embeddings=[EmbeddedSpan(5, 2, IMAGE)])
+    assert kv.match(kv.new_table("", extras), [*tokens, 1]).num_tokens == 4
+
+
+def test_forced_collision_does_not_mix_adapters_or_items():
+    tokens, kv = list(range(8)), make_manager(hash_function=lambda data: b"same")
+    compute(kv, tokens)
+    image = SequenceExtras(embeddings=[EmbeddedSpan(0, 8, IMAGE)])
+    for extras in (SequenceExtras(adapter="a"), image):
+        assert kv.match(kv.new_table("", extras), [*tokens, 1]).num_tokens == 0
 
 
 def test_another_model_has_other_keys():

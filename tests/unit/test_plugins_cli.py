@@ -32,10 +32,10 @@ def stranger(tmp_path, monkeypatch):
             class Device:
                 """One chip."""
                 name = "chip"
-                contract = (0, 1)
+                contract = (1, 0)
                 option_docs = {"speed": "how fast"}
             class Flash:
-                contract = (0, 1)
+                contract = (1, 0)
                 unit = "core"
             @hookimpl
             def fd_device_probe():
@@ -122,7 +122,7 @@ def test_show_a_distribution(capsys, stranger):
     code, out = run(capsys, "show", "fd-chip")
     assert code == 0
     for words in ("fd-chip 0.3  Sand", "Docs: https://example.org/sand", "One chip.",
-                  "contract: 0.1", "speed: how fast", "fd_device_probe", "unit: core"):  # fmt: skip
+                  "contract: 1.0", "speed: how fast", "fd_device_probe", "unit: core"):  # fmt: skip
         assert words in out.out, words
 
 

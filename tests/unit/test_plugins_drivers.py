@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastdeploy_core import plugins
-from fastdeploy_core.contracts.base import CONTRACT
+from fastdeploy_core.contracts.base import CONTRACT, OLDEST_MAJOR
 from fastdeploy_core.errors import (
     ContractMismatch,
     PluginConflict,
@@ -26,7 +26,7 @@ def write(tmp_path, monkeypatch):
 
 
 def test_lookup_loads_the_named_driver_only(write, fd_plugins):
-    write("lazy_good", "class Driver:\n    contract = (0, 1)\n")
+    write("lazy_good", "class Driver:\n    contract = (1, 0)\n")
     inventory = fd_plugins(
         entry("device", "good", "lazy_good:Driver"), entry("device", "bad", "nowhere:Driver")
     )
@@ -35,7 +35,7 @@ def test_lookup_loads_the_named_driver_only(write, fd_plugins):
 
 
 def test_nested_attributes_are_reached(write, fd_plugins):
-    write("nested", "class A:\n    class B:\n        contract = (0, 1)\n")
+    write("nested", "class A:\n    class B:\n        contract = (1, 0)\n")
     inventory = fd_plugins(entry("device", "b", "nested:A.B"))
     assert plugins.lookup("device", "b", inventory=inventory).__qualname__ == "A.B"
 
@@ -44,7 +44,7 @@ def test_nested_attributes_are_reached(write, fd_plugins):
     ("kind", "name", "expected"),
     [
         ("device", "cuda", "provided by: fd-cuda (pip install fd-cuda)"),
-        ("scheduler", "redis", "pip install fd-sched-redis"),
+        ("attention", "cuda_paged", "pip install fd-cuda"),
         ("device", "cpv", "did you mean 'cpu'"),
         ("tool_parser", "x", "installed: none"),
         ("device", "zzzz", "fastdeploy plugins list --kind device"),
@@ -112,8 +112,8 @@ def test_stranger_that_hangs_or_quits_is_met_in_a_child_first(write, monkeypatch
 
 def test_contract_is_checked_before_the_import_here(write, monkeypatch):
     monkeypatch.setenv("FD_PLUGIN_PREFLIGHT", "1")
-    write("newer", "class Driver:\n    contract = (0, 99)\n")
-    with pytest.raises(ContractMismatch, match=r"0\.99"):
+    write("newer", "class Driver:\n    contract = (9, 0)\n")
+    with pytest.raises(ContractMismatch, match=r"9\.0"):
         load(entry("device", "x", "newer:Driver"))
     import sys
 
@@ -125,47 +125,54 @@ def test_core_drivers_are_imported_directly(write, monkeypatch):
     import fastdeploy_core.plugins.preflight as preflight
 
     monkeypatch.setattr(preflight, "run", lambda jobs: pytest.fail("a child was started"))
-    write("own", "class Driver:\n    contract = (0, 1)\n")
+    write("own", "class Driver:\n    contract = (1, 0)\n")
     assert load(core_entry("device", "x", "own:Driver"))
 
 
 @pytest.mark.parametrize(
-    ("contract", "served"),
+    ("contract", "words"),
     [
-        (CONTRACT, True),
-        ((0, 0), True),
-        ((0, CONTRACT[1] + 1), False),
-        ((1, 0), False),
-        ((2, 3), False),
-        (None, False),
-        ("0.1", False),
-        ((0,), False),
-        ((0, "1"), False),
-        ([0, 1], False),
+        ((2, 0), "upgrade fastdeploy-core"),
+        ((0, 13), "newer release of the plugin"),
+        ((0, 1), "newer release of the plugin"),
+        (None, "declares no contract"),
+        ("1.0", "declares no contract"),
+        ((1,), "declares no contract"),
+        ((1, "0"), "declares no contract"),
+        ([1, 0], "declares no contract"),
     ],
 )
-def test_contract_rules_under_major_zero(contract, served):
+def test_driver_for_another_contract_is_refused(contract, words):
     driver = entry("device", "x", "a:A", "fd-plug")
-    if served:
-        check_contract(driver, contract)
-        return
-    with pytest.raises(ContractMismatch, match=r"fd-plug 1\.0"):
+    with pytest.raises(ContractMismatch, match=rf"fd-plug 1\.0.*{words}"):
         check_contract(driver, contract)
 
 
 @pytest.mark.parametrize(
-    ("contract", "served"),
-    [((3, 2), True), ((3, 9), True), ((2, 7), True), ((1, 0), False), ((4, 0), False)],
+    ("contract", "verdict"),
+    [
+        ((3, 4), "served"),
+        ((3, 0), "served"),
+        ((2, 7), "served"),
+        ((3, 9), "warned"),
+        ((1, 0), "refused"),
+        ((4, 0), "refused"),
+    ],
 )
-def test_contract_rules_later(monkeypatch, contract, served):
-    """Majors N and N-1 are served; a newer minor is a warning."""
+def test_majors_n_and_n_minus_one_are_served(monkeypatch, caplog, contract, verdict):
     monkeypatch.setattr("fastdeploy_core.plugins.drivers.CONTRACT", (3, 4))
+    monkeypatch.setattr("fastdeploy_core.plugins.drivers.OLDEST_MAJOR", 2)
     driver = entry("device", "x", "a:A")
-    if served:
-        check_contract(driver, contract)
-    else:
+    if verdict == "refused":
         with pytest.raises(ContractMismatch):
             check_contract(driver, contract)
+        return
+    check_contract(driver, contract)
+    assert ("upgrade fastdeploy-core" in caplog.text) == (verdict == "warned")
+
+
+def test_oldest_major_is_the_current_one_or_the_one_before():
+    assert CONTRACT[0] - 1 <= OLDEST_MAJOR <= CONTRACT[0]
 
 
 REGISTER = """

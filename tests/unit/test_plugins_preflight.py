@@ -29,7 +29,7 @@ def test_outcomes_come_in_order_and_name_what_happened(write):
         write("pf_interrupts", "raise KeyboardInterrupt"): "KeyboardInterrupt",
         "pf_nowhere": "ModuleNotFoundError",
     }  # fmt: skip
-    good = write("pf_good", "class Driver:\n    contract = (0, 1)\n")
+    good = write("pf_good", "class Driver:\n    contract = (1, 0)\n")
     jobs = [Job(m, 1.0 if m == "pf_hangs" else 30.0) for m in bad]
     jobs += [Job(f"{good}:Driver", 30.0), Job(f"{good}:Missing", 30.0)]
     outcomes = run(jobs)

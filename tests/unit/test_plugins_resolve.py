@@ -15,8 +15,8 @@ from fastdeploy_core.config import (
     RequestSchedulerConfig,
     SpeculativeConfig,
 )
-from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.base import Accept, Candidate, Decline
+from fastdeploy_core.contracts.model import AttentionSpec, StateSpec
 from fastdeploy_core.errors import (
     CapabilityError,
     ConfigError,
@@ -31,6 +31,8 @@ from tests.plugin_modules import core_entry, entry, module_writer
 CONFIG = EngineConfig(model=ModelConfig(path=Path("m"), tokenizer_path=Path("m")))
 GQA = AttentionSpec("gqa", 4, 2, 16, 16, 0.25, "float32")
 MLA = AttentionSpec("mla", 4, 1, 48, 32, 0.2, "float32", kv_lora_rank=32, qk_rope_head_dim=16)
+
+WINDOW = replace(GQA, window=8)
 
 CORE_HOOKS = """
 from fastdeploy_core.contracts import Accept, Candidate, Decline, hookimpl
@@ -70,7 +72,7 @@ def fd_speculative_requirements(question):
 """
 DRIVERS = """
 class Any:
-    contract = (0, 1)
+    contract = (1, 0)
 TABLE = {}
 """
 
@@ -118,14 +120,14 @@ def with_device(**settings):
 
 
 def test_core_alone(world):
-    resolved = resolve(CONFIG, attention=[GQA], inventory=world(chip=False))
+    resolved = resolve(CONFIG, layers=[GQA], inventory=world(chip=False))
     assert (resolved.name("device"), resolved.name("attention")) == ("cpu", "reference")
     assert resolved.name("scheduler") == "local" and resolved.tensor_library == "torch"
     assert resolved.name("moe") == "" and resolved.names("grammar") == ["lark"]
 
 
 def test_better_hardware_wins_and_brings_its_kernels(world):
-    resolved = resolve(CONFIG, attention=[GQA, GQA], inventory=world())
+    resolved = resolve(CONFIG, layers=[GQA, GQA], inventory=world())
     assert resolved.name("device") == "chip" and resolved.tensor_library == "paddle"
     assert resolved.name("attention") == "flash"
     assert {e.name for e in resolved.plugin_entries("kernels")} == {"chip", "cpu"}
@@ -161,10 +163,42 @@ def test_unknown_device_is_refused_before_anything_is_asked(world):
 
 
 def test_one_attention_driver_must_serve_every_shape(world):
-    resolved = resolve(CONFIG, attention=[GQA, MLA], inventory=world())
+    resolved = resolve(CONFIG, layers=[GQA, MLA], inventory=world())
     assert resolved.name("attention") == "reference"
     with pytest.raises(CapabilityError, match="no mla yet"):
-        resolve(with_device(attention_backend="flash"), attention=[GQA, MLA], inventory=world())
+        resolve(with_device(attention_backend="flash"), layers=[GQA, MLA], inventory=world())
+
+
+def test_driver_that_does_not_know_a_kind_of_layer_is_declined_before_it_is_asked(world):
+    """Its plugin would accept: to it a window looks like full attention."""
+    with pytest.raises(CapabilityError, match=r"flash.*does not declare window"):
+        resolve(CONFIG, layers=[GQA, WINDOW], inventory=world())
+    with pytest.raises(CapabilityError, match="flash declines: does not declare window"):
+        resolve(with_device(attention_backend="flash"), layers=[WINDOW], inventory=world())
+    assert resolve(CONFIG, layers=[GQA], inventory=world()).name("attention") == "flash"
+
+
+def test_driver_that_declares_a_kind_of_layer_is_asked(world, tmp_path):
+    wide = entry("attention", "wide", "wide_drivers:Wide", "fd-wide")
+    (tmp_path / "wide_drivers.py").write_text(
+        "from fastdeploy_core.contracts import Accept, Candidate, hookimpl\n"
+        "class Wide:\n    contract = (1, 0)\n    features = frozenset({'window', 'sinks'})\n"
+        "@hookimpl\ndef fd_attention_backends(question):\n"
+        "    return [Candidate('wide', Accept(1))]\n"
+    )
+    inventory = world(wide, entry("hooks", "wide", "wide_drivers", "fd-wide"))
+    resolved = resolve(CONFIG, layers=[WINDOW], inventory=inventory)
+    assert resolved.name("attention") == "wide"
+    rows = {row.name: row.reason for d in resolved.decisions for row in d.candidates}
+    assert "does not declare window" in rows["flash"] and "window" in rows["reference"]
+    with pytest.raises(CapabilityError, match=r"wide \(fd-wide\): does not declare softcap "):
+        resolve(CONFIG, layers=[replace(WINDOW, softcap=30.0)], inventory=inventory)
+
+
+def test_layers_that_keep_a_state_are_refused(world):
+    state = StateSpec("delta", 2, 2, 8, 8, (16, 16, 16), 4, "float32")
+    with pytest.raises(UnsupportedModel, match=r"a state per sequence \(delta\)"):
+        resolve(CONFIG, layers=[GQA, state], inventory=world())
 
 
 def test_plugin_may_answer_for_its_own_drivers_only(world, tmp_path, monkeypatch):
@@ -174,7 +208,7 @@ def test_plugin_may_answer_for_its_own_drivers_only(world, tmp_path, monkeypatch
         "@hookimpl\ndef fd_attention_backends():\n    return ['flash']\n"
     )
     inventory = world(entry("hooks", "thief", "thief", "fd-thief"))
-    resolved = resolve(CONFIG, attention=[GQA], inventory=inventory)
+    resolved = resolve(CONFIG, layers=[GQA], inventory=inventory)
     assert resolved.name("device") == "chip"
     assert any("fd-thief" in n and "not its own" in n for n in resolved.notes)
     assert any("fd-thief" in n and "not a Candidate" in n for n in resolved.notes)
@@ -242,7 +276,7 @@ def test_refusal_of_a_method_stops_start_up(world):
 
 def test_unknown_scheduler_and_architecture(world):
     config = replace(CONFIG, request_scheduler=RequestSchedulerConfig(name="redis"))
-    with pytest.raises(PluginNotFound, match="fd-sched-redis"):
+    with pytest.raises(PluginNotFound, match="no scheduler driver 'redis'"):
         resolve(config, inventory=world())
     model = replace(CONFIG.model, hf_config={"architectures": ["Unheard"]})
     with pytest.raises(UnsupportedModel, match="Known"):
@@ -251,7 +285,7 @@ def test_unknown_scheduler_and_architecture(world):
 
 def test_resolution_survives_the_wire_and_loads_what_was_chosen(world):
     inventory = world()
-    resolved = resolve(CONFIG, attention=[GQA], inventory=inventory)
+    resolved = resolve(CONFIG, layers=[GQA], inventory=inventory)
     data = msgspec.msgpack.encode(resolved)
     there = msgspec.msgpack.decode(data, type=ResolvedPlugins)
     assert there == resolved and there.digest == resolved.digest

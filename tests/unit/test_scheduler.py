@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import pytest
 
+from fastdeploy_core.engine.core import MAX_IDLE_PLANS
 from fastdeploy_core.errors import ConfigError, InvalidRequest, RequestTooLong
 from fastdeploy_core.scheduler import sequence_seed
-from fastdeploy_core.types import SamplingParams, branch_id, each_delta
+from fastdeploy_core.types import (
+    EmbeddedSpan,
+    SamplingParams,
+    SequenceExtras,
+    branch_id,
+    each_delta,
+)
 from fastdeploy_testing.fakes import NullModel
 from tests.null_engine import (
     EOS,
@@ -553,6 +562,70 @@ def test_duplicate_id_is_refused_while_the_first_is_unfinished():
     while core.has_work():
         core.step()
     run(core, [make_request("r", [5, 6])])
+
+
+@pytest.mark.parametrize(
+    ("extras", "needs"),
+    [
+        (SequenceExtras(adapter="legal@1"), "adapter"),
+        (SequenceExtras(embeddings=[EmbeddedSpan(0, 2, b"a" * 32)]), "embeddings"),
+        (SequenceExtras(positions=bytes(48)), "positions"),
+        (SequenceExtras(position_offset=-3), "positions"),
+        (SequenceExtras(pooling="last"), "pooling"),
+    ],
+)
+def test_what_no_worker_serves_is_refused(extras, needs):
+    core = make_core()
+    request = msgspec.structs.replace(make_request("a", prompt(4)), extras=extras)
+    with pytest.raises(InvalidRequest, match=needs):
+        core.add(request)
+    assert not core.has_work()
+    core.add(msgspec.structs.replace(request, extras=SequenceExtras()))
+
+
+def test_request_that_waits_for_remote_kv_lets_the_engine_sleep_and_others_run():
+    core = make_core(max_num_seqs=1)
+    core.add(make_request("held", prompt(4), max_tokens=2))
+    core.scheduler.hold_for_remote_kv("held")
+    assert not core.has_work() and core.scheduler.num_waiting == 0
+    for _ in range(2 * MAX_IDLE_PLANS):
+        assert core.step() == []  # an engine that is woken for nothing gives up no request
+    assert core.scheduler.num_requests == 1
+    other = make_request("other", prompt(5, 1), max_tokens=3)
+    core.add(other)
+    collector = Collector()
+    while core.has_work():
+        collector.take(core.step())
+    assert collector.answers("other") == expected_answers(other, 16)
+    assert core.scheduler.num_requests == 1 and not core.has_work()
+    core.scheduler.take_remote_kv("held")
+    collector = run(core, [])
+    held = make_request("held", prompt(4), max_tokens=2)
+    assert collector.answers("held") == expected_answers(held, 16)
+    core.scheduler.take_remote_kv("held")  # it has ended: nothing to do
+    core.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_request_that_waits_for_remote_kv_can_be_aborted(num_samples):
+    core = make_core()
+    core.add(make_request("held", prompt(4), max_tokens=2, n=num_samples, temperature=0.5))
+    core.scheduler.hold_for_remote_kv("held")
+    core.abort(["held"])
+    assert core.scheduler.num_requests == core.scheduler.num_held == 0 and not core.has_work()
+    core.scheduler.check_idle()
+
+
+def test_request_that_waits_for_remote_kv_ends_with_its_deadline():
+    core = make_core()
+    request = make_request("held", prompt(4), max_tokens=2)
+    core.add(msgspec.structs.replace(request, deadline_s=0.01))
+    core.scheduler.hold_for_remote_kv("held")
+    assert not core.has_work()
+    time.sleep(0.02)
+    assert core.has_work()
+    deltas = [delta for _ in range(3) for delta in each_delta(core.step())]
+    assert [delta.error_type for delta in deltas] == ["RequestTimeout"] and not core.has_work()
 
 
 def test_eos_constant_is_in_the_vocabulary():

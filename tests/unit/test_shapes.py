@@ -46,14 +46,14 @@ DEEPSEEK: dict[str, Any] = {
 
 def test_ranks_divide_heads_and_cache() -> None:
     one, two = read_shapes(QWEN2, 1), read_shapes(QWEN2, 2)
-    assert (one.attention.num_heads, one.attention.num_kv_heads) == (8, 2)
-    assert (two.attention.num_heads, two.attention.num_kv_heads) == (4, 1)
-    assert one.attention.head_dim == two.attention.head_dim == one.attention.v_head_dim == 8
+    assert (one.layers[0].num_heads, one.layers[0].num_kv_heads) == (8, 2)
+    assert (two.layers[0].num_heads, two.layers[0].num_kv_heads) == (4, 1)
+    assert one.layers[0].head_dim == two.layers[0].head_dim == one.layers[0].v_head_dim == 8
 
 
 def test_more_ranks_than_kv_heads_replicate_them() -> None:
     shapes = read_shapes(QWEN2, 4)
-    assert (shapes.attention.num_heads, shapes.attention.num_kv_heads) == (2, 1)
+    assert (shapes.layers[0].num_heads, shapes.layers[0].num_kv_heads) == (2, 1)
 
 
 def test_a_size_that_ranks_cannot_divide_is_refused_with_the_possible_sizes() -> None:
@@ -69,26 +69,26 @@ def test_ernie_routing_has_a_correction_bias_and_softmax_scores() -> None:
     assert routing.has_correction_bias
     assert routing.renormalize
     assert shapes.moe.intermediate_size == 16
-    assert shapes.attention.rotary_interleaved
-    assert shapes.attention.dtype == "bfloat16"
+    assert shapes.layers[0].rotary_interleaved
+    assert shapes.layers[0].dtype == "bfloat16"
 
 
 def test_latent_attention_caches_one_row_whatever_the_ranks() -> None:
     for ranks in (1, 2, 4):
         shapes = read_shapes(DEEPSEEK, ranks)
-        assert shapes.attention.kind == "mla"
-        assert shapes.attention.num_heads == 8 // ranks
-        assert (shapes.attention.head_dim, shapes.attention.v_head_dim) == (24, 20)
-        assert shapes.attention.num_kv_heads == 1
-        assert shapes.attention.scale == pytest.approx(16**-0.5)
+        assert shapes.layers[0].kind == "mla"
+        assert shapes.layers[0].num_heads == 8 // ranks
+        assert (shapes.layers[0].head_dim, shapes.layers[0].v_head_dim) == (24, 20)
+        assert shapes.layers[0].num_kv_heads == 1
+        assert shapes.layers[0].scale == pytest.approx(16**-0.5)
 
 
 def test_yarn_raises_the_attention_scale_only_with_mscale_all_dim() -> None:
     yarn = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 64}
     plain = read_shapes({**DEEPSEEK, "rope_scaling": yarn})
     raised = read_shapes({**DEEPSEEK, "rope_scaling": {**yarn, "mscale_all_dim": 1.0}})
-    assert plain.attention.scale == pytest.approx(0.25)
-    assert raised.attention.scale == pytest.approx(0.25 * 1.8735, rel=1e-3)  # (0.1 ln 40 + 1)^2
+    assert plain.layers[0].scale == pytest.approx(0.25)
+    assert raised.layers[0].scale == pytest.approx(0.25 * 1.8735, rel=1e-3)  # (0.1 ln 40 + 1)^2
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))

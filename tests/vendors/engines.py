@@ -35,7 +35,7 @@ def engine(model: Path, device: str, **options: Any) -> Iterator[LocalEngine]:
     )
     shapes = read_shapes(config.model.hf_config, 1)
     resolved = resolve(
-        config, attention=[shapes.attention], moe=[shapes.moe] if shapes.moe is not None else []
+        config, layers=shapes.layers, moe=[shapes.moe] if shapes.moe is not None else []
     )
     running = LocalEngine(config, resolved)
     try:

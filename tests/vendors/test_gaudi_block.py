@@ -32,7 +32,7 @@ def test_tokens_equal_transformers_through_fused_blocks(
 
     folder = checkpoints / name
     config = json.loads((folder / "config.json").read_text())
-    spec = read_shapes(config, 1).attention
+    spec = read_shapes(config, 1).layers[0]
     operators = GaudiOperators(spec, config["hidden_size"], BLOCK_SIZE)
     answers = reference(folder)
     num_tokens = NUM_GREEDY // 2  # the stand-ins are slow
@@ -60,7 +60,7 @@ def test_blocks_it_cannot_run_go_to_another_driver(
     from fd_simdevice.stand_in import standing_in
 
     config = json.loads((checkpoints / name / "config.json").read_text())
-    spec = read_shapes(config, 1).attention
+    spec = read_shapes(config, 1).layers[0]
     operators = GaudiOperators(spec, config["hidden_size"], BLOCK_SIZE)
     with (
         standing_in(OPERATORS, operators),

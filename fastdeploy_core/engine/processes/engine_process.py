@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import secrets
 import signal
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -75,7 +77,8 @@ class EngineProcess:
         output: zmq.Socket[bytes],
         progress: Progress,
     ) -> None:
-        self._config = config = init.config
+        scheduling = replace(init.config.request_scheduler, epoch=secrets.randbits(63))
+        self._config = config = replace(init.config, request_scheduler=scheduling)
         self._folder = init.folder
         self._front_ends = init.front_ends
         self._context = context

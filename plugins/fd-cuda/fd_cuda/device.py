@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     )
     from fastdeploy_core.tensor import Tensor, TensorLibrary
 
-CONTRACT: Final = (0, 1)
 # Decode steps take fractions of a millisecond: spin that long, then let other threads run.
 _SPIN_S: Final = 100e-6
 _NAP_S: Final = 30e-6
@@ -39,7 +38,7 @@ class CudaDevice(ABC):
     """What both tensor libraries share; the abstract methods are those of DeviceBackend."""
 
     name = "cuda"
-    contract = CONTRACT
+    contract = (1, 0)
     worker = ""
     xp: TensorLibrary
     device: str

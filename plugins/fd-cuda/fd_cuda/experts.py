@@ -25,7 +25,6 @@ from fastdeploy_core.contracts.moe import (
 from fastdeploy_core.errors import CapabilityError, ConfigError
 
 from .communicator import CudaCommunicator
-from .device import CONTRACT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +58,7 @@ class AllGatherExperts:
     """See ExpertCommunicator. Every rank sees all tokens and adds its experts' share."""
 
     name = "cuda_all_gather"
-    contract = CONTRACT
+    contract = (1, 0)
     capabilities = ExpertCommunicatorCapabilities(
         graph_safe=True, deterministic=True, max_ranks=_MAX_RANKS
     )
@@ -279,7 +278,7 @@ class ByBatchExperts:
     the plan is made; all ranks choose alike."""
 
     name = "cuda_by_batch"
-    contract = CONTRACT
+    contract = (1, 0)
     capabilities = ExpertCommunicatorCapabilities(deterministic=True, max_ranks=_MAX_RANKS)
 
     def __init__(self, group: ExpertGroup) -> None:

@@ -33,7 +33,7 @@ class CudaMoE:
     """See MoEBlockBackend and DividedMoEBackend."""
 
     name = "cuda"
-    contract = (0, 1)
+    contract = (1, 0)
     unit: Literal["experts", "routing_experts"] = "routing_experts"
 
     def __init__(self, spec: MoESpec, device: DeviceBackend, kernels: KernelTable) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.errors import CapabilityError
 
 from .operators import OPERATORS, kv_write
@@ -45,10 +44,11 @@ class GaudiBlock:
     """Cache [blocks, block_size, kv_heads, head_dim]."""
 
     name = "gaudi_block"
-    contract = CONTRACT
+    contract = (1, 0)
     unit: Literal["core", "rope_kv", "projections"] = "projections"
     can_capture_decode = False
     can_capture_mixed = False
+    features = frozenset[str]()
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable

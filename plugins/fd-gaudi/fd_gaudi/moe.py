@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.errors import CapabilityError
 
 from .operators import OPERATORS
@@ -23,7 +22,7 @@ class GaudiMoE:
     """Experts in the model's dtype."""
 
     name = "gaudi_moe"
-    contract = CONTRACT
+    contract = (1, 0)
     unit: Literal["experts", "routing_experts", "gate"] = "gate"
 
     def __init__(self, spec: MoESpec, device: DeviceBackend, kernels: KernelTable) -> None:

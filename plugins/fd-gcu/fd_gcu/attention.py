@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from fastdeploy_core.contracts.base import CONTRACT
-
 from .operators import OPERATORS
 
 if TYPE_CHECKING:
@@ -31,10 +29,11 @@ class GcuAttention:
     """Cache [blocks, block_size, kv_heads, head_dim]; block tables are the scheduler's."""
 
     name = "gcu_flash"
-    contract = CONTRACT
+    contract = (1, 0)
     unit: Literal["core", "rope_kv"] = "rope_kv"
     can_capture_decode = False
     can_capture_mixed = False
+    features = frozenset[str]()
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable

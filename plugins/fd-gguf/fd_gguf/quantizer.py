@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
-from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.quant_formats import FORMATS
 from fastdeploy_core.contracts.quantizer import make_quantizer
 from fastdeploy_core.errors import ConfigError
@@ -37,7 +36,7 @@ class GGUFQuantizer:
     """Delegates to the driver of the layer's format."""
 
     name = METHOD
-    contract = CONTRACT
+    contract = (1, 0)
     is_composed: Literal[True] = True
 
     def __init__(

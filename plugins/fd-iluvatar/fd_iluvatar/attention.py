@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.errors import CapabilityError
 
 from .operators import OPERATORS
@@ -45,10 +44,11 @@ class IluvatarAttention:
     """Cache [blocks, kv_heads, 16, head_dim]."""
 
     name = "iluvatar_paged"
-    contract = CONTRACT
+    contract = (1, 0)
     unit: Literal["core", "rope_kv"] = "rope_kv"
     can_capture_decode = False
     can_capture_mixed = False
+    features = frozenset[str]()
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable

@@ -36,7 +36,7 @@ class Destination:
         first = transfer.num_requested
         part = blocks[first : first + wire.MAX_READ_BLOCKS]
         link.send(
-            wire.Read(transfer.serial, transfer.plan.region_id, first, [int(b) for b in part])
+            wire.Read(transfer.serial, transfer.plan.region_ids[0], first, [int(b) for b in part])
         )
         transfer.num_requested += len(part)
 

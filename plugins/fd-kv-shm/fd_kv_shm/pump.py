@@ -99,7 +99,7 @@ class Pump:
     def start(self, peer: str, plan: TransferPlan, view: memoryview) -> None:
         """Begin a checked transfer."""
         self._serials += 1
-        block_bytes = self._transport.regions[plan.region_id][0].block_bytes
+        block_bytes = self._transport.regions[plan.region_ids[0]][0].block_bytes
         transfer = Transfer(
             serial=self._serials,
             peer=peer,

@@ -20,6 +20,7 @@ from pathlib import Path
 from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.kv_transport import (
     CancelResult,
+    DeviceMemory,
     Region,
     TransferEvent,
     TransferEventKind,
@@ -44,7 +45,7 @@ class SharedMemoryTransport:
     """See contracts.kv_transport.KVTransport. Thread-safe."""
 
     name = "shm"
-    contract = (0, 1)
+    contract = (1, 0)
     capabilities = TransportCapabilities(
         read=True, receiver_driven=True, fenced=True, same_host_only=True
     )
@@ -84,6 +85,11 @@ class SharedMemoryTransport:
         with self.lock:
             self._check_open()
             for region in regions:
+                if isinstance(region.buffer, DeviceMemory):
+                    raise CapabilityError(
+                        f"region {region.region_id} is memory of {region.buffer.device}; this "
+                        "transport moves host memory"
+                    )
                 view = memoryview(region.buffer)
                 if not view.c_contiguous:
                     raise ConfigError(f"region {region.region_id} is not contiguous memory")
@@ -277,14 +283,20 @@ class SharedMemoryTransport:
                 )
 
     def _check_plan(self, plan: TransferPlan, remote: dict[int, wire.RegionInfo]) -> memoryview:
-        if plan.region_id not in self.regions or plan.region_id not in remote:
+        if len(plan.region_ids) != 1:
+            raise CapabilityError(
+                f"{len(plan.region_ids)} regions in one transfer; this transport moves blocks of "
+                "one region (max_regions 1): submit one transfer for each"
+            )
+        region_id = plan.region_ids[0]
+        if region_id not in self.regions or region_id not in remote:
             raise InvalidRequest(
-                f"region {plan.region_id} is not registered on both sides; "
+                f"region {region_id} is not registered on both sides; "
                 f"here: {sorted(self.regions)}, there: {sorted(remote)}"
             )
-        region, view = self.regions[plan.region_id]
+        region, view = self.regions[region_id]
         if view.readonly:
-            raise InvalidRequest(f"region {plan.region_id} is read-only memory")
+            raise InvalidRequest(f"region {region_id} is read-only memory")
         if len(plan.source_blocks) != len(plan.target_blocks):
             raise InvalidRequest(
                 f"{len(plan.source_blocks)} source blocks for {len(plan.target_blocks)} targets"
@@ -295,13 +307,13 @@ class SharedMemoryTransport:
                 f"{MAX_BLOCKS_PER_TRANSFER} are possible"
             )
         for what, blocks, count in (
-            ("source", plan.source_blocks, remote[plan.region_id].num_blocks),
+            ("source", plan.source_blocks, remote[region_id].num_blocks),
             ("target", plan.target_blocks, region.num_blocks),
         ):
             if len(blocks) and not (min(blocks) >= 0 and max(blocks) < count):
                 raise InvalidRequest(
                     f"{what} block out of range: blocks 0 to {count - 1} exist in region "
-                    f"{plan.region_id}, got {min(blocks)} to {max(blocks)}"
+                    f"{region_id}, got {min(blocks)} to {max(blocks)}"
                 )
         return view
 

@@ -48,7 +48,7 @@ def pull(source, **options):
     transport, memory = open_transport(0, **options)
     try:
         name = transport.connect(source.descriptor())
-        transport.submit(name, TransferPlan(1, 0, 1, [3], [5], 20.0))
+        transport.submit(name, TransferPlan(1, 0, [1], [3], [5], 20.0))
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             for event in transport.poll():
@@ -276,7 +276,7 @@ def test_too_many_transfers_are_refused(source):
     try:
         with pytest.raises(ResourceError, match="transfers"):
             for index in range(1, 10000):
-                transport.submit(name, TransferPlan(index, 0, 1, [0], [0], 60.0))
+                transport.submit(name, TransferPlan(index, 0, [1], [0], [0], 60.0))
     finally:
         other.lock.release()
         transport.close()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from fastdeploy_core.contracts import CONTRACT
 from fastdeploy_core.contracts.small import ExtensibleLM
 from fastdeploy_core.contracts.speculative import NO_DRAFT
 from fastdeploy_core.errors import CapabilityError
@@ -31,7 +30,7 @@ class MTPDrafter:
     """One per rank; all ranks do the same."""
 
     name = "mtp"
-    contract = CONTRACT
+    contract = (1, 0)
     runs_on: Literal["device"] = "device"
 
     def __init__(self, context: DrafterContext) -> None:

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from fastdeploy_core.contracts.base import CONTRACT
-
 from .operators import OPERATORS
 
 if TYPE_CHECKING:
@@ -58,10 +56,11 @@ class XpuAttention:
     """Cache [blocks, kv_heads, block_size, head_dim]."""
 
     name = "xpu_block"
-    contract = CONTRACT
+    contract = (1, 0)
     unit: Literal["core", "rope_kv"] = "rope_kv"
     can_capture_decode = False
     can_capture_mixed = False
+    features = frozenset[str]()
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable

@@ -27,7 +27,7 @@ CANARY = 0xA5
 
 
 class Side:
-    """This process's transport with its region, all canary at first."""
+    """This process's transport with its region, which holds canaries at first."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class KVTransportSuite(Conformance):
         self, transfer_id: int, source: list[int], target: list[int], **more: Any
     ) -> TransferPlan:
         """A pull of our region."""
-        settings: dict[str, Any] = {"attempt": 0, "region_id": 1, "deadline_s": 30.0} | more
+        settings: dict[str, Any] = {"attempt": 0, "region_ids": (1,), "deadline_s": 30.0} | more
         return TransferPlan(
             transfer_id=transfer_id, source_blocks=source, target_blocks=target, **settings
         )

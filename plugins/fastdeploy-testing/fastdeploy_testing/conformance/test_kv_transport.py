@@ -19,6 +19,8 @@ import pytest
 
 from fastdeploy_core.contracts.kv_transport import (
     CancelResult,
+    DeviceMemory,
+    Region,
     TransferEvent,
     TransferEventKind,
     TransportOptions,
@@ -148,7 +150,7 @@ class KVTransportConformance(KVTransportSuite):
             self.plan(1, [0], [-1]),
             self.plan(1, [2**70], [0]),
             self.plan(1, [0, 1], [0]),
-            self.plan(1, [0], [0], region_id=9),
+            self.plan(1, [0], [0], region_ids=(9,)),
         ]
         for plan in bad:
             with pytest.raises(InvalidRequest):
@@ -157,6 +159,18 @@ class KVTransportConformance(KVTransportSuite):
             here.transport.submit("nobody", self.plan(1, [0], [0]))
         time.sleep(0.05)
         assert np.all(here.memory == CANARY)
+        assert not [e for e in here.transport.poll() if e.transfer_id]
+
+    def test_what_it_does_not_declare_is_refused(self, here: Side, peer: RemotePeer) -> None:
+        can = here.transport.capabilities
+        name = here.transport.connect(peer.descriptor)
+        if can.max_regions == 1:
+            with pytest.raises(CapabilityError):
+                here.transport.submit(name, self.plan(1, [0], [0], region_ids=(1, 2)))
+        if not can.device_memory:
+            memory = DeviceMemory("chip:0", 0, NUM_BLOCKS * BLOCK_BYTES)
+            with pytest.raises(CapabilityError):
+                here.transport.register([Region(7, memory, BLOCK_BYTES, "layout")])
         assert not [e for e in here.transport.poll() if e.transfer_id]
 
     def test_peers_source_is_never_written(self, here: Side, peer: RemotePeer) -> None:
@@ -195,7 +209,7 @@ class KVTransportConformance(KVTransportSuite):
             name = one.transport.connect(two.transport.descriptor())
             one.transport.submit(name, self.plan(1, list(range(9)), list(range(9))))
             one.finish(1)
-            for side in (one, two, one):  # twice is once
+            for side in (one, two, one):  # a second call has no effect
                 side.transport.close()
 
         for _ in range(5):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from fastdeploy_core.contracts import CONTRACT
-
 from .team import BFLOAT16, FLOAT32, address, rows_of, team
 
 if TYPE_CHECKING:
@@ -22,10 +20,11 @@ class X86Attention:
     are static."""
 
     name = "x86_paged"
-    contract = CONTRACT
+    contract = (1, 0)
     unit: Literal["core", "rope_kv"] = "rope_kv"
     can_capture_decode = True
     can_capture_mixed = True
+    features = frozenset[str]()
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastdeploy_core.contracts import CONTRACT
 from fastdeploy_core.contracts.quant_formats import PackedWeight
 
 from .formats import pack_format
@@ -32,7 +31,7 @@ class X86MoE:
     """One instance per distinct spec."""
 
     name = "x86_experts"
-    contract = CONTRACT
+    contract = (1, 0)
     unit: Literal["experts", "routing_experts"] = "routing_experts"
 
     def __init__(self, spec: MoESpec, device: DeviceBackend, kernels: KernelTable) -> None:

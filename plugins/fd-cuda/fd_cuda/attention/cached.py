@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from fastdeploy_core.errors import CapabilityError
 
-from fd_cuda.device import CONTRACT
 from fd_cuda.settings import is_batch_invariant
 
 from .plan import DecodeShape, decode_items, latent_items, prefill_tiles, split_parts
@@ -50,10 +49,11 @@ class CachedAttention(ABC):
     """prepare() of AttentionBackend."""
 
     name: str
-    contract = CONTRACT
+    contract = (1, 0)
     unit: Literal["core", "rope_kv"] = "core"
     can_capture_decode = True
     can_capture_mixed = False
+    features = frozenset[str]()
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, most_tokens: int

@@ -15,7 +15,6 @@ import numpy as np
 from fastdeploy_core.errors import CapabilityError
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fd_cuda.device import CONTRACT
 from fd_cuda.kernels.common import cdiv, pad2
 from fd_cuda.kernels.common import options as launch_options
 from fd_cuda.settings import is_batch_invariant
@@ -100,10 +99,11 @@ class PagedAttention:
     """One instance per distinct spec; see AttentionBackend."""
 
     name = "cuda_paged"
-    contract = CONTRACT
+    contract = (1, 0)
     unit: Literal["core", "rope_kv"] = "rope_kv"
     can_capture_decode = True
     can_capture_mixed = True
+    features = frozenset[str]()
     norms_heads = True
 
     def __init__(

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
-from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.quant_formats import PackedWeight
 from fastdeploy_core.contracts.quantizer import (
     Calibration,
@@ -100,7 +99,7 @@ class Wint2:
     """Passes every question on to the driver of the layer's part and place."""
 
     name = "wint2"
-    contract = CONTRACT
+    contract = (1, 0)
 
     is_composed: Literal[True] = True
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.quant_formats import PackedWeight
 from fastdeploy_core.contracts.quantizer import Calibration, LayerSpec, ParameterSpec
 from fastdeploy_core.errors import ConfigError, WeightError
@@ -37,7 +36,7 @@ class TrellisQuantizer:
     """What the three widths share."""
 
     name = ""
-    contract = CONTRACT
+    contract = (1, 0)
     bits: ClassVar[int] = 2
 
     def __init__(
