@@ -128,7 +128,8 @@ VARIABLES: Final[dict[str, Variable]] = {
             "FD_PLUGIN_DRIVER_TIMEOUT_S",
             "seconds",
             60.0,
-            "How long importing one third-party driver may take in the pre-flight child process.",
+            "How long importing one third-party driver may take: in the pre-flight child process, "
+            "or of a checkpoint format in the process that reads the model path.",
             _number(0.1, 3600),
         ),
         Variable(

@@ -6,7 +6,7 @@ No file imports a tensor library: the device brings it (`device.xp`).
 """
 
 from .attention import Attention, HeadShape
-from .builder import ModelBuilder
+from .builder import DriverFactories, ModelBuilder, ModelRanks, WeightFormats
 from .context import ForwardContext
 from .embedding import Embedding, LMHead
 from .linear import Linear
@@ -18,6 +18,7 @@ from .rotary import RotarySpec
 
 __all__ = [
     "Attention",
+    "DriverFactories",
     "Embedding",
     "ForwardContext",
     "GatedMLP",
@@ -29,6 +30,8 @@ __all__ = [
     "Linear",
     "MoEBlock",
     "ModelBuilder",
+    "ModelRanks",
     "RMSNorm",
     "RotarySpec",
+    "WeightFormats",
 ]

@@ -14,7 +14,7 @@ from fastdeploy_core.contracts.kv_formats import kv_format
 
 from .cache_scales import CacheScales
 from .context import ForwardContext
-from .linear import Linear, LinearPart
+from .linear import Linear, LinearPart, LinearShape
 from .norm import RMSNorm
 from .stored import WHOLE, Piece
 
@@ -121,23 +121,27 @@ class Attention:
         kv_piece = Piece(build.tp_rank * count // build.tp_size, count)
         self.qkv = Linear(
             build,
-            f"{prefix}.qkv_proj",
-            [
-                LinearPart(f"{prefix}.q_proj", shape.num_heads * dim, build.piece),
-                LinearPart(f"{prefix}.k_proj", shape.num_kv_heads * dim, kv_piece),
-                LinearPart(f"{prefix}.v_proj", shape.num_kv_heads * dim, kv_piece),
-            ],
-            shape.hidden,
-            parallel="column",
-            bias=qkv_bias,
+            LinearShape(
+                f"{prefix}.qkv_proj",
+                [
+                    LinearPart(f"{prefix}.q_proj", shape.num_heads * dim, build.piece),
+                    LinearPart(f"{prefix}.k_proj", shape.num_kv_heads * dim, kv_piece),
+                    LinearPart(f"{prefix}.v_proj", shape.num_kv_heads * dim, kv_piece),
+                ],
+                shape.hidden,
+                parallel="column",
+                bias=qkv_bias,
+            ),
         )
         self.output = Linear(
             build,
-            f"{prefix}.o_proj",
-            [LinearPart(f"{prefix}.o_proj", shape.hidden)],
-            shape.num_heads * dim,
-            parallel="row",
-            bias=output_bias,
+            LinearShape(
+                f"{prefix}.o_proj",
+                [LinearPart(f"{prefix}.o_proj", shape.hidden)],
+                shape.num_heads * dim,
+                parallel="row",
+                bias=output_bias,
+            ),
         )
         self._norms: HeadNorms | None = None
         self._qk_norm = build.kernels["qk_norm"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
@@ -24,7 +24,7 @@ from fastdeploy_core.contracts.quantizer import (
 from .attention import Attention, HeadShape
 from .embedding import Embedding, LMHead
 from .expert_parallel import ExpertRanks, ExpertShare
-from .linear import Linear, LinearPart
+from .linear import Linear, LinearPart, LinearShape
 from .mla import LatentAttention, LatentShape
 from .mlp import GatedMLP
 from .moe import MoEBlock
@@ -51,8 +51,38 @@ class KeptWeights(Protocol):
         ...
 
 
-AttentionFactory = Callable[[AttentionSpec], AttentionBackend]
-MoEFactory = Callable[[MoESpec], MoEBackend]
+@dataclass(frozen=True, slots=True)
+class DriverFactories:
+    """Make the drivers of a model's layers, one for each distinct spec."""
+
+    attention: Callable[[AttentionSpec], AttentionBackend]
+    moe: Callable[[MoESpec], MoEBackend]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRanks:
+    """The ranks that a model is divided among, and this rank's place among them."""
+
+    rank: int = 0
+    size: int = 1
+    communicator: Communicator | None = None  # None: a single rank
+    experts: ExpertRanks | None = None  # hold whole experts; None: a share of every expert
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormats:
+    """Number formats of weights and cache, and laid-out weights of earlier starts."""
+
+    quantizer: Quantizer | None = None  # None: full precision
+    quantizers: FindQuantizer | None = None  # finds others that a layer may need
+    is_dummy: bool = False  # weights are random
+    kv_format: str = ""  # empty: the cache holds the model's dtype
+    kv_static: bool = False  # the checkpoint has the cache's scales
+    kept: KeptWeights | None = None
+
+
+_ONE_RANK = ModelRanks()
+_FULL_PRECISION = WeightFormats()
 
 
 class ModelBuilder:
@@ -65,36 +95,25 @@ class ModelBuilder:
         dtype: str,
         *,
         max_positions: int,
-        attention_factory: AttentionFactory,
-        moe_factory: MoEFactory,
-        tp_rank: int = 0,
-        tp_size: int = 1,
-        communicator: Communicator | None = None,
-        quantizer: Quantizer | None = None,
-        quantizers: FindQuantizer | None = None,
-        is_dummy: bool = False,
-        kv_format: str = "",
-        kv_static: bool = False,
-        expert_ranks: ExpertRanks | None = None,
-        kept_weights: KeptWeights | None = None,
+        drivers: DriverFactories,
+        ranks: ModelRanks = _ONE_RANK,
+        formats: WeightFormats = _FULL_PRECISION,
     ) -> None:
         self.device, self.kernels, self.xp = device, kernels, device.xp
         self.dtype, self.max_positions = dtype, max_positions
-        self.tp_rank, self.tp_size, self.communicator = tp_rank, tp_size, communicator
-        self.piece = Piece(tp_rank, tp_size)
-        self.quantizer, self._is_dummy = quantizer, is_dummy
-        self._quantizers = quantizers
-        self.kv_format, self.kv_static = kv_format, kv_static
-        # ranks that hold whole experts; None: each rank holds a share of every expert
-        self.expert_ranks = expert_ranks
-        self._kept_weights = kept_weights
+        self.tp_rank, self.tp_size = ranks.rank, ranks.size
+        self.communicator, self.expert_ranks = ranks.communicator, ranks.experts
+        self.piece = Piece(ranks.rank, ranks.size)
+        self.quantizer, self._quantizers = formats.quantizer, formats.quantizers
+        self._is_dummy, self._kept_weights = formats.is_dummy, formats.kept
+        self.kv_format, self.kv_static = formats.kv_format, formats.kv_static
         self.weights = WeightMap()
         self.kv_layers: list[AttentionSpec] = []
         self.attention_drivers: dict[AttentionSpec, AttentionBackend] = {}
         self.moe_drivers: dict[MoESpec, MoEBackend] = {}
         self.unquantized: list[str] = []
         self.weight_bytes = 0  # held by layers; quantized layers count in the checkpoint's layout
-        self._attention_factory, self._moe_factory = attention_factory, moe_factory
+        self._drivers = drivers
         self._tables: dict[tuple[int, float, str, int], list[tuple[RotarySpec, Tensor]]] = {}
 
     def extension(self, quantizer: Quantizer | None) -> ModelBuilder:
@@ -165,13 +184,13 @@ class ModelBuilder:
     def attention(self, spec: AttentionSpec) -> AttentionBackend:
         """The driver for layers of this spec; equal specs share one."""
         if spec not in self.attention_drivers:
-            self.attention_drivers[spec] = self._attention_factory(spec)
+            self.attention_drivers[spec] = self._drivers.attention(spec)
         return self.attention_drivers[spec]
 
     def moe(self, spec: MoESpec) -> MoEBackend:
         """The driver for mixture-of-experts layers of this spec."""
         if spec not in self.moe_drivers:
-            self.moe_drivers[spec] = self._moe_factory(spec)
+            self.moe_drivers[spec] = self._drivers.moe(spec)
         return self.moe_drivers[spec]
 
     def expert_share(self, num_experts: int) -> ExpertShare:
@@ -261,13 +280,14 @@ class ModelBuilder:
         parallel: Literal["none", "column", "row"] = "none",
         quantize: bool = True,
     ) -> Linear:
-        """One product, sizes of the whole model. "none": every rank does it as a whole; "column":
+        """One product, sizes of the whole model. "none": every rank computes it whole; "column":
         each rank has a share of the outputs; "row": each rank has a share of the inputs, and the
         results are summed over ranks."""
         piece = self.piece if parallel == "column" else WHOLE
         part = LinearPart(name, out_features, piece)
         return Linear(
-            self, name, [part], in_features, parallel=parallel, bias=bias, quantize=quantize
+            self,
+            LinearShape(name, [part], in_features, parallel, bias, quantize=quantize),
         )
 
     def mlp(

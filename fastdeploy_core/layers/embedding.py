@@ -16,7 +16,7 @@ from fastdeploy_core.contracts.quantizer import (
     Quantizer,
 )
 
-from .linear import Linear, LinearPart
+from .linear import Linear, LinearPart, LinearShape
 from .weight_map import Placement
 
 if TYPE_CHECKING:
@@ -240,7 +240,8 @@ class LMHead:
         if tied is None and build.quantizer is not None and vocab_size % build.tp_size == 0:
             part = LinearPart(name, vocab_size, build.piece)
             self._linear = Linear(
-                build, name, [part], hidden, parallel="column", bias=bias, role="lm_head"
+                build,
+                LinearShape(name, [part], hidden, parallel="column", bias=bias, role="lm_head"),
             )
             return
         if tied is None:

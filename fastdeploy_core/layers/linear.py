@@ -45,6 +45,22 @@ class LinearPart:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearShape:
+    """A linear layer: which checkpoint matrices it joins, and what it does around the product."""
+
+    name: str  # names the layer in reports, and a checkpoint's tensor that holds all parts
+    parts: Sequence[LinearPart]
+    in_features: int  # of the whole matrix
+    parallel: Literal["none", "column", "row"] = "none"
+    bias: bool = False
+    reduce: bool = True  # a row layer: sum over ranks; False: the caller does so
+    gated: bool = False  # outputs are gate values then up values; the result is silu(gate) * up
+    quantize: bool = True  # False: in full precision with every quantizer
+    role: Literal["linear", "lm_head"] = "linear"
+    is_float32: bool = False  # weight and product are float32, with every model dtype
+
+
+@dataclass(frozen=True, slots=True)
 class _Packed:
     """A weight for the kernel of its number format. `after_norm` and `after_silu`: kernels that
     fuse the preceding norm or activation with the first part of that kernel, if there are any."""
@@ -68,50 +84,40 @@ class Linear:
     along beside x, and the next norm adds it.
     """
 
-    def __init__(
-        self,
-        build: ModelBuilder,
-        name: str,
-        parts: Sequence[LinearPart],
-        in_features: int,
-        *,
-        parallel: Literal["none", "column", "row"] = "none",
-        bias: bool = False,
-        reduce: bool = True,
-        gated: bool = False,
-        dtype: str = "",
-        quantize: bool = True,
-        role: Literal["linear", "lm_head"] = "linear",
-        kernel: Literal["linear", "linear_float32"] = "linear",
-    ) -> None:
-        self._build, self._parts = build, list(parts)
+    def __init__(self, build: ModelBuilder, shape: LinearShape) -> None:
+        name, parallel, bias = shape.name, shape.parallel, shape.bias
+        dtype = "float32" if shape.is_float32 else build.dtype
+        self._build, self._parts = build, list(shape.parts)
         self._in_piece = build.piece if parallel == "row" else WHOLE
-        self._in_full = in_features
-        self._in = in_features // self._in_piece.count
-        self._gated, self._kernel = gated, "gated_linear" if gated else kernel
+        self._in_full = shape.in_features
+        self._in = shape.in_features // self._in_piece.count
+        self._gated = shape.gated
+        self._kernel = "linear_float32" if shape.is_float32 else "linear"
+        if shape.gated:
+            self._kernel = "gated_linear"
         self._product, self._silu = build.kernels["linear"], build.kernels["silu_and_mul"]
         self._activation = self._silu
         self._packed: _Packed | None = None
         self._norm_product = build.kernels["norm_linear"]
         self._gated_product = build.kernels["gated_linear"]
         self._add_product = build.kernels["linear_add"]
-        is_sum = parallel == "row" and reduce and build.tp_size > 1
+        is_sum = parallel == "row" and shape.reduce and build.tp_size > 1
         self._reduce = build.all_reduce if is_sum else None
-        self._dtype = build.xp.dtype(dtype or build.dtype)
+        self._dtype = build.xp.dtype(dtype)
         self.weight: Any = None
         self.bias: Tensor | None = None
         self.spec = LayerSpec(
             name=name,
-            role=role,
+            role=shape.role,
             in_features=self._in,
             out_features=sum(part.rows for part in self._parts),
-            dtype=dtype or build.dtype,
+            dtype=dtype,
             has_bias=bias,
             parallel=parallel,
             parts=tuple(LayerPart(part.name, part.rows) for part in self._parts),
             shards=1 if parallel == "none" else build.tp_size,
         )
-        quantizer = build.quantizer_for(self.spec) if quantize else None
+        quantizer = build.quantizer_for(self.spec) if shape.quantize else None
         self._quantizer = quantizer
         # One quantized product, or one per part if the format cannot join the parts.
         self._products: list[tuple[LayerSpec, Any]] = []

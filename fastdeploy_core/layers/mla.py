@@ -16,7 +16,7 @@ from fastdeploy_core.contracts.quantizer import LayerSpec
 
 from .attention import PagedAttention
 from .context import ForwardContext
-from .linear import Linear, LinearPart
+from .linear import Linear, LinearPart, LinearShape
 from .norm import RMSNorm
 from .stored import StoredLayer, StoredPart
 from .weight_map import Placement
@@ -67,32 +67,34 @@ class LatentAttention:
             self._q_norm = RMSNorm(build, f"{prefix}.q_a_layernorm", shape.q_lora_rank, norm_eps)
             self._q_b = Linear(
                 build,
-                f"{prefix}.q_b_proj",
-                [LinearPart(f"{prefix}.q_b_proj", q_out, build.piece)],
-                shape.q_lora_rank,
-                parallel="column",
+                LinearShape(
+                    f"{prefix}.q_b_proj",
+                    [LinearPart(f"{prefix}.q_b_proj", q_out, build.piece)],
+                    shape.q_lora_rank,
+                    parallel="column",
+                ),
             )
         latent = LinearPart(
             f"{prefix}.kv_a_proj_with_mqa", shape.kv_lora_rank + shape.qk_rope_head_dim
         )
         self._down = Linear(
             build,
-            f"{prefix}.qkv_a_proj",
-            [first, latent],
-            shape.hidden,
-            parallel="column",
-            bias=bias,
+            LinearShape(
+                f"{prefix}.qkv_a_proj", [first, latent], shape.hidden, parallel="column", bias=bias
+            ),
         )
         self._q_end, self._latent_end = first.rows, first.rows + shape.kv_lora_rank
         self._kv_norm = RMSNorm(build, f"{prefix}.kv_a_layernorm", shape.kv_lora_rank, norm_eps)
         self._up = _UpProjection(build, f"{prefix}.kv_b_proj", shape, spec.num_heads)
         self._output = Linear(
             build,
-            f"{prefix}.o_proj",
-            [LinearPart(f"{prefix}.o_proj", shape.hidden)],
-            shape.num_heads * shape.v_head_dim,
-            parallel="row",
-            bias=bias,
+            LinearShape(
+                f"{prefix}.o_proj",
+                [LinearPart(f"{prefix}.o_proj", shape.hidden)],
+                shape.num_heads * shape.v_head_dim,
+                parallel="row",
+                bias=bias,
+            ),
         )
         self._paged = PagedAttention(build, prefix, spec, rotary)
         self._xp = build.xp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .linear import Linear, LinearPart
+from .linear import Linear, LinearPart, LinearShape
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
@@ -29,24 +29,28 @@ class GatedMLP:
     ) -> None:
         self.gate_up = Linear(
             build,
-            f"{prefix}.gate_up_proj",
-            [
-                LinearPart(f"{prefix}.gate_proj", intermediate, build.piece),
-                LinearPart(f"{prefix}.up_proj", intermediate, build.piece),
-            ],
-            hidden,
-            parallel="column",
-            bias=bias,
-            gated=True,
+            LinearShape(
+                f"{prefix}.gate_up_proj",
+                [
+                    LinearPart(f"{prefix}.gate_proj", intermediate, build.piece),
+                    LinearPart(f"{prefix}.up_proj", intermediate, build.piece),
+                ],
+                hidden,
+                parallel="column",
+                bias=bias,
+                gated=True,
+            ),
         )
         self.down = Linear(
             build,
-            f"{prefix}.down_proj",
-            [LinearPart(f"{prefix}.down_proj", hidden)],
-            intermediate,
-            parallel="row",
-            bias=bias,
-            reduce=reduce,
+            LinearShape(
+                f"{prefix}.down_proj",
+                [LinearPart(f"{prefix}.down_proj", hidden)],
+                intermediate,
+                parallel="row",
+                bias=bias,
+                reduce=reduce,
+            ),
         )
         self.gate_up.feed(self.down)
 

@@ -13,7 +13,7 @@ from fastdeploy_core.contracts.moe import MoEBlockBackend, MoESpec
 
 from .expert_parallel import DividedExperts, local_spec
 from .experts import DenseExperts, make_experts
-from .linear import Linear, LinearPart
+from .linear import Linear, LinearPart, LinearShape
 from .mlp import GatedMLP
 from .weight_map import Placement
 
@@ -48,12 +48,13 @@ class MoEBlock:
         # Routing decides which experts run, so it is computed in float32 for every model dtype.
         self._router = Linear(
             build,
-            f"{prefix}.gate",
-            [LinearPart(f"{prefix}.gate", routing.num_experts)],
-            spec.hidden_size,
-            dtype="float32",
-            quantize=False,
-            kernel="linear_float32",
+            LinearShape(
+                f"{prefix}.gate",
+                [LinearPart(f"{prefix}.gate", routing.num_experts)],
+                spec.hidden_size,
+                quantize=False,
+                is_float32=True,
+            ),
         )
         self._scores = build.kernels["linear_float32"]
         self._bias: Tensor | None = None

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,14 +16,14 @@ from tqdm import tqdm
 from fastdeploy_core import envs
 from fastdeploy_core.config import EngineConfig, ModelConfig
 from fastdeploy_core.config.model import checkpoint_layout, fit_dtype
-from fastdeploy_core.config.quantization import quantization_of
+from fastdeploy_core.config.quantization import QuantizationSettings, quantization_of
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
 from fastdeploy_core.contracts.kv_formats import kv_format
 from fastdeploy_core.contracts.model import ModelShapes, StoredTensor
 from fastdeploy_core.contracts.quantizer import make_quantizer
 from fastdeploy_core.contracts.small import CausalLM, CheckpointFormat
 from fastdeploy_core.errors import UnsupportedModel, WeightError
-from fastdeploy_core.layers import ModelBuilder
+from fastdeploy_core.layers import DriverFactories, ModelBuilder, ModelRanks, WeightFormats
 from fastdeploy_core.layers.cache_scales import CACHE_SCALE_NAMES
 from fastdeploy_core.layers.expert_parallel import ExpertRanks
 from fastdeploy_core.tensor import DTYPE_BYTES
@@ -73,31 +73,24 @@ def load_model(
     family = load_driver("model", model_config.architecture)
     shapes = family.shapes(hf_config, tp_size, model_config.dtype)
     attention_class = load_driver("attention", "")
-    block_size, settings = config.cache.block_size, quantization_of(config)
+    settings = quantization_of(config)
     report += settings.notes
-    quantizer, quantizers = None, partial(load_driver, "quantizer")
-    if settings.method:
-        quantizer = make_quantizer("", settings.config, device, kernels, quantizers)
-    kind, checkpoint = kv_format(settings.kv_format), _checkpoint(model_config, load_driver)
+    checkpoint = _checkpoint(model_config, load_driver)
     keeping = weight_cache(config.parallel, model_config, settings, device, tp_rank, checkpoint)
+    experts = _expert_ranks(config, device, communicator, load_driver)
+    formats = _weight_formats(model_config, settings, device, kernels, load_driver)
     with device.xp.no_grad(), keeping as cache:
         build = ModelBuilder(
             device,
             kernels,
             model_config.dtype,
             max_positions=model_config.max_model_len,
-            attention_factory=lambda spec: attention_class(spec, block_size, device, kernels),
-            moe_factory=lambda spec: load_driver("moe", "")(spec, device, kernels),
-            tp_rank=tp_rank,
-            tp_size=tp_size,
-            communicator=communicator,
-            quantizer=quantizer,
-            quantizers=quantizers,
-            is_dummy=model_config.load_format == "dummy",
-            kv_format="" if kind is None else kind.name,
-            kv_static=settings.kv_static,
-            expert_ranks=_expert_ranks(config, device, communicator, load_driver),
-            kept_weights=cache,
+            drivers=DriverFactories(
+                lambda spec: attention_class(spec, config.cache.block_size, device, kernels),
+                lambda spec: load_driver("moe", "")(spec, device, kernels),
+            ),
+            ranks=ModelRanks(tp_rank, tp_size, communicator, experts),
+            formats=replace(formats, kept=cache),
         )
         for text in CACHE_SCALE_NAMES if settings.kv_unused else ():
             build.weights.ignore(text)
@@ -147,6 +140,27 @@ def _checkpoint(model: ModelConfig, load_driver: LoadDriver) -> CheckpointFormat
     driver = load_driver("checkpoint_format", model.checkpoint_format)
     opened: CheckpointFormat = driver(model.path)
     return opened
+
+
+def _weight_formats(
+    model: ModelConfig,
+    settings: QuantizationSettings,
+    device: DeviceBackend,
+    kernels: KernelTable,
+    load_driver: LoadDriver,
+) -> WeightFormats:
+    """The formats that the configuration asks for."""
+    quantizer, quantizers = None, partial(load_driver, "quantizer")
+    if settings.method:
+        quantizer = make_quantizer("", settings.config, device, kernels, quantizers)
+    kind = kv_format(settings.kv_format)
+    return WeightFormats(
+        quantizer=quantizer,
+        quantizers=quantizers,
+        is_dummy=model.load_format == "dummy",
+        kv_format="" if kind is None else kind.name,
+        kv_static=settings.kv_static,
+    )
 
 
 def _expert_ranks(

@@ -36,6 +36,7 @@ from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
 from fd_mychip.device import MyChipDevice
 from fd_mydraft.drafter import MyDraftDrafter
+from fd_myformat.quantizer import MyFormatQuantizer
 from fd_quant_wint2.published import Wint2
 from fd_quant_wint2.trellis import Tet2, Tet3, Tet4
 from fd_spec_mtp.drafter import MTPDrafter
@@ -161,6 +162,7 @@ quantizers: list[Callable[[Mapping[str, Any], DeviceBackend, KernelTable], Quant
     WFp8AFp8,
     WInt4,
     WInt8,
+    MyFormatQuantizer,
     Tet2,
     Tet3,
     Tet4,

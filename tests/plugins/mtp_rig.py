@@ -21,7 +21,7 @@ from fastdeploy_core.config.model import read_model_config
 from fastdeploy_core.contracts.attention import AttentionBatch
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.contracts.speculative import DraftBatch, DrafterContext
-from fastdeploy_core.layers import ForwardContext, ModelBuilder
+from fastdeploy_core.layers import DriverFactories, ForwardContext, ModelBuilder, ModelRanks
 from fastdeploy_core.loading.draft_weights import load_draft_weights
 from fastdeploy_core.models.shapes import model_class
 from fastdeploy_core.plugins.kernels import build_kernel_table
@@ -144,7 +144,10 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _builder(
-    device: Any, config: Mapping[str, Any], attention: Any = ReferenceAttention, **ranks: Any
+    device: Any,
+    config: Mapping[str, Any],
+    attention: Any = ReferenceAttention,
+    ranks: ModelRanks | None = None,
 ) -> ModelBuilder:
     kernels = build_kernel_table("cpu")
     return ModelBuilder(
@@ -152,9 +155,11 @@ def _builder(
         kernels,
         "float32",
         max_positions=config["max_position_embeddings"],
-        attention_factory=lambda spec: attention(spec, BLOCK, device, kernels),
-        moe_factory=lambda spec: ReferenceMoE(spec, device, kernels),
-        **ranks,
+        drivers=DriverFactories(
+            lambda spec: attention(spec, BLOCK, device, kernels),
+            lambda spec: ReferenceMoE(spec, device, kernels),
+        ),
+        ranks=ranks or ModelRanks(),
     )
 
 
@@ -206,8 +211,8 @@ class Bench:
             self.communicator = self.device.communicator(rank, tp_size, address)
         config = EngineConfig(model=read_model_config(folder), cache=CacheConfig(block_size=BLOCK))
         hf_config = config.model.hf_config
-        ranks = {"tp_rank": rank, "tp_size": tp_size, "communicator": self.communicator}
-        self.build = _builder(self.device, hf_config, drivers[1], **ranks)
+        ranks = ModelRanks(rank, tp_size, self.communicator)
+        self.build = _builder(self.device, hf_config, drivers[1], ranks)
         self.model = model_class(hf_config)(hf_config, self.build)
         with self.xp.no_grad():
             with Checkpoint(open_files(folder, self.build.device), rank) as tensors:

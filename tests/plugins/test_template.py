@@ -240,6 +240,46 @@ def test_new_drafter_drafts_in_an_engine(
     assert "fd-spec-wise" in refused.stderr and "unknown setting min_cuont" in refused.stderr
 
 
+@pytest.mark.timeout(300)
+def test_new_quantizer_passes_the_kit_and_serves(
+    stranger: Stranger, tensor_library: str, tmp_path: Path
+) -> None:
+    from fastdeploy_testing.tiny_model import write_tiny_model
+
+    folder = stranger.bin.parent.parent
+    words = ("plugins", "new", "fd-quant-coarse", "--kind", "quantizer", "--dir", folder)
+    made = stranger.fastdeploy(*words)
+    assert made.returncode == 0, made.stderr
+    stranger.install(build(folder / "fd-quant-coarse", folder / "wheels"))
+    report = tmp_path / "report.json"
+    done = stranger.fastdeploy(
+        "plugins", "check", "coarse", "--tensor", tensor_library, "--report", report
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    suites = {t["suite"] for t in json.loads(report.read_text())["tests"]}
+    assert suites == {"TestHygiene", "TestQuantizer"}
+
+    model = write_tiny_model(tmp_path / "model")
+    code = (
+        "import sys\n"
+        "from fastdeploy import LLM, SamplingParams\n"
+        f"llm = LLM({str(model)!r}, skip_tokenizer_init=True, num_threads=1,\n"
+        f"    tensor_library={tensor_library!r}, num_gpu_blocks_override=32,\n"
+        "    quantization=sys.argv[1])\n"
+        "params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True,\n"
+        "    detokenize=False)\n"
+        "out = llm.generate([[5, 6, 7, 8]], params, use_tqdm=False)\n"
+        "print(len(out[0].outputs[0].token_ids))\n"
+        "llm.close()\n"
+    )
+    command = (stranger.bin / "python", "-P", "-c", code)
+    done = run(*command, '{"quantization": "coarse", "bits": 6}')
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1] == "8"
+    refused = run(*command, '{"quantization": "coarse", "bits": 9}')
+    assert refused.returncode != 0 and "bits is 9; possible: 2 to 8" in refused.stderr
+
+
 def test_its_own_tests_run_the_kit(stranger: Stranger, tensor_library: str) -> None:
     project = stranger.bin.parent.parent / "fd-wonder"
     done = run(

@@ -44,7 +44,7 @@ def test_nested_attributes_are_reached(write, fd_plugins):
     ("kind", "name", "expected"),
     [
         ("device", "cuda", "provided by: fd-cuda (pip install fd-cuda)"),
-        ("scheduler", "redis", "pip install fd-sched-redis"),
+        ("attention", "cuda_paged", "pip install fd-cuda"),
         ("device", "cpv", "did you mean 'cpu'"),
         ("tool_parser", "x", "installed: none"),
         ("device", "zzzz", "fastdeploy plugins list --kind device"),

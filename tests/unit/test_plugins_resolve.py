@@ -276,7 +276,7 @@ def test_refusal_of_a_method_stops_start_up(world):
 
 def test_unknown_scheduler_and_architecture(world):
     config = replace(CONFIG, request_scheduler=RequestSchedulerConfig(name="redis"))
-    with pytest.raises(PluginNotFound, match="fd-sched-redis"):
+    with pytest.raises(PluginNotFound, match="no scheduler driver 'redis'"):
         resolve(config, inventory=world())
     model = replace(CONFIG.model, hf_config={"architectures": ["Unheard"]})
     with pytest.raises(UnsupportedModel, match="Known"):

@@ -41,10 +41,10 @@ def test_every_operation_is_examined(panels: Path) -> None:
 
 
 def test_a_wrong_kernel_and_a_missing_one_are_named(panels: Path) -> None:
+    from fastdeploy_core.cli import device_report
     from fastdeploy_core.contracts.device import DeviceOptions
     from fastdeploy_core.plugins.drivers import lookup
     from fastdeploy_core.plugins.kernels import REFERENCE, build_kernel_table
-    from fastdeploy_testing import device_report
 
     device = lookup("device", "metax")(DeviceOptions())
     reference = build_kernel_table(REFERENCE)

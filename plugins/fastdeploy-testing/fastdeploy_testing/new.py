@@ -29,6 +29,7 @@ class Template:
 TEMPLATES: Final = {
     "device": Template("device", "mychip", "MyChip", "device.py"),
     "drafter": Template("speculative", "mydraft", "MyDraft", "drafter.py"),
+    "quantizer": Template("quantizer", "myformat", "MyFormat", "quantizer.py"),
 }
 
 

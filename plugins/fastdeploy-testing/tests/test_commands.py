@@ -46,6 +46,14 @@ def test_new_drafter_has_its_distributions_name(tmp_path):
     assert 'acme = "fd_spec_acme.drafter:AcmeDrafter"' in text and 'name = "fd-spec-acme"' in text
 
 
+def test_new_quantizer_has_its_distributions_name(tmp_path):
+    folder = create("fd-quant-acme", tmp_path, "quantizer")
+    text = "".join(p.read_text() for p in folder.rglob("*") if p.is_file())
+    assert "myformat" not in text.lower() and "class AcmeQuantizer" in text
+    assert 'acme = "fd_quant_acme.quantizer:AcmeQuantizer"' in text
+    assert f"contract = {CONTRACT}" in text
+
+
 @pytest.mark.parametrize("name", ["mychip", "fd-", "fd-My", "fd-a b", "../fd-x", "fd-x/y", "fd_x"])
 def test_new_refuses_odd_names(name):
     with pytest.raises(ConfigError, match="fd-mychip"):
@@ -58,7 +66,7 @@ def test_new_does_not_touch_what_exists(tmp_path):
         create("fd-one", tmp_path)
 
 
-@pytest.mark.parametrize(("kind", "most"), [("device", 140), ("drafter", 140)])
+@pytest.mark.parametrize(("kind", "most"), [("device", 140), ("drafter", 140), ("quantizer", 110)])
 def test_templates_are_short(kind, most):
     folder = TEMPLATE_FOLDER / kind
     assert sum(len(p.read_text().splitlines()) for p in folder.rglob("*.py")) < most

@@ -15,13 +15,13 @@ from fastdeploy_core.config import ModelConfig
 from fastdeploy_core.config.quantization import read_quantization
 from fastdeploy_core.contracts.quantizer import QuantizationQuestion, make_quantizer
 from fastdeploy_core.errors import UnsupportedModel
-from fastdeploy_core.layers import ModelBuilder
+from fastdeploy_core.layers import DriverFactories, ModelBuilder, ModelRanks, WeightFormats
 from fastdeploy_core.models.shapes import model_class
 from fastdeploy_core.plugins import lookup
 from fastdeploy_core.plugins.manager import hook_manager
 from fastdeploy_core.tensor import DTYPE_BYTES
 
-_FEW_POSITIONS = 16  # the rotary table is no weight
+_FEW_POSITIONS = 16  # the rotary table does not count as a weight
 
 
 class _ShapeLibrary:
@@ -48,7 +48,7 @@ class _ShapeLibrary:
 
 
 class _NoKernels(dict[str, Any]):
-    """A kernel table in which everything is there and nothing is ever called."""
+    """A kernel table that has every kernel; none is ever called."""
 
     device = "shapes"
 
@@ -64,8 +64,8 @@ def weight_bytes(
 ) -> dict[str, int]:
     """Bytes of one rank by part: experts, linear (other layers), other (embedding, head, norms).
 
-    `method` is what --quantization takes, or the name of config.json's own quantization_config is
-    used; empty is full precision.
+    `method`: a value of --quantization, or the name in config.json's own quantization_config; empty
+    is full precision.
     """
     model = ModelConfig(Path(), Path(), dtype=dtype, quantization=method, hf_config=hf_config)
     settings = read_quantization(model)
@@ -83,11 +83,12 @@ def weight_bytes(
         kernels,
         dtype,
         max_positions=_FEW_POSITIONS,
-        attention_factory=lambda spec: SimpleNamespace(unit="core"),
-        moe_factory=lambda spec: SimpleNamespace(unit="routing_experts"),
-        tp_size=tp_size,
-        quantizer=quantizer,
-        is_dummy=True,
+        drivers=DriverFactories(
+            lambda spec: SimpleNamespace(unit="core"),
+            lambda spec: SimpleNamespace(unit="routing_experts"),
+        ),
+        ranks=ModelRanks(size=tp_size),
+        formats=WeightFormats(quantizer=quantizer, is_dummy=True),
     )
     model_class(hf_config)(hf_config, build)
     found = {"experts": 0, "linear": 0, "other": 0}

@@ -1,0 +1,29 @@
+"""known_plugins.json: what to install for each thing that this repository's distributions add."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+from fastdeploy_core.contracts.base import KINDS
+
+ROOT = Path(__file__).resolve().parents[2]
+KNOWN = ROOT / "fastdeploy_core" / "plugins" / "known_plugins.json"
+KIND_OF_GROUP = {kind.group: kind.name for kind in KINDS.values()}
+NEVER_ASKED_FOR = {"kernels"}  # a device's table, found by the device's name
+
+
+def test_every_driver_and_command_names_the_distribution_to_install() -> None:
+    """No more and no fewer, so that nobody is told to install what is not there."""
+    there: dict[str, dict[str, str]] = {}
+    for path in ROOT.glob("plugins/*/pyproject.toml"):
+        project = tomllib.loads(path.read_text("utf-8"))["project"]
+        for group, entries in project.get("entry-points", {}).items():
+            kind = KIND_OF_GROUP.get(group, "")
+            if kind and kind not in NEVER_ASKED_FOR:
+                there.setdefault(kind, {}).update(dict.fromkeys(entries, project["name"]))
+    known = json.loads(KNOWN.read_text("utf-8"))
+    summaries = known.pop("command summary")
+    assert known == there
+    assert set(summaries) == set(known["command"])
