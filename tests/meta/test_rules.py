@@ -35,7 +35,6 @@ MAX_FIELDS = 12
 # kernel, a part of the contract. A reader opens one of those.
 LARGER_ROOMS = {
     "fastdeploy_core/cli",
-    "fastdeploy_core/scheduler",
     "plugins/fastdeploy-testing/fastdeploy_testing/conformance",
     "fastdeploy_core/worker",
     "plugins/fd-cuda/fd_cuda/kernels",
