@@ -87,6 +87,14 @@ VARIABLES: Final[dict[str, Variable]] = {
             keep_empty=True,
         ),
         Variable(
+            "FD_PLUGINS_PREFERRED",
+            "comma-separated distribution names",
+            (),
+            "Distributions whose drivers are used where another has the same name, the core's own "
+            "included: a model family, a parser or a scheduler of the core is replaced so.",
+            _names,
+        ),
+        Variable(
             "FD_PLUGINS_DISABLED",
             "comma-separated distribution names",
             (),
@@ -120,7 +128,8 @@ VARIABLES: Final[dict[str, Variable]] = {
             "FD_PLUGIN_DRIVER_TIMEOUT_S",
             "seconds",
             60.0,
-            "How long importing one third-party driver may take in the pre-flight child process.",
+            "How long importing one third-party driver may take: in the pre-flight child process, "
+            "or of a checkpoint format in the process that reads the model path.",
             _number(0.1, 3600),
         ),
         Variable(

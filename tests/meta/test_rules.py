@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from fastdeploy_core.plugins.known import providers
+
 ROOT = Path(__file__).resolve().parents[2]
 CORE = sorted((ROOT / "fastdeploy_core").rglob("*.py")) + sorted(
     (ROOT / "fastdeploy").rglob("*.py")
@@ -33,7 +35,6 @@ MAX_FIELDS = 12
 # kernel, a part of the contract. A reader opens one of those.
 LARGER_ROOMS = {
     "fastdeploy_core/cli",
-    "fastdeploy_core/scheduler",
     "plugins/fastdeploy-testing/fastdeploy_testing/conformance",
     "fastdeploy_core/worker",
     "plugins/fd-cuda/fd_cuda/kernels",
@@ -186,6 +187,16 @@ def test_no_vendor_name_in_core() -> None:
         and (hit := _names(ast.parse(path.read_text())) & set(VENDORS))
     }
     assert not found, found
+
+
+def test_core_names_no_checkpoint_format_of_a_plugin() -> None:
+    formats = set(providers("checkpoint_format"))
+    found = {
+        _relative(path): sorted(hit)
+        for path in CORE
+        if (hit := _names(ast.parse(path.read_text())) & formats)
+    }
+    assert formats and not found, found
 
 
 # Files whose library is torch, whose waits release the lock; whose tensors lie in the host's

@@ -449,6 +449,7 @@ def test_drafts_change_nothing_but_the_number_of_steps(num_drafts):
     plain = make_core(overlap=False)
     run(plain, requests)
     core = make_core(num_drafts=num_drafts)
+    core.scheduler._policy.choose = lambda num_rows, kind: num_drafts
     collector = run(core, requests)
     for request in requests:
         assert collector.answers(request.request_id) == expected_answers(request)

@@ -1,7 +1,7 @@
-"""A few sequences fed to one attention driver step by step, and what must come out.
+"""A few sequences fed to one attention driver step by step, compared with the expected results.
 
-For drivers that rotate and write the cache themselves, whatever its layout: the cache starts as
-NaN and is filled by the driver alone. Rotation and attention are those of oracle.py.
+For drivers that rotate and write the cache themselves, with any cache layout: the cache starts as
+NaN and only the driver fills it. oracle.py defines rotation and attention.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AttentionCase:
         self.rotary = np.concatenate((np.cos(angles), np.sin(angles)), 1).astype("float32")
 
     def caches(self, driver: Any) -> tuple[Any, ...]:
-        """The driver's cache tensors; whoever reads what was never written gets NaN."""
+        """The driver's cache tensors; reading what was never written gives NaN."""
         return tuple(
             self._put(np.full(shape, np.nan, "float32"))
             for shape in driver.cache_shapes(self.num_blocks)
@@ -96,5 +96,5 @@ class AttentionCase:
         return self.device.to_device(array).to(self.device.xp.dtype(self.spec.dtype))
 
     def _rounded(self, array: np.ndarray) -> np.ndarray:
-        """The values as the model's dtype holds them."""
+        """The values rounded to the model's dtype."""
         return np.array(self.device.to_host(self._put(array.copy()).float()), "float64")

@@ -1,9 +1,9 @@
-"""A processor that records work, to test what surrounds captured steps without an accelerator.
+"""A processor that captures work, to test captured steps without an accelerator.
 
 A captured graph is the closure itself, called again at each replay over the same buffers.
-`RecordedWork` counts replays and lets a test look or poison in between; copies and events are
-counted, too. `RecordableAttention` reads lengths and tables from device tensors alone, as captured
-steps need.
+`RecordedWork` counts replays and lets a test inspect or overwrite buffers in between; copies and
+events are counted, too. `RecordableAttention` reads lengths and tables from device tensors only, as
+captured steps need.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from fastdeploy_core.plugins.drivers import find
 from fastdeploy_core.tensor import available
 
 KIT = "fastdeploy_testing.conformance"
-# Kinds that have a suite; the others have no more than hygiene.
+# Kinds that have a suite; other kinds only get the hygiene tests.
 KINDS_WITH_SUITE = (
     "device",
     "attention",
@@ -26,13 +26,14 @@ KINDS_WITH_SUITE = (
     "speculative",
     "scheduler",
     "kv_transport",
+    "model",
 )
 # Kinds whose suites make tensors.
 KINDS_THAT_COMPUTE = frozenset(KINDS_WITH_SUITE) - {"scheduler", "kv_transport"} | {"kernels"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the kit; the exit code is pytest's (0: everything that applies has passed)."""
+    """Run the kit; the exit code is pytest's (0: all tests that apply have passed)."""
     arguments = _parser().parse_args(argv)
     inventory = discover()
     name = device_of(inventory, arguments.name) or arguments.name
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
             f'run: pip install "{DISTRIBUTION}[torch]" or "{DISTRIBUTION}[paddle]"'
         )
     with tempfile.TemporaryDirectory(prefix="fastdeploy-check-") as folder:
-        # An empty folder as root: no conftest or setting of the current directory takes part.
+        # An empty folder as root: no conftest or setting of the current directory is used.
         (Path(folder) / "pytest.ini").write_text("[pytest]\n", "utf-8")
         command = [
             sys.executable, "-P", "-m", "pytest", "--rootdir", folder, "-c", f"{folder}/pytest.ini",
@@ -118,7 +119,7 @@ def suites(kind: str) -> list[str]:
 
 
 def device_of(inventory: Inventory, distribution: str) -> str:
-    """The device of a distribution that has one; empty for all others."""
+    """The device of a distribution that has exactly one; empty for all others."""
     own = {
         e.name for e in inventory.entries if e.kind == "device" and e.distribution == distribution
     }
@@ -126,9 +127,10 @@ def device_of(inventory: Inventory, distribution: str) -> str:
 
 
 def kind_of(inventory: Inventory, name: str) -> str:
-    """The kind of the driver named; ConfigError when the name alone does not say."""
+    """The kind of the named driver; ConfigError if the name alone does not tell."""
     kinds = list(dict.fromkeys(e.kind for e in inventory.entries if e.name == name))
-    # A device and what runs on it may share a name; the device is checked with all of that.
+    # A device and a driver that runs on it may share a name; the device's check includes the
+    # driver.
     kinds = [k for k in kinds if k != HOOKS]
     if "device" in kinds:
         return "device"

@@ -1,4 +1,4 @@
-"""What a plugin's tests ask of an installation: a driver by its name, a device's kernel table."""
+"""What a plugin's tests need of an installation: a driver by its name, a device's kernel table."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Devices without hardware and without a tensor library, for tests of everything around a model.
 
-NullDevice runs no model, but predictable tokens come out (null_worker.py). FaultyDevice is the same
-and fails on command. Both take options from config.json: section "null" (see NullOptions) and list
+NullDevice runs no model but produces predictable tokens (null_worker.py). FaultyDevice is the same
+and fails on command. Both read options from config.json: section "null" (see NullOptions) and list
 "faults" (see Fault); `null_hf_config` writes both.
 """
 
@@ -129,8 +129,8 @@ class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     kind: Literal["raise", "oom", "lost", "hang", "die", "nan", "slow"]
     step: int | None = None  # at this step of the worker, counted from 0
-    token: int | None = None  # or whenever a sequence whose prompt ends with this token runs
-    at_load: bool = False  # or while the model is loaded
+    token: int | None = None  # whenever a sequence runs whose prompt ends with this token
+    at_load: bool = False  # while the model is loaded
     decode_only: bool = False  # with `token`: not in prefill steps
     rank: int = 0
     times: int = 0  # 0: every time
@@ -158,7 +158,7 @@ class FaultyWorker(NullWorker):
         address: str = "",
     ) -> None:
         super().__init__(config, resolved, rank, world_size, address)
-        self.options.asynchronous = False  # as on devices whose steps need threads of their own
+        self.options.asynchronous = False  # like devices whose steps need threads of their own
         faults = msgspec.convert(config.model.hf_config.get("faults", []), list[Fault])
         self._faults = [fault for fault in faults if fault.rank == rank]
         self._num_fired: dict[int, int] = {}

@@ -33,9 +33,9 @@ def sampled_tokens(
     max_tokens: int = 16,
     **engine_args: Any,
 ) -> dict[str, Any]:
-    """{"runs": one like greedy_tokens' for each of the samplings, "metrics": ...}; a fresh process,
-    because one process has one library. An empty sampling is greedy; seeds are the prompts'
-    places."""
+    """{"runs": one result like greedy_tokens' per sampling, "metrics": ...}, from a new process,
+    because a process has one tensor library. An empty sampling is greedy; seeds are the prompts'
+    indices."""
     order = {
         "model": str(model),
         "args": {"num_threads": 1, "num_gpu_blocks_override": 128} | engine_args,

@@ -1,7 +1,7 @@
 """The worker of the fake devices: a language model that is a hash, over a KV cache of numbers.
 
-It keeps a cache and reads every block through the block tables, so that a wrong block, a missing
-copy or a stale position changes the tokens. Tests predict these with `NullModel.expected`.
+It keeps a cache and reads every block through the block tables, so a wrong block, a missing copy or
+a stale position changes the tokens. Tests predict tokens with `NullModel.expected`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.plugins.resolved import ResolvedPlugins
 
 _MASK = 2**64 - 1
-_EMPTY = 0  # what an unwritten slot holds
+_EMPTY = 0  # content of an unwritten slot
 _FIRST = 0x243F6A8885A308D3  # stands before the first token
 
 
@@ -42,7 +42,7 @@ def _mix(value: int) -> int:
 
 
 class NullOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Section "null" of config.json: what the fake device and model are like."""
+    """Section "null" of config.json: properties of the fake device and model."""
 
     vocab_size: int = 256
     step_s: float = 0.0  # how long a step takes
@@ -55,13 +55,13 @@ class NullOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_step_tokens: int | None = None
     max_step_rows: int | None = None
     overlap: bool = True
-    asynchronous: bool = True  # a step is queued and waited for, not done by its launch
+    asynchronous: bool = True  # a launch queues the step; False: a launch does the step
     host_tier: bool = True
     logprobs: bool = True
-    # False: tokens are just numbers and nothing is cached, so that a step costs the host nothing.
+    # False: tokens are arbitrary numbers and nothing is cached, so a step costs the host nothing.
     predictable: bool = True
     decodes_per_step: int = 1  # see DeviceLimits; without overlap and speculation
-    draft_accuracy: float = 0.6  # share of drafts that are right, with speculation configured
+    draft_accuracy: float = 0.6  # share of accepted drafts, if speculation is configured
 
 
 class NullModel:
@@ -72,11 +72,11 @@ class NullModel:
 
     @staticmethod
     def state(before: int, token: int) -> int:
-        """What the cache holds for a token: a number that depends on the whole prefix."""
+        """The cache entry of a token: a number that depends on the whole prefix."""
         return _mix(before ^ (token + 1)) | 1
 
     def next_token(self, states: array[int], sampling: SamplingParams, seed: int) -> int:
-        """The token after these cached states; with a temperature it depends on the seed, too."""
+        """The token after these cached states; with a temperature it also depends on the seed."""
         value = zlib.crc32(states.tobytes())
         if not sampling.is_greedy:
             value ^= _mix(seed ^ len(states))
@@ -85,8 +85,8 @@ class NullModel:
     def expected(
         self, prompt: Sequence[int], num_tokens: int, sampling: SamplingParams, seed: int = 0
     ) -> list[int]:
-        """The num_tokens tokens that follow the prompt, whatever ran beside it; stops are not
-        looked at."""
+        """The num_tokens tokens that follow the prompt, independent of other sequences; stops are
+        ignored."""
         states: array[int] = array("Q")
         for token in prompt:
             states.append(self.state(states[-1] if states else _FIRST, token))
@@ -109,14 +109,14 @@ class _State:
 
 
 class NullPending:
-    """A step that has been done already."""
+    """A step that is complete already."""
 
     def __init__(self, output: ModelRunnerOutput) -> None:
         self._output = output
         self.ready_s = 0.0  # by time.perf_counter
 
     def wait(self) -> ModelRunnerOutput:
-        """What it produced."""
+        """The step's output."""
         while (left_s := self.ready_s - time.perf_counter()) > 0:
             time.sleep(left_s)
         return self._output
@@ -208,7 +208,7 @@ class NullWorker:
         return pending
 
     def seq_ids(self, step: SchedulerOutput) -> list[int]:
-        """The sequences of a step that is about to be launched, or was just now."""
+        """The sequences of a step that is about to be launched or was just launched."""
         rows = self._rows if step.rows is None else step.rows
         return [int(seq_id) for seq_id in rows.seq_ids]
 
@@ -253,7 +253,7 @@ class NullWorker:
             if sampling.prompt_logprobs is not None:
                 output.prompt_logprobs[row] = self._prompt_logprobs(state, start, count)
             tokens.append(several)
-            if rows.samples[row]:  # every rank: they all come to the same token without being told
+            if rows.samples[row]:  # on every rank: all ranks compute the same token
                 tokens[row] += self._sample(state, drafts, start + count - len(drafts))
                 proposals = self._draft(state)[:num_drafts]
                 next_drafts[row, : len(proposals)] = proposals
@@ -265,7 +265,7 @@ class NullWorker:
             output.next_drafts = next_drafts
 
     def _decode(self, state: _State, start: int, count: int) -> list[int]:
-        """So many tokens, each fed to the next."""
+        """Decode `count` tokens, each fed to the next decode."""
         tokens: list[int] = []
         for position in range(start, start + count):
             self._feed(state, position, 1, [])
@@ -299,7 +299,7 @@ class NullWorker:
         return states[:num_tokens]
 
     def _sample(self, state: _State, drafts: list[int], num_known: int) -> list[int]:
-        # Rows may be fed again after the engine dropped tokens it did not want.
+        # Rows may be fed again after the engine dropped tokens.
         del state.tokens[num_known:]
         tokens: list[int] = []
         for index in range(len(drafts) + 1):
@@ -311,7 +311,7 @@ class NullWorker:
         return tokens
 
     def _next(self, state: _State, num_tokens: int) -> int:
-        """Stop tokens give way to their neighbours while min_tokens is not reached."""
+        """The next token; a stop token is replaced by its neighbour below min_tokens."""
         sampling = state.new.sampling
         token = self.model.next_token(self._read(state, num_tokens), sampling, state.new.seed)
         if num_tokens - state.new.num_prompt_tokens < sampling.min_tokens:

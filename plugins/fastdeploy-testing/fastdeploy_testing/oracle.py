@@ -1,6 +1,6 @@
-"""The operations of contracts/ops.py in numpy and float64: what results are compared with.
+"""The operations of contracts/ops.py in numpy and float64, for comparison with results.
 
-Written from the contract, independent of reference/, so that the reference device is tested too.
+Written from the contract and independent of reference/, so the reference device is tested too.
 """
 
 from __future__ import annotations

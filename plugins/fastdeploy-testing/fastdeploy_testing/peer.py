@@ -2,7 +2,7 @@
 
     python -m fastdeploy_testing.peer DRIVER
 
-The kit's RemotePeer starts and drives it. It must be a process of its own, because the tests kill
+The kit's RemotePeer starts and controls it. It must be a process of its own, because the tests kill
 and freeze it.
 """
 
@@ -42,7 +42,7 @@ class RemotePeer:
         region_id: int = 1,
         seed: int = 1,
     ) -> None:
-        # A process that is killed cannot remove its folder, so it gets one that we remove.
+        # A killed process cannot remove its folder, so the parent removes it.
         self._folder = tempfile.TemporaryDirectory(prefix="fastdeploy-peer-")
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         self.process = subprocess.Popen(  # noqa: S603 - our own interpreter
@@ -78,7 +78,7 @@ class RemotePeer:
         return answer
 
     def events(self) -> list[dict[str, Any]]:
-        """What the peer's poll() gives."""
+        """The events of the peer's poll()."""
         found: list[dict[str, Any]] = self.ask(do="poll")["events"]
         return found
 
@@ -97,7 +97,7 @@ class RemotePeer:
         self.process.wait()
 
     def close(self) -> None:
-        """End it in whatever state it is."""
+        """End the process in any state."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()

@@ -88,7 +88,7 @@ def fd_entry(request: pytest.FixtureRequest) -> PluginEntry:
 
 @pytest.fixture
 def fd_plugins() -> Iterator[Any]:
-    """A maker of inventories that know only what the test puts in; nothing is discovered.
+    """Makes inventories with only the given entries; nothing is discovered.
 
     Call it with PluginEntry objects; it returns an Inventory for the functions of plugins/.
     """
@@ -112,7 +112,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Remember how each test of the kit ended, and why one was skipped."""
+    """Record how each test of the kit ended, and why it was skipped."""
     outcome = yield
     report = outcome.get_result()  # type: ignore[attr-defined]
     suite = getattr(item, "cls", None)

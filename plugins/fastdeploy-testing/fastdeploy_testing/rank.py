@@ -2,8 +2,8 @@
 
     python -m fastdeploy_testing.rank DEVICE TENSOR_LIBRARY RANK SIZE FOLDER [COMMUNICATOR ...]
 
-The last line printed is a JSON object {communicator: passed}; without a communicator the
-device's own collectives are examined, as `fastdeploy plugins doctor` does.
+The last line printed is a JSON object {communicator: passed}. Without a communicator the device's
+own collectives are tested, as `fastdeploy plugins doctor` does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def main() -> int:
 
 
 def experts(device: Any, group: Any, name: str) -> bool:
-    """Dispatch and combine between ranks with uneven token counts equals one rank doing it all."""
+    """Dispatch and combine between ranks with uneven token counts equal the result of a single
+    rank."""
     rank, world_size = group.rank, group.world_size
     mapping = (0, 1, 2, 3, 2, 0, 1, 3)[: 4 * world_size]
     communicator = lookup("expert_communicator", name)(ExpertGroup(device, group, mapping))

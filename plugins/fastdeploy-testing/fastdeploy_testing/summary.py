@@ -1,7 +1,7 @@
-"""What a run of the kit ends with: a table of capabilities, and a line for each test that failed.
+"""The end of a run of the kit: a table of capabilities, and one line for each failed test.
 
-A test has many cases (dtypes, shapes). A wrong kernel fails most of them and, through operations
-that are made of it, other tests. One line a test says what a reader needs.
+A test has many cases (dtypes, shapes). A wrong kernel fails most of them and also tests of
+operations that are composed of it. So each test gets one line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_LINES = 20
 
 
 def capability_table(outcomes: Sequence[Outcome]) -> str:
-    """One row for each capability, or suite where a test is about none."""
+    """One row for each capability, or for the suite if a test belongs to none."""
     suites: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         suites.setdefault(outcome["capability"] or outcome["suite"], []).append(outcome)

@@ -1,6 +1,6 @@
-"""A request scheduler whose objects share one queue and hand out leases, in the memory of a test:
-what a driver over a server would be. It keeps the contract, so that the conformance kit's tests of
-leases and of shared queues are themselves tested."""
+"""A request scheduler whose objects share one queue and grant leases, in a test's memory; a driver
+over a server would look like it. It keeps the contract, so it tests the conformance kit's own tests
+of leases and of shared queues."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python plugins/fd-calibrate/benchmarks/memory.py MODEL_FOLDER [--tensor-parallel-size N]
 
-Nothing is loaded: the same layer plan that `--load-format dummy` fills is added up. Gigabytes are
-10^9 bytes, as cards are sold.
+Nothing is loaded: the sizes of the layers that `--load-format dummy` would fill are added up. A
+gigabyte is 10^9 bytes, as on data sheets of accelerators.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""What every number format costs the demo model: exact answers, perplexity, bytes.
+r"""What every number format costs the demo model: exact answers, perplexity, bytes.
 
-    python plugins/fd-calibrate/benchmarks/quality.py [--count 200] [--only wint4 ...] \\
+    python plugins/fd-calibrate/benchmarks/quality.py [--count 200] [--only wint4 ...] \
         [--seeds 3] [--device cuda]
 
-Questions are held out of training by construction (models/ernie-tiny). An answer counts when greedy
-decoding gives it character by character; it is found in one pass, because that is the case exactly
-if every token of it is the model's first choice after those before. Perplexity is over all tokens
-of held-out texts of all tasks, questions too. Calibration text is drawn from the training half.
+Questions are held out of training by construction (models/ernie-tiny). An answer counts if greedy
+decoding produces it character by character. One pass over the whole text tells: that is the case
+exactly if every token of the answer is the model's first choice after the tokens before it.
+Perplexity is over all tokens of held-out texts of all tasks, questions included. Calibration text
+is taken from the training half.
 """
 
 from __future__ import annotations

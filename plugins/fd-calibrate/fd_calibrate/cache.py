@@ -1,4 +1,4 @@
-"""Static scales of a KV cache, from what calibration text wrote into it."""
+"""Static scales of a KV cache, from the values that calibration text wrote to it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ class CacheRanges:
         self._low = [np.minimum(a, b) for a, b in zip(self._low, low, strict=True)]
 
     def tensors(self, prefix: str) -> dict[str, np.ndarray]:
-        """Checkpoint tensors of the block's attention, by FastDeploy 2.x's names; starts anew."""
+        """Checkpoint tensors of the block's attention under FastDeploy 2.x's names; then starts
+        again."""
         if self._kind is None or not self._high:
             return {}
         if len(self._high) != 2:
@@ -48,7 +49,7 @@ class CacheRanges:
         for side, low, high in zip("kv", self._low, self._high, strict=True):
             name = f"{prefix}.cache{side}_matmul.activation"
             if self._kind.has_minimum:
-                # FastDeploy's int4 runs from -7 to 7: low and high become these.
+                # FastDeploy's int4 runs from -7 to 7: low and high are mapped to these.
                 step = np.maximum((high - low) / 14, _TINY)
                 found[f"{name}_scale"] = step.reshape(-1)
                 found[f"{name}_zero_point"] = (-7 - low / step).reshape(-1)

@@ -18,7 +18,7 @@ A run that was stopped goes on where it was when the same command is given again
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it, print the report."""
+    """Run the command and print its report."""
     arguments = _parser().parse_args(argv)
     from fastdeploy_core.config.argument_values import normalise
     from fastdeploy_core.plugins.report import table

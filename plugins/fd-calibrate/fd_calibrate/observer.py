@@ -1,6 +1,6 @@
-"""Stands between a model and the quantizer that will round it: sees every weight, and every input.
+"""Observes a model for the quantizer that will round it: every weight and every input.
 
-As a Quantizer it hands layers their full-precision weights, and remembers what they multiply. As an
+As a Quantizer it gives layers their full-precision weights and records what they multiply. As an
 MoE driver it does the same for each expert.
 """
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.quantizer import LayerSpec, ParameterSpec, Quantizer
     from fastdeploy_core.tensor import Tensor
 
-# Second moments of an expert with few tokens lean on those of the layer, as if it had seen this
-# many of the layer's tokens, in parts of the number of inputs.
+# Second moments of an expert with few tokens are mixed with those of the layer, as if the expert
+# had seen this many of the layer's tokens, as a multiple of the number of inputs.
 _LEANING: Final = 8
 
 
 @dataclass(slots=True, eq=False)
 class Seen:
-    """Inputs of one matrix."""
+    """The observed inputs of one matrix."""
 
     num_tokens: int = 0
     peak: float = 0.0
@@ -57,7 +57,7 @@ class Observed:
             seen.moments = moments if seen.moments is None else seen.moments + moments
 
     def calibration(self, xp: Any, expert: int = 0) -> Calibration:
-        """What was seen; of an expert with few tokens, mixed with what the layer saw."""
+        """The observations; for an expert with few tokens, mixed with the layer's."""
         seen = self.seen[expert]
         tokens = sum(one.num_tokens for one in self.seen)
         peak = seen.peak or max(one.peak for one in self.seen)
@@ -79,10 +79,10 @@ class Observed:
 
 
 class Observer:
-    """A Quantizer in front of another one.
+    """A Quantizer that wraps another one.
 
-    `take(layer, weight)` is called for every matrix as soon as it is whole, if given: the way of
-    rounding without calibration, in which nothing is kept.
+    `take(layer, weight)`, if given, is called for every matrix once it is complete: rounding
+    without calibration, where nothing is kept.
     """
 
     name = "observer"
@@ -97,37 +97,37 @@ class Observer:
     ) -> None:
         self.inner, self._xp = inner, device.xp
         self._take = take
-        self.layers: list[Observed] = []  # whole ones, in the order of loading
-        self.taken: list[LayerSpec] = []  # every layer the inner quantizer wants
+        self.layers: list[Observed] = []  # complete layers in the order of loading
+        self.taken: list[LayerSpec] = []  # every layer that the inner quantizer takes
 
     def supports(self, layer: LayerSpec) -> bool:
-        """As the inner quantizer."""
+        """As the inner quantizer says."""
         taken = self.inner.supports(layer)
         if taken:
             self.taken.append(layer)
         return taken
 
     def joins(self, layer: LayerSpec) -> bool:
-        """As the inner quantizer: parts that it rounds alone are observed alone."""
+        """As the inner quantizer says: parts that it rounds separately are observed separately."""
         return self.inner.joins(layer)
 
     def is_stored(self, layer: LayerSpec) -> bool:
-        """The checkpoint is in full precision."""
+        """False: the checkpoint is in full precision."""
         return False
 
     def parameters(self, layer: LayerSpec) -> dict[str, ParameterSpec]:
-        """As the inner quantizer."""
+        """As the inner quantizer says."""
         return self.inner.parameters(layer)
 
     def quantize(self, layer: LayerSpec, weight: Tensor) -> dict[str, Tensor]:
-        """The weight itself, kept until the layer was observed; or nothing, if it was taken."""
+        """The weight itself, kept until the layer has been observed; nothing if `take` got it."""
         if self._take is None:
             return {"weight": weight}
         self._take(layer, weight)
         return {}
 
     def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:
-        """A record to observe with."""
+        """The record that collects observations."""
         if self._take is not None:
             return None
         wants: Literal["none", "peak", "hessian"] = "none"
@@ -145,7 +145,7 @@ class Observer:
         return y
 
     def dequantize(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor:
-        """As the inner quantizer."""
+        """As the inner quantizer does."""
         return self.inner.dequantize(layer, tensors)
 
 
@@ -198,7 +198,7 @@ class ObservingMoE:
 
 
 class ObservingKernels:
-    """A kernel table whose cache write shows what is cached."""
+    """A kernel table whose cache write also shows the rows to be cached."""
 
     def __init__(self, kernels: KernelTable, show: Callable[[tuple[Tensor, ...]], None]) -> None:
         self._kernels, self._show, self.device = kernels, show, kernels.device

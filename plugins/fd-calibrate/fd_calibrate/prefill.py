@@ -1,4 +1,4 @@
-"""Whole sequences through a model at once, without an engine: batches and throw-away caches."""
+"""Runs whole sequences through a model at once, without an engine: batches and temporary caches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ BLOCK_SIZE = 64
 
 
 def grouped(samples: Sequence[list[int]], max_tokens: int) -> Iterator[list[list[int]]]:
-    """Samples in their order, at most max_tokens together (a longer one comes alone)."""
+    """Samples in their order, in groups of at most max_tokens; a longer sample is a group of its
+    own."""
     group: list[list[int]] = []
     for sample in samples:
         if group and sum(map(len, group)) + len(sample) > max_tokens:
@@ -40,7 +41,7 @@ def prefill(
 ) -> tuple[Tensor, Tensor, ForwardContext]:
     """(input_ids [T], positions [T], context) of sequences that begin at their first token.
 
-    With `shares_cache` all layers of one shape write into one cache: enough where one runs at a
+    With `shares_cache` all layers of one shape write to one cache: enough if one layer runs at a
     time.
     """
     to_device, xp = device.to_device, device.xp

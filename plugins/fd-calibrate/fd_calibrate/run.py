@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What the drivers are told while they round for a checkpoint that will hold static scales.
+# Told to the drivers while they round for a checkpoint that will have static scales.
 _CALIBRATING: Final = "is_calibrating"
 _TOKENS_AT_ONCE: Final = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizeOptions:
-    """What the command line says."""
+    """The values of the command line."""
 
     model: Path
     method: str  # a name, or JSON as --quantization takes it
@@ -68,7 +68,7 @@ def quantize(options: QuantizeOptions) -> dict[str, dict[str, Any]]:
 
 
 class _Run:
-    """Everything one run holds."""
+    """The state of one run."""
 
     def __init__(self, options: QuantizeOptions) -> None:
         self.options = options
@@ -119,7 +119,7 @@ class _Run:
                 self.config, self.device, kernels, family, observer, self.cache.show
             )
         self.observer = observer
-        self.samples = self._read_samples()  # before the output folder becomes this run's
+        self.samples = self._read_samples()  # before the output folder belongs to this run
         self.writer = CheckpointWriter(options.output, _state(options), self.device)
         if self.writer.num_written:
             logger.info("going on with %d tensors that are there", self.writer.num_written)
@@ -155,7 +155,7 @@ class _Run:
     # -- without calibration ----------------------------------------------------------------------
 
     def _stream(self, layer: LayerSpec, weight: Tensor) -> None:
-        """A matrix is whole: round it, write it, forget it."""
+        """A matrix is complete: round it, write it, drop it."""
         self._round(layer, weight, None)
 
     # -- with calibration -------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class _Run:
         source = self.source
         source.load(lambda name: not name.startswith("model.layers."))
         batches = source.batches(samples, _TOKENS_AT_ONCE)
-        head = list(self.observer.layers)  # an lm head, if it is to be rounded
+        head = list(self.observer.layers)  # the lm head, if it is to be rounded
         self.observer.layers.clear()
         for number in range(source.num_blocks):
             prefix = f"model.layers.{number}."
@@ -187,7 +187,7 @@ class _Run:
             self._round_observed(observed)
 
     def _block(self, number: int, batches: list[Any]) -> None:
-        """Observe, round, and run again with what rounding left."""
+        """Observe a block, round it, and run it again with the rounded weights."""
         layers = list(self.observer.layers)
         scales = f"model.layers.{number}.self_attn.cachek_matmul.activation_scale"
         is_done = all(self._is_done(observed) for observed in layers)
@@ -208,7 +208,7 @@ class _Run:
         return all(self._has(_own(observed.spec, expert)) for expert in range(count))
 
     def _round_observed(self, observed: Observed) -> None:
-        """Round one layer; its weight becomes what the checkpoint says."""
+        """Round one layer; its weight becomes the rounded one."""
         spec = observed.spec
         if not spec.num_experts:
             observed.weight = self._round(spec, observed.weight, observed.calibration(self.xp))
@@ -303,7 +303,7 @@ class _Run:
         self.writer.report[name] = row
 
     def _config_json(self) -> dict[str, Any]:
-        """The model's own, with what a loader must know."""
+        """The model's own config.json, plus what a loader must know."""
         quantization = dict(self.inner.checkpoint_config())
         left = sorted(set(self.source.build.unquantized))
         if left:
@@ -341,7 +341,7 @@ def _cache_kind(options: QuantizeOptions) -> KVFormat | None:
 
 
 def _state(options: QuantizeOptions) -> dict[str, Any]:
-    """What must be equal for a run to go on where another one stopped."""
+    """The settings that must be equal for a run to continue an earlier one."""
     path = options.calibration
     text = "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
     return {

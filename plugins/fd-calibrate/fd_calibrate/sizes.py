@@ -21,7 +21,7 @@ from fastdeploy_core.plugins import lookup
 from fastdeploy_core.plugins.manager import hook_manager
 from fastdeploy_core.tensor import DTYPE_BYTES
 
-_FEW_POSITIONS = 16  # the rotary table is no weight
+_FEW_POSITIONS = 16  # the rotary table does not count as a weight
 
 
 class _ShapeLibrary:
@@ -48,7 +48,7 @@ class _ShapeLibrary:
 
 
 class _NoKernels(dict[str, Any]):
-    """A kernel table in which everything is there and nothing is ever called."""
+    """A kernel table that has every kernel; none is ever called."""
 
     device = "shapes"
 
@@ -64,8 +64,8 @@ def weight_bytes(
 ) -> dict[str, int]:
     """Bytes of one rank by part: experts, linear (other layers), other (embedding, head, norms).
 
-    `method` is what --quantization takes, or the name of config.json's own quantization_config is
-    used; empty is full precision.
+    `method`: a value of --quantization, or the name in config.json's own quantization_config; empty
+    is full precision.
     """
     model = ModelConfig(Path(), Path(), dtype=dtype, quantization=method, hf_config=hf_config)
     settings = read_quantization(model)

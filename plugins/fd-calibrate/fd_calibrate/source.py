@@ -1,4 +1,4 @@
-"""The model that is to be quantized: built on the reference drivers, filled part by part."""
+"""The model to be quantized: built on the reference drivers, loaded part by part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Batch:
-    """Sequences that run together, and where the model has got to with them."""
+    """Sequences that run together, and their state between two blocks."""
 
     context: ForwardContext
     positions: Tensor
@@ -85,7 +85,7 @@ class SourceModel:
         self.model.load_weights(chosen)
 
     def check_whole(self) -> None:
-        """WeightError unless every weight has come."""
+        """WeightError unless every weight was loaded."""
         missing = self.build.weights.missing()
         if missing:
             raise WeightError(
@@ -94,7 +94,7 @@ class SourceModel:
             )
 
     def copied(self) -> Iterator[tuple[str, SafetensorsTensor]]:
-        """Tensors that stay as they are, by their checkpoint name."""
+        """Tensors that are copied unchanged, by their checkpoint name."""
         rounded = self._rounded()
         weights = self.build.weights
         for name, tensor in self.tensors.items():
@@ -122,7 +122,8 @@ class SourceModel:
 
     @property
     def num_blocks(self) -> int:
-        """Decoder blocks; ConfigError for a model that has none to run one by one."""
+        """The number of decoder blocks; ConfigError for a model whose blocks cannot be run one by
+        one."""
         if not hasattr(self.model, "layers") or not hasattr(self.model, "embedding"):
             raise ConfigError(
                 f"{type(self.model).__name__} cannot be calibrated: it is not made of blocks after "
@@ -145,14 +146,15 @@ class SourceModel:
         return found
 
     def run_block(self, number: int, batch: Batch, *, keep: bool) -> None:
-        """One block over one batch; `keep` moves the batch on, else it was only to be observed."""
+        """Run one block over one batch; `keep`: the batch takes the outputs, else the run is only
+        observed."""
         layer = self.model.layers[number]
         residual, update = layer(batch.residual, batch.update, batch.positions, batch.context)
         if keep:
             batch.residual, batch.update = residual, update
 
     def drop_block(self, number: int) -> None:
-        """Give a block's memory back: it has been rounded and passed."""
+        """Free a block's memory: it was rounded and has run."""
         prefix = f"model.layers.{number}."
         placements = self.build.weights.placements
         for name in [name for name in placements if name.startswith(prefix)]:

@@ -15,8 +15,8 @@ def read_calibration(
 ) -> list[list[int]]:
     """Sequences of at most max_length tokens, max_tokens in all; ConfigError if there are none.
 
-    A .jsonl line is {"text": ...} or {"messages": [...]}, put through the model's chat template;
-    any other file is text, a blank line between samples.
+    A line of a .jsonl file is {"text": ...} or {"messages": [...]}; messages go through the model's
+    chat template. Any other file is text with a blank line between samples.
     """
     try:
         content = path.read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ def _plain(content: str) -> list[tuple[str, bool]]:
 
 
 def _json_lines(path: Path, content: str, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """(text, whether it came from a chat)."""
+    """(text, whether it was made from messages)."""
     texts = []
     for number, line in enumerate(content.splitlines(), 1):
         if not line.strip():

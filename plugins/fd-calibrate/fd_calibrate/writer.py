@@ -1,8 +1,8 @@
-"""Writes a checkpoint shard by shard, so that a run that is stopped goes on where it was.
+"""Writes a checkpoint shard by shard, so that a stopped run can be continued.
 
-Finished shards lie in the output folder under their working names, each written whole or not at
-all, with a state file saying which run they belong to. finish() gives them their final names and
-writes the index and config.json last: until then the folder is no model.
+Complete shards are in the output folder under working names, each written whole or not at all, with
+a state file that names their run. finish() gives them their final names and writes the index and
+config.json last; until then the folder is no model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ALIGN: Final = 8
 
 
 class CheckpointWriter:
-    """Collects tensors, flushes them as shards, knows what earlier runs have written."""
+    """Collects tensors, writes them as shards, and knows the shards of earlier runs."""
 
     def __init__(self, folder: Path, state: Mapping[str, Any], device: DeviceBackend) -> None:
         self._folder, self._device = folder, device
@@ -93,7 +93,7 @@ class CheckpointWriter:
         return len(self._written)
 
     def has(self, name: str) -> bool:
-        """Whether the tensor is written or about to be."""
+        """Whether the tensor is written or waits to be."""
         return name in self._written or name in self._pending
 
     def read(self, name: str) -> Any:
@@ -103,7 +103,7 @@ class CheckpointWriter:
         return found.read()
 
     def add(self, name: str, dtype: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
-        """A tensor as its bits; written with the next flush, which a full shard causes."""
+        """Add a tensor as bits; it is written by the next flush, which a full shard causes."""
         self._pending[name] = (_SPELLING[dtype], tuple(shape), np.ascontiguousarray(array))
         self._pending_bytes += array.nbytes
         if self._pending_bytes >= SHARD_BYTES:
@@ -116,7 +116,7 @@ class CheckpointWriter:
         self.add(name, xp.dtype_name(tensor), array, tuple(int(n) for n in tensor.shape))
 
     def flush(self) -> None:
-        """Everything pending becomes a shard, and the report is brought up to it."""
+        """Write all waiting tensors as a shard, then update the report."""
         if not self._pending:
             return
         number = len(list(self._folder.glob("part-*.safetensors"))) + 1
@@ -128,7 +128,8 @@ class CheckpointWriter:
             _replace(self._folder / REPORT_NAME, json.dumps(self.report, indent=1) + "\n")
 
     def finish(self, source: Path, config: Mapping[str, Any]) -> None:
-        """Final names, index, everything else of the model folder, and config.json last."""
+        """Set final names, then write the index, the other files of the model folder, and
+        config.json last."""
         self.flush()
         with _writing(self._folder):
             self._finish(source, config)
@@ -155,7 +156,7 @@ class CheckpointWriter:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """What the file system refuses is said in words."""
+    """Turns errors of the file system into messages."""
     try:
         yield
     except OSError as error:
@@ -174,7 +175,8 @@ def _replace(path: Path, text: str) -> None:
 def _write_safetensors(
     path: Path, tensors: Mapping[str, tuple[str, tuple[int, ...], np.ndarray]]
 ) -> None:
-    """A whole file or none. numpy lacks bfloat16 and float8: bits and their names are written."""
+    """A whole file or none. numpy lacks bfloat16 and float8, so bits and names of dtypes are
+    written."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for name, (dtype, shape, array) in tensors.items():

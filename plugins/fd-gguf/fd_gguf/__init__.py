@@ -1,8 +1,8 @@
-"""GGUF checkpoints: one file with settings, tokenizer and (quantized) tensors, as llama.cpp writes
-it.
+"""GGUF checkpoints: one file with settings, tokenizer and (quantized) tensors, in llama.cpp's
+format.
 
-`checkpoint` is the driver that the core asks. `reader` reads the file with bounds of its own,
-`blocks` its number formats, `settings` makes a config.json, `names` the tensors' checkpoint names,
-`tokenizer` and `folder` a tokenizer folder, `weights` the tensors that the loader wants.
-`quantizer` keeps matrices packed. Only `weights` and `quantizer` meet tensors of the engine.
+The core asks the driver in `checkpoint`. `reader` reads the file within its own bounds, `blocks`
+decodes its number formats, `settings` makes a config.json, `names` maps tensors to checkpoint
+names, `tokenizer` and `folder` make a tokenizer folder, `weights` gives the loader its tensors.
+`quantizer` keeps matrices packed. Only `weights` and `quantizer` use tensors of the engine.
 """

@@ -1,8 +1,8 @@
-"""GGUF's number formats: how a row of numbers lies in blocks of bytes, and what it stands for.
+"""GGUF's number formats: the layout of a row's numbers in blocks of bytes, and their values.
 
-`decode(raw)` takes raw rows [R, row_bytes] uint8 and gives [R, K] float32, bit for bit what
-llama.cpp means: the same float32 products and differences in the same order. `d` and `m` are a
-block's scale and minimum, K-formats have these again for each part of 32 or 16 numbers.
+`decode(raw)` takes raw rows [R, row_bytes] uint8 and returns [R, K] float32, bit for bit
+llama.cpp's values: the same float32 products and differences in the same order. `d` and `m` are a
+block's scale and minimum; K-formats have further ones for each part of 32 or 16 numbers.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _SUPER: Final = 256  # numbers in a block of a K-format
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """`values` numbers in `nbytes` bytes. `bits`: the numpy dtype of formats that are no blocks."""
+    """`values` numbers in `nbytes` bytes. `bits`: the numpy dtype, for formats without blocks."""
 
     name: str
     values: int
     nbytes: int
     decode: Callable[[np.ndarray], np.ndarray]
-    dtype: str = ""  # our name of a plain format
+    dtype: str = ""  # the dtype of a plain format
 
 
 def to_bfloat16(wide: np.ndarray) -> np.ndarray:
@@ -61,7 +61,7 @@ def _halves(packed: np.ndarray) -> np.ndarray:
 
 
 def _fifth_bits(packed: np.ndarray) -> np.ndarray:
-    """32 bits in 4 bytes, least significant first, as 16 for every number."""
+    """32 bits in 4 bytes, least significant first, as 0 or 16 for each number."""
     return np.unpackbits(packed, axis=-1, bitorder="little") << np.uint8(4)
 
 
@@ -142,7 +142,8 @@ def _q5_k(raw: np.ndarray) -> np.ndarray:
 def _q6_k(raw: np.ndarray) -> np.ndarray:
     block = _fields(raw, [("q", "u1", 128), ("h", "u1", 64), ("s", "i1", 16), ("d", "<f2", 1)])
     scale = block["d"] * block["s"].astype(np.float32)
-    # Two halves of 128 numbers: 64 bytes with low nibbles then high ones, 32 with two bits of each.
+    # Two halves of 128 numbers: 64 bytes with low nibbles then high ones, 32 bytes with two bits of
+    # each number.
     lead = block["q"].shape[:-1]
     low = block["q"].reshape(*lead, 2, 64)
     low = np.concatenate((low & 15, low >> 4), axis=-1).reshape(*lead, 2, 4, 32)
@@ -166,7 +167,7 @@ FORMATS: Final[dict[int, BlockFormat]] = {
     14: BlockFormat("Q6_K", _SUPER, 210, _q6_k),
 }
 
-# Types that have a name and are not read: for the message that says so.
+# Types with a name that are not read, for error messages.
 KNOWN_TYPES: Final[dict[int, str]] = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
     19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16",
@@ -182,14 +183,14 @@ def split_q8_0(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def split_q4_0(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rows of Q4_0 as numbers [R, K / 2] uint8, 8 added, the even one in the low nibble, and scales
-    as of Q8_0."""
+    as in split_q8_0."""
     blocks = np.ascontiguousarray(raw).view(np.dtype([("d", "<f2"), ("q", "u1", (16,))]))
     numbers = _halves(blocks["q"])
     return _nonzero(blocks["d"], numbers[..., 0::2] | (numbers[..., 1::2] << 4), 0x88)
 
 
 def _nonzero(scale: np.ndarray, numbers: np.ndarray, zero: int) -> tuple[np.ndarray, np.ndarray]:
-    """A block of zeros has the scale 0, which means damage elsewhere: it becomes zeros times 1."""
+    """A block of zeros has scale 0, which elsewhere means damage: it becomes zeros with scale 1."""
     empty = scale == 0
     if empty.any():
         numbers = np.where(empty[..., None], numbers.dtype.type(zero), numbers)

@@ -36,8 +36,8 @@ class GGUFCheckpoint:
         return [file.path for file in self._model.files]
 
     def config(self, quantization: str) -> dict[str, Any]:
-        """With a quantization_config if matrices can stay packed. Any --quantization but gguf
-        decodes the file and quantizes it anew."""
+        """config.json, with a quantization_config if matrices can stay packed. Any --quantization
+        except gguf decodes the file and quantizes it again."""
         config = model_config(self._model)
         packed = config.pop("quantization_config", None)
         if packed is None and quantization == METHOD:
@@ -55,7 +55,8 @@ class GGUFCheckpoint:
         return generation_config(self._model)
 
     def tokenizer_folder(self, cache: Path) -> Path:
-        """Made of the file's vocabulary once, in the subfolder gguf of `cache`."""
+        """The tokenizer folder, made once from the file's vocabulary, in the subfolder gguf of
+        `cache`."""
         return tokenizer_folder(self._model, cache / METHOD)
 
     def tensors(
@@ -65,7 +66,7 @@ class GGUFCheckpoint:
         dtype: str,
         is_wanted: Callable[[str], bool],
     ) -> list[tuple[str, GGUFWeight]]:
-        """In file order. A matrix whose scales are wanted comes packed."""
+        """The tensors in file order. A matrix whose scales are asked for comes packed."""
         from .weights import weights
 
         return list(weights(self._model, config, device, dtype, is_wanted))

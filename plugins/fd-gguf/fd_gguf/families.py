@@ -1,7 +1,7 @@
-"""What each architecture of GGUF adds to a config.json, and which tensors prove its sizes.
+"""What each GGUF architecture adds to a config.json, and which tensors confirm its sizes.
 
-Left: llama.cpp's name of the architecture. A file states sizes; they are believed only as far as
-its tensors have them.
+Keys are llama.cpp's names of architectures. A file states sizes; they are used only if its tensors
+have them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .names import ROPE_FACTORS
 from .values import Settings
 
 _SIGMOID: Final = 2
-# Settings that change what a model computes, and that no family here has.
+# Settings that change what a model computes and that no family here supports.
 _REFUSED: Final = (
     "attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "residual_scale",
     "embedding_scale", "attention.scale", "attention.clamp_kqv", "attention.max_alibi_bias",
@@ -42,7 +42,7 @@ def _ernie_moe(read: Settings, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shared_experts(read: Settings) -> int:
-    """How many experts' widths the shared ones have together."""
+    """The joint width of the shared experts, as a number of experts."""
     name = next((n for n in read.model.tensors if n.endswith(".ffn_gate_shexp.weight")), None)
     if name is None:
         return 0
@@ -131,7 +131,7 @@ FAMILIES: Final[dict[str, tuple[str, Callable[[Settings, dict[str, Any]], dict[s
 
 
 def refuse_extras(read: Settings) -> None:
-    """UnsupportedModel for a file that asks for something that would otherwise be left out."""
+    """UnsupportedModel for a file with a setting that would otherwise be ignored."""
     asked = [key for key in _REFUSED if read.number(key, 0.0) != 0]
     window = read.size("attention.sliding_window", 0, least=0)
     if 0 < window < read.size("context_length"):
@@ -144,7 +144,7 @@ def refuse_extras(read: Settings) -> None:
 
 
 def check_blocks(read: Settings, config: dict[str, Any]) -> None:
-    """The first blocks' tensors have the sizes that the settings state."""
+    """Check that the first blocks' tensors have the sizes of the settings."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if "kv_lora_rank" in config:
         latent = config["kv_lora_rank"] + config["qk_rope_head_dim"]

@@ -1,6 +1,6 @@
-"""The tokenizer of a GGUF file as a folder of JSON files, which is what everything else reads.
+"""The tokenizer of a GGUF file as a folder of JSON files, which the other parts read.
 
-Made once for a file's header and kept in a folder named by the header's digest: tokenizer.json,
+Made once per file header and kept in a folder named by the header's digest: tokenizer.json,
 tokenizer_config.json and generation_config.json.
 """
 
@@ -22,11 +22,11 @@ from .tokenizer import tokenizer_files
 
 logger = logging.getLogger(__name__)
 
-_LAYOUT: Final = "1"  # changes when what is made of a header changes
+_LAYOUT: Final = "1"  # changes whenever other files are made from the same header
 
 
 def tokenizer_folder(model: GGUFModel, root: Path) -> Path:
-    """The folder below `root` with the model's tokenizer, made when it is not there yet."""
+    """The folder below `root` with the model's tokenizer; made if it does not exist."""
     digest = hashlib.sha256(_LAYOUT.encode() + model.files[0].header()).hexdigest()
     folder = root / digest[:32]
     if folder.is_dir():
@@ -45,7 +45,7 @@ def tokenizer_folder(model: GGUFModel, root: Path) -> Path:
             made.replace(folder)
         except OSError:
             shutil.rmtree(made, ignore_errors=True)
-            if not folder.is_dir():  # nobody else made it meanwhile
+            if not folder.is_dir():  # no other process made it meanwhile
                 raise
     except OSError as error:
         raise ConfigError(

@@ -1,8 +1,8 @@
 """GGUF tensor names and checkpoint names: which tensor of the file fills which weight of the model.
 
-Both sides name the same matrices, [out, in]. Three things differ: the experts of a block lie in one
-tensor, Llama's query and key rows are in another order, and the up-projection of latent attention
-is cut into its key half (transposed) and its value half.
+Both sides store the same matrices as [out, in], with three differences: the experts of a block lie
+in one tensor, Llama's query and key rows are in another order, and the up-projection of latent
+attention is split into its key half (transposed) and its value half.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ _NAME: Final = re.compile(r"^(?:blk\.(\d+)\.)?([a-z_0-9]+)\.(weight|bias)$")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """Where a weight lies: rows of one tensor, from `first_row` on or in the order of `order` (of a
-    vector: its numbers).
+    """The place of a weight: rows of one tensor, from `first_row` on or in the order of `order`
+    (for a vector: its numbers).
 
     `up`: the value half of an up-projection whose key half is `tensor`.
     """
 
-    name: str  # in the checkpoint
+    name: str  # name in the checkpoint
     shape: tuple[int, ...]
     tensor: GGUFTensor
     first_row: int = 0
@@ -81,8 +81,8 @@ class Source:
 
 
 def sources(model: GGUFModel, hf_config: dict[str, Any]) -> Iterator[Source]:
-    """Every weight of the model; tensors nobody knows come under their own name. Blocks after the
-    last, which predict further tokens, are left out."""
+    """Every weight of the model; unknown tensors keep their own name. Blocks after the last, which
+    predict further tokens, are left out."""
     architecture = str(model.settings.get("general.architecture"))
     left_out = 0
     for name, tensor in model.tensors.items():
@@ -132,8 +132,8 @@ def _experts(prefix: str, part: str, tensor: GGUFTensor) -> Iterator[Source]:
 
 
 def _half_order(tensor: GGUFTensor, hf_config: dict[str, Any], part: str) -> np.ndarray | None:
-    """Llama's rows lie in rotated pairs (0, 1), (2, 3), ...; checkpoints have (0, R/2), (1, R/2 +
-    1)."""
+    """Llama's rows are stored as rotated pairs (0, 1), (2, 3), ...; checkpoints have (0, R/2), (1,
+    R/2 + 1)."""
     heads = hf_config["num_attention_heads" if part == "attn_q" else "num_key_value_heads"]
     if tensor.shape[0] % (2 * heads):
         raise WeightError(

@@ -1,7 +1,7 @@
-"""The GGUF container: settings and tensor table of a file, every number checked before it is used.
+"""The GGUF container: settings and tensor table of a file, with every number checked before use.
 
-The file is memory-mapped, nothing but the header is read here. A damaged or hostile header costs
-a WeightError that names the file and the entry, never more memory than the limits below.
+The file is memory-mapped; only the header is read here. A damaged or hostile header gives a
+WeightError that names the file and the entry, and never takes more memory than the limits below.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PART: Final = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$")
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One tensor of the table. `shape` is outermost first; rows of blocks lie along the last
+    """One tensor of the table. `shape` is outermost first; the blocks of a row are along the last
     dimension."""
 
     name: str
@@ -69,7 +69,7 @@ class GGUFTensor:
 
 
 class _Header:
-    """The bytes of a header, taken one after the other."""
+    """The bytes of a header, read in order."""
 
     def __init__(self, data: mmap.mmap, limit: int) -> None:
         self._data, self._limit = data, limit
@@ -153,7 +153,7 @@ class GGUFFile:
             ) from None
 
     def header(self) -> bytes:
-        """Settings and tensor table as they lie in the file."""
+        """The settings and the tensor table, as stored in the file."""
         return self.map[: self._header_bytes]
 
     def _read_header(self, size: int) -> None:
@@ -271,9 +271,9 @@ def _parts(path: Path) -> list[Path]:
 
 
 def find_gguf(path: Path) -> Path:
-    """The GGUF file that a model path means: itself, or the only model of a folder.
+    """The GGUF file of a model path: the path itself, or the only model of a folder.
 
-    WeightError where a folder has none or several.
+    WeightError if a folder has none or several.
     """
     if path.is_file():
         return path

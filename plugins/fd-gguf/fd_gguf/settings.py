@@ -1,7 +1,7 @@
 """A config.json and a generation_config.json from the settings of a GGUF file.
 
-Sizes come from the tensors where these show them, and what is only stated is held against them: a
-damaged number must not become a model of a billion layers.
+Sizes come from the tensors where these show them; sizes that are only stated are compared with
+them: a damaged number must not become a model of a billion layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .reader import GGUFModel
 from .values import Settings
 
 METHOD: Final = "gguf"  # quant_method of the config.json made here
-# Formats that are an internal format of the engine as they are, by the name of that.
+# Formats that equal an internal format of the engine, and its name.
 PACKED: Final[dict[str, str]] = {"Q8_0": "wint8", "Q4_0": "wint4"}
 _MATRICES: Final = (
     "_proj",
@@ -27,7 +27,7 @@ _MATRICES: Final = (
     "lm_head",
 )  # ends of names that a quantizer is asked for
 _MAX_ROPE_FACTORS: Final = 4096
-_MAX_CONTEXT: Final = 1 << 24  # more is damage: tables are made for every position
+_MAX_CONTEXT: Final = 1 << 24  # larger numbers are damage: tables are made for every position
 _SAMPLING: Final[dict[str, str]] = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -38,8 +38,8 @@ _SAMPLING: Final[dict[str, str]] = {
 
 
 def model_config(model: GGUFModel) -> dict[str, Any]:
-    """What config.json of the same model would say. UnsupportedModel names the architectures there
-    are; ConfigError and WeightError name the setting or tensor that is wrong."""
+    """The config.json of the same model. UnsupportedModel lists the known architectures;
+    ConfigError and WeightError name the wrong setting or tensor."""
     read = Settings(model)
     if read.architecture not in FAMILIES:
         raise UnsupportedModel(
@@ -161,7 +161,7 @@ def _yarn(read: Settings) -> dict[str, Any]:
 
 
 def _dtype(model: GGUFModel) -> str:
-    """The dtype to compute in: of the matrices where these are plain numbers, else bfloat16."""
+    """The dtype to compute in: the matrices' own if they are plain numbers, else bfloat16."""
     sizes: dict[BlockFormat, int] = {}
     for tensor in model.tensors.values():
         if len(tensor.shape) > 1:
@@ -170,7 +170,7 @@ def _dtype(model: GGUFModel) -> str:
 
 
 def _packed_matrices(model: GGUFModel, config: dict[str, Any]) -> dict[str, str]:
-    """Matrices that can stay as they are in memory, with their internal format; experts as one."""
+    """Matrices that can stay packed in memory, with their internal format; experts count as one."""
     found: dict[str, str] = {}
     for source in sources(model, config):
         packed = PACKED.get(source.tensor.format.name)

@@ -1,8 +1,8 @@
 """A tokenizer folder's JSON files from the tokenizer.ggml settings of a GGUF file.
 
-Two kinds of vocabulary are read: byte-level BPE with merges ("gpt2"), whose way of cutting text
-into words the file only names, and SentencePiece BPE with scores ("llama"), from which merges
-follow.
+Two kinds of vocabulary are read: byte-level BPE with merges ("gpt2"), for which the file only names
+the rule that splits text into words, and SentencePiece BPE with scores ("llama"), from which merges
+are derived.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _NAMED: Final[dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Words:
-    """How a named pre-tokenizer cuts text; each pattern cuts what the ones before left whole."""
+    """How a named pre-tokenizer splits text; each pattern splits what the previous ones left
+    whole."""
 
     patterns: tuple[str, ...]
     is_nfc: bool = False
@@ -112,7 +113,7 @@ class _Vocabulary:
         if not isinstance(number, int) or isinstance(number, bool) or number < 0:
             raise self.wrong(key, "a token id")
         if number >= len(self.tokens):
-            # Files say 2**32 - 1 for a token that the model does not have.
+            # Files use 2**32 - 1 for a token that the model does not have.
             if number == 0xFFFFFFFF:
                 return None
             raise self.wrong(key, f"a token id below {len(self.tokens)}")
@@ -223,7 +224,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _merges(vocabulary: _Vocabulary, scores: np.ndarray) -> list[list[str]]:
-    """Every way to make a piece of two others, pieces with the best score first."""
+    """All pairs of pieces that make another piece, those of the best-scored pieces first."""
     ids, tokens, types = vocabulary.ids, vocabulary.tokens, vocabulary.types
     pieces = {t for t, kind in zip(tokens, types, strict=True) if kind in (_NORMAL, _USER_DEFINED)}
     found: list[list[str]] = []

@@ -1,5 +1,5 @@
-"""Typed access to the settings and tensors of a GGUF file; what has a wrong type or size is
-named."""
+"""Typed access to the settings and tensors of a GGUF file; errors name what has a wrong type or
+size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Settings:
     def size(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         value = self.get(key)
         if isinstance(value, np.ndarray) and len(value) and (value == value[0]).all():
-            value = value[0].tolist()  # one for every block, and all are equal
+            value = value[0].tolist()  # one value per block, all equal
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             shown = value.tolist()[:8] if isinstance(value, np.ndarray) else value

@@ -7,5 +7,5 @@
     class TestMyChip(DeviceConformance):
         driver_name = "mychip"
 
-A power that the driver does not declare is skipped with the reason; one that it declares is tested.
+A capability that the driver does not declare is skipped with the reason; a declared one is tested.
 """

@@ -11,7 +11,7 @@ from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
 
 from .base import OnDevice
 
-# Finite, and large enough to be seen in any result that it gets into.
+# Finite, and large enough to show in any result that reads it.
 GARBAGE = 777.0
 
 
@@ -43,14 +43,15 @@ class World:
         self.device, self.kernels, self.spec, self.block_size = device, kernels, spec, block_size
         self._suite = suite
         self.rows = [self._row(first_seed + i, n, t) for i, (n, t) in enumerate(rows)]
-        if shared_blocks:  # the first row's blocks are everybody's prefix
+        if shared_blocks:  # the first row's blocks are the prefix of all rows
             shared = shared_blocks * block_size
             for row in self.rows[1:]:
                 row.k[:shared], row.v[:shared] = self.rows[0].k[:shared], self.rows[0].v[:shared]
         self.num_tokens = sum(row.num_new for row in self.rows)
         needed = sum(-(-len(row.k) // block_size) for row in self.rows)
         self.num_blocks = 2 * needed + 3
-        # Block 0 belongs to nobody, because unused table entries are 0; others are taken at random.
+        # Block 0 belongs to no row, because unused table entries are 0; other blocks are taken at
+        # random.
         free = list(np.random.default_rng(9).permutation(np.arange(1, self.num_blocks)))
         for row in self.rows:
             own = -(-len(row.k) // block_size) - shared_blocks
@@ -77,7 +78,8 @@ class World:
         arrays = [np.full(shape, np.nan, "float32") for shape in shapes]
         owned = sorted({b for row in self.rows for b in row.blocks})
         for array in arrays:
-            # What may be loaded and masked away is finite garbage; what may not be touched is NaN.
+            # Memory that may be loaded and masked is finite garbage; memory that must not be
+            # touched is NaN.
             array[[0, *owned]] = GARBAGE
         self.cache = tuple(self.put(a) for a in arrays)
         if self.rows and backend.unit == "rope_kv":
@@ -102,7 +104,7 @@ class World:
         return self.step_inputs()
 
     def _feed_everything(self, backend: Any) -> None:
-        """A step of all tokens of all rows, as prompts: the driver writes in its own layout."""
+        """Feed all tokens of all rows as prompts: the driver writes in its own layout."""
         whole = [
             Row(
                 len(row.k),
@@ -154,7 +156,7 @@ class World:
         return AttentionBatch.upload(put, starts, lengths, tables, slots, positions)
 
     def check_canaries(self) -> None:
-        """Nothing in the cache has changed: neither canaries nor what was written before."""
+        """Check that nothing else in the cache changed: neither canaries nor earlier entries."""
         for before, tensor in zip(self.before, self.cache, strict=True):
             after = np.array(self.device.to_host(tensor.float()))
             assert np.array_equal(before, after, equal_nan=True), (

@@ -1,4 +1,4 @@
-"""What all suites share: the driver under test, tolerances, memory of this process."""
+"""What all suites share: the driver under test, tolerances, memory measurements."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def values(seed: int, *shape: int) -> np.ndarray:
 
 
 def option_value(text: str) -> Any:
-    """What --fd-option gives a key: JSON where it is JSON, else the text."""
+    """The value of a key of --fd-option: parsed as JSON if possible, else the text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -61,7 +61,7 @@ class Conformance:
 
 
 class OnDevice(Conformance):
-    """A suite that computes: it has a device, its kernels, and the tensor library."""
+    """Base of suites that compute: they have a device, its kernels, and the tensor library."""
 
     # Name of the device to run on, for suites of other kinds than a device's own.
     runs_on: ClassVar[str] = ""
@@ -69,7 +69,7 @@ class OnDevice(Conformance):
     @pytest.fixture(scope="class")
     @classmethod
     def device(cls, request: pytest.FixtureRequest, fd_tensor: str) -> Iterator[Any]:
-        """The device under test, or the one that the driver under test shall run on."""
+        """The device under test, or the one that the driver under test runs on."""
         from fastdeploy_core.plugins.drivers import lookup
 
         option = request.config.getoption
@@ -86,7 +86,7 @@ class OnDevice(Conformance):
     @pytest.fixture(scope="class")
     @classmethod
     def kernels(cls, device: Any) -> Any:
-        """The device's kernel table, the reference filling its gaps."""
+        """The device's kernel table; the reference fills its gaps."""
         from fastdeploy_core.plugins.kernels import build_kernel_table
 
         return build_kernel_table(device.name)
@@ -104,7 +104,8 @@ class OnDevice(Conformance):
         return x.to(device.xp.dtype(dtype)) if dtype else x
 
     def rounded(self, device: Any, array: np.ndarray, dtype: str) -> np.ndarray:
-        """The array's values after a round trip through `dtype`, as float64: what a kernel saw."""
+        """The array's values after a round trip through `dtype`, as float64: the values that a
+        kernel got."""
         x = self.to_device(device, np.asarray(array, "float32"), dtype)
         return np.array(device.to_host(x.float()), "float64")
 
@@ -135,14 +136,14 @@ class OnDevice(Conformance):
 
 
 def resident_bytes() -> int:
-    """Memory of this process that lies in RAM."""
+    """Bytes of this process that lie in RAM."""
     pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def used_bytes(device: Any) -> int:
-    """What this process uses of the device: its RAM where the device is the host, else what the
-    device's own driver reports as taken."""
+    """Bytes that this process uses of the device: its RAM if the device is the host, else the bytes
+    that the device's driver reports as taken."""
     gc.collect()
     if device.device == "cpu":
         return resident_bytes()
@@ -151,8 +152,8 @@ def used_bytes(device: Any) -> int:
 
 
 def assert_memory_returns(device: Any, cycle: Callable[[], object]) -> None:
-    """100 cycles leave no memory behind, once in three times: a leak shows every time, what other
-    processes take of the device meanwhile does not."""
+    """100 cycles leave no memory behind, in one of three attempts: a leak shows in every attempt,
+    memory that other processes take meanwhile does not."""
     for _ in range(20):
         cycle()
     for _ in range(3):

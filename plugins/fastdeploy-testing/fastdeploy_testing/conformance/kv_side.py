@@ -27,7 +27,7 @@ CANARY = 0xA5
 
 
 class Side:
-    """This process's transport with its region, all canary at first."""
+    """This process's transport with its region, which holds canaries at first."""
 
     def __init__(
         self,

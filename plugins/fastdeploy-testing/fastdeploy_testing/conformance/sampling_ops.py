@@ -1,4 +1,4 @@
-"""Operations between logits and tokens: the part of the operations' conformance that draws."""
+"""Operations between logits and tokens: the conformance tests of sampling."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class SamplingOps(OnDevice):
 
     @pytest.mark.parametrize("filters", [False, True])
     def test_rows_are_drawn_as_each_asks(self, device: Any, kernels: Any, filters: bool) -> None:
-        """What the separate operations make of every row."""
+        """Compared with what the separate operations compute for every row."""
         rng, logits = np.random.default_rng(2), values(4, 6, 300) * 3
         logits[5, 7] = logits[5, 90] = logits[5].max() + 1  # the smallest of equals
         is_random = np.array([1, 0, 1, 1, 1, 0])

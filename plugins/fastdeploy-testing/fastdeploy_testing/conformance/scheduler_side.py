@@ -28,7 +28,8 @@ def request(name: str, *, tokens: int = 4, priority: int = 0) -> Request:
 
 
 def delta(taken: Request, position: int, *, finished: bool = False) -> RequestOutputDelta:
-    """One token of a request as its engine would report it; another attempt says another token."""
+    """One token of a request as its engine would report it; another attempt reports another
+    token."""
     token = 1000 * taken.attempt + position
     reason = FinishReason.STOP if finished else None
     return RequestOutputDelta(

@@ -193,7 +193,8 @@ class AttentionConformance(OnDevice):
     def _backend(
         self, request: pytest.FixtureRequest, device: Any, kernels: Any, spec: Any, size: int
     ) -> Any:
-        """The driver under test; for a device under test, the one the engine would choose."""
+        """The driver under test; for a device under test, the driver that the engine would
+        choose."""
         from fastdeploy_core.plugins.discovery import discover
         from fastdeploy_core.plugins.drivers import lookup
         from fastdeploy_core.plugins.manager import hook_manager

@@ -1,4 +1,4 @@
-"""A drafter: whatever it proposes, answers stay what they are; and it keeps to its contract."""
+"""A drafter: its proposals never change an answer, and it keeps its contract."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .base import MEBIBYTE, OnDevice, option_value, resident_bytes
 
 VOCAB, NUM_DRAFTS, MAX_TOKENS = 64, 4, 24
 SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 0.9, "top_p": 0.9}]
-# Without a method the answers are the same for every drafter.
+# Without a method, the answers are the same for every drafter.
 _ANSWERS: dict[str, dict[str, Any]] = {}
 
 
 class DrafterConformance(OnDevice):
     """Override `options` for settings that the method needs, and `model` for one that needs a
-    certain kind of target. Tests of proposals apply to drafters on the host; what a drafter on the
-    device proposes is judged by running it after a model."""
+    certain kind of target. Tests of proposals apply to drafters on the host; a drafter on the
+    device is tested by running it after a model."""
 
     kind = "speculative"
 
@@ -39,8 +39,8 @@ class DrafterConformance(OnDevice):
     @pytest.fixture(scope="class")
     @classmethod
     def options(cls, fd_options: dict[str, str], model: Path) -> dict[str, Any]:
-        """The method's own settings: --fd-option, values as JSON where they are JSON; {model}
-        stands for the target's folder."""
+        """The method's own settings: --fd-option, values as JSON if possible; {model} stands for
+        the target's folder."""
         return {
             key: option_value(text.replace("{model}", str(model)))
             for key, text in fd_options.items()
@@ -88,7 +88,8 @@ class DrafterConformance(OnDevice):
     def test_histories_may_grow_by_any_number_of_tokens(
         self, driver: Any, device: Any, options: dict[str, Any], drafter: Any
     ) -> None:
-        """Looking every time or only now and then: the same length limits and no failure."""
+        """With calls after every token or only now and then: the same length limits and no
+        failure."""
         rng = np.random.default_rng(5)
         tokens = rng.integers(0, 6, 150).tolist()
         for end in np.cumsum(rng.integers(1, 9, 30)).tolist():
@@ -120,7 +121,7 @@ class DrafterConformance(OnDevice):
                     drafter.propose(HostDraftInput([seq_id], [row[:end]], [4], [[]]))
                 drafter.forget(seq_id)
 
-        for first in range(0, 500, 100):  # also what a bounded memory may take
+        for first in range(0, 500, 100):  # more than a bounded memory may hold
             live(first)
         before = resident_bytes()
         for first in range(500, 1500, 100):
@@ -132,7 +133,7 @@ class DrafterConformance(OnDevice):
     @pytest.fixture(scope="class")
     @classmethod
     def engine(cls, device: Any, model: Path) -> dict[str, Any]:
-        """What every run of the model shares."""
+        """What all runs of the model share."""
         return {
             "device": device.name,
             "tensor_library": device.xp.name,
@@ -156,7 +157,7 @@ class DrafterConformance(OnDevice):
     def found(
         cls, fd_entry: Any, engine: dict[str, Any], model: Path, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """Answers with it, and the engine's counters."""
+        """Answers with the method, and the engine's counters."""
         return sampled_tokens(
             model,
             prompts(),
@@ -176,7 +177,7 @@ class DrafterConformance(OnDevice):
             assert found["runs"][place][way] == without[place][way]
 
     def test_the_core_rejects_none_of_its_proposals(self, found: dict[str, Any]) -> None:
-        """Right shapes, types and ids, and no exception: anything else is counted as a failure."""
+        """Right shapes, types and ids, and no exception: anything else counts as a failure."""
         assert found["metrics"]["draft_failures_total"] == 0
 
     def test_it_drafts(self, found: dict[str, Any]) -> None:

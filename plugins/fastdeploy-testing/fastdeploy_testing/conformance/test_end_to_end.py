@@ -32,7 +32,7 @@ class EndToEndConformance(OnDevice):
     @pytest.fixture(scope="class")
     @classmethod
     def expected(cls, tiny_model: Path) -> list[list[int]]:
-        """What the reference device says, in float32."""
+        """The reference device's tokens, in float32."""
         result = greedy_tokens(
             tiny_model, prompts(), max_tokens=MAX_TOKENS, device=REFERENCE, dtype="float32"
         )
@@ -41,7 +41,7 @@ class EndToEndConformance(OnDevice):
     @pytest.fixture(scope="class")
     @classmethod
     def found(cls, tiny_model: Path, device: Any) -> dict[str, list[list[int]]]:
-        """The same on the device under test."""
+        """The tokens of the device under test."""
         return greedy_tokens(
             tiny_model,
             prompts(),

@@ -1,4 +1,4 @@
-"""An expert communicator: what is sent comes back weighted, in order, whatever the routing."""
+"""An expert communicator: what is sent comes back weighted and in order, with any routing."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class ExpertCommunicatorConformance(OnDevice):
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         rng = np.random.default_rng(seed)
         x = rng.standard_normal((tokens, HIDDEN)).astype("float32")
-        # A token chooses an expert once at most, as top-k routing does.
+        # As in top-k routing, a token chooses an expert at most once.
         ids = np.argsort(rng.random((tokens, NUM_EXPERTS)), -1)[:, :top_k]
         if crowd == "one expert":
             ids[:, 0], ids[:, 1:] = 2, -1

@@ -1,4 +1,4 @@
-"""Hygiene of a driver's distribution: what can be known without running it."""
+"""Hygiene of a driver's distribution: what can be checked without running the driver."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def methods(protocol: Any) -> dict[str, Any]:
 
 
 def signature_problems(name: str, wanted: Any, method: Any) -> list[str]:
-    """Whether a method can be called as the protocol's would be."""
+    """Whether a method can be called like the protocol's."""
     try:
         have = inspect.signature(method).parameters
     except (TypeError, ValueError):

@@ -25,7 +25,7 @@ from .attention_world import Row, World
 from .base import OnDevice
 from .test_attention import BATCHES, gqa_spec, mla_spec
 
-# A number that falls between two levels may be rounded either way: one step of one channel.
+# A number between two levels may be rounded either way: one level of one channel.
 TOLERANCE = {"int8": 4e-3, "float8_e4m3fn": 2e-2, "int4_zp": 6e-2}
 
 
@@ -39,7 +39,7 @@ def round_e4m3(x: np.ndarray) -> np.ndarray:
 def rounded_rows(
     x: np.ndarray, kind: KVFormat, static: tuple[np.ndarray, np.ndarray | None] | None
 ) -> np.ndarray:
-    """What the cache holds of rows [T, heads, dim]; static: (scale, minimum), each [heads, dim]."""
+    """The cache's content for rows [T, heads, dim]; static: (scale, minimum), each [heads, dim]."""
     low: Any = 0.0
     if static is not None:
         scale = static[0]
@@ -116,7 +116,7 @@ class KVFormatConformance(OnDevice):
     def _driver(
         self, request: pytest.FixtureRequest, device: Any, kernels: Any, spec: Any, size: int
     ) -> Any:
-        """The driver under test, or the engine's choice; skips where nobody takes the format."""
+        """The driver under test, or the engine's choice; skips if no driver takes the format."""
         from fastdeploy_core.plugins.discovery import discover
         from fastdeploy_core.plugins.drivers import lookup
         from fastdeploy_core.plugins.manager import hook_manager
@@ -198,7 +198,7 @@ class QuantizedWorld(World):
         self.scales = KVScales(tuple(map(to_device, scale)), tuple(map(to_device, minimum)))
 
     def expected(self, kind: KVFormat, row: Row, seen: Any) -> np.ndarray:
-        """Attention over what the cache can hold of this row."""
+        """Attention over the values that the cache can hold of this row."""
         tables = self.tables if self.spec.kv_static else [None, None]
         keys = rounded_rows(seen(row.k), kind, tables[0])
         if self.spec.kind == "mla":

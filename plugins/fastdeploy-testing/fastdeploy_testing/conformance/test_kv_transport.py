@@ -209,7 +209,7 @@ class KVTransportConformance(KVTransportSuite):
             name = one.transport.connect(two.transport.descriptor())
             one.transport.submit(name, self.plan(1, list(range(9)), list(range(9))))
             one.finish(1)
-            for side in (one, two, one):  # twice is once
+            for side in (one, two, one):  # a second call has no effect
                 side.transport.close()
 
         for _ in range(5):

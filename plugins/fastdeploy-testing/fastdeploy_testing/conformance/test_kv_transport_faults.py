@@ -1,6 +1,7 @@
-"""A KV transport when things go wrong: lost and frozen peers, cancelled transfers, strangers.
+"""A KV transport when things go wrong: lost and frozen peers, cancelled transfers, unknown
+processes.
 
-The question behind all of it: can a byte land in a block after its owner was told that none can?
+All tests ask: can a byte be written to a block after its owner was told that none can?
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class KVTransportFaultsConformance(KVTransportSuite):
                 while not here.transport.fence(name):
                     assert time.monotonic() < deadline, "fence() never resolved"
                     time.sleep(0.01)
-            here.memory[:] = CANARY  # the blocks belong to somebody else now
+            here.memory[:] = CANARY  # another sequence owns the blocks now
             for _ in range(100):
                 assert not here.transport.poll()
                 time.sleep(0.003)
@@ -67,7 +68,7 @@ class KVTransportFaultsConformance(KVTransportSuite):
         assert {e.kind for e in ends.values()} == {TransferEventKind.FAILED}
         assert all(e.retryable and e.reason for e in ends.values())
         with pytest.raises(FastDeployError):
-            # Whether the loss is known already or is found now, the caller hears of it.
+            # The caller hears of the loss, whether it was known before or is found now.
             here.transport.submit(name, self.plan(9, [1], [1]))
             if here.finish(9, limit_s=10)[9].kind is TransferEventKind.FAILED:
                 raise InvalidRequest("failed, as it must")

@@ -90,7 +90,7 @@ class MoEConformance(OnDevice):
             values(2, count, 2 * INTERMEDIATE, HIDDEN),
             values(3, count, HIDDEN, INTERMEDIATE),
         )
-        # Nearly even scores could be ordered otherwise in another precision.
+        # Experts with nearly equal scores could be ordered otherwise in another precision.
         router, x, gain = values(5, 8, HIDDEN) * 4, values(1, tokens, HIDDEN), values(6, HIDDEN)
         prepared = backend.prepare_weights(
             *(self.to_device(device, w, dtype) for w in (gate_up, down))
@@ -199,7 +199,8 @@ class MoEConformance(OnDevice):
         dtype: str,
         routing: RoutingSpec,
     ) -> Any:
-        """The driver under test; for a device under test, the one the engine would choose."""
+        """The driver under test; for a device under test, the driver that the engine would
+        choose."""
         from fastdeploy_core.plugins.discovery import discover
         from fastdeploy_core.plugins.drivers import lookup
         from fastdeploy_core.plugins.manager import hook_manager

@@ -36,7 +36,8 @@ ROUTINGS = (
 
 
 class OpsConformance(SamplingOps):
-    """One test per operation; what the device lacks comes from the reference and is tested too."""
+    """One test per operation; operations that the device lacks come from the reference and are
+    tested too."""
 
     kind = "kernels"
 
@@ -269,7 +270,7 @@ class OpsConformance(SamplingOps):
     @pytest.mark.parametrize("tokens", TOKENS)
     def test_greedy_linear(self, device: Any, kernels: Any, dtype: str, tokens: int) -> None:
         x, weight = values(0, tokens, 64), values(1, 80, 64)
-        weight[70] = weight[7]  # equal logits, whatever the hidden state
+        weight[70] = weight[7]  # equal logits for every hidden state
         prepared = kernels.prepare("linear", self.to_device(device, weight, dtype))
         inputs = (self.to_device(device, x, dtype), prepared)
         ids, peaks = kernels["greedy_linear"](*inputs, None)
@@ -350,7 +351,7 @@ class OpsConformance(SamplingOps):
         got_ids = self.to_host(device, ids)
         got_weights = self.to_host(device, weights)
         assert got_ids.shape == (tokens, spec.top_k) and got_ids.dtype == np.int64
-        # The order within a row is the kernel's own business.
+        # The order within a row is up to the kernel.
         by_id, expected_by_id = np.argsort(got_ids, -1), np.argsort(expected_ids, -1)
         assert np.array_equal(
             np.take_along_axis(got_ids, by_id, -1),

@@ -1,4 +1,5 @@
-"""Products with packed weights: every cell of a device's table against the formats' definition."""
+"""Products with packed weights: every cell of a device's table against the definition of its
+format."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from .base import OnDevice, values
 SHAPES = ((48, 64, 0), (64, 128, 0), (96, 256, 32), (256, 384, 128))
 TOKENS = (0, 1, 7, 33)
 EXPERTS = 4
-# How much wider the tolerance is for experts whose hidden activations are rounded.
+# Factor on the tolerance for experts whose hidden activations are rounded.
 _LEVELS = 100.0
 
 
@@ -44,7 +45,7 @@ def make_packed(xp: Any, name: str, weight: Any, group_size: int = 0) -> PackedW
 
 
 class QuantizedOpsConformance(OnDevice):
-    """What the device lacks comes from the reference and is tested too."""
+    """Operations that the device lacks come from the reference and are tested too."""
 
     kind = "kernels"
 
@@ -151,7 +152,7 @@ class QuantizedOpsConformance(OnDevice):
     def test_what_stands_before_a_product(
         self, device: Any, kernels: Any, dtype: str, name: str
     ) -> None:
-        """Kernel.behind: to the last bit what the two operations yield, one after the other."""
+        """Kernel.behind: bit for bit the result of the two operations, one after the other."""
         rows, count, _ = SHAPES[-1]
         packed = make_packed(device.xp, name, self.to_device(device, values(0, rows, count)))
         operation = packed.format.linear

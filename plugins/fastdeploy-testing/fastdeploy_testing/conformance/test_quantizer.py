@@ -26,7 +26,8 @@ LAYERS = (
 class QuantizerConformance(OnDevice):
     """Online quantization and application; override the two fixtures for a format's own needs.
 
-    A format that only reads checkpoints refuses to quantize: what needs its tensors is skipped.
+    A format that only reads checkpoints refuses to quantize; tests that need its tensors are
+    skipped.
     """
 
     kind = "quantizer"
@@ -38,7 +39,7 @@ class QuantizerConformance(OnDevice):
 
     @pytest.fixture
     def max_relative_error(self) -> float:
-        """Largest error of a product over the largest value; two-bit formats need much."""
+        """Largest error of a product relative to the largest value; two-bit formats need much."""
         return 0.5
 
     @pytest.fixture
@@ -67,7 +68,7 @@ class QuantizerConformance(OnDevice):
 
     @pytest.fixture
     def linear(self, layer: LayerSpec) -> LayerSpec:
-        """Those of them that the format multiplies itself."""
+        """The layers among them that the format multiplies itself."""
         if layer.role == "experts":
             pytest.skip("experts are multiplied by the MoE driver")
         return layer
@@ -78,7 +79,8 @@ class QuantizerConformance(OnDevice):
         if any(map(quantizer.supports, LAYERS)):
             return
         if not quantization_config:
-            # What only reads checkpoints may have to be told of one before it supports anything.
+            # A format that only reads checkpoints may need the settings of one before it supports
+            # any layer.
             self._quantized(device, quantizer, LAYERS[0])
         pytest.fail(f"no layer of the grid; {_SETTINGS}")
 

@@ -1,4 +1,4 @@
-"""A request scheduler: nothing lost, nothing doubled, nothing answered twice, whoever dies."""
+"""A request scheduler: no request is lost, doubled or answered twice, even if a process dies."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class RequestSchedulerConformance(Conformance):
         yield open_one
         for scheduler in opened:
             scheduler.close()
-            scheduler.close()  # twice is once
+            scheduler.close()  # a second call has no effect
 
     def take(self, scheduler: Any, count: int, capacity: Capacity = PLENTY) -> list[Request]:
-        """Get until `count` requests came, or patience ends."""
+        """Get until `count` requests have come, or until a time limit."""
         taken: list[Request] = []
         deadline = time.monotonic() + self.patience_s
         while len(taken) < count and time.monotonic() < deadline:
@@ -69,7 +69,7 @@ class RequestSchedulerConformance(Conformance):
         return taken
 
     def collect(self, scheduler: Any, count: int) -> list[RequestOutputDelta]:
-        """Get until `count` deltas came, or patience ends."""
+        """Get until `count` deltas have come, or until a time limit."""
         deltas: list[RequestOutputDelta] = []
         deadline = time.monotonic() + self.patience_s
         while len(deltas) < count and time.monotonic() < deadline:
@@ -77,13 +77,13 @@ class RequestSchedulerConformance(Conformance):
         return deltas
 
     def running(self, make: Maker) -> tuple[Any, Request]:
-        """A scheduler whose only request `r` an engine has taken."""
+        """A scheduler whose only request `r` was taken by an engine."""
         scheduler = make()
         scheduler.put_requests([request("r")])
         return scheduler, self.take(scheduler, 1)[0]
 
     def aborts(self, scheduler: Any) -> list[str]:
-        """Get until something is to be aborted, or patience ends."""
+        """Get until there is something to abort, or until a time limit."""
         aborts: list[str] = []
         deadline = time.monotonic() + self.patience_s
         while not aborts and time.monotonic() < deadline:
@@ -173,7 +173,7 @@ class RequestSchedulerConformance(Conformance):
         scheduler.put_requests([request("r"), request("s")])
         first, second = self.take(scheduler, 2)
         names, attempts = ["r", "s"], [first.attempt, second.attempt]
-        # Only the entry of a stale attempt is dropped, and a repeated one.
+        # Only entries of a stale attempt, and repeated ones, are dropped.
         scheduler.put_results(
             [TokenDeltas(names, [0, 0], [first.attempt - 1, attempts[1]], [9, 1])]
         )
@@ -318,10 +318,10 @@ class RequestSchedulerConformance(Conformance):
         front, dead, alive = self._three(driver, make)
         front.put_requests([request("r")])
         first = self.take(dead, 1)[0]
-        time.sleep(2 * self.lease_s)  # the dead instance reports nothing any more
+        time.sleep(2 * self.lease_s)  # the dead instance does not report any more
         second = self.take(alive, 1)[0]
         assert second.request_id == "r" and second.attempt > first.attempt
-        # The zombie wakes up: whatever it says is fenced off.
+        # The dead instance wakes up: its reports are fenced off.
         dead.put_results([delta(first, 0), delta(first, 1, finished=True)])
         alive.put_results([delta(second, 0), delta(second, 1, finished=True)])
         dead.put_results([delta(first, 2, finished=True)])
@@ -356,7 +356,8 @@ class RequestSchedulerConformance(Conformance):
         assert last.finished and (last.attempt > first.attempt or last.error_type == "WorkerError")
 
     def _three(self, driver: Any, make: Maker) -> tuple[Any, Any, Any]:
-        """Front end, an instance that will die, one that lives: one object where none is shared."""
+        """Front end, an instance that will die, one that lives: one object if the driver shares no
+        queue."""
         if not driver.capabilities.leases:
             pytest.skip("capabilities.leases is False")
         front = make(instance="front")

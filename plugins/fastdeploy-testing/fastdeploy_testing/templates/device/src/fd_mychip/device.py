@@ -17,11 +17,12 @@ from fastdeploy_core.errors import CapabilityError
 from fastdeploy_core.tensor import Tensor, available, load
 
 LIBRARY = ""  # "torch" or "paddle"; empty takes whichever is installed
-DEVICE = "cpu"  # how the library calls the chip, such as "npu:0"; "cpu" lets you start without one
+DEVICE = "cpu"  # the library's name of the chip, such as "npu:0"; "cpu" lets you start without one
 
 
 class Event:
-    """Work queued so far. On a chip, ask its event whether it is done; never wait in here."""
+    """Work queued so far. On a chip, ask its event whether the work is complete; never wait
+    here."""
 
     def query(self) -> bool:
         return True
@@ -54,7 +55,7 @@ class MyChipDevice:
     def to_host(self, x: Tensor) -> np.ndarray:
         return self.xp.to_numpy(x)
 
-    # On a chip these three are its page-locked memory and its asynchronous copies.
+    # On a chip, these three are its page-locked memory and its asynchronous copies.
     def host_buffer(self, num_bytes: int) -> np.ndarray:
         return np.zeros(num_bytes, dtype=np.uint8)
 
@@ -76,7 +77,7 @@ class MyChipDevice:
         raise CapabilityError("device 'mychip' captures no graphs (limits.graph_capture is False)")
 
     def is_oom(self, error: BaseException) -> bool:
-        text = str(error).lower()  # what the chip's runtime says goes here
+        text = str(error).lower()  # match the error texts of the chip's runtime here
         known = ("can't allocate memory", "cannot allocate memory", "not enough memory")
         return isinstance(error, MemoryError) or any(words in text for words in known)
 

@@ -1,4 +1,4 @@
-"""Drafts the token that followed the last one most often in the same sequence, and so on from
+"""Drafts the token that most often followed the last one in the same sequence, and so on from
 there."""
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class MyDraftDrafter:
             batch.seq_ids, batch.token_ids, batch.max_drafts, strict=True
         ):
             known = self._sequences.setdefault(seq_id, _Followers())
-            # The array is only lent, and only ever grows: read what is new, keep nothing of it.
+            # The array is only lent and only grows: read what is new and keep no reference.
             known.read(tokens[known.num_seen :].tolist())
             known.num_seen = len(tokens)
             proposals.append(self._draft(known, limit))
         return proposals
 
     def observe(self, seq_id: int, drafted: Sequence[int], accepted: int) -> None:
-        """How the last proposal fared: a method could learn from it."""
+        """The fate of the last proposal; a method could learn from it."""
 
     def forget(self, seq_id: int) -> None:
         """The sequence ended or was preempted."""

@@ -1,4 +1,4 @@
-"""Answers at start-up. Light: imports no tensor library."""
+"""Answers at start-up. Imports no tensor library."""
 
 from __future__ import annotations
 
