@@ -25,7 +25,7 @@ DRIVER = """
 from pathlib import Path
 from fastdeploy_core.errors import WeightError
 class Checkpoint:
-    name, contract = "raw", (0, 1)
+    name, contract = "raw", (1, 0)
     def __init__(self, path):
         self.path = path
         if "damaged" in path.name:
@@ -125,7 +125,7 @@ def test_a_broken_driver_breaks_its_own_files_alone(
 
 
 def test_a_driver_of_a_later_contract_is_refused(tmp_path: Path, formats: Any) -> None:
-    inventory = formats(DRIVER.replace("(0, 1)", "(9, 0)"))
+    inventory = formats(DRIVER.replace("(1, 0)", "(9, 0)"))
     with pytest.raises(ContractMismatch, match=r"written for contract 9\.0"):
         find_model(file(tmp_path), {}, inventory)
 
