@@ -40,7 +40,7 @@ _HARMLESS = (
 
 
 class Capture:
-    """One capture() in progress, and later its memory."""
+    """One capture() in progress; later the memory that its plan uses."""
 
     def __init__(self, native: _native.Plan, others: Iterator[Capture]) -> None:
         self.native = native
@@ -154,7 +154,7 @@ class Capturer:
 
 
 def _num_bytes(x: Tensor) -> int:
-    """From the first to after the last element."""
+    """Bytes from the first element to the end of the last one."""
     last = sum((int(n) - 1) * int(s) for n, s in zip(x.shape, x.stride(), strict=True))
     return max(0, last + 1) * int(x.element_size())
 
