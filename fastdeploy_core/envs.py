@@ -87,6 +87,14 @@ VARIABLES: Final[dict[str, Variable]] = {
             keep_empty=True,
         ),
         Variable(
+            "FD_PLUGINS_PREFERRED",
+            "comma-separated distribution names",
+            (),
+            "Distributions whose drivers are used where another has the same name, the core's own "
+            "included: a model family, a parser or a scheduler of the core is replaced so.",
+            _names,
+        ),
+        Variable(
             "FD_PLUGINS_DISABLED",
             "comma-separated distribution names",
             (),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -161,7 +161,12 @@ class ToolCallDelta:
 @runtime_checkable
 class ReasoningParser(Protocol):
     """One instance per answer: `Driver(prompt_text, chat_template_kwargs)`. Non-streaming output is
-    produced by pushing the whole text at once, so streaming and non-streaming cannot differ."""
+    produced by pushing the whole text at once, so streaming and non-streaming cannot differ.
+
+    `markers`, an attribute of the class: special tokens that it reads. They stay in the text that it
+    gets; other special tokens are left out."""
+
+    markers: ClassVar[tuple[str, ...]]
 
     def push(self, text: str) -> ParsedDelta:
         """Newly generated text; what is ambiguous is held back."""
@@ -174,7 +179,9 @@ class ReasoningParser(Protocol):
 
 @runtime_checkable
 class ToolParser(Protocol):
-    """One instance per answer: `Driver(tools)`; same push/finish rule as ReasoningParser."""
+    """One instance per answer: `Driver(tools)`; push, finish and markers as in ReasoningParser."""
+
+    markers: ClassVar[tuple[str, ...]]
 
     def push(self, text: str) -> ParsedDelta:
         """Newly generated text (reasoning already removed)."""

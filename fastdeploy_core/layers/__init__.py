@@ -1,17 +1,37 @@
 """Layers hold weights and call the kernels they were given; ModelBuilder makes layers.
 
+The names below are public: model families of plugins are made of them
+(docs/how-to/write-a-model.md).
 No file imports a tensor library: the device brings it (`device.xp`).
 """
 
+from .attention import Attention, HeadShape
 from .builder import DriverFactories, ModelBuilder, ModelRanks, WeightFormats
 from .context import ForwardContext
+from .embedding import Embedding, LMHead
+from .linear import Linear
+from .mla import LatentAttention, LatentShape
+from .mlp import GatedMLP
+from .moe import MoEBlock
+from .norm import LayerNorm, RMSNorm
 from .rotary import RotarySpec
 
 __all__ = [
+    "Attention",
     "DriverFactories",
+    "Embedding",
     "ForwardContext",
+    "GatedMLP",
+    "HeadShape",
+    "LMHead",
+    "LatentAttention",
+    "LatentShape",
+    "LayerNorm",
+    "Linear",
+    "MoEBlock",
     "ModelBuilder",
     "ModelRanks",
+    "RMSNorm",
     "RotarySpec",
     "WeightFormats",
 ]

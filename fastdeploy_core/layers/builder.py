@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
 from fastdeploy_core.contracts.moe import MoEBackend, MoEBlockBackend, MoESpec
@@ -28,9 +28,9 @@ from .linear import Linear, LinearPart, LinearShape
 from .mla import LatentAttention, LatentShape
 from .mlp import GatedMLP
 from .moe import MoEBlock
-from .norm import RMSNorm
+from .norm import LayerNorm, RMSNorm
 from .rotary import RotarySpec, cos_sin_table
-from .stored import Piece
+from .stored import WHOLE, Piece
 from .weight_map import WeightMap
 
 if TYPE_CHECKING:
@@ -266,12 +266,29 @@ class ModelBuilder:
         """Root-mean-square normalisation."""
         return RMSNorm(self, name, size, eps)
 
+    def layer_norm(self, name: str, size: int, eps: float, *, bias: bool = True) -> LayerNorm:
+        """Normalisation by mean and variance."""
+        return LayerNorm(self, name, size, eps, bias=bias)
+
     def linear(
-        self, name: str, in_features: int, out_features: int, *, quantize: bool = True
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        parallel: Literal["none", "column", "row"] = "none",
+        quantize: bool = True,
     ) -> Linear:
-        """One product that every rank computes whole."""
-        part = LinearPart(name, out_features)
-        return Linear(self, LinearShape(name, [part], in_features, quantize=quantize))
+        """One product, sizes of the whole model. "none": every rank computes it whole; "column":
+        each rank has a share of the outputs; "row": each rank has a share of the inputs, and the
+        results are summed over ranks."""
+        piece = self.piece if parallel == "column" else WHOLE
+        part = LinearPart(name, out_features, piece)
+        return Linear(
+            self,
+            LinearShape(name, [part], in_features, parallel, bias, quantize=quantize),
+        )
 
     def mlp(
         self,

@@ -1,7 +1,9 @@
-"""Root-mean-square normalisation, alone or fused with the residual sum before it."""
+"""Normalisation: by the root mean square, alone or fused with the residual sum before it, and
+LayerNorm."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from .weight_map import Placement
@@ -37,3 +39,35 @@ class RMSNorm:
             return self._norm(x, self.weight, self.eps), x
         both: tuple[Tensor, Tensor] = self._add_norm(x, residual, self.weight, self.eps)
         return both
+
+
+class LayerNorm:
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension. Every rank holds the
+    whole weight."""
+
+    def __init__(
+        self, build: ModelBuilder, name: str, size: int, eps: float, *, bias: bool = True
+    ) -> None:
+        dtype = build.xp.dtype(build.dtype)
+        self.weight, self.eps = build.zeros((size,), dtype), eps
+        self.bias: Tensor | None = build.zeros((size,), dtype) if bias else None
+        self._xp = build.xp
+        for part, held, fill in (("weight", self.weight, 1.0), ("bias", self.bias, 0.0)):
+            if held is not None:
+                build.weights.add(
+                    Placement(
+                        f"{name}.{part}",
+                        (size,),
+                        (slice(0, size),),
+                        partial(self._accept, held),
+                        fill=fill,
+                    )
+                )
+
+    @staticmethod
+    def _accept(held: Tensor, tensor: Tensor) -> None:
+        held[:] = tensor.to(held.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [..., size], model dtype."""
+        return self._xp.layer_norm(x, self.weight, self.bias, self.eps)

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, Final
 
+from fastdeploy_core import envs
 from fastdeploy_core.contracts.model import ModelShapes
 from fastdeploy_core.errors import PluginNotFound, UnsupportedModel
 
@@ -42,7 +43,7 @@ def model_class(hf_config: Mapping[str, Any]) -> Any:
     """The class (contracts.small.CausalLM) that serves this config.json."""
     names = hf_config.get("architectures") or []
     name = str(names[0]) if isinstance(names, list) and names else ""
-    if name in ARCHITECTURES:
+    if name in ARCHITECTURES and not envs.read("FD_PLUGINS_PREFERRED"):
         module, _, attribute = ARCHITECTURES[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
     try:

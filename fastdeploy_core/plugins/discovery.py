@@ -11,7 +11,7 @@ import importlib.metadata
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -97,12 +97,14 @@ def build_inventory(
     *,
     allowed: Iterable[str] | None = None,
     disabled: Iterable[str] = (),
+    preferred: Iterable[str] = (),
 ) -> Inventory:
     """Apply the operator's choice, then find duplicates among the remaining entries."""
     entries = list(entries)
     problems: list[str] = []
     allow = None if allowed is None else {canonical(n) for n in allowed}
     deny = {canonical(n) for n in disabled}
+    prefer = {canonical(n) for n in preferred}
     if allow is not None and "all" in allow:
         allow = None
     both = deny & (allow or set())
@@ -112,7 +114,11 @@ def build_inventory(
             "a plugin is either wanted or not: take it out of one of them"
         )
     known = {canonical(e.distribution) for e in entries}
-    for variable, names in (("FD_PLUGINS", allow or set()), ("FD_PLUGINS_DISABLED", deny)):
+    for variable, names in (
+        ("FD_PLUGINS", allow or set()),
+        ("FD_PLUGINS_DISABLED", deny),
+        ("FD_PLUGINS_PREFERRED", prefer),
+    ):
         missing = sorted(names - known)
         if missing:
             problems.append(
@@ -122,7 +128,7 @@ def build_inventory(
     if canonical(DISTRIBUTION) in deny:
         problems.append(f"FD_PLUGINS_DISABLED names {DISTRIBUTION}, which always takes part")
     chosen = [_apply_choice(e, allow, deny) for e in entries]
-    chosen = _mark_duplicates(chosen, problems)
+    chosen = _mark_duplicates(chosen, problems, prefer)
     chosen = [_check_command(e) if e.kind == "command" else e for e in chosen]
     for entry in chosen:
         if entry.status not in (OK, DISABLED, DUPLICATE):
@@ -136,13 +142,17 @@ def discover(environ: Mapping[str, str] | None = None) -> Inventory:
     """The installed entries under the operator's FD_PLUGINS and FD_PLUGINS_DISABLED."""
     environ = os.environ if environ is None else environ
     return _cached_inventory(
-        envs.read("FD_PLUGINS", environ), envs.read("FD_PLUGINS_DISABLED", environ)
+        envs.read("FD_PLUGINS", environ),
+        envs.read("FD_PLUGINS_DISABLED", environ),
+        envs.read("FD_PLUGINS_PREFERRED", environ),
     )
 
 
 @functools.lru_cache(maxsize=8)
-def _cached_inventory(allowed: tuple[str, ...] | None, disabled: tuple[str, ...]) -> Inventory:
-    return build_inventory(scan(), allowed=allowed, disabled=disabled)
+def _cached_inventory(
+    allowed: tuple[str, ...] | None, disabled: tuple[str, ...], preferred: tuple[str, ...]
+) -> Inventory:
+    return build_inventory(scan(), allowed=allowed, disabled=disabled, preferred=preferred)
 
 
 @functools.cache
@@ -277,9 +287,11 @@ def _check_command(entry: PluginEntry) -> PluginEntry:
     return replace(entry, status=REFUSED, reason=reason) if entry.status == OK else entry
 
 
-def _mark_duplicates(entries: list[PluginEntry], problems: list[str]) -> list[PluginEntry]:
+def _mark_duplicates(
+    entries: list[PluginEntry], problems: list[str], preferred: Collection[str]
+) -> list[PluginEntry]:
     """The same kind and name from two distributions: neither is used, except that the core keeps
-    its own names, which nothing overrides."""
+    its own names, and that the operator may prefer one distribution."""
     owners: dict[tuple[str, str], list[PluginEntry]] = defaultdict(list)
     for entry in entries:
         shared = entry.kind in KINDS and KINDS[entry.kind].shared
@@ -290,6 +302,11 @@ def _mark_duplicates(entries: list[PluginEntry], problems: list[str]) -> list[Pl
         if len(several) < 2:
             continue
         origins = " and ".join(sorted(e.origin for e in several))
+        wanted = [e for e in several if canonical(e.distribution) in preferred]
+        if len(wanted) == 1:
+            message = f"FD_PLUGINS_PREFERRED names {wanted[0].distribution}, which provides it, too"
+            reasons.update({e: message for e in several if e is not wanted[0]})
+            continue
         core_has_it = any(e.is_core for e in several)
         rest = (
             "the core's own stays in use; uninstall the other or set FD_PLUGINS_DISABLED"

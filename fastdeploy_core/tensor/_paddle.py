@@ -84,6 +84,8 @@ class PaddleLibrary:
     sin = staticmethod(paddle.sin)
     cos = staticmethod(paddle.cos)
     sigmoid = staticmethod(F.sigmoid)
+    tanh = staticmethod(paddle.tanh)
+    erf = staticmethod(paddle.erf)
     silu = staticmethod(F.silu)
     abs = staticmethod(paddle.abs)
     maximum = staticmethod(paddle.maximum)
@@ -307,6 +309,16 @@ class PaddleLibrary:
         wide = x.astype(paddle.float32)
         scale = paddle.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
         return (wide * scale * weight.astype(paddle.float32)).astype(x.dtype)
+
+    def gelu(self, x: Any, approximate: str = "none") -> Any:
+        return F.gelu(x, approximate=approximate == "tanh")
+
+    def layer_norm(self, x: Any, weight: Any, bias: Any, eps: float) -> Any:
+        wide = x.astype(paddle.float32)
+        centred = wide - wide.mean(-1, keepdim=True)
+        scale = paddle.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
+        normed = centred * scale * weight.astype(paddle.float32)
+        return (normed if bias is None else normed + bias.astype(paddle.float32)).astype(x.dtype)
 
     def silu_and_mul(self, x: Any) -> Any:
         return F.swiglu(x)

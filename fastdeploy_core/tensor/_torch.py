@@ -83,6 +83,8 @@ class TorchLibrary:
     sin = staticmethod(torch.sin)
     cos = staticmethod(torch.cos)
     sigmoid = staticmethod(torch.sigmoid)
+    tanh = staticmethod(torch.tanh)
+    erf = staticmethod(torch.erf)
     silu = staticmethod(F.silu)
     abs = staticmethod(torch.abs)
     maximum = staticmethod(torch.maximum)
@@ -230,6 +232,13 @@ class TorchLibrary:
 
     def rms_norm(self, x: Any, weight: Any, eps: float) -> Any:
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+    def gelu(self, x: Any, approximate: str = "none") -> Any:
+        return F.gelu(x, approximate=approximate)
+
+    def layer_norm(self, x: Any, weight: Any, bias: Any, eps: float) -> Any:
+        own = None if bias is None else bias.float()
+        return F.layer_norm(x.float(), (x.shape[-1],), weight.float(), own, eps).to(x.dtype)
 
     def silu_and_mul(self, x: Any) -> Any:
         gate, up = x.chunk(2, -1)

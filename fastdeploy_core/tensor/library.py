@@ -263,6 +263,19 @@ class TensorLibrary(Protocol):
         """Logistic function."""
         ...
 
+    def tanh(self, x: Any) -> Any:
+        """Hyperbolic tangent."""
+        ...
+
+    def erf(self, x: Any) -> Any:
+        """Error function."""
+        ...
+
+    def gelu(self, x: Any, approximate: str = "none") -> Any:
+        """x times the normal distribution's Phi(x); "tanh": the approximation with tanh
+        (Hendrycks and Gimpel, arXiv 1606.08415)."""
+        ...
+
     def silu(self, x: Any) -> Any:
         """x times sigmoid(x)."""
         ...
@@ -365,6 +378,11 @@ class TensorLibrary(Protocol):
 
     def rms_norm(self, x: Any, weight: Any, eps: float) -> Any:
         """x / rms(x) * weight over the last dimension, computed in float32, result in x's dtype."""
+        ...
+
+    def layer_norm(self, x: Any, weight: Any, bias: Any, eps: float) -> Any:
+        """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension, computed in
+        float32, result in x's dtype; bias may be None."""
         ...
 
     def silu_and_mul(self, x: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import mmap
 import subprocess
 import sys
@@ -198,6 +199,12 @@ def test_more_elementwise(xp):
     x, y = xp.tensor(a), xp.tensor(b)
     check(xp, xp.sigmoid(x), 1 / (1 + np.exp(-a)))
     check(xp, xp.silu(x), a / (1 + np.exp(-a)))
+    check(xp, xp.tanh(x), np.tanh(a))
+    erf = np.vectorize(math.erf)
+    check(xp, xp.erf(x), erf(a), 1e-5)
+    check(xp, xp.gelu(x), a * (1 + erf(a / math.sqrt(2))) / 2, 1e-5)
+    inner = math.sqrt(2 / math.pi) * (a + 0.044715 * a**3)
+    check(xp, xp.gelu(x, "tanh"), a * (1 + np.tanh(inner)) / 2, 1e-5)
     check(xp, xp.rsqrt(xp.abs(x)), 1 / np.sqrt(np.abs(a)), 1e-5)
     check(xp, xp.maximum(x, y), np.maximum(a, b))
     check(xp, xp.minimum(x, y), np.minimum(a, b))
@@ -349,3 +356,18 @@ assert found == [2, 2, 2], found
         [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("eps", [1e-5, 0.5])
+def test_layer_norm_is_computed_in_float32(xp, dtype, eps):
+    # The mean of a row is a hundred times what its values differ by.
+    x = xp.from_numpy(numbers(3, 40, seed=1) + 100).to(xp.dtype(dtype))
+    weight, bias = numbers(40, seed=2), numbers(40, seed=3)
+    a = xp.to_numpy(x.float()).astype(np.float64)
+    normed = (a - a.mean(-1, keepdims=True)) / np.sqrt(a.var(-1, keepdims=True) + eps) * weight
+    limit = 1e-4 if dtype == "float32" else 2e-2
+    for own, expected in ((xp.from_numpy(bias), normed + bias), (None, normed)):
+        result = xp.layer_norm(x, xp.from_numpy(weight), own, eps)
+        assert xp.dtype_name(result) == dtype
+        check(xp, result.float(), expected, limit)

@@ -182,7 +182,7 @@ class ErnieThinkingParser(ThinkParser):
 class ErnieX1Parser(ThinkParser):
     """ERNIE X1: thinking, </think>, then <response>answer</response> and possibly tool calls."""
 
-    markers = (THINK, END_THINK, RESPONSE, END_RESPONSE)
+    markers: ClassVar[tuple[str, ...]] = (THINK, END_THINK, RESPONSE, END_RESPONSE)
     begins_thinking = True
 
     def __init__(self, prompt_text: str, chat_template_kwargs: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ V3.1:    begin NAME sep ARGUMENTS end.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from .tagged import MalformedCall, TaggedToolParser, checked_arguments, checked_name, load_json
 
@@ -27,7 +27,7 @@ class DeepSeekToolParser(TaggedToolParser):
     start = _marker("tool call begin")
     end = _marker("tool call end")
     silent = (_marker("tool calls begin"), _marker("tool calls end"))
-    markers = (start, end, SEPARATOR, *silent)
+    markers: ClassVar[tuple[str, ...]] = (start, end, SEPARATOR, *silent)
 
     def read(self, body: str) -> list[tuple[str, Any]]:
         before, separator, after = body.partition(SEPARATOR)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from .tagged import TaggedToolParser, load_json, name_and_arguments
 
@@ -12,7 +12,7 @@ class HermesToolParser(TaggedToolParser):
 
     start = "<tool_call>"
     end = "</tool_call>"
-    markers = (start, end)
+    markers: ClassVar[tuple[str, ...]] = (start, end)
 
     def read(self, body: str) -> list[tuple[str, Any]]:
         value = load_json(body.strip())

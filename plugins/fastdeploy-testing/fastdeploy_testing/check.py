@@ -26,6 +26,7 @@ KINDS_WITH_SUITE = (
     "speculative",
     "scheduler",
     "kv_transport",
+    "model",
 )
 # Kinds whose suites make tensors.
 KINDS_THAT_COMPUTE = frozenset(KINDS_WITH_SUITE) - {"scheduler", "kv_transport"} | {"kernels"}

@@ -53,7 +53,7 @@ class X86Attention:
     def prepare(self, batch: AttentionBatch) -> AttentionBatch:
         """Kernels read the batch's own tensors; a captured step of prompts begins with them."""
         t = team()
-        if t.recording is not None and not batch.is_exact and not batch.tokens_per_row:
+        if t.capture is not None and not batch.is_exact and not batch.tokens_per_row:
             starts = batch.cu_seqlens_q_dev
             t.begin_prompts(
                 starts,

@@ -10,8 +10,8 @@ from fastdeploy_core.contracts.device import CapturedGraph, DeviceLimits, Device
 from fastdeploy_core.devices.host_device import MAX_TENSOR_PARALLEL, HostDevice
 
 from . import keeping
+from .capture import Capturer
 from .formats import FORMATS
-from .recording import Recorder
 from .team import close_team, open_team
 
 
@@ -42,17 +42,17 @@ class X86Device(HostDevice):
         # An index that is no rank of several: all processors, as those of index 0.
         rank = options.index % options.num_ranks
         self._team = open_team(self.xp, self.num_threads, rank, options.num_ranks)
-        self._recorder = Recorder(self._team)
+        self._capturer = Capturer(self._team)
 
     def capture(
         self, run: Callable[[], None], beside: CapturedGraph | None = None
     ) -> CapturedGraph:
         """A native plan, or the call itself where the tensor library takes part in the work."""
-        return self._recorder.capture(run)
+        return self._capturer.capture(run)
 
     def replay_times(self, graphs: Sequence[CapturedGraph], times: int) -> None:
         """The threads walk through all plans without coming back to Python."""
-        self._recorder.replay_times(graphs, times)
+        self._capturer.replay_times(graphs, times)
 
     @property
     def weight_layout(self) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from fastdeploy_core.errors import ConfigError, WorkerError
 
-from .recording import Recording
+from .capture import Capture
 from .topology import processors_of
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Results:
 
 
 class _Local(threading.local):
-    recording: Recording | None = None
+    capture: Capture | None = None
 
 
 class Team:
@@ -112,13 +112,13 @@ class Team:
         self._carriers: dict[Any, np.dtype[Any]] = {}  # what numpy takes a dtype's numbers for
 
     @property
-    def recording(self) -> Recording | None:
-        """What this thread is recording."""
-        return self._local.recording
+    def capture(self) -> Capture | None:
+        """The capture in progress in this thread."""
+        return self._local.capture
 
-    @recording.setter
-    def recording(self, value: Recording | None) -> None:
-        self._local.recording = value
+    @capture.setter
+    def capture(self, value: Capture | None) -> None:
+        self._local.capture = value
 
     def code(self, x: Tensor) -> int:
         """How the kernels name a tensor's dtype."""
@@ -127,14 +127,14 @@ class Team:
     def new(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
         """Memory for a result. During capture it is the captured graph's own, because replays write
         to it: zero pages that cost nothing before they are written."""
-        recording = self._local.recording
+        capture = self._local.capture
         carrier = self._carriers.get(dtype)
         if carrier is None:
             name = "uint16" if dtype == self.xp.bfloat16 else self.xp.dtype_name(dtype)
             carrier = self._carriers[dtype] = np.dtype(name)
         num_bytes = math.prod(shape) * carrier.itemsize
-        if recording is not None:
-            shared = recording.results
+        if capture is not None:
+            shared = capture.results
             memory = (
                 np.zeros(shape, carrier)
                 if shared is None
@@ -145,43 +145,43 @@ class Team:
         else:
             return self.xp.empty(shape, dtype=dtype)
         made = self.xp.from_numpy(memory, dtype if dtype == self.xp.bfloat16 else None)
-        if recording is not None:
-            recording.made(made, is_kept=recording.results is None)
+        if capture is not None:
+            capture.made(made, is_kept=capture.results is None)
         return made
 
     def reads(self, *tensors: Tensor | None) -> None:
         """Operands that steps compute: only such a captured graph may replay natively whose
         operands its own operations have made."""
-        recording = self._local.recording
-        if recording is not None:
-            recording.reads(*tensors)
+        capture = self._local.capture
+        if capture is not None:
+            capture.reads(*tensors)
 
     def keep(self, *tensors: Any) -> None:
         """What a captured operation points to stays alive as long as its plan."""
-        recording = self._local.recording
-        if recording is not None:
-            recording.keep(*tensors)
+        capture = self._local.capture
+        if capture is not None:
+            capture.keep(*tensors)
 
     def owns(self, *tensors: Tensor) -> None:
         """Buffers that the core keeps for its captured steps; what is in them is read at each
         replay."""
-        recording = self.recording
-        if recording is not None:
+        capture = self.capture
+        if capture is not None:
             for tensor in tensors:
-                recording.made(tensor)
+                capture.made(tensor)
 
     def begin_prompts(self, *tensors: Tensor) -> None:
         """A captured graph of prompts, which may be thousands of tokens: what they need goes over
         the memory of what nobody refers to any more. `tensors` are the core's buffers."""
-        if self.recording is not None:
-            self.recording.results = Results(np.zeros)
+        if self.capture is not None:
+            self.capture.results = Results(np.zeros)
             self.owns(*tensors)
 
     def begins_with(self, input_ids: Tensor) -> None:
         """The first thing that a captured graph of prompts reads is a buffer of the core's, too."""
-        recording = self.recording
-        if recording is not None and recording.results is not None:
-            recording.made(input_ids)
+        capture = self.capture
+        if capture is not None and capture.results is not None:
+            capture.made(input_ids)
 
     def write_profile(self) -> None:
         """Calls and time of every operation, for the file that FD_CPU_PROFILE names."""
