@@ -76,11 +76,11 @@ def queued(llm: Any, batch: int, times: int = 100) -> None:
     graphs, slots, device = runner._graphs, runner._slots, runner._device
     step = graphs.find(batch, graphs.widths[-1])
     target = device.host_buffer(1 << 16)
-    parts = {"the model": step._forward.replay, "drawn": step._greedy.replay}
+    parts = {"the model": step._forward.replay, "sampled": step._greedy.replay}
     results = step._buffers.results
     if graphs.draft_numbers:
         key = (True, graphs.draft_numbers[-1])
-        parts["drawn and drafted"] = step._drafting[key].replay
+        parts["sampled and drafted"] = step._drafting[key].replay
         results = step._drafts[key].values
     slots.rows[:batch] = torch.arange(batch, device=slots.rows.device)
     slots.room[:batch], slots.limit[:] = 1024, slots.max_drafts

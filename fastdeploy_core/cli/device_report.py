@@ -237,7 +237,7 @@ def _step_arguments(make: _Make) -> Arguments:
 
 
 def _history_arguments(make: _Make) -> Arguments:
-    """Operations on what several steps have drawn."""
+    """Operations on the tokens that several steps have sampled."""
     return {
         "keep_results": lambda: (
             *(make.ids(1, 0), make.ids(9, -2).reshape([2, 1]), make.ids(3, 6, 0)),

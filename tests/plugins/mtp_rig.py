@@ -255,7 +255,7 @@ class Bench:
             new.hidden = self.sequences[shared].hidden[:num_shared]
 
     def step(self, rows: Sequence[Feed], max_drafts: int | None = None) -> np.ndarray:
-        """Feed tokens; returns [B, max_drafts] drafts, drawn greedily."""
+        """Feed tokens; returns [B, max_drafts] drafts, sampled greedily."""
         ids, follow, last = [], [], []
         for feed in rows:
             known = self.sequences[feed.name].tokens

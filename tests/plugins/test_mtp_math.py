@@ -141,7 +141,7 @@ def test_several_modules_draft_in_turn(
     sequence = bench.sequences["a"]
     proposal = bench.step([Feed("a", 11)])
     check(bench, expected, ["a"], proposal)
-    for _ in range(2):  # the target draws what was drafted, and one token more
+    for _ in range(2):  # the target samples what was drafted, and one token more
         sequence.tokens = sequence.tokens[: sequence.num_computed + 1]
         sequence.tokens += [*proposal[0].tolist(), 5]
         proposal = bench.step([Feed("a", 1 + num_drafts)])

@@ -3,7 +3,7 @@
 // Whoever is missing is not waited for. A thread whose processor runs something else, a server beside the engine
 // for example, would stop all others for as long as that takes. So operations are done by a crew: the caller's
 // thread and those that answered its call. A crew of everybody stays together to the end; a smaller one calls
-// again behind every operation.
+// again after every operation.
 #pragma once
 #include <atomic>
 #include <chrono>

@@ -162,12 +162,12 @@ def steps() -> None:
             *(slots, tables, computed, newest, drafts, num_drafts, room, 4, turn),
             *(*outputs, lengths, blocks),
         )
-        drawn, results = integers(99, rows * width), integers(9, rows, width)
+        sampled, results = integers(99, rows * width), integers(9, rows, width)
         held = (drafts, num_drafts, computed, newest, results)
         for peaks, post in ((None, None), (random(rows * width), (integers(9, 4, rows, 5), turn))):
-            table["finish_decode"](slots, drawn, drawn, peaks, *held, post)
-        table["mark_broken"](drawn, random(rows * width), None)
-        table["mark_broken"](drawn, random(rows * width), random(rows * width))
+            table["finish_decode"](slots, sampled, sampled, peaks, *held, post)
+        table["mark_broken"](sampled, random(rows * width), None)
+        table["mark_broken"](sampled, random(rows * width), random(rows * width))
 
 
 def sampling() -> None:

@@ -138,8 +138,8 @@ def test_draws_equal_the_references() -> None:
         logits = torch.randn(rows, width) * 3
         logits[:, : width // 3] = float("-inf")
         seeds, places = torch.randint(-(2**62), 2**62, (rows,)), torch.randint(0, 99999, (rows,))
-        drawn = sampling.sample(logits.to(DEVICE), seeds.to(DEVICE), places.to(DEVICE))
-        assert torch.equal(drawn.cpu(), ops_sampling.sample(logits, seeds, places))
+        sampled = sampling.sample(logits.to(DEVICE), seeds.to(DEVICE), places.to(DEVICE))
+        assert torch.equal(sampled.cpu(), ops_sampling.sample(logits, seeds, places))
 
 
 @pytest.mark.parametrize("width", [7, 600, 5000])

@@ -89,20 +89,20 @@ class SamplingOps(OnDevice):
         logits = values(0, 8, 300)
         seeds = np.arange(8, dtype="int64") * 2**40 - 5
         positions = np.array([0, 1, 2, 3, 4, 5, 2**31, 2**33], "int64")
-        crowd = self._draw(device, kernels, logits, seeds, positions)
-        assert np.array_equal(crowd, self._draw(device, kernels, logits, seeds, positions))
+        crowd = self._sample(device, kernels, logits, seeds, positions)
+        assert np.array_equal(crowd, self._sample(device, kernels, logits, seeds, positions))
         alone = [
-            self._draw(device, kernels, logits[i : i + 1], seeds[i : i + 1], positions[i : i + 1])
+            self._sample(device, kernels, logits[i : i + 1], seeds[i : i + 1], positions[i : i + 1])
             for i in range(8)
         ]
-        assert np.array_equal(crowd, np.concatenate(alone)), "a row's draw depends on the others"
+        assert np.array_equal(crowd, np.concatenate(alone)), "a row's token depends on the others"
         order = np.array([3, 1, 7, 0, 5, 2, 6, 4])
-        mixed = self._draw(device, kernels, logits[order], seeds[order], positions[order])
-        assert np.array_equal(crowd[order], mixed), "a row's draw depends on its place"
+        mixed = self._sample(device, kernels, logits[order], seeds[order], positions[order])
+        assert np.array_equal(crowd[order], mixed), "a row's token depends on its place"
         same = np.repeat(logits[:1], 64, 0)
-        by_seed = self._draw(device, kernels, same, np.arange(64), np.zeros(64, "int64"))
-        by_place = self._draw(device, kernels, same, np.zeros(64, "int64"), np.arange(64))
-        assert len(set(by_seed)) > 8 and len(set(by_place)) > 8, "draws hardly vary"
+        by_seed = self._sample(device, kernels, same, np.arange(64), np.zeros(64, "int64"))
+        by_place = self._sample(device, kernels, same, np.zeros(64, "int64"), np.arange(64))
+        assert len(set(by_seed)) > 8 and len(set(by_place)) > 8, "sampled tokens hardly vary"
 
     def test_draws_follow_the_distribution(self, device: Any, kernels: Any) -> None:
         # Fixed seeds, so the outcome is a constant of the kernel. 40.7 is the 99.99 % point of
@@ -111,8 +111,8 @@ class SamplingOps(OnDevice):
         count = 20000
         logits = np.repeat(np.log(probability)[None].astype("float32"), count, 0)
         seeds = np.random.default_rng(5).integers(-(2**62), 2**62, count)
-        drawn = self._draw(device, kernels, logits, seeds, np.arange(count) % 97)
-        seen = np.bincount(drawn, minlength=13)
+        sampled = self._sample(device, kernels, logits, seeds, np.arange(count) % 97)
+        seen = np.bincount(sampled, minlength=13)
         chi_square = float(((seen - count * probability) ** 2 / (count * probability)).sum())
         assert chi_square < 40.7, f"chi-square {chi_square:.1f} for {seen.tolist()}"
 
@@ -120,8 +120,8 @@ class SamplingOps(OnDevice):
         logits = np.full((64, 90), -np.inf, "float32")
         logits[:, 17] = -50.0
         logits[::2, 80] = 3.0
-        drawn = self._draw(device, kernels, logits, np.arange(64), np.arange(64))
-        assert set(drawn[1::2]) == {17} and set(drawn[::2]) <= {17, 80}
+        sampled = self._sample(device, kernels, logits, np.arange(64), np.arange(64))
+        assert set(sampled[1::2]) == {17} and set(sampled[::2]) <= {17, 80}
 
     @pytest.mark.parametrize("filters", [False, True])
     def test_rows_are_drawn_as_each_asks(self, device: Any, kernels: Any, filters: bool) -> None:
@@ -143,14 +143,14 @@ class SamplingOps(OnDevice):
         if filters:
             limits = [send(device, x.copy()) for x in (top_k, top_p, min_p)]
             scaled = kernels["filter_logits"](scaled, *limits)
-        drawn = self.to_host(
+        sampled = self.to_host(
             device, kernels["sample"](scaled, send(device, seeds), send(device, places + 1))
         )
-        wanted = np.where(is_random, drawn, logits.argmax(-1))
+        wanted = np.where(is_random, sampled, logits.argmax(-1))
         assert np.array_equal(self.to_host(device, ids), wanted)
         assert np.array_equal(self.to_host(device, peaks), logits.max(-1))
 
-    def _draw(
+    def _sample(
         self, device: Any, kernels: Any, logits: np.ndarray, seeds: np.ndarray, places: np.ndarray
     ) -> np.ndarray:
         arrays = (logits.copy(), seeds.astype("int64"), places.astype("int64"))
