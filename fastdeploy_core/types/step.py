@@ -25,7 +25,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GrammarStart(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A grammar that binds only behind thinking: both are token ids."""
+    """A grammar that binds only after thinking: both are token ids."""
 
     end: int  # the token that ends thinking
     # The token that begins it, where the model may answer at once; None: the text begins in
@@ -174,7 +174,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_decodes: int = 1
     new_block_ids: dict[int, list[int]] = {}  # by row: appended to its block table before this step
     copies: BlockCopies = BlockCopies()
-    # Drafts to make behind this step for each row that samples; 0: drafters with a cache of their
+    # Drafts to make after this step for each row that samples; 0: drafters with a cache of their
     # own only keep it complete; -1: drafters rest.
     max_drafts: int = -1
 
@@ -186,15 +186,14 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True, eq=False):
     token_ids: np.ndarray  # int64: the new tokens of all rows, row after row
     # [B] int64: how many of these are each row's: none of a prefill that is not complete or of a
     # row with an error, else one more than the drafts that were right for each of num_decodes, and
-    # less only where one of these led to nothing: an error of the row is then what comes behind its
+    # less only where one of these led to nothing: an error of the row is then what comes after its
     # tokens. None: one of each row.
     counts: np.ndarray | None = None
     # [num_decodes, B] int64: drafts that each row was fed in a step that went ahead of results
     # (BatchRows.is_ahead), and how many of them were right, if counts do not say it.
     num_drafts: np.ndarray | None = None
     num_right: np.ndarray | None = None
-    # [B, k] int64: proposals for each row's next step, -1 behind its last one. None: there are
-    # none.
+    # [B, k] int64: proposals for each row's next step, -1 after its last one. None: there are none.
     next_drafts: np.ndarray | None = None
     logprobs: dict[int, list[TokenLogprobs]] = {}  # one for each of the row's tokens
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # of prompt tokens that the chunk predicts

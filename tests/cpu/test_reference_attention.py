@@ -149,7 +149,7 @@ BATCHES = {
     "one very long decode": ([700, 3, 5, 64, 2, 1], [1] * 6),
     "prefill": ([40], [40]),
     "prefill over a tile edge": ([150], [150]),
-    "chunk behind cached tokens": ([200], [30]),
+    "chunk after cached tokens": ([200], [30]),
     "decodes and chunks": ([90, 70, 20, 65, 129], [1, 33, 20, 1, 9]),
     "drafts to verify": ([90, 70, 6, 128], [4, 1, 6, 2]),
     "everything": ([5, 300, 40, 8, 64, 1], [5, 1, 12, 8, 3, 1]),

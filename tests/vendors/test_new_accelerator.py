@@ -66,7 +66,7 @@ def test_the_page_runs_as_it_is_written(place: Path) -> None:
     assert re.search(r"winner: acme", said)
     assert "run on the device alone" in said and "two ranks agree" in said
     assert "Beijing" in said
-    assert re.search(r"\d+ passed", said) and not re.search(r"\d+ failed", said)
+    assert re.search(r"\d+ passed", said) and not re.search(r"[1-9]\d* failed", said)
     package = place / "fd-acme" / "src" / "fd_acme"
     lines = sum(len(p.read_text().splitlines()) for p in package.glob("*.py"))
     assert lines < MOST_LINES, f"{lines} lines"

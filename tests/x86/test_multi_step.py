@@ -14,7 +14,7 @@ from fastdeploy_core.scheduler import decode_count
 from fastdeploy_core.worker import model_runner, prompt_graphs
 
 pytest.importorskip("fd_cpu._native", reason="fd-cpu is not installed")
-recording = pytest.importorskip("fd_cpu.recording")
+capture = pytest.importorskip("fd_cpu.capture")
 DEMO = Path(__file__).parents[2] / "models" / "ernie-tiny"
 PROMPTS = ["12 + 30 =", "Sort: d a c b", "The capital of", "Count to ten: 1 2", "Reverse: abcdef"]
 
@@ -48,7 +48,7 @@ def engines(tensor_library: str) -> Iterator[tuple[LLM, LLM]]:
 
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the recordings of prompts that are replayed from now on."""
+    """Sizes of the captured graphs of prompts that are replayed from now on."""
     sizes: list[int] = []
     run = prompt_graphs.RecordedPrompt.run
     monkeypatch.setattr(
@@ -62,7 +62,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_recorded_prompts_answer_as_prompts_operation_by_operation(
     tensor_library: str, engines: tuple[LLM, LLM], replayed: list[int]
 ) -> None:
-    """One recording takes them all: alone, several in a step, in chunks, beside decodes."""
+    """One captured graph takes them all: alone, several in a step, in chunks, beside decodes."""
     prompts = ["12 + 30 =", "Count: " + "1 2 3 " * 30, "Sort: d a c b", "Reverse: " + "abc " * 17]
     params = SamplingParams(temperature=0.0, max_tokens=20)
     eager = make(tensor_library, enforce_eager=True)
@@ -84,7 +84,7 @@ def test_recorded_prompts_are_plans_for_sampled_tokens_and_answer_as_the_referen
 
     def note(self: Any, batch: Any, *step: Any) -> Any:
         target = run(self, batch, *step)
-        assert isinstance(self._forward, recording.NativeGraph)
+        assert isinstance(self._forward, capture.NativeGraph)
         assert self.hidden.shape[0] == 4, "rows that there can be"
         seen.append((batch.num_tokens, int(target.hidden.shape[0])))
         return target
@@ -150,14 +150,14 @@ def test_steps_and_their_draws_are_native_plans(
     llm = engines[0]
     case = {"max_tokens": 9, "ignore_eos": True, **params}
     replayed: list[int] = []
-    replay = recording.Recorder.replay_times
+    replay = capture.Capturer.replay_times
 
     def note(self: Any, graphs: Any, times: int) -> None:
-        assert all(isinstance(graph, recording.NativeGraph) for graph in graphs)
+        assert all(isinstance(graph, capture.NativeGraph) for graph in graphs)
         replayed.append(times)
         replay(self, graphs, times)
 
-    monkeypatch.setattr(recording.Recorder, "replay_times", note)
+    monkeypatch.setattr(capture.Capturer, "replay_times", note)
     answers(llm, case)
     assert replayed
 

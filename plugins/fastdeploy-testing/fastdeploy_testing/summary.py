@@ -48,7 +48,8 @@ def failure_lines(outcomes: Sequence[Outcome], driver: str) -> list[str]:
         ran = [o for o in outcomes if o["outcome"] != "skipped" and o["suite"] == first["suite"]]
         cases = [o for o in ran if _name(o) == _name(first)]
         case = first["test"].removeprefix(_name(first))
-        lines.append(f"{_name(first)}: {len(failed)} of {len(cases)}; {case}: {first['reason']}")
+        which = f" {case}:" if case else ""
+        lines.append(f"{_name(first)}: {len(failed)} of {len(cases)};{which} {first['reason']}")
     more = len(lines) - MAX_LINES
     lines = lines[:MAX_LINES] + ([f"and {more} more tests"] if more > 0 else [])
     name = _name(next(iter(groups.values()))[0])

@@ -1,5 +1,5 @@
 """One engine in a process of its own: `python engine_child.py KIND JSON` says when it is ready,
-then measures whatever points come in, a JSON object a line, and answers with one.
+then measures the points that it reads, a JSON object per line, and answers each with one.
 
 Kinds: fastdeploy (the whole engine, through LLM), transformers, openvino. Decoding is the time from
 the first token to the last; of engines that do not tell, the difference between a long and a short

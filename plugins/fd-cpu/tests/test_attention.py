@@ -53,7 +53,7 @@ def test_rotation_cache_and_attention(
     runtime, lengths, kind, block, num_heads, dim, rotary, interleaved, cache
 ):
     """Rows of (tokens in the cache before, new tokens), in blocks scattered over the pool; slots
-    that nobody has written hold NaN, or have scales that are NaN."""
+    that were never written hold NaN, or have scales that are NaN."""
     rng = np.random.default_rng(5)
     table = rng.standard_normal((80, rotary)).astype(np.float32)
     pool = rng.permutation(24).astype(np.int32)

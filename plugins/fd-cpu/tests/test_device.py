@@ -12,10 +12,10 @@ from fastdeploy_core.errors import CapabilityError, ConfigError, WorkerError
 from fastdeploy_core.tensor import available
 from fd_cpu import hooks, keeping, kernels
 from fd_cpu.attention import X86Attention
+from fd_cpu.capture import NativeGraph, RepeatedCall
 from fd_cpu.device import X86Device
 from fd_cpu.formats import prepare
 from fd_cpu.packing import CODING_ISAS
-from fd_cpu.recording import NativeGraph, RepeatedCall
 from fd_cpu.team import team
 from fd_cpu.topology import processors_of, spread
 
@@ -125,7 +125,7 @@ def test_plans_are_walked_through_many_times_in_one_call(device):
         assert (got[0][3] == -9).all()
 
 
-def test_recordings_that_are_no_plans_are_repeated_too(device):
+def test_captured_graphs_that_are_no_plans_are_repeated_too(device):
     weight, x = prepare(random(device, 64, 64)), random(device, 3, 64)
 
     def own():
@@ -232,7 +232,7 @@ def test_a_recorded_prompt_goes_on_with_needed_rows(device):
         assert (got[len(rows) :] == 777.0).all() and (tokens[len(rows) :] == -7).all()
 
 
-def test_work_of_the_library_makes_a_recording_repeat_its_call(device):
+def test_work_of_the_library_makes_a_captured_graph_repeat_its_call(device):
     weight, x = prepare(random(device, 64, 64)), random(device, 3, 64)
     out = device.xp.zeros((3, 64))
 
@@ -249,7 +249,7 @@ def test_work_of_the_library_makes_a_recording_repeat_its_call(device):
     assert np.array_equal(got, device.to_host(out))
 
 
-def test_a_recording_that_fails_leaves_the_device_usable(device):
+def test_a_capture_that_fails_leaves_the_device_usable(device):
     weight, x = prepare(random(device, 64, 64)), random(device, 3, 64)
 
     def fail():

@@ -79,4 +79,4 @@ def test_a_plan_goes_on_with_needed_rows_alone(runtime, most):
         wanted = (first, x[rows], second, second @ weight.T)
         for got, expected in zip((*plan.some, plan.head), wanted, strict=True):
             assert np.array_equal(got[: len(rows)], expected)
-            assert (got[len(rows) :] == 777).all(), "rows of nobody are left alone"
+            assert (got[len(rows) :] == 777).all(), "padding rows are left alone"

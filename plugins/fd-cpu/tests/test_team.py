@@ -1,4 +1,5 @@
-"""Threads that are away: nobody waits for them, and no result depends on who took part."""
+"""Threads that are away: no step waits for them, and no result depends on which threads took
+part."""
 
 from __future__ import annotations
 

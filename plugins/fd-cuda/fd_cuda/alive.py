@@ -1,8 +1,8 @@
 """Notices within a second that another rank of a group is gone.
 
-Ranks hold hands in a ring of sockets. A process that dies lets go, because the kernel closes its
-sockets; a rank that leaves in good order says goodbye first. Whoever loses a neighbour tells its
-own neighbours by letting go, too. Work of a GPU that waits for a lost rank would never end by
+The ranks form a ring of socket connections. When a process dies, the kernel closes its sockets; a
+rank that leaves in good order says goodbye first. A rank that loses a neighbour closes its own
+connections, which tells its other neighbour. GPU work that waits for a lost rank would never end by
 itself.
 """
 
@@ -31,8 +31,8 @@ _MAX_SOCKET_PATH: Final = 100  # the kernel's limit is 107
 
 
 class Ring:
-    """One rank's place. From a thread, with what happened: `on_loss` when a rank died (once),
-    `on_leave` when a neighbour said goodbye."""
+    """One rank's place in the ring. Called from a thread, with a text: `on_loss` when a rank died
+    (once), `on_leave` when a neighbour said goodbye."""
 
     def __init__(
         self,

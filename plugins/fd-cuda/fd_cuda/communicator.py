@@ -1,8 +1,8 @@
 """Collectives of one group of GPUs: NCCL, and one kernel over peer memory for small sums.
 
-NCCL comes with torch; its group is made without torch's global one, so that a process may be in
-several. All calls are queued on the current stream and can be captured. NCCL's own variables count
-(NCCL_NVLS_ENABLE=0 keeps multicast off); the kernel of one_shot.py never uses multicast.
+NCCL comes with torch. Its group is made without torch's global one, so a process may be in several
+groups. All calls are queued on the current stream and can be captured. NCCL's own variables apply
+(NCCL_NVLS_ENABLE=0 turns multicast off); the kernel of one_shot.py never uses multicast.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ _TRIED_BYTES: Final = tuple(1 << n for n in range(12, 21))  # 4 KiB to 1 MiB
 
 
 class CudaCommunicator:
-    """One rank's end; see Communicator. Ranks issue the same calls in the same order."""
+    """One rank's end; see Communicator. All ranks issue the same calls in the same order."""
 
     def __init__(self, device: TorchCudaDevice, rank: int, world_size: int, address: str) -> None:
         if not 0 <= rank < world_size:
             raise ConfigError(f"rank {rank} is outside a group of {world_size}")
         self.rank, self.world_size = rank, world_size
-        self.one_shot_bytes = 0  # sums of up to so many bytes take one kernel
+        self.one_shot_bytes = 0  # sums of up to this many bytes use the one-shot kernel
         self._device = device
-        self._failure = ""  # why nothing works any more
-        self._left = ""  # who will not come to later calls
+        self._failure = ""  # why every call fails from now on
+        self._left = ""  # the rank that has left and will not join later calls
         self._nccl: Any = None
         self._ring: Ring | None = None
         self._one_shot: Any = None
@@ -95,7 +95,7 @@ class CudaCommunicator:
         self._nccl = dist.ProcessGroupNCCL(
             dist.PrefixStore("nccl", store), self.rank, self.world_size, options
         )
-        self.barrier()  # connects
+        self.barrier()  # connects the ranks
         self._open_one_shot(dist.PrefixStore("peers", store))
 
     # -- collectives ------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class CudaCommunicator:
         return torch.cat(gathered.unbind(0), dim)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sum over ranks of the part of x along dimension 0 that is this rank's."""
+        """Sum over ranks of this rank's part of x along dimension 0."""
         if self.world_size == 1:
             return x
         self._check("reduce_scatter")
@@ -137,7 +137,8 @@ class CudaCommunicator:
         return part
 
     def all_to_all(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """Rows of x to each rank, `send` of them; the rows received, `receive` from each."""
+        """Exchange rows of x: `send` rows to each rank; returns the rows received, `receive` from
+        each."""
         if self.world_size == 1:
             return x
         self._check("all_to_all")
@@ -164,11 +165,11 @@ class CudaCommunicator:
         self._check("barrier")
         self._nccl_sum(torch.zeros(1, device=self._device.device))
         wait(self._device.record_event())
-        if self._failure:  # who left meanwhile had arrived before
+        if self._failure:  # a rank that left meanwhile had arrived before
             self._check("barrier")
 
     def close(self) -> None:
-        """Leave the group; the others' next call fails unless they leave, too."""
+        """Leave the group; the next call of the other ranks fails unless they leave, too."""
         self._failure = self._failure or "the communicator is closed"
         if self._ring is not None:
             self._ring.close()
@@ -187,7 +188,7 @@ class CudaCommunicator:
 
     @staticmethod
     def _queue(work: Any) -> None:
-        """Make the current stream wait for it; the host does not."""
+        """Make the current stream wait for the work; the host does not wait."""
         if work is not None:
             work.wait()
 
@@ -200,7 +201,8 @@ class CudaCommunicator:
         self._left = self._left or reason
 
     def _lost(self, reason: str) -> None:
-        """Another rank is gone: end what the GPU waits for, so that the host gets on."""
+        """Another rank is gone: end the work that the GPU waits for, so that the host can
+        continue."""
         self._failure = self._failure or reason
         if self._one_shot is not None:
             self._one_shot.stop()
@@ -210,7 +212,8 @@ class CudaCommunicator:
     # -- small sums -------------------------------------------------------------------------------
 
     def _open_one_shot(self, store: dist.Store) -> None:
-        """Use peer memory where every GPU reaches every other, for as many bytes as it pays."""
+        """Use peer memory if every GPU reaches every other one, up to the size at which it is
+        faster."""
         reason = ""
         if setting("FD_CUDA_ALL_REDUCE") == "nccl":
             reason = "FD_CUDA_ALL_REDUCE is nccl"
@@ -221,7 +224,8 @@ class CudaCommunicator:
                 self._one_shot = OneShot(store, self.rank, self.world_size)
             except (FastDeployError, ImportError, OSError) as error:
                 reason = str(error)
-        # One rank that cannot is enough: the kernel waits for all.
+        # One rank without peer memory is enough to turn it off, because the kernel waits for all
+        # ranks.
         store.set(f"reason/{self.rank}", reason)
         reasons = [store.get(f"reason/{rank}").decode() for rank in range(self.world_size)]
         why_not = next((r for r in reasons if r), "")
@@ -274,7 +278,7 @@ class CudaCommunicator:
 
 
 def _options(options: Any) -> Any:
-    """On the current stream rather than on one of NCCL's own: one event less in a graph."""
+    """Run on the current stream instead of one of NCCL's own, which saves an event in a graph."""
     if hasattr(options, "asyncOp"):
         options.asyncOp = False
     return options

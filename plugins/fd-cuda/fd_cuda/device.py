@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     )
     from fastdeploy_core.tensor import Tensor, TensorLibrary
 
-# Decode steps take fractions of a millisecond: spin that long, then let other threads run.
+# Decode steps take fractions of a millisecond: spin for this long, then let other threads run.
 _SPIN_S: Final = 100e-6
 _NAP_S: Final = 30e-6
 

@@ -1,10 +1,10 @@
 """Expert communicators over GPUs: all-gather and reduce-scatter, or all-to-all of the rows needed.
 
-`cuda_all_gather` moves every token to every rank, in sizes that do not depend on the routing: no
-wait for the host, so decode steps that use it can be captured. `cuda_all_to_all` moves each token
-only to the ranks of its experts, once each; the host has to learn how many, which large batches
-repay. `cuda_by_batch` chooses between the two. Results are added in a fixed order, so they do not
-change from run to run.
+`cuda_all_gather` moves every token to every rank, in sizes that do not depend on the routing. The
+host waits for nothing, so decode steps that use it can be captured. `cuda_all_to_all` moves each
+token only to the ranks of its experts, once to each; the host has to learn the numbers of rows,
+which pays for large batches. `cuda_by_batch` chooses between the two. Results are added in a fixed
+order, so they do not change from run to run.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Received rows are allocated for the worst routing up to this size; beyond, the host asks how many,
-# but not while a graph is captured.
+# Up to this size, received rows are allocated for the worst routing. Above it the host asks for
+# their number, except while a graph is captured.
 _WORST_CASE_BYTES: Final = 256 << 20
 _MAX_RANKS: Final = 64
 
@@ -43,14 +43,15 @@ def _is_recording(x: Tensor) -> bool:
 
 @dataclass(slots=True)
 class _Local:
-    """The rows that this rank's experts see, of a batch of tokens that lies here."""
+    """The rows for this rank's experts, of a batch of tokens on this rank."""
 
     plan: ExpertPlan
     places: Tensor  # [tokens, top_k]: row of y of each choice that is computed here
     is_mine: Tensor  # [tokens, top_k]
     weights: Tensor  # [tokens, top_k] float32
     num_tokens: int  # of this rank's own batch
-    # How rows travelled: which tokens to each rank, and how many to and from each.
+    # How rows travelled: the tokens sent to each rank, and the numbers sent to and received from
+    # each.
     routes: tuple[Tensor, list[int], list[int]] | None = None
 
 
@@ -82,7 +83,7 @@ class AllGatherExperts:
     def dispatch(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: ExpertPlan
     ) -> Dispatched:
-        """Rows of all ranks' tokens, grouped by the experts that are here."""
+        """Rows of all ranks' tokens, grouped by this rank's experts."""
         self._check(x, plan)
         num_tokens = int(x.shape[0])
         physical, weights = self._physical(topk_ids), topk_weights.float()
@@ -97,7 +98,7 @@ class AllGatherExperts:
         return self._group(x, physical, weights, plan, num_tokens)
 
     def combine(self, y: Tensor, handle: _Local) -> Tensor:
-        """Weighted sums, of this rank's tokens in their order."""
+        """Weighted sums for this rank's tokens, in their order."""
         total = self._add(y, handle)
         first = 0
         if self._communicator is not None and self.world_size > 1:
@@ -109,7 +110,7 @@ class AllGatherExperts:
         return total[first : first + handle.num_tokens]
 
     def cost_s(self, tokens_per_rank: int) -> float:
-        """Seconds of one dispatch and combine now; every rank has to ask."""
+        """Measure one dispatch and combine, in seconds; every rank has to call."""
         plan = ExpertPlan(
             max(1, tokens_per_rank), 1024, 1, self._num_physical, "contiguous", "bfloat16"
         )
@@ -126,7 +127,8 @@ class AllGatherExperts:
         return min(times)
 
     def set_expert_map(self, version: int, physical_to_logical: list[int]) -> None:
-        """Logical ids to physical ones; copies of one expert share its tokens by token index."""
+        """Map logical ids to physical ones; copies of one expert divide its tokens by token
+        index."""
         if version <= self._version:
             return
         table = expert_places(physical_to_logical, self._num_physical)
@@ -153,7 +155,7 @@ class AllGatherExperts:
             )
 
     def _physical(self, topk_ids: Tensor) -> Tensor:
-        """Physical expert of every choice, -1 staying -1."""
+        """The physical expert of every choice; -1 stays -1."""
         copies = self._table.shape[1]
         token = torch.arange(topk_ids.shape[0], device=topk_ids.device).unsqueeze(-1)
         chosen = self._table.view(-1)[topk_ids.clamp(min=0) * copies + token % copies]
@@ -175,7 +177,7 @@ class AllGatherExperts:
             width = plan.max_tokens * self.world_size
             row = ordered * width + number - offsets[ordered]
             places[order] = row
-            # One row more than there are: choices of other ranks are written there.
+            # One additional row, to which choices of other ranks are written.
             spare = self._num_local * width
             rows = x.new_zeros((spare + 1, plan.hidden_size))
             rows[row.clamp(max=spare)] = x[order // plan.top_k]
@@ -198,7 +200,7 @@ class AllGatherExperts:
         if flat.shape[0]:
             for choice in range(handle.plan.top_k):
                 mine = handle.is_mine[:, choice]
-                # Rows of other ranks' choices may hold anything.
+                # Rows of other ranks' choices may hold any values.
                 row = flat[torch.where(mine, handle.places[:, choice], 0)].float()
                 share = row * handle.weights[:, choice, None]
                 total += torch.where(mine[:, None], share, 0.0)
@@ -206,7 +208,7 @@ class AllGatherExperts:
 
 
 class AllToAllExperts(AllGatherExperts):
-    """See ExpertCommunicator. Each token travels once to each rank that has an expert of it."""
+    """See ExpertCommunicator. Each token travels once to each rank that has one of its experts."""
 
     name = "cuda_all_to_all"
     capabilities = ExpertCommunicatorCapabilities(
@@ -227,7 +229,7 @@ class AllToAllExperts(AllGatherExperts):
     def dispatch(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: ExpertPlan
     ) -> Dispatched:
-        """Rows of the tokens that chose experts of this rank, grouped by expert."""
+        """Rows of the tokens that chose this rank's experts, grouped by expert."""
         self._check(x, plan)
         num_tokens = int(x.shape[0])
         physical, weights = self._physical(topk_ids), topk_weights.float()
@@ -256,7 +258,7 @@ class AllToAllExperts(AllGatherExperts):
         back = self._peers.all_to_all(total, receive, send)
         shape = (handle.num_tokens, handle.plan.hidden_size)
         result = torch.zeros(shape, dtype=torch.float32, device=y.device)
-        # Rank after rank: a token is in each part once at most, so the order of adding is fixed.
+        # Rank by rank. A token is in each part at most once, so the order of addition is fixed.
         for part, rows in zip(back.split(send), tokens.split(send), strict=True):
             result[rows] += part.float()
         return result.to(y.dtype)
@@ -274,8 +276,8 @@ class _Chosen(Generic[_Inner]):
 
 
 class ByBatchExperts:
-    """See ExpertCommunicator. The quicker of both for each plan's number of tokens, measured when
-    the plan is made; all ranks choose alike."""
+    """See ExpertCommunicator. Uses the faster of both for each plan's number of tokens, measured
+    when the plan is made; all ranks choose alike."""
 
     name = "cuda_by_batch"
     contract = (1, 0)
@@ -287,7 +289,7 @@ class ByBatchExperts:
         self._costs: dict[int, list[float]] = {}
 
     def plan(self, plan: ExpertPlan) -> _Chosen[ExpertPlan]:
-        """Choose; every rank has to make the same plans in the same order."""
+        """Measure and choose; every rank has to make the same plans in the same order."""
         if self._all[0].world_size == 1:
             return _Chosen(self._all[0], self._all[0].plan(plan))
         costs = self._cost(1 << (plan.max_tokens - 1).bit_length())
@@ -302,17 +304,17 @@ class ByBatchExperts:
     def dispatch(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: _Chosen[ExpertPlan]
     ) -> Dispatched:
-        """By the communicator chosen for the plan."""
+        """Use the communicator chosen for the plan."""
         sent = plan.communicator.dispatch(x, topk_ids, topk_weights, plan.inner)
         sent.handle = _Chosen(plan.communicator, sent.handle)
         return sent
 
     def combine(self, y: Tensor, handle: _Chosen[_Local]) -> Tensor:
-        """By the communicator that dispatched."""
+        """Use the communicator that dispatched."""
         return handle.communicator.combine(y, handle.inner)
 
     def cost_s(self, tokens_per_rank: int) -> float:
-        """The smaller one; every rank has to ask."""
+        """The smaller cost; every rank has to call."""
         return min(self._cost(tokens_per_rank))
 
     def set_expert_map(self, version: int, physical_to_logical: list[int]) -> None:
@@ -328,7 +330,7 @@ class ByBatchExperts:
         """Nothing to free."""
 
     def _cost(self, tokens: int) -> list[float]:
-        """Of each, the slowest rank's."""
+        """The slowest rank's cost of each."""
         group, device = self._group.communicator, self._group.device
         if tokens not in self._costs:
             costs = [one.cost_s(tokens) for one in self._all]

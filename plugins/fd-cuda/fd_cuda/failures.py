@@ -1,4 +1,4 @@
-"""Which errors mean that GPU memory ran out, and which that the GPU is gone for this process.
+"""Recognises errors that mean: GPU memory ran out, or the GPU is lost for this process.
 
 Errors of the second kind are sticky: every later call of the process fails, so only a new process
 helps. Libraries report them as exceptions of their own with the CUDA runtime's text or number.
@@ -71,7 +71,7 @@ _LOST_TEXTS: Final = (
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether it means that the GPU's memory ran out; smaller steps may fit."""
+    """Whether the error means that the GPU's memory ran out; smaller steps may fit."""
     if type(error).__name__ == "OutOfMemoryError" and type(error).__module__.startswith("torch"):
         return True
     if getattr(error, "error_code", None) == 2 and _is_cuda(error):
@@ -81,7 +81,7 @@ def is_oom(error: BaseException) -> bool:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether it means that this process cannot use the GPU any more."""
+    """Whether the error means that this process cannot use the GPU any more."""
     if is_oom(error):
         return False
     if _is_cuda(error) and getattr(error, "error_code", 0) in _LOST_CODES:

@@ -1,4 +1,4 @@
-"""Answers at start-up. Light: imports no tensor library and no vendor software until asked."""
+"""Answers at start-up. Imports no tensor library, and no vendor software until asked."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def fd_expert_communicators(question: ExpertQuestion) -> list[Candidate]:
     """Over NCCL."""
     names = {
         "cuda_by_batch": (_SCORE, "the quicker one for each size of step, measured"),
-        "cuda_all_gather": (_SCORE - 1, "all tokens to all ranks; can be recorded"),
+        "cuda_all_gather": (_SCORE - 1, "all tokens to all ranks; can be captured"),
         "cuda_all_to_all": (_SCORE - 2, "tokens to the ranks that need them; the host waits"),
     }
     if question.device != "cuda" or question.tensor_library != "torch":

@@ -1,7 +1,7 @@
 """MoE driver `cuda`: whole blocks, or routing and experts, through the device's kernels.
 
-Weights stay as checkpoints hold them; the kernels read them so. Quantized experts are laid out by
-the operation of their format, which takes the place of moe_experts.
+Weights stay in the checkpoint's layout, which the kernels read. Quantized experts are laid out by
+the operation of their format, which replaces moe_experts.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
 
-# The operation of their format with what it prepared of both matrices; None: with these, as they
-# are.
+# The operation of their format with both prepared matrices; None: the matrices are plain.
 _Weights: TypeAlias = "tuple[Callable[..., Tensor] | None, Any, Any]"
-# From so many tokens on, cuBLAS is faster for experts that every token visits.
+# From this many tokens on, cuBLAS is faster for experts that every token visits.
 _MANY_TOKENS: Final = 1024
 
 
@@ -42,7 +41,7 @@ class CudaMoE:
     def prepare_weights(
         self, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight
     ) -> _Weights:
-        """With the kernel of their format; None: they are in the model's dtype."""
+        """With the kernel of their format; None: the weights are in the model's dtype."""
         if isinstance(gate_up, PackedWeight) or isinstance(down, PackedWeight):
             name, kernels = gate_up.format.experts, self._kernels
             return kernels[name], kernels.prepare(name, gate_up), kernels.prepare(name, down)
@@ -92,7 +91,7 @@ class CudaMoE:
         routing: RoutingSpec,
         first: int,
     ) -> Tensor:
-        """What the experts that are here add."""
+        """The part of the sum that comes from this rank's experts."""
         held = (first, self.spec.routing.num_experts)
         given = route(router_logits, correction_bias, routing, 0, held)
         return self._some(x, weights, *given, held[1] / routing.num_experts)
@@ -100,7 +99,7 @@ class CudaMoE:
     def forward_routed(
         self, x: Tensor, weights: _Weights, topk_ids: Tensor, topk_weights: Tensor
     ) -> Tensor:
-        """Choices made elsewhere."""
+        """With choices that were made elsewhere."""
         topk_weights = topk_weights.masked_fill(topk_ids < 0, 0.0)
         return self._some(x, weights, topk_ids, topk_weights, 1.0)
 
@@ -108,11 +107,13 @@ class CudaMoE:
     def _some(
         x: Tensor, weights: _Weights, topk_ids: Tensor, topk_weights: Tensor, present: float
     ) -> Tensor:
-        """The sum without choices of -1, whose weights are 0; `present`: the share of others."""
+        """The sum without choices of -1, whose weights are 0; `present`: the share of other
+        choices."""
         packed, gate_up, down = weights
         if packed is None:
             return experts.sum_of_experts(x, topk_ids, topk_weights, gate_up, down, None, present)
-        # Kernels of packed weights know no absent experts: the first one works for nothing.
+        # Kernels of packed weights cannot skip absent experts: the first expert computes unused
+        # rows.
         y: Tensor = packed(x, topk_ids.clamp(min=0), topk_weights, gate_up, down)
         return y
 

@@ -1,11 +1,12 @@
-"""Sums over ranks in one kernel over peer memory: every rank reads all and adds for itself.
+"""Sums over ranks in one kernel over peer memory: every rank reads all parts and adds them itself.
 
-For small tensors the time is one trip over the link, where a ring takes several. Every rank adds in
-rank order in float32, so all get the same bits, and the same as with any other number of calls.
+For small tensors this takes one trip over the link, where a ring takes several. Every rank adds in
+rank order in float32, so all ranks get the same bits in every call.
 
-A call: copy the own part to the own piece of peer memory, tell the others, await theirs, read all.
-The piece has two halves used in turn: a peer that announces call n + 1 has finished reading call n,
-so two are enough. The number of the call is kept on the device, so that graphs can be replayed.
+A call copies its own part to its own piece of peer memory, tells the other ranks, waits for theirs,
+and reads all pieces. A piece has two halves that are used in turn: a peer that announces call n + 1
+has finished reading call n, so two halves are enough. The number of the call is kept on the device,
+so that graphs can be replayed.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 MAX_BYTES: Final = 1 << 20
-BLOCKS: Final = 16  # always as many, so that all blocks of all ranks count the same calls
+BLOCKS: Final = 16  # always the same number, so that all blocks of all ranks count the same calls
 _TILE: Final = 2048
 _WORDS: Final = 64  # flags of one block, in words: 256 bytes apart
-# Layout of a piece: a word that ends all waiting, the numbers of calls, flags, two halves of data.
+# Layout of a piece: a word that ends all waiting, the call numbers, flags, two halves of data.
 _CALLS_AT: Final = 256
 _FLAGS_AT: Final = _CALLS_AT + BLOCKS * 4
 _DATA_AT: Final = 8192
@@ -64,11 +65,11 @@ def one_shot_sum(
     step = tl.num_programs(0) * TILE
     for start in range(block * TILE, count, step):
         inside = start + n < count
-        # Pieces are aligned, which a number that was loaded does not show: 16 bytes at once depend
-        # on it.
+        # Pieces are aligned, but the compiler cannot see that of a loaded address; accesses of 16
+        # bytes depend on it.
         to = tl.multiple_of(tl.max_contiguous(mine + start + n, [TILE]), [16])
         tl.store(to, tl.load(x + start + n, mask=inside), mask=inside)
-    tl.debug_barrier()  # every thread's stores, before the announcement
+    tl.debug_barrier()  # all threads' stores come before the announcement
 
     r = tl.arange(0, WORLD_PAD)
     is_rank = r < WORLD
@@ -79,7 +80,7 @@ def one_shot_sum(
     waiting = True
     while waiting:
         seen = tl.atomic_add(flags, 0, mask=is_rank, sem="acquire", scope="sys")
-        # Numbers of calls wrap around: what counts is how far ahead they are.
+        # Call numbers wrap around, so their difference is compared.
         missing = tl.sum((is_rank & (seen - call < 0)).to(tl.int32), 0)
         waiting = (missing > 0) & (tl.load(stop, volatile=True) == 0)
     tl.debug_barrier()

@@ -1,7 +1,7 @@
 """One GPU on PaddlePaddle's GPU build: the reference operations run on the GPU.
 
-No graphs, no collectives, no Triton kernels: those are torch's here. What needs no GPU of this file
-is tested on the CPU build.
+Graphs, collectives and Triton kernels need torch. The parts of this file that need no GPU are
+tested on the CPU build.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PaddleCudaDevice(CudaDevice):
         self.limits = DeviceLimits(dtypes=("float32", "float16", "bfloat16"), asynchronous=True)
 
     def memory(self) -> MemoryInfo:
-        """What the driver says; other processes on the GPU count."""
+        """The driver's figures; they include other processes on the GPU."""
         free, total = self._paddle.cuda.mem_get_info(self.index)
         return MemoryInfo(total_bytes=int(total), free_bytes=int(free))
 
@@ -61,7 +61,7 @@ class PaddleCudaDevice(CudaDevice):
         return self.xp.to_device(self.xp.from_numpy(array), self.device)
 
     def to_host(self, x: Tensor) -> np.ndarray:
-        """The values, once they are there; other threads run meanwhile."""
+        """The values, once they have arrived; other threads run meanwhile."""
         wait(self.record_event())
         return self.xp.to_numpy(x)
 
@@ -100,5 +100,5 @@ class PaddleCudaDevice(CudaDevice):
         )
 
     def close(self) -> None:
-        """Memory that is cached goes back to the driver."""
+        """Give cached memory back to the driver."""
         self._paddle.device.cuda.empty_cache()

@@ -1,7 +1,7 @@
 """Memory of this GPU that the other ranks' GPUs read and write directly, through the CUDA driver.
 
 Each rank allocates one piece and gives the others a handle of it; they map it into their own
-addresses. No multicast: plain loads and stores over NVLink or PCIe.
+address space. There is no multicast: plain loads and stores over NVLink or PCIe.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class _Handle(ctypes.Structure):
 
 
 class PeerMemory:
-    """`addresses[r]`: where rank r's piece lies for this process."""
+    """`addresses[r]`: the address of rank r's piece in this process."""
 
     def __init__(self, store: Store, name: str, rank: int, world_size: int, num_bytes: int) -> None:
-        torch.cuda.synchronize()  # makes the context that torch uses this thread's
+        torch.cuda.synchronize()  # makes torch's context current in this thread
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._own = ctypes.c_uint64()
         self._opened: list[ctypes.c_uint64] = []
@@ -45,7 +45,7 @@ class PeerMemory:
             raise
 
     def close(self) -> None:
-        """Unmap the others' pieces and free the own one."""
+        """Unmap the other ranks' pieces and free the own one."""
         for address in self._opened:
             self._driver.cuIpcCloseMemHandle(address)
         self._opened.clear()
@@ -54,8 +54,7 @@ class PeerMemory:
             self._own.value = 0
 
     def set_word(self, offset: int, value: int) -> None:
-        """Write one 32-bit word of the own piece beside whatever the GPU is doing, from any
-        thread."""
+        """Write one 32-bit word of the own piece, from any thread, while the GPU may be busy."""
         with torch.cuda.stream(torch.cuda.Stream()):
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             self._call(

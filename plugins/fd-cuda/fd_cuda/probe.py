@@ -1,7 +1,8 @@
-"""Is there an NVIDIA GPU, and can the installed software use it? Answers in words, never raises.
+"""Whether there is an NVIDIA GPU that the installed software can use. Answers in words, never
+raises.
 
-The driver is asked through its own library with ctypes, so that a missing or broken tensor library
-does not hide what the machine has, and the other way round.
+The driver is asked through its own library with ctypes. So a missing or broken tensor library does
+not hide what the machine has, and the other way round.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _DRIVER_LIBRARIES = ("libcuda.so.1", "libcuda.so", "nvcuda.dll")
-# What cuInit returns, in words an operator can act on.
+# Results of cuInit, in words that an operator can act on.
 _INIT_ERRORS = {
     3: "the driver is not initialised",
-    34: "the library found is a stub without a driver behind it",
+    34: "the library found is a stub without a driver",
     36: "GPUs are in exclusive use by another process",
     46: "GPUs are busy or unavailable",
     100: "the driver sees no GPU; check CUDA_VISIBLE_DEVICES and whether the container was given "
@@ -31,9 +32,9 @@ _INIT_ERRORS = {
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """What the driver says. `error` is empty when there is at least one GPU."""
+    """The driver's answer. `error` is empty if there is at least one GPU."""
 
-    version: tuple[int, int] = (0, 0)  # the newest CUDA it can run
+    version: tuple[int, int] = (0, 0)  # the newest CUDA version that it can run
     num_gpus: int = 0
     names: tuple[str, ...] = ()
     error: str = ""
@@ -69,8 +70,8 @@ def ask_driver() -> Driver:
 
 
 def why_not_torch(driver: Driver, *, opens: bool = True) -> str:
-    """Why torch cannot use the driver's GPUs; empty if it can. Without `opens` its files are asked,
-    which takes no time: importing it takes seconds."""
+    """Why torch cannot use the driver's GPUs; empty if it can. Without `opens` only torch's files
+    are read, because importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None:
         return "torch is not installed; install a CUDA build of it (torch>=2.8)"
@@ -87,7 +88,7 @@ def why_not_torch(driver: Driver, *, opens: bool = True) -> str:
             f"torch {version} is built without CUDA; install a CUDA build that the driver can run "
             f"(CUDA {_text(driver.version)} or older)"
         )
-    # Within one major version a newer build runs on an older driver, of at least that major.
+    # Within one major version a newer build runs on an older driver of at least that major version.
     if driver.version[0] < int(cuda.partition(".")[0]):
         return (
             f"the driver is too old: it runs CUDA {_text(driver.version)} and older, torch "

@@ -1,4 +1,4 @@
-"""What an operator may set for this plugin, all through the environment: FD_CUDA_*."""
+"""Settings of this plugin, all through environment variables FD_CUDA_*."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 from fastdeploy_core.errors import ConfigError
 
-# name: (possible values, default, what it does)
+# name: (possible values, default, effect)
 VARIABLES: dict[str, tuple[tuple[str, ...], str, str]] = {
     "FD_CUDA_TF32": (
         ("0", "1"),
@@ -43,12 +43,12 @@ VARIABLES: dict[str, tuple[tuple[str, ...], str, str]] = {
     "FD_SAMPLING_CLASS": (
         ("base", "base_non_truncated", "air", "rejection"),
         "base",
-        "FastDeploy's names of ways to draw; one exact way without sorting is behind all of them",
+        "FastDeploy's names of sampling methods; all mean the same exact one without sorting",
     ),
     "FD_BATCH_INVARIANT": (
         ("0", "1"),
         "0",
-        "a row's results are the same, bit for bit, whatever the batch holds beside it; slower",
+        "a row's results are the same, bit for bit, for every batch that holds it; slower",
     ),
 }
 
@@ -71,5 +71,6 @@ def _read(name: str, text: str) -> str:
 
 
 def is_batch_invariant() -> bool:
-    """Whether a row's result may not depend, in any bit, on how many rows are computed with it."""
+    """Whether a row's result must be the same, bit for bit, for any number of rows computed with
+    it."""
     return setting("FD_BATCH_INVARIANT") == "1"

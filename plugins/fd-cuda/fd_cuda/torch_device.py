@@ -33,7 +33,7 @@ _OLDEST_WITH_BFLOAT16: Final = (8, 0)
 
 
 class TorchCudaDevice(CudaDevice):
-    """See DeviceBackend. Calls may come from any thread: each makes this GPU the thread's own."""
+    """See DeviceBackend. Any thread may call; each call makes this GPU the thread's current one."""
 
     def __init__(self, options: DeviceOptions) -> None:
         _check(options.index)
@@ -44,7 +44,7 @@ class TorchCudaDevice(CudaDevice):
         self._torch_device = torch.device(self.device)
         self._capture_stream: torch.cuda.Stream | None = None
         try:
-            torch.cuda.synchronize(self.index)  # opens it
+            torch.cuda.synchronize(self.index)  # opens the GPU
         except RuntimeError as error:
             raise WorkerError(
                 f"GPU {self.index} cannot be opened: {str(error).splitlines()[0]}; nvidia-smi "
@@ -52,7 +52,7 @@ class TorchCudaDevice(CudaDevice):
             ) from error
         self._bind()
         fast = setting("FD_CUDA_TF32") == "1"
-        setting("FD_SAMPLING_CLASS")  # whatever is asked for; a name that nobody knows is refused
+        setting("FD_SAMPLING_CLASS")  # every method is the same here; an unknown name is refused
         torch.set_float32_matmul_precision("high" if fast else "highest")
         torch.backends.cudnn.allow_tf32 = fast
         torch.cuda.manual_seed(options.seed)
@@ -71,12 +71,12 @@ class TorchCudaDevice(CudaDevice):
     # -- memory -----------------------------------------------------------------------------------
 
     def memory(self) -> MemoryInfo:
-        """What the driver says; other processes on the GPU count."""
+        """The driver's figures; they include other processes on the GPU."""
         free, total = torch.cuda.mem_get_info(self.index)
         return MemoryInfo(total_bytes=total, free_bytes=free)
 
     def to_device(self, array: np.ndarray) -> Tensor:
-        """Through page-locked memory, so that the call returns before the copy has happened."""
+        """Through page-locked memory, so that the call returns before the copy is done."""
         self._bind()
         x = self.xp.from_numpy(np.ascontiguousarray(array) if array.ndim else array)
         if not x.numel():
@@ -84,7 +84,7 @@ class TorchCudaDevice(CudaDevice):
         return x.pin_memory().to(self._torch_device, non_blocking=True)
 
     def to_host(self, x: Tensor) -> np.ndarray:
-        """The values, once they are there; other threads run meanwhile."""
+        """The values, once they have arrived; other threads run meanwhile."""
         self._bind()
         if x.is_cuda and x.numel():
             pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -94,7 +94,7 @@ class TorchCudaDevice(CudaDevice):
         return self.xp.to_numpy(x)
 
     def host_buffer(self, num_bytes: int) -> np.ndarray:
-        """Page-locked; freed with the last view of it."""
+        """Page-locked memory; freed with its last view."""
         self._bind()
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
 
@@ -105,12 +105,12 @@ class TorchCudaDevice(CudaDevice):
         return torch.as_tensor(_OnDevice(memory), device=self._torch_device), memory.numpy()
 
     def upload(self, source: np.ndarray, target: Tensor) -> None:
-        """Queued on the current stream."""
+        """Queue the copy on the current stream."""
         self._bind()
         target.copy_(torch.from_numpy(source), non_blocking=True)
 
     def download(self, source: Tensor, target: np.ndarray) -> None:
-        """Queued on the current stream."""
+        """Queue the copy on the current stream."""
         self._bind()
         if source.numel():
             flat = source.detach().view(-1).view(torch.uint8)
@@ -122,7 +122,7 @@ class TorchCudaDevice(CudaDevice):
         """On the current stream."""
         self._bind()
         event = torch.cuda.Event()
-        # Without the device's number torch asks the driver for the number of devices each time.
+        # Without the device's number, torch asks the driver for the number of devices each time.
         event.record(torch.cuda.current_stream(self.index))
         return event
 
@@ -134,12 +134,13 @@ class TorchCudaDevice(CudaDevice):
         torch.cuda.synchronize()
         self._capture_stream = self._capture_stream or torch.cuda.Stream()
         with torch.cuda.stream(self._capture_stream), _no_garbage_collection():
-            # Only this thread's mistakes end the capture: others may copy and allocate meanwhile.
+            # Only errors of this thread end the capture: other threads may copy and allocate
+            # meanwhile.
             graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 run()
             except BaseException:
-                with suppress(RuntimeError):  # what went wrong first is what matters
+                with suppress(RuntimeError):  # the first error is the one to report
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -147,7 +148,7 @@ class TorchCudaDevice(CudaDevice):
 
     @contextmanager
     def compile_only(self) -> Iterator[None]:
-        """See CompilingDevice; without Triton kernels run when they are met."""
+        """See CompilingDevice; without Triton, kernels run when they are called."""
         from .probe import has_triton
 
         self._bind()
@@ -159,17 +160,17 @@ class TorchCudaDevice(CudaDevice):
         with compile_only():
             yield
         gc.collect()
-        torch.cuda.empty_cache()  # the steps that follow are measured
+        torch.cuda.empty_cache()  # the following steps are measured
 
     def communicator(self, rank: int, world_size: int, address: str) -> Communicator:
-        """NCCL, and one kernel of our own for small sums."""
+        """NCCL, and a kernel of this plugin for small sums."""
         from .communicator import CudaCommunicator
 
         self._bind()
         return CudaCommunicator(self, rank, world_size, address)
 
     def close(self) -> None:
-        """Memory that is cached goes back to the driver; tensors still referred to stay."""
+        """Give cached memory back to the driver; tensors still in use stay."""
         torch.cuda.empty_cache()
 
     def _bind(self) -> None:
@@ -178,7 +179,7 @@ class TorchCudaDevice(CudaDevice):
 
 
 class _OnDevice:
-    """Page-locked memory under the name by which torch takes memory of a GPU."""
+    """Page-locked memory in the form in which torch takes memory of a GPU."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -197,17 +198,18 @@ class TorchGraph:
 
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         self._graph = graph
-        self.replay: Callable[[], None] = graph.replay  # no frame of ours in the decode loop
+        # without a Python frame of this class in the decode loop
+        self.replay: Callable[[], None] = graph.replay
 
     @property
     def pool(self) -> _POOL_HANDLE:
-        """The memory that graphs beside this one may share."""
+        """The memory pool, for graphs captured beside this one."""
         return self._graph.pool()
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """During capture: a GPU object freed by chance would break the graph."""
+    """During the capture: freeing a GPU object at a random moment would break the graph."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

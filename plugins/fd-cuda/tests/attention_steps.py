@@ -63,7 +63,7 @@ class Step:
         slots = (sum(blocks) + 4) * self.block_size
         self.old_k = values(slots, kv_heads, spec.head_dim)
         self.old_v = values(slots, kv_heads, spec.v_head_dim)
-        # What nobody may see.
+        # What no token may see.
         used = [self.slot(r, t) for r, (fed, n) in enumerate(self.rows) for t in range(n - fed)]
         unused = np.setdiff1d(np.arange(slots), used)
         self.old_k[unused] = self.old_v[unused] = float("nan")

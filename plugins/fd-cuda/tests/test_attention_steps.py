@@ -167,7 +167,7 @@ def test_mixed_steps_that_only_the_device_knows(device: Any, heads: tuple[int, i
     batch.cu_seqlens_q = np.array([0] + [batch.num_tokens] * len(rows), np.int32)
     driver = PagedAttention(spec, 16, device, None)
     step.check(driver, batch)
-    # Padding after the last row: finite whatever it holds.
+    # Padding after the last row: finite for any content.
     batch.num_tokens += 5
     for name in ("q", "k", "v"):
         own = getattr(step, name)
@@ -295,7 +295,7 @@ def test_streams_share_all_tiles_equally(device: Any, num_seqs: int, heads: int,
 
 @pytest.mark.parametrize("longest", [1101, 1901])
 def test_streams_of_rows_that_stand_in(device: Any, longest: int) -> None:
-    """Whole rows to a block where lengths are alike; else nobody gets all short ones."""
+    """Whole rows to a block where lengths are alike; else no block gets all short ones."""
     from fd_cuda.attention.plan import StreamShape, stream_items
 
     lengths = np.full(224, 1101, np.int32)

@@ -27,7 +27,7 @@ class OnCuda:
     """The cuda table, on a device that can hold its tensors."""
 
     runs_on = DEVICE
-    kind = "none"  # the device is `runs_on`, whatever is asked on the command line
+    kind = "none"  # the device is `runs_on`, with every command line
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -83,7 +83,7 @@ def test_an_order_has_every_slot_once(
 ) -> None:
     monkeypatch.setattr(routing, "_FEW_SLOTS", few)
     ids = torch.randint(0, count, (num_slots, 1), device=DEVICE)
-    ids[ids == 1] = 0  # an expert that nobody visits
+    ids[ids == 1] = 0  # an expert without tokens
     ids[::7] = -1  # of another rank
     blocks = min(num_slots, count) + max(0, num_slots - count) // rows
     order = routing.order_by_expert(ids, count, rows)
@@ -121,7 +121,8 @@ def test_large_batches_take_the_kernels_for_many_rows(monkeypatch: pytest.Monkey
 def test_shares_of_the_experts_add_up(
     tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two halves of the experts make what all of them make, although what nobody writes is NaN."""
+    """Two halves of the experts make what all of them make, although memory that is never written
+    holds NaN."""
     torch.manual_seed(tokens)
     spec = RoutingSpec(8, 3)
     name = str(dtype).removeprefix("torch.")

@@ -114,8 +114,8 @@ def compare(case: Case, shape: Blocks) -> None:
 
 @pytest.mark.parametrize("tokens", [70, 2000] if HAS_GPU else [70])
 def test_layer_of_experts(tokens: int) -> None:
-    """Rows gathered by expert, groups of warps that have none, blocks that nobody has: what lies
-    between the products is rounded as a kernel of its own would."""
+    """Rows gathered by expert, groups of warps that have none, unused blocks: what lies between the
+    products is rounded as a kernel of its own would."""
     experts, inner, hidden, shape = 3, 256, 256, blocks()
     (gate_up, first), (down, second) = (
         made(2 * inner, hidden, experts),

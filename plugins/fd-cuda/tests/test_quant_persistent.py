@@ -82,7 +82,7 @@ def test_product(case: Case) -> None:
     [("wint4", 0), ("wint8", 0), ("wint4_zp", 64), ("wfp8", 0), ("w8a8", 0), ("wfp8afp8", 0)],
 )  # fmt: skip
 def test_experts_pair_gate_and_up(name: str, group: int) -> None:
-    """Rows gathered by expert, two blocks of one of them, and a block that nobody has."""
+    """Rows gathered by expert, two blocks of one of them, and an unused block."""
     experts, inner, hidden, tokens, block = 2, 112, 256, 12, 16
     weight = quant_weights.prepare(made(name, 2 * inner, hidden, group, experts))
     slabs = weight.slabs

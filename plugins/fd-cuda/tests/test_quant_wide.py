@@ -74,7 +74,7 @@ def test_product(case: Case) -> None:
 
 @pytest.mark.parametrize("name", ["wint4", "wint8"])
 def test_experts_pair_gate_and_up(name: str) -> None:
-    """Rows gathered by expert, two blocks of one of them, and a block that nobody has."""
+    """Rows gathered by expert, two blocks of one of them, and an unused block."""
     experts, inner, hidden, tokens = 2, 48, 136, 12
     parts = [packed(name, 2 * inner, hidden + e) for e in range(experts)]
     held = {

@@ -1,8 +1,7 @@
 """Attention driver `gaudi_block`: the vendor's fused operators, projections included.
 
-Decodes are one operator; prompts are three, over the row's whole block table, so that what was
-cached before counts and every shape is one of the buckets'. Padding rows do what the first row
-does.
+Decodes use one operator; prompts use three, over the row's whole block table, so cached tokens are
+included and every shape is one of the buckets'. Padding rows repeat the first row.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Metadata:
 
     batch: AttentionBatch
     source: (
-        Tensor  # [rows * tokens] which token's input each one takes: padding rows the first row's
+        Tensor  # [rows * tokens] the token that each place takes; padding rows take the first row's
     )
     mask: Tensor  # decodes: [blocks, block_size]; prompts: [rows, 1, tokens, keys]; 0 or MASKED
     decode: dict[str, Tensor] = field(
@@ -62,7 +61,7 @@ class GaudiBlock:
         return shape, shape
 
     def prepare(self, batch: AttentionBatch) -> Metadata:
-        """The host's index arrays as the operators want them."""
+        """The host's index arrays in the operators' form."""
         tokens, put = batch.tokens_per_row, self._device.to_device
         somebody = np.where(batch.seq_lens > 0, np.arange(batch.num_seqs), 0)
         source = (somebody[:, None] * tokens + np.arange(tokens)).reshape(-1)
@@ -96,7 +95,7 @@ class GaudiBlock:
         raise CapabilityError("driver gaudi_block runs whole attention blocks; see forward_block()")
 
     def prepare_projections(self, projections: Projections) -> dict[str, Tensor | None]:
-        """As PaddlePaddle lays matrices out: [inputs, outputs]."""
+        """In PaddlePaddle's layout of matrices: [inputs, outputs]."""
         return {
             "qkv": projections.qkv.transpose(0, 1).contiguous(),
             "bias": projections.qkv_bias,
@@ -141,7 +140,7 @@ class GaudiBlock:
         out = OPERATORS["fused_sdpa_proj_t"](
             *(queries, xp.cat(known, 0), metadata.mask, None, projections["output"]),
             scaling_factor=spec.scale,
-            causal=False,  # the mask says it
+            causal=False,  # the mask already excludes later tokens
             softmax_mode=0,
         )
         return out.reshape([batch.num_tokens, -1])

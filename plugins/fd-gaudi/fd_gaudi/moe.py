@@ -29,7 +29,7 @@ class GaudiMoE:
         self.spec = spec
 
     def prepare_weights(self, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight) -> Any:
-        """As PaddlePaddle lays matrices out: [experts, inputs, outputs]."""
+        """In PaddlePaddle's layout of matrices: [experts, inputs, outputs]."""
         matrices: Any = (gate_up, down)
         return tuple(w.transpose(1, 2).contiguous() for w in matrices)
 

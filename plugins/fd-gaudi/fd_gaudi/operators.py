@@ -57,7 +57,7 @@ def has_index_copy(facts: Mapping[str, Any]) -> bool:
 
 def kv_write(rows: tuple[Tensor, ...], cache: tuple[Tensor, ...], slot_mapping: Tensor) -> None:
     """Store each token's rows in its slot. Padding (slot -1) stores the first real token once more,
-    or what slot 0 holds: shapes must not depend on how much of a step is padding."""
+    or the content of slot 0, because shapes must not depend on the number of padding tokens."""
     if slot_mapping.shape[0] == 0:
         return
     xp = namespace(slot_mapping)
@@ -83,7 +83,8 @@ def kv_write_blocks(cache: tuple[Tensor, ...], blocks: Tensor, data: tuple[Tenso
 def moe_experts(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
-    """Every expert over every token; what a token's other experts say is left out."""
+    """Every expert over every token; results of experts that a token did not choose are left
+    out."""
     xp = namespace(x)
     total = xp.zeros(list(x.shape), dtype=xp.float32, device=x.device)
     for expert in range(gate_up.shape[0]):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Metadata:
-    """One step, as the operators want it: everything int32."""
+    """One step in the operators' form: everything int32."""
 
     batch: AttentionBatch
     positions: Tensor
@@ -69,13 +69,14 @@ class GcuAttention:
         rotary: Tensor | None = None,
         scales: KVScales | None = None,
     ) -> Tensor:
-        """[num_tokens, num_heads * head_dim]. No cache with scales is accepted, so none are
+        """[num_tokens, num_heads * head_dim]. Caches with scales are declined, so no scales are
         given."""
         spec, batch, xp = self.spec, metadata.batch, self._xp
         tokens, width = q.shape[0], spec.num_heads * spec.head_dim
         if tokens == 0:
             return xp.zeros([0, width], dtype=q.dtype, device=q.device)
-        if rotary is not None and rotary.shape[1] != spec.head_dim:  # only part of each head turns
+        # only a part of each head is rotated
+        if rotary is not None and rotary.shape[1] != spec.head_dim:
             q, k = self._rotate(q, k, batch.positions, rotary, spec.rotary_interleaved)
             rotary = None
         flat_q, flat_k, flat_v = (x.reshape([tokens, -1]).contiguous() for x in (q, k, v))
@@ -109,8 +110,8 @@ class GcuAttention:
         return out.reshape([tokens, width])
 
     def _table(self, rotary: Tensor, like: Tensor) -> Tensor:
-        """The rotary table in the model's dtype; the original is kept, so that its id stays
-        taken."""
+        """The rotary table in the model's dtype. The original is kept alive, so that no other
+        tensor gets its id."""
         if id(rotary) not in self._tables:
             self._tables[id(rotary)] = (rotary, rotary.to(like.dtype))
         return self._tables[id(rotary)][1]

@@ -106,7 +106,7 @@ class Link:
         """Read what is there; handshake messages are dealt with here, the others returned."""
         limit = wire.MAX_FRAME_BYTES if self.is_open else wire.MAX_HANDSHAKE_BYTES
         try:
-            if self.is_open or self.role == "server":  # nobody sends a server descriptors
+            if self.is_open or self.role == "server":  # clients send no descriptors
                 data = self.sock.recv(262144)
             else:
                 data, fds, _, _ = socket.recv_fds(self.sock, 65536, 1)
@@ -189,7 +189,7 @@ class Link:
         if hello.expected_epoch != self.terms.epoch:
             raise WireError("the peer has restarted: another epoch answers")
         self._hello = payload
-        # Told apart only after the proof, so that strangers learn nothing about the model.
+        # Told apart only after the proof, so that unknown processes learn nothing about the model.
         self._refusal = _terms_refusal(self.terms, hello.model_revision, hello.layouts)
         self.peer_epoch = hello.epoch
         self._challenge = wire.encode(

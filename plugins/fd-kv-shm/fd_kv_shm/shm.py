@@ -225,7 +225,7 @@ class SharedMemoryTransport:
     # For the pump, called with the lock held.
 
     def emit(self, event: TransferEvent) -> None:
-        """Queue an event. Progress is dropped first when nobody polls."""
+        """Queue an event. Progress is dropped first when the owner does not poll."""
         if self._closed:
             return
         full = len(self._events) >= MAX_EVENTS

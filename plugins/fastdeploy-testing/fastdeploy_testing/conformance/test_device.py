@@ -47,7 +47,7 @@ class DeviceConformance(OnDevice):
             assert not limits.mixed_batches, "a padded step is of prompts or of decodes"
         assert limits.decodes_per_step >= 1
         if limits.decodes_per_step > 1:
-            assert limits.graph_capture, "steps that run without the host are recorded ones"
+            assert limits.graph_capture, "steps that run without the host are captured ones"
 
     def test_worker_is_declared_by_the_class(self, driver: Any) -> None:
         # The engine reads it before it makes an instance.

@@ -1,4 +1,4 @@
-"""A model family: its tokens are those of transformers, whatever the batch."""
+"""A model family: its tokens are those of transformers, in every batch."""
 
 from __future__ import annotations
 

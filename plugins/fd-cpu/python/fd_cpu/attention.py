@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class X86Attention:
-    """Keys [block, kv head, head_dim, block_size]: sixteen tokens a register; values [block, kv
+    """Keys [block, kv head, head_dim, block_size]: sixteen tokens per register; values [block, kv
     head, block_size, head_dim]: sixteen dimensions of one token. Latent attention keeps rows of
-    tokens. In int8 both lie alike, with scales [block, kv head, block_size] after them unless they
-    are static."""
+    tokens. In int8 keys and values have the same layout, with scales [block, kv head, block_size]
+    after them unless the scales are static."""
 
     name = "x86_paged"
     contract = (1, 0)
@@ -51,9 +51,9 @@ class X86Attention:
         return (*numbers, (*lead, size), (*lead, size)) if has_scales else numbers
 
     def prepare(self, batch: AttentionBatch) -> AttentionBatch:
-        """Kernels read the batch's own tensors; a captured step of prompts begins with them."""
+        """Kernels read the batch's own tensors; a captured step of prompts begins here."""
         t = team()
-        if t.recording is not None and not batch.is_exact and not batch.tokens_per_row:
+        if t.capture is not None and not batch.is_exact and not batch.tokens_per_row:
             starts = batch.cu_seqlens_q_dev
             t.begin_prompts(
                 starts,

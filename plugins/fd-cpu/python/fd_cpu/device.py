@@ -10,8 +10,8 @@ from fastdeploy_core.contracts.device import CapturedGraph, DeviceLimits, Device
 from fastdeploy_core.devices.host_device import MAX_TENSOR_PARALLEL, HostDevice
 
 from . import keeping
+from .capture import Capturer
 from .formats import FORMATS
-from .recording import Recorder
 from .team import close_team, open_team
 
 
@@ -23,52 +23,54 @@ class X86Device(HostDevice):
     def __init__(self, options: DeviceOptions) -> None:
         super().__init__(options)
         self.limits = DeviceLimits(
-            # What stands around our kernels is the library's: paddle cannot even add bfloat16 here.
+            # The library computes everything around the kernels, and paddle cannot even add
+            # bfloat16 here.
             dtypes=("float32", "bfloat16") if self.xp.name == "torch" else ("float32",),
             block_sizes=(16, 32, 64, 128, 256),
             default_block_size=64,
             kv_layout="HND",
             graph_capture=True,
             graph_any_size=True,
-            # The next step would be scheduled on a processor where one of our threads spins.
+            # Scheduling the next step meanwhile would take a processor on which a kernel thread
+            # spins.
             overlap=False,
             decodes_per_step=8,
             max_tensor_parallel_size=MAX_TENSOR_PARALLEL,
             shares_host_memory=True,
         )
-        # The library's own operations are rare and small: a second team of threads would only be in
-        # the way of ours.
+        # The library's own operations are rare and small; a second team of threads would only
+        # disturb the kernels' team.
         self.xp.set_num_threads(1)
-        # An index that is no rank of several: all processors, as those of index 0.
+        # With a single rank every index means all processors, as index 0 does.
         rank = options.index % options.num_ranks
         self._team = open_team(self.xp, self.num_threads, rank, options.num_ranks)
-        self._recorder = Recorder(self._team)
+        self._capturer = Capturer(self._team)
 
     def capture(
         self, run: Callable[[], None], beside: CapturedGraph | None = None
     ) -> CapturedGraph:
-        """A native plan, or the call itself where the tensor library takes part in the work."""
-        return self._recorder.capture(run)
+        """A native plan, or the call itself if the tensor library takes part in the work."""
+        return self._capturer.capture(run)
 
     def replay_times(self, graphs: Sequence[CapturedGraph], times: int) -> None:
         """The threads walk through all plans without coming back to Python."""
-        self._recorder.replay_times(graphs, times)
+        self._capturer.replay_times(graphs, times)
 
     @property
     def weight_layout(self) -> str:
-        """Of weights that are kept in files."""
+        """The layout of weights that are kept in files."""
         return keeping.layout(self._team.native.isa)
 
     def dump_weight(self, prepared: Any) -> tuple[dict[str, Any], list[np.ndarray]] | None:
-        """Packed matrices as they lie in memory."""
+        """Packed matrices, as they are in memory."""
         return keeping.dump(prepared)
 
     def restore_weight(self, facts: dict[str, Any], arrays: list[np.ndarray]) -> Any:
-        """Copied into memory of their own, in huge pages where there are some."""
+        """Copy them into new memory, in huge pages if there are some."""
         return keeping.restore(facts, arrays)
 
     def report(self) -> list[str]:
-        """Instructions and threads in use, and what quantized weights mean here."""
+        """Instructions and threads in use, and the effect of quantized weights here."""
         native = self._team.native
         return [
             f"native kernels: {native.isa}, {native.num_threads} threads",

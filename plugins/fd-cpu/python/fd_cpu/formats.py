@@ -1,10 +1,9 @@
 """Internal number formats of quantized checkpoints in the native layout, and the products with
 them.
 
-Weights keep their integers. Activations are rounded to int8 on the way in, for each token and each
-group of inputs that shares a scale; formats that leave activations alone are served the same way,
-because products of integers are several times as fast: see README.md for what that costs in
-accuracy.
+Weights keep their integers. Activations are rounded to int8 for each token and each group of inputs
+that shares a scale. Formats that leave activations alone are served the same way, because products
+of integers are several times as fast; README.md says what that costs in accuracy.
 """
 
 from __future__ import annotations

@@ -11,13 +11,12 @@ from .moe import PackedExperts
 from .packing import KINDS, Packed
 from .team import team
 
-# Goes up whenever packed.h lays anything out differently.
+# Increased whenever packed.h changes a layout.
 LAYOUT: Final = 2
 
 
 def layout(isa: str) -> str:
-    """Instruction sets share the layout today; a file says all the same for which one it was
-    made."""
+    """Instruction sets share the layout today; a file still says for which one it was made."""
     return f"fd-cpu {LAYOUT} {isa}"
 
 
@@ -34,7 +33,7 @@ def dump(prepared: Any) -> tuple[dict[str, Any], list[np.ndarray]] | None:
 
 
 def restore(facts: dict[str, Any], arrays: list[np.ndarray]) -> Packed | PackedExperts:
-    """ValueError where the arrays are not those of such matrices."""
+    """ValueError if the arrays do not belong to such matrices."""
     left = list(arrays)
     matrices = [_restored(one, left) for one in facts["matrices"]]
     if left:
@@ -77,7 +76,7 @@ def _restored(facts: dict[str, Any], left: list[np.ndarray]) -> Packed:
 
 
 def _memory(matrix: Packed) -> list[np.ndarray]:
-    """Views of what the matrix consists of, good for as long as it lives."""
+    """Views of the matrix's parts, valid as long as the matrix."""
     return [
         np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(where))
         for where, size in matrix.native.memory

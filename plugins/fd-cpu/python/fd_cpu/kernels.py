@@ -93,14 +93,14 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
 def norm_linear(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Packed, bias: Tensor | None
 ) -> Tensor:
-    """Normalised while the rows are brought into the kernel's form."""
+    """Rows are normalised while they are brought into the kernel's form."""
     return _product(x, weight, bias, norm_weight, eps)
 
 
 def gated_linear(
     x: Tensor, norm_weight: Tensor | None, eps: float, weight: Packed, bias: Tensor | None
 ) -> Tensor:
-    """The gate is applied to the sums while they are in registers."""
+    """The gate is applied to sums while they are in registers."""
     return _product(x, weight, bias, norm_weight, eps)
 
 
@@ -110,18 +110,18 @@ def linear_add(x: Tensor, weight: Packed, bias: Tensor | None, residual: Tensor)
 
 
 def linear_float32(x: Tensor, weight: Packed) -> Tensor:
-    """Float32 weights, sums and results, whatever x is."""
+    """Float32 weights, sums and results for every dtype of x."""
     return _product(x, weight, None, dtype=team().xp.float32)
 
 
 def linear_logits(x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
-    """Sums are float32 in any case."""
+    """Sums are always float32."""
     bias = None if bias is None else bias.float()
     return _product(x, weight, bias, dtype=team().xp.float32)
 
 
 def greedy_linear(x: Tensor, weight: Packed, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The search looks at sums while they are in registers: logits are not written."""
+    """The search reads sums while they are in registers: logits are not written."""
     t, x = team(), rows_of(x)
     num_rows = int(x.shape[0])
     ids, peaks = t.new((num_rows,), t.xp.int64), t.new((num_rows,), t.xp.float32)
@@ -137,7 +137,7 @@ def greedy_linear(x: Tensor, weight: Packed, bias: Tensor | None) -> tuple[Tenso
 
 
 def embedding(input_ids: Tensor, weight: Tensor | Packed) -> Tensor:
-    """Rows of the table, or of the lm head's packed matrix where it is shared."""
+    """Rows of the table, or of the lm head's packed matrix if the two share it."""
     t = team()
     num_ids, (num_rows, width) = int(input_ids.shape[0]), weight.shape
     y = t.new((num_ids, int(width)), weight.dtype)
@@ -169,7 +169,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum goes to memory of its own: x and residual stay as they are."""
+    """The sum goes to new memory: x and residual are not changed."""
     t = team()
     total, update = t.new(tuple(residual.shape), residual.dtype), x.contiguous()
     residual = residual.contiguous()
@@ -230,7 +230,7 @@ def qk_norm(
 
 
 def select_rows(x: Tensor, index: Tensor) -> Tensor:
-    """What is captured after it leaves padding rows alone, as many as there are at each replay."""
+    """Operations captured after it skip padding rows, whose number may differ at each replay."""
     t, x = team(), rows_of(x)
     num_rows, width, size = int(index.shape[0]), int(x.shape[1]), int(x.element_size())
     y = t.new((num_rows, width), x.dtype)
@@ -326,9 +326,10 @@ def finish_decode(
     num_computed: Tensor,
     newest: Tensor,
     results: Tensor,
-    post: None,  # this is no PostingDevice
+    post: None,  # this device is no PostingDevice
 ) -> Tensor:
-    """Judge drafts and write back what was sampled; where each row's last kept token stands."""
+    """Verify drafts and write back the sampled tokens; returns where each row's last kept token
+    stands."""
     t = team()
     num_rows, width = map(int, results.shape)
     peaks = None if peaks is None else peaks.contiguous()
@@ -345,7 +346,7 @@ def finish_decode(
 
 
 def keep_results(slots: Tensor, results: Tensor, num_computed: Tensor, kept: Tensor) -> None:
-    """What a step drew, beside what the steps before did."""
+    """Store the tokens sampled in a step, beside those of the previous steps."""
     t = team()
     num_rows, num_kept = map(int, kept.shape)
     if num_rows:
@@ -357,7 +358,7 @@ def keep_results(slots: Tensor, results: Tensor, num_computed: Tensor, kept: Ten
 
 
 def mark_broken(drawn: Tensor, peaks: Tensor, possible: Tensor | None) -> Tensor:
-    """Codes in place of tokens that mean nothing."""
+    """Codes in place of tokens that are meaningless."""
     t, num_rows = team(), int(drawn.shape[0])
     peaks = peaks.contiguous()
     possible = None if possible is None else possible.contiguous()

@@ -23,7 +23,7 @@ class PackedExperts:
     def __init__(self, gate_up: list[Packed], down: list[Packed]) -> None:
         from . import _native
 
-        self.matrices = (gate_up, down)  # the native record only points to them
+        self.matrices = (gate_up, down)  # the native record only points to the matrices
         self.native = _native.Experts([m.native for m in gate_up], [m.native for m in down])
 
 
@@ -66,15 +66,15 @@ class X86MoE:
 
 
 class Undecided:
-    """All experts' matrices of one kind, until it is known whether they are gate-up or down:
-    kernels of the table are told by the place of their argument."""
+    """All experts' matrices of one kind, before it is known whether they are gate-up or down: the
+    table's kernels only learn that from the position of the argument."""
 
     def __init__(self, weight: PackedWeight) -> None:
         self._weight: PackedWeight | None = weight
         self.packed: list[Packed] = []
 
     def pack(self, dtype: Any, *, gated: bool) -> list[Packed]:
-        """Once; the tensors are then given back."""
+        """Pack once; the tensors are then released."""
         if self._weight is not None:
             weight, self._weight = self._weight, None
             experts = range(weight.num_experts)
@@ -90,7 +90,7 @@ def prepare_experts(weight: PackedWeight) -> Undecided:
 def moe_experts(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Undecided, down: Undecided
 ) -> Tensor:
-    """For drivers that go through the table; X86MoE has its weights at hand."""
+    """For drivers that use the table; X86MoE calls run_experts with its own weights."""
     experts = PackedExperts(gate_up.pack(x.dtype, gated=True), down.pack(x.dtype, gated=False))
     return run_experts(x, topk_ids, topk_weights, experts)
 

@@ -58,7 +58,7 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
 
 
 def sample(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """The reference's random numbers, so the reference's draws."""
+    """With the reference's random numbers, so the same tokens as the reference."""
     t, logits = team(), logits.contiguous()
     seeds, positions = seeds.contiguous(), positions.contiguous()
     ids = t.new((int(logits.shape[0]),), t.xp.int64)
@@ -83,8 +83,8 @@ def draw(
     positions: Tensor,
     filters: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The likeliest tokens, over which those of random rows are written. Rows of parameters are the
-    caller's, who may change them between replays."""
+    """The likeliest tokens, over which those of random rows are written. The rows of parameters
+    belong to the caller, who may change them between replays."""
     t, logits, positions = team(), logits.contiguous(), positions.contiguous()
     rows, width = _size(logits)
     ids, peaks = t.new((rows,), t.xp.int64), t.new((rows,), t.xp.float32)

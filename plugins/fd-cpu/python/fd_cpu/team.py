@@ -1,7 +1,7 @@
-"""The native runtime of this process: its threads, and what is captured while a step is captured.
+"""The native runtime of this process: its threads, and the capture in progress.
 
-Kernels are plain functions, so the runtime is found here; the device opens it. Devices of one
-process share the threads, and the last one that is closed ends them.
+Kernels are plain functions, so they find the runtime here; the device opens it. Devices of one
+process share the threads, and closing the last device ends them.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from fastdeploy_core.errors import ConfigError, WorkerError
 
-from .recording import Recording
+from .capture import Capture
 from .topology import processors_of
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor, TensorLibrary
 
 FLOAT32, BFLOAT16 = 0, 1
-_Memory: TypeAlias = tuple[np.ndarray, int]  # and where it lies
+_Memory: TypeAlias = tuple[np.ndarray, int]  # and its address
 
 
-# Threads of a team meet after every operation. A few on one processor are for tests; with many a
-# step would hardly ever end.
+# Threads of a team meet after every operation. A few threads on one processor are useful for tests;
+# with many, a step would hardly end.
 MOST_PER_PROCESSOR = 8
 
 
 class _Lease:
-    """Memory as numpy sees it; every array and tensor over it refers to this object, whose end
-    gives it back."""
+    """Memory as numpy sees it. Every array and tensor over it refers to this object, and the memory
+    is given back when the object dies."""
 
     __slots__ = ("__array_interface__", "_home", "_memory")
 
@@ -51,17 +51,17 @@ class _Lease:
 
 
 class Results:
-    """Memory of large results: what nobody refers to any more is used again. Fresh pages can cost
-    as much as the work whose result they take."""
+    """Memory of large results, which is used again once nothing refers to it. New pages can cost as
+    much as the work whose result they hold."""
 
-    LEAST = 1 << 20  # bytes; below, making one out of kept memory takes longer than its pages
+    LEAST = 1 << 20  # bytes; for less, reusing memory takes longer than new pages
 
     def __init__(self, make: Callable[..., np.ndarray] = np.empty) -> None:
         self._make = make
         self._free: dict[int, list[_Memory]] = defaultdict(list)
 
     def take(self, num_bytes: int, shape: tuple[int, ...], typestr: str) -> np.ndarray:
-        """An array whose memory comes back with its last user."""
+        """An array whose memory comes back with its last reference."""
         size = 1 << (num_bytes - 1).bit_length()
         free = self._free[size]
         try:
@@ -73,7 +73,7 @@ class Results:
 
 
 class _Local(threading.local):
-    recording: Recording | None = None
+    capture: Capture | None = None
 
 
 class Team:
@@ -95,13 +95,14 @@ class Team:
             )
         pinned = cpus if len(cpus) >= num_threads else []
         if pinned and num_ranks > 1:
-            # The thread that loads the model, too, and whatever it starts: they allocate.
+            # Also bind the thread that loads the model and the threads it starts, because they
+            # allocate.
             os.sched_setaffinity(0, cpus)
         try:
             self.native = _native.Runtime(num_threads, pinned, isa)
         except ValueError as error:
             raise ConfigError(f"FD_CPU_ISA={isa}: {error}") from None
-        self._profile = os.environ.get("FD_CPU_PROFILE", "")  # a file
+        self._profile = os.environ.get("FD_CPU_PROFILE", "")  # name of a file
         if self._profile:
             self.native.begin_profile()
         self.xp, self.num_threads, self.isa = xp, num_threads, isa
@@ -109,32 +110,32 @@ class Team:
         self._results = Results()
         self._codes = {xp.float32: FLOAT32, xp.bfloat16: BFLOAT16}
         self._local = _Local()
-        self._carriers: dict[Any, np.dtype[Any]] = {}  # what numpy takes a dtype's numbers for
+        self._carriers: dict[Any, np.dtype[Any]] = {}  # numpy dtype that stands for each dtype
 
     @property
-    def recording(self) -> Recording | None:
-        """What this thread is recording."""
-        return self._local.recording
+    def capture(self) -> Capture | None:
+        """The capture in progress in this thread."""
+        return self._local.capture
 
-    @recording.setter
-    def recording(self, value: Recording | None) -> None:
-        self._local.recording = value
+    @capture.setter
+    def capture(self, value: Capture | None) -> None:
+        self._local.capture = value
 
     def code(self, x: Tensor) -> int:
-        """How the kernels name a tensor's dtype."""
+        """The kernels' code of a tensor's dtype."""
         return self._codes[x.dtype]
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
-        """Memory for a result. During capture it is the captured graph's own, because replays write
-        to it: zero pages that cost nothing before they are written."""
-        recording = self._local.recording
+        """Memory for a result. During a capture the memory belongs to the captured graph, because
+        replays write to it; zero pages cost nothing before they are written."""
+        capture = self._local.capture
         carrier = self._carriers.get(dtype)
         if carrier is None:
             name = "uint16" if dtype == self.xp.bfloat16 else self.xp.dtype_name(dtype)
             carrier = self._carriers[dtype] = np.dtype(name)
         num_bytes = math.prod(shape) * carrier.itemsize
-        if recording is not None:
-            shared = recording.results
+        if capture is not None:
+            shared = capture.results
             memory = (
                 np.zeros(shape, carrier)
                 if shared is None
@@ -145,43 +146,43 @@ class Team:
         else:
             return self.xp.empty(shape, dtype=dtype)
         made = self.xp.from_numpy(memory, dtype if dtype == self.xp.bfloat16 else None)
-        if recording is not None:
-            recording.made(made, is_kept=recording.results is None)
+        if capture is not None:
+            capture.made(made, is_kept=capture.results is None)
         return made
 
     def reads(self, *tensors: Tensor | None) -> None:
-        """Operands that steps compute: only such a captured graph may replay natively whose
-        operands its own operations have made."""
-        recording = self._local.recording
-        if recording is not None:
-            recording.reads(*tensors)
+        """Operands that steps compute: a captured graph may replay natively only if its own
+        operations made its operands."""
+        capture = self._local.capture
+        if capture is not None:
+            capture.reads(*tensors)
 
     def keep(self, *tensors: Any) -> None:
-        """What a captured operation points to stays alive as long as its plan."""
-        recording = self._local.recording
-        if recording is not None:
-            recording.keep(*tensors)
+        """Keep alive what a captured operation points to, as long as its plan."""
+        capture = self._local.capture
+        if capture is not None:
+            capture.keep(*tensors)
 
     def owns(self, *tensors: Tensor) -> None:
-        """Buffers that the core keeps for its captured steps; what is in them is read at each
+        """Buffers that the core keeps for its captured steps; their content is read at each
         replay."""
-        recording = self.recording
-        if recording is not None:
+        capture = self.capture
+        if capture is not None:
             for tensor in tensors:
-                recording.made(tensor)
+                capture.made(tensor)
 
     def begin_prompts(self, *tensors: Tensor) -> None:
-        """A captured graph of prompts, which may be thousands of tokens: what they need goes over
-        the memory of what nobody refers to any more. `tensors` are the core's buffers."""
-        if self.recording is not None:
-            self.recording.results = Results(np.zeros)
+        """Begin the capture of a step with prompts, which may have thousands of tokens: its results
+        reuse memory that nothing refers to any more. `tensors` are the core's buffers."""
+        if self.capture is not None:
+            self.capture.results = Results(np.zeros)
             self.owns(*tensors)
 
     def begins_with(self, input_ids: Tensor) -> None:
-        """The first thing that a captured graph of prompts reads is a buffer of the core's, too."""
-        recording = self.recording
-        if recording is not None and recording.results is not None:
-            recording.made(input_ids)
+        """The first input of a captured step with prompts is also a buffer of the core."""
+        capture = self.capture
+        if capture is not None and capture.results is not None:
+            capture.made(input_ids)
 
     def write_profile(self) -> None:
         """Calls and time of every operation, for the file that FD_CPU_PROFILE names."""
@@ -198,7 +199,7 @@ _lock = threading.Lock()
 
 
 def open_team(xp: TensorLibrary, num_threads: int, rank: int = 0, num_ranks: int = 1) -> Team:
-    """The process's team with so many threads, on that library, for one of the ranks of this
+    """The process's team with num_threads threads, on that library, for one of the ranks of this
     host."""
     global _team
     isa = os.environ.get("FD_CPU_ISA", "")
@@ -211,7 +212,7 @@ def open_team(xp: TensorLibrary, num_threads: int, rank: int = 0, num_ranks: int
 
 
 def close_team(closed: Team) -> None:
-    """One user less."""
+    """A user of the team is closed."""
     global _team
     with _lock:
         closed.users -= 1
@@ -231,10 +232,10 @@ def team() -> Team:
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """x, or a copy whose last dimension is contiguous: kernels take any distance between rows."""
+    """x, or a copy whose last dimension is contiguous; kernels take any distance between rows."""
     return x if x.shape[-1] == 1 or x.stride()[-1] == 1 else x.contiguous()
 
 
 def address(x: Tensor | None) -> int:
-    """Where a tensor's memory begins; 0 for none."""
+    """The address of a tensor's memory; 0 for none."""
     return 0 if x is None else int(x.data_ptr())

@@ -1,7 +1,7 @@
-"""Which processors a rank's threads take, from what Linux says of cores and memory nodes.
+"""Which processors a rank's threads use, from Linux's description of cores and memory nodes.
 
-Weights and cache lie where the thread runs that writes them first, so a rank that stays on one node
-has its memory there.
+Weights and cache lie on the memory node of the thread that writes them first, so a rank that stays
+on one node has its memory there.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 def processors_of(
     rank: int, num_ranks: int, allowed: list[int], topology: Path = TOPOLOGY
 ) -> list[int]:
-    """Of the allowed processors those of a rank: whole nodes where these can be divided evenly,
-    else as many processors as the others get; one of every core first."""
+    """The processors of a rank among the allowed ones: whole nodes if these can be divided evenly,
+    else as many processors as the other ranks get; one of every core first."""
     nodes: dict[str, list[int]] = {}
     for cpu in sorted(allowed):
         nodes.setdefault(_node(cpu, topology), []).append(cpu)
@@ -23,7 +23,7 @@ def processors_of(
     if len(groups) % num_ranks == 0:
         share = len(groups) // num_ranks
         return [cpu for group in groups[rank * share : (rank + 1) * share] for cpu in group]
-    # Neighbours share a core, so that ranks do not.
+    # Neighbouring processors share a core, so that ranks do not share one.
     cores: dict[tuple[str, str], list[int]] = {}
     for cpu in sorted(allowed):
         cores.setdefault((_node(cpu, topology), _core(cpu, topology)), []).append(cpu)
@@ -35,7 +35,7 @@ def processors_of(
 
 
 def spread(cpus: list[int], topology: Path = TOPOLOGY) -> list[int]:
-    """One processor of every core first, then the others that share a core with one of these."""
+    """One processor of every core first, then the others, which share a core with one of these."""
     first: list[int] = []
     others: list[int] = []
     seen: set[str] = set()
@@ -52,6 +52,6 @@ def _core(cpu: int, topology: Path) -> str:
 
 
 def _node(cpu: int, topology: Path) -> str:
-    """Name of the memory node; the same for all where there is one."""
+    """Name of the memory node; the same name for all processors if there is one node."""
     found = sorted((topology / f"cpu{cpu}").glob("node[0-9]*"))
     return f"{found[0].name.removeprefix('node'):0>6}" if found else ""

@@ -123,7 +123,7 @@ class CachedAttention(ABC):
 
     @staticmethod
     def _out(q: Tensor, batch: AttentionBatch, width: int) -> Tensor:
-        """[num_tokens, width]; zeros for tokens of no row, which nobody reads."""
+        """[num_tokens, width]; zeros for padding tokens, which are not read."""
         out = q.new_empty((q.shape[0], width))
         if q.shape[0] > batch.cu_seqlens_q[-1]:
             out.zero_()

@@ -230,7 +230,7 @@ class PagedAttention:
         """[num_tokens, num_heads * v_head_dim]; k is rotated, k and v are written here."""
         batch, spec = metadata.batch, self.spec
         out = q.new_empty((q.shape[0], spec.num_heads * spec.v_head_dim))
-        # Tokens of no row: nobody reads theirs.
+        # Results of padding tokens are not read.
         if not batch.is_exact and not batch.tokens_per_row:
             tokens, width = out.shape
             clear_padding[(cdiv(tokens, _CLEARED_ROWS),)](

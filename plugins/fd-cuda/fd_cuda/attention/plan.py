@@ -2,8 +2,8 @@
 host.
 
 A decode row's cached tokens are divided among several programs. How many, `cut_decodes` decides on
-the device from the lengths of this very step, so that a captured graph stays balanced whatever the
-lengths are: all splits are about equally long, and there are no more than the grid has programs.
+the device from the lengths of this very step, so that a captured graph stays balanced for
+all lengths: all splits are about equally long, and there are no more than the grid has programs.
 """
 
 from __future__ import annotations

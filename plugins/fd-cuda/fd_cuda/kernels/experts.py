@@ -126,7 +126,7 @@ def _combine(
         row = token * TOP_K + j
         weight = tl.load(weights_p + row)
         wanted = inside
-        if SKIPS:  # nobody has written what does not count
+        if SKIPS:  # rows that do not count were never written
             wanted = tl.where(weight != 0, columns, width) < width
         y = tl.load(y_p + row * width + columns, mask=wanted, other=0.0)
         total += weight * y.to(tl.float32)

@@ -41,7 +41,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 def _like_recorded(x: torch.Tensor) -> torch.Tensor:
     """As many rows as some decode step is captured for. For a vocabulary cuBLAS has a kernel for
-    each few rows, and loading one that nobody has met stops a step for 20 ms."""
+    each few rows, and loading one for the first time stops a step for 20 ms."""
     rows = x.shape[0]
     more = -rows % (8 if rows <= 128 else 16)
     if not more or rows in (1, 2, 4) or rows > ROWS[-1] or not x.is_cuda:

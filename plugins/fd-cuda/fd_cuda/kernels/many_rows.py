@@ -61,7 +61,7 @@ def _product(
             slots = tl.load(slots_p + rows).to(tl.int64)
         valid = slots < num_slots
         if GATHERS:
-            # Rows that nobody has repeat the first; nobody reads what becomes of them.
+            # Padding rows repeat the first row; their results are not read.
             token = tl.where(valid, slots // DIVISOR, 0)
             x = x_p + token[:, None] * x_stride + ks[None, :]
         total = tl.zeros((BM, BN * 2 if GATED else BN), tl.float32)

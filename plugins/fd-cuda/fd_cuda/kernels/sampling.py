@@ -1,7 +1,7 @@
 """From logits to tokens: penalties, masks, the likeliest token, sampling, log-probabilities.
 
 A row is cut into chunks, so that one row alone keeps many multiprocessors busy; chunks are joined
-in a fixed order. Everything here is batch-invariant, waits for nobody and can be captured. The
+in a fixed order. Everything here is batch-invariant, waits for nothing and can be captured. The
 filter is in filtering.py.
 """
 

@@ -1,7 +1,7 @@
 """Rotation of the last dimension: random signs, then orthonormal Hadamard transforms of blocks.
 
-It spreads outliers over a whole block, so that weights look Gaussian to the code, whatever they
-were, and inputs have no outliers left to lose when they are rounded.
+It spreads outliers over a whole block, so that weights of any distribution look Gaussian to the
+code, and inputs have no outliers left to lose when they are rounded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Captured work: a native plan where our kernels did all of it, else the call itself.
+"""Captured work: a native plan if this device's kernels did all of it, else the call itself.
 
-A plan holds what went through the kernels. Work of the tensor library between them would be
-missing, so it is looked for: by the library's own dispatch where it offers one (torch), and by
-asking of every operand whether a captured operation made it.
+A plan holds the calls of kernels. Work of the tensor library between them would be missing, so it
+is detected: by the library's own dispatch, if it offers one (torch), and by checking that a
+captured operation made each operand.
 """
 
 from __future__ import annotations
@@ -39,40 +39,39 @@ _HARMLESS = (
 )
 
 
-class Recording:
-    """One capture() in progress, then what it left: memory, and where that lies."""
+class Capture:
+    """One capture() in progress; later the memory that its plan uses."""
 
-    def __init__(self, native: _native.Plan, others: Iterator[Recording]) -> None:
+    def __init__(self, native: _native.Plan, others: Iterator[Capture]) -> None:
         self.native = native
         self.kept: list[Any] = []
-        self.results: Results | None = None  # whose memory later results may have; None: nobody's
+        self.results: Results | None = None  # memory that later results may reuse; None: none
         self.foreign = ""  # what the plan lacks; empty: nothing
         self._own: list[tuple[int, int]] = []  # (begin, end) of memory, sorted
         self._others = list(others)
 
     def made(self, x: Tensor, *, is_kept: bool = True) -> None:
-        """The plan writes this tensor, or its owner does between replays."""
+        """The plan writes this tensor, or the core does between replays."""
         begin = int(x.data_ptr())
         insort(self._own, (begin, begin + _num_bytes(x)))
         if is_kept:
             self.kept.append(x)
 
     def keep(self, *things: Any) -> None:
-        """What the plan points to lives as long as it does: `results` keep their memory
-        themselves."""
+        """Keep alive what the plan points to; `results` keep their memory themselves."""
         for thing in things:
             is_own = hasattr(thing, "data_ptr") and self.holds(int(thing.data_ptr()))
             if self.results is None or not is_own:
                 self.kept.append(thing)
 
     def holds(self, where: int) -> bool:
-        """Whether the plan makes what lies there."""
+        """Whether the plan writes the memory at this address."""
         at = bisect_right(self._own, (where, 1 << 62)) - 1
-        # Buffers may lie in one another, so a few before are asked, too.
+        # Buffers may lie within others, so some before are checked, too.
         return any(begin <= where < end for begin, end in self._own[max(0, at - 8) : at + 1])
 
     def reads(self, *tensors: Tensor | None) -> None:
-        """Operands of an operation; one that no captured operation made is somebody else's work."""
+        """Check operands of an operation; one that no captured operation made is foreign work."""
         for x in tensors:
             if x is None or not x.shape[0]:
                 continue
@@ -91,9 +90,9 @@ class NativeGraph:
 
     is_any_size = True
 
-    def __init__(self, team: Team, recording: Recording) -> None:
-        self._native, self.recording = team.native, recording
-        self._plans = [recording.native]
+    def __init__(self, team: Team, capture: Capture) -> None:
+        self._native, self.capture = team.native, capture
+        self._plans = [capture.native]
 
     def replay(self) -> None:
         """All threads walk through the plan."""
@@ -101,8 +100,8 @@ class NativeGraph:
 
 
 class RepeatedCall:
-    """Work that is not ours alone: called again at each replay, for as many rows as were
-    recorded."""
+    """Work that is not only this device's: called again at each replay, with the captured number
+    of rows."""
 
     is_any_size = False
 
@@ -111,17 +110,17 @@ class RepeatedCall:
         self.why = why
 
 
-class Recorder:
+class Capturer:
     """Makes graphs for one device."""
 
     def __init__(self, team: Team) -> None:
         self._team = team
-        self._finished: weakref.WeakSet[Recording] = weakref.WeakSet()
+        self._finished: weakref.WeakSet[Capture] = weakref.WeakSet()
         self._said: set[str] = set()
 
     def replay_times(self, graphs: Sequence[CapturedGraph], times: int) -> None:
-        """In one call where all of them are plans."""
-        plans = [graph.recording.native for graph in graphs if isinstance(graph, NativeGraph)]
+        """Replay all graphs `times` times; in one call if all of them are plans."""
+        plans = [graph.capture.native for graph in graphs if isinstance(graph, NativeGraph)]
         if len(plans) == len(graphs):
             self._team.native.replay(plans, times)
             return
@@ -133,35 +132,35 @@ class Recorder:
         from . import _native
 
         team = self._team
-        recording = Recording(_native.Plan(), iter(self._finished))
-        team.recording = recording
-        team.native.begin(recording.native)
+        capture = Capture(_native.Plan(), iter(self._finished))
+        team.capture = capture
+        team.native.begin(capture.native)
         try:
-            with _watch(team.xp, recording):
+            with _watch(team.xp, capture):
                 run()
         finally:
             team.native.end()
-            team.recording = None
-        if not len(recording.native):
-            recording.foreign = recording.foreign or "no kernel of this device"
-        if recording.foreign:
-            if recording.foreign not in self._said:  # once for all sizes of steps
-                self._said.add(recording.foreign)
-                logger.info("recorded steps repeat their call: %s is part of it", recording.foreign)
-            return RepeatedCall(run, recording.foreign)
-        self._finished.add(recording)
-        logger.debug("a recorded step is a plan of %d operations", len(recording.native))
-        return NativeGraph(team, recording)
+            team.capture = None
+        if not len(capture.native):
+            capture.foreign = capture.foreign or "no kernel of this device"
+        if capture.foreign:
+            if capture.foreign not in self._said:  # once for all sizes of steps
+                self._said.add(capture.foreign)
+                logger.info("captured steps repeat their call: %s is part of it", capture.foreign)
+            return RepeatedCall(run, capture.foreign)
+        self._finished.add(capture)
+        logger.debug("a captured step is a plan of %d operations", len(capture.native))
+        return NativeGraph(team, capture)
 
 
 def _num_bytes(x: Tensor) -> int:
-    """From the first to after the last element."""
+    """Bytes from the first element to the end of the last one."""
     last = sum((int(n) - 1) * int(s) for n, s in zip(x.shape, x.stride(), strict=True))
     return max(0, last + 1) * int(x.element_size())
 
 
-def _watch(xp: TensorLibrary, recording: Recording) -> AbstractContextManager[Any]:
-    """Notes computations of the library meanwhile, where it tells of them."""
+def _watch(xp: TensorLibrary, capture: Capture) -> AbstractContextManager[Any]:
+    """Notes the library's own computations during the capture, if it reports them."""
     if xp.name != "torch":
         return nullcontext()
     from importlib import import_module
@@ -174,7 +173,7 @@ def _watch(xp: TensorLibrary, recording: Recording) -> AbstractContextManager[An
     ) -> Any:
         name = str(call.overloadpacket.__name__)
         if name not in _HARMLESS:
-            recording.foreign = recording.foreign or f"torch's {name}"
+            capture.foreign = capture.foreign or f"torch's {name}"
         return call(*args, **(kwargs or {}))
 
     class Watch(mode):  # type: ignore[misc, valid-type]
