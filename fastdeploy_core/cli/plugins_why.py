@@ -9,11 +9,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastdeploy_core.contracts.base import KINDS, Accept, Candidate, Decline
+from fastdeploy_core.contracts.base import DISTRIBUTION, KINDS, Accept, Candidate, Decline
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.contracts.model import ModelShapes
 from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.plugins.discovery import Inventory, discover
+from fastdeploy_core.plugins.drivers import find
 from fastdeploy_core.plugins.manager import HookManager, hook_manager
 from fastdeploy_core.plugins.negotiate import Decision, ask_candidates, ask_layer_drivers, decide
 from fastdeploy_core.plugins.report import decision_data, decision_table
@@ -43,7 +44,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="fastdeploy plugins why", description="Every candidate, its answer, and the winner."
     )
     parser.add_argument("kind", choices=list(KINDS), help="what is to be chosen")
-    parser.add_argument("--model", metavar="DIR", help="model folder (attention, moe, quantizer)")
+    parser.add_argument(
+        "--model", metavar="DIR", help="model folder (attention, moe, quantizer, kernels)"
+    )
     parser.add_argument("--device", default="", help="device instead of the negotiated one")
     parser.add_argument("--dtype", default="auto", help="model dtype")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
@@ -197,6 +200,36 @@ def _kv_transport(
     return [_all_answers("kv_transport", "fd_kv_transport_for", question, inventory, hooks)]
 
 
+def _kernels(
+    arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
+) -> list[Decision]:
+    """Every cell of the device's table and the reference's: used, or why not."""
+    from fastdeploy_core.config.model import read_model_config
+    from fastdeploy_core.plugins.kernels import build_kernel_table, kernel_facts
+    from fastdeploy_core.plugins.negotiate import CandidateRow
+
+    decision, candidates = _ask_device(arguments, inventory, hooks)
+    device = arguments.device or decision.winner  # one that is named need not be here
+    details = next((c.details for c in candidates if c.name == device), {})
+    library = details.get("tensor_library", "")
+    find("device", device, inventory)
+    facts: dict[str, Any] = {"tensor_library": library}
+    if arguments.model:
+        model = read_model_config(arguments.model, {"dtype": arguments.dtype})
+        facts = kernel_facts(model, library)
+    elif arguments.dtype != "auto":
+        facts["dtype"] = arguments.dtype
+    table = build_kernel_table(device, facts)
+    rows = [
+        CandidateRow(cell.operation, cell.distribution, cell.is_used, 0, cell.reason)
+        for cell in sorted(table.cells, key=lambda c: (c.operation, not c.is_used))
+    ]
+    own = sum(row.accepted and row.distribution != DISTRIBUTION for row in rows)
+    used = sum(row.accepted for row in rows)
+    why = f"{own} of {used} operations from plugins, the others from the reference"
+    return [Decision("kernels", f"device {device}, {facts}", device, why, rows)]
+
+
 def _all_answers(
     kind: str, hook: str, question: Any, inventory: Inventory, hooks: HookManager
 ) -> Decision:
@@ -236,6 +269,7 @@ def _by_name(
 _EXPLAIN: dict[str, Callable[[argparse.Namespace, Inventory, HookManager], list[Decision]]] = {
     "device": _device,
     "attention": _attention,
+    "kernels": _kernels,
     "moe": _moe,
     "expert_communicator": _expert_communicator,
     "quantizer": _quantizer,

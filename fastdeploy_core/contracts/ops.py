@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol
 
+from fastdeploy_core.errors import ConfigError
+
 from .kv_formats import KV_OPERATIONS
 from .quant_formats import FORMAT_OPERATIONS
 
@@ -123,6 +125,50 @@ OPERATIONS: Final[dict[str, str]] = {
 QUANTIZED_OPERATIONS: Final[dict[str, str]] = {**FORMAT_OPERATIONS, **KV_OPERATIONS}
 
 
+# What predicates and deny lists of cells may ask about: the device's tensor library, the model's
+# dtype, and sizes of config.json, each where the model has it.
+KERNEL_SIZES: Final = (
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+KERNEL_FACTS: Final = ("tensor_library", "dtype", *KERNEL_SIZES)
+
+
+@dataclass(frozen=True, slots=True)
+class Deny:
+    """A case for which a cell is not used although it exists, such as one with a wrong result.
+
+    Every condition must hold. `sizes`: smallest and largest value, both included, by a name of
+    KERNEL_SIZES; a model without that size is not the case. The next table's cell, and in the end the
+    reference's, is used instead, and `fastdeploy plugins why kernels` shows the reason.
+    """
+
+    reason: str
+    dtypes: tuple[str, ...] = ()  # of the model; empty: any
+    sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.sizes) - set(KERNEL_SIZES))
+        if unknown or not self.reason:
+            raise ConfigError(
+                f"a kernel's deny list names the sizes {', '.join(unknown) or 'none'} and the reason "
+                f"{self.reason!r}; possible sizes: {', '.join(KERNEL_SIZES)}; a reason is needed"
+            )
+
+    def matches(self, facts: Mapping[str, Any]) -> bool:
+        """Whether this is the case."""
+        if self.dtypes and facts.get("dtype") not in self.dtypes:
+            return False
+        return all(
+            name in facts and low <= facts[name] <= high for name, (low, high) in self.sizes.items()
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """A table cell that says more than its target.
@@ -156,6 +202,7 @@ class Kernel:
     formats: tuple[str, ...] = ()
     activations: Literal["", "int8"] = ""
     behind: Mapping[str, str] = field(default_factory=dict)
+    denies: tuple[Deny, ...] = ()
 
 
 class KernelTable(Protocol):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from fastdeploy_core.contracts.ops import OPERATIONS, QUANTIZED_OPERATIONS, Kernel
+from fastdeploy_core.contracts.ops import KERNEL_SIZES, OPERATIONS, QUANTIZED_OPERATIONS, Kernel
 from fastdeploy_core.errors import CapabilityError, PluginError
 
 from .discovery import PluginEntry, discover
@@ -21,6 +21,8 @@ from .drivers import load
 from .preflight_child import describe
 
 if TYPE_CHECKING:
+    from fastdeploy_core.config import ModelConfig
+
     from .resolve import ResolvedPlugins
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,26 @@ class _Cell:
     entry: PluginEntry
 
 
+@dataclass(frozen=True, slots=True)
+class CellVerdict:
+    """What became of one cell of a table, for `fastdeploy plugins why kernels`."""
+
+    operation: str
+    distribution: str
+    is_used: bool
+    reason: str  # the target of one that is used; else why it is not
+
+
+def kernel_facts(model: ModelConfig, tensor_library: str) -> dict[str, Any]:
+    """What cells are asked with: contracts.ops.KERNEL_FACTS, those that the model has."""
+    sizes = {name: model.hf_config.get(name) for name in KERNEL_SIZES}
+    heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
+    if not sizes["head_dim"] and isinstance(heads, int) and heads and isinstance(hidden, int):
+        sizes["head_dim"] = hidden // heads
+    known = {name: size for name, size in sizes.items() if isinstance(size, int)}
+    return {"tensor_library": tensor_library, "dtype": model.dtype, **known}
+
+
 @dataclass(slots=True)
 class _Chosen:
     """Operations with their functions, their distributions, and their weight layouts."""
@@ -47,6 +69,14 @@ class _Chosen:
     formats: dict[str, tuple[str, ...]] = field(default_factory=dict)
     activations: dict[str, str] = field(default_factory=dict)
     behind: dict[str, dict[str, Callable[..., Any]]] = field(default_factory=dict)
+    cells: list[CellVerdict] = field(default_factory=list)
+
+    def decide(self, cell: _Cell, reason: str = "") -> None:
+        """Note that the cell is used, or the reason why not."""
+        verdict = CellVerdict(
+            cell.operation, cell.entry.distribution, not reason, reason or cell.kernel.target
+        )
+        self.cells.append(verdict)
 
 
 class _Problems:
@@ -83,6 +113,7 @@ class ChosenKernels:
         self._late, self._allow_fallback = set(late), allow_fallback
         self.fallbacks: list[str] = []  # late operations that layers asked for
         self.problems: tuple[str, ...] = ()
+        self.cells = chosen.cells
 
     def __getitem__(self, operation: str) -> Callable[..., Any]:
         """The kernel for the operation; KeyError names the operations there are."""
@@ -191,7 +222,11 @@ def build_kernel_table(
         chosen.formats | rest.formats,
         chosen.activations | rest.activations,
         chosen.behind | rest.behind,
+        chosen.cells + rest.cells,
     )
+    for cell in reference:
+        if cell.operation in chosen.functions:
+            both.decide(cell, f"that of {chosen.origins[cell.operation]} is used")
     table = ChosenKernels(device_name, both, late, allow_fallback)
     _compose(table, composing, facts, problems)
     table.problems = tuple(problems.lines)
@@ -204,10 +239,15 @@ def _compose(
     """Add operations without a kernel of their own, composed of the table's other kernels."""
     for cell in cells:
         if cell.operation in table:
+            used = table.origins()[cell.operation]
+            reason = f"that of {used} is used"
+            table.cells.append(CellVerdict(cell.operation, cell.entry.distribution, False, reason))
             continue
         try:
-            for operation, make in _choose([cell], facts, problems).functions.items():
+            found = _choose([cell], facts, problems)
+            for operation, make in found.functions.items():
                 table.add(operation, make(table), cell.entry.distribution)
+            table.cells += found.cells
         except Exception as error:
             problems.add(f"kernel {cell.operation}", cell.entry, f"is left out: {describe(error)}")
 
@@ -261,15 +301,28 @@ def _choose(cells: Iterable[_Cell], facts: Mapping[str, Any], problems: _Problem
     )
     for cell in order:
         if cell.operation in chosen.functions:
+            used = chosen.origins[cell.operation]
             logger.info(
                 "kernel %s: %s is used, that of %s is not",
                 cell.operation,
-                chosen.origins[cell.operation],
+                used,
                 cell.entry.distribution,
             )
+            chosen.decide(cell, f"that of {used} is used")
+            continue
+        denied = next((deny for deny in cell.kernel.denies if deny.matches(facts)), None)
+        if denied is not None:
+            logger.info(
+                "kernel %s of %s is not used: %s",
+                cell.operation,
+                cell.entry.distribution,
+                denied.reason,
+            )
+            chosen.decide(cell, f"denied: {denied.reason}")
             continue
         try:
             if cell.kernel.predicate and not _import(cell.kernel.predicate)(facts):
+                chosen.decide(cell, f"{cell.kernel.predicate} says no")
                 continue
             prepare = _import(cell.kernel.prepare) if cell.kernel.prepare else None
             behind = {before: _import(target) for before, target in cell.kernel.behind.items()}
@@ -280,10 +333,12 @@ def _choose(cells: Iterable[_Cell], facts: Mapping[str, Any], problems: _Problem
             if prepare is not None:
                 chosen.prepare[cell.operation] = prepare
                 chosen.formats[cell.operation] = cell.kernel.formats
+            chosen.decide(cell)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             problems.add(f"kernel {cell.operation}", cell.entry, f"is left out: {describe(error)}")
+            chosen.decide(cell, f"cannot be loaded: {describe(error)}")
     return chosen
 
 

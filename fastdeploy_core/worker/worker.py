@@ -18,7 +18,7 @@ from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.device import CompilingDevice, DeviceBackend, DeviceOptions
 from fastdeploy_core.errors import CapabilityError, ResourceError, WorkerError
 from fastdeploy_core.loading.loader import LoadedModel, load_model
-from fastdeploy_core.plugins.kernels import build_kernel_table
+from fastdeploy_core.plugins.kernels import build_kernel_table, kernel_facts
 from fastdeploy_core.sampling.penalties import PenaltyTables
 from fastdeploy_core.tensor import DTYPE_BYTES
 from fastdeploy_core.types import SchedulerOutput
@@ -90,7 +90,7 @@ class Worker:
             self._communicator = device.communicator(self.rank, self.world_size, self.address)
         kernels = build_kernel_table(
             device.name,
-            {"dtype": self.config.model.dtype, "tensor_library": device.xp.name},
+            kernel_facts(self.config.model, device.xp.name),
             self.config.device.allow_fallback,
             resolved=self.resolved,
         )

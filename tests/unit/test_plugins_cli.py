@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -162,6 +163,34 @@ def test_why_without_what_it_needs_says_so(stranger):
         command("why", "attention")
     with pytest.raises(ConfigError, match="--quantization"):
         command("why", "quantizer")
+
+
+def test_why_kernels_shows_where_each_comes_from_and_why_a_cell_is_not_used(capsys, stranger):
+    (stranger / "chip_kernels.py").write_text(
+        "from fastdeploy_core.contracts.ops import Deny, Kernel\n"
+        "DENY = Deny('wrong sums on this model', sizes={'hidden_size': (1, 10**6)})\n"
+        "TABLE = {'rms_norm': Kernel('chip_kernels:norm', denies=(DENY,)),\n"
+        "         'silu_and_mul': 'chip_kernels:gate'}\n"
+        "def norm(): ...\ndef gate(): ...\n"
+    )
+    info = stranger / "fd_chipk-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fd-chipk\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text("[fastdeploy.kernels]\nchip = chip_kernels:TABLE\n")
+    discovery.forget()
+    demo = Path(__file__).resolve().parents[2] / "models" / "ernie-tiny"
+    code, out = run(capsys, "why", "kernels", "--device", "chip", "--model", str(demo), "--json")
+    rows = json.loads(out.out)["decisions"][0]["candidates"]
+    found = {
+        (r["name"], r["distribution"]): (r["accepted"], r["reason"])
+        for r in rows
+        if r["name"] in ("rms_norm", "silu_and_mul")
+    }
+    assert code == 0
+    assert found["rms_norm", "fd-chipk"] == (False, "denied: wrong sums on this model")
+    assert found["rms_norm", "fastdeploy-core"][0]
+    assert found["silu_and_mul", "fd-chipk"] == (True, "chip_kernels:gate")
+    assert found["silu_and_mul", "fastdeploy-core"] == (False, "that of fd-chipk is used")
 
 
 def test_why_of_a_kind_without_drivers_says_what_installs_one(capsys, stranger, monkeypatch):

@@ -7,8 +7,8 @@ import logging
 import msgspec
 import pytest
 
-from fastdeploy_core.contracts.ops import OPERATIONS
-from fastdeploy_core.errors import CapabilityError
+from fastdeploy_core.contracts.ops import OPERATIONS, Deny
+from fastdeploy_core.errors import CapabilityError, ConfigError
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.plugins.resolve import ResolvedPlugins
 from fastdeploy_core.plugins.resolved import ResolvedEntry
@@ -94,6 +94,58 @@ def test_no_fallback_names_what_is_missing(resolved):
 def test_predicate_decides_with_the_facts(resolved, width, expected):
     table = build_kernel_table("chip", {"head_dim": width}, resolved=resolved(CHIP, THIRD))
     assert table["linear"]() == expected
+
+
+DENIED = """
+from fastdeploy_core.contracts.ops import Deny, Kernel
+DENY = Deny("wrong sums", dtypes=("float16",), sizes={"hidden_size": (4097, 8192)})
+TABLE = {
+    "linear": Kernel("denied_mod:linear", denies=(DENY, Deny("no such unit", ("float64",)))),
+}
+def linear():
+    return "denied"
+"""
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"dtype": "float16", "hidden_size": 8192}, "denied: wrong sums"),
+        ({"dtype": "float16", "hidden_size": 4097}, "denied: wrong sums"),
+        ({"dtype": "float64", "hidden_size": 1}, "denied: no such unit"),
+        ({"dtype": "float16", "hidden_size": 4096}, ""),
+        ({"dtype": "float16", "hidden_size": 8193}, ""),
+        ({"dtype": "bfloat16", "hidden_size": 8192}, ""),
+        ({"dtype": "float16"}, ""),
+    ],
+)
+def test_denied_case_uses_the_next_kernel_and_says_why(
+    resolved, tmp_path, monkeypatch, facts, reason
+):
+    module_writer(tmp_path, monkeypatch)("denied_mod", DENIED)
+    denied = entry("kernels", "chip", "denied_mod:TABLE", "fd-a")
+    table = build_kernel_table("chip", facts, resolved=resolved(CHIP, denied))
+    assert table["linear"]() == ("own" if reason else "denied")
+    cells = {c.distribution: c for c in table.cells if c.operation == "linear"}
+    assert cells["fd-a"].is_used == (not reason)
+    assert cells["fd-a"].reason == (reason or "denied_mod:linear")
+    assert cells["fd-chip"].is_used == bool(reason)
+    assert cells["fastdeploy-core"].reason.startswith("that of fd-")
+
+
+def test_deny_list_names_sizes_that_there_are():
+    with pytest.raises(ConfigError, match=r"hiden_size.*possible sizes: hidden_size"):
+        Deny("wrong", sizes={"hiden_size": (1, 2)})
+    with pytest.raises(ConfigError, match="a reason is needed"):
+        Deny("")
+
+
+def test_every_cell_has_one_verdict(resolved):
+    table = build_kernel_table("chip", {"head_dim": 1}, resolved=resolved(CHIP, THIRD))
+    used = [c.operation for c in table.cells if c.is_used]
+    assert sorted(used) == sorted(set(used)) == sorted(table.functions)
+    reasons = {(c.distribution, c.operation): c.reason for c in table.cells if not c.is_used}
+    assert "cannot be loaded" in reasons["fd-chip", "greedy"]
 
 
 def test_failing_predicate_means_no(resolved):

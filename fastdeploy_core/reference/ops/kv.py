@@ -17,28 +17,34 @@ if TYPE_CHECKING:
 Rows = tuple["Tensor", ...]
 
 
-def kv_write_int8(rows: Rows, cache: Rows, slots: Tensor, scales: KVScales | None) -> None:
+def kv_write_int8(rows: Rows, cache: Rows, slot_mapping: Tensor, scales: KVScales | None) -> None:
     """Format int8; see _write."""
-    _write(KV_FORMATS["int8"], rows, cache, slots, scales)
+    _write(KV_FORMATS["int8"], rows, cache, slot_mapping, scales)
 
 
-def kv_write_float8_e4m3fn(rows: Rows, cache: Rows, slots: Tensor, scales: KVScales | None) -> None:
+def kv_write_float8_e4m3fn(
+    rows: Rows, cache: Rows, slot_mapping: Tensor, scales: KVScales | None
+) -> None:
     """Format float8_e4m3fn; see _write."""
-    _write(KV_FORMATS["float8_e4m3fn"], rows, cache, slots, scales)
+    _write(KV_FORMATS["float8_e4m3fn"], rows, cache, slot_mapping, scales)
 
 
-def kv_write_int4_zp(rows: Rows, cache: Rows, slots: Tensor, scales: KVScales | None) -> None:
+def kv_write_int4_zp(
+    rows: Rows, cache: Rows, slot_mapping: Tensor, scales: KVScales | None
+) -> None:
     """Format int4_zp; see _write."""
-    _write(KV_FORMATS["int4_zp"], rows, cache, slots, scales)
+    _write(KV_FORMATS["int4_zp"], rows, cache, slot_mapping, scales)
 
 
-def _write(kind: KVFormat, rows: Rows, cache: Rows, slots: Tensor, scales: KVScales | None) -> None:
+def _write(
+    kind: KVFormat, rows: Rows, cache: Rows, slot_mapping: Tensor, scales: KVScales | None
+) -> None:
     """Round each token's rows [T, heads, dim] and store them in their slots, in place.
 
     cache: quantized numbers for each of rows, followed by as many tensors of dynamic scales unless
     static `scales` are given. Slot -1 is not stored.
     """
-    if slots.shape[0] == 0:
+    if slot_mapping.shape[0] == 0:
         return
     if scales is None:
         pairs = [quantize_rows(row, kind) for row in rows]
@@ -49,7 +55,7 @@ def _write(kind: KVFormat, rows: Rows, cache: Rows, slots: Tensor, scales: KVSca
             round_rows(row, kind, scale, low)
             for row, scale, low in zip(rows, scales.scale, minimum, strict=True)
         )
-    kv_write(data, cache, slots)
+    kv_write(data, cache, slot_mapping)
 
 
 class QuantizedRows:
