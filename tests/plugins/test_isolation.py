@@ -125,8 +125,8 @@ CASES = {
         more={"other.py": GOOD.format("bad")},
     ),
     "newer contract in the driver": Case(
-        GOOD.format("bad").replace("(0, 1)", "(0, 99)"),
-        named=f"written for contract 0.99; this core speaks {CONTRACT[0]}.{CONTRACT[1]}",
+        GOOD.format("bad").replace("(1, 0)", "(2, 0)"),
+        named=f"written for contract 2.0; this core speaks {CONTRACT[0]}.{CONTRACT[1]}",
         error="ContractMismatch",
     ),
     "group of a later contract": Case(

@@ -35,7 +35,7 @@ def test_outcomes_come_in_order_and_name_what_happened(write):
     outcomes = run(jobs)
     for expected, outcome in zip(bad.values(), outcomes, strict=False):
         assert expected in outcome.error
-    assert outcomes[-2].error == "" and outcomes[-2].contract == (0, 1)
+    assert outcomes[-2].error == "" and outcomes[-2].contract == (1, 0)
     assert "AttributeError" in outcomes[-1].error
 
 
