@@ -51,6 +51,7 @@ LONG = (
 # interpreter takes minutes for is left to session `plugins`.
 INTERPRETED = ("test_quant*", "test_*_blocks", "test_attention*")
 LIGHT = {
+    "plugins/fd-accelerator": (),
     "plugins/fd-bench": (),
     "plugins/fd-calibrate": (),
     "plugins/fastdeploy-testing": (),
