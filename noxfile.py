@@ -60,6 +60,7 @@ LIGHT = {
     "plugins/fd-kv-shm": (),
     "plugins/fd-quant-wint2": (),
     "plugins/fd-spec-mtp": (),
+    "plugins/fd-tools": (),
 }
 # Tested by session `vendors`, on simulated devices.
 SIMULATED = ("simdevice", "gcu", "iluvatar", "metax", "gaudi", "xpu", "dcu")

@@ -269,13 +269,14 @@ PUBLIC = {"contracts", "devices", "types", "errors", "tensor", "__version__"}
 # with the core and require exactly its version, so they may import these private rooms.
 PRIVATE = {
     "fastdeploy-testing": {
-        *("api", "cli", "config", "engine", "plugins", "quantization", "reference"),
+        *("api", "config", "engine", "plugins", "quantization", "reference"),
     },
     "fd-bench": {"fastdeploy", "cli"},
     "fd-calibrate": {
         *("cli", "config", "envs", "layers", "loading", "models", "plugins", "reference"),
         "tokenizer",
     },
+    "fd-tools": {"cli", "config", "plugins", "serving", "tokenizer"},
 }
 # For tests alone: it may use the conformance kit.
 PRIVATE_OF_TESTS = {"fd-simdevice": {"fastdeploy_testing"}}
