@@ -58,6 +58,7 @@ LIGHT = {
     "plugins/fd-cuda": tuple(f"--ignore-glob=*/{name}.py" for name in INTERPRETED),
     "plugins/fd-gguf": (),
     "plugins/fd-kv-shm": (),
+    "plugins/fd-quant-hub": (),
     "plugins/fd-quant-wint2": (),
     "plugins/fd-spec-mtp": (),
     "plugins/fd-tools": (),

@@ -37,6 +37,8 @@ from fd_metax.device import MetaxDevice
 from fd_mychip.device import MyChipDevice
 from fd_mydraft.drafter import MyDraftDrafter
 from fd_myformat.quantizer import MyFormatQuantizer
+from fd_quant_hub.compressed import CompressedTensors
+from fd_quant_hub.gptq import Awq, Gptq
 from fd_quant_wint2.published import Wint2
 from fd_quant_wint2.trellis import Tet2, Tet3, Tet4
 from fd_spec_mtp.drafter import MTPDrafter
@@ -84,9 +86,7 @@ from fastdeploy_core.parsers.reasoning import (
     Qwen3Parser,
 )
 from fastdeploy_core.parsers.tools import DeepSeekToolParser, HermesToolParser
-from fastdeploy_core.quantization.compressed import CompressedTensors
 from fastdeploy_core.quantization.fp8 import BlockFp8, WFp8AFp8
-from fastdeploy_core.quantization.gptq import Awq, Gptq
 from fastdeploy_core.quantization.integer import W4A8, W8A8, WInt4, WInt8
 from fastdeploy_core.quantization.mixed import MixedQuantizer
 from fastdeploy_core.reference.attention import ReferenceAttention
