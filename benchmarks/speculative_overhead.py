@@ -128,7 +128,7 @@ def forget_the_model(worker: Any) -> None:
 
     model.forward = forward
     model.compute_logits = lambda x: logits[: x.shape[0]]
-    speculation = worker._runner._speculation
+    speculation = worker._runner._drafting
     if speculation is not None and not speculation.reads_history:
         drafts = xp.zeros((4096, 32), dtype=xp.int64, device=worker.device.device)
         speculation._drafter.propose = lambda batch: drafts[

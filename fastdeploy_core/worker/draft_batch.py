@@ -1,4 +1,4 @@
-"""What a device drafter is shown behind a step of the target, and the one-token steps it takes itself.
+"""What a device drafter is shown after a step of the target, and the one-token steps it takes itself.
 
 All of it is known without waiting for the device, but on devices whose attention drivers need exact
 lengths on the host.
@@ -7,7 +7,6 @@ lengths on the host.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,22 +21,9 @@ if TYPE_CHECKING:
     from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.tensor import Tensor
 
-    from .device_slots import DeviceSlots
-    from .input_batch import InputBatch
-    from .prompt_graphs import RecordedPrompt
-    from .recorded_step import RecordedStep
-    from .step_rows import StepRows
-
-
-@dataclass(slots=True)
-class TargetStep:
-    """The target's forward pass as it was run, for T tokens."""
-
-    attention: AttentionBatch
-    context: ForwardContext  # of a recorded pass: that of the recording
-    input_ids: Tensor  # [T]
-    hidden: Tensor  # [T, hidden], or of context.rows alone
-    recorded: RecordedPrompt | None = None  # which a drafter's part was recorded with, too
+    from .graphs import CapturedDecode, CapturedPrompt
+    from .slots import Slots
+    from .step import StepRows, TargetStep
 
 
 class DraftBatches:
@@ -48,12 +34,12 @@ class DraftBatches:
         device: DeviceBackend,
         kernels: KernelTable,
         loaded: LoadedModel,
-        batch: InputBatch,
+        slots: Slots,
         first_layer: int,
     ) -> None:
         """Layers from `first_layer` on are the drafter's."""
         self._place = kernels["place_tokens"]
-        self._device, self._xp, self._batch = device, device.xp, batch
+        self._device, self._xp, self._slots = device, device.xp, slots
         specs = list(dict.fromkeys(loaded.kv_layers[first_layer:]))
         self._drivers = {spec: loaded.attention[spec] for spec in specs}
         self._needs_exact = not all(d.can_capture_decode for d in self._drivers.values())
@@ -69,12 +55,12 @@ class DraftBatches:
         draw: Callable[[Tensor, int], Tensor],
     ) -> DraftBatch:
         """drawn: [R] int64; accepted: [S] int64 of the rows that sample, None: there were no drafts."""
-        slots, context = rows.slots, step.context
-        if context.batch is not step.attention:  # what a recording was made with, padding included
+        at, context = rows.slots, step.context
+        if context.batch is not step.attention:  # what a capture was made with, padding included
             context = self.context(step.attention, context.caches)
         return DraftBatch(
-            seq_ids=self._batch.seq_ids[slots],
-            slots=slots,
+            seq_ids=self._slots.seq_ids[at],
+            slots=at,
             draws=rows.samples,
             max_drafts=max_drafts,
             attention=step.attention,
@@ -87,64 +73,64 @@ class DraftBatches:
             decode=_Decoder(self, rows, step, max_drafts).step,
         )
 
-    def make_recorded(
+    def make_captured(
         self,
-        recorded: RecordedStep,
-        slots: DeviceSlots,
+        captured: CapturedDecode,
         max_drafts: int,
         draw: Callable[[Tensor, int], Tensor],
         *,
         is_greedy: bool,
     ) -> DraftBatch:
-        """Behind a recorded step: of all its rows, and without the host. Those that stand for nobody have no
-        room, so they write nothing."""
-        xp, size, attention = self._xp, recorded.size, recorded.attention
-        assert recorded.context is not None
-        rows = slots.rows[:size]
+        """After a captured step: of all its rows, and without the host. Padding rows have no room, so they
+        write nothing."""
+        xp, size, attention = self._xp, captured.size, captured.attention
+        state = self._slots.state
+        assert captured.context is not None
+        rows = state.rows[:size]
         tables, caches = (
             (attention.block_tables, attention.block_tables_dev),
-            recorded.context.caches,
+            captured.context.caches,
         )
         room: Tensor | None = None
 
         def decode(positions: Tensor) -> tuple[AttentionBatch, ForwardContext]:
             nonlocal room
             if room is None:
-                room = xp.index_select(slots.room, 0, rows)
+                room = xp.index_select(state.room, 0, rows)
             one_each = self.one_token_each(positions, room, *tables)
             return one_each, self.context(one_each, caches)
 
         num_known: Tensor | None = None
-        if slots.history is not None:
-            num_known = xp.index_select(slots.num_computed, 0, rows) + 1
+        if state.history is not None:
+            num_known = xp.index_select(state.num_computed, 0, rows) + 1
         return DraftBatch(
             seq_ids=np.full(size, -1, dtype=np.int64),
             slots=np.full(size, -1, dtype=np.int64),
             draws=np.ones(size, dtype=bool),
             max_drafts=max_drafts,
             attention=attention,
-            context=recorded.context,
-            input_ids=recorded.input_ids,
-            next_token_ids=recorded.drawn,
-            hidden_states=recorded.hidden,
-            last=recorded.last,
+            context=captured.context,
+            input_ids=captured.input_ids,
+            next_token_ids=captured.sampled,
+            hidden_states=captured.hidden,
+            last=captured.last,
             draw=draw,
             decode=decode,
-            history=slots.history,
+            history=state.history,
             history_rows=rows,
             num_known=num_known,
             is_greedy=is_greedy,
         )
 
     def make_prompt(
-        self, recorded: RecordedPrompt, draw: Callable[[Tensor, int], Tensor]
+        self, captured: CapturedPrompt, draw: Callable[[Tensor, int], Tensor]
     ) -> DraftBatch:
-        """Behind a recorded step with prompts, for a drafter that is to keep its cache complete."""
-        attention = recorded.attention
-        assert recorded.context is not None
+        """After a captured step with prompts, for a drafter that is to keep its cache complete."""
+        attention = captured.attention
+        assert captured.context is not None
 
         def decode(positions: Tensor) -> tuple[AttentionBatch, ForwardContext]:
-            raise RuntimeError("no drafts are wanted behind this step (DraftBatch.max_drafts is 0)")
+            raise RuntimeError("no drafts are wanted after this step (DraftBatch.max_drafts is 0)")
 
         return DraftBatch(
             seq_ids=np.full(attention.num_seqs, -1, dtype=np.int64),
@@ -152,29 +138,30 @@ class DraftBatches:
             draws=np.ones(attention.num_seqs, dtype=bool),
             max_drafts=0,
             attention=attention,
-            context=recorded.context,
-            input_ids=recorded.input_ids,
-            next_token_ids=recorded.next_ids,
-            hidden_states=recorded.hidden,
-            last=recorded.last,
+            context=captured.context,
+            input_ids=captured.input_ids,
+            next_token_ids=captured.next_ids,
+            hidden_states=captured.hidden,
+            last=captured.last,
             draw=draw,
             decode=decode,
         )
 
     def next_ids(self, rows: StepRows, step: TargetStep, drawn: Tensor | None) -> Tensor:
-        """[T] the token behind each one fed: of prompts as the host knows them, else what was drawn."""
+        """[T] the token after each one fed: of prompts as the host knows them, else what was sampled."""
         num_tokens = int(step.input_ids.shape[0])
         if drawn is not None and drawn.shape[0] == num_tokens:
-            return drawn  # every token fed was sampled behind
-        batch = self._batch
+            return drawn  # a token was sampled after every one fed
+        store = self._slots
         token_slots = np.repeat(rows.slots, rows.counts)
         first = np.cumsum(rows.counts) - rows.counts
         positions = np.arange(token_slots.size) + np.repeat(rows.starts - first, rows.counts)
         following = np.zeros(num_tokens, dtype=np.int64)
-        following[: token_slots.size] = batch.token_ids[token_slots, positions + 1]
+        following[: token_slots.size] = store.token_ids[token_slots, positions + 1]
         ids = self._device.to_device(following)
         if drawn is not None:
-            self._xp.index_copy_(ids, 0, self._device.to_device(rows.sample_tokens), drawn)
+            where = self._device.to_device(rows.positions().tokens)
+            self._xp.index_copy_(ids, 0, where, drawn)
         return ids
 
     def last(self, rows: StepRows, accepted: Tensor | None) -> Tensor:
@@ -193,7 +180,7 @@ class DraftBatches:
         self, positions: Tensor, room: Tensor, tables: np.ndarray, tables_dev: Tensor
     ) -> AttentionBatch:
         """One token per row at these positions; rows without room for it write nothing."""
-        size, num_rows = self._batch.block_size, int(positions.shape[0])
+        size, num_rows = self._slots.block_size, int(positions.shape[0])
         where, slot_mapping, seq_lens = self._place(positions, room, tables_dev, size)
         host_lens = np.full(num_rows, tables.shape[1] * size, dtype=np.int32)
         if self._needs_exact:
@@ -229,16 +216,16 @@ class DraftBatches:
         return self._offsets[num_rows]
 
     def tables(self, rows: StepRows, more: int) -> tuple[np.ndarray, Tensor]:
-        """Block tables wide enough for `more` tokens behind the step's."""
-        batch = self._batch
-        width = -(-(int(rows.seq_lens.max(initial=1)) + more) // batch.block_size)
-        host = batch.block_tables[rows.slots, : min(width, batch.block_tables.shape[1])]
+        """Block tables wide enough for `more` tokens after the step's."""
+        store = self._slots
+        width = -(-(int(rows.seq_lens.max(initial=1)) + more) // store.block_size)
+        host = store.block_tables[rows.slots, : min(width, store.block_tables.shape[1])]
         return host, self._device.to_device(host)
 
     def limits(self, rows: StepRows) -> Tensor:
         """[B] int64 on the device: tokens that a row's blocks hold; 0 for rows that do not draw."""
-        batch = self._batch
-        held = np.minimum(batch.num_blocks[rows.slots] * batch.block_size, batch.max_model_len)
+        store = self._slots
+        held = np.minimum(store.num_blocks[rows.slots] * store.block_size, store.max_model_len)
         return self._device.to_device(np.where(rows.samples, held, 0))
 
 
@@ -248,13 +235,13 @@ class _Decoder:
     def __init__(
         self, batches: DraftBatches, rows: StepRows, step: TargetStep, max_drafts: int
     ) -> None:
-        self._batches, self._rows, self._step, self._more = batches, rows, step, max_drafts
+        self._slotses, self._rows, self._step, self._more = batches, rows, step, max_drafts
         self._limits: Tensor | None = None
         self._tables: tuple[np.ndarray, Any] | None = None
 
     def step(self, positions: Tensor) -> tuple[AttentionBatch, ForwardContext]:
         """One token per row at these positions."""
-        batches = self._batches
+        batches = self._slotses
         if self._limits is None or self._tables is None:
             self._limits = batches.limits(self._rows)
             self._tables = batches.tables(self._rows, self._more)

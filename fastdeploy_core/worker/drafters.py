@@ -56,13 +56,13 @@ class DrafterMaker:
         self._device, self._kernels = device, kernels
         self._loaded, self._resolved = loaded, resolved
 
-    def make(self, rank: int, *, records: bool = False) -> Drafters:
-        """What drafts on the host does so on rank 0, what drafts on the device on every rank. `records`:
-        decode steps will be recorded."""
+    def make(self, rank: int, *, captures: bool = False) -> Drafters:
+        """What drafts on the host does so on rank 0, what drafts on the device on every rank. `captures`:
+        decode steps will be captured."""
         method, needs = self._speculative.method, self._resolved.speculative
         driver = self._resolved.load("speculative", method)
         # Rank 0 alone knows the tokens, so histories can be kept on the device of a single rank only.
-        can_keep = records and self._device.limits.step_buckets is None
+        can_keep = captures and self._device.limits.step_buckets is None
         if can_keep and self._config.parallel.tensor_parallel_size == 1:
             driver = getattr(driver, "on_device", driver)
         runs_on = getattr(driver, "runs_on", "")

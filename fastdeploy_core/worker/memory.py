@@ -112,7 +112,7 @@ class MemoryProfile:
             f" - {self.step_bytes / GIB:.2f} GiB{' at most' * self.is_bound} for the largest step"
         )
         if self.graph_bytes:
-            text += f" - {self.graph_bytes / GIB:.2f} GiB for recorded decode steps"
+            text += f" - {self.graph_bytes / GIB:.2f} GiB for captured decode steps"
         if self.shared_with:
             text += (
                 f", at most {SHARED_FRACTION:g} of {self.free_bytes / GIB:.2f} GiB free host memory"

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend, DeviceLimits, StepBuckets
     from fastdeploy_core.plugins.kernels import ChosenKernels
 
+    from .layout import StepShape, StepShapes
     from .model_runner import ModelRunner
-    from .step_shapes import StepShape, StepShapes
 
 logger = logging.getLogger(__name__)
 
@@ -39,19 +39,14 @@ class Stopwatch:
 
 
 def dummy_step(
-    config: EngineConfig,
-    step_id: int,
-    lengths: Sequence[int],
-    finished: list[int],
-    num_drafts: int = 0,
+    config: EngineConfig, step_id: int, lengths: Sequence[int], finished: list[int], room: int = 0
 ) -> SchedulerOutput:
-    """A step of new sequences with so many tokens each and drafts behind them, in blocks from 0 on, with
-    room for as many drafts again."""
+    """A step of new sequences with so many tokens each, in blocks from 0 on that hold `room` more."""
     params = SamplingParams(top_p=0.9, top_k=50, seed=0, logprobs=1)
     new: list[NewSequence] = []
     first_block = 0
     for number, length in enumerate(lengths):
-        num_blocks = -(-(length + 2 * num_drafts) // config.cache.block_size)
+        num_blocks = -(-(length + room) // config.cache.block_size)
         new.append(
             NewSequence(
                 seq_id=step_id * config.batch.max_num_seqs + number,
@@ -63,20 +58,21 @@ def dummy_step(
             )
         )
         first_block += num_blocks
-    rows = BatchRows.of(
-        [n.seq_id for n in new],
-        [0] * len(new),
-        [length + num_drafts for length in lengths],
-        drafts={row: [0] * num_drafts for row in range(len(new) if num_drafts else 0)},
-    )
-    most = config.speculative.num_speculative_tokens if config.speculative is not None else -1
     return SchedulerOutput(
         step_id=step_id,
         new_sequences=new,
-        rows=rows,
+        rows=BatchRows.of([n.seq_id for n in new], [0] * len(new), lengths),
         finished_seq_ids=finished,
-        max_drafts=most,
+        max_drafts=-1 if config.speculative is None else config.speculative.num_speculative_tokens,
     )
+
+
+def drafted_step(config: EngineConfig, before: SchedulerOutput, num_drafts: int) -> SchedulerOutput:
+    """The sequences that are new in `before`, of one token each, go on with so many drafts each."""
+    ids = [new.seq_id for new in before.new_sequences]
+    fed = [num_drafts] * len(ids)
+    rows = BatchRows.of(ids, [1] * len(ids), [1 + num_drafts] * len(ids), num_drafts=fed)
+    return SchedulerOutput(step_id=before.step_id + 1, rows=rows, max_drafts=before.max_drafts)
 
 
 def warm_up(runner: ModelRunner, config: EngineConfig, shapes: StepShapes, num_blocks: int) -> None:
@@ -103,7 +99,7 @@ def shaped_step(
     num_blocks: int,
     finished: list[int],
 ) -> SchedulerOutput:
-    """A step that is padded to the shape: `count` tokens behind `start` cached ones in each row. Rows may
+    """A step that is padded to the shape: `count` tokens after `start` cached ones in each row. Rows may
     write over each other, since nobody needs what they write."""
     size, most = config.cache.block_size, min(shape.rows, config.batch.max_num_seqs)
     blocks = [i % num_blocks for i in range(-(-(start + count) // size))]

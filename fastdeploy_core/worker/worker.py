@@ -25,14 +25,15 @@ from fastdeploy_core.types import SchedulerOutput
 from fastdeploy_core.types.worker import WorkerInfo
 
 from .drafters import DrafterMaker
+from .graph_sizes import graph_sizes
 from .memory import LowWater, MemoryProfile, give_back_freed, probe
 from .model_runner import ModelRunner
-from .pending import PendingOutput
-from .recorded_draws import can_record_draws
-from .recorded_sizes import graph_sizes
+from .results import PendingOutput
+from .sampling_step import can_capture_sampling
 from .start_up import (
     Stopwatch,
     device_lines,
+    drafted_step,
     dummy_step,
     kernel_lines,
     largest_padded_step,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.plugins.kernels import ChosenKernels
     from fastdeploy_core.plugins.resolve import ResolvedPlugins
 
-    from .step_shapes import StepShapes
+    from .layout import StepShapes
 
 logger = logging.getLogger(__name__)
 
@@ -98,13 +99,13 @@ class Worker:
         loaded = self._load_model(device, kernels, free_before)
         sizes, about_graphs = graph_sizes(
             *(self.config, device.limits, loaded.attention.values(), self.world_size),
-            can_draw=can_record_draws(device, kernels),
+            can_sample=can_capture_sampling(device, kernels),
         )
         drafters = None
         if self.config.speculative is not None:
             drafters = DrafterMaker(
                 self.config, self.config.speculative, device, kernels, loaded, self.resolved
-            ).make(self.rank, records=bool(sizes))
+            ).make(self.rank, captures=bool(sizes))
         gc.collect()
         give_back_freed()
         weight_bytes = loaded.weight_bytes
@@ -122,8 +123,8 @@ class Worker:
         return info
 
     def initialize_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """Allocate the KV pool, and the host tier when num_host_blocks is above 0; then record decode
-        steps over it. All ranks at the same time, as in load()."""
+        """Allocate the KV pool, and the host tier when num_host_blocks is above 0; then capture graphs
+        over it. All ranks at the same time, as in load()."""
         runner, device = self._ready()
         try:
             runner.allocate_cache(num_blocks, num_host_blocks, is_touched=False)
@@ -137,7 +138,7 @@ class Worker:
             ) from error
         if runner.shapes is not None:
             warm_up(runner, self.config, runner.shapes, num_blocks)
-        runner.record_graphs()
+        runner.capture_graphs()
 
     def launch(self, step: SchedulerOutput) -> PendingOutput:
         """Queue one step's work on the device; the result is fetched with PendingOutput.wait()."""
@@ -248,8 +249,8 @@ class Worker:
             on_host=limits.shares_host_memory and not limits.overlap,
             host_tier=limits.host_tier,
             logprobs=limits.logprobs,
-            max_rows_ahead=runner.max_rows_ahead,
-            records_drafts=runner.records_drafts,
+            captures_drafts=runner.captures_drafts,
+            captures_drafting=runner.captures_drafting,
             max_decodes=runner.max_decodes,
             device=device.name,
             tensor_library=device.xp.name,
@@ -261,7 +262,7 @@ class Worker:
         )
 
     def _rehearse(self, device: DeviceBackend, weight_bytes: int) -> bool:
-        """Where kernels are compiled at first use: meet those of the largest steps and of the recorded
+        """Where kernels are compiled at first use: meet those of the largest steps and of captured
         ones now, so that they are compiled side by side. Whether there was anything to do."""
         if not isinstance(device, CompilingDevice):
             return False
@@ -269,8 +270,7 @@ class Worker:
         steps, num_blocks = largest_steps(self.config, shapes=runner.shapes)
         with device.compile_only(), _beside(weight_bytes):
             runner.allocate_cache(num_blocks, 0)
-            for step in steps:
-                runner.launch(step).wait()
+            runner.run_largest(steps)
             runner.rehearse_graphs()
             runner.free_cache()
         return True
@@ -316,8 +316,7 @@ class Worker:
         with _beside(weight_bytes):
             with LowWater(look) as water:
                 runner.allocate_cache(num_blocks, 0)
-                for step in steps:
-                    runner.launch(step).wait()
+                runner.run_largest(steps)
             graph_bytes = runner.graph_bytes()
             runner.free_cache()
             gc.collect()
@@ -369,6 +368,8 @@ def largest_steps(
         left -= lengths[-1]
     steps = [dummy_step(config, 0, lengths, [])]
     ids = [new.seq_id for new in steps[0].new_sequences]
-    steps.append(dummy_step(config, 1, [1] * batch.max_num_seqs, ids, k))
+    steps.append(dummy_step(config, 1, [1] * batch.max_num_seqs, ids, 1 + 2 * k))
+    if k:
+        steps.append(drafted_step(config, steps[-1], k))
     num_blocks = max(sum(len(n.block_ids) for n in s.new_sequences) for s in steps)
     return steps, num_blocks

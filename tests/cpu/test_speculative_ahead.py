@@ -281,7 +281,7 @@ def test_histories_on_the_device_are_complete_whenever_they_are_read(
     propose = DeviceNgramDrafter.propose
 
     def comparing(self: DeviceNgramDrafter, batch: Any) -> Any:
-        held, host = batch.history.numpy(), bench.worker._runner.batch
+        held, host = batch.history.numpy(), bench.worker._runner.slots
         for slot, known in zip(batch.history_rows.tolist(), batch.num_known.tolist(), strict=True):
             if slot < host.max_num_seqs:
                 known = min(known, int(host.num_known[slot]))

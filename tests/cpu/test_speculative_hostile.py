@@ -251,7 +251,7 @@ def test_memory_is_measured_with_as_many_drafts_as_there_can_be(
         worker = Worker(config, bench._resolved)
         info = worker.load()
         assert info.available_bytes > 0
-        speculation = worker._runner._speculation
+        speculation = worker._runner._drafting
         assert speculation.num_failures == 0
         assert not getattr(speculation._drafter, "_histories", None), "nothing stays of it"
         worker.close()

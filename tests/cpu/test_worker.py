@@ -52,7 +52,7 @@ def test_load_tells_what_the_scheduler_needs(folder: Path, tensor_library: str) 
     a_layer = 2 * hidden * (hidden + kv) + 3 * hidden * inner + 2 * hidden
     # Whatever others take of the host's memory meanwhile.
     assert info.weight_bytes == 4 * (2 * a_layer + 2 * 131 * hidden + hidden)
-    assert worker._runner.batch.slot_of == {}, "the profile leaves no sequence behind"
+    assert worker._runner.slots.slot_of == {}, "the profile leaves no sequence behind"
     copies = BlockCopies(device_to_device=[(0, 1)])
     with pytest.raises(WorkerError, match="before the cache"):
         worker.launch(SchedulerOutput(step_id=1, copies=copies))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # than half a millisecond, so a poll must not come a tenth of that late.
 POLL_S = 0.00002
 PR_SET_TIMERSLACK = 29  # Linux; other systems keep their timers
-# Host buffers of uploads that may be on their way at once; a step behind a prompt makes several.
+# Host buffers of uploads that may be on their way at once; a step after a prompt makes several.
 NUM_SOURCES = 8
 # Every part of a packed copy begins at a multiple of this.
 ALIGNMENT = 16
@@ -54,7 +54,7 @@ def _sleep_precisely() -> None:
 class Uploads:
     """Packs int64 arrays into one copy to the device.
 
-    The tensors of one `send` are overwritten by the next one, which the device does behind all work
+    The tensors of one `send` are overwritten by the next one, which the device does after all work
     queued in between.
     """
 
@@ -100,7 +100,7 @@ class Downloads:
         self._free: list[np.ndarray] = []
         # Then results are here already when a step was launched, and nothing is on its way.
         self._is_host = device.limits.shares_host_memory and not device.limits.overlap
-        # Recorded steps leave their results in the same tensors again and again.
+        # Captured graphs leave their results in the same tensors again and again.
         self._tensors: list[Tensor] = []
         self._places: list[tuple[slice, str, tuple[int, ...]]] = []
         self._total = 0
@@ -138,7 +138,7 @@ class Downloads:
 
 
 class Download:
-    """Values that arrive when an event recorded behind `Downloads.start` has happened."""
+    """Values that arrive when an event recorded after `Downloads.start` has happened."""
 
     def __init__(
         self,

@@ -1,0 +1,467 @@
+"""What steps produced, brought to the host in the order of their launch: one queue, one record.
+
+A step's results come from one of two sources. Kernels of captured steps write them into the host's
+memory by themselves on a device that posts (PostingDevice); elsewhere copies are queued when a step
+is launched. Reading looks at host memory only, once the results are there, so it disturbs nothing
+that the device does meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastdeploy_core.contracts.device import DeviceBackend, DeviceEvent, PostingDevice
+from fastdeploy_core.errors import WorkerError
+from fastdeploy_core.sampling import columns as bits
+from fastdeploy_core.sampling.logprobs import read
+from fastdeploy_core.types import ModelRunnerOutput, TokenLogprobs
+
+from .step import Arriving, Launched, StepResults
+from .transfers import Downloads, wait_for
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from fastdeploy_core.sampling.logprobs import LogprobTensors
+    from fastdeploy_core.tensor import Tensor
+
+    from .drafting import Drafting
+    from .sampling_step import SamplingState
+    from .slots import Slots
+
+NAN = "nan_logits"
+FORBIDDEN = "no_possible_token"
+NOT_IN_GRAMMAR = "grammar_violation"
+# Kernel mark_broken writes these in place of a token; the last one stands for what the host had found
+# out before the tokens were there, which Sampling.errors names.
+FOUND_BEFORE = -4
+MARKS = {-2: NAN, -3: FORBIDDEN}
+NOT_KEPT = -1  # after a row's last kept token
+
+# Pages of a postbox: steps that may be on their way while one is read, and those whose drafts nobody
+# has looked at yet; of each decode of a step that are several.
+NUM_PAGES = 4
+# After a row's results: how many drafts were judged, and how many of them were accepted.
+NUM_MORE = 2
+# Then a lost device is looked for, which would never write: some 20 ms.
+PATIENCE = 500
+# Which half of a word the host reads as the number; the other one is the turn.
+LOW = 0 if sys.byteorder == "little" else 1
+NO_TOKENS = np.zeros(0, dtype=np.int64)
+
+
+class Results:
+    """Launched steps whose tokens the host has not seen. `lock` guards the slots."""
+
+    def __init__(
+        self,
+        device: DeviceBackend,
+        slots: Slots,
+        state: SamplingState | None,
+        lock: threading.RLock,
+        drafting: Drafting | None = None,
+    ) -> None:
+        self._slots, self._state, self._lock = slots, state, lock
+        self._device, self._drafting = device, drafting
+        self._downloads = Downloads(device)
+        self._unread: deque[Launched] = deque()
+        # By slot: drafts that the newest step which was read has left on the device.
+        self._num_left = np.zeros(slots.max_num_seqs, dtype=np.int64)
+        # A step that was read while its drafts were still on their way.
+        self._awaited: tuple[Launched, StepResults, Arrival] | None = None
+
+    def expect(self, launched: Launched) -> None:
+        """A step was sampled; `publish` follows."""
+        self._unread.append(launched)
+
+    def publish(self, launched: Launched, tokens: Tensor | None, drafts: Tensor | None) -> None:
+        """Queue the copies of a step that has just been launched, unless all it tells comes by
+        itself. tokens: marked ones, [sampling rows, columns], -1 after a row's last kept one, or
+        [sampling rows]. drafts: [B, n], for the next step, or the same tensor as the tokens with n
+        further columns."""
+        arriving = launched.arriving
+        arriving.has_drafts, arriving.is_joined = drafts is not None, drafts is tokens
+        tensors: list[Tensor] = []
+        if arriving.posted:
+            arriving.event = arriving.posted[-1].results
+        elif tokens is not None:
+            arriving.num_columns = 1 if launched.rows.num_decodes > 1 else launched.rows.width
+            tensors.append(tokens)
+        if not arriving.posted and drafts is not None and not arriving.is_joined:
+            tensors.append(drafts)
+        for _, record in self._logprob_parts(launched):
+            tensors += record.tensors()
+        if tensors or not arriving.posted:
+            arriving.download = self._downloads.start(tensors)
+            arriving.event = self._device.record_event()
+
+    def clear(self) -> None:
+        """Nobody will ask for what is on its way."""
+        self._unread.clear()
+        self._awaited = None
+
+    def read_all(self) -> None:
+        """Every launched step, and the drafts of the last one."""
+        with self._lock:
+            while self._unread:
+                self._read(self._unread.popleft())
+            self._take_awaited()
+
+    def read_until(self, last: Launched) -> None:
+        """Every step up to `last`, in order of launch."""
+        with self._lock:
+            while last.results is None:
+                self._read(self._unread.popleft())
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def _read(self, launched: Launched) -> None:
+        arriving, rows = launched.arriving, launched.rows
+        wait_for(arriving.event)
+        self._take_awaited()
+        arrays = iter(() if arriving.download is None else arriving.download.arrays)
+        pages: list[np.ndarray] = []
+        fed = NO_TOKENS
+        drafts: Arrival | np.ndarray | None = None
+        if arriving.posted:
+            pages, fed = self._posted(arriving)
+            drafts = arriving.posted[-1].drafts if arriving.has_drafts else None
+        elif arriving.num_columns:
+            pages, fed, drafts = self._copied(launched, arrays)
+        elif arriving.has_drafts:
+            drafts = next(arrays)
+        found = StepResults(NO_TOKENS, np.zeros(rows.slots.size, np.int64), {**launched.errors})
+        logprobs = self._read_logprobs(launched, found, arrays)
+        if pages:
+            self._take_tokens(launched, found, pages)
+            self._name_logprobs(launched, found, logprobs)
+        if self._drafting is not None:
+            launched.draft_failures = self._drafting.num_failures
+            self._num_left[rows.slots] = 0
+        if self._drafting is not None and launched.concerns_drafters:
+            if pages and rows.width > 1:
+                self._tell_drafts(launched, found, pages, fed)
+            if isinstance(drafts, Arrival):
+                self._awaited = (launched, found, drafts)
+            else:
+                self._take_drafts(launched, found, drafts)
+        if arriving.download is not None:
+            arriving.download.release()
+        launched.results = found  # last: another thread may be looking at it without the lock
+
+    @staticmethod
+    def _posted(arriving: Arriving) -> tuple[list[np.ndarray], np.ndarray]:
+        """[B, columns] marked tokens of each decode, and [num_decodes, B] drafts that were judged."""
+        pages = [arrived(post.results) for post in arriving.posted]
+        width = pages[0].shape[1] - NUM_MORE
+        fed = np.stack([page[:, width] for page in pages])
+        return [page[:, :width] for page in pages], fed
+
+    def _copied(
+        self, launched: Launched, arrays: Iterator[np.ndarray]
+    ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray | None]:
+        """The same of rows that sample, and [B, n] drafts for the next step."""
+        rows, arriving, values = launched.rows, launched.arriving, next(arrays)
+        size, columns = rows.slots.size, arriving.num_columns
+        if rows.num_decodes > 1:  # kernel keep_results: in the column of its position
+            nth = rows.starts[:, None] + np.arange(1, 1 + rows.num_decodes)
+            values = np.take_along_axis(values[:size], nth % values.shape[1], 1)
+            pages = np.split(values, rows.num_decodes, 1)
+        else:
+            table = values.reshape([-1, columns]) if values.ndim == 1 else values
+            num_sampling = size if rows.is_decode else int(np.count_nonzero(rows.samples))
+            pages = [table[:num_sampling, :columns].copy()]
+        drafts: np.ndarray | None = None
+        if arriving.has_drafts:
+            drafts = values[:size, columns:] if arriving.is_joined else next(arrays)[:size]
+        fed = self._num_left[rows.slots] if launched.fed is None else launched.fed
+        return pages, np.minimum(fed, columns - 1)[None], drafts
+
+    def _take_tokens(self, launched: Launched, found: StepResults, pages: list[np.ndarray]) -> None:
+        """Write tokens into the history of sequences that are still here, and advance grammars. A row
+        is cut before what means nothing, and fails if nothing of it is left."""
+        rows, slots = launched.rows, launched.rows.slots
+        own = None if rows.is_decode or rows.samples.all() else np.flatnonzero(rows.samples)
+        owners = launched.owners
+        if own is not None:
+            slots, owners = slots[own], owners[own]
+        stays = self._slots.owner[slots] == owners
+        is_whole = bool(stays.all())  # else a slot has changed hands since the launch
+        sampling, state = launched.sampling, self._state
+        assert sampling is not None
+        for page in pages:
+            if found.errors or np.count_nonzero(page[:, 0] < 0):
+                self._cut_broken(launched, found, page, own)
+            if state is not None and sampling.plan.flags & bits.GRAMMAR:
+                self._advance_grammars(found, page, slots, own, stays)
+            counts = np.add.reduce(page >= 0, 1)
+            if is_whole:
+                self._slots.learn(slots, page, counts)
+            else:
+                self._slots.learn(slots[stays], page[stays], counts[stays])
+        tokens = pages[0] if len(pages) == 1 else np.concatenate(pages, 1)
+        is_kept = tokens >= 0
+        found.token_ids = tokens[is_kept]
+        found.counts[slice(None) if own is None else own] = np.add.reduce(is_kept, 1)
+
+    @staticmethod
+    def _cut_broken(
+        launched: Launched, found: StepResults, page: np.ndarray, own: np.ndarray | None
+    ) -> None:
+        """Rows whose token means nothing have come to an error, and give nothing from here on."""
+        sampling = launched.sampling
+        assert sampling is not None
+        for number in np.flatnonzero(page[:, 0] < 0).tolist():
+            row, mark = number if own is None else int(own[number]), int(page[number, 0])
+            if mark == FOUND_BEFORE:
+                where = launched.rows.positions()
+                place = int(np.flatnonzero((where.rows == row) & (where.nth == 0))[0])
+                found.errors.setdefault(row, sampling.errors[place])
+            else:
+                found.errors.setdefault(row, MARKS.get(mark, NAN))
+        numbers = np.array(list(found.errors), dtype=np.int64)
+        if own is not None:
+            numbers = np.flatnonzero(np.isin(own, numbers))
+        page[numbers] = NOT_KEPT
+
+    def _advance_grammars(
+        self,
+        found: StepResults,
+        page: np.ndarray,
+        slots: np.ndarray,
+        own: np.ndarray | None,
+        stays: np.ndarray,
+    ) -> None:
+        assert self._state is not None
+        for number in np.flatnonzero(stays).tolist():
+            for nth, token in enumerate(page[number].tolist()):
+                if token >= 0 and not self._state.advance(int(slots[number]), token):
+                    row = number if own is None else int(own[number])
+                    found.errors[row] = NOT_IN_GRAMMAR
+                    page[number, nth:] = NOT_KEPT
+                    break
+
+    # -- drafts -----------------------------------------------------------------------------------
+
+    def _tell_drafts(
+        self, launched: Launched, found: StepResults, pages: list[np.ndarray], fed: np.ndarray
+    ) -> None:
+        rows, size = launched.rows, launched.rows.slots.size
+        found.num_drafts = np.zeros((len(pages), size), dtype=np.int64)
+        found.num_accepted = np.zeros_like(found.num_drafts)
+        own = slice(None) if rows.is_decode else np.flatnonzero(rows.samples)
+        found.num_drafts[:] = fed
+        for number, page in enumerate(pages):
+            found.num_accepted[number, own] = np.maximum(np.add.reduce(page >= 0, 1) - 1, 0)
+        assert self._drafting is not None
+        self._drafting.observe(launched, found)
+
+    def _take_drafts(
+        self, launched: Launched, found: StepResults, drafts: np.ndarray | None
+    ) -> None:
+        assert self._drafting is not None
+        began = time.perf_counter()
+        slots = launched.rows.slots
+        self._num_left[slots] = 0 if drafts is None else np.add.reduce(drafts >= 0, 1)
+        self._drafting.collect(launched, found, drafts)
+        launched.times.draft_s += time.perf_counter() - began
+
+    def _take_awaited(self) -> None:
+        """Drafts that were still on their way when the step that made them was read."""
+        if self._awaited is not None:
+            launched, found, arrival = self._awaited
+            self._awaited = None
+            self._take_drafts(launched, found, arrived(arrival))
+
+    # -- log-probabilities ------------------------------------------------------------------------
+
+    @staticmethod
+    def _logprob_parts(launched: Launched) -> Iterator[tuple[int | None, LogprobTensors]]:
+        """What is copied after tokens and drafts: of the sampled tokens (None), then of prompts by
+        batch row."""
+        if launched.sampling is not None and launched.sampling.logprobs is not None:
+            yield None, launched.sampling.logprobs
+        yield from launched.prompt_logprobs
+
+    def _read_logprobs(
+        self, launched: Launched, found: StepResults, arrays: Iterator[np.ndarray]
+    ) -> dict[int, TokenLogprobs]:
+        """Those of prompts go to their rows; returned are those of sampled tokens, by position."""
+        sampled: dict[int, TokenLogprobs] = {}
+        for row, records in self._logprob_parts(launched):
+            entries = read(records, arrays)
+            if row is None:
+                sampled = dict(zip(records.rows.tolist(), entries, strict=True))
+                continue
+            if not all(math.isfinite(value) for entry in entries for value in entry.logprobs):
+                found.errors[row] = NAN
+            found.prompt_logprobs.setdefault(row, []).extend(entries)
+        return sampled
+
+    @staticmethod
+    def _name_logprobs(
+        launched: Launched, found: StepResults, entries: dict[int, TokenLogprobs]
+    ) -> None:
+        """Entries by sampled position become those of each row's kept tokens."""
+        if not entries:
+            return
+        where = launched.rows.positions()
+        first = dict(
+            zip(where.rows[::-1].tolist(), range(where.rows.size - 1, -1, -1), strict=True)
+        )
+        for row, count in enumerate(found.counts.tolist()):
+            if count and first[row] in entries:
+                found.logprobs[row] = [entries[first[row] + nth] for nth in range(count)]
+
+
+class PendingOutput:
+    """`wait()` returns the step's ModelRunnerOutput; steps are read in the order of their launch."""
+
+    def __init__(self, launched: Launched, read: Callable[[Launched], None]) -> None:
+        self._launched = launched
+        self._read = read
+        self._output: ModelRunnerOutput | None = None
+
+    def wait(self) -> ModelRunnerOutput:
+        """Wait for the device, then build the answer. May be called again."""
+        if self._output is None:
+            began = time.perf_counter()
+            launched, times = self._launched, self._launched.times
+            self._read(launched)
+            self._output = _output(launched)
+            self._output.execute_s = times.launch_s + time.perf_counter() - began
+        return self._output
+
+
+def _output(launched: Launched) -> ModelRunnerOutput:
+    found, rows = launched.results, launched.rows
+    assert found is not None, "the step was read"
+    is_single = rows.is_decode and rows.width == rows.num_decodes == 1 and not found.errors
+    for row in found.errors:
+        found.prompt_logprobs.pop(row, None)
+    return ModelRunnerOutput(
+        step_id=launched.step_id,
+        token_ids=found.token_ids,
+        counts=None if is_single else found.counts,
+        num_drafts=found.num_drafts,
+        num_accepted=found.num_accepted,
+        logprobs=found.logprobs,
+        prompt_logprobs=found.prompt_logprobs,
+        errors=found.errors,
+        model_s=launched.times.model_s,
+        draft_s=launched.times.draft_s,
+        draft_failures=launched.draft_failures,
+    )
+
+
+class Postbox:
+    """What captured steps write into the host's memory by themselves; `turn` is the device's count.
+
+    A captured step has a number, its turn, which the device counts and the host counts along. Results
+    and drafts come to the page of the turn, each number with the turn beside it: when all are of that
+    turn they are there, and no copy and no event is queued for them. The results come before drafts are
+    made.
+    """
+
+    def __init__(
+        self,
+        device: DeviceBackend,
+        turn: Tensor,
+        max_rows: int,
+        max_drafts: int,
+        max_decodes: int = 1,
+    ) -> None:
+        assert isinstance(device, PostingDevice)
+        self._device, self._turn, self._count = device, turn, -1
+        self._num_pages = NUM_PAGES * max_decodes
+        self._results, self._results_host = self._box(max_rows, 1 + max_drafts + NUM_MORE)
+        self._drafts, self._drafts_host = self._box(max_rows, max(1, max_drafts))
+        # As kernels take them.
+        self.results, self.drafts = (self._results, turn), (self._drafts, turn)
+
+    def _box(self, rows: int, width: int) -> tuple[Tensor, np.ndarray]:
+        assert isinstance(self._device, PostingDevice)
+        box, host = self._device.host_box(self._num_pages * rows * width)
+        shape = (self._num_pages, rows, width)
+        return box.view(list(shape)), host.reshape(shape)
+
+    def begin(self) -> None:
+        """A captured step is launched."""
+        if self._count < 0:
+            self._count = int(self._device.to_host(self._turn)[0])
+        self._count += 1
+
+    def forget(self) -> None:
+        """A step failed: whether the device has counted it is not known."""
+        self._count = -1
+
+    def expect(self, num_rows: int, width: int, num_drafts: int, back: int = 0) -> Posted:
+        """What the step launched last, or so many before it, will write: tokens of the rows, and drafts if it
+        makes any."""
+        turn = self._count - back
+        page, tag = turn % self._num_pages, (turn + 2**31) % 2**32 - 2**31
+        results = self._results_host[page, :num_rows, : width + NUM_MORE]
+        drafts = self._drafts_host[page, :num_rows, :num_drafts]
+        return Posted(Arrival(self._device, results, tag), Arrival(self._device, drafts, tag))
+
+
+class Posted:
+    """One step's post."""
+
+    __slots__ = ("drafts", "results")
+
+    def __init__(self, results: Arrival, drafts: Arrival) -> None:
+        self.results, self.drafts = results, drafts
+
+
+class Arrival:
+    """A DeviceEvent: these numbers are there. Then `values` holds them."""
+
+    __slots__ = ("_device", "_event", "_num_queries", "_tag", "_words", "values")
+
+    def __init__(self, device: DeviceBackend, words: np.ndarray, tag: int) -> None:
+        self._device, self._words, self._tag = device, words, tag
+        self._num_queries = 0
+        self._event: DeviceEvent | None = None
+        self.values: np.ndarray | None = None
+
+    def query(self) -> bool:
+        """Whether they are; WorkerError, or what the device says, if they never will be."""
+        if self.values is not None:
+            return True
+        is_over, words = self._is_over(), self._words
+        # The last one first: while the host waits, most queries end here.
+        if not words.size or words[-1, -1] >> 32 == self._tag:
+            halves = words.copy().view(np.int32)  # number and turn of a word are read at once
+            if np.count_nonzero(halves[:, 1 - LOW :: 2] == self._tag) == words.size:
+                self.values = halves[:, LOW::2].astype(np.int64)
+                return True
+        if is_over:
+            raise WorkerError("a step has ended, and its results are not in the host's memory")
+        return False
+
+    def peek(self) -> np.ndarray:
+        """What lies there, which may be of another turn."""
+        return self._words.view(np.int32)[:, LOW::2]
+
+    def _is_over(self) -> bool:
+        """Whether, as far as was looked, everything queued until now has ended; raises what the device died
+        of."""
+        self._num_queries += 1
+        if self._num_queries == PATIENCE:
+            self._event = self._device.record_event()
+        return self._event is not None and self._event.query()
+
+
+def arrived(arrival: Arrival) -> np.ndarray:
+    """The values, once they are there."""
+    wait_for(arrival)
+    assert arrival.values is not None
+    return arrival.values
