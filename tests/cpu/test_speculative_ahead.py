@@ -27,10 +27,9 @@ from fastdeploy_core.scheduler import decode_count
 from fastdeploy_core.scheduler import settings as scheduler_settings
 from fastdeploy_core.speculative.ngram import DeviceNgramDrafter
 from fastdeploy_core.types import SchedulerOutput
-from fastdeploy_core.worker import recorded_sizes
+from fastdeploy_core.worker import graph_sizes
 from fastdeploy_core.worker.draft_batch import DraftBatches
-from fastdeploy_core.worker.prompt_graphs import RecordedPrompt
-from fastdeploy_core.worker.recorded_step import RecordedStep
+from fastdeploy_core.worker.graphs import CapturedDecode, CapturedPrompt
 from fastdeploy_testing.capturing import CapturingDevice, OnCapturingDevice
 from tests.cpu.engine_mixes import LateResult, Settings, play
 from tests.cpu.speculative_mixes import (
@@ -97,7 +96,7 @@ def bench(
             patch.setattr(CapturingDevice, "__init__", several)
             patch.setattr(decode_count, "most_at", lambda *step: 1e6)
             patch.setattr(scheduler_settings, "BEFORE_SEVERAL", 2)
-        patch.setattr(recorded_sizes, "prompt_ladder", lambda most: PROMPT_SIZES)
+        patch.setattr(graph_sizes, "prompt_ladder", lambda most: PROMPT_SIZES)
         made = SpeculativeBench(
             folder, tensor_library, method, options, captures=True, processors=()
         )
@@ -106,7 +105,7 @@ def bench(
             drafter, xp = made.speculation._drafter, made.worker.device.xp
             made.speculation._drafter = SpoilsDevice(drafter, xp, made.vocab_size)
         yield made
-        assert (made.worker._runner._slots.postbox is not None) == bool(posts)
+        assert (made.worker._runner.slots.postbox is not None) == bool(posts)
 
 
 def lose_what_was_left(bench: SpeculativeBench) -> None:
@@ -115,7 +114,7 @@ def lose_what_was_left(bench: SpeculativeBench) -> None:
     for step in [] if graphs is None else graphs._steps.values():
         if step._forward is bench.worker.device.current:
             for other in graphs._steps.values():
-                for left in (other.drawn, other.last):
+                for left in (other.sampled, other.last):
                     if left is not None:
                         left[:] = 2**40
 
@@ -221,14 +220,14 @@ def test_rows_of_nobody_beside_sampled_ones_are_drafted_for_from_numbers_of_thei
     if bench._executor._info.max_decodes > 1:
         pytest.skip("where steps may be of several decodes all draws are recorded")
     requests, truth = world
-    padded, write_back = [], RecordedStep.write_back
+    padded, write_back = [], CapturedDecode.write_back
 
-    def noting(self: RecordedStep, num_rows: int, drawn: Any, marked: Any) -> Any:
+    def noting(self: CapturedDecode, num_rows: int, drawn: Any, marked: Any) -> Any:
         padded.append(num_rows < self.size and self.width > 1)
         return write_back(self, num_rows, drawn, marked)
 
-    monkeypatch.setattr(RecordedStep, "write_back", noting)
-    monkeypatch.setattr(RecordedStep, "draws_at_random", False)
+    monkeypatch.setattr(CapturedDecode, "write_back", noting)
+    monkeypatch.setattr(CapturedDecode, "samples_at_random", False)
     core = play_sampled(bench, requests, truth)
     assert sum(padded) > 2 and not core.stats().draft_failures_total
 
@@ -243,22 +242,22 @@ def play_sampled(bench: SpeculativeBench, requests: list[Any], truth: DetailColl
     return core
 
 
-def test_draws_at_random_are_recorded_with_drafts(
+def test_samples_at_random_are_recorded_with_drafts(
     bench: SpeculativeBench, world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No step is left to the sampler, and those with drafts accept some of them."""
     requests, truth = world
-    widths, replay = Counter[int](), RecordedStep.replay_random
+    widths, replay = Counter[int](), CapturedDecode.replay_random
 
-    def noting(self: RecordedStep, slots: np.ndarray, *, filters: bool) -> Any:
+    def noting(self: CapturedDecode, slots: np.ndarray, *, filters: bool) -> Any:
         widths[self.width] += 1
         return replay(self, slots, filters=filters)
 
-    def refuse(self: RecordedStep, *others: Any) -> Any:
+    def refuse(self: CapturedDecode, *others: Any) -> Any:
         raise AssertionError("a sampler drew")
 
-    monkeypatch.setattr(RecordedStep, "replay_random", noting)
-    monkeypatch.setattr(RecordedStep, "write_back", refuse)
+    monkeypatch.setattr(CapturedDecode, "replay_random", noting)
+    monkeypatch.setattr(CapturedDecode, "write_back", refuse)
     stats = play_sampled(bench, requests, truth).stats()
     assert max(widths) > 1 and widths[max(widths)] > 5, widths
     assert stats.draft_tokens_total > 10 and not stats.draft_failures_total
@@ -371,13 +370,13 @@ def test_recorded_prompts_fill_a_drafters_cache_as_others_do(
     requests, _ = world
     found, replays, make = [], [], DraftBatches.make_prompt
 
-    def noting(self: DraftBatches, recorded: RecordedPrompt, draw: Any) -> Any:
+    def noting(self: DraftBatches, recorded: CapturedPrompt, draw: Any) -> Any:
         replays.append(recorded._forward.num_replays)
         return make(self, recorded, draw)
 
     monkeypatch.setattr(DraftBatches, "make_prompt", noting)
     for sizes in ((), PROMPT_SIZES):
-        monkeypatch.setattr(recorded_sizes, "prompt_ladder", lambda most, sizes=sizes: sizes)
+        monkeypatch.setattr(graph_sizes, "prompt_ladder", lambda most, sizes=sizes: sizes)
         options = {"model": str(folder)}
         bench = SpeculativeBench(
             folder, tensor_library, "draft_model", options, captures=True, processors=()

@@ -140,14 +140,14 @@ def run_hostile(
     requests, truth = world
     speculation = bench.speculation
     speculation._drafter, speculation.num_failures = drafter, 0
-    caplog.set_level(logging.WARNING, "fastdeploy_core.worker.speculation")
+    caplog.set_level(logging.WARNING, "fastdeploy_core.worker.drafting")
     settings = Settings(max_num_seqs=4, prefix_caching=True, overlap=True)
     core, collector = bench.run_varied(settings, [(0, r) for r in requests], None)
     check(collector, requests, truth)
     stats = core.stats()
     assert stats.draft_tokens_total > 0, "its good drafts are used"
     assert stats.draft_failures_total > 2
-    ours = [r for r in caplog.records if r.name == "fastdeploy_core.worker.speculation"]
+    ours = [r for r in caplog.records if r.name == "fastdeploy_core.worker.drafting"]
     assert len(ours) == 1 and "hostile" in ours[0].getMessage()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fastdeploy_core.worker import recorded_sizes
+from fastdeploy_core.worker import graph_sizes
 from fastdeploy_core.worker.draft_batch import DraftBatches
 from fastdeploy_core.worker.model_runner import ModelRunner
 from tests.cpu.engine_mixes import Settings
@@ -33,7 +33,7 @@ def test_prompts_and_drafts_take_turns(
     plain = SpeculativeBench(folder, tensor_library)
     requests = make_free_requests(Random(5), 12, plain.vocab_size)
     truth = answers_alone(plain, requests)
-    monkeypatch.setattr(recorded_sizes, "prompt_ladder", lambda most: PROMPT_SIZES)
+    monkeypatch.setattr(graph_sizes, "prompt_ladder", lambda most: PROMPT_SIZES)
     options = {} if method == "suffix" else {"model": str(folder)}
     # A processor keeps the host in the loop.
     bench = SpeculativeBench(

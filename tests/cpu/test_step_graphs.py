@@ -169,7 +169,7 @@ def test_missing_rows_write_nothing(steps: Steps) -> None:
     for left, right in zip(before, after, strict=True):
         changed = np.argwhere((left != right).any(axis=(2, 3)))
         assert {tuple(entry) for entry in changed.tolist()} == written
-    spare = runner._slots
+    spare = runner.slots.state
     assert device.to_host(spare.num_computed)[-1] == 0
     assert xp.size(spare.tables[-1:]) and not device.to_host(spare.tables)[-1].any()
     for number in ids:

@@ -141,7 +141,7 @@ def test_what_gaudi_would_compile_without_padding(
     panels: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control for the above."""
-    from fastdeploy_core.worker.step_shapes import StepShapes
+    from fastdeploy_core.worker.layout import StepShapes
 
     monkeypatch.setattr(StepShapes, "of", lambda config, limits: None)
     assert gaudi_programs(panels, model) > 100
