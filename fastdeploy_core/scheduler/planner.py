@@ -192,12 +192,13 @@ class StepPlanner:
             return 1
         if self._num_drafts:  # each decode is fed what the one before made
             has_all = drafts is not None and (drafts == self._num_drafts).all()
-            if not has_all or not self._settings.captures_drafting:
+            if not has_all:
                 return 1
         elif drafts is not None:
             return 1
         computed, limit = columns.computed[places], columns.limit[places]
         number = count.choose((int((limit - computed).min()) - 1) // width)
+        number = min(number, self._settings.max_drafted_decodes) if self._num_drafts else number
         ends = np.minimum(computed + (number * width + self._lookahead), limit)
         return number if number > 1 and self._grow_all(seqs, places, ends) else 1
 

@@ -39,7 +39,8 @@ class SchedulerSettings:
     lookahead_tokens: int = 0
     captures_drafts: bool = False  # see WorkerInfo
     captures_drafting: bool = False
-    max_decodes: int = 1  # of each row in a step; see SchedulerOutput.num_decodes
+    max_decodes: int = 1  # of each row in a step; see WorkerInfo
+    max_drafted_decodes: int = 1
     decodes_before_several: int = 0  # after prompts
     on_host: bool = False  # see WorkerInfo
     seed: int = 0
@@ -81,6 +82,7 @@ def make_settings(
         captures_drafts=info.captures_drafts,
         captures_drafting=info.captures_drafting,
         max_decodes=info.max_decodes,
+        max_drafted_decodes=info.max_drafted_decodes,
         decodes_before_several=BEFORE_SEVERAL if batch.overlap and info.overlap else 0,
         on_host=info.on_host,
         seed=config.model.seed,

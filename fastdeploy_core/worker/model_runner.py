@@ -137,6 +137,12 @@ class ModelRunner:
         is_captured = self._graphs is not None and drafting is not None and drafting.feeds_unseen
         return is_captured and not has_processors(self._config)
 
+    @property
+    def max_drafted_decodes(self) -> int:
+        """See WorkerInfo. Kept results have no place for drafts; posted ones do."""
+        is_possible = self.captures_drafting and self.slots.postbox is not None
+        return self.max_decodes if is_possible else 1
+
     # -- caches and graphs ------------------------------------------------------------------------
 
     def allocate_cache(
@@ -150,12 +156,12 @@ class ModelRunner:
         """Drop caches and every sequence."""
         for seq_id in list(self.slots.slot_of):
             self._forget(seq_id)
-        self._results.clear()
         self._drop_cache()
 
     def _drop_cache(self) -> None:
         if self._graphs is not None:
             self._graphs.drop()
+        self._results.clear()
         self.caches.drop()
 
     def capture_graphs(self) -> None:

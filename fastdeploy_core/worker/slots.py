@@ -272,9 +272,10 @@ class Slots:
 
     def _read(self, message: BatchRows, slots: np.ndarray, num_decodes: int) -> StepRows:
         counts, num_drafts = message.counts, message.num_drafts
-        if bool((counts <= num_drafts).any()):
+        if (counts <= num_drafts).any() or (num_drafts > self.max_drafts * num_decodes).any():
             raise WorkerError(
-                f"a step is inconsistent: {counts.tolist()} tokens with {num_drafts.tolist()} drafts"
+                f"a step is inconsistent: {counts.tolist()} tokens with {num_drafts.tolist()} drafts, "
+                f"of which a sequence has at most {self.max_drafts}"
             )
         is_decode = message.samples.all() and bool((counts - num_drafts == num_decodes).all())
         most = int(num_drafts.max(initial=0)) // num_decodes
@@ -444,7 +445,7 @@ class Slots:
         ]
 
     def _old_updates(self, slots: np.ndarray) -> list[Update]:
-        """Drafts that no step came to feed in time are drafts no more."""
+        """Drafts that no step came to feed in time are drafts no more: for them there may be no room."""
         if not slots.size:
             return []
         self._drafts_are[slots] = NONE
@@ -501,7 +502,10 @@ class Slots:
         slots, state = rows.slots[rows.samples], self.state
         self._xp.index_copy_(state.newest, 0, slots_dev, token_ids)
         if self._is_read:
-            self._send([(state.num_computed, slots, rows.seq_lens[rows.samples])])
+            # Drafts that are still there are old ones, or of a former sequence, which had other room.
+            none = [(state.num_drafts, slots, slots * 0)] if self.max_drafts else []
+            self._send([(state.num_computed, slots, rows.seq_lens[rows.samples]), *none])
+            self._drafts_are[slots] = NONE
         self.is_held[slots] = True
         self.is_held[rows.slots[~rows.samples]] = False
 

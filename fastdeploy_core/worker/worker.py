@@ -252,6 +252,7 @@ class Worker:
             captures_drafts=runner.captures_drafts,
             captures_drafting=runner.captures_drafting,
             max_decodes=runner.max_decodes,
+            max_drafted_decodes=runner.max_drafted_decodes,
             device=device.name,
             tensor_library=device.xp.name,
             drivers={

@@ -319,5 +319,5 @@ def test_a_model_that_returns_all_hidden_states_is_named(
     steps.add(1, [5, 9, 33])
     with pytest.raises(WorkerError, match=r"LlamaForCausalLM\.forward returned 3 .* names 1 of 3"):
         steps.step([steps.row(1)])
-    with pytest.raises(WorkerError, match=r"cannot be recorded: .* returned 48 .* names 6 of 48"):
+    with pytest.raises(WorkerError, match=r"cannot be captured: .* returned 48 .* names 6 of 48"):
         make_steps(folder, tensor_library, is_recorded=True)

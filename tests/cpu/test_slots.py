@@ -212,7 +212,9 @@ def test_the_device_places_tokens_as_the_host_does(device: CpuDevice, seed: int)
     slots.draft_ids[:] = rng.integers(1, 100, slots.draft_ids.shape)
     ids = rng.permutation(4)[:3].tolist()
     known = [int(slots.num_known[slots.slot_of[seq_id]]) for seq_id in ids]
-    step = make_step(*(Row(n, end - 1, 4, drafts=[0] * 3) for n, end in zip(ids, known, strict=True)))
+    step = make_step(
+        *(Row(n, end - 1, 4, drafts=[0] * 3) for n, end in zip(ids, known, strict=True))
+    )
     rows = slots.exact(slots.rows(step))
     token_slots, positions, cache_slots = place(rows, slots)
     slots.bring(rows, 5, 3, drafts=rows)
@@ -222,7 +224,10 @@ def test_the_device_places_tokens_as_the_host_does(device: CpuDevice, seed: int)
         return xp.zeros(shape, dtype=dtype, device=device.device)
 
     made = [empty(5 * width) for _ in range(3)]
-    lengths, tables = empty(5, dtype=xp.int32), empty(5, slots.block_tables.shape[1], dtype=xp.int32)
+    lengths, tables = (
+        empty(5, dtype=xp.int32),
+        empty(5, slots.block_tables.shape[1], dtype=xp.int32),
+    )
     held = (state.tables, state.num_computed, state.newest, state.drafts, state.num_drafts)
     kernels["prepare_decode"](
         *(state.rows[:5], *held, state.room, BLOCK, state.turn, *made, lengths, tables)
@@ -253,7 +258,10 @@ def test_drafts_of_rows_of_any_length_are_verified(
     slots.draft_ids[:] = rng.integers(0, 3, slots.draft_ids.shape)
     chunk = int(rng.integers(0, 4))  # of this one a part of the prompt is computed
     step = make_step(
-        *(Row(n, 0, 2, sample=False) if n == chunk else Row(n, 2, 4, drafts=[0] * 3) for n in range(4))
+        *(
+            Row(n, 0, 2, sample=False) if n == chunk else Row(n, 2, 4, drafts=[0] * 3)
+            for n in range(4)
+        )
     )
     rows = slots.exact(slots.rows(step))
     where = rows.positions()

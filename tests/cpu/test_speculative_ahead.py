@@ -174,7 +174,7 @@ def test_requests_aborted_while_steps_are_ahead_leave_nothing_behind(
     gone = {4: chosen[1], 7: chosen[3]}
     for number in range(200):
         if number in gone:
-            assert len(core._in_flight) < 2 or core._in_flight[-1][0].is_ahead
+            assert len(core._in_flight) < 2 or core._in_flight[-1][0].drafts.any()
             core.abort([gone[number].request_id])
         if not core.has_work():
             break
@@ -194,7 +194,7 @@ def test_a_row_with_nan_fails_alone_while_steps_are_ahead(
         core.add(request)
     for number in range(200):
         if number == 5:
-            assert core._in_flight[-1][0].is_ahead
+            assert core._in_flight[-1][0].drafts.any()
             broken = core.scheduler._roster.running[1]
             # Of the values: PaddlePaddle's softmax on a processor turns a NaN score into none.
             _, values = bench.worker._runner.caches.tensors[0]
@@ -327,7 +327,7 @@ class TwoRanks:
         self._together(lambda worker: worker.initialize_cache(*sizes))
 
     def submit(self, step: SchedulerOutput) -> LateResult:
-        self.num_ahead += step.rows is not None and step.rows.is_ahead
+        self.num_ahead += step.rows is not None and bool(step.rows.num_drafts.any())
         return LateResult(self._together(lambda worker: worker.launch(step)))
 
     def close(self) -> None:

@@ -217,7 +217,7 @@ def test_draft_without_weights_is_refused(device: SpeculativeBench, tmp_path: Pa
         config,
         speculative,
         device.worker.device,
-        runner._kernels,
+        runner._drafting._kernels,
         runner._loaded,
         resolve_plugins(config),
     )
@@ -244,8 +244,8 @@ def test_memory_is_measured_with_as_many_drafts_as_there_can_be(
         cache = replace(bench.config.cache, num_blocks_override=None)
         config = replace(bench.config, cache=cache)
         steps, num_blocks = largest_steps(config)
-        assert steps[1].rows is not None
-        assert steps[1].rows.counts.tolist() == [1 + NUM_DRAFTS] * config.batch.max_num_seqs
+        assert steps[2].rows is not None
+        assert steps[2].rows.counts.tolist() == [1 + NUM_DRAFTS] * config.batch.max_num_seqs
         assert all(step.max_drafts == NUM_DRAFTS for step in steps)
         assert num_blocks >= config.batch.max_num_seqs * -(-(1 + 2 * NUM_DRAFTS) // 4)
         worker = Worker(config, bench._resolved)

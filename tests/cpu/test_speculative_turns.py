@@ -39,7 +39,8 @@ def test_prompts_and_drafts_take_turns(
     bench = SpeculativeBench(
         folder, tensor_library, method, options, captures=True, processors=(NO_REPEAT,)
     )
-    assert not bench.worker._runner.max_rows_ahead and bench.worker._runner.records_drafts
+    runner = bench.worker._runner
+    assert runner.captures_drafts and not runner.captures_drafting
     unrecorded, compute, make = [], ModelRunner._compute, DraftBatches.make
 
     def computing(self: ModelRunner, launched: Any) -> Any:
@@ -47,7 +48,7 @@ def test_prompts_and_drafts_take_turns(
         return compute(self, launched)
 
     def making(self: DraftBatches, rows: Any, step: Any, *more: Any) -> Any:
-        unrecorded.append(("made", int(step.recorded is not None)))
+        unrecorded.append(("made", int(step.captured is not None)))
         return make(self, rows, step, *more)
 
     monkeypatch.setattr(ModelRunner, "_compute", computing)
