@@ -281,7 +281,6 @@ class ModelRunner:
         with self._lock:
             fed = None if launched.fed is None or rows.width == 1 else rows
             slots.bring(rows, captured.size, launched.max_drafts, drafts=fed)
-            slots.is_held[rows.slots] = True
             if rows.positions().nth.size != rows.slots.size * captured.width:
                 launched.rows = slots.widen(rows, captured.width)
         return captured

@@ -27,7 +27,7 @@ from .step import Arriving, Launched, StepResults
 from .transfers import Downloads, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from fastdeploy_core.sampling.logprobs import LogprobTensors
     from fastdeploy_core.tensor import Tensor
@@ -55,6 +55,8 @@ PATIENCE = 500
 # Which half of a word the host reads as the number; the other one is the turn.
 LOW = 0 if sys.byteorder == "little" else 1
 NO_TOKENS = np.zeros(0, dtype=np.int64)
+# What rows tell beside tokens.
+TELLS_MORE = bits.GRAMMAR | bits.LOGPROBS | bits.PROMPT_LOGPROBS
 
 
 class Results:
@@ -125,7 +127,10 @@ class Results:
     def _read(self, launched: Launched) -> None:
         arriving, rows = launched.arriving, launched.rows
         wait_for(arriving.event)
-        self._take_awaited()
+        if self._awaited is not None:
+            self._take_awaited()
+        if self._drafting is None and self._take_single(launched):
+            return
         arrays = iter(() if arriving.download is None else arriving.download.arrays)
         pages: list[np.ndarray] = []
         fed = NO_TOKENS
@@ -137,7 +142,7 @@ class Results:
             pages, fed, drafts = self._copied(launched, arrays)
         elif arriving.has_drafts:
             drafts = next(arrays)
-        found = StepResults(NO_TOKENS, np.zeros(rows.slots.size, np.int64), {**launched.errors})
+        found = StepResults(NO_TOKENS, rows.slots * 0, {**launched.errors})
         logprobs = self._read_logprobs(launched, found, arrays)
         if pages:
             self._take_tokens(launched, found, pages)
@@ -155,6 +160,33 @@ class Results:
         if arriving.download is not None:
             arriving.download.release()
         launched.results = found  # last: another thread may be looking at it without the lock
+
+    def _take_single(self, launched: Launched) -> bool:
+        """All of it in short for the step that is nearly every one: each row gave a token and nothing else.
+        False, and nothing is taken, where there is more to it."""
+        rows, arriving, sampling = launched.rows, launched.arriving, launched.sampling
+        if not rows.is_decode or rows.num_decodes > 1 or launched.errors or sampling is None:
+            return False
+        if sampling.plan.flags & TELLS_MORE:
+            return False
+        if arriving.posted:
+            tokens = arrived(arriving.posted[0].results)[:, 0]
+        elif arriving.num_columns:
+            assert arriving.download is not None
+            tokens = arriving.download.arrays[0].reshape(-1)[: rows.slots.size].copy()
+        else:
+            return False
+        if np.count_nonzero(tokens < 0):
+            return False
+        slots, stays = rows.slots, self._slots.owner[rows.slots] == launched.owners
+        if np.count_nonzero(stays) == slots.size:
+            self._slots.learn_one(slots, tokens)
+        else:  # a slot has changed hands since the launch
+            self._slots.learn_one(slots[stays], tokens[stays])
+        if arriving.download is not None:
+            arriving.download.release()
+        launched.results = StepResults(tokens, None, {})
+        return True
 
     @staticmethod
     def _posted(arriving: Arriving) -> tuple[list[np.ndarray], np.ndarray]:
@@ -209,7 +241,9 @@ class Results:
         tokens = pages[0] if len(pages) == 1 else np.concatenate(pages, 1)
         is_kept = tokens >= 0
         found.token_ids = tokens[is_kept]
-        found.counts[slice(None) if own is None else own] = np.add.reduce(is_kept, 1)
+        counts = np.zeros(rows.slots.size, dtype=np.int64)
+        counts[slice(None) if own is None else own] = np.add.reduce(is_kept, 1)
+        found.counts = counts
 
     @staticmethod
     def _cut_broken(
@@ -220,7 +254,7 @@ class Results:
         assert sampling is not None
         for number in np.flatnonzero(page[:, 0] < 0).tolist():
             row, mark = number if own is None else int(own[number]), int(page[number, 0])
-            if mark == FOUND_BEFORE:
+            if mark == FOUND_BEFORE and sampling.errors is not None:
                 where = launched.rows.positions()
                 place = int(np.flatnonzero((where.rows == row) & (where.nth == 0))[0])
                 found.errors.setdefault(row, sampling.errors[place])
@@ -283,12 +317,12 @@ class Results:
     # -- log-probabilities ------------------------------------------------------------------------
 
     @staticmethod
-    def _logprob_parts(launched: Launched) -> Iterator[tuple[int | None, LogprobTensors]]:
+    def _logprob_parts(launched: Launched) -> Sequence[tuple[int | None, LogprobTensors]]:
         """What is copied after tokens and drafts: of the sampled tokens (None), then of prompts by
         batch row."""
-        if launched.sampling is not None and launched.sampling.logprobs is not None:
-            yield None, launched.sampling.logprobs
-        yield from launched.prompt_logprobs
+        if launched.sampling is None or launched.sampling.logprobs is None:
+            return launched.prompt_logprobs
+        return [(None, launched.sampling.logprobs), *launched.prompt_logprobs]
 
     def _read_logprobs(
         self, launched: Launched, found: StepResults, arrays: Iterator[np.ndarray]
@@ -310,7 +344,7 @@ class Results:
         launched: Launched, found: StepResults, entries: dict[int, TokenLogprobs]
     ) -> None:
         """Entries by sampled position become those of each row's kept tokens."""
-        if not entries:
+        if not entries or found.counts is None:
             return
         where = launched.rows.positions()
         first = dict(
@@ -343,13 +377,15 @@ class PendingOutput:
 def _output(launched: Launched) -> ModelRunnerOutput:
     found, rows = launched.results, launched.rows
     assert found is not None, "the step was read"
-    is_single = rows.is_decode and rows.width == rows.num_decodes == 1 and not found.errors
+    counts = found.counts
+    if rows.is_decode and rows.width == rows.num_decodes == 1 and not found.errors:
+        counts = None
     for row in found.errors:
         found.prompt_logprobs.pop(row, None)
     return ModelRunnerOutput(
         step_id=launched.step_id,
         token_ids=found.token_ids,
-        counts=None if is_single else found.counts,
+        counts=counts,
         num_drafts=found.num_drafts,
         num_accepted=found.num_accepted,
         logprobs=found.logprobs,

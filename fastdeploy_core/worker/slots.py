@@ -227,6 +227,12 @@ class Slots:
         self.token_ids[slots[:, None], np.minimum(where, most)] = tokens
         self.num_known[slots] = np.minimum(known + counts, self.max_model_len + 1)
 
+    def learn_one(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """The same of the next token of each slot, [slots]."""
+        known = self.num_known[slots]
+        self.token_ids[slots, known] = tokens
+        self.num_known[slots] = known + 1
+
     # -- a step's rows ----------------------------------------------------------------------------
 
     def rows(self, step: SchedulerOutput) -> StepRows:
@@ -313,8 +319,9 @@ class Slots:
     def _check(self, rows: StepRows) -> None:
         """A wrong message must not read or write another sequence's blocks. What is only the most
         that can be is held to the room on the device, and in `exact`."""
-        ends = rows.seq_lens - rows.num_drafts * rows.num_decodes
+        ends = rows.seq_lens
         if self.max_drafts:
+            ends = ends - rows.num_drafts * rows.num_decodes
             is_bound = rows.samples & (rows.counts - rows.num_drafts * rows.num_decodes == 1)
             ends = np.where(is_bound, 1, ends)
         if np.count_nonzero(ends > self.room[rows.slots]):
@@ -353,22 +360,23 @@ class Slots:
     ) -> None:
         """Tell the device what it does not know of the rows, which are padded to `size`. max_drafts:
         see SchedulerOutput. drafts: these rows are fed the host's drafts."""
-        limit, is_old = max(0, max_drafts), self._drafts_are[rows.slots] == OLD
-        has_old = self.max_drafts > 0 and bool(is_old.any())
-        key, sent = (rows.slots, size, self._version), self._sent
-        is_same = key[0] is sent[0] and key[1:] == sent[1:] and limit == self._sent_limit
-        if not (is_same and not has_old and drafts is None):
+        limit, sent, old = max(0, max_drafts), self._sent, NO_SLOTS
+        if self.max_drafts:
+            old = rows.slots[self._drafts_are[rows.slots] == OLD]
+        is_same = rows.slots is sent[0] and size == sent[1] and self._version == sent[2]
+        if not (is_same and limit == self._sent_limit and drafts is None and not old.size):
             self._send(
                 [
                     *self._row_updates(rows.slots, size),
                     *self._block_updates(rows.slots),
                     *self._limit_updates(limit),
                     *self._newest_updates(rows),
-                    *self._old_updates(rows.slots[is_old] if has_old else NO_SLOTS),
+                    *self._old_updates(old),
                     *(self._draft_updates(drafts) if drafts is not None else ()),
                 ]
             )
-            self._sent = key
+            self._sent = (rows.slots, size, self._version)
+            self.is_held[rows.slots] = True
         if self.state.history is not None and not limit:
             # Nobody reads them after this step, and nobody goes on with them.
             self._has_history[rows.slots] = False

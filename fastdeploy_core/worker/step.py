@@ -112,7 +112,7 @@ class Sampling:
 
     plan: SamplingPlan
     # Found on the host before the tokens were there, by sampled position.
-    errors: dict[int, str] = field(default_factory=dict)
+    errors: dict[int, str] | None = None
     logprobs: LogprobTensors | None = None
     token_ids: Tensor | None = None  # [R] on the device, always valid ids
     accepted: Tensor | None = None  # [rows that sample] on the device; None: there were no drafts
@@ -170,7 +170,7 @@ class StepResults:
     """What the host knows of a step in the end, by batch row."""
 
     token_ids: np.ndarray  # int64, row after row
-    counts: np.ndarray  # [B] int64
+    counts: np.ndarray | None  # [B] int64; None: one of each row
     errors: dict[int, str]
     # [num_decodes, B] int64, as in ModelRunnerOutput; None: no row could have drafts.
     num_drafts: np.ndarray | None = None
