@@ -108,7 +108,8 @@ class DraftTally:
         if not self._noted:
             return
         columns, counted = self._columns, np.arange(self.accepted_at.size)
-        # Mostly the same sequences many times, each once in a step: added up before they are looked for.
+        # Mostly the same sequences many times, each once in a step: added up before they are looked
+        # for.
         noted, self._noted = self._noted, []
         for _, steps in groupby(noted, lambda step: id(step[0])):
             same, drafts, rights = zip(*steps, strict=True)

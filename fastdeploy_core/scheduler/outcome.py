@@ -87,7 +87,8 @@ class Outcome:
                 self._roster.settle(seq)
 
     def _apply_cohort(self, step: ScheduledStep, results: StepResults) -> None:
-        """Rows that decoded. Nearly all of them only get longer; the others are taken one by one."""
+        """Rows that decoded. Nearly all of them only get longer; the others are taken one by
+        one."""
         columns, cohort = self._roster.columns, step.cohort
         places, num_rows = cohort.places, len(cohort.seqs)
         known, counts = columns.known[places], results.leading_counts(num_rows)
@@ -145,8 +146,8 @@ class Outcome:
         grown: np.ndarray,
         chosen: np.ndarray | None,
     ) -> None:
-        """The tokens of chosen rows of a cohort, one each without `counts`. grown: how many tokens of
-        each sequence are known with them."""
+        """The tokens of chosen rows of a cohort, one each without `counts`. grown: how many tokens
+        of each sequence are known with them."""
         columns, places = self._roster.columns, cohort.places
         histories, request_ids, attempts = cohort.histories, cohort.request_ids, cohort.attempts
         numbers = None if counts is None else counts.tolist()
@@ -262,7 +263,8 @@ class Outcome:
     def _count_drafts_of(
         self, seq: Sequence, drafts: Iterable[tuple[int, int]], num_kept: int | None
     ) -> None:
-        """num_kept: tokens of a sequence that ended; drafts behind its end were neither right nor wrong."""
+        """num_kept: tokens of a sequence that ended; drafts behind its end were neither right nor
+        wrong."""
         for drafted, right in drafts:
             left = drafted if num_kept is None else max(0, num_kept)
             seq.columns.tally.add(seq.place, min(drafted, left), min(right, left))

@@ -90,8 +90,8 @@ class StepPlanner:
         self._count.note(step.num_decodes * step.is_decode, output.execute_s)
 
     def _choose(self, policy: DraftPolicy) -> int:
-        """Drafts to ask for. Batches are told apart by the rows that the step, or the next one, will have,
-        and by the kind of sampling (sequence.py)."""
+        """Drafts to ask for. Batches are told apart by the rows that the step, or the next one,
+        will have, and by the kind of sampling (sequence.py)."""
         roster = self._roster
         places, num_waiting = roster.running_places(), roster.num_waiting
         if places is not self._chosen_for[0] or num_waiting != self._chosen_for[1]:
@@ -107,9 +107,9 @@ class StepPlanner:
         return bool(roster.num_waiting and has_place) or bool(roster.prefilling())
 
     def _grow_all(self, seqs: list[Sequence], places: np.ndarray, wanted: np.ndarray) -> bool:
-        """Blocks for so many tokens of each sequence, 0: it gets none; none at all if there are too few for all.
-        Telling the device of a block takes the host longer than a step: where many hold nothing,
-        not even a cached prefix, all sequences get some for later steps, too."""
+        """Blocks for so many tokens of each sequence, 0: it gets none; none at all if there are too
+        few for all. Telling the device of a block takes the host longer than a step: where many
+        hold nothing, not even a cached prefix, all sequences get some for later steps, too."""
         kv, columns = self._kv, self._roster.columns
         room, pool = columns.room[places], kv.pool
         num_free, num_empty = pool.num_available, pool.num_available - pool.num_cached

@@ -112,7 +112,8 @@ class Roster:
         self._arrive(request, request.sequences[: 1 if request.followers_wait else None])
 
     def next_waiting(self, passed_over: Container[Sequence] = ()) -> Sequence | None:
-        """Whose turn it is: among equal priorities, a preempted or forked sequence before a new one."""
+        """Whose turn it is: among equal priorities, a preempted or forked sequence before a new
+        one."""
         returning = next((seq for seq in self.returning if seq not in passed_over), None)
         arrived = self.arrived.peek(passed_over)
         if returning is None or arrived is None:

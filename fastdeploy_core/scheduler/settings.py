@@ -32,7 +32,8 @@ class SchedulerSettings:
     block_sharing: bool = True
     mixed_batches: bool = True
     max_prefills_per_step: int | None = None
-    # Speculation: most drafts of a row, 0 without; see config.SpeculativeConfig and contracts.Requirements.
+    # Speculation: most drafts of a row, 0 without; see config.SpeculativeConfig and
+    # contracts.Requirements.
     num_speculative_tokens: int = 0
     adaptive_length: bool = True
     disable_by_batch_size: int = 0

@@ -70,7 +70,8 @@ NO_DECODES = NO_COHORT.decodes(0, 1)
 
 
 class ScheduledStep(NamedTuple):
-    """A step: the message for the workers, and what belongs to its rows: the cohort's come first."""
+    """A step: the message for the workers, and what belongs to its rows: the cohort's come
+    first."""
 
     output: SchedulerOutput
     cohort: Cohort

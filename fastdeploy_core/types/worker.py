@@ -33,8 +33,8 @@ class WorkerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: bool = True
     # Decode steps with drafts are captured graphs, in which no prompt has a place.
     captures_drafts: bool = False
-    # So is drafting, on the device: drafting after a prompt, which is not captured, costs more than a
-    # draft saves.
+    # So is drafting, on the device: drafting after a prompt, which is not captured, costs more than
+    # a draft saves.
     captures_drafting: bool = False
     max_decodes: int = 1  # the most of SchedulerOutput.num_decodes
     max_drafted_decodes: int = 1  # the same of steps that draft after each decode

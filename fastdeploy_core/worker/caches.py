@@ -1,4 +1,5 @@
-"""The KV caches of one rank: a pool of blocks for every attention layer, and moves between blocks."""
+"""The KV caches of one rank: a pool of blocks for every attention layer, and moves between
+blocks."""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ class Caches:
         return layers
 
     def allocate(self, num_blocks: int, num_host_blocks: int, *, is_touched: bool) -> None:
-        """Zeroed caches of every layer; those there were have been dropped. Without `is_touched` memory
-        that is the host's comes page by page when it is used: clearing gigabytes takes seconds."""
+        """Zeroed caches of every layer; those there were have been dropped. Without `is_touched`
+        memory that is the host's comes page by page when it is used: clearing gigabytes takes
+        seconds."""
         device = self._device
         make = self._zeros
         if device.limits.shares_host_memory and num_blocks and not is_touched:

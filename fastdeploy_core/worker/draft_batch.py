@@ -1,4 +1,5 @@
-"""What a device drafter is shown after a step of the target, and the one-token steps it takes itself.
+"""What a device drafter is shown after a step of the target, and the one-token steps it takes
+itself.
 
 All of it is known without waiting for the device, but on devices whose attention drivers need exact
 lengths on the host.
@@ -54,7 +55,8 @@ class DraftBatches:
         max_drafts: int,
         draw: Callable[[Tensor, int], Tensor],
     ) -> DraftBatch:
-        """drawn: [R] int64; accepted: [S] int64 of the rows that sample, None: there were no drafts."""
+        """drawn: [R] int64; accepted: [S] int64 of the rows that sample, None: there were no
+        drafts."""
         at, context = rows.slots, step.context
         if context.batch is not step.attention:  # what a capture was made with, padding included
             context = self.context(step.attention, context.caches)
@@ -81,8 +83,8 @@ class DraftBatches:
         *,
         is_greedy: bool,
     ) -> DraftBatch:
-        """After a captured step: of all its rows, and without the host. Padding rows have no room, so they
-        write nothing."""
+        """After a captured step: of all its rows, and without the host. Padding rows have no room,
+        so they write nothing."""
         xp, size, attention = self._xp, captured.size, captured.attention
         state = self._slots.state
         assert captured.context is not None
@@ -148,7 +150,8 @@ class DraftBatches:
         )
 
     def next_ids(self, rows: StepRows, step: TargetStep, drawn: Tensor | None) -> Tensor:
-        """[T] the token after each one fed: of prompts as the host knows them, else what was sampled."""
+        """[T] the token after each one fed: of prompts as the host knows them, else what was
+        sampled."""
         num_tokens = int(step.input_ids.shape[0])
         if drawn is not None and drawn.shape[0] == num_tokens:
             return drawn  # a token was sampled after every one fed

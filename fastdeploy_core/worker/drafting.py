@@ -1,20 +1,19 @@
 """Drafting on one rank: has drafts made after every step, and survives drafters.
 
-Drafts stay in the worker. Those made on the device lie in its slots, where the next step feeds them;
-those of a host drafter, or with something for the host to say, lie in the host's slots. A drafter
-that fails, or proposes nonsense, costs its drafts; requests do not notice.
-"""
+Drafts stay in the worker. Those made on the device lie in its slots, where the next step feeds
+them; those of a host drafter, or with something for the host to say, lie in the host's slots. A
+drafter that fails, or proposes nonsense, costs its drafts (speculative/guard.py)."""
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastdeploy_core.contracts.speculative import NO_DRAFT, Drafter, HostDraftInput
+from fastdeploy_core.contracts.speculative import NO_DRAFT, Drafter
 from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
+from fastdeploy_core.speculative.guard import DrafterGuard
 
 from .draft_batch import DraftBatches
 
@@ -24,16 +23,15 @@ if TYPE_CHECKING:
     from fastdeploy_core.config import SpeculativeConfig
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.loading.drafters import Drafters
     from fastdeploy_core.loading.loader import LoadedModel
+    from fastdeploy_core.sampling.captured import CapturedSampling
     from fastdeploy_core.tensor import Tensor
 
-    from .drafters import Drafters
     from .graphs import CapturedDecode, CapturedPrompt
-    from .sampling_step import CapturedSampling, SamplingState
+    from .sampling_step import SamplingState
     from .slots import Slots
     from .step import Launched, StepResults, StepRows, TargetStep
-
-logger = logging.getLogger(__name__)
 
 
 class Drafting:
@@ -58,14 +56,15 @@ class Drafting:
         self.on_device = drafters.on_device
         # Such a drafter samples nothing, so one graph serves every kind of sampling.
         self.reads_history = bool(getattr(drafters.drafter, "reads_history", False))
-        # Whether it goes on from what the target computed of every token, not of sampled ones alone.
+        # Whether it goes on from what the target computed of every token, not of sampled ones
+        # alone.
         self.reads_hidden = drafters.on_device and not self.reads_history
-        # Whether a step can feed its drafts unseen: no host drafter has a say in them, and a draft is
-        # accepted when it is the token that is sampled.
+        # Whether a step can feed its drafts unseen: no host drafter has a say in them, and a draft
+        # is accepted when it is the token that is sampled.
         self.stays_on_device = drafters.on_device and not drafters.is_continued
         self.feeds_unseen = self.stays_on_device and config.acceptance == "lossless"
         self._plan: SamplingPlan | None = None
-        self.num_failures = 0  # proposals lost to an exception or to nonsense
+        self.guard = DrafterGuard(columns.vocab_size)
 
     def attach(self, slots: Slots, sampling: CapturedSampling) -> None:
         """The slots are made once it is known what drafters need of them."""
@@ -89,7 +88,8 @@ class Drafting:
     # -- drafts for the next step -----------------------------------------------------------------
 
     def agree(self, rows: StepRows) -> None:
-        """Every rank gets the host's drafts of these rows from rank 0, which alone makes or cuts them."""
+        """Every rank gets the host's drafts of these rows from rank 0, which alone makes or cuts
+        them."""
         slots, communicator = self._slots, self._communicator
         if communicator is None or not rows.num_drafts.any():
             return
@@ -103,8 +103,8 @@ class Drafting:
         return self.on_device and launched.max_drafts >= int(self.reads_history)
 
     def propose(self, launched: Launched, captured: CapturedDecode | None) -> Tensor | None:
-        """Have the device draft after a launched step, into its slots: [B, n] what was taken, after the
-        results of a captured step. None: nothing is made here. Every rank comes here alike."""
+        """Have the device draft after a launched step, into its slots: [B, n] what was taken, after
+        the results of a captured step. None: nothing is made here. Every rank comes here alike."""
         drafter, target, limit = self._drafter, launched.target, launched.max_drafts
         launched.target = None
         if drafter is None or not self.drafts_after(launched):
@@ -147,7 +147,7 @@ class Drafting:
         except Exception as error:
             if self._device.is_lost(error):
                 raise
-            self._count_failure(drafter, error)
+            self.guard.count(drafter, error)
             return None
 
     def propose_captured(
@@ -171,8 +171,8 @@ class Drafting:
 
     @property
     def captured_fill(self) -> Callable[[CapturedPrompt], None] | None:
-        """What is captured after prompts: a drafter on the device with layers of its own fills their
-        cache. None: there is no such drafter."""
+        """What is captured after prompts: a drafter on the device with layers of its own fills
+        their cache. None: there is no such drafter."""
         drafter = self._drafter
         if drafter is None or not self.reads_hidden:
             return None
@@ -191,7 +191,8 @@ class Drafting:
         return plan
 
     def sample(self, logits: Tensor, plan: SamplingPlan, positions: Tensor) -> Tensor:
-        """What the target would sample from these logits at these positions; the same on all ranks."""
+        """What the target would sample from these logits at these positions; the same on all
+        ranks."""
         ids = positions
         if self._state is not None:
             ids = self._state.sampler.draw_at(logits, plan, positions)
@@ -216,18 +217,16 @@ class Drafting:
         fed, accepted = found.num_drafts, found.num_accepted
         if drafter is None or self.on_device or fed is None or accepted is None:
             return
-        try:
-            for row in np.flatnonzero(fed[0]).tolist():
-                slot = int(launched.rows.slots[row])
-                if slots.owner[slot] == launched.owners[row] and row not in found.errors:
-                    drafted = slots.draft_ids[slot, : fed[0, row]].tolist()
-                    drafter.observe(int(slots.seq_ids[slot]), drafted, int(accepted[0, row]))
-        except Exception as error:
-            self._count_failure(drafter, error)
+        for row in np.flatnonzero(fed[0]).tolist():
+            slot = int(launched.rows.slots[row])
+            if slots.owner[slot] == launched.owners[row] and row not in found.errors:
+                drafted = slots.draft_ids[slot, : fed[0, row]].tolist()
+                seq_id = int(slots.seq_ids[slot])
+                self.guard.observe(drafter, seq_id, drafted, int(accepted[0, row]))
 
     def collect(self, launched: Launched, found: StepResults, drafts: np.ndarray | None) -> None:
-        """Put the drafts for the rows' next step into the host's slots. drafts: [B, n] what the device
-        has taken, -1 after it and -2 for nonsense; None: it made none."""
+        """Put the drafts for the rows' next step into the host's slots. drafts: [B, n] what the
+        device has taken, -1 after it and -2 for nonsense; None: it made none."""
         slots, limit, store = launched.rows.slots, launched.max_drafts, self._slots
         goes_on = launched.rows.samples & (store.owner[slots] == launched.owners)
         if found.errors:
@@ -236,16 +235,16 @@ class Drafting:
             store.num_drafts[slots[goes_on]] = 0
             return
         table = np.full((slots.size, limit), NO_DRAFT, dtype=np.int64)
-        room = np.where(goes_on, store.max_model_len - 1 - store.num_known[slots], 0)
-        limits = np.clip(room, 0, limit)
         if drafts is not None:
-            if np.count_nonzero(drafts < NO_DRAFT):
-                self._count_failure(self._drafter, self._no_token(int(drafts.min())))
+            self.guard.check_taken(self._drafter, drafts)
             table[:, : drafts.shape[1]] = np.maximum(drafts, NO_DRAFT)[:, :limit]
-        elif not self.on_device:
-            self._ask(self._drafter, table, slots, limits)
-        if self._follower is not None:
-            self._ask(self._follower, table, slots, limits)
+        for drafter in (None if self.on_device else self._drafter, self._follower):
+            if drafter is None:
+                continue
+            known = store.num_known[slots]
+            limits = np.clip(np.where(goes_on, store.max_model_len - 1 - known, 0), 0, limit)
+            tokens = [store.token_ids[n, :k] for n, k in zip(slots, known.tolist(), strict=True)]
+            self.guard.ask(drafter, store.seq_ids[slots], tokens, table, limits)
         if self._state is not None:
             self._state.cut_forbidden(slots, table)
         at = slots[goes_on]
@@ -256,73 +255,7 @@ class Drafting:
         """The sequence left."""
         for drafter in (self._drafter, self._follower):
             if drafter is not None:
-                try:
-                    drafter.forget(seq_id)
-                except Exception as error:
-                    self._count_failure(drafter, error)
-
-    def _ask(
-        self, drafter: Drafter, table: np.ndarray, slots: np.ndarray, limits: np.ndarray
-    ) -> None:
-        """Have a host drafter continue the rows of the table that have room."""
-        store, before = self._slots, (table != NO_DRAFT).sum(1)
-        wanting = np.flatnonzero(before < limits)
-        if not wanting.size:
-            return
-        tokens, known = store.token_ids, store.num_known[slots[wanting]].tolist()
-        begins = before[wanting].tolist()
-        most = (limits - before)[wanting].tolist()
-        question = HostDraftInput(
-            seq_ids=store.seq_ids[slots[wanting]].tolist(),
-            token_ids=[
-                tokens[slot, :n] for slot, n in zip(slots[wanting].tolist(), known, strict=True)
-            ],
-            max_drafts=most,
-            drafts=[
-                table[row, :n].tolist() if n else []
-                for row, n in zip(wanting.tolist(), begins, strict=True)
-            ],
-        )
-        try:
-            proposals = drafter.propose(question)
-            if len(proposals) != wanting.size:
-                raise ValueError(f"propose() answered {len(proposals)} of {wanting.size} rows")
-            for row, begin, limit, proposal in zip(
-                wanting.tolist(), begins, most, proposals, strict=True
-            ):
-                if not proposal:
-                    continue
-                if len(proposal) > limit:
-                    raise ValueError(f"propose() made {len(proposal)} drafts of at most {limit}")
-                valid = self._valid(drafter, proposal)
-                table[row, begin : begin + len(valid)] = valid
-        except Exception as error:
-            self._count_failure(drafter, error)
-
-    def _valid(self, drafter: Drafter, proposal: list[int]) -> list[int]:
-        """The same for one row of a host drafter."""
-        size = self._columns.vocab_size
-        if min(proposal) >= 0 and max(proposal) < size:
-            return proposal
-        wrong = next(n for n, token in enumerate(proposal) if not 0 <= token < size)
-        if proposal[wrong] != NO_DRAFT:
-            self._count_failure(drafter, self._no_token(proposal[wrong]))
-        return proposal[:wrong]
-
-    def _no_token(self, token: int) -> ValueError:
-        return ValueError(
-            f"propose() returned token {token} of a vocabulary of {self._columns.vocab_size}"
-        )
-
-    def _count_failure(self, drafter: Drafter, error: Exception) -> None:
-        self.num_failures += 1
-        if self.num_failures == 1:
-            logger.warning(
-                "speculative method %s failed; its drafts are lost, requests go on. Further failures "
-                "are only counted (fastdeploy:spec_decode_drafter_failures_total)",
-                drafter.name,
-                exc_info=error,
-            )
+                self.guard.forget(drafter, seq_id)
 
 
 def _sampled(launched: Launched) -> Tensor | None:

@@ -1,4 +1,5 @@
-"""Which steps are captured: batch sizes of decode steps, numbers of tokens of steps with prompts."""
+"""Which steps are captured: batch sizes of decode steps, numbers of tokens of steps with
+prompts."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ _LADDER = (64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 
 
 
 def ladder(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes to capture when none are given, FastDeploy's: steps of 8 up to 128, of 16 up to 256, of
-    32 above, and the largest batch itself."""
+    """Batch sizes to capture when none are given, FastDeploy's: steps of 8 up to 128, of 16 up to
+    256, of 32 above, and the largest batch itself."""
     most = min(max_num_seqs, MAX_CAPTURED_ROWS)
     steps = [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 1025, 32)]
     return (*(size for size in steps if size < most), most)
@@ -70,8 +71,8 @@ def graph_sizes(
 
 
 def unlike(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Sizes for which kernels may be specialized differently: powers of two, the first that is none, and
-    the largest."""
+    """Sizes for which kernels may be specialized differently: powers of two, the first that is
+    none, and the largest."""
     powers = [size for size in sizes if size & (size - 1) == 0]
     return tuple(sorted({*powers, *[s for s in sizes if s not in powers][:1], max(sizes)}))
 
@@ -88,8 +89,8 @@ def prompt_sizes(
     drivers: Iterable[AttentionBackend],
     ranks: ExpertRanks | None = None,
 ) -> tuple[int, ...]:
-    """The ladder if every attention driver can be captured in such steps, as far as divided experts can; the
-    largest step alone where it serves any size."""
+    """The ladder if every attention driver can be captured in such steps, as far as divided experts
+    can; the largest step alone where it serves any size."""
     if not all(driver.can_capture_mixed for driver in drivers):
         return ()
     sizes = prompt_ladder(config.batch.max_num_batched_tokens)

@@ -2,10 +2,9 @@
 numbers of tokens, over fixed buffers.
 
 A model of small layers computes a step faster than the host can queue its kernels. A captured step
-is replayed instead; what differs from step to step lies in buffers on the device. A smaller batch is
-padded with rows of the last slot, which write nothing anywhere. Where padding costs nothing
-(limits.graph_any_size) the largest graph serves all.
-"""
+is replayed instead; what differs from step to step lies in buffers on the device. A smaller batch
+is padded with rows of the last slot, which write nothing anywhere. Where padding costs nothing
+(limits.graph_any_size) the largest graph serves all."""
 
 from __future__ import annotations
 
@@ -39,11 +38,11 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.contracts.small import CausalLM
     from fastdeploy_core.loading.loader import LoadedModel
+    from fastdeploy_core.sampling.captured import CapturedSampling
     from fastdeploy_core.tensor import Tensor
 
     from .drafting import Drafting
     from .results import Posted
-    from .sampling_step import CapturedSampling
     from .slots import Slots
 
 logger = logging.getLogger(__name__)
@@ -130,7 +129,8 @@ class Graphs:
         return None if captured is None else captured.run(batch, input_ids, read)
 
     def capture(self, caches: list[tuple[Tensor, ...]], *, is_first_rank: bool = True) -> None:
-        """Capture everything over these caches, the largest first, so that one memory serves all."""
+        """Capture everything over these caches, the largest first, so that one memory serves
+        all."""
         began, free = time.perf_counter(), self.device.memory().free_bytes
         bar = tqdm(
             list(self._wanted()),
@@ -222,14 +222,13 @@ class Graphs:
 
 
 class CapturedDecode:
-    """A decode step of `size` rows with `width` tokens each: from the slots to hidden states, and what
-    may follow.
+    """A decode step of `size` rows with `width` tokens each: from the slots to hidden states, and
+    what may follow.
 
     Fewer, larger graphs would leave fewer to choose from. Greedy rows: one graph samples, verifies
-    drafts, writes back and, where a drafter works on the device, drafts for the next step. Rows that
-    sample at random: one samples and writes back. Any others: one computes logits, for a sampler that
-    is not captured. After these two one may draft.
-    """
+    drafts, writes back and, where a drafter works on the device, drafts for the next step. Rows
+    that sample at random: one samples and writes back. Any others: one computes logits, for a
+    sampler that is not captured. After these two one may draft."""
 
     def __init__(self, graphs: Graphs, size: int, width: int) -> None:
         self.size, self.width = size, width
@@ -281,8 +280,8 @@ class CapturedDecode:
             run()
 
     def _capture_drafts(self, number: int, beside: CapturedGraph, *, is_greedy: bool) -> None:
-        """`number` drafts, by a drafter on the device: after the greedy tokens, which are sampled in the
-        same graph, or after what was handed on."""
+        """`number` drafts, by a drafter on the device: after the greedy tokens, which are sampled
+        in the same graph, or after what was handed on."""
         graphs, slots, size = self._graphs, self._graphs.slots, self.size
         drafting = graphs.drafting
         assert drafting is not None
@@ -323,7 +322,8 @@ class CapturedDecode:
         return self._buffers.results_of(num_rows)
 
     def replay_greedy_and_draft(self, number: int) -> Tensor:
-        """Queue what `replay_greedy` does and then, in the same graph, what `replay_drafts` does."""
+        """Queue what `replay_greedy` does and then, in the same graph, what `replay_drafts`
+        does."""
         return self._replay_drafts(number, is_greedy=True)
 
     @property
@@ -340,8 +340,9 @@ class CapturedDecode:
         return self._buffers.results_of(slots.size)
 
     def replay_drafts(self, number: int) -> Tensor:
-        """Queue the drafts after `replay_random` or `write_back`: those of the smallest captured number,
-        of which the slots take no more than is asked. [size, width + n]: results, then drafts."""
+        """Queue the drafts after `replay_random` or `write_back`: those of the smallest captured
+        number, of which the slots take no more than is asked. [size, width + n]: results, then
+        drafts."""
         return self._replay_drafts(number, is_greedy=False)
 
     def _replay_drafts(self, number: int, *, is_greedy: bool) -> Tensor:
@@ -350,8 +351,8 @@ class CapturedDecode:
         return self._drafts[key]
 
     def repeat(self, times: int) -> None:
-        """Queue so many times more what was replayed since `replay`, each time over what the one before
-        left."""
+        """Queue so many times more what was replayed since `replay`, each time over what the one
+        before left."""
         device, postbox = self._graphs.device, self._graphs.slots.postbox
         if postbox is None and isinstance(device, RepeatingDevice):
             device.replay_times(self._replayed, times)
@@ -363,8 +364,8 @@ class CapturedDecode:
                 graph.replay()
 
     def expect(self, num_rows: int, num_drafts: int, num_decodes: int) -> list[Posted]:
-        """What the last so many replays tell the host of their rows by themselves, and of the last one's
-        drafts; empty: nothing."""
+        """What the last so many replays tell the host of their rows by themselves, and of the last
+        one's drafts; empty: nothing."""
         postbox, width = self._graphs.slots.postbox, self.width
         if postbox is None:
             return []
@@ -424,9 +425,9 @@ class CapturedDecode:
         self._hand_on(sampled, self._finish(self.size, sampled, sampled, peaks))
 
     def write_back(self, num_rows: int, sampled: Tensor, marked: Tensor) -> tuple[Tensor, Tensor]:
-        """What a sampler sampled that is not captured, as if `sample_greedily` had: marked tokens of the
-        rows, and how many drafts of each were accepted. Drafts are made for padding rows, too: what
-        other steps have left in their places may be no token."""
+        """What a sampler sampled that is not captured, as if `sample_greedily` had: marked tokens
+        of the rows, and how many drafts of each were accepted. Drafts are made for padding rows,
+        too: what other steps have left in their places may be no token."""
         last = self._finish(num_rows, sampled, marked, None)
         self._hand_on(sampled, last)
         if num_rows < self.size and self._graphs.plan.draft_numbers:
@@ -444,8 +445,8 @@ class CapturedDecode:
     def _finish(
         self, num_rows: int, sampled: Tensor, marked: Tensor, peaks: Tensor | None
     ) -> Tensor:
-        """The slots take what was sampled, as far as drafts are accepted, and the results are marked
-        tokens for the host, -1 after each row's last one: where in sampled that stands."""
+        """The slots take what was sampled, as far as drafts are accepted, and the results are
+        marked tokens for the host, -1 after each row's last one: where in sampled that stands."""
         graphs, slots = self._graphs, self._graphs.slots
         rows, results = slots.state.rows[:num_rows], self._buffers.results[:num_rows]
         last = slots.finish(rows, sampled, marked, peaks, results)
@@ -456,8 +457,8 @@ class CapturedDecode:
 
 class PromptGraphs:
     """Captured steps of prompts, and of prompts beside decodes: the forward pass of up to so many
-    tokens. Hidden states come out of them for sampled tokens alone, but for a drafter that fills its
-    own cache. Logits and sampling stay outside."""
+    tokens. Hidden states come out of them for sampled tokens alone, but for a drafter that fills
+    its own cache. Logits and sampling stay outside."""
 
     def __init__(self, graphs: Graphs) -> None:
         device, plan = graphs.device, graphs.plan
@@ -495,8 +496,8 @@ class PromptGraphs:
             CapturedPrompt(self, size).run_once()
 
     def estimate(self, beside: CapturedGraph | None) -> int:
-        """Bytes that `capture` will take: the largest makes the memory that serves the others, each of
-        which costs no more than the second does."""
+        """Bytes that `capture` will take: the largest makes the memory that serves the others, each
+        of which costs no more than the second does."""
         free = [self.device.memory().free_bytes]
         for size in self._sizes[: -3 if len(self._sizes) > 1 else None : -1]:
             beside = self._capture(size, beside)
@@ -537,15 +538,16 @@ class CapturedPrompt:
         self.next_ids = graphs.buffers.next_ids[:size]
         self.last = graphs.buffers.last[: self.attention.num_seqs]
         self.context: ForwardContext | None = None
-        # [rows that there can be, hidden], or with `fill` [size, hidden]; stays until the next replay
+        # [rows that there can be, hidden], or with `fill` [size, hidden]; stays until the next
+        # replay
         self.hidden: Tensor = None
         self._forward: CapturedGraph | None = None
         self._fill: CapturedGraph | None = None
 
     def capture(self, beside: CapturedGraph | None) -> CapturedGraph:
-        """Run once to get ready, then capture; the memory of `beside` is used again. On a device where
-        one graph serves any size running all of it would take as long as such a step, and nothing needs
-        it."""
+        """Run once to get ready, then capture; the memory of `beside` is used again. On a device
+        where one graph serves any size running all of it would take as long as such a step, and
+        nothing needs it."""
         capture, fill = self._graphs.device.capture, self._graphs.fill
         if not self._graphs.any_size:
             self.run_once()
@@ -560,8 +562,8 @@ class CapturedPrompt:
 
     @property
     def is_taken(self) -> bool:
-        """Whether it serves steps; a drafter's cache is filled operation by operation where that alone
-        is no graph for any size."""
+        """Whether it serves steps; a drafter's cache is filled operation by operation where that
+        alone is no graph for any size."""
         return self._graphs.takes(self._forward)
 
     def run(self, batch: AttentionBatch, input_ids: Tensor, read: np.ndarray | None) -> TargetStep:
@@ -611,8 +613,8 @@ def forward(
 
 
 def run_model(model: CausalLM, input_ids: Tensor, context: ForwardContext) -> Tensor:
-    """Hidden states of context.rows, or of all tokens. WorkerError: the model returns others than it
-    should."""
+    """Hidden states of context.rows, or of all tokens. WorkerError: the model returns others than
+    it should."""
     hidden, rows = model.forward(input_ids, context.batch.positions, context), context.rows
     if rows is not None and hidden.shape[0] != rows.shape[0]:
         raise WorkerError(

@@ -1,9 +1,8 @@
 """How a step lies in memory: as it comes, padded to a shape, or in the buffers of a captured graph.
 
-A step laid out on the host is exact, or a rectangle on a device that compiles each shape. A captured
-step reads the same numbers from buffers at fixed addresses, where kernel prepare_decode puts them
-out of the slots: the device's counterpart of `place`, which tests compare with it.
-"""
+A step laid out on the host is exact, or a rectangle on a device that compiles each shape. A
+captured step reads the same numbers from buffers at fixed addresses, where kernel prepare_decode
+puts them out of the slots: the device's counterpart of `place`, which tests compare with it."""
 
 from __future__ import annotations
 
@@ -319,8 +318,8 @@ class DecodeBuffers(StepBuffers):
         self._offsets = np.arange(max_rows + 1, dtype=np.int32) * np.int32(width)
         self._offsets_dev = device.to_device(self._offsets.copy())
         self.results = self.zeros(max_rows, width)
-        # For drafters, where the step itself does not capture them: what was sampled, and where each row's last
-        # kept token stands in it.
+        # For drafters, where the step itself does not capture them: what was sampled, and where
+        # each row's last kept token stands in it.
         self.sampled, self.last = self.zeros(max_rows * width), self.zeros(max_rows)
         self._results_of: dict[int, Tensor] = {}
 
@@ -354,7 +353,8 @@ class PromptBuffers(StepBuffers):
         self.next_ids, self.last = self.zeros(num_tokens), self.zeros(num_rows)
 
     def clear(self) -> None:
-        """New caches: no number of a former step stays, so that one which runs now writes nothing."""
+        """New caches: no number of a former step stays, so that one which runs now writes
+        nothing."""
         for numbers in (self.starts, self.seq_lens, self.tables, self.read_tokens, self.last):
             numbers.zero_()
         self.slot_mapping.copy_(self._xp.zeros_like(self.slot_mapping) - 1)

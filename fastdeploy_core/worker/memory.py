@@ -25,8 +25,8 @@ SHARED_FRACTION = 0.5
 
 
 def probe(device: DeviceBackend) -> Callable[[], MemoryInfo]:
-    """How to see what a step takes. Of memory that is the host's, what this process holds counts: other
-    programs come and go meanwhile."""
+    """How to see what a step takes. Of memory that is the host's, what this process holds counts:
+    other programs come and go meanwhile."""
     if not (device.limits.shares_host_memory and _RESIDENT.exists()):
         return device.memory
     give_back_freed()  # or it would be used again unseen

@@ -2,9 +2,8 @@
 
 A step is launched without waiting for the one before. The device keeps its own count of each
 sequence's tokens and feeds what it sampled and drafted to the next step; results reach the host
-later. A step waits for the results before it only where the host has a say: in its drafts, in how its
-tokens are sampled, or in where its rows lie.
-"""
+later. A step waits for the results before it only where the host has a say: in its drafts, in how
+its tokens are sampled, or in where its rows lie."""
 
 from __future__ import annotations
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.errors import RequestError, ResourceError, WorkerError
+from fastdeploy_core.sampling.captured import CAPTURED, CapturedSampling
 from fastdeploy_core.sampling.columns import FILTER, SamplingColumns, SamplingPlan
 from fastdeploy_core.types import NewSequence, SchedulerOutput
 
@@ -27,8 +27,6 @@ from .graphs import CapturedDecode, GraphPlan, Graphs, forward, max_decodes
 from .layout import HostLayout, StepShapes
 from .results import NO_TOKENS, NOT_KEPT, PendingOutput, Results
 from .sampling_step import (
-    CAPTURED,
-    CapturedSampling,
     SamplingState,
     StepSampler,
     can_capture_sampling,
@@ -42,17 +40,17 @@ from .transfers import wait_for
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.loading.drafters import Drafters
     from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.tensor import Tensor
 
-    from .drafters import Drafters
 
 logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Owns slots, caches and sampler of one rank. Calls may come from two threads: one launches steps,
-    one reads their results."""
+    """Owns slots, caches and sampler of one rank. Calls may come from two threads: one launches
+    steps, one reads their results."""
 
     def __init__(
         self,
@@ -148,7 +146,8 @@ class ModelRunner:
     def allocate_cache(
         self, num_blocks: int, num_host_blocks: int, *, is_touched: bool = True
     ) -> None:
-        """Zeroed caches of every layer; what was there before is dropped first. See Caches.allocate."""
+        """Zeroed caches of every layer; what was there before is dropped first. See
+        Caches.allocate."""
         self._drop_cache()
         self.caches.allocate(num_blocks, num_host_blocks, is_touched=is_touched)
 
@@ -258,8 +257,8 @@ class ModelRunner:
         return launched
 
     def _find_captured(self, launched: Launched) -> CapturedDecode | None:
-        """The graph that runs the step, if there is one; the slots and the rows are then as it needs
-        them."""
+        """The graph that runs the step, if there is one; the slots and the rows are then as it
+        needs them."""
         rows, graphs, slots = launched.rows, self._graphs, self.slots
         captured = self._graph_of(rows)
         if self._drafting is not None and not (captured and self._feeds_unseen(launched)):
@@ -291,8 +290,8 @@ class ModelRunner:
         return self._graphs.find(rows.slots.size, rows.width)
 
     def _feeds_unseen(self, launched: Launched) -> bool:
-        """Whether the device alone knows enough: drafts stay there, and sampling needs no text. The same
-        on every rank."""
+        """Whether the device alone knows enough: drafts stay there, and sampling needs no text. The
+        same on every rank."""
         slots, drafting = launched.rows.slots, self._drafting
         assert drafting is not None
         if not drafting.feeds_unseen:
@@ -320,13 +319,14 @@ class ModelRunner:
         return self._model.compute_logits(hidden)
 
     def _reads_all_hidden(self, rows: StepRows) -> bool:
-        """Whether hidden states are read of tokens that are not sampled, too; the same on every rank."""
+        """Whether hidden states are read of tokens that are not sampled, too; the same on every
+        rank."""
         is_drafted_from = self._drafting is not None and self._drafting.reads_hidden
         return is_drafted_from or bool(self._sampler.wants_prompt_logprobs(rows).size)
 
     def _sample(self, launched: Launched, logits: Tensor) -> Tensor:
-        """Tokens of a step laid out on the host: marked ones on the device, where the next step finds
-        them."""
+        """Tokens of a step laid out on the host: marked ones on the device, where the next step
+        finds them."""
         rows, slots, sampler = launched.rows, self.slots, self._sampler
         plan, has_drafts = sampler.plan(rows), bool(rows.num_drafts.any())
         if rows.shape is not None and not has_drafts and self._is_simple[rows.slots].all():
@@ -388,8 +388,8 @@ class ModelRunner:
         return tokens
 
     def _is_plain(self, plan: SamplingPlan, rows: StepRows) -> bool:
-        """Whether the likeliest tokens are all that is wanted. Ranks must agree on it, although rank 0
-        alone knows everything."""
+        """Whether the likeliest tokens are all that is wanted. Ranks must agree on it, although
+        rank 0 alone knows everything."""
         if self._is_alone:
             return plan.is_plain
         return bool(self._is_simple[rows.slots].all())
@@ -426,7 +426,8 @@ class ModelRunner:
             raise
 
     def _name_failure(self, step_id: int, error: Exception) -> None:
-        """What a device's library raises, in this project's terms; nothing happens to other errors."""
+        """What a device's library raises, in this project's terms; nothing happens to other
+        errors."""
         if self._device.is_oom(error):
             raise ResourceError(
                 f"device memory ran out in step {step_id}; lower --gpu-memory-utilization, "

@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 NAN = "nan_logits"
 FORBIDDEN = "no_possible_token"
 NOT_IN_GRAMMAR = "grammar_violation"
-# Kernel mark_broken writes these in place of a token; the last one stands for what the host had found
-# out before the tokens were there, which Sampling.errors names.
+# Kernel mark_broken writes these in place of a token; the last one stands for what the host had
+# found out before the tokens were there, which Sampling.errors names.
 FOUND_BEFORE = -4
 MARKS = {-2: NAN, -3: FORBIDDEN}
 NOT_KEPT = -1  # after a row's last kept token
 
-# Pages of a postbox: steps that may be on their way while one is read, and those whose drafts nobody
-# has looked at yet; of each decode of a step that are several.
+# Pages of a postbox: steps that may be on their way while one is read, and those whose drafts
+# nobody has looked at yet; of each decode of a step that are several.
 NUM_PAGES = 4
 # After a row's results: how many drafts were judged, and how many of them were accepted.
 NUM_MORE = 2
@@ -148,7 +148,7 @@ class Results:
             self._take_tokens(launched, found, pages)
             self._name_logprobs(launched, found, logprobs)
         if self._drafting is not None:
-            launched.draft_failures = self._drafting.num_failures
+            launched.draft_failures = self._drafting.guard.num_failures
             self._num_left[rows.slots] = 0
         if self._drafting is not None and launched.concerns_drafters:
             if pages and rows.width > 1:
@@ -162,8 +162,8 @@ class Results:
         launched.results = found  # last: another thread may be looking at it without the lock
 
     def _take_single(self, launched: Launched) -> bool:
-        """All of it in short for the step that is nearly every one: each row gave a token and nothing else.
-        False, and nothing is taken, where there is more to it."""
+        """All of it in short for the step that is nearly every one: each row gave a token and
+        nothing else. False, and nothing is taken, where there is more to it."""
         rows, arriving, sampling = launched.rows, launched.arriving, launched.sampling
         if not rows.is_decode or rows.num_decodes > 1 or launched.errors or sampling is None:
             return False
@@ -190,7 +190,8 @@ class Results:
 
     @staticmethod
     def _posted(arriving: Arriving) -> tuple[list[np.ndarray], np.ndarray]:
-        """[B, columns] marked tokens of each decode, and [num_decodes, B] drafts that were judged."""
+        """[B, columns] marked tokens of each decode, and [num_decodes, B] drafts that were
+        judged."""
         pages = [arrived(post.results) for post in arriving.posted]
         width = pages[0].shape[1] - NUM_MORE
         fed = np.stack([page[:, width] for page in pages])
@@ -217,8 +218,8 @@ class Results:
         return pages, np.minimum(fed, columns - 1)[None], drafts
 
     def _take_tokens(self, launched: Launched, found: StepResults, pages: list[np.ndarray]) -> None:
-        """Write tokens into the history of sequences that are still here, and advance grammars. A row
-        is cut before what means nothing, and fails if nothing of it is left."""
+        """Write tokens into the history of sequences that are still here, and advance grammars. A
+        row is cut before what means nothing, and fails if nothing of it is left."""
         rows, slots = launched.rows, launched.rows.slots
         own = None if rows.is_decode or rows.samples.all() else np.flatnonzero(rows.samples)
         owners = launched.owners
@@ -356,7 +357,8 @@ class Results:
 
 
 class PendingOutput:
-    """`wait()` returns the step's ModelRunnerOutput; steps are read in the order of their launch."""
+    """`wait()` returns the step's ModelRunnerOutput; steps are read in the order of their
+    launch."""
 
     def __init__(self, launched: Launched, read: Callable[[Launched], None]) -> None:
         self._launched = launched
@@ -400,11 +402,10 @@ def _output(launched: Launched) -> ModelRunnerOutput:
 class Postbox:
     """What captured steps write into the host's memory by themselves; `turn` is the device's count.
 
-    A captured step has a number, its turn, which the device counts and the host counts along. Results
-    and drafts come to the page of the turn, each number with the turn beside it: when all are of that
-    turn they are there, and no copy and no event is queued for them. The results come before drafts are
-    made.
-    """
+    A captured step has a number, its turn, which the device counts and the host counts along.
+    Results and drafts come to the page of the turn, each number with the turn beside it: when all
+    are of that turn they are there, and no copy and no event is queued for them. The results come
+    before drafts are made."""
 
     def __init__(
         self,
@@ -439,8 +440,8 @@ class Postbox:
         self._count = -1
 
     def expect(self, num_rows: int, width: int, num_drafts: int, back: int = 0) -> Posted:
-        """What the step launched last, or so many before it, will write: tokens of the rows, and drafts if it
-        makes any."""
+        """What the step launched last, or so many before it, will write: tokens of the rows, and
+        drafts if it makes any."""
         turn = self._count - back
         page, tag = turn % self._num_pages, (turn + 2**31) % 2**32 - 2**31
         results = self._results_host[page, :num_rows, : width + NUM_MORE]
@@ -488,8 +489,8 @@ class Arrival:
         return self._words.view(np.int32)[:, LOW::2]
 
     def _is_over(self) -> bool:
-        """Whether, as far as was looked, everything queued until now has ended; raises what the device died
-        of."""
+        """Whether, as far as was looked, everything queued until now has ended; raises what the
+        device died of."""
         self._num_queries += 1
         if self._num_queries == PATIENCE:
             self._event = self._device.record_event()

@@ -1,8 +1,8 @@
 """Tokens out of logits: the plan of a batch's rows, the sampler, and the same tokens on every rank.
 
-Nothing here waits for the device, but for rows whose sampling looks at generated text (grammars, bad
-words, processors): these need the tokens of the step before, and by then the forward pass is queued.
-"""
+Nothing here waits for the device, but for rows whose sampling looks at generated text (grammars,
+bad words, processors): these need the tokens of the step before, and by then the forward pass is
+queued."""
 
 from __future__ import annotations
 
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
 # Rows of logits computed at once for prompt_logprobs: a long prompt times a large vocabulary would
 # not fit.
 PROMPT_ROWS = 256
-# What rows may need so that their sampling can be captured.
-CAPTURED = bits.RANDOM | bits.TEMPERATURE | bits.FILTER | bits.PROMPT_LOGPROBS
-FLOATS = ("temperature", "top_p", "min_p")
 
 
 class StepSampler:
@@ -89,10 +86,10 @@ class StepSampler:
         fed: np.ndarray | None = None,
         positions: Tensor | None = None,
     ) -> tuple[Sampling, Tensor]:
-        """One token per row of logits, and [R] int64 marked tokens (kernel mark_broken). read_before
-        brings the tokens of earlier steps to the host. fed: [B] drafts of each row that the host knows;
-        None: no row has any that matters. positions: where the tokens will stand, if only the device
-        knows."""
+        """One token per row of logits, and [R] int64 marked tokens (kernel mark_broken).
+        read_before brings the tokens of earlier steps to the host. fed: [B] drafts of each row that
+        the host knows; None: no row has any that matters. positions: where the tokens will stand,
+        if only the device knows."""
         sampling, xp = Sampling(plan), self._xp
         if self._state is None:
             marked = xp.zeros((plan.num_rows,), dtype=xp.int64, device=self._device.device)
@@ -107,8 +104,8 @@ class StepSampler:
         return sampling, marked
 
     def sample_padded(self, logits: Tensor, plan: SamplingPlan) -> tuple[Sampling, Tensor, Tensor]:
-        """The likeliest token of every row of a padded step, the same on every rank; and where each goes:
-        those after the plan's rows to the last slot."""
+        """The likeliest token of every row of a padded step, the same on every rank; and where each
+        goes: those after the plan's rows to the last slot."""
         sampling, xp = Sampling(plan), self._xp
         marked = xp.zeros((logits.shape[0],), dtype=xp.int64, device=self._device.device)
         if self._state is not None:
@@ -169,7 +166,8 @@ class StepSampler:
             self._state.sampler.count(sampling.plan, sampling.token_ids, kept)
 
     def wants_prompt_logprobs(self, rows: StepRows) -> np.ndarray:
-        """Which rows do of this step: the same ones on every rank. Their hidden states are all read."""
+        """Which rows do of this step: the same ones on every rank. Their hidden states are all
+        read."""
         if rows.is_decode:
             return np.zeros(0, dtype=np.int64)
         wanted = self._columns.flags[rows.slots] & bits.PROMPT_LOGPROBS != 0
@@ -177,8 +175,8 @@ class StepSampler:
         return np.flatnonzero(wanted)
 
     def prompt_logprobs(self, hidden: Tensor, rows: StepRows) -> list[tuple[int, LogprobTensors]]:
-        """For rows that want them: every prompt token that this chunk predicts, by batch row. hidden: [T, hidden]
-        if there are any."""
+        """For rows that want them: every prompt token that this chunk predicts, by batch row.
+        hidden: [T, hidden] if there are any."""
         found: list[tuple[int, LogprobTensors]] = []
         first = rows.first_tokens()
         for row in self.wants_prompt_logprobs(rows).tolist():
@@ -207,8 +205,8 @@ class StepSampler:
 
 
 class SamplingState:
-    """What rank 0 knows of its sequences for sampling: masks, grammars, penalties, processors; and the
-    sampler that reads them."""
+    """What rank 0 knows of its sequences for sampling: masks, grammars, penalties, processors; and
+    the sampler that reads them."""
 
     def __init__(
         self,
@@ -241,7 +239,8 @@ class SamplingState:
         self.parts: list[Any] = [self._masks, self._penalties, self._processors]
 
     def add(self, slot: int, new: NewSequence) -> None:
-        """Prepare what the sequence's parameters ask for; InvalidRequest when that is impossible."""
+        """Prepare what the sequence's parameters ask for; InvalidRequest when that is
+        impossible."""
         tokens = np.asarray(new.token_ids, dtype=np.int64)
         prompt, output = tokens[: new.num_prompt_tokens], tokens[new.num_prompt_tokens :]
         self._masks.add(slot, new.sampling, new.eos_token_ids)
@@ -293,58 +292,13 @@ def _leniency(config: SpeculativeConfig | None) -> Leniency | None:
 
 
 def can_capture_sampling(device: DeviceBackend, kernels: KernelTable) -> bool:
-    """Whether sampling at random can be captured. The reference's asks the host how many tokens are left,
-    which cannot be captured where the host does not know it: reading a device's own memory waits for
-    it, which ends a capture."""
+    """Whether sampling at random can be captured. The reference's asks the host how many tokens are
+    left, which cannot be captured where the host does not know it: reading a device's own memory
+    waits for it, which ends a capture."""
     if device.limits.shares_host_memory and not device.limits.asynchronous:
         return True
     own = kernels["sample"], kernels["filter_logits"]
     return ops_sampling.sample not in own and ops_sampling.filter_logits not in own
-
-
-class CapturedSampling:
-    """Sampling at random in a captured graph: parameters of up to `max_rows` rows in fixed memory, in
-    batch order. The same tokens as Sampler.sample gives for rows without constraints: of filtered
-    logits, with the random numbers of the place."""
-
-    def __init__(
-        self, device: DeviceBackend, kernels: KernelTable, columns: SamplingColumns, max_rows: int
-    ) -> None:
-        xp = self._xp = device.xp
-        self._device, self._columns = device, columns
-        self._draw = kernels["draw"]
-        self._numbers = xp.zeros((3, max_rows), dtype=xp.int64, device=device.device)
-        self._floats = xp.zeros((3, max_rows), dtype=xp.float32, device=device.device) + 1
-        self._filled = (np.empty(0, dtype=np.int64), -1)  # slots; version of the columns
-
-    def fill(self, slots: np.ndarray) -> None:
-        """These are the rows; nothing happens while they stay what they are."""
-        columns, (filled, version) = self._columns, self._filled
-        if version == columns.version and (filled is slots or np.array_equal(filled, slots)):
-            return
-        self._filled = (slots, columns.version)
-        is_random = (columns.flags[slots] & bits.RANDOM) != 0
-        numbers = np.stack((is_random.astype(np.int64), columns.top_k[slots], columns.seed[slots]))
-        floats = np.stack([getattr(columns, name)[slots] for name in FLOATS])
-        floats[:, ~is_random] = 1.0  # their random tokens are not used
-        self._numbers[:, : slots.size] = self._device.to_device(numbers)
-        self._floats[:, : slots.size] = self._device.to_device(floats)
-
-    def sample(
-        self, logits: Tensor, positions: Tensor, width: int = 1, *, filters: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """See kernel draw: int64 tokens after these positions, `width` of each row, and peaks; consumes the
-        logits. Without `filters` top_k, top_p and min_p are ones that keep everything."""
-        size = int(logits.shape[0])
-        numbers, floats = self._numbers[:, : size // width], self._floats[:, : size // width]
-        if width > 1:
-            numbers, floats = (
-                x.unsqueeze(2).expand([3, size // width, width]).reshape([3, size])
-                for x in (numbers, floats)
-            )
-        rows = (numbers[0], numbers[1], numbers[2], floats[0], floats[1], floats[2])
-        ids, peaks = self._draw(logits, *rows, positions, filters)
-        return ids, peaks
 
 
 def has_processors(config: EngineConfig) -> bool:
@@ -353,7 +307,8 @@ def has_processors(config: EngineConfig) -> bool:
 
 
 def is_simple(new: NewSequence, config: EngineConfig) -> bool:
-    """Whether a sequence wants its likeliest tokens and nothing else, by what every rank knows of it."""
+    """Whether a sequence wants its likeliest tokens and nothing else, by what every rank knows of
+    it."""
     params = new.sampling
     return (
         params.is_greedy

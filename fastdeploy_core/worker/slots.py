@@ -98,8 +98,8 @@ class Slots:
         self.seq_ids = np.full(size, -1, dtype=np.int64)
         self.slot_of: dict[int, int] = {}
         self._free = list(range(size))  # a heap: low slots first keep batches dense
-        # The rows of the step before; their arrays are kept while they stay, so that others see at a
-        # glance that they did.
+        # The rows of the step before; their arrays are kept while they stay, so that others see at
+        # a glance that they did.
         self._last: StepRows | None = None
         self._last_ids = np.zeros(0, dtype=np.int64)
         self._num_gone = 0  # sequences that left since then
@@ -186,7 +186,8 @@ class Slots:
             heapq.heappush(self._free, slot)
 
     def reset(self, slot: int) -> None:
-        """The one place where a slot is cleaned: every buffer and every part with state per slot."""
+        """The one place where a slot is cleaned: every buffer and every part with state per
+        slot."""
         self.token_ids[slot] = self.block_tables[slot] = self.draft_ids[slot] = 0
         self.num_blocks[slot] = self.num_prompt[slot] = self.num_known[slot] = self.room[slot] = 0
         self.num_drafts[slot] = self._num_sent[slot] = self._drafts_are[slot] = 0
@@ -293,8 +294,8 @@ class Slots:
     def _decodes(
         self, slots: np.ndarray, starts: np.ndarray, num_drafts: int, num_decodes: int
     ) -> StepRows:
-        """Rows with as many drafts each, so many times. All but slots and starts is the same for all
-        batches of a size, and not made again."""
+        """Rows with as many drafts each, so many times. All but slots and starts is the same for
+        all batches of a size, and not made again."""
         key = (slots.size, num_drafts, num_decodes)
         if key not in self._uniform:
             same = np.full(slots.size, num_drafts, dtype=np.int64)
@@ -312,8 +313,8 @@ class Slots:
         return rows
 
     def widen(self, rows: StepRows, width: int) -> StepRows:
-        """Rows of a decode step where every one is padded to `width` tokens, after all of which a token
-        is sampled."""
+        """Rows of a decode step where every one is padded to `width` tokens, after all of which a
+        token is sampled."""
         return self._decodes(rows.slots, rows.starts, width - 1, rows.num_decodes)
 
     def _check(self, rows: StepRows) -> None:
@@ -333,8 +334,8 @@ class Slots:
             )
 
     def exact(self, rows: StepRows) -> StepRows:
-        """The rows as the host knows them once all results are read, with the drafts that it has for
-        them, which are put after their known tokens."""
+        """The rows as the host knows them once all results are read, with the drafts that it has
+        for them, which are put after their known tokens."""
         if not self.max_drafts:
             return rows
         slots, own = rows.slots, rows.counts - rows.num_drafts
@@ -358,8 +359,8 @@ class Slots:
     def bring(
         self, rows: StepRows, size: int, max_drafts: int, *, drafts: StepRows | None = None
     ) -> None:
-        """Tell the device what it does not know of the rows, which are padded to `size`. max_drafts:
-        see SchedulerOutput. drafts: these rows are fed the host's drafts."""
+        """Tell the device what it does not know of the rows, which are padded to `size`.
+        max_drafts: see SchedulerOutput. drafts: these rows are fed the host's drafts."""
         limit, sent, old = max(0, max_drafts), self._sent, NO_SLOTS
         if self.max_drafts:
             old = rows.slots[self._drafts_are[rows.slots] == OLD]
@@ -453,7 +454,8 @@ class Slots:
         ]
 
     def _old_updates(self, slots: np.ndarray) -> list[Update]:
-        """Drafts that no step came to feed in time are drafts no more: for them there may be no room."""
+        """Drafts that no step came to feed in time are drafts no more: for them there may be no
+        room."""
         if not slots.size:
             return []
         self._drafts_are[slots] = NONE
@@ -505,12 +507,13 @@ class Slots:
         return last
 
     def take_sampled(self, rows: StepRows, slots_dev: Tensor, token_ids: Tensor) -> None:
-        """A step that was laid out on the host, without drafts, sampled these [R] int64, one for each
-        row that samples. slots_dev: [R] or more, then the last slot for padding."""
+        """A step that was laid out on the host, without drafts, sampled these [R] int64, one for
+        each row that samples. slots_dev: [R] or more, then the last slot for padding."""
         slots, state = rows.slots[rows.samples], self.state
         self._xp.index_copy_(state.newest, 0, slots_dev, token_ids)
         if self._is_read:
-            # Drafts that are still there are old ones, or of a former sequence, which had other room.
+            # Drafts that are still there are old ones, or of a former sequence, which had other
+            # room.
             none = [(state.num_drafts, slots, slots * 0)] if self.max_drafts else []
             self._send([(state.num_computed, slots, rows.seq_lens[rows.samples]), *none])
             self._drafts_are[slots] = NONE
@@ -520,9 +523,9 @@ class Slots:
     def verify(
         self, rows: StepRows, drawn: Tensor, marked: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same for a step with drafts: drawn and marked [R], for every sampled position. Returns
-        results [rows that sample, width] int64 as finish_decode leaves them, how many drafts of each
-        were accepted, and for each of the R positions whether its token is kept."""
+        """The same for a step with drafts: drawn and marked [R], for every sampled position.
+        Returns results [rows that sample, width] int64 as finish_decode leaves them, how many
+        drafts of each were accepted, and for each of the R positions whether its token is kept."""
         xp, where, width = self._xp, rows.positions(), rows.width
         own = rows.samples
         slots, num_drafts = rows.slots[own], rows.num_drafts[own]
@@ -550,9 +553,9 @@ class Slots:
     def keep_drafts(
         self, rows: Tensor, proposals: Tensor, results: Tensor, *, posts: bool
     ) -> Tensor:
-        """The slots of these rows take what a drafter proposes, as far as it is tokens and there is room.
-        proposals: [B, n] int64; the results, beside them what was taken and -1 after it. posts: in a
-        captured step, whose page of the postbox it is."""
+        """The slots of these rows take what a drafter proposes, as far as it is tokens and there is
+        room. proposals: [B, n] int64; the results, beside them what was taken and -1 after it.
+        posts: in a captured step, whose page of the postbox it is."""
         state = self.state
         post = self.postbox.drafts if posts and self.postbox is not None else None
         known = (state.limit, self._vocab_size, state.num_computed, state.room)
@@ -561,8 +564,8 @@ class Slots:
         )
 
     def prepare_drafts(self, rows: StepRows, limit: int) -> Tensor:
-        """A step laid out on the host is to leave drafts in the slots: tell the device of room and limit.
-        Returns the rows' slots on the device."""
+        """A step laid out on the host is to leave drafts in the slots: tell the device of room and
+        limit. Returns the rows' slots on the device."""
         self._send([*self._block_updates(rows.slots), *self._limit_updates(limit)])
         return self._device.to_device(rows.slots)
 
@@ -577,8 +580,8 @@ class Slots:
             self._append(rows, results, state.num_computed, state.history)
 
     def follow_history(self, rows: StepRows, drawn: Tensor, max_drafts: int) -> None:
-        """A step laid out on the host sampled these: histories go on. drawn: [R] int64, of which those
-        after a refused draft are overwritten later. max_drafts: see SchedulerOutput."""
+        """A step laid out on the host sampled these: histories go on. drawn: [R] int64, of which
+        those after a refused draft are overwritten later. max_drafts: see SchedulerOutput."""
         history = self.state.history
         if history is None:
             return
@@ -597,9 +600,9 @@ class Slots:
 
     def catch_up(self, rows: StepRows) -> None:
         """Send the histories that the device does not have. It goes on with them itself; the newest
-        token, if that is still on its way to the host, it has, too. Further ones on their way, which
-        only several decodes without drafts leave, are missing: that costs accepted drafts, and the
-        output nothing."""
+        token, if that is still on its way to the host, it has, too. Further ones on their way,
+        which only several decodes without drafts leave, are missing: that costs accepted drafts,
+        and the output nothing."""
         history = self.state.history
         assert history is not None
         is_new = ~self._has_history[rows.slots]

@@ -1,4 +1,5 @@
-"""Plain records of a step on one rank: its rows, and what is remembered until its results are read."""
+"""Plain records of a step on one rank: its rows, and what is remembered until its results are
+read."""
 
 from __future__ import annotations
 
@@ -67,8 +68,8 @@ class StepRows:
         return padded(tokens, size)
 
     def positions(self) -> SampledPositions:
-        """Where tokens are sampled, R of them: after the last token that is no draft of each row that
-        samples, and after each of its drafts."""
+        """Where tokens are sampled, R of them: after the last token that is no draft of each row
+        that samples, and after each of its drafts."""
         if self.sampled is None:
             num = np.where(self.samples, self.num_drafts + 1, 0)
             rows = np.repeat(np.arange(self.slots.size), num)
@@ -132,8 +133,8 @@ class Arriving:
     """What is on its way from the device to the host; there when `event` has happened."""
 
     event: DeviceEvent | None = None
-    # Of a captured graph on a device that posts, one of each decode; else copies are queued: of marked
-    # tokens, of drafts for the next step, of log-probabilities.
+    # Of a captured graph on a device that posts, one of each decode; else copies are queued: of
+    # marked tokens, of drafts for the next step, of log-probabilities.
     posted: list[Posted] = field(default_factory=list)
     download: Download | None = None
     num_columns: int = 0  # of marked tokens, [sampling rows, num_columns]; 0: nothing was sampled

@@ -1,8 +1,7 @@
 """Small copies between host and device that nobody waits for.
 
-Uploads are packed: whatever a step has to tell the device goes in one copy. Downloads are started when a
-step is launched and read when its event has happened.
-"""
+Uploads are packed: whatever a step has to tell the device goes in one copy. Downloads are started
+when a step is launched and read when its event has happened."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend, DeviceEvent
     from fastdeploy_core.tensor import Tensor
 
-# Waiting polls: a blocking wait would hold the interpreter lock on some drivers. A step may take less
-# than half a millisecond, so a poll must not come a tenth of that late.
+# Waiting polls: a blocking wait would hold the interpreter lock on some drivers. A step may take
+# less than half a millisecond, so a poll must not come a tenth of that late.
 POLL_S = 0.00002
 PR_SET_TIMERSLACK = 29  # Linux; other systems keep their timers
 # Host buffers of uploads that may be on their way at once; a step after a prompt makes several.
@@ -93,7 +92,8 @@ class Uploads:
 
 
 class Downloads:
-    """Host memory for results on their way; taken when a step is launched, given back when it is read."""
+    """Host memory for results on their way; taken when a step is launched, given back when it is
+    read."""
 
     def __init__(self, device: DeviceBackend) -> None:
         self._device, self._xp = device, device.xp

@@ -17,14 +17,20 @@ from typing import TYPE_CHECKING
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.device import CompilingDevice, DeviceBackend, DeviceOptions
 from fastdeploy_core.errors import CapabilityError, ResourceError, WorkerError
+from fastdeploy_core.loading.drafters import DrafterMaker
 from fastdeploy_core.loading.loader import LoadedModel, load_model
 from fastdeploy_core.plugins.kernels import build_kernel_table, kernel_facts
+from fastdeploy_core.plugins.start_report import (
+    device_lines,
+    kernel_lines,
+    several_lines,
+    turned_off_lines,
+)
 from fastdeploy_core.sampling.penalties import PenaltyTables
 from fastdeploy_core.tensor import DTYPE_BYTES
 from fastdeploy_core.types import SchedulerOutput
 from fastdeploy_core.types.worker import WorkerInfo
 
-from .drafters import DrafterMaker
 from .graph_sizes import graph_sizes
 from .memory import LowWater, MemoryProfile, give_back_freed, probe
 from .model_runner import ModelRunner
@@ -32,14 +38,10 @@ from .results import PendingOutput
 from .sampling_step import can_capture_sampling
 from .start_up import (
     Stopwatch,
-    device_lines,
     drafted_step,
     dummy_step,
-    kernel_lines,
     largest_padded_step,
-    several_lines,
     step_limits,
-    turned_off_lines,
     warm_up,
 )
 
@@ -123,8 +125,8 @@ class Worker:
         return info
 
     def initialize_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """Allocate the KV pool, and the host tier when num_host_blocks is above 0; then capture graphs
-        over it. All ranks at the same time, as in load()."""
+        """Allocate the KV pool, and the host tier when num_host_blocks is above 0; then capture
+        graphs over it. All ranks at the same time, as in load()."""
         runner, device = self._ready()
         try:
             runner.allocate_cache(num_blocks, num_host_blocks, is_touched=False)
@@ -308,8 +310,9 @@ class Worker:
         return self._measure(weight_bytes, bytes_per_block)
 
     def _measure(self, weight_bytes: int, bytes_per_block: int, part: int = 1) -> MemoryProfile:
-        """Run the largest prefill and the widest sampling there can be, and see what they take. With
-        `part` they are so many times shorter; nothing grows faster than the square of the length."""
+        """Run the largest prefill and the widest sampling there can be, and see what they take.
+        With `part` they are so many times shorter; nothing grows faster than the square of the
+        length."""
         runner, device = self._ready()
         steps, num_blocks = largest_steps(self.config, part, runner.shapes)
         before, look = device.memory(), probe(device)

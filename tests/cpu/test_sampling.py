@@ -15,11 +15,12 @@ from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.device import CpuDevice
+from fastdeploy_core.sampling.captured import CapturedSampling
 from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
 from fastdeploy_core.sampling.logprobs import read
 from fastdeploy_core.sampling.sampler import Sampled, SamplingStep
 from fastdeploy_core.types import NewSequence, SamplingParams
-from fastdeploy_core.worker.sampling_step import CapturedSampling, SamplingState
+from fastdeploy_core.worker.sampling_step import SamplingState
 
 VOCAB = 70  # more than two mask words, and no multiple of 32
 

@@ -1,5 +1,5 @@
-"""Slots and layout of a step against a slow book-keeper, host against device, and slots that are truly
-empty when they are given back."""
+"""Slots and layout of a step against a slow book-keeper, host against device, and slots that are
+truly empty when they are given back."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ from fastdeploy_core.contracts.device import StepBuckets
 from fastdeploy_core.contracts.speculative import DraftBatch, HostDraftInput
 from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.errors import CapabilityError, ConfigError, PluginLoadError, WeightError
+from fastdeploy_core.loading.drafters import DrafterMaker
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.reference.device import CpuDevice
-from fastdeploy_core.worker.drafters import DrafterMaker
 from fastdeploy_core.worker.worker import Worker, largest_steps
 from tests.cpu.engine_mixes import Settings
 from tests.cpu.speculative_mixes import (
@@ -139,15 +139,15 @@ def run_hostile(
 ) -> None:
     requests, truth = world
     speculation = bench.speculation
-    speculation._drafter, speculation.num_failures = drafter, 0
-    caplog.set_level(logging.WARNING, "fastdeploy_core.worker.drafting")
+    speculation._drafter, speculation.guard.num_failures = drafter, 0
+    caplog.set_level(logging.WARNING, "fastdeploy_core.speculative.guard")
     settings = Settings(max_num_seqs=4, prefix_caching=True, overlap=True)
     core, collector = bench.run_varied(settings, [(0, r) for r in requests], None)
     check(collector, requests, truth)
     stats = core.stats()
     assert stats.draft_tokens_total > 0, "its good drafts are used"
     assert stats.draft_failures_total > 2
-    ours = [r for r in caplog.records if r.name == "fastdeploy_core.worker.drafting"]
+    ours = [r for r in caplog.records if r.name == "fastdeploy_core.speculative.guard"]
     assert len(ours) == 1 and "hostile" in ours[0].getMessage()
 
 
@@ -252,6 +252,6 @@ def test_memory_is_measured_with_as_many_drafts_as_there_can_be(
         info = worker.load()
         assert info.available_bytes > 0
         speculation = worker._runner._drafting
-        assert speculation.num_failures == 0
+        assert speculation.guard.num_failures == 0
         assert not getattr(speculation._drafter, "_histories", None), "nothing stays of it"
         worker.close()

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fastdeploy_core.worker.step_rows import StepRows
+from fastdeploy_core.worker.step_shapes import StepShapes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdeploy_core.contracts.device import StepBuckets
 from fastdeploy_core.errors import WorkerError
-from fastdeploy_core.worker.step_rows import StepRows
-from fastdeploy_core.worker.step_shapes import StepShapes
 
 BUCKETS = StepBuckets((1, 2, 3), (8, 32, 64), (2, 4, 8), (1, 2, 4))
 LONGEST, BLOCK = 100, 16
