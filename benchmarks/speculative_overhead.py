@@ -109,7 +109,7 @@ def make_engine(options: argparse.Namespace, speculative: dict[str, Any] | None)
     for work in worker.device.recorded:
         work.replay = lambda: None
     postbox = worker._runner._slots.postbox
-    for recorded in worker._runner._graphs._steps.values():
+    for recorded in worker._runner._graphs._decodes.values():
         recorded._forward.replay = partial(post, postbox, recorded.width)
     return engine
 

@@ -103,8 +103,8 @@ class DrafterMaker:
         if self._device.limits.step_buckets is not None:
             raise CapabilityError(
                 f"speculative method {method!r} cannot run on device {self._device.name!r}, which "
-                "only takes steps of certain shapes; possible: ngram_match or suffix, which draft on "
-                "the host"
+                "only takes steps of certain shapes; possible: ngram_match or suffix, which draft "
+                "on the host"
             )
 
     def _construct(

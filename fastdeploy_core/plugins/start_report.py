@@ -77,8 +77,8 @@ def _bucket_words(buckets: StepBuckets | None) -> str:
         return ""
     return (
         f"steps are padded: {_numbers(buckets.prompt_rows)} prompts of "
-        f"{_numbers(buckets.prompt_tokens)} tokens, or {_numbers(buckets.decode_rows)} decodes; tables "
-        f"of {_numbers(buckets.table_blocks)} blocks"
+        f"{_numbers(buckets.prompt_tokens)} tokens, or {_numbers(buckets.decode_rows)} decodes; "
+        f"tables of {_numbers(buckets.table_blocks)} blocks"
     )
 
 

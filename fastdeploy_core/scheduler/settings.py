@@ -112,8 +112,9 @@ def _check(batch: BatchConfig, max_model_len: int) -> None:
     if not batch.enable_chunked_prefill and batch.max_num_batched_tokens < max_model_len:
         raise ConfigError(
             f"without chunked prefill a prompt runs in one step, and max_num_batched_tokens "
-            f"({batch.max_num_batched_tokens}) is smaller than max_model_len ({max_model_len}); raise "
-            "the former, lower the latter, or enable chunked prefill where the device can do it"
+            f"({batch.max_num_batched_tokens}) is smaller than max_model_len ({max_model_len}); "
+            "raise the former, lower the latter, or enable chunked prefill where the device can do "
+            "it"
         )
     if not 1 <= batch.max_long_partial_prefills <= batch.max_num_partial_prefills:
         raise ConfigError(

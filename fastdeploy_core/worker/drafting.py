@@ -116,8 +116,9 @@ class Drafting:
             drafts = captured.replay_drafts(limit)
         elif target is not None and target.captured is not None:
             # Drafts, which are not captured after prompts, would cost more than they save.
-            next_ids = self._batches.next_ids(rows, target, _sampled(launched))
-            target.captured.fill(next_ids, self._batches.last(rows, _accepted(launched)))
+            sampling, batches = launched.sampling, self._batches
+            next_ids = batches.next_ids(rows, target, sampling)
+            target.captured.fill(next_ids, batches.last(rows, sampling))
         elif target is not None:
             drafts = self._propose(drafter, launched, target)
         if captured is None and limit > 0:
@@ -133,9 +134,7 @@ class Drafting:
     def _propose(self, drafter: Drafter, launched: Launched, target: TargetStep) -> Tensor | None:
         rows, slots, limit = launched.rows, self._slots, launched.max_drafts
         sample = _Sample(self, self._plan_of(rows.slots))
-        batch = self._batches.make(
-            rows, target, _sampled(launched), _accepted(launched), limit, sample
-        )
+        batch = self._batches.make(rows, target, launched.sampling, limit, sample)
         sample.positions = self._xp.index_select(batch.attention.positions, 0, batch.last)
         if slots.state.history is not None:
             batch.history = slots.state.history
@@ -166,7 +165,13 @@ class Drafting:
                 ids = self._greedy(logits)
             return ids if self._communicator is None else self._communicator.broadcast(ids, 0)
 
-        batch = self._batches.make_captured(captured, max_drafts, sample, is_greedy=not is_random)
+        batch = self._batches.make_captured(captured, captured.sampled, max_drafts, sample)
+        batch.is_greedy = not is_random
+        state = self._slots.state
+        if state.history is not None:
+            batch.history, batch.history_rows = state.history, state.rows[: captured.size]
+            known = self._xp.index_select(state.num_computed, 0, batch.history_rows)
+            batch.num_known = known + 1
         return self._checked(self._drafter.propose(batch), captured.size, max_drafts)
 
     @property
@@ -178,10 +183,14 @@ class Drafting:
             return None
 
         def fill(captured: CapturedPrompt) -> None:
-            batch = self._batches.make_prompt(captured, lambda logits, step: self._greedy(logits))
-            drafter.propose(batch)
+            ids = captured.next_ids
+            drafter.propose(self._batches.make_captured(captured, ids, 0, self._likeliest))
 
         return fill
+
+    def _likeliest(self, logits: Tensor, step: int) -> Tensor:
+        ids: Tensor = self._greedy(logits)
+        return ids
 
     def _plan_of(self, slots: np.ndarray) -> SamplingPlan:
         """How the rows sample; kept while they stay."""
@@ -256,14 +265,6 @@ class Drafting:
         for drafter in (self._drafter, self._follower):
             if drafter is not None:
                 self.guard.forget(drafter, seq_id)
-
-
-def _sampled(launched: Launched) -> Tensor | None:
-    return None if launched.sampling is None else launched.sampling.token_ids
-
-
-def _accepted(launched: Launched) -> Tensor | None:
-    return None if launched.sampling is None else launched.sampling.accepted
 
 
 class _Sample:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 MAX_CAPTURED_ROWS = 512
 # Beyond, a step keeps an accelerator busy for longer than any host needs to queue it.
 MOST_TOKENS = 16384
-_LADDER = (64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192,
-           10240, 12288, 14336, 16384)  # fmt: skip
+_LADDER = (64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 4096, 5120,
+           6144, 8192, 10240, 12288, 14336, 16384)  # fmt: skip
 
 
 def ladder(max_num_seqs: int) -> tuple[int, ...]:

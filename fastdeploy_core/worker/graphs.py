@@ -91,19 +91,27 @@ class Graphs:
         self.drafting, self.sampling = drafting, sampling
         self.prepare, self.greedy = kernels["prepare_decode"], kernels["greedy"]
         self.keep_results = kernels["keep_results"]
+        self.any_size = device.limits.graph_any_size
+        # A drafter with layers of its own has to fill its cache after prompts, too.
+        self.fill = None if drafting is None else drafting.captured_fill
         tables, most = slots.block_tables.shape[1], max(plan.sizes)
         self.buffers = {
             width: DecodeBuffers(device, most, width, tables, plan.max_model_len + width - 1)
             for width in plan.widths
         }
+        self.prompt_buffers: PromptBuffers | None = None
+        if plan.prompt_sizes:
+            tokens = max(plan.prompt_sizes)
+            rows = min(slots.max_num_seqs, tokens)
+            self.prompt_buffers = PromptBuffers(device, tokens, rows, tables, plan.max_model_len)
         # Where decodes follow each other and nothing is posted, each leaves its results here; the
         # host reads those of the last few at once.
         self.kept: Tensor = None
         if plan.num_decodes > 1 and slots.postbox is None:
             shape = (most, plan.num_decodes)
             self.kept = self.xp.zeros(shape, dtype=self.xp.int64, device=device.device)
-        self._steps: dict[tuple[int, int], CapturedDecode] = {}
-        self._prompts = PromptGraphs(self) if plan.prompt_sizes else None
+        self._decodes: dict[tuple[int, int], CapturedDecode] = {}
+        self._prompts: dict[int, CapturedPrompt] = {}
         self._caches: list[tuple[Tensor, ...]] = []
 
     def find(self, num_rows: int, width: int) -> CapturedDecode | None:
@@ -112,42 +120,51 @@ class Graphs:
         size, wide = bisect_left(sizes, num_rows), bisect_left(widths, width)
         if size == len(sizes) or wide == len(widths):
             return None
-        return self._steps.get((sizes[size], widths[wide]))
+        return self._decodes.get((sizes[size], widths[wide]))
+
+    def find_prompt(self, rows: StepRows, *, reads_all: bool) -> CapturedPrompt | None:
+        """The smallest graph for these rows of a step laid out on the host. Hidden states come out
+        of it for sampled tokens alone, but for a drafter that fills its own cache. reads_all: those
+        of every token are wanted."""
+        buffers = self.prompt_buffers
+        if buffers is None or rows.is_decode or rows.num_drafts.any():
+            return None
+        if rows.slots.size > buffers.num_rows or reads_all != (self.fill is not None):
+            return None
+        tokens = int(rows.counts.sum())
+        size = next((size for size in self.plan.prompt_sizes if size >= tokens), 0)
+        is_padding_dear = size > FEW_TOKENS and not self.any_size
+        if rows.slots.size > size or (is_padding_dear and tokens < LEAST_SHARE * size):
+            return None
+        return self._prompts.get(size)
 
     def context(self, batch: AttentionBatch) -> ForwardContext:
         """What the model's layers need."""
         metadata = {spec: driver.prepare(batch) for spec, driver in self._loaded.attention.items()}
         return ForwardContext(batch, metadata, self._caches)
 
-    def forward(
-        self, rows: StepRows, batch: AttentionBatch, input_ids: Tensor, read: np.ndarray | None
-    ) -> TargetStep | None:
-        """Queue a step laid out on the host, if a graph serves it; see `forward` below."""
-        if self._prompts is None:
-            return None
-        captured = self._prompts.find(rows, reads_all=read is None)
-        return None if captured is None else captured.run(batch, input_ids, read)
+    def takes(self, graph: CapturedGraph | None) -> bool:
+        """Whether fewer tokens cost less in a graph, where the device says so of its graphs."""
+        return not (self.any_size and isinstance(graph, SizedGraph)) or graph.is_any_size
 
     def capture(self, caches: list[tuple[Tensor, ...]], *, is_first_rank: bool = True) -> None:
         """Capture everything over these caches, the largest first, so that one memory serves
         all."""
         began, free = time.perf_counter(), self.device.memory().free_bytes
         bar = tqdm(
-            list(self._wanted()),
-            desc="capturing graphs of decode steps",
+            [*self._decode_steps(), *self._prompt_steps()],
+            desc="capturing graphs",
             leave=False,
             disable=None if is_first_rank else True,  # None: only where there is a terminal
         )
         self._begin(caches)
         beside: CapturedGraph | None = None
-        for size, width in bar:
-            beside = self._capture(size, width, beside)
-        if self._prompts is not None:
-            self._prompts.capture(beside)
+        for step in bar:
+            beside = self._capture(step, beside)
         logger.info(
             "captured %d graphs of decode steps of up to %d rows, prompts of %d sizes, "
             "in %.1f s, %.2f GiB",
-            len(self._steps),
+            len(self._decodes),
             max(self.plan.sizes),
             len(self.plan.prompt_sizes),
             time.perf_counter() - began,
@@ -157,34 +174,39 @@ class Graphs:
     def rehearse(self, caches: list[tuple[Tensor, ...]]) -> None:
         """Run steps of unlike sizes once, so that their kernels are met. Nothing stays."""
         self._begin(caches)
-        for size, width in self._wanted():
-            if size in unlike(self.plan.sizes):
-                CapturedDecode(self, size, width).run_once()
-        if self._prompts is not None:
-            self._prompts.rehearse()
+        for step in self._decode_steps():
+            if step.size in unlike(self.plan.sizes):
+                step.run_once()
+        for prompt in () if self.any_size else self._prompt_steps():
+            prompt.run_once()
         self.drop()
 
     def estimate(self, caches: list[tuple[Tensor, ...]]) -> int:
-        """Bytes that `capture` will take: the two largest graphs make the memory that serves the
-        others, each of which costs what the third one does. Nothing stays captured."""
+        """Bytes that `capture` will take. The first graphs, the largest, make the memory that
+        serves the others, each of which costs what the third decode step or the second step with
+        prompts does. Nothing stays captured."""
         self._begin(caches)
-        wanted, free = list(self._wanted()), [self.device.memory().free_bytes]
-        beside: CapturedGraph | None = None
-        for size, width in wanted[:3]:
-            beside = self._capture(size, width, beside)
-            free.append(self.device.memory().free_bytes)
-        other = max(0, free[2] - free[3]) if len(free) > 3 else 0
-        needed = max(0, free[0] - free[-1]) + other * (len(wanted) - len(free) + 1)
-        if self._prompts is not None:
-            needed += self._prompts.estimate(beside)
+        needed, beside = 0, None
+        kinds: list[tuple[list[CapturedDecode | CapturedPrompt], int]] = [
+            ([*self._decode_steps()], 3),
+            ([*self._prompt_steps()], 2),
+        ]
+        for measured, last in kinds:
+            free = [self.device.memory().free_bytes]
+            for step in measured[:last]:
+                beside = self._capture(step, beside)
+                free.append(self.device.memory().free_bytes)
+            other = max(0, free[-2] - free[-1]) if len(free) > last else 0
+            needed += max(0, free[0] - free[-1]) + other * (len(measured) - len(free) + 1)
         self.drop()
         return needed
 
     def drop(self) -> None:
         """Forget all graphs and the caches they point to."""
-        self._steps.clear()
-        if self._prompts is not None:
-            self._prompts.drop()
+        self._decodes.clear()
+        self._prompts.clear()
+        if self.prompt_buffers is not None:
+            self.prompt_buffers.clear()
         self._caches = []
         gc.collect()
 
@@ -192,33 +214,38 @@ class Graphs:
         self._caches = caches
         self.slots.stand_down()
 
-    def _wanted(self) -> Iterator[tuple[int, int]]:
+    def _decode_steps(self) -> Iterator[CapturedDecode]:
         for size in reversed(self.plan.sizes):
             for width in reversed(self.plan.widths):
-                yield size, width
+                yield CapturedDecode(self, size, width)
 
-    def _capture(self, size: int, width: int, beside: CapturedGraph | None) -> CapturedGraph:
-        step = CapturedDecode(self, size, width)
+    def _prompt_steps(self) -> Iterator[CapturedPrompt]:
+        return (CapturedPrompt(self, size) for size in reversed(self.plan.prompt_sizes))
+
+    def _capture(
+        self, step: CapturedDecode | CapturedPrompt, beside: CapturedGraph | None
+    ) -> CapturedGraph:
+        is_decode, advice = isinstance(step, CapturedDecode), "--enforce-eager"
+        what = f"a step of {step.size} prompt tokens"
+        if is_decode:
+            what = f"a decode step of {step.size} rows"
+            advice = f"--cudagraph-capture-sizes with sizes below {step.size}, or {advice} for none"
         try:
             beside = step.capture(beside)
         except Exception as error:
-            advice = (
-                f"--cudagraph-capture-sizes with sizes below {size}, or --enforce-eager for none"
-            )
-            raise self.failure(error, f"a decode step of {size} rows", advice) from error
-        self._steps[size, width] = step
+            if self.device.is_oom(error):
+                raise ResourceError(
+                    f"device memory ran out while {what} was captured; lower "
+                    f"--gpu-memory-utilization, or give {advice}"
+                ) from error
+            raise WorkerError(
+                f"{what} cannot be captured: {type(error).__name__}: {error}; try {advice}"
+            ) from error
+        if isinstance(step, CapturedDecode):
+            self._decodes[step.size, step.width] = step
+        elif step.is_taken:
+            self._prompts[step.size] = step
         return beside
-
-    def failure(self, error: Exception, what: str, advice: str) -> Exception:
-        """Why something could not be captured."""
-        if self.device.is_oom(error):
-            return ResourceError(
-                f"device memory ran out while {what} was captured; lower "
-                f"--gpu-memory-utilization, or give {advice}"
-            )
-        return WorkerError(
-            f"{what} cannot be captured: {type(error).__name__}: {error}; try {advice}"
-        )
 
 
 class CapturedDecode:
@@ -455,88 +482,16 @@ class CapturedDecode:
         return last
 
 
-class PromptGraphs:
-    """Captured steps of prompts, and of prompts beside decodes: the forward pass of up to so many
-    tokens. Hidden states come out of them for sampled tokens alone, but for a drafter that fills
-    its own cache. Logits and sampling stay outside."""
-
-    def __init__(self, graphs: Graphs) -> None:
-        device, plan = graphs.device, graphs.plan
-        self.device, self.model, self.context = device, graphs.model, graphs.context
-        self.fill = None if graphs.drafting is None else graphs.drafting.captured_fill
-        self.reads_all = self.fill is not None
-        self.any_size, self._sizes = device.limits.graph_any_size, plan.prompt_sizes
-        self._failure = graphs.failure
-        most, slots = max(plan.prompt_sizes), graphs.slots
-        rows, blocks = min(slots.max_num_seqs, most), slots.block_tables.shape[1]
-        self.buffers = PromptBuffers(device, most, rows, blocks, plan.max_model_len)
-        self._steps: dict[int, CapturedPrompt] = {}
-
-    def find(self, rows: StepRows, *, reads_all: bool) -> CapturedPrompt | None:
-        """The smallest graph that holds these rows. reads_all: hidden states of every token are."""
-        if rows.is_decode or rows.num_drafts.any() or rows.slots.size > self.buffers.num_rows:
-            return None
-        if reads_all != self.reads_all:
-            return None
-        tokens = int(rows.counts.sum())
-        size = next((size for size in self._sizes if size >= tokens), 0)
-        is_padding_dear = size > FEW_TOKENS and not self.any_size
-        if rows.slots.size > size or (is_padding_dear and tokens < LEAST_SHARE * size):
-            return None
-        return self._steps.get(size)
-
-    def capture(self, beside: CapturedGraph | None) -> None:
-        """The largest first, so that one memory serves all."""
-        for size in reversed(self._sizes):
-            beside = self._capture(size, beside)
-
-    def rehearse(self) -> None:
-        """Run a step of each size once, so that its kernels are met."""
-        for size in () if self.any_size else self._sizes:
-            CapturedPrompt(self, size).run_once()
-
-    def estimate(self, beside: CapturedGraph | None) -> int:
-        """Bytes that `capture` will take: the largest makes the memory that serves the others, each
-        of which costs no more than the second does."""
-        free = [self.device.memory().free_bytes]
-        for size in self._sizes[: -3 if len(self._sizes) > 1 else None : -1]:
-            beside = self._capture(size, beside)
-            free.append(self.device.memory().free_bytes)
-        other = max(0, free[1] - free[2]) if len(free) > 2 else 0
-        return max(0, free[0] - free[-1]) + other * (len(self._sizes) - len(free) + 1)
-
-    def _capture(self, size: int, beside: CapturedGraph | None) -> CapturedGraph:
-        step = CapturedPrompt(self, size)
-        try:
-            beside = step.capture(beside)
-        except Exception as error:
-            what = f"a step of {size} prompt tokens"
-            raise self._failure(error, what, "--enforce-eager") from error
-        if step.is_taken:
-            self._steps[size] = step
-        return beside
-
-    def takes(self, graph: CapturedGraph | None) -> bool:
-        """Whether fewer tokens cost less in it, where the device says so of its graphs."""
-        if not self.any_size or not isinstance(graph, SizedGraph):
-            return True
-        return graph.is_any_size
-
-    def drop(self) -> None:
-        """Forget all graphs."""
-        self._steps.clear()
-        self.buffers.clear()
-
-
 class CapturedPrompt:
     """The forward pass of up to `size` tokens."""
 
-    def __init__(self, graphs: PromptGraphs, size: int) -> None:
+    def __init__(self, graphs: Graphs, size: int) -> None:
+        assert graphs.prompt_buffers is not None
+        buffers = self._buffers = graphs.prompt_buffers
         self.size, self._graphs = size, graphs
-        self.attention = graphs.buffers.batch(size)
-        self.input_ids = graphs.buffers.input_ids[:size]
-        self.next_ids = graphs.buffers.next_ids[:size]
-        self.last = graphs.buffers.last[: self.attention.num_seqs]
+        self.attention = buffers.batch(size)
+        self.input_ids, self.next_ids = buffers.input_ids[:size], buffers.next_ids[:size]
+        self.last = buffers.last[: self.attention.num_seqs]
         self.context: ForwardContext | None = None
         # [rows that there can be, hidden], or with `fill` [size, hidden]; stays until the next
         # replay
@@ -570,7 +525,7 @@ class CapturedPrompt:
         """Queue a step; see `forward`."""
         assert self._forward is not None and self.context is not None
         graphs, rows = self._graphs, self.context.rows
-        graphs.buffers.take(batch, input_ids, self.size)
+        self._buffers.take(batch, input_ids, self.size)
         if rows is not None and read is not None:
             rows.copy_(graphs.device.to_device(padded(read, int(rows.shape[0]))))
         self._forward.replay()
@@ -580,15 +535,15 @@ class CapturedPrompt:
     def fill(self, next_ids: Tensor, last: Tensor) -> None:
         """Queue what keeps a drafter's cache complete, after `run`. See DraftBatch."""
         assert self._fill is not None
-        self._graphs.buffers.take_sampled(next_ids, last)
+        self._buffers.take_sampled(next_ids, last)
         self._fill.replay()
 
     def run_once(self) -> None:
         """What is captured."""
         graphs, batch = self._graphs, self.attention
         self.context = graphs.context(batch)
-        if not graphs.reads_all:
-            self.context.rows = graphs.buffers.read_tokens[: batch.num_seqs]
+        if graphs.fill is None:
+            self.context.rows = self._buffers.read_tokens[: batch.num_seqs]
         self.hidden = run_model(graphs.model, self.input_ids, self.context)
 
 
@@ -603,9 +558,9 @@ def forward(
 ) -> TargetStep:
     """Queue a step laid out on the host, as a captured graph or operation by operation. read:
     StepRows.read_tokens, or None: hidden states of all tokens are wanted."""
-    target = None if graphs is None else graphs.forward(rows, batch, input_ids, read)
-    if target is not None:
-        return target
+    captured = None if graphs is None else graphs.find_prompt(rows, reads_all=read is None)
+    if captured is not None:
+        return captured.run(batch, input_ids, read)
     metadata = {spec: driver.prepare(batch) for spec, driver in loaded.attention.items()}
     index = None if read is None else loaded.builder.device.to_device(read)
     context = ForwardContext(batch, metadata, caches, index)
@@ -619,7 +574,7 @@ def run_model(model: CausalLM, input_ids: Tensor, context: ForwardContext) -> Te
     if rows is not None and hidden.shape[0] != rows.shape[0]:
         raise WorkerError(
             f"{type(model).__name__}.forward returned {int(hidden.shape[0])} hidden states where "
-            f"context.rows names {int(rows.shape[0])} of {context.batch.num_tokens} tokens; it has to "
-            "return those alone (contract 1.0)"
+            f"context.rows names {int(rows.shape[0])} of {context.batch.num_tokens} tokens; it has "
+            "to return those alone (contract 1.0)"
         )
     return hidden

@@ -116,7 +116,8 @@ class MemoryProfile:
         if self.shared_with:
             text += (
                 f", at most {SHARED_FRACTION:g} of {self.free_bytes / GIB:.2f} GiB free host memory"
-                f" for {self.shared_with} rank(s), and {self.most_bytes / GIB:.2f} GiB hold a full batch"
+                f" for {self.shared_with} rank(s), and {self.most_bytes / GIB:.2f} GiB hold a full"
+                " batch"
             )
         return f"{text} = {self.available_bytes / GIB:.2f} GiB for the KV cache"
 

@@ -281,8 +281,8 @@ class Slots:
         counts, num_drafts = message.counts, message.num_drafts
         if (counts <= num_drafts).any() or (num_drafts > self.max_drafts * num_decodes).any():
             raise WorkerError(
-                f"a step is inconsistent: {counts.tolist()} tokens with {num_drafts.tolist()} drafts, "
-                f"of which a sequence has at most {self.max_drafts}"
+                f"a step is inconsistent: {counts.tolist()} tokens with {num_drafts.tolist()} "
+                f"drafts, of which a sequence has at most {self.max_drafts}"
             )
         is_decode = message.samples.all() and bool((counts - num_drafts == num_decodes).all())
         most = int(num_drafts.max(initial=0)) // num_decodes

@@ -111,9 +111,9 @@ def bench(
 def lose_what_was_left(bench: SpeculativeBench) -> None:
     """Recordings share memory: what one has left is gone when another step is replayed."""
     graphs = bench.worker._runner._graphs
-    for step in [] if graphs is None else graphs._steps.values():
+    for step in [] if graphs is None else graphs._decodes.values():
         if step._forward is bench.worker.device.current:
-            for other in graphs._steps.values():
+            for other in graphs._decodes.values():
                 for left in (other.sampled, other.last):
                     if left is not None:
                         left[:] = 2**40
@@ -140,7 +140,7 @@ def run_mix(bench: SpeculativeBench, world: Any, seed: int, seen: Counter[str]) 
     seen["refused"] += stats.draft_tokens_total - stats.accepted_draft_tokens_total
     seen["preemptions"] += stats.preemptions_total
     prompts = bench.worker._runner._graphs._prompts
-    seen["prompts"] += sum(step._forward.num_replays for step in prompts._steps.values())
+    seen["prompts"] += sum(step._forward.num_replays for step in prompts.values())
     seen["failures"] += stats.draft_failures_total
 
 
@@ -368,13 +368,14 @@ def test_recorded_prompts_fill_a_drafters_cache_as_others_do(
 ) -> None:
     """What was not written there, or wrongly, would show in drafts that the target refuses."""
     requests, _ = world
-    found, replays, make = [], [], DraftBatches.make_prompt
+    found, replays, make = [], [], DraftBatches.make_captured
 
-    def noting(self: DraftBatches, recorded: CapturedPrompt, draw: Any) -> Any:
-        replays.append(recorded._forward.num_replays)
-        return make(self, recorded, draw)
+    def noting(self: DraftBatches, captured: Any, *more: Any) -> Any:
+        if isinstance(captured, CapturedPrompt):
+            replays.append(captured._forward.num_replays)
+        return make(self, captured, *more)
 
-    monkeypatch.setattr(DraftBatches, "make_prompt", noting)
+    monkeypatch.setattr(DraftBatches, "make_captured", noting)
     for sizes in ((), PROMPT_SIZES):
         monkeypatch.setattr(graph_sizes, "prompt_ladder", lambda most, sizes=sizes: sizes)
         options = {"model": str(folder)}
@@ -387,6 +388,6 @@ def test_recorded_prompts_fill_a_drafters_cache_as_others_do(
         stats = core.stats()
         found.append((stats.draft_tokens_total, stats.accepted_draft_tokens_total))
     prompts = bench.worker._runner._graphs._prompts
-    assert sum(step._fill.num_replays for step in prompts._steps.values()) > 2
+    assert sum(step._fill.num_replays for step in prompts.values()) > 2
     assert found[0] == found[1] and found[0][1] > 20
     assert min(replays) > 0, "a device that only records has computed nothing for the drafter yet"

@@ -430,7 +430,7 @@ def test_two_ranks_give_the_tokens_of_one(
         leader.__init__(ranks[0])  # type: ignore[misc]
         for number, prompt in prompts.items():
             leader.add(number, prompt, kinds[number], seed=50 + number)
-        for step in range(8):
+        for _ in range(8):
             rows = [leader.row(n) for n in prompts]
             messages.append(leader.message(rows))
             barrier.wait()
