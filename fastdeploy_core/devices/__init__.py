@@ -6,6 +6,7 @@
 | `torch_device` | a chip that torch reaches, itself or through a vendor's package |
 | `host_device` | a device that computes in the memory of the host |
 | `host_communicator` | collectives between processes of one machine, over shared memory |
+| `transfers` | packed copies between host and device that nobody waits for |
 | `vendor_operators` | operators that a vendor's packages bring for PaddlePaddle |
 
 The room is public, like contracts/. Nothing in it is required: a class that implements

@@ -26,12 +26,13 @@ if TYPE_CHECKING:
     from fastdeploy_core.loading.drafters import Drafters
     from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.sampling.captured import CapturedSampling
+    from fastdeploy_core.sampling.state import SamplingState
     from fastdeploy_core.tensor import Tensor
+    from fastdeploy_core.types import ModelRunnerOutput
 
     from .graphs import CapturedDecode, CapturedPrompt
-    from .sampling_step import SamplingState
     from .slots import Slots
-    from .step import Launched, StepResults, StepRows, TargetStep
+    from .step import Launched, StepRows, TargetStep
 
 
 class Drafting:
@@ -220,7 +221,7 @@ class Drafting:
 
     # -- once a step's tokens are there -----------------------------------------------------------
 
-    def observe(self, launched: Launched, found: StepResults) -> None:
+    def observe(self, launched: Launched, found: ModelRunnerOutput) -> None:
         """Tell a host drafter how its last proposals fared."""
         drafter, slots = self._drafter, self._slots
         fed, accepted = found.num_drafts, found.num_accepted
@@ -233,7 +234,9 @@ class Drafting:
                 seq_id = int(slots.seq_ids[slot])
                 self.guard.observe(drafter, seq_id, drafted, int(accepted[0, row]))
 
-    def collect(self, launched: Launched, found: StepResults, drafts: np.ndarray | None) -> None:
+    def collect(
+        self, launched: Launched, found: ModelRunnerOutput, drafts: np.ndarray | None
+    ) -> None:
         """Put the drafts for the rows' next step into the host's slots. drafts: [B, n] what the
         device has taken, -1 after it and -2 for nonsense; None: it made none."""
         slots, limit, store = launched.rows.slots, launched.max_drafts, self._slots

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.devices.transfers import wait_for
 from fastdeploy_core.errors import RequestError, ResourceError, WorkerError
 from fastdeploy_core.sampling.captured import CAPTURED, CapturedSampling
 from fastdeploy_core.sampling.columns import FILTER, SamplingColumns, SamplingPlan
-from fastdeploy_core.types import NewSequence, SchedulerOutput
+from fastdeploy_core.sampling.state import SamplingState
+from fastdeploy_core.types import ModelRunnerOutput, NewSequence, SchedulerOutput
 
 from .caches import Caches
 from .drafting import Drafting
@@ -27,15 +29,13 @@ from .graphs import CapturedDecode, GraphPlan, Graphs, forward, max_decodes
 from .layout import HostLayout, StepShapes
 from .results import NO_TOKENS, NOT_KEPT, PendingOutput, Results
 from .sampling_step import (
-    SamplingState,
     StepSampler,
     can_capture_sampling,
     has_processors,
     is_simple,
 )
 from .slots import Slots
-from .step import Launched, Sampling, StepResults, StepRows
-from .transfers import wait_for
+from .step import Launched, Sampling, StepRows
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
@@ -209,7 +209,7 @@ class ModelRunner:
             launched = self._take(step)
         pending = PendingOutput(launched, self._read)
         if not launched.rows.slots.size:
-            launched.results = StepResults(NO_TOKENS, NO_TOKENS, {})
+            launched.results = ModelRunnerOutput(step_id=step.step_id, token_ids=NO_TOKENS)
             launched.times.launch_s = time.perf_counter() - began
             return pending
         captured = self._find_captured(launched)

@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastdeploy_core.contracts.device import DeviceBackend, DeviceEvent, PostingDevice
+from fastdeploy_core.devices.transfers import Downloads, wait_for
 from fastdeploy_core.errors import WorkerError
 from fastdeploy_core.sampling import columns as bits
 from fastdeploy_core.sampling.logprobs import read
 from fastdeploy_core.types import ModelRunnerOutput, TokenLogprobs
 
-from .step import Arriving, Launched, StepResults
-from .transfers import Downloads, wait_for
+from .step import Arriving, Launched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from fastdeploy_core.sampling.logprobs import LogprobTensors
+    from fastdeploy_core.sampling.state import SamplingState
     from fastdeploy_core.tensor import Tensor
 
     from .drafting import Drafting
-    from .sampling_step import SamplingState
     from .slots import Slots
 
 NAN = "nan_logits"
@@ -77,7 +77,7 @@ class Results:
         # By slot: drafts that the newest step which was read has left on the device.
         self._num_left = np.zeros(slots.max_num_seqs, dtype=np.int64)
         # A step that was read while its drafts were still on their way.
-        self._awaited: tuple[Launched, StepResults, Arrival] | None = None
+        self._awaited: tuple[Launched, ModelRunnerOutput, Arrival] | None = None
 
     def expect(self, launched: Launched) -> None:
         """A step was sampled; `publish` follows."""
@@ -142,13 +142,17 @@ class Results:
             pages, fed, drafts = self._copied(launched, arrays)
         elif arriving.has_drafts:
             drafts = next(arrays)
-        found = StepResults(NO_TOKENS, rows.slots * 0, {**launched.errors})
+        found = ModelRunnerOutput(
+            step_id=launched.step_id,
+            token_ids=NO_TOKENS,
+            counts=rows.slots * 0,
+            errors={**launched.errors},
+        )
         logprobs = self._read_logprobs(launched, found, arrays)
         if pages:
             self._take_tokens(launched, found, pages)
             self._name_logprobs(launched, found, logprobs)
         if self._drafting is not None:
-            launched.draft_failures = self._drafting.guard.num_failures
             self._num_left[rows.slots] = 0
         if self._drafting is not None and launched.concerns_drafters:
             if pages and rows.width > 1:
@@ -159,6 +163,12 @@ class Results:
                 self._take_drafts(launched, found, drafts)
         if arriving.download is not None:
             arriving.download.release()
+        if self._drafting is not None:
+            found.draft_failures = self._drafting.guard.num_failures
+        for row in found.errors:
+            found.prompt_logprobs.pop(row, None)
+        if rows.is_decode and rows.width == rows.num_decodes == 1 and not found.errors:
+            found.counts = None
         launched.results = found  # last: another thread may be looking at it without the lock
 
     def _take_single(self, launched: Launched) -> bool:
@@ -185,7 +195,7 @@ class Results:
             self._slots.learn_one(slots[stays], tokens[stays])
         if arriving.download is not None:
             arriving.download.release()
-        launched.results = StepResults(tokens, None, {})
+        launched.results = ModelRunnerOutput(step_id=launched.step_id, token_ids=tokens)
         return True
 
     @staticmethod
@@ -217,7 +227,9 @@ class Results:
         fed = self._num_left[rows.slots] if launched.fed is None else launched.fed
         return pages, np.minimum(fed, columns - 1)[None], drafts
 
-    def _take_tokens(self, launched: Launched, found: StepResults, pages: list[np.ndarray]) -> None:
+    def _take_tokens(
+        self, launched: Launched, found: ModelRunnerOutput, pages: list[np.ndarray]
+    ) -> None:
         """Write tokens into the history of sequences that are still here, and advance grammars. A
         row is cut before what means nothing, and fails if nothing of it is left."""
         rows, slots = launched.rows, launched.rows.slots
@@ -248,7 +260,7 @@ class Results:
 
     @staticmethod
     def _cut_broken(
-        launched: Launched, found: StepResults, page: np.ndarray, own: np.ndarray | None
+        launched: Launched, found: ModelRunnerOutput, page: np.ndarray, own: np.ndarray | None
     ) -> None:
         """Rows whose token means nothing have come to an error, and give nothing from here on."""
         sampling = launched.sampling
@@ -268,7 +280,7 @@ class Results:
 
     def _advance_grammars(
         self,
-        found: StepResults,
+        found: ModelRunnerOutput,
         page: np.ndarray,
         slots: np.ndarray,
         own: np.ndarray | None,
@@ -286,7 +298,7 @@ class Results:
     # -- drafts -----------------------------------------------------------------------------------
 
     def _tell_drafts(
-        self, launched: Launched, found: StepResults, pages: list[np.ndarray], fed: np.ndarray
+        self, launched: Launched, found: ModelRunnerOutput, pages: list[np.ndarray], fed: np.ndarray
     ) -> None:
         rows, size = launched.rows, launched.rows.slots.size
         found.num_drafts = np.zeros((len(pages), size), dtype=np.int64)
@@ -299,7 +311,7 @@ class Results:
         self._drafting.observe(launched, found)
 
     def _take_drafts(
-        self, launched: Launched, found: StepResults, drafts: np.ndarray | None
+        self, launched: Launched, found: ModelRunnerOutput, drafts: np.ndarray | None
     ) -> None:
         assert self._drafting is not None
         began = time.perf_counter()
@@ -326,7 +338,7 @@ class Results:
         return [(None, launched.sampling.logprobs), *launched.prompt_logprobs]
 
     def _read_logprobs(
-        self, launched: Launched, found: StepResults, arrays: Iterator[np.ndarray]
+        self, launched: Launched, found: ModelRunnerOutput, arrays: Iterator[np.ndarray]
     ) -> dict[int, TokenLogprobs]:
         """Those of prompts go to their rows; returned are those of sampled tokens, by position."""
         sampled: dict[int, TokenLogprobs] = {}
@@ -342,7 +354,7 @@ class Results:
 
     @staticmethod
     def _name_logprobs(
-        launched: Launched, found: StepResults, entries: dict[int, TokenLogprobs]
+        launched: Launched, found: ModelRunnerOutput, entries: dict[int, TokenLogprobs]
     ) -> None:
         """Entries by sampled position become those of each row's kept tokens."""
         if not entries or found.counts is None:
@@ -357,46 +369,24 @@ class Results:
 
 
 class PendingOutput:
-    """`wait()` returns the step's ModelRunnerOutput; steps are read in the order of their
-    launch."""
+    """`wait()` returns the step's ModelRunnerOutput; steps are read in the order of their launch."""
 
     def __init__(self, launched: Launched, read: Callable[[Launched], None]) -> None:
-        self._launched = launched
-        self._read = read
-        self._output: ModelRunnerOutput | None = None
+        self._launched, self._read = launched, read
+        self._wait_s: float | None = None
 
     def wait(self) -> ModelRunnerOutput:
-        """Wait for the device, then build the answer. May be called again."""
-        if self._output is None:
-            began = time.perf_counter()
-            launched, times = self._launched, self._launched.times
+        """Wait for the device. May be called again."""
+        began, launched, times = time.perf_counter(), self._launched, self._launched.times
+        if launched.results is None:
             self._read(launched)
-            self._output = _output(launched)
-            self._output.execute_s = times.launch_s + time.perf_counter() - began
-        return self._output
-
-
-def _output(launched: Launched) -> ModelRunnerOutput:
-    found, rows = launched.results, launched.rows
-    assert found is not None, "the step was read"
-    counts = found.counts
-    if rows.is_decode and rows.width == rows.num_decodes == 1 and not found.errors:
-        counts = None
-    for row in found.errors:
-        found.prompt_logprobs.pop(row, None)
-    return ModelRunnerOutput(
-        step_id=launched.step_id,
-        token_ids=found.token_ids,
-        counts=counts,
-        num_drafts=found.num_drafts,
-        num_accepted=found.num_accepted,
-        logprobs=found.logprobs,
-        prompt_logprobs=found.prompt_logprobs,
-        errors=found.errors,
-        model_s=launched.times.model_s,
-        draft_s=launched.times.draft_s,
-        draft_failures=launched.draft_failures,
-    )
+        found = launched.results
+        assert found is not None, "the step was read"
+        if self._wait_s is None:
+            self._wait_s = time.perf_counter() - began
+        found.model_s, found.draft_s = times.model_s, times.draft_s
+        found.execute_s = times.launch_s + self._wait_s
+        return found
 
 
 class Postbox:

@@ -10,18 +10,18 @@ import numpy as np
 
 from fastdeploy_core.sampling.columns import SamplingPlan
 from fastdeploy_core.sampling.logprobs import LogprobTensors
-from fastdeploy_core.types import TokenLogprobs
+from fastdeploy_core.types import ModelRunnerOutput
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionBatch
     from fastdeploy_core.contracts.device import DeviceEvent
+    from fastdeploy_core.devices.transfers import Download
     from fastdeploy_core.layers.context import ForwardContext
     from fastdeploy_core.tensor import Tensor
 
     from .graphs import CapturedPrompt
     from .layout import StepShape
     from .results import Posted
-    from .transfers import Download
 
 
 @dataclass(slots=True)
@@ -156,28 +156,13 @@ class Launched:
     prompt_logprobs: list[tuple[int, LogprobTensors]] = field(default_factory=list)  # by batch row
     target: TargetStep | None = None  # for drafters; None once they have been asked
     arriving: Arriving = field(default_factory=Arriving)
-    results: StepResults | None = None  # once they are read
-    draft_failures: int = 0
+    results: ModelRunnerOutput | None = None  # once they are read
     times: StepTimes = field(default_factory=StepTimes)
 
     @property
     def concerns_drafters(self) -> bool:
         """Whether drafts were fed or are wanted, or a drafter keeps something for later."""
         return self.max_drafts >= 0 or self.rows.width > 1
-
-
-@dataclass(slots=True)
-class StepResults:
-    """What the host knows of a step in the end, by batch row."""
-
-    token_ids: np.ndarray  # int64, row after row
-    counts: np.ndarray | None  # [B] int64; None: one of each row
-    errors: dict[int, str]
-    # [num_decodes, B] int64, as in ModelRunnerOutput; None: no row could have drafts.
-    num_drafts: np.ndarray | None = None
-    num_accepted: np.ndarray | None = None
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
 def padded(tokens: np.ndarray, size: int) -> np.ndarray:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from fastdeploy_core.config import EngineConfig
-from fastdeploy_core.contracts.device import CompilingDevice, DeviceBackend, DeviceOptions
-from fastdeploy_core.errors import CapabilityError, ResourceError, WorkerError
+from fastdeploy_core.contracts.device import CompilingDevice, DeviceBackend
+from fastdeploy_core.errors import ResourceError, WorkerError
+from fastdeploy_core.kvcache import MemoryProfile
 from fastdeploy_core.loading.drafters import DrafterMaker
 from fastdeploy_core.loading.loader import LoadedModel, load_model
 from fastdeploy_core.plugins.kernels import build_kernel_table, kernel_facts
+from fastdeploy_core.plugins.opening import open_device
 from fastdeploy_core.plugins.start_report import (
     device_lines,
     kernel_lines,
@@ -32,7 +33,7 @@ from fastdeploy_core.types import SchedulerOutput
 from fastdeploy_core.types.worker import WorkerInfo
 
 from .graph_sizes import graph_sizes
-from .memory import LowWater, MemoryProfile, give_back_freed, probe
+from .memory import LowWater, give_back_freed, probe
 from .model_runner import ModelRunner
 from .results import PendingOutput
 from .sampling_step import can_capture_sampling
@@ -85,7 +86,7 @@ class Worker:
         All ranks must be loading at the same time: they meet in collectives.
         """
         clock = Stopwatch()
-        device = self.device = self._open_device()
+        device = self.device = open_device(self.config, self.resolved, self.rank, self.world_size)
         clock.lap("device")
         if not gc.isenabled():  # a process of ours that starts: what was imported is no garbage
             gc.freeze()
@@ -183,35 +184,6 @@ class Worker:
                 f"{free_bytes / 1024**3:.2f} of {total / 1024**3:.2f} GiB were free; end what else "
                 "uses it, or choose a larger --tensor-parallel-size or a --quantization"
             ) from error
-
-    def _open_device(self) -> DeviceBackend:
-        config = self.config.device
-        num_threads = config.num_threads
-        if not num_threads and self.world_size > 1:
-            # Ranks of one host share its cores; each taking all of them would make them wait.
-            has_affinity = hasattr(os, "sched_getaffinity")
-            cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-            num_threads = max(1, cores // self.world_size)
-        options = DeviceOptions(
-            index=self.rank,
-            tensor_library=self.resolved.tensor_library or config.tensor_library,
-            num_threads=num_threads,
-            seed=self.config.model.seed,
-            num_ranks=self.world_size,
-        )
-        device: DeviceBackend = self.resolved.load("device")(options)
-        limits, block_size = device.limits, self.config.cache.block_size
-        if self.world_size > limits.max_tensor_parallel_size:
-            raise CapabilityError(
-                f"device {device.name!r} joins at most {limits.max_tensor_parallel_size} ranks; "
-                f"--tensor-parallel-size is {self.world_size}"
-            )
-        if limits.block_sizes is not None and block_size not in limits.block_sizes:
-            raise CapabilityError(
-                f"device {device.name!r} has no KV blocks of {block_size} tokens; possible: "
-                f"--block-size {' | '.join(map(str, limits.block_sizes))}"
-            )
-        return device
 
     def _info(
         self,

@@ -19,8 +19,8 @@ from fastdeploy_core.sampling.captured import CapturedSampling
 from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
 from fastdeploy_core.sampling.logprobs import read
 from fastdeploy_core.sampling.sampler import Sampled, SamplingStep
+from fastdeploy_core.sampling.state import SamplingState
 from fastdeploy_core.types import NewSequence, SamplingParams
-from fastdeploy_core.worker.sampling_step import SamplingState
 
 VOCAB = 70  # more than two mask words, and no multiple of 32
 

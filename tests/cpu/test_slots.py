@@ -22,9 +22,9 @@ from fastdeploy_core.errors import WorkerError
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.sampling.columns import SamplingColumns
+from fastdeploy_core.sampling.state import SamplingState
 from fastdeploy_core.types import NewSequence, SamplingParams, SequenceExtras
 from fastdeploy_core.worker.layout import HostLayout, place
-from fastdeploy_core.worker.sampling_step import SamplingState
 from fastdeploy_core.worker.slots import Slots
 from fastdeploy_core.worker.step import StepRows
 from tests.worker_steps import Row, engine_config, make_step, write_model

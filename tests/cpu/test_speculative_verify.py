@@ -21,8 +21,8 @@ from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.sampling.columns import PENALTY, SamplingColumns, SamplingPlan
 from fastdeploy_core.sampling.sampler import SamplingStep
+from fastdeploy_core.sampling.state import SamplingState
 from fastdeploy_core.types import NewSequence, SamplingParams
-from fastdeploy_core.worker.sampling_step import SamplingState
 
 VOCAB, SLOTS, NUM_DRAFTS = 8, 4000, 2
 NUM_SAMPLES = 100_000

@@ -19,11 +19,11 @@ from fastdeploy_core.contracts.device import (
     MemoryInfo,
     StepBuckets,
 )
+from fastdeploy_core.devices.transfers import Downloads, Uploads
 from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.worker.graph_sizes import graph_sizes, ladder
-from fastdeploy_core.worker.transfers import Downloads, Uploads
 from fastdeploy_core.worker.worker import Worker
 from fastdeploy_testing.capturing import (
     CapturingDevice,
