@@ -50,10 +50,7 @@ def graph_sizes(
         (bool(unable), f"attention driver {unable[0] if unable else ''} cannot be captured"),
         (long, f"sequences of {config.model.max_model_len} tokens are too long for it here"),
         (num_ranks > 1 and not limits.graph_collectives, "the device's collectives cannot"),
-        (
-            config.speculative and not can_sample,
-            "the reference samples drafts and waits for the device",
-        ),
+        (config.speculative and not can_sample, "the reference waits where drafts are sampled"),
     )
     for applies, why in obstacles:
         if applies:

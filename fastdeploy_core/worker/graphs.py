@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import CapturedGraph, DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.contracts.small import CausalLM
+    from fastdeploy_core.devices.postbox import Posted
     from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.sampling.captured import CapturedSampling
     from fastdeploy_core.tensor import Tensor
 
     from .drafting import Drafting
-    from .results import Posted
     from .slots import Slots
 
 logger = logging.getLogger(__name__)
@@ -291,7 +291,7 @@ class CapturedDecode:
         for number in numbers:
             self._capture_drafts(number, beside, is_greedy=True)
         # What is sampled elsewhere is handed on here.
-        self.sampled = self._buffers.sampled_of(self.size)
+        self.sampled = self._buffers.sampled[: self.size * self.width]
         self.last = self._buffers.last[: self.size]
         for filters in (False, True) if graphs.sampling is not None else ():
             sample = partial(self.sample_at_random, filters=filters)

@@ -18,7 +18,7 @@ from fastdeploy_core.errors import WorkerError
 
 if TYPE_CHECKING:
     from fastdeploy_core.config import EngineConfig
-    from fastdeploy_core.contracts.device import DeviceBackend, DeviceLimits, StepBuckets
+    from fastdeploy_core.contracts.device import DeviceBackend, StepBuckets
     from fastdeploy_core.tensor import Tensor
 
     from .slots import Slots
@@ -173,42 +173,21 @@ class StepShape:
 
 
 class StepShapes:
-    """All shapes that steps of one engine can have."""
+    """All shapes that steps of one engine can have, on a device that compiles each one."""
 
-    def __init__(
-        self,
-        buckets: StepBuckets,
-        *,
-        max_num_seqs: int,
-        max_step_tokens: int,
-        max_model_len: int,
-        block_size: int,
-        max_drafts: int = 0,
-    ) -> None:
-        self._block_size, self._longest = block_size, max_model_len
-        most_rows = min(max_num_seqs, max(buckets.decode_rows))
-        most_tokens = min(max_step_tokens, max_model_len, max(buckets.prompt_tokens))
+    def __init__(self, config: EngineConfig, buckets: StepBuckets) -> None:
+        batch, speculative = config.batch, config.speculative
+        self._block_size, self._longest = config.cache.block_size, config.model.max_model_len
+        max_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+        most_rows = min(batch.max_num_seqs, max(buckets.decode_rows))
+        most_prompts = min(batch.max_num_seqs, max(buckets.prompt_rows))
+        most_tokens = min(batch.max_num_batched_tokens, self._longest, max(buckets.prompt_tokens))
         self._prompt_tokens = _up_to(buckets.prompt_tokens, most_tokens)
-        self._prompt_rows = _up_to(buckets.prompt_rows, min(max_num_seqs, max(buckets.prompt_rows)))
+        self._prompt_rows = _up_to(buckets.prompt_rows, most_prompts)
         self._decode_rows = _up_to(buckets.decode_rows, most_rows)
         self._draft_width = 1 + max_drafts
-        widest = self._blocks(max_model_len - 1 + max(self._prompt_tokens[-1], 1 + max_drafts))
+        widest = self._blocks(self._longest - 1 + max(self._prompt_tokens[-1], 1 + max_drafts))
         self._blocks_wide = (*(b for b in buckets.table_blocks if b < widest), widest)
-
-    @classmethod
-    def of(cls, config: EngineConfig, limits: DeviceLimits) -> StepShapes | None:
-        """What steps are padded to, where the device compiles every shape; None: as they come."""
-        if limits.step_buckets is None:
-            return None
-        speculative = config.speculative
-        return cls(
-            limits.step_buckets,
-            max_num_seqs=config.batch.max_num_seqs,
-            max_step_tokens=config.batch.max_num_batched_tokens,
-            max_model_len=config.model.max_model_len,
-            block_size=config.cache.block_size,
-            max_drafts=0 if speculative is None else speculative.num_speculative_tokens,
-        )
 
     def fit(self, rows: StepRows) -> StepRows:
         """The same rows, padded to the smallest shape that holds the step."""
@@ -329,10 +308,6 @@ class DecodeBuffers(StepBuffers):
         if found is None:
             found = self._results_of[num_rows] = self.results[:num_rows]
         return found
-
-    def sampled_of(self, size: int) -> Tensor:
-        """Of the first `size` rows."""
-        return self.sampled[: size * self._width]
 
     def batch(self, size: int) -> AttentionBatch:
         """The attention batch of `size` rows."""

@@ -95,7 +95,8 @@ class ModelRunner:
         )
         if drafting is not None:
             drafting.attach(slots, captured)
-        self.shapes, self._layout = StepShapes.of(config, device.limits), HostLayout(device, slots)
+        buckets, self._layout = device.limits.step_buckets, HostLayout(device, slots)
+        self.shapes = None if buckets is None else StepShapes(config, buckets)
         self._lock = threading.RLock()
         self._sampler = StepSampler(
             device, kernels, loaded.model, slots, self._columns, self._state, communicator
@@ -106,6 +107,13 @@ class ModelRunner:
             plan = self._graph_plan(graph_sizes)
             sampling = captured if captures_all else None
             self._graphs = Graphs(device, kernels, loaded, slots, plan, drafting, sampling)
+        # See WorkerInfo. Kept results have no place for drafts; posted ones do.
+        self.captures_drafts = self._graphs is not None and drafting is not None
+        feeds_unseen = drafting is not None and drafting.feeds_unseen
+        is_captured = self._graphs is not None and feeds_unseen
+        self.captures_drafting = is_captured and not has_processors(config)
+        takes_drafts = self.captures_drafting and slots.postbox is not None
+        self.max_drafted_decodes = self.max_decodes if takes_drafts else 1
         self._is_simple = np.zeros(max_num_seqs, dtype=bool)  # see is_simple()
         self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
         self.caches = Caches(device, kernels, loaded)
@@ -122,24 +130,6 @@ class ModelRunner:
             max_model_len=config.model.max_model_len,
             num_decodes=self.max_decodes,
         )
-
-    @property
-    def captures_drafts(self) -> bool:
-        """See WorkerInfo."""
-        return self._graphs is not None and self._drafting is not None
-
-    @property
-    def captures_drafting(self) -> bool:
-        """See WorkerInfo."""
-        drafting = self._drafting
-        is_captured = self._graphs is not None and drafting is not None and drafting.feeds_unseen
-        return is_captured and not has_processors(self._config)
-
-    @property
-    def max_drafted_decodes(self) -> int:
-        """See WorkerInfo. Kept results have no place for drafts; posted ones do."""
-        is_possible = self.captures_drafting and self.slots.postbox is not None
-        return self.max_decodes if is_possible else 1
 
     # -- caches and graphs ------------------------------------------------------------------------
 

@@ -1,5 +1,4 @@
-"""What a worker does and says once, before it serves: steps of made-up sequences, and limits in
-words."""
+"""What a worker does once, before it serves: steps of made-up sequences, and limits."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.device import CompilingDevice, DeviceBackend
+from fastdeploy_core.devices.memory import LowWater, give_back_freed, probe
 from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.kvcache import MemoryProfile
 from fastdeploy_core.loading.drafters import DrafterMaker
@@ -33,7 +34,6 @@ from fastdeploy_core.types import SchedulerOutput
 from fastdeploy_core.types.worker import WorkerInfo
 
 from .graph_sizes import graph_sizes
-from .memory import LowWater, give_back_freed, probe
 from .model_runner import ModelRunner
 from .results import PendingOutput
 from .sampling_step import can_capture_sampling
@@ -76,7 +76,6 @@ class Worker:
         self.device: DeviceBackend | None = None
         self._communicator: Communicator | None = None
         self._runner: ModelRunner | None = None
-        self._report: list[str] = []
 
     # -- start-up ---------------------------------------------------------------------------------
 

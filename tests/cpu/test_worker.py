@@ -13,12 +13,12 @@ import pytest
 
 from fastdeploy_core.config import BatchConfig
 from fastdeploy_core.contracts.device import DeviceLimits, MemoryInfo, StepBuckets
+from fastdeploy_core.devices.memory import LowWater
 from fastdeploy_core.errors import CapabilityError, FastDeployError, ResourceError, WorkerError
 from fastdeploy_core.kvcache import MemoryProfile
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.types import BlockCopies, SamplingParams, SchedulerOutput
 from fastdeploy_core.worker import caches
-from fastdeploy_core.worker.memory import LowWater
 from fastdeploy_core.worker.worker import Worker, largest_steps
 from tests.worker_steps import (
     BLOCK_SIZE,
