@@ -107,13 +107,6 @@ class ModelRunner:
             plan = self._graph_plan(graph_sizes)
             sampling = captured if captures_all else None
             self._graphs = Graphs(device, kernels, loaded, slots, plan, drafting, sampling)
-        # See WorkerInfo. Kept results have no place for drafts; posted ones do.
-        self.captures_drafts = self._graphs is not None and drafting is not None
-        feeds_unseen = drafting is not None and drafting.feeds_unseen
-        is_captured = self._graphs is not None and feeds_unseen
-        self.captures_drafting = is_captured and not has_processors(config)
-        takes_drafts = self.captures_drafting and slots.postbox is not None
-        self.max_drafted_decodes = self.max_decodes if takes_drafts else 1
         self._is_simple = np.zeros(max_num_seqs, dtype=bool)  # see is_simple()
         self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
         self.caches = Caches(device, kernels, loaded)
@@ -130,6 +123,20 @@ class ModelRunner:
             max_model_len=config.model.max_model_len,
             num_decodes=self.max_decodes,
         )
+
+    def facts(self) -> dict[str, Any]:
+        """What the batch scheduler must know of this rank, as fields of WorkerInfo."""
+        drafting = self._drafting if self._graphs is not None else None
+        feeds_unseen = drafting is not None and drafting.feeds_unseen
+        captures_drafting = feeds_unseen and not has_processors(self._config)
+        # Kept results have no place for drafts; posted ones do.
+        takes_drafts = captures_drafting and self.slots.postbox is not None
+        return {
+            "captures_drafts": drafting is not None,
+            "captures_drafting": captures_drafting,
+            "max_decodes": self.max_decodes,
+            "max_drafted_decodes": self.max_decodes if takes_drafts else 1,
+        }
 
     # -- caches and graphs ------------------------------------------------------------------------
 

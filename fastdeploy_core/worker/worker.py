@@ -222,10 +222,7 @@ class Worker:
             on_host=limits.shares_host_memory and not limits.overlap,
             host_tier=limits.host_tier,
             logprobs=limits.logprobs,
-            captures_drafts=runner.captures_drafts,
-            captures_drafting=runner.captures_drafting,
-            max_decodes=runner.max_decodes,
-            max_drafted_decodes=runner.max_drafted_decodes,
+            **runner.facts(),
             device=device.name,
             tensor_library=device.xp.name,
             drivers={

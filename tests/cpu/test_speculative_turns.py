@@ -39,8 +39,8 @@ def test_prompts_and_drafts_take_turns(
     bench = SpeculativeBench(
         folder, tensor_library, method, options, captures=True, processors=(NO_REPEAT,)
     )
-    runner = bench.worker._runner
-    assert runner.captures_drafts and not runner.captures_drafting
+    facts = bench.worker._runner.facts()
+    assert facts["captures_drafts"] and not facts["captures_drafting"]
     unrecorded, compute, make = [], ModelRunner._compute, DraftBatches.make
 
     def computing(self: ModelRunner, launched: Any) -> Any:
