@@ -184,14 +184,10 @@ class Drafting:
             return None
 
         def fill(captured: CapturedPrompt) -> None:
-            ids = captured.next_ids
-            drafter.propose(self._batches.make_captured(captured, ids, 0, self._likeliest))
+            ids, batches = captured.next_ids, self._batches
+            drafter.propose(batches.make_captured(captured, ids, 0, lambda x, _: self._greedy(x)))
 
         return fill
-
-    def _likeliest(self, logits: Tensor, step: int) -> Tensor:
-        ids: Tensor = self._greedy(logits)
-        return ids
 
     def _plan_of(self, slots: np.ndarray) -> SamplingPlan:
         """How the rows sample; kept while they stay."""

@@ -18,7 +18,7 @@ from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.devices.transfers import wait_for
 from fastdeploy_core.errors import RequestError, ResourceError, WorkerError
 from fastdeploy_core.sampling.captured import CAPTURED, CapturedSampling
-from fastdeploy_core.sampling.columns import FILTER, SamplingColumns, SamplingPlan
+from fastdeploy_core.sampling.columns import FILTER, SamplingColumns
 from fastdeploy_core.sampling.state import SamplingState
 from fastdeploy_core.types import ModelRunnerOutput, NewSequence, SchedulerOutput
 
@@ -350,7 +350,8 @@ class ModelRunner:
         rows, drafting, num_rows = launched.rows, self._drafting, launched.rows.slots.size
         plan = self._sampler.plan(rows)
         launched.sampling = Sampling(plan)
-        if self._is_plain(plan, rows):
+        # Ranks must agree on it, although rank 0 alone knows everything.
+        if plan.is_plain if self._is_alone else self._is_simple[rows.slots].all():
             if drafting is not None and drafting.drafts_after(launched):
                 both = captured.replay_greedy_and_draft(launched.max_drafts)
                 return both, both
@@ -383,13 +384,6 @@ class ModelRunner:
         number = max(0, launched.max_drafts) if has_drafts else 0
         launched.arriving.posted = captured.expect(rows.slots.size, number, rows.num_decodes)
         return tokens
-
-    def _is_plain(self, plan: SamplingPlan, rows: StepRows) -> bool:
-        """Whether the likeliest tokens are all that is wanted. Ranks must agree on it, although
-        rank 0 alone knows everything."""
-        if self._is_alone:
-            return plan.is_plain
-        return bool(self._is_simple[rows.slots].all())
 
     # -- sequences and failures -------------------------------------------------------------------
 
