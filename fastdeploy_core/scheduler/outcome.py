@@ -108,11 +108,10 @@ class Outcome:
             stops = [token in cohort.stop_ids for token in tokens]
             only_grows[np.repeat(np.arange(num_rows), counts)[stops]] = False
         chosen = None if np.count_nonzero(only_grows) == num_rows else only_grows
-        drafts = results.drafts(num_rows)
-        if drafts or step.num_decodes > 1:  # it was planned with the most that could come
-            most = step.drafts + step.num_decodes
+        if step.num_decodes > 1 or np.count_nonzero(step.drafts):
+            most = step.drafts + step.num_decodes  # it was planned with the most that could come
             columns.computed[places] = columns.computed[places] - (most - counts)
-        for fed, accepted in drafts:
+        for fed, accepted in results.drafts(num_rows):
             tally = fed if chosen is None else fed * chosen
             columns.tally.note(places, tally, accepted)
         self._grow(cohort, tokens, counts if results.has_counts else None, grown, chosen)
