@@ -6,8 +6,6 @@
 | `torch_device` | a chip that torch reaches, itself or through a vendor's package |
 | `host_device` | a device that computes in the memory of the host |
 | `host_communicator` | collectives between processes of one machine, over shared memory |
-| `transfers`, `postbox` | what passes between host and device while nobody waits |
-| `memory` | what a step takes of a device's memory |
 | `vendor_operators` | operators that a vendor's packages bring for PaddlePaddle |
 
 The room is public, like contracts/. Nothing in it is required: a class that implements

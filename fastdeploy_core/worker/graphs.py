@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import CapturedGraph, DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.contracts.small import CausalLM
-    from fastdeploy_core.devices.postbox import Posted
     from fastdeploy_core.loading.loader import LoadedModel
+    from fastdeploy_core.memory.postbox import Posted
     from fastdeploy_core.sampling.captured import CapturedSampling
     from fastdeploy_core.tensor import Tensor
 

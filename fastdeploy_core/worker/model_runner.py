@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastdeploy_core.config import EngineConfig
-from fastdeploy_core.devices.transfers import wait_for
 from fastdeploy_core.errors import RequestError, ResourceError, WorkerError
+from fastdeploy_core.memory.transfers import wait_for
 from fastdeploy_core.sampling.captured import CAPTURED, CapturedSampling
 from fastdeploy_core.sampling.columns import FILTER, SamplingColumns
 from fastdeploy_core.sampling.state import SamplingState

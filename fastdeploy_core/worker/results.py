@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastdeploy_core.contracts.device import DeviceBackend
-from fastdeploy_core.devices.postbox import NUM_MORE, Arrival, arrived
-from fastdeploy_core.devices.transfers import Downloads, wait_for
+from fastdeploy_core.memory.postbox import NUM_MORE, Arrival, arrived
+from fastdeploy_core.memory.transfers import Downloads, wait_for
 from fastdeploy_core.sampling import columns as bits
 from fastdeploy_core.sampling.logprobs import read
 from fastdeploy_core.types import ModelRunnerOutput, TokenLogprobs

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 import numpy as np
 
 from fastdeploy_core.contracts.device import PostingDevice
-from fastdeploy_core.devices.postbox import Postbox
-from fastdeploy_core.devices.transfers import Uploads
 from fastdeploy_core.errors import WorkerError
+from fastdeploy_core.memory.postbox import Postbox
+from fastdeploy_core.memory.transfers import Uploads
 from fastdeploy_core.types import BatchRows, NewSequence, SchedulerOutput
 
 from .step import SampledPositions, StepRows

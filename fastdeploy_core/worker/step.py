@@ -15,9 +15,9 @@ from fastdeploy_core.types import ModelRunnerOutput
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionBatch
     from fastdeploy_core.contracts.device import DeviceEvent
-    from fastdeploy_core.devices.postbox import Posted
-    from fastdeploy_core.devices.transfers import Download
     from fastdeploy_core.layers.context import ForwardContext
+    from fastdeploy_core.memory.postbox import Posted
+    from fastdeploy_core.memory.transfers import Download
     from fastdeploy_core.tensor import Tensor
 
     from .graphs import CapturedPrompt

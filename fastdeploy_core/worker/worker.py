@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.device import CompilingDevice, DeviceBackend
-from fastdeploy_core.devices.memory import LowWater, give_back_freed, probe
 from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.kvcache import MemoryProfile
 from fastdeploy_core.loading.drafters import DrafterMaker
 from fastdeploy_core.loading.loader import LoadedModel, load_model
+from fastdeploy_core.memory.low_water import LowWater, give_back_freed, probe
 from fastdeploy_core.plugins.kernels import build_kernel_table, kernel_facts
 from fastdeploy_core.plugins.opening import open_device
 from fastdeploy_core.plugins.start_report import (

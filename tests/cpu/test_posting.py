@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdeploy_core.devices.postbox import NUM_PAGES, PATIENCE, Arrival, Postbox
 from fastdeploy_core.errors import WorkerError
+from fastdeploy_core.memory.postbox import NUM_PAGES, PATIENCE, Arrival, Postbox
 
 
 class Event:

@@ -19,8 +19,8 @@ from fastdeploy_core.contracts.device import (
     MemoryInfo,
     StepBuckets,
 )
-from fastdeploy_core.devices.transfers import Downloads, Uploads
 from fastdeploy_core.errors import ResourceError, WorkerError
+from fastdeploy_core.memory.transfers import Downloads, Uploads
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.worker.graph_sizes import graph_sizes, ladder

@@ -13,9 +13,9 @@ import pytest
 
 from fastdeploy_core.config import BatchConfig
 from fastdeploy_core.contracts.device import DeviceLimits, MemoryInfo, StepBuckets
-from fastdeploy_core.devices.memory import LowWater
 from fastdeploy_core.errors import CapabilityError, FastDeployError, ResourceError, WorkerError
 from fastdeploy_core.kvcache import MemoryProfile
+from fastdeploy_core.memory.low_water import LowWater
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.types import BlockCopies, SamplingParams, SchedulerOutput
 from fastdeploy_core.worker import caches
