@@ -8,7 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fastdeploy_core import errors
 from fastdeploy_core.config.arguments import build_engine_config
 from fastdeploy_core.engine.client import LocalEngine
 from fastdeploy_core.engine.input import (
@@ -19,7 +18,7 @@ from fastdeploy_core.engine.input import (
 )
 from fastdeploy_core.engine.output import OutputKind, OutputProcessor
 from fastdeploy_core.engine.selection import resolve_plugins
-from fastdeploy_core.errors import ConfigError, InvalidRequest, WorkerError
+from fastdeploy_core.errors import ConfigError, InvalidRequest, WorkerError, error_named
 from fastdeploy_core.grammar.compiler import GrammarCompiler
 from fastdeploy_core.plugins.checkpoints import find_model
 from fastdeploy_core.tokenizer import Tokenizer
@@ -324,7 +323,7 @@ def _raise_refusal(output: RequestOutput) -> None:
     it runs ends alone, as an output with finish_reason "error"."""
     if output.error is None:
         return
-    kind = getattr(errors, output.error_type, None)
-    if isinstance(kind, type) and issubclass(kind, InvalidRequest):
-        raise kind(output.error)
+    error = error_named(output.error_type, output.error)
+    if isinstance(error, InvalidRequest):
+        raise error
     logger.warning("request %s failed: %s", output.request_id, output.error)
