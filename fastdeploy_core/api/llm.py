@@ -73,7 +73,9 @@ class LLM:
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
             self._tokenizer = Tokenizer.load(
-                self.config.model.tokenizer_path, chat_template=self.config.model.chat_template
+                self.config.model.tokenizer_path,
+                chat_template=self.config.model.chat_template,
+                trust_special_tokens=self.config.model.trust_special_tokens,
             )
         self._processor = OutputProcessor(self._tokenizer)
         self._batches: dict[str, _Batch] = {}  # request id to the call it belongs to

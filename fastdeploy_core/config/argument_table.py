@@ -113,6 +113,12 @@ _MODEL = group(
     ),
     row("chat_template", "str", None, "a Jinja chat template, or the path of one"),
     row(
+        "trust_special_tokens",
+        "bool",
+        False,
+        "special tokens in the text of messages act as such, instead of being plain text",
+    ),
+    row(
         "generation_config",
         "str",
         "auto",

@@ -116,6 +116,7 @@ def _model_config(v: Mapping[str, Any], find: FindModel) -> ModelConfig:
             "generation_config": v["generation_config"],
             "hf_overrides": _mapping(v, "hf_overrides"),
             "chat_template": _chat_template(v["chat_template"]),
+            "trust_special_tokens": v["trust_special_tokens"],
             "weight_cache": v["weight_cache"],
         },
         find,

@@ -279,7 +279,11 @@ def _prepare_app(
     importlib.import_module("fastdeploy_core.grammar.compiler")
     from fastdeploy_core.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(model.tokenizer_path, chat_template=model.chat_template)
+    tokenizer = Tokenizer.load(
+        model.tokenizer_path,
+        chat_template=model.chat_template,
+        trust_special_tokens=model.trust_special_tokens,
+    )
     return tokenizer, plugin_routers(resolved.result())
 
 
