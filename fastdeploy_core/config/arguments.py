@@ -265,9 +265,11 @@ def _structured_config(v: Mapping[str, Any]) -> StructuredOutputsConfig:
 def build_server_config(
     values: Mapping[str, Any], engine: EngineConfig, environment: Mapping[str, str] | None = None
 ) -> ServerConfig:
-    """The front end's configuration; api keys also come from FD_API_KEY (a comma list)."""
+    """The front end's configuration; api keys also come from FD_API_KEY and VLLM_API_KEY."""
     v = with_defaults(values)
-    given = [*(v["api_key"] or ()), *envs.read("FD_API_KEY", environment)]
+    given = [*(v["api_key"] or ())]
+    for name in ("FD_API_KEY", "VLLM_API_KEY"):
+        given += envs.read(name, environment)
     keys = tuple(dict.fromkeys(key for key in given if key))
     if bool(v["ssl_keyfile"]) != bool(v["ssl_certfile"]):
         raise ConfigError("--ssl-keyfile and --ssl-certfile go together; give both or none")
@@ -278,7 +280,8 @@ def build_server_config(
     if not isinstance(origins, list) or not all(isinstance(o, str) for o in origins):
         raise ConfigError("--allowed-origins must be a JSON list of strings")
     return ServerConfig(
-        host=v["host"],
+        # without keys only this machine is served, unless the operator says otherwise
+        host=v["host"] or ("0.0.0.0" if keys else "127.0.0.1"),  # noqa: S104
         port=v["port"],
         uds=v["uds"],
         root_path=v["root_path"],
@@ -302,6 +305,7 @@ def build_server_config(
         chat_template=engine.model.chat_template,
         default_chat_template_kwargs=_mapping(v, "default_chat_template_kwargs"),
         trust_request_chat_template=v["trust_request_chat_template"],
+        share_prefix_cache=v["share_prefix_cache"],
         default_sampling=engine.model.generation_config,
         response_role=v["response_role"],
         return_tokens_as_token_ids=v["return_tokens_as_token_ids"],

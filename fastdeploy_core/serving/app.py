@@ -87,7 +87,10 @@ def create_app(
             CORSMiddleware,
             allow_origins=list(config.allowed_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            # Clients for browsers send headers of their own (x-stainless-*). No header can do harm:
+            # a browser sends no credentials along, so only a page that has a key can use it.
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "X-Ignored-Fields", "Retry-After"],
             allow_credentials=False,
         )
     if config.allowed_hosts:

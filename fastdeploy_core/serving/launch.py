@@ -321,5 +321,9 @@ def _log_ready(listener: socket.socket, config: ServerConfig) -> None:
             "no --api-key is set and the server listens on %s: everyone who reaches it may use it",
             config.host,
         )
+    elif config.uds is None:
+        logger.info(
+            "only this machine can connect; --api-key or --host opens the server to others"
+        )
     names = ", ".join(config.served_names)
     logger.info("serving %s at %s", names, url_of(listener, config))

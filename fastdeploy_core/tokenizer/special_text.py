@@ -20,8 +20,13 @@ import tokenizers
 class MarkedText(str):
     """A prompt in which users wrote special tokens; `marked` is the same text with marks."""
 
-    __slots__ = ("marked",)
     marked: str
+
+    def end(self, size: int, last: bool) -> MarkedText:
+        """About so many characters of one end, for encode(); the text is not cut."""
+        piece = MarkedText(self)
+        piece.marked = self.marked[-size:] if last else self.marked[:size]
+        return piece
 
 
 class SpecialText:

@@ -35,6 +35,10 @@ from .special_text import MarkedText, SpecialText
 from .template_process import render_in_child
 
 
+FIRST_PIECE_CHARS = 128 * 1024
+CUT_TOKENS = 256
+
+
 class Tokenizer:
     """One model's tokenizer. Thread safe: load() is the last change."""
 
@@ -107,6 +111,26 @@ class Tokenizer:
         if isinstance(text, MarkedText) and self._special_text is not None:
             return self._special_text.encode(text, add_special_tokens)
         return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_end(
+        self, text: str, room: int, max_chars: int, *, keeps_end: bool, add_special_tokens: bool
+    ) -> list[int]:
+        """All token ids of a text; of one with more tokens than there is room for, or with more
+        characters than max_chars, more than enough of those at one end. So a text that is refused
+        or cut costs about as much as one that fits."""
+        size = FIRST_PIECE_CHARS
+        while True:
+            piece = text
+            if size < len(text):
+                if isinstance(text, MarkedText):
+                    piece = text.end(size, keeps_end)
+                else:
+                    piece = text[-size:] if keeps_end else text[:size]
+            ids = self.encode(piece, add_special_tokens) if text else []
+            # The tokens next to a cut may differ from those of the whole text.
+            if size >= min(len(text), max_chars) or len(ids) > room + CUT_TOKENS:
+                return ids
+            size = min(4 * size, max_chars)
 
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool = True

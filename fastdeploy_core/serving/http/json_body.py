@@ -6,7 +6,6 @@ characters, deep nesting and anything that is not UTF-8 are errors of the client
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import math
@@ -17,6 +16,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from .errors import ApiError
+from .threads import Threads
 
 MAX_DEPTH = 96
 MAX_INT_CHARS = 20  # sign and 19 digits hold every 64-bit number
@@ -27,7 +27,13 @@ _SUSPECT_NUMBER = re.compile(rb"[0-9](?:[eE]|[0-9]{17})")  # all other numbers a
 Model = TypeVar("Model", bound=BaseModel)
 
 
-async def read_model(request: Request, model: type[Model]) -> Model:
+def tenant_of(request: Request) -> str:
+    """Who calls: the name that the key stands for; empty without keys."""
+    tenant: str = getattr(request.state, "tenant", "")
+    return tenant
+
+
+async def read_model(request: Request, model: type[Model], threads: Threads) -> Model:
     """The request's body as this model; else ApiError or pydantic's ValidationError."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
@@ -35,8 +41,9 @@ async def read_model(request: Request, model: type[Model]) -> Model:
             415, f"the body must be application/json, got {media_type[:60] or 'no content type'}"
         )
     raw = await request.body()
+    request.state.num_body_bytes = len(raw)
     if len(raw) > BIG_BODY_BYTES:
-        body, unknown = await asyncio.to_thread(_to_model, raw, model)
+        body, unknown = await threads.run(tenant_of(request), _to_model, raw, model)
     else:
         body, unknown = _to_model(raw, model)
     if unknown:

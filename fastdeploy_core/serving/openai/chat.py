@@ -7,13 +7,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
-
-from fastdeploy_core.engine.input import grammar_start
+from fastdeploy_core.engine.input import build_request, grammar_start
 from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.parsers import AnswerReader
 from fastdeploy_core.parsers.answer import TextParser, shown_tokens, thinking_ahead
 from fastdeploy_core.serving.state import ServerState
+from fastdeploy_core.tokenizer.special_text import MarkedText
 from fastdeploy_core.types import (
     CompletionOutput,
     Request,
@@ -28,7 +27,6 @@ from .logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from .schemas import ChatCompletionRequest
 from .usage import Call, Usage, answer_id, request_options
 
-SHORT_BYTES = 4096
 _PROMPT_TAIL_TOKENS = 64  # enough for a reasoning parser to see whether thinking has begun
 
 
@@ -39,7 +37,7 @@ class ChatJob:
         self._state = state
         self._body = body
         self._call = call
-        self._id = answer_id("chatcmpl", body, call)
+        self._id = answer_id("chatcmpl", call)
         self._created = int(time.time())
         self._model = state.check_model(body.model)
         self._kwargs = body.template_kwargs(dict(state.config.default_chat_template_kwargs))
@@ -55,14 +53,27 @@ class ChatJob:
 
     async def prepare(self) -> None:
         """Render, tokenize, compile the grammar."""
-        body, state = self._body, self._state
+        body, state, tenant = self._body, self._state, self._call.tenant
         self._constraint = self._find_constraint()
-        prompt = body.raw_prompt()
-        if prompt is None:
-            prompt = self.render() if self._is_short() else await state.in_thread(self.render)
-            options = {"add_special_tokens": body.add_special_tokens}
+        if body.chat_template is not None:
+            prompt = await state.template_threads.run(tenant, self.render)
+            request = await state.threads.run(tenant, self.make_request, prompt)
+        elif self._call.is_short and not isinstance(prompt := self.render(), MarkedText):
+            request = self.make_request(prompt)
         else:
-            options = {"add_special_tokens": True}
+            request = await state.threads.run(tenant, lambda: self.make_request(self.render()))
+        await state.add_grammar(request)
+        if state.reasoning_parser is not None:
+            end = request.prompt_token_ids[-_PROMPT_TAIL_TOKENS:]
+            self._prompt_tail = state.tokenizer.decode(end)
+            if request.grammar is not None:
+                thinking = thinking_ahead(state.reasoning_parser, self._prompt_tail, self._kwargs)
+                request.grammar_start = grammar_start(thinking, state.tokenizer)
+        self._request = request
+
+    def make_request(self, prompt: str | list[int]) -> Request:
+        """The engine request, but for its grammar."""
+        body, state = self._body, self._state
         wanted: dict[str, Any] = {}
         if body.logprobs:
             wanted["logprobs"] = body.top_logprobs or 0
@@ -72,27 +83,21 @@ class ChatJob:
         sampling = body.sampling(
             state.default_sampling, structured_outputs=self._constraint, **wanted
         )
-        request = await state.engine_request(
-            prompt, sampling, **options, **request_options(state, body, self._call)
+        own = body.add_special_tokens or body.raw_prompt() is not None
+        return build_request(
+            prompt,
+            sampling,
+            tokenizer=state.tokenizer,
+            limits=state.limits,
+            options=request_options(state, body, self._call, own),
         )
-        if state.reasoning_parser is not None:
-            end = request.prompt_token_ids[-_PROMPT_TAIL_TOKENS:]
-            self._prompt_tail = state.tokenizer.decode(end)
-            if request.grammar is not None:
-                thinking = thinking_ahead(state.reasoning_parser, self._prompt_tail, self._kwargs)
-                request.grammar_start = grammar_start(thinking, state.tokenizer)
-        self._request = request
 
-    def _is_short(self) -> bool:
-        """Whether rendering takes no longer than passing it to a thread: a few hundred
-        microseconds."""
-        body = self._body
-        given = (body.messages, body.tools, body.documents, self._kwargs)
-        return body.chat_template is None and len(msgspec.json.encode(given)) <= SHORT_BYTES
-
-    def render(self) -> str:
+    def render(self) -> str | list[int]:
         """The conversation as a prompt."""
         body = self._body
+        raw = body.raw_prompt()
+        if raw is not None:
+            return raw
         if body.chat_template is not None and not self._state.config.trust_request_chat_template:
             raise InvalidRequest(
                 "chat_template is not taken from requests by this server "

@@ -6,15 +6,15 @@ most likely ones per token.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastdeploy_core.engine.input import build_request
 from fastdeploy_core.serving.state import ServerState
-from fastdeploy_core.types import CompletionOutput, Request, RequestOutput, StructuredOutputsParams
+from fastdeploy_core.types import CompletionOutput, Request, RequestOutput
 
 from .generation import merge, run
 from .logprobs import CompletionLogprobs, Position, TokenNames, prompt_logprobs
@@ -46,14 +46,13 @@ class CompletionJob:
         self._state = state
         self._body = body
         self._call = call
-        self._id = answer_id("cmpl", body, call)
+        self._id = answer_id("cmpl", call)
         self._created = int(time.time())
         self._model = state.check_model(body.model)
         self._n = body.n or 1
         self._prompts = body.prompts()
         self._requests: list[Request] = []
         self._prompt_texts: list[str] = []
-        self._constraint: StructuredOutputsParams | None = None
         as_ids = body.return_tokens_as_token_ids
         if as_ids is None:
             as_ids = state.config.return_tokens_as_token_ids
@@ -63,6 +62,15 @@ class CompletionJob:
 
     async def prepare(self) -> None:
         """Tokenize the prompts, compile the grammar."""
+        if self._call.is_short:
+            self.make_requests()
+        else:
+            await self._state.threads.run(self._call.tenant, self.make_requests)
+        for request in self._requests:
+            await self._state.add_grammar(request)
+
+    def make_requests(self) -> None:
+        """The engine requests, but for their grammar."""
         body, state = self._body, self._state
         best_of = body.best_of or self._n
         wanted: dict[str, Any] = {"n": best_of, "structured_outputs": body.constraint()}
@@ -73,15 +81,13 @@ class CompletionJob:
         # With max_tokens=0 no token is returned, but a prompt's own logprobs need one step.
         wanted["max_tokens"] = max(1, body.max_tokens) if body.max_tokens is not None else None
         sampling = body.sampling(state.default_sampling, **wanted)
-        options = request_options(state, body, self._call)
-        making = [
-            state.engine_request(
-                prompt, sampling, add_special_tokens=body.add_special_tokens, **options
+        options = request_options(state, body, self._call, body.add_special_tokens)
+        self._requests = [
+            build_request(
+                prompt, sampling, tokenizer=state.tokenizer, limits=state.limits, options=options
             )
             for prompt in self._prompts
         ]
-        # The usual single prompt needs no task of its own.
-        self._requests = [await making[0]] if len(making) == 1 else await asyncio.gather(*making)
         if body.echo:
             self._prompt_texts = [
                 prompt

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fastdeploy_core.engine.input import RequestOptions
 from fastdeploy_core.serving.openai.schemas.common import SamplingFields
 from fastdeploy_core.serving.state import ServerState
 from fastdeploy_core.types import RequestOutput, SpeculateMetrics
@@ -57,22 +58,28 @@ class Call:
     id: str
     tenant: str = ""
     timeout_s: float | None = None
+    # a body so short that all work for it takes less than passing it to a thread
+    is_short: bool = False
 
 
-def answer_id(kind: str, body: SamplingFields, call: Call) -> str:
-    """The id that clients see, made of their own id or of the server's. The engine only uses the
-    server's."""
+def answer_id(kind: str, call: Call) -> str:
+    """The id of an answer: that of its call, as in the header and in logs."""
     prefix = f"{kind}-"
-    return prefix + (body.request_id or call.id).removeprefix(prefix)
+    return prefix + call.id.removeprefix(prefix)
 
 
-def request_options(state: ServerState, body: SamplingFields, call: Call) -> dict[str, Any]:
-    """Scheduling options of a call's engine requests."""
+def request_options(
+    state: ServerState, body: SamplingFields, call: Call, add_special_tokens: bool
+) -> RequestOptions:
+    """What body, call and server decide about a call's engine requests."""
     limits = [t for t in (state.config.request_timeout_s, call.timeout_s) if t is not None]
-    return {
-        "priority": body.priority or 0,
-        "cache_salt": body.cache_salt or "",
-        "tenant": call.tenant,
-        "truncation": body.truncation(),
-        "deadline_s": min(limits, default=None),
-    }
+    return RequestOptions(
+        add_special_tokens=add_special_tokens,
+        truncation=body.truncation(),
+        priority=body.priority or 0,
+        deadline_s=min(limits, default=None),
+        tenant=call.tenant,
+        cache_salt=body.cache_salt or "",
+        salt_scope="" if state.config.share_prefix_cache else call.tenant,
+        log_id=call.id,
+    )
