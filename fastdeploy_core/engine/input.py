@@ -92,7 +92,9 @@ class Truncation:
                 f"model, got {self.max_tokens}",
                 param="truncate_prompt_tokens",
             )
-        return self.max_tokens if self.max_tokens >= 0 else max(1, longest - max(1, max_answer or 1))
+        return (
+            self.max_tokens if self.max_tokens >= 0 else max(1, longest - max(1, max_answer or 1))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +230,7 @@ def _complete(
             param="prompt",
         )
     max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-    for name in ("logprobs", "prompt_logprobs"):
-        _check_logprobs(name, getattr(sampling, name), limits)
+    sampling.check_logprobs(limits.vocab_size, limits.max_logprobs)
     changes: dict[str, Any] = {
         "max_tokens": max_tokens,
         "min_tokens": min(sampling.min_tokens, max_tokens),
@@ -258,17 +259,6 @@ def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
         covered = len(spaced) > len(plain) and spaced[len(spaced) - len(plain) :] == plain
         found += [plain] if covered or plain == spaced else [plain, spaced]
     return [ids for ids in found if ids]
-
-
-def _check_logprobs(name: str, value: int | None, limits: RequestLimits) -> None:
-    asked = limits.vocab_size if value == -1 else value  # -1: the whole vocabulary
-    if value in (None, 0) or limits.max_logprobs == -1 or 0 < (asked or 0) <= limits.max_logprobs:
-        return
-    raise InvalidRequest(
-        f"{name} must be between 0 and {limits.max_logprobs}, got {str(value)[:40]}; the operator "
-        "sets the limit with --max-logprobs",
-        param=name,
-    )
 
 
 def _check_salt(salt: str) -> None:

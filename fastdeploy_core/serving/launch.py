@@ -322,8 +322,6 @@ def _log_ready(listener: socket.socket, config: ServerConfig) -> None:
             config.host,
         )
     elif config.uds is None:
-        logger.info(
-            "only this machine can connect; --api-key or --host opens the server to others"
-        )
+        logger.info("only this machine can connect; --api-key or --host opens the server to others")
     names = ", ".join(config.served_names)
     logger.info("serving %s at %s", names, url_of(listener, config))

@@ -34,7 +34,6 @@ from .files import NAMED_TOKENS, TokenizerFiles, load_backend, read_files
 from .special_text import MarkedText, SpecialText
 from .template_process import render_in_child
 
-
 FIRST_PIECE_CHARS = 128 * 1024
 CUT_TOKENS = 256
 

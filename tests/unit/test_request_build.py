@@ -8,9 +8,9 @@ import pytest
 
 from fastdeploy_core.engine.input import (
     RequestLimits,
-    bad_word_ids,
     RequestOptions,
     Truncation,
+    bad_word_ids,
     build_request,
     default_sampling_values,
 )
@@ -142,9 +142,7 @@ def test_cache_salts_are_checked(tokenizer: Tokenizer, salt: str) -> None:
 def salted(tokenizer: Tokenizer, **options: Any) -> str:
     given = RequestOptions(**options)
     params = SamplingParams()
-    return build_request(
-        "x", params, tokenizer=tokenizer, limits=LIMITS, options=given
-    ).cache_salt
+    return build_request("x", params, tokenizer=tokenizer, limits=LIMITS, options=given).cache_salt
 
 
 def test_a_scope_and_a_salt_are_told_apart_from_every_other_salt(tokenizer: Tokenizer) -> None:

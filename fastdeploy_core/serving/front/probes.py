@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastdeploy_core.serving.http.errors import sanitise
 from fastdeploy_core.types.engine import EngineHealth
 
+
 def answer_probe(path: str, health: EngineHealth, draining: bool) -> tuple[int, dict[str, str]]:
     """Status and body for a probe."""
     if path == "/health/live":

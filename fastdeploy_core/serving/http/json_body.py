@@ -19,6 +19,9 @@ from .errors import ApiError
 from .threads import Threads
 
 MAX_DEPTH = 96
+# Counted before the parse, which would hold up the whole process and take memory for each.
+MAX_KEYS = 2**16  # keys, lists and objects
+MAX_VALUES = 2**18
 MAX_INT_CHARS = 20  # sign and 19 digits hold every 64-bit number
 BIG_BODY_BYTES = 64 * 1024  # bodies of this size and more are parsed in a thread
 _SUSPECT_ESCAPE = re.compile(rb"\\u(?:[dD][89a-fA-F]|0000)")
@@ -72,6 +75,7 @@ def _kind(value: Any) -> str:
 
 def parse_json(raw: bytes) -> Any:
     """The value of a JSON document; ApiError 400 says what is wrong with it."""
+    _count(raw)
     try:
         decoder = _CAREFUL if _SUSPECT_NUMBER.search(raw) else _PLAIN
         value = decoder.decode(raw.decode("utf-8"))
@@ -87,6 +91,24 @@ def parse_json(raw: bytes) -> Any:
     if check_text or raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
         _check_tree(value, check_text)
     return value
+
+
+def _count(raw: bytes) -> None:
+    if len(raw) <= MAX_KEYS or not _is_above(raw):
+        return
+    plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")  # what is left of quotes ends texts
+    if plain.count(b'"') > 2 * (2 * MAX_KEYS + MAX_VALUES) or _is_above(
+        b"".join(plain.split(b'"')[::2])
+    ):
+        raise ApiError(
+            400,
+            f"the body has too many parts; at most {MAX_KEYS} keys, lists and objects and "
+            f"{MAX_VALUES} values are possible; long texts are",
+        )
+
+
+def _is_above(raw: bytes) -> bool:
+    return sum(map(raw.count, (b":", b"[", b"{"))) > MAX_KEYS or raw.count(b",") >= MAX_VALUES
 
 
 def _refuse_constant(name: str) -> Any:

@@ -19,7 +19,7 @@ from fastdeploy_core.types import SamplingParams, StructuredOutputsParams
 from .unsupported import NO_EFFECT, REFUSED, refuse_unsupported
 
 MAX_PROMPTS = 64
-MAX_TOKEN_IDS = 2**20
+MAX_TOKEN_IDS = 2**18  # no list in a body may be longer
 MAX_STOP_TOKEN_IDS = 256
 MAX_ALLOWED_TOKEN_IDS = 2**18
 MAX_NAME_CHARS = 256
@@ -131,7 +131,7 @@ class SamplingFields(ApiModel):
     bad_words_token_ids: list[list[int]] | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = Field(default=None, max_length=MAX_ALLOWED_TOKEN_IDS)
-    prompt_logprobs: int | None = None
+    prompt_logprobs: bool | int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     logits_processors_args: dict[str, Any] | None = None
@@ -180,6 +180,11 @@ class SamplingFields(ApiModel):
             raise InvalidRequest("stream_options needs stream=true", param="stream_options")
         return self
 
+    @field_validator("prompt_logprobs")
+    @classmethod
+    def _as_number(cls, value: int | None) -> int | None:
+        return value if not isinstance(value, bool) else (1 if value else None)
+
     @field_validator("truncate_prompt_tokens")
     @classmethod
     def _keeps_something(cls, value: int | None) -> int | None:
@@ -226,9 +231,10 @@ class SamplingFields(ApiModel):
             found.append(asked)
         if not found:
             return None
-        if len(found) > 1:
+        if any(other != found[0] for other in found[1:]):
             raise InvalidRequest(
-                "only one of response_format, structured_outputs and guided_* can be given",
+                "response_format, structured_outputs and guided_* ask for different grammars; "
+                "give one of them",
                 param="structured_outputs",
             )
         options = dict(found[0])
