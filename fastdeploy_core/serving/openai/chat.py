@@ -54,7 +54,6 @@ class ChatJob:
     async def prepare(self) -> None:
         """Render, tokenize, compile the grammar."""
         body, state, tenant = self._body, self._state, self._call.tenant
-        self._constraint = self._find_constraint()
         if body.chat_template is not None:
             prompt = await state.template_threads.run(tenant, self.render)
             request = await state.threads.run(tenant, self.make_request, prompt)
@@ -74,6 +73,7 @@ class ChatJob:
     def make_request(self, prompt: str | list[int]) -> Request:
         """The engine request, but for its grammar."""
         body, state = self._body, self._state
+        self._constraint = self._find_constraint()
         wanted: dict[str, Any] = {}
         if body.logprobs:
             wanted["logprobs"] = body.top_logprobs or 0

@@ -25,6 +25,7 @@ MAX_ALLOWED_TOKEN_IDS = 2**18
 MAX_NAME_CHARS = 256
 MAX_CACHE_SALT_CHARS = 128
 MAX_STREAM_INTERVAL = 4096
+MAX_ARGS_CHARS = 16 * 1024
 
 # fields whose default is None: without a value in the call, the model's default counts
 _SAME_NAME = {
@@ -179,6 +180,13 @@ class SamplingFields(ApiModel):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream=true", param="stream_options")
         return self
+
+    @field_validator("logits_processors_args")
+    @classmethod
+    def _is_small(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None and len(_json_text(value)) > MAX_ARGS_CHARS:
+            raise ValueError(f"at most {MAX_ARGS_CHARS} characters of JSON are possible")
+        return value
 
     @field_validator("prompt_logprobs")
     @classmethod
