@@ -41,6 +41,9 @@ _fused_rms_norm = paddle.incubate.nn.functional.fused_rms_norm
 _HAS_FUSED_NORM = "avx512f" in processor_features()
 
 
+_CPU = paddle.CPUPlace()
+
+
 class PaddleLibrary:
     """Adapts PaddlePaddle to torch's interface; the comments name the differences."""
 
@@ -147,16 +150,19 @@ class PaddleLibrary:
         return x if dtype in (None, paddle.int64) else x.astype(dtype)
 
     def tensor(self, data: Any, dtype: Any = None, device: str | None = None) -> Any:
-        return paddle.tensor(data, dtype=dtype, device=device)
+        if isinstance(data, paddle.Tensor):
+            return paddle.tensor(data, dtype=dtype, device=device)
+        array = np.array(data)
+        if array.dtype == np.float64 and not isinstance(data, np.ndarray | np.generic):
+            array = array.astype(np.float32)  # Python's floats
+        x = self.from_numpy(array, dtype)
+        return x if device is None else self.to_device(x, device)
 
     def from_numpy(self, array: np.ndarray, dtype: Any = None) -> Any:
         bits, carrier = as_carrier(array, "" if dtype is None else self.dtype_name(dtype))
-        if bits.dtype == np.bool_:
-            x = paddle.utils.dlpack.from_dlpack(bits.view(np.uint8)).astype(paddle.bool)
-        elif bits.size == 0:  # an empty DLPack capsule loses its shape
-            x = paddle.zeros(bits.shape, dtype=bits.dtype.name)
-        else:
-            x = paddle.utils.dlpack.from_dlpack(bits)
+        # Each call of from_dlpack, to_tensor or Tensor(...) would lose some 100 bytes for ever.
+        x = paddle._C_ops.empty([0], paddle.uint8, _CPU)
+        x.get_tensor().set(bits, _CPU, True)  # the array's memory and its dtype
         if carrier:
             return x.view(dtype)
         return x if dtype is None or dtype == x.dtype else x.astype(dtype)
@@ -366,7 +372,7 @@ class PaddleLibrary:
             matrix = np.zeros((width, width), dtype=np.float32)
             matrix[second, first] = -1
             matrix[first, second] = 1
-            swap = self._swaps[key] = paddle.to_tensor(matrix, place=place)
+            swap = self._swaps[key] = self.from_numpy(matrix).to(place)
         return swap
 
     def _operand(self, a: Any, b: Any) -> Any:
@@ -376,7 +382,7 @@ class PaddleLibrary:
         key = (b, a.dtype, str(a.place))
         constant = self._constants.get(key)
         if constant is None:
-            constant = paddle.to_tensor(np.array([b], dtype=np.int64)).astype(a.dtype)
+            constant = self.tensor([b]).astype(a.dtype)
             constant = self._constants[key] = constant.to(a.place)
         return constant
 

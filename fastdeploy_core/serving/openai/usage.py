@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,10 +63,29 @@ class Call:
     is_short: bool = False
 
 
-def answer_id(kind: str, call: Call) -> str:
-    """The id of an answer: that of its call, as in the header and in logs."""
-    prefix = f"{kind}-"
-    return prefix + call.id.removeprefix(prefix)
+class Envelope:
+    """What the parts of one answer have in common. Its id is that of its call, which also shows in
+    the header and in logs."""
+
+    def __init__(self, prefix: str, call: Call, model: str) -> None:
+        self._id = f"{prefix}-{call.id.removeprefix(f'{prefix}-')}"
+        self._model = model
+        self._created = int(time.time())
+
+    def __call__(
+        self, kind: str, choices: list[dict[str, Any]], usage: Usage | None = None
+    ) -> dict[str, Any]:
+        """A whole answer or a chunk; with `usage`, it says how many tokens there are so far."""
+        body: dict[str, Any] = {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+        if usage is not None:
+            body["usage"] = usage.render()
+        return body
 
 
 def request_options(

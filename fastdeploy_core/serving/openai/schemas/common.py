@@ -215,8 +215,8 @@ class SamplingFields(ApiModel):
     def include_usage(self, forced: bool) -> tuple[bool, bool]:
         """Whether the stream ends with a usage chunk, and whether each chunk carries usage."""
         options = self.stream_options or StreamOptions()
-        continuous = bool(options.continuous_usage_stats) or forced
-        return bool(options.include_usage) or forced, continuous
+        at_end = bool(options.include_usage) or forced
+        return at_end, at_end and (bool(options.continuous_usage_stats) or forced)
 
     def constraint(self) -> StructuredOutputsParams | None:
         """The one constraint on the answer, in whichever spelling it was given."""
