@@ -17,8 +17,10 @@ from ._bits import (
     as_carrier,
     choose_blas_code,
     hidden_module,
+    kept_logging,
     kept_variable,
     processor_features,
+    restore_signals,
     tune_malloc,
 )
 from .library import DTYPE_BYTES
@@ -26,12 +28,16 @@ from .library import DTYPE_BYTES
 choose_blas_code()  # must run before the library checks the processor
 # On import, paddle asks tvm_ffi (a part of xgrammar) for its version, which imports torch: one or
 # two seconds, half a gigabyte and a second thread pool, without use. It also sets OMP_NUM_THREADS=1
-# if the operator did not set it, although a device of this host may use more threads.
-with hidden_module("tvm_ffi"), kept_variable("OMP_NUM_THREADS"):
+# if the operator did not set it, although a device of this host may use more threads. It sets the
+# root logger to INFO, and takes signals: SIGTERM would print a crash report and end the process.
+with hidden_module("tvm_ffi"), kept_variable("OMP_NUM_THREADS"), kept_logging():
     import paddle
     import paddle.nn.functional as F
 
     from ._paddle_rows import BYTES, NARROW, bits_of, words_of
+
+paddle.disable_signal_handler()
+restore_signals()
 
 # Paddle keeps its eager mode in the importing thread. When that thread ends, the mode would end for
 # all threads.
