@@ -27,9 +27,10 @@ from fastdeploy_core.serving.http.middleware import Bodies, Guard, Hosts, Keys
 from fastdeploy_core.serving.openai.routes import body_schemas, openai_router
 
 from .service_routes import service_router
-from .state import Engine, ServerState
+from .state import ServerState
 
 if TYPE_CHECKING:
+    from fastdeploy_core.engine.client import AsyncEngine
     from fastdeploy_core.engine.input import RequestLimits
     from fastdeploy_core.grammar.compiler import GrammarCompiler
     from fastdeploy_core.tokenizer import Tokenizer
@@ -43,7 +44,7 @@ BUSY_PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
 def create_app(
-    engine: Engine,
+    engine: AsyncEngine,
     tokenizer: Tokenizer,
     config: ServerConfig,
     *,

@@ -2,89 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.input import RequestLimits, default_sampling_values
 from fastdeploy_core.engine.output import OutputProcessor
 from fastdeploy_core.errors import InvalidRequest, WorkerError
+from fastdeploy_core.parsers.answer import parser_named
 from fastdeploy_core.serving.front.occupancy import OwnOccupancy
 from fastdeploy_core.serving.http.errors import ApiError, too_busy, unavailable
 from fastdeploy_core.serving.http.threads import Threads
 from fastdeploy_core.tokenizer.template_process import MAX_PROCESSES
 
 from .metrics import Metrics
-from .parser_choice import parser_named
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
+    from fastdeploy_core.engine.client import AsyncEngine
     from fastdeploy_core.grammar.compiler import GrammarCompiler
     from fastdeploy_core.tokenizer import Tokenizer
-    from fastdeploy_core.types import Request, RequestOutputDelta
-    from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
+    from fastdeploy_core.types import Request
 
 DRAINING_RETRY_S = 5.0
 MAX_WAITING_TEMPLATES = 16
-
-
-class Engine(Protocol):
-    """The part of AsyncEngine that serving uses."""
-
-    info: EngineInfo
-
-    def check_admission(self, num_tokens: int = 0) -> None:
-        """Raise QueueFull or WorkerError at once if a request put now would be refused."""
-        ...
-
-    def generate(
-        self, request: Request, chunk_tokens: int = 1
-    ) -> AsyncIterator[RequestOutputDelta]:
-        """Deltas of one request, each with at least chunk_tokens tokens; leaving the iterator
-        aborts it."""
-        ...
-
-    def end_branches(self, branch_ids: Sequence[str]) -> None:
-        """End single sequences of running requests."""
-        ...
-
-    def health(self) -> EngineHealth:
-        """Cheap, from any thread."""
-        ...
-
-    async def stats(self) -> EngineStats:
-        """Gauges and counters."""
-        ...
-
-    async def drain(self, grace_s: float) -> None:
-        """Finish what runs, refuse what is new."""
-        ...
-
-    async def close(self) -> None:
-        """End the engine."""
-        ...
-
-
-class Permit:
-    """The right to have requests in flight; released exactly once, however the answer ends."""
-
-    def __init__(self, give_back: Callable[[], None]) -> None:
-        self._give_back: Callable[[], None] | None = give_back
-
-    def release(self) -> None:
-        """Idempotent."""
-        give_back, self._give_back = self._give_back, None
-        if give_back is not None:
-            give_back()
 
 
 class Admission:
     """Decides whether there is room for a request, before any work is done for it."""
 
     def __init__(
-        self, engine: Engine, config: ServerConfig, metrics: Metrics, occupancy: OwnOccupancy
+        self, engine: AsyncEngine, config: ServerConfig, metrics: Metrics, occupancy: OwnOccupancy
     ) -> None:
         self._engine = engine
         self._metrics = metrics
@@ -102,8 +48,9 @@ class Admission:
         """Requests being answered by all API servers of this port."""
         return self._occupancy.table.in_flight()
 
-    def enter(self, count: int) -> Permit:
-        """A permit for `count` requests; 429 when there is no room, 503 when there is no engine."""
+    def enter(self, count: int) -> None:
+        """Let `count` requests in, until `leave`; 429 when there is no room, 503 when there is no
+        engine."""
         try:
             self._check(count)
         except ApiError as error:
@@ -112,8 +59,7 @@ class Admission:
             )
             self._metrics.rejected(reason)
             raise
-        self._occupancy.change(count)
-        return Permit(partial(self._leave, count))
+        self._change(count)
 
     def _check(self, count: int) -> None:
         if self.draining:
@@ -128,8 +74,13 @@ class Admission:
         except WorkerError as error:
             raise unavailable("the engine is not ready") from error
 
-    def _leave(self, count: int) -> None:
-        self._occupancy.change(-count)
+    def leave(self, count: int) -> None:
+        """These requests have been answered, or will not be."""
+        self._change(-count)
+
+    def _change(self, count: int) -> None:
+        self._occupancy.change(count)
+        self._metrics.in_flight(self.in_flight)
 
 
 class ServerState:
@@ -137,7 +88,7 @@ class ServerState:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: AsyncEngine,
         tokenizer: Tokenizer,
         config: ServerConfig,
         limits: RequestLimits,

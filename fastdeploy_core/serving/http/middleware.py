@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .connection import connection_of
 from .errors import ApiError, send_error, to_api_error
+from .protocol import connection_of
 
 logger = logging.getLogger(__name__)
 

@@ -27,31 +27,9 @@ MAX_CACHE_SALT_CHARS = 128
 MAX_STREAM_INTERVAL = 4096
 MAX_ARGS_CHARS = 16 * 1024
 
-# fields whose default is None: without a value in the call, the model's default counts
-_SAME_NAME = {
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "n",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "bad_words",
-    "bad_words_token_ids",
-    "logit_bias",
-    "allowed_token_ids",
-    "prompt_logprobs",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "logits_processors_args",
-}
+# Fields that go to SamplingParams unchanged. Their default here is None: without a value in the
+# call, the model's default counts.
+_SAME_NAME = {*SamplingParams.__struct_fields__} - {"max_tokens", "logprobs", "structured_outputs"}
 
 
 class ApiModel(BaseModel):
@@ -255,11 +233,8 @@ class SamplingFields(ApiModel):
         `decided`."""
         names = self.model_fields_set & _SAME_NAME
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        budget = self.thinking_token_budget
-        if budget is None:
-            budget = self.reasoning_max_tokens
-        if budget is not None:
-            given["thinking_token_budget"] = budget
+        if self.reasoning_max_tokens is not None:  # FastDeploy 2.x's name
+            given.setdefault("thinking_token_budget", self.reasoning_max_tokens)
         return SamplingParams(**{**defaults, **given, **decided})
 
 
