@@ -174,7 +174,7 @@ async def _watch_lag(state: ServerState) -> None:
     while True:
         due = time.monotonic() + LAG_PERIOD_S
         await asyncio.sleep(LAG_PERIOD_S)
-        state.metrics.loop_lag(max(0.0, time.monotonic() - due))
+        state.metrics.loop_lag.set(max(0.0, time.monotonic() - due))
 
 
 async def _log_stats(state: ServerState) -> None:
@@ -196,19 +196,13 @@ async def _log_stats(state: ServerState) -> None:
         if idle and was_idle:
             continue
         was_idle = idle
-        total = max(1, stats.num_blocks_total)
-        hits = stats.prefix_hit_tokens_total / max(1, stats.prefix_query_tokens_total)
+        used = 100 * stats.num_blocks_used / max(1, stats.num_blocks_total)
+        hits = 100 * stats.prefix_hit_tokens_total / max(1, stats.prefix_query_tokens_total)
+        values = {name: getattr(stats, name) for name in stats.__struct_fields__}
         stats_logger.info(
-            "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, queued %d, "
-            "KV blocks %d/%d (%.1f %%), prefix hits %.1f %%, preemptions %d",
-            prompt,
-            generated,
-            stats.num_running,
-            stats.num_waiting,
-            stats.num_queued,
-            stats.num_blocks_used,
-            stats.num_blocks_total,
-            100 * stats.num_blocks_used / total,
-            100 * hits,
-            stats.preemptions_total,
+            "prompt %(prompt).1f tokens/s, generation %(generated).1f tokens/s, running "
+            "%(num_running)d, waiting %(num_waiting)d, queued %(num_queued)d, KV blocks "
+            "%(num_blocks_used)d/%(num_blocks_total)d (%(used).1f %%), prefix hits %(hits).1f %%, "
+            "preemptions %(preemptions_total)d",
+            {**values, "prompt": prompt, "generated": generated, "used": used, "hits": hits},
         )

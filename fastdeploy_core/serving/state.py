@@ -80,7 +80,7 @@ class Admission:
 
     def _change(self, count: int) -> None:
         self._occupancy.change(count)
-        self._metrics.in_flight(self.in_flight)
+        self._metrics.in_flight.set(self.in_flight)
 
 
 class ServerState:

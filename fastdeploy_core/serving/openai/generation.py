@@ -45,12 +45,9 @@ async def run(
                 return
         if not finished:
             raise WorkerError("the engine ended a request without finishing it")
-    except GeneratorExit:
+    except (GeneratorExit, asyncio.CancelledError):
         if not finished:
-            state.metrics.aborted()
-        raise
-    except asyncio.CancelledError:
-        state.metrics.aborted()
+            state.metrics.aborted.inc()
         raise
     finally:
         state.outputs.remove(request.request_id)
