@@ -75,8 +75,9 @@ def needs_trace(error: BaseException) -> bool:
 def error_named(name: str, message: str) -> FastDeployError:
     """The error that crossed a process border as the name of a class here and a message."""
     kind = globals().get(name)
-    known = isinstance(kind, type) and issubclass(kind, FastDeployError)
-    error: FastDeployError = kind(message) if known else FastDeployError(message)
+    if not (isinstance(kind, type) and issubclass(kind, FastDeployError)):
+        kind = FastDeployError
+    error: FastDeployError = kind(message)
     return error
 
 

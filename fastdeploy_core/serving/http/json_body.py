@@ -46,9 +46,12 @@ async def read_model(request: Request, model: type[Model], threads: Threads) -> 
     raw = await request.body()
     request.state.num_body_bytes = len(raw)
     if len(raw) > BIG_BODY_BYTES:
-        body, unknown = await threads.run(tenant_of(request), _to_model, raw, model)
+        parsed: tuple[Model, list[str]] = await threads.run(
+            tenant_of(request), _to_model, raw, model
+        )
     else:
-        body, unknown = _to_model(raw, model)
+        parsed = _to_model(raw, model)
+    body, unknown = parsed
     if unknown:
         request.state.ignored_fields = unknown  # Guard names them in a response header
     return body
