@@ -19,6 +19,7 @@ from fastdeploy_core.errors import InvalidRequest, RequestTooLong
 from fastdeploy_core.tokenizer import Tokenizer
 from fastdeploy_core.tokenizer.files import as_id_list
 from fastdeploy_core.types import GrammarStart, Request, SamplingParams
+from fastdeploy_core.types.sampling import check_logprobs
 
 if TYPE_CHECKING:
     from fastdeploy_core.parsers.answer import Thinking
@@ -230,7 +231,7 @@ def _complete(
             param="prompt",
         )
     max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-    sampling.check_logprobs(limits.vocab_size, limits.max_logprobs)
+    check_logprobs(sampling, limits.vocab_size, limits.max_logprobs)
     changes: dict[str, Any] = {
         "max_tokens": max_tokens,
         "min_tokens": min(sampling.min_tokens, max_tokens),

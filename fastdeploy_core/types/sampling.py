@@ -242,22 +242,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
 
-    def check_logprobs(self, vocab_size: int, most: int) -> None:
-        """Raise InvalidRequest for more alternatives than the operator allows; most=-1: any
-        number. A request's -1 stands for the whole vocabulary."""
-        for name in ("logprobs", "prompt_logprobs"):
-            number = getattr(self, name)
-            if number is None or most == -1 or 0 <= number <= most:
-                continue
-            if number == -1 and 0 < vocab_size <= most:
-                continue
-            asked = f"-1, the whole vocabulary of {vocab_size}" if number == -1 else number
-            raise InvalidRequest(
-                f"{name} must be between 0 and {most}, got {asked}; the operator sets the limit "
-                "with --max-logprobs",
-                param=name,
-            )
-
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InvalidRequest if a token id named anywhere lies outside the model's output
         width."""
@@ -275,3 +259,20 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                         f"{vocab_size - 1}",
                         param=name,
                     )
+
+
+def check_logprobs(params: SamplingParams, vocab_size: int, most: int) -> None:
+    """Raise InvalidRequest for more alternatives than the operator allows; most=-1: any number. A
+    request's -1 stands for the whole vocabulary."""
+    for name in ("logprobs", "prompt_logprobs"):
+        number = getattr(params, name)
+        if number is None or most == -1 or 0 <= number <= most:
+            continue
+        if number == -1 and 0 < vocab_size <= most:
+            continue
+        asked = f"-1, the whole vocabulary of {vocab_size}" if number == -1 else number
+        raise InvalidRequest(
+            f"{name} must be between 0 and {most}, got {asked}; the operator sets the limit with "
+            "--max-logprobs",
+            param=name,
+        )

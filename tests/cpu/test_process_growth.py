@@ -15,7 +15,7 @@ from fastdeploy_core import tensor
 from fastdeploy_core.api.llm import LLM
 from fastdeploy_core.types import SamplingParams, StructuredOutputsParams
 
-NUM_CALLS = 40_000
+NUM_CALLS = 15_000
 DEMO = Path(__file__).parents[2] / "models" / "ernie-tiny"
 
 
@@ -29,15 +29,17 @@ def resident_bytes() -> int:
 
 
 def growth(call: Callable[[], object], count: int) -> float:
-    """Bytes that one call costs for ever."""
-    for _ in range(count // 10):
-        call()
-    gc.collect()
-    before = resident_bytes()
-    for _ in range(count):
-        call()
-    gc.collect()
-    return (resident_bytes() - before) / count
+    """Bytes that one call costs for ever: what shows in each of several rounds, because an
+    allocator grows now and then."""
+    rounds = []
+    for _ in range(4):
+        gc.collect()
+        before = resident_bytes()
+        for _ in range(count):
+            call()
+        gc.collect()
+        rounds.append((resident_bytes() - before) / count)
+    return min(rounds)
 
 
 @pytest.mark.parametrize("name", ["int64", "bool", "bfloat16", "list", "number"])
@@ -49,7 +51,7 @@ def test_tensors_of_host_data_are_given_back(xp: Any, name: str) -> None:
         "list": lambda: xp.tensor([1.0, 2.0]),
         "number": lambda: xp.tensor(np.array([7]), device="cpu"),
     }
-    # a process also grows by a page now and then; PaddlePaddle's own calls lose 64 to 112 bytes
+    # PaddlePaddle's own calls lose 64 to 112 bytes
     assert growth(calls[name], NUM_CALLS) < 25
 
 
