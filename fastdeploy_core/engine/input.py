@@ -98,7 +98,7 @@ class Truncation:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOptions:
     """What a front end decides about a request besides its sampling."""
 
