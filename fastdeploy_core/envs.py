@@ -156,6 +156,13 @@ VARIABLES: Final[dict[str, Variable]] = {
             _names,
         ),
         Variable(
+            "VLLM_API_KEY",
+            "a key",
+            (),
+            "One more such key, under the name that vLLM's deployments set.",
+            lambda text: (text,),
+        ),
+        Variable(
             "FD_LOG_LEVEL",
             "debug, info, warning or error",
             "info",

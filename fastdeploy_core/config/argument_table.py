@@ -113,6 +113,12 @@ _MODEL = group(
     ),
     row("chat_template", "str", None, "a Jinja chat template, or the path of one"),
     row(
+        "trust_special_tokens",
+        "bool",
+        False,
+        "special tokens in the text of messages act as such, instead of being plain text",
+    ),
+    row(
         "generation_config",
         "str",
         "auto",
@@ -385,7 +391,12 @@ _WATCHDOG = group(
 _SERVER = group(
     "server",
     "server",
-    row("host", "str", "0.0.0.0", "address to listen on"),  # noqa: S104 - the original's default
+    row(
+        "host",
+        "str",
+        None,
+        "address to listen on; default: 127.0.0.1, with an API key 0.0.0.0",
+    ),
     row("port", "int", 8180, "port to listen on", low=0, high=65535),
     row("uds", "str", None, "listen on this unix socket instead"),
     row("root_path", "str", "", "path prefix a proxy strips"),
@@ -393,10 +404,16 @@ _SERVER = group(
         "api_key",
         "list",
         None,
-        "a key clients must send; may be repeated; also FD_API_KEY (comma list)",
+        "a key clients must send; may be repeated; also FD_API_KEY (comma list), VLLM_API_KEY",
         aliases=("api_keys",),
         repeatable=True,
         secret=True,
+    ),
+    row(
+        "share_prefix_cache",
+        "bool",
+        False,
+        "cached prefixes serve all keys; times then show a key what others have asked",
     ),
     row(
         "allowed_hosts",
@@ -436,7 +453,7 @@ _SERVER = group(
         low=0.1,
         high=3600.0,
     ),
-    row("keep_alive", "float", 5.0, "seconds an idle connection stays open", low=0.1, high=3600.0),
+    row("keep_alive", "float", 75.0, "seconds an idle connection stays open", low=0.1, high=3600.0),
     row(
         "stream_stall_timeout",
         "float",

@@ -114,6 +114,7 @@ def _model_config(v: Mapping[str, Any], find: FindModel) -> ModelConfig:
             "generation_config": v["generation_config"],
             "hf_overrides": _mapping(v, "hf_overrides"),
             "chat_template": _chat_template(v["chat_template"]),
+            "trust_special_tokens": v["trust_special_tokens"],
             "weight_cache": v["weight_cache"],
         },
         find,
@@ -257,9 +258,11 @@ def _structured_config(v: Mapping[str, Any]) -> StructuredOutputsConfig:
 def build_server_config(
     values: Mapping[str, Any], engine: EngineConfig, environment: Mapping[str, str] | None = None
 ) -> ServerConfig:
-    """The front end's configuration; api keys also come from FD_API_KEY (a comma list)."""
+    """The front end's configuration; api keys also come from FD_API_KEY and VLLM_API_KEY."""
     v = with_defaults(values)
-    given = [*(v["api_key"] or ()), *envs.read("FD_API_KEY", environment)]
+    given = [*(v["api_key"] or ())]
+    for name in ("FD_API_KEY", "VLLM_API_KEY"):
+        given += envs.read(name, environment)
     keys = tuple(dict.fromkeys(key for key in given if key))
     if bool(v["ssl_keyfile"]) != bool(v["ssl_certfile"]):
         raise ConfigError("--ssl-keyfile and --ssl-certfile go together; give both or none")
@@ -272,6 +275,8 @@ def build_server_config(
     return _record(
         ServerConfig,
         v,
+        # without keys only this machine is served, unless the operator says otherwise
+        host=v["host"] or ("0.0.0.0" if keys else "127.0.0.1"),  # noqa: S104
         api_keys=keys,
         allowed_hosts=tuple(v["allowed_hosts"] or ()),
         allowed_origins=tuple(origins),

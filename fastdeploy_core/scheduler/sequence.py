@@ -103,7 +103,9 @@ class Sequence:
         self.token_ids = list(request.request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_total_tokens = max_total_tokens
-        self.min_total_tokens = self.num_prompt_tokens + sampling.min_tokens
+        # Masks forbid ends below min_tokens, but for that of a grammar that allows nothing else.
+        least = sampling.min_tokens if request.request.grammar is None else 0
+        self.min_total_tokens = self.num_prompt_tokens + least
         self.stop_ids = frozenset(sampling.stop_token_ids or ()) | (
             frozenset() if sampling.ignore_eos else frozenset(request.request.eos_token_ids)
         )

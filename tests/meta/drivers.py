@@ -78,13 +78,7 @@ from fastdeploy_core.models.llama import LlamaForCausalLM
 from fastdeploy_core.models.qwen2 import Qwen2ForCausalLM
 from fastdeploy_core.models.qwen3 import Qwen3ForCausalLM
 from fastdeploy_core.models.qwen3_moe import Qwen3MoeForCausalLM
-from fastdeploy_core.parsers.reasoning import (
-    DeepSeekR1Parser,
-    ErnieThinkingParser,
-    ErnieVLParser,
-    ErnieX1Parser,
-    Qwen3Parser,
-)
+from fastdeploy_core.parsers.reasoning import DeepSeekR1Parser, ErnieX1Parser, ThinkParser
 from fastdeploy_core.parsers.tools import DeepSeekToolParser, HermesToolParser
 from fastdeploy_core.quantization.fp8 import BlockFp8, WFp8AFp8
 from fastdeploy_core.quantization.integer import W4A8, W8A8, WInt4, WInt8
@@ -193,10 +187,8 @@ checkpoint_formats: list[Callable[[Path], CheckpointFormat]] = [
 ]
 reasoning_parsers: list[Callable[[str, Mapping[str, Any]], ReasoningParser]] = [
     DeepSeekR1Parser,
-    ErnieVLParser,
-    ErnieThinkingParser,
     ErnieX1Parser,
-    Qwen3Parser,
+    ThinkParser,
 ]
 tool_parsers: list[Callable[[Sequence[Any]], ToolParser]] = [
     DeepSeekToolParser,

@@ -178,13 +178,17 @@ def test_repeat_is_dropped_and_a_gap_ends_the_stream():
         collect(stream)
 
 
-def test_tokens_before_an_error_are_delivered():
+def test_tokens_before_an_error_are_delivered_and_are_no_end():
     stream = OutputStream(make_request("r", [5]))
     stream.put(delta(0, [1, 2]))
-    stream.put(delta(1, [], error="full", error_type="QueueFull", finished=True))
+    failed = {"error": "full", "error_type": "QueueFull", "finished": True}
+    stream.put(delta(1, [], finish=FinishReason.ERROR, **failed))
 
     async def main():
-        assert (await stream.get()).sequences[0].token_ids == [1, 2]
+        before = await stream.get()
+        assert before.sequences[0].token_ids == [1, 2]
+        assert before.sequences[0].finish_reason is None
+        assert not before.finished
         with pytest.raises(QueueFull, match="full"):
             await stream.get()
 

@@ -24,13 +24,12 @@ from typing import Any
 import msgspec
 import zmq
 
-from fastdeploy_core import errors
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.processes import child, wire
 from fastdeploy_core.engine.processes.egress import connect
 from fastdeploy_core.engine.processes.supervisor import Listener, Supervisor
-from fastdeploy_core.errors import FastDeployError, WorkerError
+from fastdeploy_core.errors import FastDeployError, WorkerError, error_named
 from fastdeploy_core.serving.asking import Plugins
 from fastdeploy_core.types.engine import EngineInfo
 
@@ -273,10 +272,7 @@ class FrontEnds(Listener):
         except (OSError, msgspec.MsgspecError):
             return  # it ended before
         if hello.error_type:
-            kind = getattr(errors, hello.error_type, None)
-            if not (isinstance(kind, type) and issubclass(kind, FastDeployError)):
-                kind = FastDeployError
-            self._events.put(kind(hello.message))
+            self._events.put(error_named(hello.error_type, hello.message))
             hall.close()
             return
         hall.setblocking(False)
