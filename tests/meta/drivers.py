@@ -51,6 +51,10 @@ from fastdeploy_core.contracts.device import DeviceBackend, DeviceOptions
 from fastdeploy_core.contracts.kv_transport import KVTransport, TransportOptions
 from fastdeploy_core.contracts.moe import ExpertCommunicator, ExpertGroup, MoEBackend, MoESpec
 from fastdeploy_core.contracts.ops import KernelTable
+from fastdeploy_core.contracts.ops.body import BodyOperations
+from fastdeploy_core.contracts.ops.cache import CacheOperations
+from fastdeploy_core.contracts.ops.decode import HistoryOperations
+from fastdeploy_core.contracts.ops.moe import MoEOperations
 from fastdeploy_core.contracts.quantizer import ComposedQuantizer, FindQuantizer, Quantizer
 from fastdeploy_core.contracts.scheduler import RequestScheduler
 from fastdeploy_core.contracts.small import (
@@ -89,6 +93,10 @@ from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.reference.expert_communicator import AllGatherExperts, LoopbackExperts
 from fastdeploy_core.reference.moe import ReferenceMoE
+from fastdeploy_core.reference.ops import body as body_kernels
+from fastdeploy_core.reference.ops import cache as cache_kernels
+from fastdeploy_core.reference.ops import history as history_kernels
+from fastdeploy_core.reference.ops import moe as moe_kernels
 from fastdeploy_core.sampling.processors import LogitBiasLogitsProcessor
 from fastdeploy_core.sampling.thinking import ThinkingBudgetLogitsProcessor
 from fastdeploy_core.scheduler.local import LocalScheduler
@@ -210,3 +218,8 @@ logits_processors: list[Callable[[ProcessorContext], LogitsProcessor]] = [
     LogitBiasLogitsProcessor,
     ThinkingBudgetLogitsProcessor,
 ]
+# A module is an implementation of the operations that it defines.
+body_operations: BodyOperations = body_kernels
+cache_operations: CacheOperations = cache_kernels
+history_operations: HistoryOperations = history_kernels
+moe_operations: MoEOperations = moe_kernels

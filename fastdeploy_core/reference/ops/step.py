@@ -1,4 +1,4 @@
-"""Operations around a decode step whose state lies on the device; contracts/ops.py defines S, W, k,
+"""Operations around a decode step whose state lies on the device; contracts/ops/ defines S, W, k,
 q.
 
 Everything happens in place and in fixed shapes, so that the step can be captured.
@@ -110,7 +110,7 @@ def finish_decode(
 
 
 def keep_results(slots: Tensor, results: Tensor, num_computed: Tensor, kept: Tensor) -> None:
-    """See contracts/ops.py."""
+    """See contracts/ops/."""
     xp, size = namespace(slots), kept.shape[1]
     nth = xp.arange(size, dtype=xp.int64, device=slots.device).unsqueeze(0)
     is_row = (slots < num_computed.shape[0] - 1).unsqueeze(1)
