@@ -91,8 +91,8 @@ def finish_decode(
     num_rows, width = results.shape
     if peaks is not None:
         marked = mark_broken(marked, peaks, None)
-    marked = marked.view([num_rows, width])
-    accepted = _count_accepted(slots, drawn.view([num_rows, width]), marked, drafts, num_drafts)
+    marked = marked.reshape([num_rows, width])
+    accepted = _count_accepted(slots, drawn.reshape([num_rows, width]), marked, drafts, num_drafts)
     is_row = (slots < num_computed.shape[0] - 1).to(xp.int64)
     start = xp.index_select(num_computed, 0, slots)
     last = xp.arange(num_rows, dtype=xp.int64, device=slots.device) * width + accepted

@@ -25,20 +25,20 @@ class DeclaredKernels:
     """A KernelTable whose kernels are held to what the contract declares."""
 
     def __init__(self, kernels: Any) -> None:
-        self._kernels = kernels
+        self.inner = kernels
 
     def __getitem__(self, operation: str) -> Callable[..., Any]:
         """The kernel; its calls raise AssertionError where they differ from the declaration."""
-        kernel = self._kernels[operation]
+        kernel = self.inner[operation]
         declared = DECLARED.get(operation)
         return kernel if declared is None else functools.partial(call, declared, kernel)
 
     def __contains__(self, operation: object) -> bool:
         """Whether there is a kernel for the operation."""
-        return operation in self._kernels
+        return operation in self.inner
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._kernels, name)
+        return getattr(self.inner, name)
 
 
 def call(operation: Operation, kernel: Callable[..., Any], *arguments: Any) -> Any:

@@ -102,8 +102,9 @@ class OnDevice(Conformance):
         return str(request.param)
 
     def to_device(self, device: Any, array: np.ndarray, dtype: str = "") -> Any:
-        """A device tensor of the array's values in `dtype`."""
-        x = device.to_device(np.ascontiguousarray(array))
+        """A device tensor of the array's values in `dtype`; shares no memory with the array, which
+        expected values are computed from."""
+        x = device.to_device(np.array(array, order="C"))
         return x.to(device.xp.dtype(dtype)) if dtype else x
 
     def rounded(self, device: Any, array: np.ndarray, dtype: str) -> np.ndarray:
