@@ -42,7 +42,6 @@ def test_no_mutant_of_any_operation_lives(tensor_library: str) -> None:
     assert set(scores) == set(DECLARED), "every operation has a test that calls it"
     assert min(made for made, _, _ in scores.values()) >= FEWEST
     assert code == 0, score
-    print(score)
 
 
 def test_a_kit_that_looks_away_is_found_out(tensor_library: str) -> None:
@@ -81,9 +80,9 @@ def test_sums_in_16_bits_fail(tensor_library: str, operation: str) -> None:
     kernels, xp = build_kernel_table("cpu"), device.xp
 
     def summed(x: Any, weight: Any, bias: Any) -> Any:
-        total = kernels["linear"](x[:, :16], weight[:, :16], bias)
-        for begin in range(16, x.shape[1], 16):
-            part = slice(begin, begin + 16)
+        total = kernels["linear"](x[:, :8], weight[:, :8], bias)
+        for begin in range(8, x.shape[1], 8):
+            part = slice(begin, begin + 8)
             total = total + kernels["linear"](x[:, part], weight[:, part], None)
         return total
 
