@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fastdeploy_testing.conformance.mutants import FEWEST, Spoilt, mutants_of
 from fastdeploy_testing.conformance.test_ops import OpsConformance
 from fastdeploy_testing.declared import DECLARED
-from fastdeploy_testing.mutants import FEWEST, Spoilt, mutants_of
 
 KIT = "fastdeploy_testing.conformance"
 
@@ -20,7 +20,7 @@ def hunt(library: str, *words: str) -> tuple[int, dict[str, tuple[int, int, str]
     """(exit code, {operation: (mutants, killed, names of the living)}, last line of the table)."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider",
-         "-p", "fastdeploy_testing.pytest_plugin", "-p", "fastdeploy_testing.mutants",
+         "-p", "fastdeploy_testing.pytest_plugin", "-p", "fastdeploy_testing.conformance.mutants",
          "--pyargs", f"{KIT}.test_ops", f"{KIT}.test_quantized_ops",
          "--fd-driver", "cpu", "--fd-kind", "kernels", "--fd-tensor", library, *words],
         capture_output=True, text=True, check=False,

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdeploy_testing import decode_oracle as oracle
-
+from . import decode_oracle as oracle
 from .base import OnDevice
 
 SLOTS = 6  # the last one is the padding slot
@@ -102,7 +101,7 @@ class DecodeOps(OnDevice):
         )
         proposals = choices[np.arange(len(rows)) % 5, :num_proposals]
         for turned in (proposals, proposals[::-1].copy()):
-            arrays = [
+            arrays: list[Any] = [
                 slots, turned, rng.integers(-3, VOCAB, (len(rows), num_results)),
                 np.array([limit]), VOCAB, np.array([9, 3, 15, 4, 8, 7]),
                 np.array([20, 20, 18, 5, 10, 20]), rng.integers(1, VOCAB, (SLOTS, 3)),
@@ -137,7 +136,7 @@ class DecodeOps(OnDevice):
             marked, peaks = drawn.copy(), np.full(drawn.shape, np.finfo("float32").max)
             marked[rng.random(marked.shape) < 0.15] = -3
             peaks[rng.random(peaks.shape) < 0.15] = (np.nan, np.inf, -np.inf)[seed % 3]
-            arrays = [
+            arrays: list[Any] = [
                 slots, drawn.reshape(-1), marked.reshape(-1),
                 peaks.reshape(-1) if has_peaks else None, drafts,
                 np.array([3, 1, 2, 3, 2, 0]), np.array([9, 3, 15, 4, 8, 0]),

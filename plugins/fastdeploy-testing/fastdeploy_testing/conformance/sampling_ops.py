@@ -30,7 +30,7 @@ class SamplingOps(OnDevice):
             ]
             sent = [self.to_device(device, array.copy()) for array in (*floats, counts, seen)]
             got = kernels["apply_penalties"](*sent)
-            exact = [array.astype("float64") for array in floats]
+            exact: list[Any] = [array.astype("float64") for array in floats]
             expected = oracle.apply_penalties(*exact, counts, seen)
             self.assert_close(device, got, expected, "float32")
 

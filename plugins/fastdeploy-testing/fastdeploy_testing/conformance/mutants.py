@@ -1,6 +1,6 @@
 """Does the kit bite? Wrong kernels, generated from the declarations, of which it must fail all.
 
-    pytest -p fastdeploy_testing.pytest_plugin -p fastdeploy_testing.mutants \
+    pytest -p fastdeploy_testing.pytest_plugin -p fastdeploy_testing.conformance.mutants \
         --pyargs fastdeploy_testing.conformance.test_ops --fd-driver cpu --fd-kind kernels
 
 A mutant is the reference's kernel with one fault: a result of another dtype, off by one, without
@@ -21,8 +21,7 @@ import pytest
 from fastdeploy_core.contracts.signature import Argument, Operation, Role, TensorType
 from fastdeploy_core.plugins.report import table
 from fastdeploy_core.tensor import namespace
-
-from .declared import DECLARED, DeclaredKernels
+from fastdeploy_testing.declared import DECLARED, DeclaredKernels
 
 Change = Callable[[np.ndarray], np.ndarray]
 FEWEST: Final = 8  # mutants of an operation
@@ -68,7 +67,7 @@ class Mutant:
 
 def mutants_of(operation: Operation) -> list[Mutant]:
     """Generated from what the operation declares."""
-    found = []
+    found: list[Mutant] = []
     for place, argument in enumerate(operation.arguments):
         found += _of_argument(place, argument)
     for place, result in enumerate(operation.results):
@@ -375,7 +374,7 @@ class Hunt:
         rows = self.rows()
         terminalreporter.section("mutants")
         terminalreporter.write_line(table(("operation", "mutants", "killed", "alive"), rows))
-        made, killed = (sum(row[i] for row in rows) for i in (1, 2))
+        made, killed = sum(row[1] for row in rows), sum(row[2] for row in rows)
         terminalreporter.write_line(
             f"{killed} of {made} mutants of {len(rows)} operations killed"
             + (f", {len(self.errors)} could not be made: {self.errors[0]}" if self.errors else "")
@@ -383,8 +382,9 @@ class Hunt:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """A mutant that lives fails the session, and so does an operation with few mutants."""
-        few = any(made < FEWEST for _, made, _, _ in self.rows())
-        if any(row[3] for row in self.rows()) or self.errors or few or not self.seen:
+        rows = self.rows()
+        is_weak = any(alive or made < FEWEST for _, made, _, alive in rows)
+        if is_weak or self.errors or not rows:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
