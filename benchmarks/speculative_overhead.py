@@ -109,7 +109,7 @@ def make_engine(options: argparse.Namespace, speculative: dict[str, Any] | None)
     for work in worker.device.recorded:
         work.replay = lambda: None
     postbox = worker._runner._slots.postbox
-    for recorded in worker._runner._graphs._steps.values():
+    for recorded in worker._runner._graphs._decodes.values():
         recorded._forward.replay = partial(post, postbox, recorded.width)
     return engine
 
@@ -128,7 +128,7 @@ def forget_the_model(worker: Any) -> None:
 
     model.forward = forward
     model.compute_logits = lambda x: logits[: x.shape[0]]
-    speculation = worker._runner._speculation
+    speculation = worker._runner._drafting
     if speculation is not None and not speculation.reads_history:
         drafts = xp.zeros((4096, 32), dtype=xp.int64, device=worker.device.device)
         speculation._drafter.propose = lambda batch: drafts[

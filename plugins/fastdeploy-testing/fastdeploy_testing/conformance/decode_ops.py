@@ -15,7 +15,7 @@ BLOCK = 4
 TABLE = 5  # blocks of a slot
 VOCAB = 50
 # Some rows, in no order; padding rows among them; one row; none.
-ROWS = ([2, 0, 5, 3], [4], [5, 5, 1], [])
+ROWS: tuple[list[int], ...] = ([2, 0, 5, 3], [4], [5, 5, 1], [])
 ANYTHING = 77  # what outputs hold before a kernel fills them
 
 
@@ -59,7 +59,7 @@ class DecodeOps(OnDevice):
         filled = [np.full(count * width, ANYTHING) for _ in range(3)]
         filled.append(np.full(count, ANYTHING, "int32"))
         filled.append(np.full((count, TABLE), ANYTHING, "int32"))
-        arrays = [slots, *state, BLOCK, np.array([41]), *filled]
+        arrays: list[Any] = [slots, *state, BLOCK, np.array([41]), *filled]
         sent = self._send(device, arrays)
         kernels["prepare_decode"](*sent)
         if count:

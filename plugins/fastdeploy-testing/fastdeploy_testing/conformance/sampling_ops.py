@@ -30,8 +30,8 @@ class SamplingOps(OnDevice):
             ]
             sent = [self.to_device(device, array.copy()) for array in (*floats, counts, seen)]
             got = kernels["apply_penalties"](*sent)
-            exact: list[Any] = [array.astype("float64") for array in floats]
-            expected = oracle.apply_penalties(*exact, counts, seen)
+            exact: list[Any] = [*(array.astype("float64") for array in floats), counts, seen]
+            expected = oracle.apply_penalties(*exact)
             self.assert_close(device, got, expected, "float32")
 
     @pytest.mark.parametrize("width", [1, 31, 32, 33, 100])

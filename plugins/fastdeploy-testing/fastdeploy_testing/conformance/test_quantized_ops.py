@@ -200,9 +200,7 @@ class QuantizedOpsConformance(OnDevice):
         self, device: Any, kernels: Any, dtype: str, name: str, is_static: bool
     ) -> None:
         kind, heads, dim, xp = KV_FORMATS[name], 2, 8, device.xp
-        scales, tables = (
-            self._static_scales(device, kind, heads, dim) if is_static else (None, None)
-        )
+        scales, tables = self._static_scales(device, kind, heads, dim)
         for tokens in TOKENS:
             numbers = [np.full((10, 4, heads, kind.width(dim)), 0x55, "uint8") for _ in range(2)]
             cache = [device.to_device(bits.copy()).view(xp.dtype(kind.dtype)) for bits in numbers]

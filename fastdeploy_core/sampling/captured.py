@@ -1,8 +1,4 @@
-"""Draws at random in a recording: each row's sampling parameters in fixed memory.
-
-The same draws as Sampler.sample makes for rows without constraints: of filtered logits, with the random
-numbers of the place.
-"""
+"""Sampling at random as part of a captured graph."""
 
 from __future__ import annotations
 
@@ -10,31 +6,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastdeploy_core.reference.ops import sampling as ops_sampling
-from fastdeploy_core.sampling import columns as bits
-from fastdeploy_core.sampling.columns import SamplingColumns
+from . import columns as bits
+from .columns import SamplingColumns
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
 
+# What rows may need so that their sampling can be captured.
+CAPTURED = bits.RANDOM | bits.TEMPERATURE | bits.FILTER | bits.PROMPT_LOGPROBS
 FLOATS = ("temperature", "top_p", "min_p")
-# What rows may need so that their draws can be recorded.
-RECORDED = bits.RANDOM | bits.TEMPERATURE | bits.FILTER | bits.PROMPT_LOGPROBS
 
 
-def can_record_draws(device: DeviceBackend, kernels: KernelTable) -> bool:
-    """The reference's draws ask the host how many tokens are left, which cannot be recorded where the
-    host does not know it: reading a device's own memory waits for it, which ends a recording."""
-    if device.limits.shares_host_memory and not device.limits.asynchronous:
-        return True
-    own = kernels["sample"], kernels["filter_logits"]
-    return ops_sampling.sample not in own and ops_sampling.filter_logits not in own
-
-
-class RecordedDraws:
-    """Parameters of up to `max_rows` rows, in batch order."""
+class CapturedSampling:
+    """Sampling at random in a captured graph: parameters of up to `max_rows` rows in fixed memory,
+    in batch order. The same tokens as Sampler.sample gives for rows without constraints: of
+    filtered logits, with the random numbers of the place."""
 
     def __init__(
         self, device: DeviceBackend, kernels: KernelTable, columns: SamplingColumns, max_rows: int
@@ -55,15 +43,16 @@ class RecordedDraws:
         is_random = (columns.flags[slots] & bits.RANDOM) != 0
         numbers = np.stack((is_random.astype(np.int64), columns.top_k[slots], columns.seed[slots]))
         floats = np.stack([getattr(columns, name)[slots] for name in FLOATS])
-        floats[:, ~is_random] = 1.0  # their draws are not used
+        floats[:, ~is_random] = 1.0  # their random tokens are not used
         self._numbers[:, : slots.size] = self._device.to_device(numbers)
         self._floats[:, : slots.size] = self._device.to_device(floats)
 
-    def draw(
+    def sample(
         self, logits: Tensor, positions: Tensor, width: int = 1, *, filters: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """See kernel draw: int64 tokens behind these positions, `width` of each row, and peaks; consumes the
-        logits. Without `filters` top_k, top_p and min_p are ones that keep everything."""
+        """See kernel draw: int64 tokens after these positions, `width` of each row, and peaks;
+        consumes the logits. Without `filters` top_k, top_p and min_p are ones that keep
+        everything."""
         size = int(logits.shape[0])
         numbers, floats = self._numbers[:, : size // width], self._floats[:, : size // width]
         if width > 1:

@@ -15,9 +15,10 @@ from fastdeploy_core.contracts.base import Requirements
 from fastdeploy_core.contracts.quantizer import make_quantizer
 from fastdeploy_core.contracts.speculative import Drafter, DrafterContext
 from fastdeploy_core.errors import CapabilityError, ConfigError, FastDeployError, PluginLoadError
-from fastdeploy_core.loading.draft_weights import load_draft_weights
-from fastdeploy_core.loading.loader import fill_model
 from fastdeploy_core.plugins.resolve import DRAFT_QUANTIZER
+
+from .draft_weights import load_draft_weights
+from .loader import fill_model
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.quantizer import Quantizer
     from fastdeploy_core.contracts.small import CausalLM
     from fastdeploy_core.layers import ModelBuilder
-    from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.plugins.resolved import ResolvedPlugins
+
+    from .loader import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +58,21 @@ class DrafterMaker:
         self._device, self._kernels = device, kernels
         self._loaded, self._resolved = loaded, resolved
 
-    def make(self, rank: int, *, records: bool = False) -> Drafters:
-        """What drafts on the host does so on rank 0, what drafts on the device on every rank. `records`:
-        decode steps will be recorded."""
+    def make(self, rank: int, *, captures: bool = False) -> Drafters:
+        """What drafts on the host does so on rank 0, what drafts on the device on every rank.
+        `captures`: decode steps will be captured."""
         method, needs = self._speculative.method, self._resolved.speculative
         driver = self._resolved.load("speculative", method)
-        # Rank 0 alone knows the tokens, so histories can be kept on the device of a single rank only.
-        can_keep = records and self._device.limits.step_buckets is None
+        # Rank 0 alone knows the tokens, so histories can be kept on the device of a single rank
+        # only.
+        can_keep = captures and self._device.limits.step_buckets is None
         if can_keep and self._config.parallel.tensor_parallel_size == 1:
             driver = getattr(driver, "on_device", driver)
         runs_on = getattr(driver, "runs_on", "")
         if runs_on not in ("host", "device"):
             raise PluginLoadError(
-                f"speculative method {method!r} says runs_on = {runs_on!r}; expected 'host' or 'device'"
+                f"speculative method {method!r} says runs_on = {runs_on!r}; expected 'host' or "
+                "'device'"
             )
         on_device = runs_on == "device"
         follower: Drafter | None = None
@@ -98,9 +102,9 @@ class DrafterMaker:
     def _check_device(self, method: str) -> None:
         if self._device.limits.step_buckets is not None:
             raise CapabilityError(
-                f"speculative method {method!r} cannot run on device {self._device.name!r}, which only "
-                "takes steps of certain shapes; possible: ngram_match or suffix, which draft on the "
-                "host"
+                f"speculative method {method!r} cannot run on device {self._device.name!r}, which "
+                "only takes steps of certain shapes; possible: ngram_match or suffix, which draft "
+                "on the host"
             )
 
     def _construct(

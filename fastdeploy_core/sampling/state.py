@@ -1,4 +1,4 @@
-"""What rank 0 knows of its sequences for sampling: masks, grammars, penalties, processors."""
+"""Sampling parameters that need memory per slot: masks, grammars, penalties, processors."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from fastdeploy_core import plugins
 from fastdeploy_core.config import EngineConfig, SpeculativeConfig
 from fastdeploy_core.contracts.small import GrammarBackend, ProcessorContext
 from fastdeploy_core.errors import InvalidRequest
-from fastdeploy_core.grammar.thinking import MatcherAfterThinking
-from fastdeploy_core.sampling import columns as bits
-from fastdeploy_core.sampling.columns import SamplingColumns
-from fastdeploy_core.sampling.leniency import Leniency
-from fastdeploy_core.sampling.masks import TokenMasks
-from fastdeploy_core.sampling.penalties import PenaltyTables
-from fastdeploy_core.sampling.processors import load_processors
-from fastdeploy_core.sampling.sampler import Sampler
 from fastdeploy_core.types import NewSequence
+
+from . import columns as bits
+from .after_thinking import MatcherAfterThinking
+from .columns import SamplingColumns
+from .leniency import Leniency
+from .masks import TokenMasks
+from .penalties import PenaltyTables
+from .processors import load_processors
+from .sampler import Sampler
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
 
 
-class SequenceState:
-    """The parts that remember something per slot, and the sampler that reads them."""
+class SamplingState:
+    """What rank 0 knows of its sequences for sampling: masks, grammars, penalties, processors; and
+    the sampler that reads them."""
 
     def __init__(
         self,
@@ -59,7 +61,8 @@ class SequenceState:
         self.parts: list[Any] = [self._masks, self._penalties, self._processors]
 
     def add(self, slot: int, new: NewSequence) -> None:
-        """Prepare what the sequence's parameters ask for; InvalidRequest when that is impossible."""
+        """Prepare what the sequence's parameters ask for; InvalidRequest when that is
+        impossible."""
         tokens = np.asarray(new.token_ids, dtype=np.int64)
         prompt, output = tokens[: new.num_prompt_tokens], tokens[new.num_prompt_tokens :]
         self._masks.add(slot, new.sampling, new.eos_token_ids)
@@ -79,7 +82,7 @@ class SequenceState:
         return slot not in self._masks.matchers or self._masks.accept(slot, [token_id])
 
     def cut_forbidden(self, slots: np.ndarray, drafts: np.ndarray) -> None:
-        """Drafts behind the known tokens, [rows, k] with -1 behind each row's last one: cut off what
+        """Drafts after the known tokens, [rows, k] with -1 after each row's last one: cut off what
         the slot's grammar would not take."""
         if not self._masks.matchers:
             return
@@ -91,12 +94,7 @@ class SequenceState:
     def _backend(self, new: NewSequence) -> GrammarBackend:
         key = (new.grammar_backend, tuple(new.eos_token_ids))
         if key not in self._grammars:
-            if new.grammar_backend in ("", "llguidance"):
-                from fastdeploy_core.grammar.llguidance_backend import LLGuidanceBackend
-
-                driver: Any = LLGuidanceBackend
-            else:
-                driver = plugins.lookup("grammar", new.grammar_backend)
+            driver = plugins.lookup("grammar", new.grammar_backend or "llguidance")
             if not self._tokenizer_json:
                 raise InvalidRequest("structured outputs need the model's tokenizer.json")
             self._grammars[key] = driver(self._tokenizer_json, self._vocab_size, new.eos_token_ids)

@@ -1,8 +1,7 @@
 """Small copies between host and device that nobody waits for.
 
-Uploads are packed: whatever a step has to tell the device goes in one copy. Downloads are started when a
-step is launched and read when its event has happened.
-"""
+Uploads are packed: whatever a step has to tell the device goes in one copy. Downloads are started
+when a step is launched and read when its event has happened."""
 
 from __future__ import annotations
 
@@ -20,11 +19,11 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend, DeviceEvent
     from fastdeploy_core.tensor import Tensor
 
-# Waiting polls: a blocking wait would hold the interpreter lock on some drivers. A step may take less
-# than half a millisecond, so a poll must not come a tenth of that late.
+# Waiting polls: a blocking wait would hold the interpreter lock on some drivers. A step may take
+# less than half a millisecond, so a poll must not come a tenth of that late.
 POLL_S = 0.00002
 PR_SET_TIMERSLACK = 29  # Linux; other systems keep their timers
-# Host buffers of uploads that may be on their way at once; a step behind a prompt makes several.
+# Host buffers of uploads that may be on their way at once; a step after a prompt makes several.
 NUM_SOURCES = 8
 # Every part of a packed copy begins at a multiple of this.
 ALIGNMENT = 16
@@ -54,7 +53,7 @@ def _sleep_precisely() -> None:
 class Uploads:
     """Packs int64 arrays into one copy to the device.
 
-    The tensors of one `send` are overwritten by the next one, which the device does behind all work
+    The tensors of one `send` are overwritten by the next one, which the device does after all work
     queued in between.
     """
 
@@ -93,14 +92,15 @@ class Uploads:
 
 
 class Downloads:
-    """Host memory for results on their way; taken when a step is launched, given back when it is read."""
+    """Host memory for results on their way; taken when a step is launched, given back when it is
+    read."""
 
     def __init__(self, device: DeviceBackend) -> None:
         self._device, self._xp = device, device.xp
         self._free: list[np.ndarray] = []
         # Then results are here already when a step was launched, and nothing is on its way.
         self._is_host = device.limits.shares_host_memory and not device.limits.overlap
-        # Recorded steps leave their results in the same tensors again and again.
+        # Captured graphs leave their results in the same tensors again and again.
         self._tensors: list[Tensor] = []
         self._places: list[tuple[slice, str, tuple[int, ...]]] = []
         self._total = 0
@@ -138,7 +138,7 @@ class Downloads:
 
 
 class Download:
-    """Values that arrive when an event recorded behind `Downloads.start` has happened."""
+    """Values that arrive when an event recorded after `Downloads.start` has happened."""
 
     def __init__(
         self,

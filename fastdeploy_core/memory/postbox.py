@@ -1,9 +1,4 @@
-"""What recorded steps write into the host's memory by themselves, on a device whose kernels can (PostingDevice).
-
-A recorded step has a number, its turn, which the device counts and the host counts along. Results and drafts
-come to the page of the turn, each number with the turn beside it: when all are of that turn they are there,
-and no copy and no event is queued for them. The results come before drafts are made.
-"""
+"""Results that kernels write into the host's memory, on a device that posts (PostingDevice)."""
 
 from __future__ import annotations
 
@@ -15,13 +10,15 @@ import numpy as np
 from fastdeploy_core.contracts.device import DeviceBackend, DeviceEvent, PostingDevice
 from fastdeploy_core.errors import WorkerError
 
+from .transfers import wait_for
+
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
-# Steps that may be on their way while one is read, and those whose drafts nobody has looked at yet; of each
-# decode of a step that are several.
+# Pages of a postbox: steps that may be on their way while one is read, and those whose drafts
+# nobody has looked at yet; of each decode of a step that are several.
 NUM_PAGES = 4
-# Behind a row's results: how many drafts were judged, and how many of them were right.
+# After a row's results: how many drafts were judged, and how many of them were accepted.
 NUM_MORE = 2
 # Then a lost device is looked for, which would never write: some 20 ms.
 PATIENCE = 500
@@ -30,7 +27,12 @@ LOW = 0 if sys.byteorder == "little" else 1
 
 
 class Postbox:
-    """Boxes of one worker; `turn` is the device's count."""
+    """What captured steps write into the host's memory by themselves; `turn` is the device's count.
+
+    A captured step has a number, its turn, which the device counts and the host counts along.
+    Results and drafts come to the page of the turn, each number with the turn beside it: when all
+    are of that turn they are there, and no copy and no event is queued for them. The results come
+    before drafts are made."""
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class Postbox:
         return box.view(list(shape)), host.reshape(shape)
 
     def begin(self) -> None:
-        """A recorded step is launched."""
+        """A captured step is launched."""
         if self._count < 0:
             self._count = int(self._device.to_host(self._turn)[0])
         self._count += 1
@@ -65,8 +67,8 @@ class Postbox:
         self._count = -1
 
     def expect(self, num_rows: int, width: int, num_drafts: int, back: int = 0) -> Posted:
-        """What the step launched last, or so many before it, will write: tokens of the rows, and drafts if it
-        makes any."""
+        """What the step launched last, or so many before it, will write: tokens of the rows, and
+        drafts if it makes any."""
         turn = self._count - back
         page, tag = turn % self._num_pages, (turn + 2**31) % 2**32 - 2**31
         results = self._results_host[page, :num_rows, : width + NUM_MORE]
@@ -114,9 +116,16 @@ class Arrival:
         return self._words.view(np.int32)[:, LOW::2]
 
     def _is_over(self) -> bool:
-        """Whether, as far as was looked, everything queued until now has ended; raises what the device died
-        of."""
+        """Whether, as far as was looked, everything queued until now has ended; raises what the
+        device died of."""
         self._num_queries += 1
         if self._num_queries == PATIENCE:
             self._event = self._device.record_event()
         return self._event is not None and self._event.query()
+
+
+def arrived(arrival: Arrival) -> np.ndarray:
+    """The values, once they are there."""
+    wait_for(arrival)
+    assert arrival.values is not None
+    return arrival.values
