@@ -185,6 +185,13 @@ def devices() -> str:
     return page(table)
 
 
+def protocols() -> str:
+    """What every kind of driver implements."""
+    from protocols_page import protocols as page
+
+    return page(table)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "devices.md": devices,
     "cli.md": cli,
@@ -193,6 +200,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "metrics.md": metrics,
     "hooks.md": hooks,
     "operations.md": operations,
+    "protocols.md": protocols,
 }
 
 

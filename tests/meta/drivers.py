@@ -34,6 +34,7 @@ from fd_iluvatar.device import IluvatarDevice
 from fd_kv_shm.shm import SharedMemoryTransport
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
+from fd_mycalls.parser import MyCallsParser
 from fd_mychip.device import MyChipDevice
 from fd_mydraft.drafter import MyDraftDrafter
 from fd_myformat.quantizer import MyFormatQuantizer
@@ -51,10 +52,6 @@ from fastdeploy_core.contracts.device import DeviceBackend, DeviceOptions
 from fastdeploy_core.contracts.kv_transport import KVTransport, TransportOptions
 from fastdeploy_core.contracts.moe import ExpertCommunicator, ExpertGroup, MoEBackend, MoESpec
 from fastdeploy_core.contracts.ops import KernelTable
-from fastdeploy_core.contracts.ops.body import BodyOperations
-from fastdeploy_core.contracts.ops.cache import CacheOperations
-from fastdeploy_core.contracts.ops.decode import HistoryOperations
-from fastdeploy_core.contracts.ops.moe import MoEOperations
 from fastdeploy_core.contracts.quantizer import ComposedQuantizer, FindQuantizer, Quantizer
 from fastdeploy_core.contracts.scheduler import RequestScheduler
 from fastdeploy_core.contracts.small import (
@@ -93,10 +90,6 @@ from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.reference.expert_communicator import AllGatherExperts, LoopbackExperts
 from fastdeploy_core.reference.moe import ReferenceMoE
-from fastdeploy_core.reference.ops import body as body_kernels
-from fastdeploy_core.reference.ops import cache as cache_kernels
-from fastdeploy_core.reference.ops import history as history_kernels
-from fastdeploy_core.reference.ops import moe as moe_kernels
 from fastdeploy_core.sampling.processors import LogitBiasLogitsProcessor
 from fastdeploy_core.sampling.thinking import ThinkingBudgetLogitsProcessor
 from fastdeploy_core.scheduler.local import LocalScheduler
@@ -204,6 +197,7 @@ reasoning_parsers: list[Callable[[str, Mapping[str, Any]], ReasoningParser]] = [
 tool_parsers: list[Callable[[Sequence[Any]], ToolParser]] = [
     DeepSeekToolParser,
     HermesToolParser,
+    MyCallsParser,
 ]
 grammars: list[Callable[[str, int, list[int]], GrammarBackend]] = [
     LLGuidanceBackend,
@@ -218,8 +212,3 @@ logits_processors: list[Callable[[ProcessorContext], LogitsProcessor]] = [
     LogitBiasLogitsProcessor,
     ThinkingBudgetLogitsProcessor,
 ]
-# A module is an implementation of the operations that it defines.
-body_operations: BodyOperations = body_kernels
-cache_operations: CacheOperations = cache_kernels
-history_operations: HistoryOperations = history_kernels
-moe_operations: MoEOperations = moe_kernels
