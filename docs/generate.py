@@ -101,7 +101,12 @@ def environment() -> str:
         (f"`{v.name}`", v.type, "" if v.default in (None, ()) else f"`{v.default}`", v.doc)
         for v in envs.VARIABLES.values()
     ]
-    return "# Environment variables\n\n" + table(("name", "value", "default", "meaning"), rows)
+    return (
+        "# Environment variables\n\n"
+        + table(("name", "value", "default", "meaning"), rows)
+        + "\n\nPlugins name their own variables in their READMEs: `FD_DEVICE_MEMORY_GIB` is in "
+        "[fd-accelerator's](../../plugins/fd-accelerator/README.md)."
+    )
 
 
 def metrics() -> str:

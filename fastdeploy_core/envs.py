@@ -136,14 +136,6 @@ VARIABLES: Final[dict[str, Variable]] = {
             _number(0.1, 3600),
         ),
         Variable(
-            "FD_DEVICE_MEMORY_GIB",
-            "GiB",
-            0.0,
-            "Memory of one accelerator, for devices whose driver cannot be asked. 0: ask, and fail "
-            "if there is no answer.",
-            _number(0, 1 << 20),
-        ),
-        Variable(
             "FD_FOR_TORCH_MODEL_FORMAT",
             "yes or no",
             False,

@@ -37,6 +37,7 @@ from fastdeploy_core.errors import (
 
 from .discovery import Inventory, PluginEntry, discover
 from .drivers import available, broken, find, without_broken
+from .known import providers
 from .manager import HookManager, hook_manager
 from .negotiate import ASKED, CandidateRow, Decision, ask_candidates, ask_layer_drivers, decide
 from .resolved import ResolvedEntry, ResolvedPlugins
@@ -57,6 +58,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 REFERENCE_DEVICE: Final = "cpu"
+_LIST_QUANTIZERS: Final = "fastdeploy plugins list --kind quantizer"
 # Key of the quantizer of a draft model's own weights among the chosen drivers.
 DRAFT_QUANTIZER: Final = "draft_quantizer"
 
@@ -175,6 +177,8 @@ class _Resolver:
         self._requirements = Requirements()
         self._quantization = quantization_of(config)
         self._expert_formats = ""
+        # Formats of the experts by the quantizer that another is made of.
+        self._inner_experts: dict[str, str] = {}
 
     def device(self) -> None:
         """The accelerator: the one asked for by name, or the best one whose hardware is present."""
@@ -269,13 +273,15 @@ class _Resolver:
             self._inner_quantizers(candidate, question)
             if "options" in candidate.details:
                 check_options(settings, candidate.details["options"].split(","))
-            return candidate.details.get("experts", "")
+            experts = candidate.details.get("experts", "")
+            return self._inner_experts.get(experts, experts)
         if config.get("is_quantized"):
+            provider = providers("quantizer").get(name)
+            hint = f"run: pip install {provider}" if provider else f"see: {_LIST_QUANTIZERS}"
             raise UnsupportedModel(
                 f"the checkpoint is quantized with {dict(config)!r:.200} and no installed "
                 f"quantizer reads that; installed: "
-                f"{', '.join(available('quantizer', self._inventory)) or 'none'}; "
-                "see: fastdeploy plugins list --kind quantizer"
+                f"{', '.join(available('quantizer', self._inventory)) or 'none'}; {hint}"
             )
         self._take(decide("quantizer", name, [], asked=name), place)
         return ""
@@ -299,6 +305,7 @@ class _Resolver:
                     f"quantizer {outer.name} is made of {name} here, and that declines: "
                     f"{answer.value.verdict.reason}; see: fastdeploy plugins why quantizer"
                 )
+            self._inner_experts[name] = answer.value.details.get("experts", name)
             self._inner_quantizers(answer.value, inner)
 
     def speculative(self) -> None:

@@ -134,11 +134,14 @@ class StepPlanner:
         # has nothing left to be fed.
         least = columns.known[places] + columns.pending[places]
         is_due = (computed >= columns.at_start[places]) & (least < limit)
-        drafts = self._drafts_to_feed(places, is_due, limit - least)
-        more = 1 + self._lookahead if drafts is None else 1 + self._lookahead + drafts
-        wanted = np.where(is_due, np.minimum(computed + more, limit), 0)
+        drafts, ends = None, computed + 1
+        if self._policy is not None:  # else every count is exact
+            drafts = self._drafts_to_feed(places, is_due, limit - least)
+            more = self._lookahead if drafts is None else self._lookahead + drafts
+            ends = np.minimum(ends + more, limit)
+        wanted = np.where(is_due, ends, 0)
         if not self._grow_all(seqs, places, wanted):
-            ends = np.minimum(computed + 1, limit)  # room for what a row is fed at least
+            ends = np.minimum(computed + 1, limit)  # for what a row is fed at least
             for row in np.flatnonzero(wanted > columns.room[places]).tolist():
                 seq = seqs[row]
                 if seq.status is RequestStatus.RUNNING and self._try_grow(seq, int(wanted[row])):

@@ -228,6 +228,14 @@ def test_quantized_checkpoint_without_reader_is_refused(world):
         resolve(replace(CONFIG, model=model), inventory=world())
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq_marlin", "compressed-tensors"])
+def test_a_known_reader_that_is_not_installed_is_named(world, method):
+    stored = {"quantization_config": {"quant_method": method, "bits": 4}}
+    model = replace(CONFIG.model, hf_config=stored)
+    with pytest.raises(UnsupportedModel, match="run: pip install fd-quant-hub"):
+        resolve(replace(CONFIG, model=model), inventory=world())
+
+
 def test_quantizer_by_name(world):
     model = replace(CONFIG.model, quantization="fp3")
     assert resolve(replace(CONFIG, model=model), inventory=world()).name("quantizer") == "fp3"

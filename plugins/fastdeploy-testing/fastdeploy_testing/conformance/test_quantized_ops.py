@@ -12,7 +12,12 @@ import pytest
 from fastdeploy_core.contracts.attention import KVScales
 from fastdeploy_core.contracts.kv_formats import KV_FORMATS, KVFormat
 from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
-from fastdeploy_core.quantization import rounding
+from fastdeploy_core.quantization import (
+    quantize_block_fp8,
+    quantize_fp8,
+    quantize_int4,
+    quantize_int8,
+)
 from fastdeploy_testing import oracle
 
 from .base import OnDevice, values
@@ -28,13 +33,13 @@ _LEVELS = 100.0
 def make_packed(xp: Any, name: str, weight: Any, group_size: int = 0) -> PackedWeight:
     """A weight [N, K] on the device in an internal format, by the core's own rounding."""
     if name.startswith(("wint8", "w8a8")):
-        numbers, scale = rounding.quantize_int8(weight, group_size)
+        numbers, scale = quantize_int8(weight, group_size)
     elif name.startswith(("wint4", "w4a8")):
-        numbers, scale = rounding.quantize_int4(weight, group_size)
+        numbers, scale = quantize_int4(weight, group_size)
     elif name == "block_fp8":
-        numbers, scale = rounding.quantize_block_fp8(weight)
+        numbers, scale = quantize_block_fp8(weight)
     else:
-        numbers, scale = rounding.quantize_fp8(weight)
+        numbers, scale = quantize_fp8(weight)
     held = {"weight": numbers, "scale": scale}
     if name.endswith("_zp"):
         middle = 8 if name.startswith("wint4") else 128

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, pack_int4
 from fastdeploy_core.contracts.quantizer import ParameterSpec
 from fastdeploy_core.errors import ConfigError, UnsupportedModel, WeightError
+from fastdeploy_core.quantization import PackedQuantizer, check_group, group_size_of
 
-from .base import OrderedQuantizer, PackedQuantizer, check_group, group_size_of
+from .ordered import OrderedQuantizer
 from .packing import AWQ_ORDER, unpack_int32, unpack_rows
 
 if TYPE_CHECKING:
@@ -139,6 +140,7 @@ class Gptq(OrderedQuantizer, WordQuantizer):
     """GPTQ, symmetric or not, with or without act-order."""
 
     name = "gptq"
+    contract = (1, 0)
 
     def __init__(
         self, config: Mapping[str, Any], device: DeviceBackend, kernels: KernelTable
@@ -228,6 +230,7 @@ class Awq(WordQuantizer):
     """AWQ in its "gemm" packing."""
 
     name = "awq"
+    contract = (1, 0)
 
     def __init__(
         self, config: Mapping[str, Any], device: DeviceBackend, kernels: KernelTable

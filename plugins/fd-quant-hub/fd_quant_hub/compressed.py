@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 from fastdeploy_core.contracts.quant_formats import FORMATS, FP8_BLOCK, PackedWeight, pack_int4
 from fastdeploy_core.contracts.quantizer import ParameterSpec
 from fastdeploy_core.errors import ConfigError, UnsupportedModel
+from fastdeploy_core.quantization import check_group, largest_scale, names_in, spread_parts
 
-from .base import OrderedQuantizer, check_group, names_in
-from .fp8 import spread_parts
-from .integer import largest_scale
+from .ordered import OrderedQuantizer
 from .packing import unpack_int32
 from .schemes import Scheme, find_scheme, matches, read_schemes
 
@@ -34,6 +33,7 @@ class CompressedTensors(OrderedQuantizer):
     """Reads every layer by the scheme of its config group."""
 
     name = "compressed-tensors"
+    contract = (1, 0)
 
     def __init__(
         self, config: Mapping[str, Any], device: DeviceBackend, kernels: KernelTable

@@ -1,6 +1,6 @@
 """One accelerator of torch's: the parts of its Python interface besides tensors.
 
-Used by devices/torch_device.py, for device types that torch knows itself and for those that a
+Used by torch_device.py, for device types that torch knows itself and for those that a
 vendor's module registers. Nothing here waits while it holds the interpreter lock: events are
 polled, and copies to the host release it.
 """
@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_core.errors import ConfigError, WorkerError
-
-from . import load
+from fastdeploy_core.tensor import load
 
 TORCH = load("torch")
 

@@ -5,9 +5,9 @@
     class MyChipDevice(PaddleDevice):
         name, facts = FACTS.name, FACTS
 
-and its hook module answers `fd_device_probe` with `probe(FACTS, question)`. Works for custom devices
-(a runtime library behind PaddlePaddle's C interface) and for places built into a vendor's PaddlePaddle.
-Importing this imports no tensor library.
+and its hook module answers `fd_device_probe` with `probe(FACTS, question)`. Works for custom
+devices (a runtime library behind PaddlePaddle's C interface) and for places built into a vendor's
+PaddlePaddle. Importing this imports no tensor library.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fastdeploy_core.contracts.device import (
 )
 from fastdeploy_core.errors import CapabilityError, ConfigError, PluginLoadError
 
-from .accelerator import GIB, SCORE, Accelerator, AcceleratorFacts, installed_version
+from .accelerator import SCORE, Accelerator, AcceleratorFacts, gib_in, installed_version
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor, TensorLibrary
@@ -51,11 +51,11 @@ _TOOL_LIMIT_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaddleFacts(AcceleratorFacts):
-    """Strings name PaddlePaddle's and the vendor's things; type_name is of a custom device. Of visible_env
-    the first variable that is set wins."""
+    """Strings name PaddlePaddle's and the vendor's things; type_name is of a custom device. Of
+    visible_env the first variable that is set wins."""
 
-    # A place built into the vendor's PaddlePaddle: paddle's function that says so, its type name, and
-    # its module of paddle.device.
+    # A place built into the vendor's PaddlePaddle: paddle's function that says so, its type name,
+    # and its module of paddle.device.
     builtin_check: str = ""
     builtin_type: str = ""
     builtin_module: str = ""
@@ -77,8 +77,8 @@ class PaddleFacts(AcceleratorFacts):
 def probe(
     facts: PaddleFacts, question: DeviceQuestion, on_torch: TorchFacts | None = None
 ) -> Candidate:
-    """The answer to fd_device_probe. Where the vendor's torch is another door, PaddlePaddle is tried
-    first unless torch is asked for."""
+    """The answer to fd_device_probe. Where the vendor's torch is another door, PaddlePaddle is
+    tried first unless torch is asked for."""
     if on_torch is None or question.tensor_library == "paddle":
         return _probe(facts, question)
     from . import torch_device
@@ -100,7 +100,7 @@ def _probe(facts: PaddleFacts, question: DeviceQuestion) -> Candidate:
     reason = _why_not(facts, question)
     if reason:
         return Candidate(facts.name, Decline(reason))
-    from fastdeploy_core.tensor import paddle_place
+    from . import paddle_place
 
     facts.prepare_environment()
     type_name, module = _door(facts)
@@ -136,8 +136,9 @@ def _site_folders() -> list[str]:
 
 
 def _door(facts: PaddleFacts) -> tuple[str, str]:
-    """(type name, module of a built-in place); no type name when PaddlePaddle does not know the chip."""
-    from fastdeploy_core.tensor import paddle_place
+    """(type name, module of a built-in place); no type name when PaddlePaddle does not know the
+    chip."""
+    from . import paddle_place
 
     if facts.builtin_check and paddle_place.is_builtin(facts.builtin_check):
         return facts.builtin_type or facts.type_name, facts.builtin_module
@@ -146,13 +147,14 @@ def _door(facts: PaddleFacts) -> tuple[str, str]:
 
 def _unregistered(facts: PaddleFacts) -> str:
     """PaddlePaddle leaves a runtime out silently; say what that can mean."""
-    from fastdeploy_core.tensor import paddle_place
+    from . import paddle_place
 
     known = ", ".join(paddle_place.custom_types()) or "none"
     return (
         f"PaddlePaddle {paddle_place.PADDLE.version} did not register device type "
-        f"{facts.type_name!r} (registered: {known}): its runtime does not match this PaddlePaddle, or "
-        f"misses a library of the vendor's, or was not found; {versions(facts)}; run: {facts.install}"
+        f"{facts.type_name!r} (registered: {known}): its runtime does not match this PaddlePaddle, "
+        f"or misses a library of the vendor's, or was not found; {versions(facts)}; run: "
+        f"{facts.install}"
     )
 
 
@@ -170,7 +172,8 @@ def versions(facts: PaddleFacts) -> str:
 
 
 class PaddleDevice(Accelerator):
-    """One chip as one process sees it. Subclasses set `name` and `facts`, and override what differs."""
+    """One chip as one process sees it. Subclasses set `name` and `facts`, and override what
+    differs."""
 
     facts: PaddleFacts
     on_torch: ClassVar[TorchFacts | None] = None  # the vendor's torch as another door
@@ -190,7 +193,7 @@ class PaddleDevice(Accelerator):
                 "drop --tensor-library"
             )
         self.facts.prepare_environment()
-        from fastdeploy_core.tensor import paddle_place
+        from . import paddle_place
 
         self.xp: TensorLibrary = paddle_place.PADDLE
         self._index, self._paddle = options.index, paddle_place
@@ -211,19 +214,13 @@ class PaddleDevice(Accelerator):
     # -- memory -----------------------------------------------------------------------------------
 
     def _kv_memory_bytes(self) -> int:
-        """What the operator, or the plugin, sets aside for the KV pool by hand; 0: it is measured."""
-        gib = os.environ.get(self.facts.kv_memory_env, "") if self.facts.kv_memory_env else ""
-        try:
-            return int(float(gib or self.facts.kv_memory_gib) * GIB)
-        except ValueError:
-            raise ConfigError(
-                f"environment variable {self.facts.kv_memory_env} cannot be read: got {gib!r:.40}; "
-                "expected a number of GiB"
-            ) from None
+        """What the operator, or the plugin, sets aside for the KV pool by hand; 0: measured."""
+        return gib_in(self.facts.kv_memory_env, self.facts.kv_memory_gib)
 
     @staticmethod
     def parse_memory(output: str) -> tuple[int, int]:
-        """(free, total) bytes in what `facts.memory_command` printed; ValueError if it has neither."""
+        """(free, total) bytes in what `facts.memory_command` printed; ValueError if it has
+        neither."""
         raise ValueError(f"cannot read {output!r:.80}")
 
     def _ask_tool(self) -> tuple[int, int] | None:

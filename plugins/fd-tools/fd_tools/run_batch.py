@@ -15,10 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fastdeploy_core.cli.parsing import parse_table
 from fastdeploy_core.config.argument_values import of_scope
 from fastdeploy_core.errors import ConfigError
-
-from .parsing import parse_table
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 IN_FLIGHT_PER_SEQ = 2  # enough to keep the batch full while answers are written
@@ -38,10 +37,9 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"input file {str(source)!r} does not exist")
     if not target.parent.is_dir():
         raise ConfigError(f"folder {str(target.parent)!r} of the output file does not exist")
+    from fastdeploy_core.cli.logs import setup_logging
     from fastdeploy_core.config.arguments import build_engine_config, build_server_config
     from fastdeploy_core.plugins.checkpoints import find_model
-
-    from .logs import setup_logging
 
     setup_logging(values.get("log_level", "info"))
     engine = build_engine_config(of_scope(values, "engine"), find_model)

@@ -1,5 +1,5 @@
-"""What the common bases of accelerators, paddle_device.py and torch_device.py, share. A plugin uses one of
-these; importing this imports no tensor library."""
+"""What the two bases of accelerators share, paddle_device.py and torch_device.py. A plugin uses one
+of those; importing this imports no tensor library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastdeploy_core import envs
 from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.device import DeviceEvent, DeviceLimits, MemoryInfo
 from fastdeploy_core.errors import CapabilityError, ConfigError
@@ -19,7 +18,10 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
 GIB = 1024**3
+_MOST_GIB = 1 << 20
 SCORE = 100  # a chip that is here beats the reference
+# The operator's word for the memory of one chip in GiB, where nobody else can say.
+MEMORY_ENV = "FD_DEVICE_MEMORY_GIB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,21 @@ def installed_version(distribution: str) -> str:
         return ""
 
 
+def gib_in(variable: str, default: float = 0.0) -> int:
+    """Bytes, from an environment variable in GiB; ConfigError when it holds no such number."""
+    text = os.environ.get(variable, "").strip() if variable else ""
+    try:
+        gib = float(text or default)
+        if not 0 <= gib <= _MOST_GIB:
+            raise ValueError(gib)
+    except ValueError:
+        raise ConfigError(
+            f"environment variable {variable} cannot be read: got {text!r:.40}; expected a number "
+            "of GiB"
+        ) from None
+    return int(gib * GIB)
+
+
 class Accelerator:
     """The part of a DeviceBackend that asks the tensor room's place (`_place`) and the facts."""
 
@@ -64,8 +81,8 @@ class Accelerator:
         shown = [f"{n}={os.environ[n]}" for n in names if n in os.environ]
         raise ConfigError(
             f"device {self.name!r} has no chip {index}: {chips} visible"
-            f"{' (' + ', '.join(shown) + ')' if shown else ''}; lower --tensor-parallel-size or show "
-            "it more"
+            f"{' (' + ', '.join(shown) + ')' if shown else ''}; lower --tensor-parallel-size or "
+            "show it more"
         )
 
     def _check_world(self, world_size: int) -> None:
@@ -79,11 +96,11 @@ class Accelerator:
         """From the driver, the vendor's tool or the operator's setting, in that order."""
         known = self._place.driver_memory() or self._ask_tool()
         if known is None:
-            total = int(envs.FD_DEVICE_MEMORY_GIB * GIB)
+            total = gib_in(MEMORY_ENV)
             if not total:
                 raise ConfigError(
                     f"nobody can say how much memory a {self.name} chip has: "
-                    f"{self._tool_problem()}; set FD_DEVICE_MEMORY_GIB"
+                    f"{self._tool_problem()}; set {MEMORY_ENV}"
                 )
             known = (max(0, total - self._place.reserved_bytes()), total)
         return MemoryInfo(total_bytes=known[1], free_bytes=known[0])

@@ -1,18 +1,17 @@
-"""For `doctor`: what a device really does here. Each operation, one collective, versions.
+"""`fastdeploy plugins examine DEVICE`: what a device really does here. Each operation, one
+collective, versions.
 
-    python -m fastdeploy_core.cli.device_report DEVICE [TENSOR_LIBRARY]
-
-The last line printed is a JSON list of [what, passed, words]. An operation is native when it runs
-with the library's detour over the CPU switched off; kernels of plugins are compared with the
-reference.
+An operation is native when it runs with the library's detour over the CPU switched off; kernels of
+plugins are compared with the reference. `doctor` runs this module in a process of its own.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -23,6 +22,7 @@ from fastdeploy_core.contracts.ops import OPERATIONS
 from fastdeploy_core.errors import FastDeployError
 from fastdeploy_core.plugins.drivers import lookup
 from fastdeploy_core.plugins.kernels import REFERENCE, build_kernel_table
+from fastdeploy_core.plugins.report import table
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
@@ -304,10 +304,10 @@ def _compare(
 ) -> list[Row]:
     """Rows only for what is wrong."""
     results = []
-    for table in (chosen, reference):
+    for kernels in (chosen, reference):
         arguments = make()
         try:
-            result = table[name](*arguments)
+            result = kernels[name](*arguments)
             kept = () if name in MAY_OVERWRITE else arguments
             results.append(_values(device, (result, kept)))
         except Exception as error:
@@ -333,7 +333,7 @@ def _values(device: DeviceBackend, tree: Any) -> list[np.ndarray]:
 
 def collective(name: str, library: str, device: DeviceBackend) -> Row:
     """Two ranks on two chips."""
-    from .device_ranks import run_ranks
+    from .rank import run_ranks
 
     if device.limits.max_tensor_parallel_size < 2:
         return ("collective", True, "the device runs alone")
@@ -351,9 +351,31 @@ def collective(name: str, library: str, device: DeviceBackend) -> Row:
     return ("collective", True, "not tried: only one chip is here")
 
 
-def main() -> int:
-    """Examine one device and print."""
-    name, library = sys.argv[1], "".join(sys.argv[2:])
+def main(argv: Sequence[str]) -> int:
+    """Print the rows; exit code 1 if one of them did not pass."""
+    parser = argparse.ArgumentParser(
+        prog="fastdeploy plugins examine",
+        description="Run each operation of a device, compare it with the reference, and join two "
+        "ranks for one collective.",
+    )
+    parser.add_argument("device", help="a device driver by name; its hardware must be here")
+    parser.add_argument(
+        "--tensor-library", default="", help="default: what the device driver names"
+    )
+    parser.add_argument("--json", action="store_true", help="the stable form for programs")
+    arguments = parser.parse_args(argv)
+    with contextlib.redirect_stdout(sys.stderr):  # what plugins print when they are imported
+        rows = examine(arguments.device, arguments.tensor_library)
+    if arguments.json:
+        print(json.dumps(rows))
+    else:
+        shown = [(what, "PASS" if passed else "FAIL", words) for what, passed, words in rows]
+        print(table(("what", "result", "words"), shown))
+    return 0 if all(passed for _, passed, _ in rows) else 1
+
+
+def examine(name: str, library: str = "") -> list[Row]:
+    """What the device says of itself, its operations, one collective."""
     options = DeviceOptions(tensor_library=library, num_threads=1)
     device: DeviceBackend = lookup("device", name)(options)
     rows = [("device", True, line) for line in device.report()] if isinstance(
@@ -363,9 +385,8 @@ def main() -> int:
         rows += operations(device)
     rows.append(collective(name, device.xp.name, device))
     device.close()
-    sys.stdout.write("\n" + json.dumps(rows) + "\n")
-    return 0
+    return rows
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,5 +1,5 @@
-"""Operators that a vendor's own packages bring for PaddlePaddle: found by name when they are installed,
-never copied."""
+"""Operators that a vendor's own packages bring for PaddlePaddle: found by name when they are
+installed, never copied."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ def answer_attention(
     needed: tuple[str, ...],
     dtypes: tuple[str, ...],
 ) -> Candidate:
-    """The answer to fd_attention_backends of a driver made of these operators, for plain attention."""
+    """The answer to fd_attention_backends of a driver made of these operators, for plain
+    attention."""
     spec, reason = question.spec, ""
     if question.device != device:
         reason = f"runs on device {device!r} only"
@@ -96,7 +97,8 @@ def answer_moe(
     needed: tuple[str, ...],
     dtypes: tuple[str, ...],
 ) -> Candidate:
-    """The answer to fd_moe_backends of a driver made of these operators, for plain softmax routing."""
+    """The answer to fd_moe_backends of a driver made of these operators, for plain softmax
+    routing."""
     routing, reason = question.spec.routing, ""
     if question.device != device:
         reason = f"runs on device {device!r} only"
@@ -114,9 +116,10 @@ def answer_moe(
 
 
 class Int8Experts:
-    """Cell `moe_experts_wint8` of vendors whose operators sort tokens by expert, multiply and add up:
-    int8 weights [experts, outputs, inputs] with a scale per output. `ffn_arguments` orders what this
-    vendor's product wants behind (rows, rows of each expert): (weights, scales) -> arguments."""
+    """Cell `moe_experts_wint8` of vendors whose operators sort tokens by expert, multiply and add
+    up: int8 weights [experts, outputs, inputs] with a scale per output. `ffn_arguments` orders what
+    this vendor's product wants behind (rows, rows of each expert): (weights, scales) to arguments.
+    """
 
     ALGORITHM = "weight_only_int8"
 

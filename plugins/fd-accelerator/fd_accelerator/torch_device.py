@@ -1,4 +1,5 @@
-"""The common base of devices that a vendor's torch reaches: a plugin states facts, this does the rest.
+"""The common base of devices that a vendor's torch reaches: a plugin states facts, this does the
+rest.
 
     TORCH = TorchFacts(name="mychip", type_name="mychip", module="torch_mychip", limits=..., ...)
 
@@ -6,7 +7,8 @@
         name, facts = TORCH.name, TORCH
 
 and its hook module answers `fd_device_probe` with `probe(TORCH, question)`. A plugin that runs on
-PaddlePaddle, too, writes no class: TORCH is its PaddleDevice's `on_torch`, and paddle_device.probe's.
+PaddlePaddle, too, writes no class: TORCH is its PaddleDevice's `on_torch`, and that of
+paddle_device.probe.
 Importing this imports no tensor library.
 """
 
@@ -36,8 +38,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchFacts(AcceleratorFacts):
-    """Strings name torch's and the vendor's things. limits.graph_capture is not used: no graphs through
-    torch."""
+    """Strings name torch's and the vendor's things. limits.graph_capture is not used: no graphs
+    through torch."""
 
     collectives: str  # backend of torch.distributed
     # How the vendor's torch is told from any other: a module that has to be imported for the device
@@ -53,7 +55,7 @@ def probe(facts: TorchFacts, question: DeviceQuestion) -> Candidate:
     if reason:
         return Candidate(facts.name, Decline(reason))
     facts.prepare_environment()
-    from fastdeploy_core.tensor import torch_place
+    from . import torch_place
 
     chips = torch_place.count(facts.type_name, facts.module)
     if not chips:
@@ -87,7 +89,8 @@ def versions(facts: TorchFacts) -> str:
 
 
 class TorchAcceleratorDevice(Accelerator):
-    """One chip as one process sees it. Subclasses set `name` and `facts`, and override what differs."""
+    """One chip as one process sees it. Subclasses set `name` and `facts`, and override what
+    differs."""
 
     facts: TorchFacts
 
@@ -97,7 +100,7 @@ class TorchAcceleratorDevice(Accelerator):
         if reason := _why_not(self.facts, options.tensor_library):
             raise PluginLoadError(f"device {self.name!r} cannot be opened on torch: {reason}")
         self.facts.prepare_environment()
-        from fastdeploy_core.tensor import torch_place
+        from . import torch_place
 
         self.xp: TensorLibrary = torch_place.TORCH
         self._torch = torch_place

@@ -1,6 +1,6 @@
 """One accelerator of PaddlePaddle's: the parts of its Python interface besides tensors.
 
-Used by devices/paddle_device.py, for built-in places and for custom devices. Nothing here waits
+Used by paddle_device.py, for built-in places and for custom devices. Nothing here waits
 while it holds the interpreter lock: events are polled, and values are read with numpy(), which
 releases it (paddle's synchronize() calls and Tensor.item() do not).
 """
@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_core.errors import WorkerError
-
-from . import load
+from fastdeploy_core.tensor import load
 
 PADDLE = load("paddle")
 

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 from fastdeploy_core.contracts.quant_formats import FP8_BLOCK
 from fastdeploy_core.errors import ConfigError
-
-from .base import names_in
+from fastdeploy_core.quantization import names_in
 
 _CLASS: Final = "Linear"
 
@@ -32,15 +31,6 @@ class Scheme:
     is_scattered: bool  # the checkpoint has weight_g_idx
     is_static: bool
     targets: tuple[str, ...]
-
-
-def scheme_problem(config: Mapping[str, Any]) -> str:
-    """Why this configuration cannot be read; empty when it can."""
-    try:
-        read_schemes(config)
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 def read_schemes(config: Mapping[str, Any]) -> list[Scheme]:
