@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -30,6 +29,8 @@ from fastdeploy_core.plugins.preflight import run as preflight
 from fastdeploy_core.plugins.report import table
 from fastdeploy_core.tensor import available
 
+from .plugins_output import answer, asking_plugins
+
 PASS, FAIL, WARN, SKIP = "PASS", "FAIL", "WARN", "SKIP"
 DEVICE_LIMIT_S = 300.0
 EXAMINE = "plugins.examine"  # a command of another distribution
@@ -38,10 +39,11 @@ EXAMINE = "plugins.examine"  # a command of another distribution
 def main(argv: Sequence[str]) -> int:
     """Print the rows; exit code 1 if any says FAIL."""
     arguments = _parser().parse_args(argv)
-    with contextlib.redirect_stdout(sys.stderr):  # what plugins print when they are imported
+    with asking_plugins():
         rows = all_rows(arguments.timeout)
+    failures = sum(r["verdict"] == FAIL for r in rows)
     if arguments.json:
-        print(json.dumps({"checks": rows}, indent=2))
+        answer(json.dumps({"checks": rows}, indent=2))
     else:
         shown = [
             (
@@ -55,10 +57,8 @@ def main(argv: Sequence[str]) -> int:
             )
             for r in rows
         ]
-        print(table(("name", "kind", "distribution", "contract", "result", "time", "hint"), shown))
-    failures = sum(r["verdict"] == FAIL for r in rows)
-    if not arguments.json:
-        print(f"\n{len(rows)} checks, {failures} failed")
+        columns = ("name", "kind", "distribution", "contract", "result", "time", "hint")
+        answer(f"{table(columns, shown)}\n\n{len(rows)} checks, {failures} failed")
     return 1 if failures else 0
 
 
@@ -92,6 +92,7 @@ def plugin_rows(inventory: Inventory, timeout_s: float) -> list[dict[str, Any]]:
                 timeout_s,
                 ("fd_doctor_checks",) if e.kind == HOOKS else (),
                 describe=e.kind == "kernels",
+                group=e.distribution,
             )
             for e in loadable
         ]

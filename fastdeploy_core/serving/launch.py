@@ -170,32 +170,13 @@ async def running_app(
     _log_model(engine_config)
     _check_parsers(server_config)
     plugins = Plugins(engine_config)
-    starting = _checked(AsyncEngine.start(engine_config, plugins.resolved), plugins)
+    starting = AsyncEngine.start(engine_config, plugins.resolved)
     async with _app_around(starting, engine_config, server_config, plugins.resolved) as (
         app,
         engine,
     ):
         _log_engine(engine.info, time.monotonic() - started_at)
         yield app, engine
-
-
-async def _checked(starting: Coroutine[Any, Any, AsyncEngine], plugins: Plugins) -> AsyncEngine:
-    """The engine, once all chosen plugins were imported; one that cannot be ends the start at
-    once."""
-    engine = asyncio.create_task(starting)
-    check = asyncio.wrap_future(plugins.checked)
-    try:
-        both: set[asyncio.Future[Any]] = {engine, check}
-        await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
-        if check.done():
-            check.result()
-        return await engine
-    finally:
-        if not check.cancel() and not check.cancelled():
-            check.exception()  # marks the exception as retrieved
-        if not engine.done():
-            engine.cancel()
-            await asyncio.gather(engine, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

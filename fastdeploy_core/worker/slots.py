@@ -49,7 +49,7 @@ class SlotState(Protocol):
 @dataclass(slots=True)
 class DeviceState:
     """The device's entries, one per slot and a last one for padding rows; int64 but for tables and
-    history, which are int32. See the operations of decode steps in contracts/ops.py."""
+    history, which are int32. See the operations of decode steps in contracts/ops/decode.py."""
 
     tables: Tensor  # [S, W]
     num_computed: Tensor  # [S]

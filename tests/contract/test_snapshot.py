@@ -26,7 +26,7 @@ import fastdeploy_core.contracts as contracts
 import fastdeploy_core.devices as devices
 import fastdeploy_core.types as types
 from fastdeploy_core.contracts.base import CONTRACT, KINDS
-from fastdeploy_core.contracts.ops import OPERATIONS
+from fastdeploy_core.contracts.ops import OPERATIONS, QUANTIZED_OPERATIONS
 
 SNAPSHOT = Path(__file__).with_name("snapshot.json")
 
@@ -35,7 +35,7 @@ def describe_contract() -> dict[str, Any]:
     """Everything a plugin can see, as plain data in a stable order."""
     found: dict[str, Any] = {}
     for info in (
-        *pkgutil.iter_modules(contracts.__path__, f"{contracts.__name__}."),
+        *pkgutil.walk_packages(contracts.__path__, f"{contracts.__name__}."),
         *pkgutil.iter_modules(devices.__path__, f"{devices.__name__}."),
         *pkgutil.iter_modules(fd_accelerator.__path__, f"{fd_accelerator.__name__}."),
         *pkgutil.iter_modules(types.__path__, f"{types.__name__}."),
@@ -53,7 +53,9 @@ def describe_contract() -> dict[str, Any]:
                 found[f"hook {name}"] = str(inspect.signature(value))
     return {
         "kinds": {k.name: [k.group, k.protocol, k.versioned, k.shared] for k in KINDS.values()},
-        "operations": OPERATIONS,
+        "operations": {
+            o.name: o.signature for o in (*OPERATIONS.values(), *QUANTIZED_OPERATIONS.values())
+        },
         "items": dict(sorted(found.items())),
     }
 

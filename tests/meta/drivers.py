@@ -34,6 +34,7 @@ from fd_iluvatar.device import IluvatarDevice
 from fd_kv_shm.shm import SharedMemoryTransport
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
+from fd_mycalls.parser import MyCallsParser
 from fd_mychip.device import MyChipDevice
 from fd_mydraft.drafter import MyDraftDrafter
 from fd_myformat.quantizer import MyFormatQuantizer
@@ -193,6 +194,7 @@ reasoning_parsers: list[Callable[[str, Mapping[str, Any]], ReasoningParser]] = [
 tool_parsers: list[Callable[[Sequence[Any]], ToolParser]] = [
     DeepSeekToolParser,
     HermesToolParser,
+    MyCallsParser,
 ]
 grammars: list[Callable[[str, int, list[int]], GrammarBackend]] = [
     LLGuidanceBackend,

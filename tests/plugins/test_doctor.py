@@ -161,7 +161,7 @@ def test_a_dtype_that_no_model_has_fails(site: Path, dtype: str) -> None:
     code, rows = doctor(site)
     assert code == 1
     assert any(f"DeviceLimits.dtypes has {dtype!r}" in r["hint"] for r in rows), rows
-    check = ("plugins", "check", "odd", "-k", "limits or memory_is")
+    check = ("plugins", "check", "odd", "-k", "limits_agree or memory_is")
     done = fastdeploy(site, *check)
     assert done.returncode == 1
     assert "2 cases cannot be set up" in done.stdout and repr(dtype) in done.stdout, done.stdout

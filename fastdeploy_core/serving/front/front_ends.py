@@ -17,7 +17,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +70,6 @@ class FrontEnds(Listener):
         self._state: wire.ToFrontEnd | None = None
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._supervisor = Supervisor(engine_config, plugins.resolved, self, addresses)
-        plugins.checked.add_done_callback(self._on_checked)
         table = Occupancy(self._count, occupancy_path(folder), create=True)
         self._is_draining = False
         self.door = FrontDoor(
@@ -99,12 +97,6 @@ class FrontEnds(Listener):
         """No engine runs, and none will be started."""
         self._tell(wire.Dead(type(error).__name__, str(error)))
         self._events.put(error)
-
-    def _on_checked(self, checked: Future[None]) -> None:
-        """Runs in the thread that checks plugins: a plugin that cannot be imported ends the
-        start-up."""
-        if (error := checked.exception()) is not None:
-            self._events.put(error)
 
     # -- this process's main thread ---------------------------------------------------------------
 

@@ -122,7 +122,7 @@ def test_experts_of_a_mix_have_the_format_of_their_part(tmp_path):
     hf_config = {"quantization_config": {**stored, "bits": 4, "is_quantized": True}}
     config = EngineConfig(ModelConfig(tmp_path, tmp_path, hf_config=hf_config))
     spec = MoESpec(RoutingSpec(4, 2), 64, 64, "float32")
-    resolved = resolve(config, moe=[spec], check=False)
+    resolved = resolve(config, moe=[spec])
     assert {"mix_quant", "wint8", "gptq"} <= set(resolved.names("quantizer"))
     (decision,) = [d for d in resolved.decisions if d.kind == "moe"]
     assert "wint4" in decision.question and "gptq" not in decision.question
