@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fastdeploy_testing.conformance.declared import DECLARED
 from fastdeploy_testing.conformance.mutants import FEWEST, Spoilt, mutants_of
 from fastdeploy_testing.conformance.test_ops import OpsConformance
-from fastdeploy_testing.declared import DECLARED
 
 KIT = "fastdeploy_testing.conformance"
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_core.contracts.device import DeviceOptions
-from fastdeploy_testing.declared import DeclaredKernels
+from fastdeploy_testing.conformance.declared import DeclaredKernels
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

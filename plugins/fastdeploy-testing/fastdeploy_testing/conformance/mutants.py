@@ -21,7 +21,7 @@ import pytest
 from fastdeploy_core.contracts.signature import Argument, Operation, Role, TensorType
 from fastdeploy_core.plugins.report import table
 from fastdeploy_core.tensor import namespace
-from fastdeploy_testing.declared import DECLARED, DeclaredKernels
+from fastdeploy_testing.conformance.declared import DECLARED, DeclaredKernels
 
 Change = Callable[[np.ndarray], np.ndarray]
 FEWEST: Final = 8  # mutants of an operation
