@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -62,6 +63,8 @@ def connections(pid: int) -> int:
 
 
 def test_streams_are_shared_out_evenly_and_get_their_own_tokens(server: ServerProcess) -> None:
+    counted = threading.Event()  # until then no client closes its connection
+
     def stream(number: int) -> list[int]:
         tokens: list[int] = []
         with httpx.stream(
@@ -70,6 +73,7 @@ def test_streams_are_shared_out_evenly_and_get_their_own_tokens(server: ServerPr
             json={**BODY, "prompt": [1, 2, 3 + number], "max_tokens": 150, "stream": True},
             timeout=60,
         ) as answer:
+            counted.wait(30)
             for found in re.finditer(r'"token_ids":\[([\d,]+)\],"comp', answer.read().decode()):
                 tokens += map(int, found[1].split(","))
         return tokens
@@ -83,6 +87,7 @@ def test_streams_are_shared_out_evenly_and_get_their_own_tokens(server: ServerPr
             lambda: [connections(p) - i for p, i in zip(api_servers, idle, strict=True)] == [8, 8],
             "eight streams for each API server",
         )
+        counted.set()
         greedy = SamplingParams(temperature=0.0)
         for number, answer in enumerate(answers):
             prompt = [1, 2, 3 + number]
