@@ -90,7 +90,8 @@ class StepPlanner:
         self._count.note(step.num_decodes * step.is_decode, output.execute_s)
 
     def _choose(self, policy: DraftPolicy) -> int:
-        """Drafts to ask for. Batches are told apart by the rows that the step, or the next one,
+        """Drafts to ask for, as many as the next step's budget can hold where it has to hold them
+        all. Batches are told apart by the rows that the step, or the next one,
         will have, and by the kind of sampling (sequence.py)."""
         roster = self._roster
         places, num_waiting = roster.running_places(), roster.num_waiting
@@ -98,7 +99,10 @@ class StepPlanner:
             self._chosen_for = (places, num_waiting)
             self._num_rows = max(1, min(self._settings.max_num_seqs, places.size + num_waiting))
             self._kind = int(roster.columns.kind[places].max(initial=0))
-        return policy.choose(self._num_rows, self._kind)
+        number = policy.choose(self._num_rows, self._kind)
+        if self._settings.captures_drafting:  # all that is made is fed, or nothing of it
+            number = min(number, self._settings.max_num_batched_tokens // self._num_rows - 1)
+        return max(0, number)
 
     def _has_prompts(self) -> bool:
         """Whether prompts are to be computed, and not all of them wait for somebody's end."""

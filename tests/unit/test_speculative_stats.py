@@ -28,11 +28,10 @@ class Script:
         self.scheduler = BatchScheduler(
             SchedulerSettings(
                 max_num_seqs=4,
-                max_num_batched_tokens=64,
                 max_model_len=64,
                 num_speculative_tokens=NUM_DRAFTS,
                 adaptive_length=False,
-                **settings,
+                **({"max_num_batched_tokens": 64} | settings),
             ),
             self.kv,
         )
@@ -253,3 +252,21 @@ def test_metrics_have_a_series_per_place() -> None:
         f"fastdeploy:engine_draft_seconds_total{{{label}}} 1.5",
     ):
         assert line in text, line
+
+
+@pytest.mark.parametrize(("budget", "num_drafts"), [(64, 3), (12, 2), (8, 1), (7, 0)])
+def test_no_more_captured_drafts_are_made_than_the_budget_holds(
+    budget: int, num_drafts: int
+) -> None:
+    """All drafts that were made are fed, or none: of four rows with three each, 16 tokens."""
+    settings = {"captures_drafts": True, "captures_drafting": True}
+    scheduler = Script(**settings, max_num_batched_tokens=budget).scheduler
+    for name in "abcd":
+        scheduler.add(make_request(name, [1], max_tokens=9))
+    fed = []
+    for _ in range(3):
+        step = scheduler.schedule()
+        assert step is not None
+        fed.append(step.output.rows.num_drafts.tolist() if step.output.rows else [0] * 4)
+        scheduler.update(step, answer(step, [[5]] * 4, fed[-1]))
+    assert fed == [[0] * 4, [0] * 4, [num_drafts] * 4]
