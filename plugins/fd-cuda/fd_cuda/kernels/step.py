@@ -204,6 +204,7 @@ def prepare_decode(
     """Begin a turn: fill the last five from the slots of the rows."""
     num_rows = slots.shape[0]
     if not num_rows:
+        turn.add_(1)
         return
     width, max_blocks = input_ids.shape[0] // num_rows, tables.shape[1]
     _prepare[(num_rows,)](
