@@ -79,7 +79,8 @@ class LLM:
         self._processor = OutputProcessor(self._tokenizer)
         self._batches: dict[str, _Batch] = {}  # request id to the call it belongs to
         self._compiler: GrammarCompiler | None = None
-        self._engine: LocalEngine | None = LocalEngine(self.config, resolve_plugins(self.config))
+        self._resolved = resolve_plugins(self.config)
+        self._engine: LocalEngine | None = LocalEngine(self.config, self._resolved)
         self._limits = RequestLimits.of(self.config, self._tokenizer, self._engine.info)
 
     def generate(
@@ -215,6 +216,7 @@ class LLM:
                 )
             self._compiler = GrammarCompiler.start(
                 self.config.model.tokenizer_path,
+                self._resolved.grammar,
                 vocab_size=self._limits.vocab_size,
                 eos_token_ids=self._limits.eos_token_ids,
                 config=self.config.structured_outputs,

@@ -1,8 +1,5 @@
-"""Structured output: limits on constraints, compilation in a killable child process, token masks.
+"""What is true of every grammar backend: constraints are compiled in processes that may be killed,
+and bind after thinking only.
 
-Front ends (LLM, server) use `GrammarCompiler`; the matcher runs on rank 0 of the worker.
+Front ends (LLM, server) compile; matchers run on rank 0 of the worker.
 """
-
-from .compiler import GrammarCompiler
-
-__all__ = ["GrammarCompiler"]

@@ -241,6 +241,7 @@ async def _app_around(
         limits = RequestLimits.of(engine_config, tokenizer, engine.info)
         compiler = GrammarCompiler.start(
             model.tokenizer_path,
+            resolved.result().grammar,
             vocab_size=engine.info.vocab_size,
             eos_token_ids=limits.eos_token_ids,
             config=engine_config.structured_outputs,

@@ -1,5 +1,5 @@
-"""The core's speculative methods, and the verifier that all methods share.
+"""The verifier that all speculative methods share.
 
-The contract is contracts/speculative.py. The worker runs verifier and drafters after the model's
-step.
+Methods are plugins; the contract is contracts/speculative.py. The worker runs verifier and drafters
+after the model's step.
 """

@@ -73,7 +73,7 @@ class ModelRunner:
         self._state: SequenceState | None = None
         parts: list[Any] = [self._columns]
         if rank == 0:
-            self._state = SequenceState(config, device, kernels, self._columns)
+            self._state = SequenceState(config, device, kernels, self._columns, loaded.load_driver)
             parts += self._state.parts
         speculative = config.speculative
         self._max_drafts = 0 if speculative is None else speculative.num_speculative_tokens

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastdeploy_core import plugins
 from fastdeploy_core.config import EngineConfig, SpeculativeConfig
 from fastdeploy_core.contracts.small import GrammarBackend, ProcessorContext
 from fastdeploy_core.errors import InvalidRequest
@@ -23,6 +22,7 @@ from fastdeploy_core.types import NewSequence
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.loading.loader import LoadDriver
 
 
 class SequenceState:
@@ -34,7 +34,10 @@ class SequenceState:
         device: DeviceBackend,
         kernels: KernelTable,
         columns: SamplingColumns,
+        load_driver: LoadDriver,
     ) -> None:
+        """`load_driver(kind, name)` returns a driver class that was resolved at start-up."""
+        self._load_driver = load_driver
         num_slots, vocab_size = config.batch.max_num_seqs, columns.vocab_size
         tokenizer = config.model.tokenizer_path
         tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
@@ -91,14 +94,9 @@ class SequenceState:
     def _backend(self, new: NewSequence) -> GrammarBackend:
         key = (new.grammar_backend, tuple(new.eos_token_ids))
         if key not in self._grammars:
-            if new.grammar_backend in ("", "llguidance"):
-                from fastdeploy_core.grammar.llguidance_backend import LLGuidanceBackend
-
-                driver: Any = LLGuidanceBackend
-            else:
-                driver = plugins.lookup("grammar", new.grammar_backend)
             if not self._tokenizer_json:
                 raise InvalidRequest("structured outputs need the model's tokenizer.json")
+            driver = self._load_driver("grammar", new.grammar_backend)
             self._grammars[key] = driver(self._tokenizer_json, self._vocab_size, new.eos_token_ids)
         return self._grammars[key]
 

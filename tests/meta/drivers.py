@@ -29,6 +29,7 @@ from fd_gcu.attention import GcuAttention
 from fd_gcu.device import GcuDevice
 from fd_gguf.checkpoint import GGUFCheckpoint
 from fd_gguf.quantizer import GGUFQuantizer
+from fd_grammar_llguidance.backend import LLGuidanceBackend
 from fd_iluvatar.attention import IluvatarAttention
 from fd_iluvatar.device import IluvatarDevice
 from fd_kv_shm.shm import SharedMemoryTransport
@@ -40,6 +41,9 @@ from fd_myformat.quantizer import MyFormatQuantizer
 from fd_quant_wint2.published import Wint2
 from fd_quant_wint2.trellis import Tet2, Tet3, Tet4
 from fd_spec_mtp.drafter import MTPDrafter
+from fd_speculative.draft_model import DraftModel
+from fd_speculative.ngram import NgramDrafter
+from fd_speculative.suffix import SuffixDrafter
 from fd_xpu.attention import XpuAttention
 from fd_xpu.device import XpuDevice
 from fd_xpu.moe import XpuMoE
@@ -63,7 +67,6 @@ from fastdeploy_core.contracts.small import (
     ToolParser,
 )
 from fastdeploy_core.contracts.speculative import DeviceDrafter, DrafterContext, HostDrafter
-from fastdeploy_core.grammar.llguidance_backend import LLGuidanceBackend
 from fastdeploy_core.layers import ModelBuilder
 from fastdeploy_core.models.deepseek_v3 import DeepseekV3ForCausalLM
 from fastdeploy_core.models.ernie4_5 import Ernie4_5ForCausalLM
@@ -92,9 +95,6 @@ from fastdeploy_core.reference.moe import ReferenceMoE
 from fastdeploy_core.sampling.processors import LogitBiasLogitsProcessor
 from fastdeploy_core.sampling.thinking import ThinkingBudgetLogitsProcessor
 from fastdeploy_core.scheduler.local import LocalScheduler
-from fastdeploy_core.speculative.draft_model import DraftModel
-from fastdeploy_core.speculative.ngram import NgramDrafter
-from fastdeploy_core.speculative.suffix import SuffixDrafter
 from fastdeploy_testing.check import main as check_plugin
 from fastdeploy_testing.fakes import FaultyDevice, NullDevice
 from fastdeploy_testing.new import main as new_plugin

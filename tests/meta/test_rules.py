@@ -379,7 +379,6 @@ IMPORTING_BY_NAME = {
     "fastdeploy_core/cli/",
     "fastdeploy_core/devices/vendor_operators.py",
     "fastdeploy_core/engine/processes/",
-    "fastdeploy_core/grammar/child.py",
     "fastdeploy_core/models/shapes.py",
     "fastdeploy_core/plugins/",
     "fastdeploy_core/sampling/processors.py",

@@ -16,6 +16,7 @@ from fastdeploy_core.engine.input import (
 )
 from fastdeploy_core.errors import InvalidRequest, RequestTooLong
 from fastdeploy_core.grammar.compiler import GrammarCompiler
+from fastdeploy_core.plugins.drivers import find
 from fastdeploy_core.tokenizer import Tokenizer
 from fastdeploy_core.types import SamplingParams, StructuredOutputsParams
 from tests import tokenizer_files
@@ -141,7 +142,10 @@ def test_cache_salts_are_checked(tokenizer: Tokenizer, salt: str) -> None:
 
 def test_grammars_are_compiled_before_the_engine_is_asked(tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler.start(
-        tokenizer.path, vocab_size=500, eos_token_ids=list(LIMITS.eos_token_ids)
+        tokenizer.path,
+        find("grammar", "llguidance"),
+        vocab_size=500,
+        eos_token_ids=list(LIMITS.eos_token_ids),
     )
     try:
         params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
