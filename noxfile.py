@@ -59,9 +59,10 @@ LIGHT = {
     "plugins/fd-gguf": (),
     "plugins/fd-grammar-llguidance": (),
     "plugins/fd-kv-shm": (),
+    "plugins/fd-parsers": (),
     "plugins/fd-quant-wint2": (),
     "plugins/fd-spec-mtp": (),
-    "plugins/fd-speculative": (),
+    "plugins/fd-speculative": ("-m", "not slow"),
 }
 # Tested by session `vendors`, on simulated devices.
 SIMULATED = ("simdevice", "gcu", "iluvatar", "metax", "gaudi", "xpu", "dcu")

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastdeploy_core import plugins
 from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser, ToolParser
 from fastdeploy_core.parsers.answer import AnswerReader, Thinking, shown_tokens, thinking_ahead
+from fastdeploy_core.plugins.drivers import lookup_each
 from fastdeploy_core.types import CompletionOutput, RequestOutput
 
 
@@ -24,10 +24,8 @@ class ChatParsers:
         """Look parsers up by name; None when no name is given."""
         if not reasoning and not tool:
             return None
-        return cls(
-            plugins.lookup("reasoning_parser", reasoning) if reasoning else None,
-            plugins.lookup("tool_parser", tool) if tool else None,
-        )
+        found = lookup_each({"reasoning_parser": reasoning or "", "tool_parser": tool or ""})
+        return cls(found["reasoning_parser"], found["tool_parser"])
 
 
 class ChatReader:

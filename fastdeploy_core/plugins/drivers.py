@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from fastdeploy_core import envs
@@ -86,6 +86,14 @@ def available(kind: str, inventory: Inventory | None = None) -> list[str]:
 def lookup(kind: str, name: str, *, inventory: Inventory | None = None) -> Any:
     """Find and load; see fastdeploy_core.plugins.lookup."""
     return load(find(kind, name, inventory))
+
+
+def lookup_each(names: Mapping[str, str]) -> dict[str, Any]:
+    """Kind to driver, or None for an empty name; third parties' are first imported in one child."""
+    entries = {kind: find(kind, name) for kind, name in names.items() if name}
+    check_imports([entry for entry in entries.values() if not entry.is_core])
+    loaded = {kind: load(entry, preflight=False) for kind, entry in entries.items()}
+    return {kind: loaded.get(kind) for kind in names}
 
 
 def load(entry: PluginEntry, *, preflight: bool = True) -> Any:

@@ -33,7 +33,7 @@ from fastdeploy_core.serving.http import event_loop
 from fastdeploy_core.serving.http.listening import bind_socket, url_of
 
 from .asking import Plugins
-from .parser_choice import check_parsers
+from .parser_choice import check_parsers, load_parsers
 
 # The web framework is imported while the engine starts, not before.
 if TYPE_CHECKING:
@@ -226,7 +226,9 @@ async def _app_around(
     async with contextlib.AsyncExitStack() as stack:
         engine_task = asyncio.create_task(starting)
         try:
-            tokenizer, routers = await asyncio.to_thread(_prepare_app, model, resolved)
+            tokenizer, routers = await asyncio.to_thread(
+                _prepare_app, model, server_config, resolved
+            )
         except BaseException:
             engine_task.cancel()
             await asyncio.gather(engine_task, return_exceptions=True)
@@ -272,12 +274,13 @@ def _log_model(config: EngineConfig) -> None:
 
 
 def _prepare_app(
-    model: ModelConfig, resolved: Future[ResolvedPlugins]
+    model: ModelConfig, server_config: ServerConfig, resolved: Future[ResolvedPlugins]
 ) -> tuple[Tokenizer, list[tuple[str, Any]]]:
     """The slow parts of an app that need no engine."""
     importlib.import_module(".app", __package__)
     importlib.import_module(".server", __package__)
     importlib.import_module("fastdeploy_core.grammar.compiler")
+    load_parsers(server_config)  # the app finds them imported
     from fastdeploy_core.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(model.tokenizer_path, chat_template=model.chat_template)

@@ -16,7 +16,7 @@ from fastdeploy_core.serving.front.occupancy import OwnOccupancy
 from fastdeploy_core.serving.http.errors import ApiError, too_busy, unavailable
 
 from .metrics import Metrics
-from .parser_choice import parser_named
+from .parser_choice import load_parsers
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -158,8 +158,7 @@ class ServerState:
         self.limits = limits
         longest = max(map(len, tokenizer.get_vocab()), default=1)
         self._most_chars = max(SURE_CHARS, longest * limits.max_model_len)
-        self.reasoning_parser = parser_named("reasoning_parser", config.reasoning_parser)
-        self.tool_parser = parser_named("tool_parser", config.tool_call_parser)
+        self.reasoning_parser, self.tool_parser = load_parsers(config)
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, "tokenizer")
 
     async def in_thread(

@@ -38,6 +38,15 @@ from fd_metax.device import MetaxDevice
 from fd_mychip.device import MyChipDevice
 from fd_mydraft.drafter import MyDraftDrafter
 from fd_myformat.quantizer import MyFormatQuantizer
+from fd_parsers.deepseek import DeepSeekToolParser
+from fd_parsers.hermes import HermesToolParser
+from fd_parsers.think import (
+    DeepSeekR1Parser,
+    ErnieThinkingParser,
+    ErnieVLParser,
+    ErnieX1Parser,
+    Qwen3Parser,
+)
 from fd_quant_wint2.published import Wint2
 from fd_quant_wint2.trellis import Tet2, Tet3, Tet4
 from fd_spec_mtp.drafter import MTPDrafter
@@ -75,14 +84,6 @@ from fastdeploy_core.models.llama import LlamaForCausalLM
 from fastdeploy_core.models.qwen2 import Qwen2ForCausalLM
 from fastdeploy_core.models.qwen3 import Qwen3ForCausalLM
 from fastdeploy_core.models.qwen3_moe import Qwen3MoeForCausalLM
-from fastdeploy_core.parsers.reasoning import (
-    DeepSeekR1Parser,
-    ErnieThinkingParser,
-    ErnieVLParser,
-    ErnieX1Parser,
-    Qwen3Parser,
-)
-from fastdeploy_core.parsers.tools import DeepSeekToolParser, HermesToolParser
 from fastdeploy_core.quantization.compressed import CompressedTensors
 from fastdeploy_core.quantization.fp8 import BlockFp8, WFp8AFp8
 from fastdeploy_core.quantization.gptq import Awq, Gptq

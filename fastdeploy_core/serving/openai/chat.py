@@ -11,8 +11,12 @@ import msgspec
 
 from fastdeploy_core.engine.input import grammar_start
 from fastdeploy_core.errors import InvalidRequest
-from fastdeploy_core.parsers import AnswerReader
-from fastdeploy_core.parsers.answer import TextParser, shown_tokens, thinking_ahead
+from fastdeploy_core.parsers.answer import (
+    AnswerReader,
+    TextParser,
+    shown_tokens,
+    thinking_ahead,
+)
 from fastdeploy_core.serving.state import ServerState
 from fastdeploy_core.types import (
     CompletionOutput,
