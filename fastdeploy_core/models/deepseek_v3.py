@@ -16,11 +16,13 @@ from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
 from fastdeploy_core.layers.mla import LatentShape
 from fastdeploy_core.layers.rotary import RotarySpec, yarn_softmax_scale
 
-from .decoder import DecoderLM, FeedForward
+from .decoder import DecoderLM
 from .reading import ConfigReader
 
 if TYPE_CHECKING:
     from fastdeploy_core.layers.builder import ModelBuilder
+
+    from .decoder import FeedForward
 
 
 def _latent(read: ConfigReader) -> LatentShape:

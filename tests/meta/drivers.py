@@ -78,12 +78,9 @@ from fastdeploy_core.contracts.small import (
 from fastdeploy_core.contracts.speculative import DeviceDrafter, DrafterContext, HostDrafter
 from fastdeploy_core.layers import ModelBuilder
 from fastdeploy_core.models.deepseek_v3 import DeepseekV3ForCausalLM
-from fastdeploy_core.models.ernie4_5 import Ernie4_5ForCausalLM
-from fastdeploy_core.models.ernie4_5_moe import Ernie4_5_MoeForCausalLM
+from fastdeploy_core.models.ernie import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
 from fastdeploy_core.models.llama import LlamaForCausalLM
-from fastdeploy_core.models.qwen2 import Qwen2ForCausalLM
-from fastdeploy_core.models.qwen3 import Qwen3ForCausalLM
-from fastdeploy_core.models.qwen3_moe import Qwen3MoeForCausalLM
+from fastdeploy_core.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 from fastdeploy_core.quantization.compressed import CompressedTensors
 from fastdeploy_core.quantization.fp8 import BlockFp8, WFp8AFp8
 from fastdeploy_core.quantization.gptq import Awq, Gptq
