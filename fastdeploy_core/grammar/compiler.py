@@ -144,14 +144,6 @@ class _Cache:
         self._num_bytes = 0
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all keys and values."""
-        return self._num_bytes
-
     def get(self, key: bytes) -> Answer | None:
         """The cached answer, or None."""
         with self._lock:

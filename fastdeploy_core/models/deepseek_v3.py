@@ -71,8 +71,7 @@ def _moe(read: ConfigReader, dtype: str) -> MoESpec:
         top_k_groups=read.size("topk_group", default=1),
         has_correction_bias=True,
     )
-    width = read.divided("moe_intermediate_size", read.size("moe_intermediate_size"))
-    return MoESpec(routing, read.size("hidden_size"), width, dtype)
+    return read.experts(routing, dtype)
 
 
 class DeepseekV3ForCausalLM(DecoderLM):

@@ -55,8 +55,7 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
             renormalize=True,
             has_correction_bias=read.flag("moe_use_aux_free", default=True),
         )
-        width = read.divided("moe_intermediate_size", read.size("moe_intermediate_size"))
-        return MoESpec(routing, read.size("hidden_size"), width, dtype)
+        return read.experts(routing, dtype)
 
     def make_feed_forward(self, read: ConfigReader, dtype: str) -> MakeFeedForward:
         """Experts with shared ones, or a dense block."""

@@ -48,8 +48,7 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
             scoring="softmax",
             renormalize=read.flag("norm_topk_prob", default=False),
         )
-        width = read.divided("moe_intermediate_size", read.size("moe_intermediate_size"))
-        return MoESpec(routing, read.size("hidden_size"), width, dtype)
+        return read.experts(routing, dtype)
 
     def make_feed_forward(self, read: ConfigReader, dtype: str) -> MakeFeedForward:
         """Experts, or a dense block."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.model import ModelShapes
-from fastdeploy_core.contracts.moe import MoESpec
+from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
 from fastdeploy_core.errors import ConfigError, UnsupportedModel
 from fastdeploy_core.layers.attention import HeadShape
 from fastdeploy_core.layers.rotary import RotarySpec, check_rotary
@@ -141,6 +141,11 @@ class ConfigReader:
             layers=(attention,) * self.size("num_hidden_layers"),
             moe=moe,
         )
+
+    def experts(self, routing: RoutingSpec, dtype: str) -> MoESpec:
+        """The experts as one rank holds them."""
+        width = self.divided("moe_intermediate_size", self.size("moe_intermediate_size"))
+        return MoESpec(routing, self.size("hidden_size"), width, dtype)
 
     def gqa(
         self, dtype: str, *, interleaved: bool = False, head_norms: bool = False

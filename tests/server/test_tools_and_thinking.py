@@ -351,3 +351,27 @@ def test_a_grammar_waits_for_the_end_of_thinking(thinking_folder: Path) -> None:
             assert engine.requests[-1].grammar_start is None
     finally:
         compiler.close()
+
+
+def test_without_a_grammar_backend_a_constraint_gets_400_and_the_command_that_installs_one(
+    engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    compiler = GrammarCompiler.start(tokenizer.tokenizer_json, None)
+    schema = {"name": "a", "schema": {"type": "object"}}
+    asks = [
+        {"response_format": {"type": "json_schema", "json_schema": schema}},
+        {"guided_regex": "[ab]"},
+        {"structured_outputs": {"choice": ["a"]}},
+        {"tools": [TIME], "tool_choice": "required"},
+    ]
+    with (
+        live(engine, tokenizer, tool_call_parser="hermes", compiler=compiler) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        for ask in asks:
+            body = {"messages": ASK["messages"], **ask}
+            response = client.post("/v1/chat/completions", json=body)
+            assert response.status_code == 400, ask
+            assert "pip install fd-grammar-llguidance" in response.json()["error"]["message"]
+        assert chat(client)["message"]["content"], "other requests are answered"
+    compiler.close()

@@ -174,12 +174,12 @@ def test_results_are_cached_and_the_cache_is_bounded(
 ) -> None:
     monkeypatch.setattr(module, "MAX_CACHE_ENTRIES", 8)
     answers = [hostile.compile(regex(f"p{i}")) for i in range(40)]
-    assert len(hostile._cache) == 8
+    assert len(hostile._cache._entries) == 8
     assert hostile.compile(regex("p39")) == answers[39]
     monkeypatch.setattr(module, "MAX_CACHE_BYTES", 600)
     for i in range(40):
         hostile.compile(regex(f"q{i}"))
-    assert hostile._cache.num_bytes <= 600
+    assert hostile._cache._num_bytes <= 600
 
 
 def test_many_compile_at_once_from_an_event_loop(hostile: GrammarCompiler) -> None:
