@@ -70,7 +70,7 @@ class LLM:
         **engine_args: Any,
     ) -> None:
         self.config = build_engine_config({"model": str(model), **engine_args}, find_model)
-        self._parsers = ChatParsers.named(reasoning_parser, tool_call_parser)
+        parsers = ChatParsers.start(reasoning_parser, tool_call_parser)
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
             self._tokenizer = Tokenizer.load(
@@ -82,6 +82,11 @@ class LLM:
         self._resolved = resolve_plugins(self.config)
         self._engine: LocalEngine | None = LocalEngine(self.config, self._resolved)
         self._limits = RequestLimits.of(self.config, self._tokenizer, self._engine.info)
+        try:
+            self._parsers = parsers.result()
+        except BaseException:
+            self.close()
+            raise
 
     def generate(
         self,
