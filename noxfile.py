@@ -52,6 +52,7 @@ LONG = (
 # interpreter takes minutes for is left to session `plugins`.
 INTERPRETED = ("test_quant*", "test_*_blocks", "test_attention*")
 LIGHT = {
+    "plugins/fd-accelerator": (),
     "plugins/fd-bench": (),
     "plugins/fd-calibrate": (),
     "plugins/fastdeploy-testing": (),
@@ -60,9 +61,11 @@ LIGHT = {
     "plugins/fd-grammar-llguidance": (),
     "plugins/fd-kv-shm": (),
     "plugins/fd-parsers": (),
+    "plugins/fd-quant-hub": (),
     "plugins/fd-quant-wint2": (),
     "plugins/fd-spec-mtp": (),
     "plugins/fd-speculative": ("-m", "not slow"),
+    "plugins/fd-tools": (),
 }
 # Tested by session `vendors`, on simulated devices.
 SIMULATED = ("simdevice", "gcu", "iluvatar", "metax", "gaudi", "xpu", "dcu")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser, ToolParser
-from fastdeploy_core.parsers.answer import AnswerReader, Thinking, shown_tokens, thinking_ahead
-from fastdeploy_core.plugins.drivers import find, lookup_each
+from fastdeploy_core.parsers.answer import (
+    AnswerReader,
+    Thinking,
+    parser_named,
+    shown_tokens,
+    thinking_ahead,
+)
 from fastdeploy_core.types import CompletionOutput, RequestOutput
 
 
@@ -21,21 +25,11 @@ class ChatParsers:
     tool: type[ToolParser] | None
 
     @classmethod
-    def start(cls, reasoning: str | None, tool: str | None) -> Future[ChatParsers | None]:
-        """Load parsers by name, beside what the caller does: importing a third party's takes a
-        while. None when no name is given; PluginNotFound at once."""
-        names = {"reasoning_parser": reasoning or "", "tool_parser": tool or ""}
-        for kind in filter(names.get, names):
-            find(kind, names[kind])
-        pool = ThreadPoolExecutor(1, "fd-parsers")
-        loading = pool.submit(cls._load, names)
-        pool.shutdown(wait=False)
-        return loading
-
-    @classmethod
-    def _load(cls, names: Mapping[str, str]) -> ChatParsers | None:
-        found = lookup_each(names)
-        return cls(found["reasoning_parser"], found["tool_parser"]) if any(names.values()) else None
+    def named(cls, reasoning: str | None, tool: str | None) -> ChatParsers | None:
+        """Look parsers up by name; None when no name is given."""
+        if not reasoning and not tool:
+            return None
+        return cls(parser_named("reasoning_parser", reasoning), parser_named("tool_parser", tool))
 
 
 class ChatReader:

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fastdeploy_core import errors
 from fastdeploy_core.config.arguments import build_engine_config
 from fastdeploy_core.engine.client import LocalEngine
 from fastdeploy_core.engine.input import (
     RequestLimits,
+    RequestOptions,
     build_request,
     default_sampling_values,
     grammar_start,
 )
 from fastdeploy_core.engine.output import OutputKind, OutputProcessor
 from fastdeploy_core.engine.selection import resolve_plugins
-from fastdeploy_core.errors import ConfigError, InvalidRequest, WorkerError
+from fastdeploy_core.errors import ConfigError, InvalidRequest, WorkerError, error_named
 from fastdeploy_core.grammar.compiler import GrammarCompiler
 from fastdeploy_core.plugins.checkpoints import find_model
 from fastdeploy_core.tokenizer import Tokenizer
-from fastdeploy_core.types import Request, RequestOutput, SamplingParams, TokenDeltas
+from fastdeploy_core.types import (
+    Request,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+    TokenDeltas,
+)
 
 from .chat_reader import ChatParsers, ChatReader
 from .inputs import Prompt, Prompts, conversations, normalise_prompts, one_each
@@ -70,23 +77,22 @@ class LLM:
         **engine_args: Any,
     ) -> None:
         self.config = build_engine_config({"model": str(model), **engine_args}, find_model)
-        parsers = ChatParsers.start(reasoning_parser, tool_call_parser)
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
             self._tokenizer = Tokenizer.load(
-                self.config.model.tokenizer_path, chat_template=self.config.model.chat_template
+                self.config.model.tokenizer_path,
+                chat_template=self.config.model.chat_template,
+                trust_special_tokens=self.config.model.trust_special_tokens,
             )
         self._processor = OutputProcessor(self._tokenizer)
         self._batches: dict[str, _Batch] = {}  # request id to the call it belongs to
         self._compiler: GrammarCompiler | None = None
-        self._resolved = resolve_plugins(self.config)
+        with ThreadPoolExecutor(1, "fd-parsers") as pool:  # a third party's take a while to import
+            parsers = pool.submit(ChatParsers.named, reasoning_parser, tool_call_parser)
+            self._resolved = resolve_plugins(self.config)
+        self._parsers = parsers.result()
         self._engine: LocalEngine | None = LocalEngine(self.config, self._resolved)
         self._limits = RequestLimits.of(self.config, self._tokenizer, self._engine.info)
-        try:
-            self._parsers = parsers.result()
-        except BaseException:
-            self.close()
-            raise
 
     def generate(
         self,
@@ -214,7 +220,26 @@ class LLM:
                 f"sampling_params must be SamplingParams, got {type(params).__name__}",
                 param="sampling_params",
             )
-        if params.structured_outputs is not None and self._compiler is None:
+        request = build_request(
+            prompt.token_ids if prompt.token_ids is not None else prompt.text or "",
+            params,
+            tokenizer=self._tokenizer,
+            limits=self._limits,
+            options=RequestOptions(
+                add_special_tokens=prompt.add_special_tokens,
+                priority=priority,
+                cache_salt=prompt.cache_salt,
+            ),
+        )
+        if params.structured_outputs is not None:
+            self._add_grammar(request, params.structured_outputs)
+            if reader is not None:
+                thinking = reader.thinking_ahead(prompt.text or "")
+                request.grammar_start = grammar_start(thinking, self.get_tokenizer())
+        return request
+
+    def _add_grammar(self, request: Request, asked: StructuredOutputsParams) -> None:
+        if self._compiler is None:
             if self._tokenizer is None:
                 raise InvalidRequest(
                     "structured outputs need a tokenizer", param="structured_outputs"
@@ -226,20 +251,8 @@ class LLM:
                 eos_token_ids=self._limits.eos_token_ids,
                 config=self.config.structured_outputs,
             )
-        request = build_request(
-            prompt.token_ids if prompt.token_ids is not None else prompt.text or "",
-            params,
-            tokenizer=self._tokenizer,
-            limits=self._limits,
-            compiler=self._compiler,
-            add_special_tokens=prompt.add_special_tokens,
-            priority=priority,
-            cache_salt=prompt.cache_salt,
-        )
-        if request.grammar is not None and reader is not None:
-            thinking = reader.thinking_ahead(prompt.text or "")
-            request.grammar_start = grammar_start(thinking, self.get_tokenizer())
-        return request
+        request.grammar = self._compiler.compile(asked)
+        request.grammar_backend = self._compiler.backend
 
     def _collect(
         self,
@@ -331,7 +344,7 @@ def _raise_refusal(output: RequestOutput) -> None:
     it runs ends alone, as an output with finish_reason "error"."""
     if output.error is None:
         return
-    kind = getattr(errors, output.error_type, None)
-    if isinstance(kind, type) and issubclass(kind, InvalidRequest):
-        raise kind(output.error)
+    error = error_named(output.error_type, output.error)
+    if isinstance(error, InvalidRequest):
+        raise error
     logger.warning("request %s failed: %s", output.request_id, output.error)

@@ -1,5 +1,4 @@
-"""What is true of every grammar backend: constraints are compiled in processes that may be killed,
-and bind after thinking only.
+"""Compiles constraints for every grammar backend, in processes that may be killed.
 
-Front ends (LLM, server) compile; matchers run on rank 0 of the worker.
+Front ends (LLM, server) use it; matchers run on rank 0 of the worker.
 """

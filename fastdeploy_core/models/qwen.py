@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
+from fastdeploy_core.errors import UnsupportedModel
 
 from .decoder import GroupedQueryLM
 from .reading import ConfigReader
@@ -23,8 +24,14 @@ class Qwen2ForCausalLM(GroupedQueryLM):
 
     @classmethod
     def check(cls, read: ConfigReader) -> None:
-        """No sliding window."""
-        read.refuse_sliding_window()
+        """UnsupportedModel if a sliding window is in use: attention covers the whole context."""
+        in_use = read.flag("use_sliding_window", default=False)
+        kinds = read.config.get("layer_types") or []
+        if in_use or any(kind != "full_attention" for kind in kinds):
+            raise UnsupportedModel(
+                f"this {read.architecture} uses sliding-window attention, which is not supported; "
+                "possible: full attention in every layer"
+            )
 
 
 class Qwen3ForCausalLM(Qwen2ForCausalLM):

@@ -35,24 +35,25 @@ from fd_iluvatar.device import IluvatarDevice
 from fd_kv_shm.shm import SharedMemoryTransport
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
+from fd_mycalls.parser import MyCallsParser
 from fd_mychip.device import MyChipDevice
 from fd_mydraft.drafter import MyDraftDrafter
 from fd_myformat.quantizer import MyFormatQuantizer
 from fd_parsers.deepseek import DeepSeekToolParser
 from fd_parsers.hermes import HermesToolParser
-from fd_parsers.think import (
-    DeepSeekR1Parser,
-    ErnieThinkingParser,
-    ErnieVLParser,
-    ErnieX1Parser,
-    Qwen3Parser,
-)
+from fd_parsers.think import DeepSeekR1Parser, ErnieX1Parser, ThinkParser
+from fd_quant_hub.compressed import CompressedTensors
+from fd_quant_hub.gptq import Awq, Gptq
 from fd_quant_wint2.published import Wint2
 from fd_quant_wint2.trellis import Tet2, Tet3, Tet4
 from fd_spec_mtp.drafter import MTPDrafter
 from fd_speculative.draft_model import DraftModel
 from fd_speculative.ngram import NgramDrafter
 from fd_speculative.suffix import SuffixDrafter
+from fd_tools.chat import chat, complete
+from fd_tools.collect_env import main as collect_env
+from fd_tools.run_batch import main as run_batch
+from fd_tools.tokenizer import main as tokenizer
 from fd_xpu.attention import XpuAttention
 from fd_xpu.device import XpuDevice
 from fd_xpu.moe import XpuMoE
@@ -81,9 +82,7 @@ from fastdeploy_core.models.deepseek_v3 import DeepseekV3ForCausalLM
 from fastdeploy_core.models.ernie import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
 from fastdeploy_core.models.llama import LlamaForCausalLM
 from fastdeploy_core.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
-from fastdeploy_core.quantization.compressed import CompressedTensors
 from fastdeploy_core.quantization.fp8 import BlockFp8, WFp8AFp8
-from fastdeploy_core.quantization.gptq import Awq, Gptq
 from fastdeploy_core.quantization.integer import W4A8, W8A8, WInt4, WInt8
 from fastdeploy_core.quantization.mixed import MixedQuantizer
 from fastdeploy_core.reference.attention import ReferenceAttention
@@ -94,6 +93,7 @@ from fastdeploy_core.sampling.processors import LogitBiasLogitsProcessor
 from fastdeploy_core.sampling.thinking import ThinkingBudgetLogitsProcessor
 from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_testing.check import main as check_plugin
+from fastdeploy_testing.examine import main as examine_device
 from fastdeploy_testing.fakes import FaultyDevice, NullDevice
 from fastdeploy_testing.new import main as new_plugin
 
@@ -186,14 +186,13 @@ checkpoint_formats: list[Callable[[Path], CheckpointFormat]] = [
 ]
 reasoning_parsers: list[Callable[[str, Mapping[str, Any]], ReasoningParser]] = [
     DeepSeekR1Parser,
-    ErnieVLParser,
-    ErnieThinkingParser,
     ErnieX1Parser,
-    Qwen3Parser,
+    ThinkParser,
 ]
 tool_parsers: list[Callable[[Sequence[Any]], ToolParser]] = [
     DeepSeekToolParser,
     HermesToolParser,
+    MyCallsParser,
 ]
 grammars: list[Callable[[str, int, list[int]], GrammarBackend]] = [
     LLGuidanceBackend,
@@ -202,7 +201,13 @@ commands: list[Command] = [
     bench,
     quantize,
     check_plugin,
+    examine_device,
     new_plugin,
+    chat,
+    complete,
+    run_batch,
+    tokenizer,
+    collect_env,
 ]
 logits_processors: list[Callable[[ProcessorContext], LogitsProcessor]] = [
     LogitBiasLogitsProcessor,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from fastdeploy_core.grammar.thinking import MatcherAfterThinking
+from fastdeploy_core.sampling.after_thinking import MatcherAfterThinking
 from fastdeploy_core.types import GrammarStart
 
 BEGIN, END, EOS = 40, 41, 2
