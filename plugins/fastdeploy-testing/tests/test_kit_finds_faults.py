@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from fastdeploy_core.parsers.tools import HermesToolParser
+from fd_parsers.hermes import HermesToolParser
 from shared_queue import SharedQueue
 
 from fastdeploy_core.config import RequestSchedulerConfig
