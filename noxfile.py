@@ -25,6 +25,7 @@ TEST_TOOLS = (
     "pytest-asyncio>=1.0",
     "pytest-xdist>=3.7",
     "hypothesis>=6.120",
+    "llguidance>=1.3",
     "compressed-tensors>=0.12",
     "gguf>=0.17",
     "httpx>=0.28",
@@ -57,10 +58,13 @@ LIGHT = {
     "plugins/fastdeploy-testing": (),
     "plugins/fd-cuda": tuple(f"--ignore-glob=*/{name}.py" for name in INTERPRETED),
     "plugins/fd-gguf": (),
+    "plugins/fd-grammar-llguidance": (),
     "plugins/fd-kv-shm": (),
+    "plugins/fd-parsers": (),
     "plugins/fd-quant-hub": (),
     "plugins/fd-quant-wint2": (),
     "plugins/fd-spec-mtp": (),
+    "plugins/fd-speculative": ("-m", "not slow"),
     "plugins/fd-tools": (),
 }
 # Tested by session `vendors`, on simulated devices.

@@ -24,6 +24,8 @@ end them earlier. decoding  answers have --steady tokens.
 tok/step: tokens per decode of a sequence; drafts/tok: fed drafts per token; right: the share of
 them that was accepted; drafting: the share of a step that the worker's host spends in drafters. On
 a device that only queues work, speculative_profile.py shows what drafting costs there.
+
+Method mtp comes with fd-spec-mtp, the others with fd-speculative.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """What you learn: chat from Python, keep a conversation going, and see the model's thinking.
 
+pip install ./plugins/fd-parsers
 python examples/offline_chat.py [model folder]
 """
 

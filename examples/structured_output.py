@@ -1,5 +1,6 @@
 """What you learn: make the model's answer follow a JSON schema, a regular expression or a choice.
 
+pip install ./plugins/fd-grammar-llguidance
 python examples/structured_output.py [model folder]
 """
 

@@ -1,5 +1,6 @@
 """What you learn: offer the model a function, run the call it asks for, and let it answer.
 
+pip install ./plugins/fd-parsers
 python examples/tool_call.py [model folder]
 """
 

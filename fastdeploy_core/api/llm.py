@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -76,7 +77,6 @@ class LLM:
         **engine_args: Any,
     ) -> None:
         self.config = build_engine_config({"model": str(model), **engine_args}, find_model)
-        self._parsers = ChatParsers.named(reasoning_parser, tool_call_parser)
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
             self._tokenizer = Tokenizer.load(
@@ -87,7 +87,11 @@ class LLM:
         self._processor = OutputProcessor(self._tokenizer)
         self._batches: dict[str, _Batch] = {}  # request id to the call it belongs to
         self._compiler: GrammarCompiler | None = None
-        self._engine: LocalEngine | None = LocalEngine(self.config, resolve_plugins(self.config))
+        with ThreadPoolExecutor(1, "fd-parsers") as pool:  # a third party's take a while to import
+            parsers = pool.submit(ChatParsers.named, reasoning_parser, tool_call_parser)
+            self._resolved = resolve_plugins(self.config)
+        self._parsers = parsers.result()
+        self._engine: LocalEngine | None = LocalEngine(self.config, self._resolved)
         self._limits = RequestLimits.of(self.config, self._tokenizer, self._engine.info)
 
     def generate(
@@ -242,6 +246,7 @@ class LLM:
                 )
             self._compiler = GrammarCompiler.start(
                 self.config.model.tokenizer_path,
+                self._resolved.grammar,
                 vocab_size=self._limits.vocab_size,
                 eos_token_ids=self._limits.eos_token_ids,
                 config=self.config.structured_outputs,

@@ -345,7 +345,7 @@ _STRUCTURED = group(
         "guided_decoding_backend",
         "str",
         "auto",
-        "grammar backend by name",
+        "grammar backend by name; auto: the one installed, off: none",
         aliases=("structured_outputs_backend",),
         translate={"guidance": "llguidance"},
     ),

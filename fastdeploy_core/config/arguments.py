@@ -251,6 +251,8 @@ def _structured_config(v: Mapping[str, Any]) -> StructuredOutputsConfig:
     }
     given = _mapping(v, "structured_outputs_config")
     flag = "--structured-outputs-config"
+    if given.get("backend") == "guidance":  # vLLM's name, as for the flag
+        given = {**given, "backend": "llguidance"}
     section: StructuredOutputsConfig = _from_section(StructuredOutputsConfig, flag, given, start)
     return section
 

@@ -164,7 +164,11 @@ class ReasoningParser(Protocol):
     produced by pushing the whole text at once, so streaming and non-streaming cannot differ.
 
     `markers`, an attribute of the class: special tokens that it reads. They stay in the text that it
-    gets; other special tokens are left out."""
+    gets; other special tokens are left out.
+
+    `thinking`, an attribute that it may have, asked before any text: how the answer will think. `end`
+    is the token that ends the thinking, `begin` the one that begins it, or None if the prompt has it.
+    A grammar binds after that end only. None, or no such attribute: from the first token."""
 
     markers: ClassVar[tuple[str, ...]]
 

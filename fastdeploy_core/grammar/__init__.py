@@ -1,8 +1,4 @@
-"""Structured output: limits on constraints, compilation in a killable child process, token masks.
+"""Compiles constraints for every grammar backend, in processes that may be killed.
 
-Front ends (LLM, server) use `GrammarCompiler`; the matcher runs on rank 0 of the worker.
+Front ends (LLM, server) use it; matchers run on rank 0 of the worker.
 """
-
-from .compiler import GrammarCompiler
-
-__all__ = ["GrammarCompiler"]

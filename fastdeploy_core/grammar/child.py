@@ -7,7 +7,6 @@ frame out says whether it worked. Only compiler.py starts this process, and may 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import math
 import os
@@ -20,6 +19,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from fastdeploy_core.errors import FastDeployError, InvalidRequest
+from fastdeploy_core.plugins.discovery import PluginEntry
+from fastdeploy_core.plugins.drivers import load
 from fastdeploy_core.types import StructuredOutputsParams
 
 HEADER = struct.Struct(">I")
@@ -28,7 +29,7 @@ HEADER = struct.Struct(">I")
 class Setup(msgspec.Struct, kw_only=True):
     """The first message; sent once by the parent."""
 
-    target: str  # "module:Class" of the grammar backend
+    backend: PluginEntry
     tokenizer_json: str
     vocab_size: int
     eos_token_ids: list[int]
@@ -98,10 +99,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes stdin
     setup = msgspec.msgpack.decode(read_frame(requests), type=Setup)
     try:
-        module, _, name = setup.target.partition(":")
-        driver = getattr(importlib.import_module(module), name)
+        driver = load(setup.backend, preflight=False)  # this process is one that may fail
         backend = driver(setup.tokenizer_json, setup.vocab_size, setup.eos_token_ids)
-    except (FastDeployError, ImportError, AttributeError, OSError, ValueError) as error:
+    except (FastDeployError, OSError, ValueError) as error:
         write_frame(answers, msgspec.msgpack.encode(Answer(error=str(error))))
         return 1
     limit_memory(setup.memory_bytes)

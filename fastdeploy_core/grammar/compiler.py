@@ -16,24 +16,22 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from fastdeploy_core.config import StructuredOutputsConfig
 from fastdeploy_core.errors import ConfigError, InvalidRequest, QueueFull
+from fastdeploy_core.plugins.discovery import PluginEntry
+from fastdeploy_core.plugins.known import providers
 from fastdeploy_core.types import StructuredOutputsParams
 
 from .child import HEADER, Answer, Setup
-from .limits import check
 
 logger = logging.getLogger(__name__)
 
-BUILTIN_BACKEND = "llguidance"
-ALIASES = {"auto": BUILTIN_BACKEND, "guidance": BUILTIN_BACKEND, "": BUILTIN_BACKEND}
 # While one child runs into its time limit, the other one still serves.
 NUM_CHILDREN = 2
 START_TIMEOUT_S = 60.0  # reading a large tokenizer and importing, on a busy machine
@@ -104,7 +102,7 @@ class _Child:
             self._stop()
             raise ConfigError(
                 f"the grammar compiler process did not start ({type(error).__name__}); backend "
-                f"{self._setup.target}; run: fastdeploy plugins doctor"
+                f"{self._setup.backend.name}; run: fastdeploy plugins doctor"
             ) from error
         if answer.error:
             self._stop()
@@ -146,14 +144,6 @@ class _Cache:
         self._num_bytes = 0
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all keys and values."""
-        return self._num_bytes
-
     def get(self, key: bytes) -> Answer | None:
         """The cached answer, or None."""
         with self._lock:
@@ -181,14 +171,13 @@ class GrammarCompiler:
     """Compiles constraints; thread-safe. `backend` goes into Request.grammar_backend, the result of
     compile() into Request.grammar."""
 
-    def __init__(self, setup: Setup, backend: str, config: StructuredOutputsConfig) -> None:
-        self.backend = backend
+    def __init__(self, setup: Setup | None, config: StructuredOutputsConfig) -> None:
+        self.backend = "" if setup is None else setup.backend.name
         self._config = config
-        self._setup = setup
         self._cache = _Cache()
         # Last in, first out: the child that ran last has warm caches.
         self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
-        self._children = [_Child(setup) for _ in range(NUM_CHILDREN)]
+        self._children = [_Child(setup) for _ in range(NUM_CHILDREN)] if setup else []
         for child in self._children:
             self._idle.put(child)
         self._threads = ThreadPoolExecutor(NUM_CHILDREN + 2, "grammar-compiler")
@@ -198,21 +187,22 @@ class GrammarCompiler:
     def start(
         cls,
         tokenizer_path: str | Path,
+        backend: PluginEntry | None,
         *,
         vocab_size: int = 0,
         eos_token_ids: Sequence[int] = (),
         config: StructuredOutputsConfig | None = None,
-        target: str = "",
-        options: Mapping[str, Any] | None = None,
     ) -> GrammarCompiler:
-        """`tokenizer_path` is a model folder or its tokenizer.json. No process is started before
-        the first constraint arrives. `target` ("module:Class") overrides the configured backend."""
+        """`tokenizer_path` is a model folder or its tokenizer.json, `backend` the grammar driver
+        that was resolved; None: every constraint is refused. No process is started before the first
+        constraint arrives."""
         config = config or StructuredOutputsConfig()
+        if backend is None:
+            return cls(None, config)
         path = Path(tokenizer_path)
         path = path / "tokenizer.json" if path.is_dir() else path
-        name = ALIASES.get(config.backend, config.backend)
         setup = Setup(
-            target=target or backend_target(name),
+            backend=backend,
             tokenizer_json=str(path.resolve()),
             vocab_size=vocab_size,
             eos_token_ids=[int(t) for t in eos_token_ids],
@@ -220,24 +210,25 @@ class GrammarCompiler:
                 "disable_any_whitespace": config.disable_any_whitespace,
                 "max_source_bytes": config.max_source_bytes,
                 "max_depth": config.max_depth,
-                **(options or {}),
             },
             timeout_s=config.compile_timeout_s,
             memory_bytes=MAX_MEMORY_BYTES,
         )
-        return cls(setup, name, config)
+        return cls(setup, config)
 
     def compile(self, params: StructuredOutputsParams) -> bytes:
         """The compiled constraint, or InvalidRequest. Waits for a free child and at most the time
         limit."""
-        if self._config.backend == "off":
+        if not self.backend:
+            raise InvalidRequest(self._why_none(), param="structured_outputs")
+        try:
+            body = msgspec.msgpack.encode(params)
+        except (RecursionError, TypeError, ValueError, OverflowError):
             raise InvalidRequest(
-                "structured outputs are turned off on this server "
-                "(--guided-decoding-backend off); remove structured_outputs from the request",
-                param="structured_outputs",
-            )
-        check(params, self._config)  # cheap, and done before anything is copied to the child
-        body = msgspec.msgpack.encode(params)
+                f"structured_outputs.{params.kind} cannot be used: it is not valid JSON, or nests "
+                f"more than {self._config.max_depth} levels deep",
+                param=f"structured_outputs.{params.kind}",
+            ) from None
         answer = self._cache.get(body)
         if answer is None:
             answer = self._ask(body)
@@ -257,6 +248,18 @@ class GrammarCompiler:
         self._threads.shutdown(wait=False, cancel_futures=True)
         for child in self._children:
             child.close()
+
+    def _why_none(self) -> str:
+        if self._config.backend == "off":
+            return (
+                "structured outputs are turned off on this server "
+                "(--guided-decoding-backend off); remove structured_outputs from the request"
+            )
+        known = " or ".join(f"pip install {of}" for of in sorted({*providers("grammar").values()}))
+        return (
+            "structured outputs need a grammar backend, and none is installed on this server; "
+            f"install one: {known}"
+        )
 
     def _ask(self, body: bytes) -> Answer:
         if self._closed:
@@ -278,13 +281,3 @@ class GrammarCompiler:
             error=f"structured_outputs cannot be used: {why}; simplify the schema or grammar",
             param="structured_outputs",
         )
-
-
-def backend_target(name: str) -> str:
-    """ "module:Class" of a grammar backend, by entry-point name."""
-    if name in (BUILTIN_BACKEND, "off"):
-        return "fastdeploy_core.grammar.llguidance_backend:LLGuidanceBackend"
-    from fastdeploy_core import plugins
-
-    driver = plugins.lookup("grammar", name)
-    return f"{driver.__module__}:{driver.__qualname__}"

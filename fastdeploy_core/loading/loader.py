@@ -52,6 +52,7 @@ class LoadedModel:
     kv_layers: list[AttentionSpec]  # cache order
     attention: dict[AttentionSpec, AttentionBackend]
     builder: ModelBuilder  # the model's builder; drafters add layers with it
+    load_driver: LoadDriver  # what was resolved at start-up, for drivers that requests need
     weight_bytes: int = 0
     report: list[str] = field(default_factory=list)  # lines for the start-up report
 
@@ -105,6 +106,7 @@ def load_model(
         kv_layers=build.kv_layers,
         attention=build.attention_drivers,
         builder=build,
+        load_driver=load_driver,
         weight_bytes=build.weight_bytes + cache.num_bytes,
         report=report,
     )

@@ -1,50 +1,38 @@
-"""The structure that all families here share: embedding, pre-norm blocks, final norm, lm head.
+"""The structure that all families here share: embedding, pre-norm blocks, final norm, lm head; and
+the attention that most of them share.
 
-A family's file lists the parts of its blocks; nothing here depends on a family.
+A family's file says what is its own; nothing here depends on a family.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastdeploy_core.contracts.model import StoredTensor
+from fastdeploy_core.contracts.model import ModelShapes, StoredTensor
+from fastdeploy_core.contracts.moe import MoESpec
 from fastdeploy_core.layers.context import ForwardContext
 from fastdeploy_core.layers.norm import RMSNorm
 
 from .reading import ConfigReader
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from fastdeploy_core.layers.attention import Attention
     from fastdeploy_core.layers.builder import ModelBuilder
+    from fastdeploy_core.layers.mla import LatentAttention
+    from fastdeploy_core.layers.mlp import GatedMLP
+    from fastdeploy_core.layers.moe import MoEBlock
     from fastdeploy_core.tensor import Tensor
 
-Addends = tuple["Tensor", "Tensor | None"]
-
-
-class AttentionLayer(Protocol):
-    """The layer between the two norms of a block; see layers/attention.py."""
-
-    def after(
-        self,
-        norm: RMSNorm,
-        x: Tensor,
-        residual: Tensor | None,
-        positions: Tensor,
-        context: ForwardContext,
-        rows: Tensor | None = None,
-    ) -> Addends: ...
-
-
-class FeedForward(Protocol):
-    """The layer after the second norm of a block; see layers/mlp.py."""
-
-    def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> Addends: ...
-
-
-# Makes one block's part from its checkpoint prefix; the second also gets the number of the block.
-MakeAttention = Callable[["ModelBuilder", str], AttentionLayer]
-MakeFeedForward = Callable[["ModelBuilder", str, int], FeedForward]
+    Addends = tuple[Tensor, Tensor | None]
+    AttentionLayer = Attention | LatentAttention
+    FeedForward = GatedMLP | MoEBlock
+    # Makes one block's part from its checkpoint prefix; the second also gets the number of the
+    # block.
+    MakeAttention = Callable[[ModelBuilder, str], AttentionLayer]
+    MakeFeedForward = Callable[[ModelBuilder, str, int], FeedForward]
 
 
 @dataclass(slots=True)
@@ -149,3 +137,67 @@ class DecoderLM:
     def load_weights(self, tensors: Iterable[tuple[str, StoredTensor]]) -> list[str]:
         """Take every known tensor by checkpoint name; returns the unknown names."""
         return self.weights.load(tensors)
+
+
+class GroupedQueryLM(DecoderLM):
+    """A family with grouped-query attention that is the same in every block.
+
+    Biases are constants, or keys of config.json that say whether there are any.
+    """
+
+    rope_theta: ClassVar[float] = 10000.0
+    interleaved: ClassVar[bool] = False
+    head_norms: ClassVar[bool] = False
+    qkv_bias: ClassVar[str | bool] = "attention_bias"
+    output_bias: ClassVar[str | bool] = "attention_bias"
+    mlp_bias: ClassVar[str | bool] = False
+    head_bias: ClassVar[str | bool] = False
+    tied: ClassVar[bool] = False
+
+    @classmethod
+    def check(cls, read: ConfigReader) -> None:
+        """Raise UnsupportedModel for what only this family's config.json may ask for."""
+
+    @classmethod
+    def moe(cls, read: ConfigReader, dtype: str) -> MoESpec | None:
+        """Experts, if the family has any."""
+        return None
+
+    @classmethod
+    def shapes(cls, config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
+        """Shapes of one rank."""
+        read = ConfigReader(config, tp_size)
+        read.require_silu()
+        cls.check(read)
+        read.rotary(read.head_dim(), theta=cls.rope_theta, interleaved=cls.interleaved)
+        read.divided("intermediate_size", read.size("intermediate_size"))
+        spec = read.gqa(dtype, interleaved=cls.interleaved, head_norms=cls.head_norms)
+        return read.shapes(spec, cls.moe(read, dtype))
+
+    def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
+        read = ConfigReader(config, build.tp_size)
+        heads = read.heads()
+        spec = read.gqa(build.dtype, interleaved=self.interleaved, head_norms=self.head_norms)
+        rotary = read.rotary(read.head_dim(), theta=self.rope_theta, interleaved=self.interleaved)
+        qkv, output = _has(read, self.qkv_bias), _has(read, self.output_bias)
+        eps = read.number("rms_norm_eps", default=1e-6) if self.head_norms else None
+        super().__init__(
+            read,
+            build,
+            attention=lambda build, prefix: build.gqa(
+                prefix, heads, spec, rotary, qkv_bias=qkv, output_bias=output, norm_eps=eps
+            ),
+            feed_forward=self.make_feed_forward(read, build.dtype),
+            tied=self.tied,
+            head_bias=_has(read, self.head_bias),
+        )
+
+    def make_feed_forward(self, read: ConfigReader, dtype: str) -> MakeFeedForward:
+        """Dense blocks; a family with experts overrides it."""
+        hidden, width = read.size("hidden_size"), read.size("intermediate_size")
+        bias = _has(read, self.mlp_bias)
+        return lambda build, prefix, _: build.mlp(prefix, hidden, width, bias=bias)
+
+
+def _has(read: ConfigReader, bias: str | bool) -> bool:
+    return read.flag(bias, default=False) if isinstance(bias, str) else bias

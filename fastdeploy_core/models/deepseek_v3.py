@@ -16,11 +16,13 @@ from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
 from fastdeploy_core.layers.mla import LatentShape
 from fastdeploy_core.layers.rotary import RotarySpec, yarn_softmax_scale
 
-from .decoder import DecoderLM, FeedForward
+from .decoder import DecoderLM
 from .reading import ConfigReader
 
 if TYPE_CHECKING:
     from fastdeploy_core.layers.builder import ModelBuilder
+
+    from .decoder import FeedForward
 
 
 def _latent(read: ConfigReader) -> LatentShape:
@@ -69,8 +71,7 @@ def _moe(read: ConfigReader, dtype: str) -> MoESpec:
         top_k_groups=read.size("topk_group", default=1),
         has_correction_bias=True,
     )
-    width = read.divided("moe_intermediate_size", read.size("moe_intermediate_size"))
-    return MoESpec(routing, read.size("hidden_size"), width, dtype)
+    return read.experts(routing, dtype)
 
 
 class DeepseekV3ForCausalLM(DecoderLM):

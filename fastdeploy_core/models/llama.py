@@ -1,44 +1,9 @@
 """Llama 2, 3 and 3.x (transformers: LlamaForCausalLM). Linear and llama3 rope scaling."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-from fastdeploy_core.contracts.model import ModelShapes
-
-from .decoder import DecoderLM
-from .reading import ConfigReader
-
-if TYPE_CHECKING:
-    from fastdeploy_core.layers.builder import ModelBuilder
+from .decoder import GroupedQueryLM
 
 
-class LlamaForCausalLM(DecoderLM):
-    """Grouped-query attention and a gated feed-forward block; biases where config.json says so."""
+class LlamaForCausalLM(GroupedQueryLM):
+    """A gated feed-forward block; biases where config.json says so."""
 
-    @staticmethod
-    def shapes(config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
-        """Shapes of one rank."""
-        read = ConfigReader(config, tp_size)
-        read.require_silu()
-        read.rotary(read.head_dim())
-        read.divided("intermediate_size", read.size("intermediate_size"))
-        return read.shapes(read.gqa(dtype))
-
-    def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
-        read = ConfigReader(config, build.tp_size)
-        heads, spec, rotary = read.heads(), read.gqa(build.dtype), read.rotary(read.head_dim())
-        intermediate = read.size("intermediate_size")
-        attention_bias = read.flag("attention_bias", default=False)
-        mlp_bias = read.flag("mlp_bias", default=False)
-        super().__init__(
-            read,
-            build,
-            attention=lambda build, prefix: build.gqa(
-                prefix, heads, spec, rotary, qkv_bias=attention_bias, output_bias=attention_bias
-            ),
-            feed_forward=lambda build, prefix, _: build.mlp(
-                prefix, heads.hidden, intermediate, bias=mlp_bias
-            ),
-        )
+    mlp_bias = "mlp_bias"

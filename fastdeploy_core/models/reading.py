@@ -7,7 +7,7 @@ from typing import Any
 
 from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.model import ModelShapes
-from fastdeploy_core.contracts.moe import MoESpec
+from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
 from fastdeploy_core.errors import ConfigError, UnsupportedModel
 from fastdeploy_core.layers.attention import HeadShape
 from fastdeploy_core.layers.rotary import RotarySpec, check_rotary
@@ -23,11 +23,9 @@ class ConfigReader:
         names = config.get("architectures") or ["?"]
         self.architecture = str(names[0])
 
-    def _find(self, keys: tuple[str, ...]) -> Any:
-        for key in keys:
-            if self.config.get(key) is not None:
-                return self.config[key]
-        return None
+    def _find(self, keys: tuple[str, ...], default: Any = None) -> Any:
+        found = (self.config[key] for key in keys if self.config.get(key) is not None)
+        return next(found, default)
 
     def _wrong(self, keys: tuple[str, ...], value: Any, expected: str) -> ConfigError:
         return ConfigError(
@@ -37,32 +35,28 @@ class ConfigReader:
 
     def size(self, *keys: str, default: int | None = None) -> int:
         """A whole number above 0."""
-        value = self._find(keys)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self._wrong(keys, value, "a whole number above 0")
-        return value
+        return self._whole(keys, default, 1, "a whole number above 0")
 
     def count(self, *keys: str, default: int | None = None) -> int:
         """A whole number, 0 or above."""
-        value = self._find(keys)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self._wrong(keys, value, "a whole number, 0 or above")
+        return self._whole(keys, default, 0, "a whole number, 0 or above")
+
+    def _whole(self, keys: tuple[str, ...], default: int | None, least: int, expected: str) -> int:
+        value = self._find(keys, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self._wrong(keys, value, expected)
         return value
 
     def number(self, *keys: str, default: float) -> float:
         """A number."""
-        value = self._find(keys)
-        value = default if value is None else value
+        value = self._find(keys, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise self._wrong(keys, value, "a number")
         return float(value)
 
     def flag(self, *keys: str, default: bool) -> bool:
         """True or false."""
-        value = self._find(keys)
-        value = default if value is None else value
+        value = self._find(keys, default)
         if not isinstance(value, bool):
             raise self._wrong(keys, value, "true or false")
         return value
@@ -86,17 +80,6 @@ class ConfigReader:
                 "possible: silu"
             )
 
-    def refuse_sliding_window(self) -> None:
-        """UnsupportedModel if a sliding window is in use: attention here covers the whole
-        context."""
-        in_use = self.flag("use_sliding_window", default=False)
-        kinds = self._find(("layer_types",)) or []
-        if in_use or any(kind != "full_attention" for kind in kinds):
-            raise UnsupportedModel(
-                f"this {self.architecture} uses sliding-window attention, which is not supported; "
-                "possible: full attention in every layer"
-            )
-
     def head_dim(self) -> int:
         """Width of one attention head."""
         heads = self.size("num_attention_heads")
@@ -107,15 +90,12 @@ class ConfigReader:
         scaling = self._find(("rope_parameters", "rope_scaling")) or {}
         if not isinstance(scaling, Mapping):
             raise self._wrong(("rope_parameters", "rope_scaling"), scaling, "an object")
-        given = scaling.get("rope_theta")
-        base = (
-            float(given)
-            if isinstance(given, int | float)
-            else self.number("rope_theta", default=theta)
-        )
+        base = scaling.get("rope_theta")
+        if not isinstance(base, int | float):
+            base = self.number("rope_theta", default=theta)
         spec = RotarySpec(
             dim=dim,
-            theta=base,
+            theta=float(base),
             interleaved=interleaved,
             max_position_embeddings=self.size("max_position_embeddings", default=2048),
             kind=str(scaling.get("rope_type", scaling.get("type")) or "default"),
@@ -141,6 +121,11 @@ class ConfigReader:
             layers=(attention,) * self.size("num_hidden_layers"),
             moe=moe,
         )
+
+    def experts(self, routing: RoutingSpec, dtype: str) -> MoESpec:
+        """The experts as one rank holds them."""
+        width = self.divided("moe_intermediate_size", self.size("moe_intermediate_size"))
+        return MoESpec(routing, self.size("hidden_size"), width, dtype)
 
     def gqa(
         self, dtype: str, *, interleaved: bool = False, head_norms: bool = False

@@ -15,13 +15,13 @@ __all__ = ["ARCHITECTURES", "ModelShapes", "model_class", "read_shapes"]
 # The core's own families; group fastdeploy.models has the same entries.
 ARCHITECTURES: Final[dict[str, str]] = {
     "DeepseekV3ForCausalLM": "fastdeploy_core.models.deepseek_v3:DeepseekV3ForCausalLM",
-    "Ernie4_5ForCausalLM": "fastdeploy_core.models.ernie4_5:Ernie4_5ForCausalLM",
-    "Ernie4_5_ForCausalLM": "fastdeploy_core.models.ernie4_5:Ernie4_5ForCausalLM",
-    "Ernie4_5_MoeForCausalLM": "fastdeploy_core.models.ernie4_5_moe:Ernie4_5_MoeForCausalLM",
+    "Ernie4_5ForCausalLM": "fastdeploy_core.models.ernie:Ernie4_5ForCausalLM",
+    "Ernie4_5_ForCausalLM": "fastdeploy_core.models.ernie:Ernie4_5ForCausalLM",
+    "Ernie4_5_MoeForCausalLM": "fastdeploy_core.models.ernie:Ernie4_5_MoeForCausalLM",
     "LlamaForCausalLM": "fastdeploy_core.models.llama:LlamaForCausalLM",
-    "Qwen2ForCausalLM": "fastdeploy_core.models.qwen2:Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": "fastdeploy_core.models.qwen3:Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM": "fastdeploy_core.models.qwen3_moe:Qwen3MoeForCausalLM",
+    "Qwen2ForCausalLM": "fastdeploy_core.models.qwen:Qwen2ForCausalLM",
+    "Qwen3ForCausalLM": "fastdeploy_core.models.qwen:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "fastdeploy_core.models.qwen:Qwen3MoeForCausalLM",
 }
 
 

@@ -4,7 +4,6 @@ rest."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fastdeploy_core import plugins
@@ -13,13 +12,18 @@ from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser
 ReasoningDriver = Callable[[str, Mapping[str, Any]], ReasoningParser]
 
 
-@dataclass(frozen=True, slots=True)
-class Thinking:
-    """How thinking shows in the text of an answer that is about to begin."""
+class Thinking(Protocol):
+    """How thinking shows in the text of an answer that is about to begin; a parser's `thinking`."""
 
-    end: str
-    # None: the text begins in the thinking; else this token begins the thinking
-    begin: str | None = None
+    @property
+    def end(self) -> str:
+        """The token that ends it."""
+        ...
+
+    @property
+    def begin(self) -> str | None:
+        """The token that begins it; None: the text begins in the thinking."""
+        ...
 
 
 class TextParser(Protocol):
@@ -44,8 +48,7 @@ def thinking_ahead(
     prompt_text: str,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Thinking | None:
-    """How an answer to this prompt may begin with thinking, or None. A parser says so with an
-    attribute `thinking`; a parser without it never delays a grammar."""
+    """How an answer to this prompt may begin with thinking, or None."""
     if parser is None:
         return None
     reader = parser(prompt_text, dict(chat_template_kwargs or {}))

@@ -18,7 +18,7 @@ __all__ = ["lookup", "names"]
 def lookup(kind: str, name: str, *, inventory: Inventory | None = None) -> Any:
     """The driver class of that kind and name; PluginNotFound lists what there is.
 
-    For kinds that are chosen by name alone (parsers, logits processors, grammars, models). Names
+    For kinds that are chosen by name alone (parsers, logits processors, models). Names
     come from the kind's entry-point group, then from its fd_register_... hook.
     """
     from .drivers import lookup as find_and_load

@@ -360,8 +360,7 @@ class _Resolver:
         )
 
     def by_name(self) -> None:
-        """Kinds chosen by name alone; all grammars are included, because a request names its
-        own."""
+        """Kinds chosen by name alone."""
         architecture = self._config.model.architecture
         if architecture:
             self._add_family(architecture)
@@ -373,12 +372,26 @@ class _Resolver:
         for name in self._config.logits_processors:
             if ":" not in name:  # "module:Class" is the operator's own code, not a plugin
                 self._add(find("logits_processor", name, self._inventory))
-        for name in available("grammar", self._inventory):
+        self._grammar()
+
+    def _grammar(self) -> None:
+        """At most one grammar backend. One that is not asked for by name is not among the chosen:
+        it need not work before a request needs it."""
+        asked = self._config.structured_outputs.backend
+        if asked == "off":
+            return
+        if asked not in ("", "auto"):
+            self._add(find("grammar", asked, self._inventory))
+            self._chosen["grammar"] = asked
+            return
+        names = available("grammar", self._inventory)
+        if len(names) > 1:
+            raise ConfigError(
+                f"several grammar backends are installed: {', '.join(names)}; say which with "
+                f"--guided-decoding-backend, or off for none"
+            )
+        for name in names:
             self._add(find("grammar", name, self._inventory))
-        backend = self._config.structured_outputs.backend
-        if backend not in ("", "auto"):
-            find("grammar", backend, self._inventory)
-            self._chosen["grammar"] = backend
 
     def _add_family(self, architecture: str) -> None:
         try:

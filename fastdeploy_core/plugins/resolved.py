@@ -61,6 +61,11 @@ class ResolvedPlugins(msgspec.Struct, frozen=True):
             f"resolved: {', '.join(self.names(kind)) or 'none'}"
         )
 
+    @property
+    def grammar(self) -> PluginEntry | None:
+        """The grammar backend, if the deployment has one; nobody needs to have asked for it."""
+        return next(iter(self.plugin_entries("grammar")), None)
+
     def load(self, kind: str, name: str = "") -> Any:
         """The class (or kernel table) of the chosen driver, or of the named one."""
         return load(self.entry(kind, name), preflight=False)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastdeploy_core import plugins
 from fastdeploy_core.config import EngineConfig, SpeculativeConfig
 from fastdeploy_core.contracts.small import GrammarBackend, ProcessorContext
 from fastdeploy_core.errors import InvalidRequest
@@ -36,7 +36,10 @@ class SamplingState:
         device: DeviceBackend,
         kernels: KernelTable,
         columns: SamplingColumns,
+        load_driver: Callable[[str, str], Any],
     ) -> None:
+        """`load_driver(kind, name)` returns a driver class that was resolved at start-up."""
+        self._load_driver = load_driver
         num_slots, vocab_size = config.batch.max_num_seqs, columns.vocab_size
         tokenizer = config.model.tokenizer_path
         tokenizer = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
@@ -94,9 +97,9 @@ class SamplingState:
     def _backend(self, new: NewSequence) -> GrammarBackend:
         key = (new.grammar_backend, tuple(new.eos_token_ids))
         if key not in self._grammars:
-            driver = plugins.lookup("grammar", new.grammar_backend or "llguidance")
             if not self._tokenizer_json:
                 raise InvalidRequest("structured outputs need the model's tokenizer.json")
+            driver = self._load_driver("grammar", new.grammar_backend)
             self._grammars[key] = driver(self._tokenizer_json, self._vocab_size, new.eos_token_ids)
         return self._grammars[key]
 

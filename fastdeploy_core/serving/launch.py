@@ -30,6 +30,7 @@ from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.client import AsyncEngine
 from fastdeploy_core.parsers.answer import parser_named
 from fastdeploy_core.plugins.checkpoints import find_model
+from fastdeploy_core.plugins.drivers import find
 from fastdeploy_core.serving.http import event_loop
 from fastdeploy_core.serving.http.listening import bind_socket, url_of
 
@@ -77,7 +78,7 @@ def _serve_by_many(
     from fastdeploy_core.serving.front.front_ends import FrontEnds
 
     _log_model(engine_config)
-    _check_parsers(server_config)
+    _each_parser(server_config, find)  # PluginNotFound, before a model is loaded
     started_at = time.monotonic()
 
     def on_ready() -> None:
@@ -168,7 +169,7 @@ async def running_app(
     """An engine with an app around it; both end with the context."""
     started_at = time.monotonic()
     _log_model(engine_config)
-    _check_parsers(server_config)
+    _each_parser(server_config, find)  # PluginNotFound, before a model is loaded
     plugins = Plugins(engine_config)
     starting = AsyncEngine.start(engine_config, plugins.resolved)
     async with _app_around(starting, engine_config, server_config, plugins.resolved) as (
@@ -207,7 +208,9 @@ async def _app_around(
     async with contextlib.AsyncExitStack() as stack:
         engine_task = asyncio.create_task(starting)
         try:
-            tokenizer, routers = await asyncio.to_thread(_prepare_app, model, resolved)
+            tokenizer, routers = await asyncio.to_thread(
+                _prepare_app, model, server_config, resolved
+            )
         except BaseException:
             engine_task.cancel()
             await asyncio.gather(engine_task, return_exceptions=True)
@@ -222,6 +225,7 @@ async def _app_around(
         limits = RequestLimits.of(engine_config, tokenizer, engine.info)
         compiler = GrammarCompiler.start(
             model.tokenizer_path,
+            resolved.result().grammar,
             vocab_size=engine.info.vocab_size,
             eos_token_ids=limits.eos_token_ids,
             config=engine_config.structured_outputs,
@@ -239,10 +243,12 @@ async def _app_around(
         yield app, engine
 
 
-def _check_parsers(config: ServerConfig) -> None:
-    """Before a model is loaded: PluginNotFound if no plugin provides a named parser."""
-    parser_named("reasoning_parser", config.reasoning_parser)
-    parser_named("tool_parser", config.tool_call_parser)
+def _each_parser(config: ServerConfig, use: Callable[[str, str], object]) -> None:
+    """Call use(kind, name) for every parser that the operator named."""
+    kinds = {"reasoning_parser": config.reasoning_parser, "tool_parser": config.tool_call_parser}
+    for kind, name in kinds.items():
+        if name:
+            use(kind, name)
 
 
 def _log_model(config: EngineConfig) -> None:
@@ -258,12 +264,13 @@ def _log_model(config: EngineConfig) -> None:
 
 
 def _prepare_app(
-    model: ModelConfig, resolved: Future[ResolvedPlugins]
+    model: ModelConfig, server_config: ServerConfig, resolved: Future[ResolvedPlugins]
 ) -> tuple[Tokenizer, list[tuple[str, Any]]]:
     """The slow parts of an app that need no engine."""
     importlib.import_module(".app", __package__)
     importlib.import_module(".server", __package__)
     importlib.import_module("fastdeploy_core.grammar.compiler")
+    _each_parser(server_config, parser_named)  # so that the app finds them imported
     from fastdeploy_core.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(

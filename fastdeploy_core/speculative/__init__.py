@@ -1,5 +1,1 @@
-"""The core's speculative methods, and the verifier that all methods share.
-
-The contract is contracts/speculative.py. The worker runs verifier and drafters after the model's
-step.
-"""
+"""What all speculative methods share; methods are plugins (contracts/speculative.py)."""

@@ -71,7 +71,7 @@ class ModelRunner:
         # Ranks other than 0 only need the tokens that rank 0 samples.
         self._state: SamplingState | None = None
         if rank == 0:
-            self._state = SamplingState(config, device, kernels, self._columns)
+            self._state = SamplingState(config, device, kernels, self._columns, loaded.load_driver)
         parts: list[Any] = [self._columns, *(self._state.parts if self._state else ())]
         captured = CapturedSampling(device, kernels, self._columns, max_num_seqs)
         # One rank knows what all rows need.

@@ -6,7 +6,6 @@ The device, attention, MoE and kernel suites run on the tensor library of this r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from fastdeploy_core.contracts.quantizer import LayerSpec, ParameterSpec
 from fastdeploy_testing.conformance.test_attention import AttentionConformance
 from fastdeploy_testing.conformance.test_device import DeviceConformance
-from fastdeploy_testing.conformance.test_drafter import DrafterConformance
 from fastdeploy_testing.conformance.test_end_to_end import EndToEndConformance
 from fastdeploy_testing.conformance.test_expert_communicator import (
     ExpertCommunicatorConformance,
@@ -165,22 +163,3 @@ class TestWFp8AFp8(QuantizerConformance):
     @pytest.fixture
     def max_relative_error(self) -> float:
         return 0.08
-
-
-class TestNgram(DrafterConformance):
-    driver_name = "ngram_match"
-
-
-@pytest.mark.slow
-class TestSuffix(DrafterConformance):
-    driver_name = "suffix"
-
-
-@pytest.mark.slow
-class TestDraftModel(DrafterConformance):
-    driver_name = "draft_model"
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def options(cls, model: Path) -> dict[str, Any]:
-        return {"model": str(model)}

@@ -13,6 +13,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from fd_grammar_llguidance.backend import LLGuidanceBackend
 
 from fastdeploy_core.config import SpeculativeConfig
 from fastdeploy_core.contracts.base import CONTRACT
@@ -20,7 +21,6 @@ from fastdeploy_core.contracts.small import ProcessorContext
 from fastdeploy_core.contracts.speculative import DraftBatch, HostDraftInput
 from fastdeploy_core.engine.core import EngineCore
 from fastdeploy_core.engine.selection import resolve_plugins
-from fastdeploy_core.grammar.llguidance_backend import LLGuidanceBackend
 from fastdeploy_core.types import (
     Request,
     RequestOutputDelta,

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from fd_grammar_llguidance.backend import LLGuidanceBackend
 from tokenizers import Tokenizer
 
 from fastdeploy_core.contracts.small import ProcessorContext
 from fastdeploy_core.errors import InvalidRequest, PluginLoadError
-from fastdeploy_core.grammar.llguidance_backend import LLGuidanceBackend
 from fastdeploy_core.sampling.processors import find_processor
 from fastdeploy_core.sampling.thinking import ThinkingBudgetLogitsProcessor
 from fastdeploy_core.types import SamplingParams, StructuredOutputsParams

@@ -13,6 +13,7 @@ from fastdeploy_core.config import EngineConfig, ModelConfig
 from fastdeploy_core.config.engine import BatchConfig
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.errors import InvalidRequest
+from fastdeploy_core.plugins import lookup
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.sampling.captured import CapturedSampling
@@ -37,7 +38,7 @@ class Bench:
             **settings,
         )
         kernels = build_kernel_table("cpu")
-        self.state = SamplingState(config, self.device, kernels, self.columns)
+        self.state = SamplingState(config, self.device, kernels, self.columns, lookup)
         self.tokens: dict[int, list[int]] = {}
         self.num_prompt: dict[int, int] = {}
 

@@ -19,6 +19,7 @@ from fastdeploy_core.config import (
 )
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.errors import WorkerError
+from fastdeploy_core.plugins import lookup
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.sampling.columns import SamplingColumns
@@ -365,7 +366,7 @@ def test_a_slot_given_back_holds_nothing(
     names = ("LogitBiasLogitsProcessor",)
     config = engine_config(folder, tensor_library, max_num_seqs=SLOTS, logits_processors=names)
     columns = SamplingColumns(SLOTS, 310)
-    state = SamplingState(config, device, build_kernel_table("cpu"), columns)
+    state = SamplingState(config, device, build_kernel_table("cpu"), columns, lookup)
     parts = [columns, *state.parts]
     members = [member for part in state.parts for member in getattr(part, "_members", [])]
     batch = make_slots(device, num_drafts=2, parts=parts)

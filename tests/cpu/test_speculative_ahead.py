@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fd_speculative.ngram import DeviceNgramDrafter
 
 from fastdeploy_core.config import ParallelConfig, SpeculativeConfig
 from fastdeploy_core.engine.core import EngineCore
@@ -25,7 +26,6 @@ from fastdeploy_core.engine.processes.worker_process import make_worker
 from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.scheduler import decode_count
 from fastdeploy_core.scheduler import settings as scheduler_settings
-from fastdeploy_core.speculative.ngram import DeviceNgramDrafter
 from fastdeploy_core.types import SchedulerOutput
 from fastdeploy_core.worker import graph_sizes
 from fastdeploy_core.worker.draft_batch import DraftBatches

@@ -17,6 +17,7 @@ from scipy import stats
 from fastdeploy_core.config import EngineConfig, ModelConfig, SpeculativeConfig
 from fastdeploy_core.config.engine import BatchConfig
 from fastdeploy_core.contracts.device import DeviceOptions
+from fastdeploy_core.plugins import lookup
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.sampling.columns import PENALTY, SamplingColumns, SamplingPlan
@@ -55,7 +56,9 @@ class Bench:
             batch=BatchConfig(max_num_seqs=SLOTS),
             speculative=SpeculativeConfig("any", NUM_DRAFTS, **speculative),
         )
-        self.state = SamplingState(config, self.device, build_kernel_table("cpu"), self.columns)
+        self.state = SamplingState(
+            config, self.device, build_kernel_table("cpu"), self.columns, lookup
+        )
         for slot in range(SLOTS):
             self.columns.add(slot, params, 0)
             new = NewSequence(

@@ -29,6 +29,7 @@ from fd_gcu.attention import GcuAttention
 from fd_gcu.device import GcuDevice
 from fd_gguf.checkpoint import GGUFCheckpoint
 from fd_gguf.quantizer import GGUFQuantizer
+from fd_grammar_llguidance.backend import LLGuidanceBackend
 from fd_iluvatar.attention import IluvatarAttention
 from fd_iluvatar.device import IluvatarDevice
 from fd_kv_shm.shm import SharedMemoryTransport
@@ -38,11 +39,17 @@ from fd_mycalls.parser import MyCallsParser
 from fd_mychip.device import MyChipDevice
 from fd_mydraft.drafter import MyDraftDrafter
 from fd_myformat.quantizer import MyFormatQuantizer
+from fd_parsers.deepseek import DeepSeekToolParser
+from fd_parsers.hermes import HermesToolParser
+from fd_parsers.think import DeepSeekR1Parser, ErnieX1Parser, ThinkParser
 from fd_quant_hub.compressed import CompressedTensors
 from fd_quant_hub.gptq import Awq, Gptq
 from fd_quant_wint2.published import Wint2
 from fd_quant_wint2.trellis import Tet2, Tet3, Tet4
 from fd_spec_mtp.drafter import MTPDrafter
+from fd_speculative.draft_model import DraftModel
+from fd_speculative.ngram import NgramDrafter
+from fd_speculative.suffix import SuffixDrafter
 from fd_tools.chat import chat, complete
 from fd_tools.collect_env import main as collect_env
 from fd_tools.run_batch import main as run_batch
@@ -70,17 +77,11 @@ from fastdeploy_core.contracts.small import (
     ToolParser,
 )
 from fastdeploy_core.contracts.speculative import DeviceDrafter, DrafterContext, HostDrafter
-from fastdeploy_core.grammar.llguidance_backend import LLGuidanceBackend
 from fastdeploy_core.layers import ModelBuilder
 from fastdeploy_core.models.deepseek_v3 import DeepseekV3ForCausalLM
-from fastdeploy_core.models.ernie4_5 import Ernie4_5ForCausalLM
-from fastdeploy_core.models.ernie4_5_moe import Ernie4_5_MoeForCausalLM
+from fastdeploy_core.models.ernie import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
 from fastdeploy_core.models.llama import LlamaForCausalLM
-from fastdeploy_core.models.qwen2 import Qwen2ForCausalLM
-from fastdeploy_core.models.qwen3 import Qwen3ForCausalLM
-from fastdeploy_core.models.qwen3_moe import Qwen3MoeForCausalLM
-from fastdeploy_core.parsers.reasoning import DeepSeekR1Parser, ErnieX1Parser, ThinkParser
-from fastdeploy_core.parsers.tools import DeepSeekToolParser, HermesToolParser
+from fastdeploy_core.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 from fastdeploy_core.quantization.fp8 import BlockFp8, WFp8AFp8
 from fastdeploy_core.quantization.integer import W4A8, W8A8, WInt4, WInt8
 from fastdeploy_core.quantization.mixed import MixedQuantizer
@@ -91,9 +92,6 @@ from fastdeploy_core.reference.moe import ReferenceMoE
 from fastdeploy_core.sampling.processors import LogitBiasLogitsProcessor
 from fastdeploy_core.sampling.thinking import ThinkingBudgetLogitsProcessor
 from fastdeploy_core.scheduler.local import LocalScheduler
-from fastdeploy_core.speculative.draft_model import DraftModel
-from fastdeploy_core.speculative.ngram import NgramDrafter
-from fastdeploy_core.speculative.suffix import SuffixDrafter
 from fastdeploy_testing.check import main as check_plugin
 from fastdeploy_testing.examine import main as examine_device
 from fastdeploy_testing.fakes import FaultyDevice, NullDevice

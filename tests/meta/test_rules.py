@@ -377,7 +377,6 @@ def test_control_plane_imports_no_tensor_library(module: str) -> None:
 IMPORTING_BY_NAME = {
     "fastdeploy_core/cli/",
     "fastdeploy_core/engine/processes/",
-    "fastdeploy_core/grammar/child.py",
     "fastdeploy_core/models/shapes.py",
     "fastdeploy_core/plugins/",
     "fastdeploy_core/sampling/processors.py",

@@ -68,7 +68,7 @@ def test_a_family_of_the_core_is_replaced_when_the_operator_prefers_the_plugin(
     tmp_path: Path,
 ) -> None:
     source = (
-        "from fastdeploy_core.models.qwen2 import Qwen2ForCausalLM as Core\n"
+        "from fastdeploy_core.models.qwen import Qwen2ForCausalLM as Core\n"
         "class Qwen2ForCausalLM(Core):\n    pass\n"
     )
     site = site_with(tmp_path, "Qwen2ForCausalLM", source)
@@ -78,7 +78,7 @@ def test_a_family_of_the_core_is_replaced_when_the_operator_prefers_the_plugin(
         "name = 'Qwen2ForCausalLM'\n"
         "print(model_class({'architectures': [name]}).__module__, lookup('model', name).__module__)"
     )
-    core, plugin = "fastdeploy_core.models.qwen2", "fd_family.model"
+    core, plugin = "fastdeploy_core.models.qwen", "fd_family.model"
     for preferred, module in (("", core), ("fd-family", plugin)):
         done = python(site, "-c", code, FD_PLUGINS_PREFERRED=preferred)
         assert done.stdout.split() == [module, module], done.stderr

@@ -10,6 +10,7 @@ import pydantic
 import pytest
 
 from fastdeploy_core.grammar.compiler import GrammarCompiler
+from fastdeploy_core.plugins.drivers import find
 from fastdeploy_core.tokenizer import Tokenizer
 from tests.server_support import ScriptedEngine, live
 
@@ -36,7 +37,9 @@ class City(pydantic.BaseModel):
 
 @pytest.fixture
 def api(engine: ScriptedEngine, tokenizer: Tokenizer) -> Iterator[openai.OpenAI]:
-    compiler = GrammarCompiler.start(tokenizer.tokenizer_json, vocab_size=len(tokenizer))
+    compiler = GrammarCompiler.start(
+        tokenizer.tokenizer_json, find("grammar", "llguidance"), vocab_size=len(tokenizer)
+    )
     options = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3", "api_keys": (KEY,)}
     try:
         with (

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 
 from fastdeploy_core.contracts.small import ToolCallDelta
 from fastdeploy_core.grammar.compiler import GrammarCompiler
+from fastdeploy_core.plugins.drivers import find
 from fastdeploy_core.serving.openai import forced_tools
 from fastdeploy_core.serving.openai.answer import Answer
 from fastdeploy_core.tokenizer import Tokenizer
@@ -38,7 +39,9 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 
 @pytest.fixture
 def client(engine: ScriptedEngine, tokenizer: Tokenizer) -> Iterator[httpx.Client]:
-    compiler = GrammarCompiler.start(tokenizer.tokenizer_json, vocab_size=len(tokenizer))
+    compiler = GrammarCompiler.start(
+        tokenizer.tokenizer_json, find("grammar", "llguidance"), vocab_size=len(tokenizer)
+    )
     options = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes", "compiler": compiler}
     try:
         with (
@@ -335,7 +338,9 @@ def test_a_grammar_waits_for_the_end_of_thinking(thinking_folder: Path) -> None:
     thinker = Tokenizer.load(thinking_folder)
     marks = [thinker.token_to_id(mark) for mark in ("<think>", "</think>")]
     engine = ScriptedEngine(thinker, lambda prompt, index: '<think>hm</think>{"a": 1}')
-    compiler = GrammarCompiler.start(thinker.tokenizer_json, vocab_size=len(thinker))
+    compiler = GrammarCompiler.start(
+        thinker.tokenizer_json, find("grammar", "llguidance"), vocab_size=len(thinker)
+    )
     forced = {
         "tools": [WEATHER, TIME],
         "tool_choice": {"type": "function", "function": TIME["function"]},
@@ -366,3 +371,27 @@ def test_a_grammar_waits_for_the_end_of_thinking(thinking_folder: Path) -> None:
             assert engine.requests[-1].grammar_start is None
     finally:
         compiler.close()
+
+
+def test_without_a_grammar_backend_a_constraint_gets_400_and_the_command_that_installs_one(
+    engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    compiler = GrammarCompiler.start(tokenizer.tokenizer_json, None)
+    schema = {"name": "a", "schema": {"type": "object"}}
+    asks = [
+        {"response_format": {"type": "json_schema", "json_schema": schema}},
+        {"guided_regex": "[ab]"},
+        {"structured_outputs": {"choice": ["a"]}},
+        {"tools": [TIME], "tool_choice": "required"},
+    ]
+    with (
+        live(engine, tokenizer, tool_call_parser="hermes", compiler=compiler) as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+    ):
+        for ask in asks:
+            body = {"messages": ASK["messages"], **ask}
+            response = client.post("/v1/chat/completions", json=body)
+            assert response.status_code == 400, ask
+            assert "pip install fd-grammar-llguidance" in response.json()["error"]["message"]
+        assert chat(client)["message"]["content"], "other requests are answered"
+    compiler.close()

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from fastdeploy_core.parsers.answer import thinking_ahead
-from fastdeploy_core.parsers.reasoning import DeepSeekR1Parser, ThinkParser
 from fastdeploy_core.sampling.after_thinking import MatcherAfterThinking
 from fastdeploy_core.types import GrammarStart
 
@@ -99,27 +97,3 @@ def test_going_back_is_like_never_having_gone(start: GrammarStart, tokens: list[
         assert possible(gone) == possible(fresh)
         assert gone.is_finished() == fresh.is_finished()
         assert gone.accept(tokens[keep:]) == len(tokens) - keep
-
-
-@pytest.mark.parametrize(
-    ("parser", "prompt", "kwargs", "begin", "end"),
-    [
-        (ThinkParser, "hi<|assistant|>", {}, "<think>", "</think>"),
-        (ThinkParser, "hi<|assistant|><think>\n", {}, None, "</think>"),
-        (DeepSeekR1Parser, "hi<|assistant|>", {}, None, "</think>"),
-        (ThinkParser, "hi<think>", {}, None, "</think>"),
-    ],
-)
-def test_parsers_say_how_thinking_will_look(
-    parser: type, prompt: str, kwargs: dict, begin: str | None, end: str
-) -> None:
-    ahead = thinking_ahead(parser, prompt, kwargs)
-    assert ahead is not None
-    assert (ahead.begin, ahead.end) == (begin, end)
-
-
-@pytest.mark.parametrize("parser", [ThinkParser, DeepSeekR1Parser])
-def test_nothing_waits_where_nobody_thinks(parser: type) -> None:
-    assert thinking_ahead(parser, "hi<think>\n\n</think>\n\n") is None
-    assert thinking_ahead(parser, "hi", {"enable_thinking": False}) is None
-    assert thinking_ahead(None, "hi<think>") is None

@@ -14,6 +14,7 @@ from fastdeploy_core.config import (
     ModelConfig,
     RequestSchedulerConfig,
     SpeculativeConfig,
+    StructuredOutputsConfig,
 )
 from fastdeploy_core.contracts.base import Accept, Candidate, Decline
 from fastdeploy_core.contracts.model import AttentionSpec, StateSpec
@@ -324,6 +325,33 @@ def test_unknown_scheduler_and_architecture(world):
     model = replace(CONFIG.model, hf_config={"architectures": ["Unheard"]})
     with pytest.raises(UnsupportedModel, match="Known"):
         resolve(replace(CONFIG, model=model), inventory=world())
+
+
+def with_grammar(backend):
+    return replace(CONFIG, structured_outputs=StructuredOutputsConfig(backend=backend))
+
+
+def test_the_only_grammar_backend_is_taken_unless_it_is_turned_off(world):
+    taken = resolve(CONFIG, inventory=world())
+    assert taken.grammar.name == "lark" and taken.name("grammar") == ""
+    assert resolve(with_grammar("lark"), inventory=world()).name("grammar") == "lark"
+    assert resolve(with_grammar("off"), inventory=world()).grammar is None
+    with pytest.raises(PluginNotFound, match="no grammar driver 'peg'; installed: lark"):
+        resolve(with_grammar("peg"), inventory=world())
+
+
+def test_among_several_grammar_backends_the_operator_chooses(world):
+    inventory = world(entry("grammar", "peg", "any_drivers:Any", "fd-peg"))
+    with pytest.raises(ConfigError, match="lark, peg; say which with --guided-decoding-backend"):
+        resolve(CONFIG, inventory=inventory)
+    chosen = resolve(with_grammar("peg"), inventory=inventory)
+    assert chosen.grammar.name == "peg" and chosen.names("grammar") == ["peg"]
+
+
+def test_a_method_that_is_not_installed_names_the_command_that_installs_it(world):
+    config = replace(CONFIG, speculative=SpeculativeConfig("ngram_match", 4))
+    with pytest.raises(PluginNotFound, match="pip install fd-speculative"):
+        resolve(config, inventory=world())
 
 
 def test_resolution_survives_the_wire_and_loads_what_was_chosen(world):

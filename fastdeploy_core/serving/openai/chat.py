@@ -8,8 +8,12 @@ from typing import Any
 
 from fastdeploy_core.engine.input import build_request, grammar_start
 from fastdeploy_core.errors import InvalidRequest
-from fastdeploy_core.parsers import AnswerReader
-from fastdeploy_core.parsers.answer import TextParser, shown_tokens, thinking_ahead
+from fastdeploy_core.parsers.answer import (
+    AnswerReader,
+    TextParser,
+    shown_tokens,
+    thinking_ahead,
+)
 from fastdeploy_core.serving.state import ServerState
 from fastdeploy_core.tokenizer.special_text import MarkedText
 from fastdeploy_core.types import (

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from fd_parsers.hermes import HermesToolParser
 from shared_queue import SharedQueue
 
 from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.contracts.quantizer import LayerSpec
 from fastdeploy_core.contracts.small import ParsedDelta, ToolCallDelta
 from fastdeploy_core.contracts.speculative import HostDraftInput
-from fastdeploy_core.parsers.tools import HermesToolParser
 from fastdeploy_core.reference import expert_communicator
 from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.tensor import load

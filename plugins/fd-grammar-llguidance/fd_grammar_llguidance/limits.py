@@ -1,16 +1,16 @@
 """Limits on the cost of a constraint, checked in linear time before compilation.
 
-These checks bound what reaches a grammar library. The time and memory limits of the compiling child
-process (compiler.py) bound everything else.
+These checks bound what reaches the grammar library. The core's limits on the time and memory of the
+compiling process bound everything else.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from fastdeploy_core.config import StructuredOutputsConfig
 from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.types import StructuredOutputsParams
 
@@ -22,6 +22,21 @@ MAX_REF_CHAIN = 64
 MAX_TAGS = 64
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The operator's limits, from the options of GrammarBackend.compile."""
+
+    max_source_bytes: int
+    max_depth: int
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Limits:
+        """Those given, else the defaults of --structured-outputs-config."""
+        return cls(
+            int(options.get("max_source_bytes", 16 * 1024)), int(options.get("max_depth", 64))
+        )
+
+
 def refuse(kind: str, why: str) -> InvalidRequest:
     """The error that a client gets for a constraint that is not possible."""
     return InvalidRequest(
@@ -29,46 +44,46 @@ def refuse(kind: str, why: str) -> InvalidRequest:
     )
 
 
-def check(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> str:
+def check(params: StructuredOutputsParams, limits: Limits) -> str:
     """Return the constraint as one text (JSON where it is not text), or raise InvalidRequest."""
     kind, value = params.kind, getattr(params, params.kind)
     if kind == "choice":
         _check_choice(value)
     if isinstance(value, dict):
-        _check_depth(kind, _depth(value), config)
+        _check_depth(kind, _depth(value), limits)
     source = value if isinstance(value, str) else _dump(kind, value)
     try:
         num_bytes = len(source.encode())
     except UnicodeEncodeError:
         raise refuse(kind, "it holds characters that are no valid Unicode") from None
-    if num_bytes > config.max_source_bytes:
+    if num_bytes > limits.max_source_bytes:
         raise refuse(
-            kind, f"it has {num_bytes} bytes; at most {config.max_source_bytes} are possible"
+            kind, f"it has {num_bytes} bytes; at most {limits.max_source_bytes} are possible"
         )
     if kind == "regex":
-        check_regex(kind, source, config)
+        check_regex(kind, source, limits)
     elif kind == "grammar":
-        _check_brackets(kind, source, config)
+        _check_brackets(kind, source, limits)
         if source.count("|") > MAX_ALTERNATIONS:
             raise refuse(kind, f"it has more than {MAX_ALTERNATIONS} alternatives")
         _check_repeats(kind, source)
     elif kind in ("json", "structural_tag"):
-        _check_json(kind, source, config)
+        _check_json(kind, source, limits)
     return source
 
 
-def parse_json(kind: str, text: str, config: StructuredOutputsConfig) -> Any:
+def parse_json(kind: str, text: str, limits: Limits) -> Any:
     """Parse client JSON: bounded depth, no NaN or Infinity."""
-    _check_depth(kind, _text_depth(text), config)
+    _check_depth(kind, _text_depth(text), limits)
     try:
         return json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         raise refuse(kind, "it is not valid JSON") from None
 
 
-def check_regex(kind: str, pattern: str, config: StructuredOutputsConfig) -> None:
+def check_regex(kind: str, pattern: str, limits: Limits) -> None:
     """Check nesting, alternatives and repetition counts of a regular expression."""
-    _check_brackets(kind, pattern, config)
+    _check_brackets(kind, pattern, limits)
     if pattern.count("|") > MAX_ALTERNATIONS:
         raise refuse(kind, f"the expression has more than {MAX_ALTERNATIONS} alternatives")
     _check_repeats(kind, pattern)
@@ -92,9 +107,9 @@ def _check_choice(choices: Any) -> None:
         raise refuse("choice", "every choice must be a non-empty string")
 
 
-def _check_depth(kind: str, depth: int, config: StructuredOutputsConfig) -> None:
-    if depth > config.max_depth:
-        raise refuse(kind, f"it nests {depth} levels deep; at most {config.max_depth} are possible")
+def _check_depth(kind: str, depth: int, limits: Limits) -> None:
+    if depth > limits.max_depth:
+        raise refuse(kind, f"it nests {depth} levels deep; at most {limits.max_depth} are possible")
 
 
 def _depth(value: Any) -> int:
@@ -132,7 +147,7 @@ def _text_depth(text: str) -> int:
     return deepest
 
 
-def _check_brackets(kind: str, pattern: str, config: StructuredOutputsConfig) -> None:
+def _check_brackets(kind: str, pattern: str, limits: Limits) -> None:
     depth = deepest = 0
     escaped = False
     for char in pattern:
@@ -145,7 +160,7 @@ def _check_brackets(kind: str, pattern: str, config: StructuredOutputsConfig) ->
             deepest = max(deepest, depth)
         elif char == ")":
             depth -= 1
-    _check_depth(kind, deepest, config)
+    _check_depth(kind, deepest, limits)
 
 
 def _repeats(pattern: str) -> Iterator[tuple[int, int, int]]:
@@ -190,8 +205,8 @@ def _check_repeats(kind: str, pattern: str) -> None:
         index += 1
 
 
-def _check_json(kind: str, source: str, config: StructuredOutputsConfig) -> None:
-    root = parse_json(kind, source, config)
+def _check_json(kind: str, source: str, limits: Limits) -> None:
+    root = parse_json(kind, source, limits)
     if kind == "json" and not isinstance(root, dict | bool):
         raise refuse(kind, "a JSON schema must be an object or a boolean")
     stack = [root]
@@ -204,10 +219,10 @@ def _check_json(kind: str, source: str, config: StructuredOutputsConfig) -> None
             if isinstance(node.get("$ref"), str):
                 _check_reference(kind, root, node["$ref"])
             if isinstance(node.get("pattern"), str):
-                check_regex(kind, node["pattern"], config)
+                check_regex(kind, node["pattern"], limits)
             patterns = node.get("patternProperties")
             for pattern in patterns if isinstance(patterns, dict) else ():
-                check_regex(kind, pattern, config)
+                check_regex(kind, pattern, limits)
 
 
 def _check_reference(kind: str, root: Any, reference: str) -> None:

@@ -9,10 +9,10 @@ import re
 import jsonschema
 import numpy as np
 import pytest
+from fd_grammar_llguidance.backend import LLGuidanceBackend
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from fastdeploy_core.errors import InvalidRequest
-from fastdeploy_core.grammar.llguidance_backend import LLGuidanceBackend
 from fastdeploy_core.types import StructuredOutputsParams
 
 EOS = 2

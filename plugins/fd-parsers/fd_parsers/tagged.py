@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 from fastdeploy_core.contracts.small import ParsedDelta, ToolCallDelta
-from fastdeploy_core.parsers.scan import MarkerScanner, chunks, merge
+
+from .scan import MarkerScanner, chunks, merge
 
 # A call whose quotes do not balance hides its end marker. At the end of the text the marker is
 # searched again without regard to quotes. Each such repair rereads the rest, hence the limit.

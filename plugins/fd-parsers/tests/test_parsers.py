@@ -8,18 +8,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fd_parsers
 import pytest
+from fd_parsers.deepseek import SEPARATOR, DeepSeekToolParser
+from fd_parsers.hermes import HermesToolParser
+from fd_parsers.think import DeepSeekR1Parser, ErnieX1Parser, ThinkParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fastdeploy_core.parsers
 from fastdeploy_core import plugins
 from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser, ToolParser
-from fastdeploy_core.parsers import AnswerReader
-from fastdeploy_core.parsers.answer import shown_tokens
-from fastdeploy_core.parsers.reasoning import DeepSeekR1Parser, ErnieX1Parser, ThinkParser
-from fastdeploy_core.parsers.tools import DeepSeekToolParser, HermesToolParser
-from fastdeploy_core.parsers.tools.deepseek import SEPARATOR
+from fastdeploy_core.parsers.answer import AnswerReader, shown_tokens, thinking_ahead
 
 THINKERS = [ThinkParser, DeepSeekR1Parser, ErnieX1Parser]
 TOOLS = [HermesToolParser, DeepSeekToolParser]
@@ -289,7 +288,7 @@ def test_hostile_text_costs_linear_time(kind: Any, name: str) -> None:
 
 
 def test_parsers_evaluate_nothing() -> None:
-    root = Path(fastdeploy_core.parsers.__file__).parent
+    root = Path(fd_parsers.__file__).parent
     for file in root.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -302,3 +301,27 @@ def test_parsers_are_found_by_name() -> None:
         assert isinstance(plugins.lookup("reasoning_parser", name)("", {}), ReasoningParser)
     for name in ("hermes", "qwen3", "deepseek", "ernie-x1"):
         assert isinstance(plugins.lookup("tool_parser", name)([]), ToolParser)
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt", "kwargs", "begin", "end"),
+    [
+        (ThinkParser, "hi<|assistant|>", {}, "<think>", "</think>"),
+        (ThinkParser, "hi<|assistant|><think>\n", {}, None, "</think>"),
+        (DeepSeekR1Parser, "hi<|assistant|>", {}, None, "</think>"),
+        (ThinkParser, "hi<think>", {}, None, "</think>"),
+    ],
+)
+def test_parsers_say_how_thinking_will_look(
+    parser: type, prompt: str, kwargs: dict, begin: str | None, end: str
+) -> None:
+    ahead = thinking_ahead(parser, prompt, kwargs)
+    assert ahead is not None
+    assert (ahead.begin, ahead.end) == (begin, end)
+
+
+@pytest.mark.parametrize("parser", [ThinkParser, DeepSeekR1Parser])
+def test_nothing_waits_where_nobody_thinks(parser: type) -> None:
+    assert thinking_ahead(parser, "hi<think>\n\n</think>\n\n") is None
+    assert thinking_ahead(parser, "hi", {"enable_thinking": False}) is None
+    assert thinking_ahead(None, "hi<think>") is None

@@ -12,7 +12,6 @@ from typing import Literal
 
 import numpy as np
 
-from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.speculative import DrafterContext, HostDraftInput
 
 from .automaton import ROOT, SuffixAutomaton
@@ -42,7 +41,7 @@ class SuffixDrafter:
     """One memory per process, shared by all its sequences."""
 
     name = "suffix"
-    contract = CONTRACT
+    contract = (1, 0)
     runs_on: Literal["host"] = "host"
 
     def __init__(self, context: DrafterContext) -> None:

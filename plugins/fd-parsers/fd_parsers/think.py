@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from fastdeploy_core.contracts.small import ParsedDelta
-from fastdeploy_core.parsers.answer import Thinking
-from fastdeploy_core.parsers.scan import MarkerScanner, chunks, merge
+
+from .scan import MarkerScanner, chunks, merge
 
 THINK, END_THINK = "<think>", "</think>"
 RESPONSE, END_RESPONSE = "<response>", "</response>"
 _SWITCHES = ("enable_thinking", "thinking")
+
+
+class Thinking(NamedTuple):
+    """How thinking will show in the text of an answer; see ReasoningParser."""
+
+    end: str
+    begin: str | None = None
 
 
 class _Where(enum.Enum):

@@ -1,5 +1,4 @@
-"""What the core's speculative methods need; answers hooks at start-up. Imports no tensor
-library."""
+"""What the methods need; answered at start-up. Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _RECORDS: dict[str, type[NgramOptions | SuffixOptions | DraftModelOptions]] = {
 
 @hookimpl
 def fd_speculative_requirements(question: SpeculativeQuestion) -> Requirements | None:
-    """Answers for the core's methods."""
+    """For the methods of this distribution."""
     if question.method not in _RECORDS:
         return None
     problems, options = check_options(_RECORDS[question.method], question.options)

@@ -1,4 +1,4 @@
-"""The built-in grammar backend (entry-point name `llguidance`).
+"""Driver `llguidance`.
 
 Its parser is lazy and bounded by fuel limits, so building a matcher in the worker is cheap; a
 matcher that runs out of fuel only ends its own request.
@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from fastdeploy_core.config import StructuredOutputsConfig
-from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.errors import ConfigError, InvalidRequest
 from fastdeploy_core.types import StructuredOutputsParams
 
-from . import limits
 from .convert import to_grammar
+from .limits import Limits, check, refuse
 
 # Matchers of recent grammars are kept and copied, which takes microseconds.
 MAX_CACHED_MATCHERS = 64
@@ -95,7 +93,7 @@ class LLGuidanceBackend:
     """Constructed with a tokenizer.json (its path or its text), in front ends and worker."""
 
     name = "llguidance"
-    contract = CONTRACT
+    contract = (1, 0)
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         text = tokenizer_json
@@ -118,13 +116,8 @@ class LLGuidanceBackend:
         self._pristine_bytes = 0
 
     def compile(self, params: StructuredOutputsParams, options: Mapping[str, Any]) -> bytes:
-        """Check and convert a constraint; run this in a process that may be killed
-        (grammar/compiler.py)."""
-        config = StructuredOutputsConfig(
-            max_source_bytes=int(options.get("max_source_bytes", 16 * 1024)),
-            max_depth=int(options.get("max_depth", 64)),
-        )
-        source = limits.check(params, config)
+        """Check and convert a constraint; run this in a process that may be killed."""
+        source = check(params, Limits.of(options))
         grammar = to_grammar(params, source, options)
         matcher = self._build(grammar)
         # The first mask shows errors that construction leaves for later: grammars that match
@@ -133,10 +126,10 @@ class LLGuidanceBackend:
             mask = np.zeros((self._tokenizer.vocab_size + 31) // 32, dtype=np.int32)
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             if not matcher.is_error() and not mask.any():
-                raise limits.refuse(params.kind, "nothing can match it")
+                raise refuse(params.kind, "nothing can match it")
         if matcher.is_error():
             why = " ".join(matcher.get_error().split("<")[0].split())[:300]
-            raise limits.refuse(params.kind, why or "it is too complex")
+            raise refuse(params.kind, why or "it is too complex")
         return grammar.encode()
 
     def matcher(self, compiled: bytes) -> LLGuidanceMatcher:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.speculative import DraftBatch, DrafterContext, HostDraftInput
 from fastdeploy_core.errors import ConfigError
 
@@ -23,7 +22,7 @@ class DeviceNgramDrafter:
     """Searches a sequence's tokens on the device, so that no step waits for the host."""
 
     name = "ngram_match"
-    contract = CONTRACT
+    contract = (1, 0)
     runs_on: Literal["device"] = "device"
     reads_history = True
 
@@ -51,7 +50,7 @@ class NgramDrafter:
     """Needs no weights and no device; keeps an index of every sequence."""
 
     name = "ngram_match"
-    contract = CONTRACT
+    contract = (1, 0)
     runs_on: Literal["host"] = "host"
     on_device = DeviceNgramDrafter
 

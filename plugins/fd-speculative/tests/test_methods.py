@@ -6,14 +6,14 @@ from random import Random
 
 import numpy as np
 import pytest
+from fd_speculative import history
+from fd_speculative.automaton import SuffixAutomaton
+from fd_speculative.history import TokenHistory
+from fd_speculative.ngram import NgramDrafter
+from fd_speculative.suffix import SuffixDrafter
 
 from fastdeploy_core.contracts.speculative import DrafterContext, HostDraftInput
 from fastdeploy_core.errors import ConfigError
-from fastdeploy_core.speculative import history
-from fastdeploy_core.speculative.automaton import SuffixAutomaton
-from fastdeploy_core.speculative.history import TokenHistory
-from fastdeploy_core.speculative.ngram import NgramDrafter
-from fastdeploy_core.speculative.suffix import SuffixDrafter
 
 
 def array(tokens: list[int]) -> np.ndarray:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.small import GreedyLM
 from fastdeploy_core.contracts.speculative import DraftBatch, DrafterContext
 from fastdeploy_core.errors import ConfigError
@@ -25,7 +24,7 @@ class DraftModel:
     """Owns the draft model. Its caches lie in the target's pool and use the same block tables."""
 
     name = "draft_model"
-    contract = CONTRACT
+    contract = (1, 0)
     runs_on: Literal["device"] = "device"
 
     def __init__(self, context: DrafterContext) -> None:

@@ -1,0 +1,1 @@
+"""Grammar backend `llguidance`: JSON schemas, regular expressions, choices, grammars and tags."""

@@ -1,0 +1,1 @@
+"""Reasoning and tool parsers of Qwen, ERNIE and DeepSeek models."""

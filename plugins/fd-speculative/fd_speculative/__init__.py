@@ -1,0 +1,1 @@
+"""Speculative methods that need no layers of their own: n-grams, suffixes, a draft model."""
