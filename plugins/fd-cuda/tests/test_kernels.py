@@ -48,6 +48,7 @@ class TestKernels(OnCuda, OpsConformance):
     """All operations."""
 
     if not HAS_GPU:
+        rows_of_limits = 32
 
         def test_draws_follow_the_distribution(self, device: Any, kernels: Any) -> None:
             pytest.skip("20,000 programs take minutes to interpret; draws equal the reference's")

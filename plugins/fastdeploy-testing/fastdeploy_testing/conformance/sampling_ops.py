@@ -15,6 +15,10 @@ from .base import OnDevice, values
 class SamplingOps(OnDevice):
     """Inherited by OpsConformance."""
 
+    # So many that the mutants in the tests of this kit are found; fewer where kernels are
+    # interpreted.
+    rows_of_limits = 1024
+
     @pytest.mark.parametrize("rows", [0, 1, 5])
     def test_apply_penalties(self, device: Any, kernels: Any, rows: int) -> None:
         for seed in (0, 1):
@@ -157,7 +161,7 @@ class SamplingOps(OnDevice):
     @pytest.mark.parametrize("limit", ["top_k", "top_p", "min_p", "temperature"])
     def test_each_limit_alone_decides(self, device: Any, kernels: Any, limit: str) -> None:
         """Many rows of similar tokens, so that a small change of a limit changes some of them."""
-        count = 8192 if limit == "temperature" else 1024
+        count = self.rows_of_limits * (8 if limit == "temperature" else 1)
         logits = (values(1, count, 40) / 10 + np.linspace(0, 3, 40)).astype("float32")
         ones, zeros = np.ones(count, "float32"), np.zeros(count, "float32")
         rising = np.linspace(0.05, 0.95, count).astype("float32")
