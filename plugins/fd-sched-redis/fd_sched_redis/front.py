@@ -87,6 +87,7 @@ class FrontSide:
         self._view: tuple[list[InstanceLoad], float] = ([], 0.0)
         self._offered: Counter[str] = Counter()  # since the view
         self._is_closed = False
+        self._period_s = min(config.lease_s / 8, MAX_BEAT_S)
         self._link = FrontLink(options, self._on_deltas, self._on_unreachable)
         self._beat()
         self._thread = threading.Thread(target=self._run, name="fd-redis-front", daemon=True)
@@ -117,7 +118,8 @@ class FrontSide:
 
     def loads(self) -> list[InstanceLoad]:
         """Live instances; as last seen, while Redis is away."""
-        self._look()
+        if time.monotonic() - self._view[1] > self._period_s:
+            self._look()
         seen, at = self._view
         age_s = time.monotonic() - at
         return [replace(load, age_s=load.age_s + age_s) for load in seen]
@@ -199,10 +201,8 @@ class FrontSide:
         """Redis is away: an instance gets the request directly, by the newest view of them."""
         away_s = time.monotonic() - self._reach.last_answer_s
         if away_s > self._options.offline:
-            return (
-                f"unavailable: {self._options.server} has not answered for {away_s:.0f} s; "
-                "try again later"
-            )
+            logger.error("%s has not answered for %.0f s", self._options.server, away_s)
+            return "unavailable: the request queue does not answer; try again later"
         limit = self._config.max_size
         with self._lock:
             num_direct = sum(e.is_direct and not e.position for e in self._entries.values())
@@ -210,10 +210,8 @@ class FrontSide:
             return f"queue full: {limit} requests wait while Redis is away; try again later"
         instance = self._least_loaded()
         if instance is None:
-            return (
-                f"unavailable: {self._options.server} does not answer and no instance is "
-                "connected; try again later"
-            )
+            logger.error("%s does not answer, no instance is connected", self._options.server)
+            return "unavailable: the request queue does not answer; try again later"
         entry.is_direct, entry.is_tracked, entry.instance = True, False, instance
         self._offered[instance] += 1
         self._link.send(instance, Offer(entry.request))
@@ -391,8 +389,7 @@ class FrontSide:
     # -- the thread that talks to Redis -----------------------------------------------------------
 
     def _run(self) -> None:
-        period_s = min(self._config.lease_s / 8, MAX_BEAT_S)
-        next_s = time.monotonic() + period_s
+        next_s = time.monotonic() + self._period_s
         while not self._is_closed:
             self._wanted.wait(max(0.0, next_s - time.monotonic()))
             self._wanted.clear()
@@ -400,7 +397,7 @@ class FrontSide:
                 if not self._reach.is_away:
                     self._flush()
                 if time.monotonic() >= next_s:
-                    next_s = time.monotonic() + period_s * random.uniform(0.8, 1.0)
+                    next_s = time.monotonic() + self._period_s * random.uniform(0.8, 1.0)
                     self._beat()
                     self._look()
             except Exception:
