@@ -63,6 +63,11 @@ class Reach:
         self.last_answer_s = 0.0
         self.since_s = time.monotonic()  # it has answered every call since then
         self.is_away = False
+        self.num_connections = 0
+
+    def connected(self) -> None:
+        """A connection was opened: perhaps to a server that was started again, or to another."""
+        self.num_connections += 1
 
     def note(self, is_answer: bool) -> None:
         """A call was answered, or not."""

@@ -57,6 +57,7 @@ class Entry:
         self.floor = 0  # attempts below it are lost
         self.attempt = -1  # that shows its output; -1: nothing was shown
         self.position = 0  # of the next delta
+        self.heard_s = self.put_s  # when its newest delta came
         self.finished_indices: set[int] = set()
         self.instance = ""  # that shows its output, or was offered it
         self.is_direct = False  # offered to an instance while Redis was away
@@ -83,7 +84,7 @@ class FrontSide:
         self._num_put = 0
         self._cursors = ["0-0"] * len(cells)
         self._waiting = [(0, 0)] * len(cells)  # requests that wait, instances that live
-        self._reconciled_s = [reach.since_s] * len(cells)
+        self._reconciled = [reach.num_connections] * len(cells)
         self._view: tuple[list[InstanceLoad], float] = ([], 0.0)
         self._offered: Counter[str] = Counter()  # since the view
         self._is_closed = False
@@ -317,8 +318,11 @@ class FrontSide:
                 if isinstance(output, RequestOutputDelta):
                     self._show(instance, output, 1, unwanted)
                 elif self._are_next(output):
+                    now = time.monotonic()
                     for request_id in output.request_ids:
-                        self._entries[request_id].position += output.num_deltas
+                        entry = self._entries[request_id]
+                        entry.position += output.num_deltas
+                        entry.heard_s = now
                     self._results.append(output)
                 else:
                     for delta in output:
@@ -361,6 +365,7 @@ class FrontSide:
             self._answer(entry, f"{lost}{delta.position}", "FastDeployError")
             return
         entry.position += num_deltas
+        entry.heard_s = time.monotonic()
         for sequence in delta.sequences:
             if sequence.finish_reason is not None:
                 entry.finished_indices.add(sequence.index)
@@ -405,21 +410,19 @@ class FrontSide:
 
     def _beat(self) -> None:
         for number, cell in enumerate(self._cells):
-            since_s = self._reach.since_s
             try:
                 beat = cell.front_beat(self.name, self._link.address, self._cursors[number])
                 self._waiting[number] = beat.num_waiting, beat.num_instances
                 cell.sweep()
-                if beat.is_new or self._reconciled_s[number] != self._reach.since_s:
+                num_connections = self._reach.num_connections
+                if beat.is_new or self._reconciled[number] != num_connections:
                     self._reconcile(number)
-                    self._reconciled_s[number] = self._reach.since_s
+                    self._reconciled[number] = num_connections
             except redis.exceptions.ResponseError as error:
                 logger.error("%s refused a call: %s", self._options.server, error)
                 continue
-            except redis.RedisError as error:
-                if since_s == self._reach.since_s and self._waiting[number] != (0, 0):
-                    logger.debug("%s does not answer: %s", self._options.server, error)
-                break
+            except redis.RedisError:
+                break  # Reach knows
             with self._lock:
                 for notice in beat.notices:
                     self._notice(notice)
@@ -445,7 +448,7 @@ class FrontSide:
 
     def _notice(self, notice: Notice) -> None:
         entry = self._entries.get(notice.request_id)
-        if entry is None or entry.is_direct or notice.attempt < entry.floor:
+        if entry is None or entry.is_direct or notice.attempt < max(entry.floor, entry.attempt):
             return
         if notice.what == "lost":
             if entry.position:
@@ -466,7 +469,7 @@ class FrontSide:
             self._answer(entry, None, "")
 
     def _reconcile(self, number: int) -> None:
-        """Redis was away, or has forgotten this front end: queue again what it does not know."""
+        """Redis may be another one, or lack its newest writes: queue again what it does not know."""
         with self._lock:
             mine = [e for e in self._entries.values() if e.cell == number and e.is_tracked]
         cell = self._cells[number]
@@ -490,11 +493,13 @@ class FrontSide:
                         self._answer(entry, refusal, "WorkerError")
 
     def _end_silent(self) -> None:
-        """Requests that Redis does not know end with their instance."""
-        ages = self._link.ages()
+        """Requests that Redis does not know end with their instance. If Redis took this front end
+        for dead, the instance may have ended one without an answer: then nothing more comes."""
+        ages, lease_s, now = self._link.ages(), self._config.lease_s, time.monotonic()
         with self._lock:
             for entry in list(self._entries.values()):
                 if entry.is_tracked or not entry.instance:
                     continue
-                if ages.get(entry.instance, float("inf")) > self._config.lease_s:
+                is_silent = ages.get(entry.instance, float("inf")) > lease_s
+                if is_silent or (not entry.is_direct and now - entry.heard_s > 2 * lease_s):
                     self._answer(entry, _LOST, "WorkerError")

@@ -96,6 +96,7 @@ class InstanceSide:
         self._load = InstanceLoad(self.name, config.epoch)
         self._version = ["0"] * len(cells)
         self._fronts: list[dict[str, str]] = [{} for _ in cells]
+        self._named: dict[str, tuple[str, float]] = {}  # front ends: address, when last named
         self.num_queued = 0  # in the queue of the home cell, as last heard
         self._is_alive = threading.Event()  # the engine was heard since the last beat
         self._until_s = 0.0  # the lease is proven until then
@@ -175,7 +176,6 @@ class InstanceSide:
         self._is_alive.set()
         for thread in self._threads:
             thread.join()
-        self._settle(0.0)
         for number in self._my_cells():
             with contextlib.suppress(redis.RedisError):
                 self._cells[number].leave(self.name, self._epoch_name)
@@ -255,10 +255,11 @@ class InstanceSide:
         self._num_asks += 1
         if number == self._home:
             self._until_s = max(self._until_s, began_s + self._config.lease_s)
-        for one in taken:
-            self._link.add(one.front, one.address)
         with self._lock:
             for one in taken:
+                if one.address:
+                    self._named[one.front] = one.address, began_s
+                    self._link.add(one.front, one.address)
                 self._accept(number, one)
             if self._stash:
                 self._ask = None
@@ -276,8 +277,19 @@ class InstanceSide:
         try:
             request = _decode(taken.body)
         except msgspec.MsgspecError as error:
-            # Nobody can run it: it is held until its front end ends it.
             logger.error("request %r cannot be read and is not run: %s", request_id, error)
+            self._held[request_id] = Held(number, taken.attempt, taken.front, 0, 0.0)
+            self._link.put(
+                [
+                    RequestOutputDelta(
+                        request_id=request_id,
+                        attempt=taken.attempt,
+                        finished=True,
+                        error="this request could not be read by the instance that got it",
+                        error_type="FastDeployError",
+                    )
+                ]
+            )
             return
         request.attempt, request.instance = taken.attempt, ""
         if request.deadline_s is not None:
@@ -394,16 +406,14 @@ class InstanceSide:
             self._is_alive.clear()
             began_s = time.monotonic()
             try:
-                for number in self._my_cells():
-                    self._beat_one(number)
+                if all([self._beat_one(number) for number in self._my_cells()]):
+                    self._until_s = max(self._until_s, began_s + self._config.lease_s)
             except redis.exceptions.ResponseError as error:
                 logger.error("%s refused a call: %s", self._options.server, error)
             except redis.RedisError:
                 self._is_alive.set()  # try again soon
-            else:
-                self._until_s = max(self._until_s, began_s + self._config.lease_s)
 
-    def _beat_one(self, number: int) -> None:
+    def _beat_one(self, number: int) -> bool:
         with self._lock:
             running = [h for h in self._held.values() if h.last is None]
             num_tokens = sum(h.num_tokens for h in running if not h.has_output)
@@ -417,18 +427,34 @@ class InstanceSide:
             load.draining,
         )
         if not self._is_entered(beat.status, number):
-            return
+            return False
         if number == self._home:
             self.num_queued = beat.num_waiting
         self._version[number] = beat.version
         if beat.fronts is not None:
             self._fronts[number] = beat.fronts
-            self._link.know({k: v for fronts in self._fronts for k, v in fronts.items()})
+            self._know_fronts()
         if beat.aborts:
             with self._lock:
                 for name in beat.aborts:
                     self._abort(name)
                 self._changed.notify_all()
+        return True
+
+    def _know_fronts(self) -> None:
+        """Keep sockets to front ends that Redis names, or named until a moment ago: it forgets those
+        that were paused, and all when it is started anew."""
+        now = time.monotonic()
+        named = {name: address for fronts in self._fronts for name, address in fronts.items()}
+        with self._lock:
+            reading = {held.front for held in self._held.values()}
+            self._named.update({name: (address, now) for name, address in named.items()})
+            self._named = {
+                name: (address, seen_s)
+                for name, (address, seen_s) in self._named.items()
+                if name in reading or now - seen_s < 2 * self._config.lease_s
+            }
+            self._link.know({name: address for name, (address, _) in self._named.items()})
 
     def _is_entered(self, status: str, number: int) -> bool:
         """Whether this epoch has a lease. If it has lost an earlier one, what others have is
@@ -482,6 +508,8 @@ class InstanceSide:
                     if answer == 1 and held.last is not None and now - held.ended_s > min_age_s:
                         again.setdefault(held.front, []).append(held.last)
                         continue
+                    if answer == 2 and now - held.ended_s < self._config.lease_s:
+                        continue  # it may only have been paused
                     if answer == 2:
                         cell.complete(name, held.attempt, "unread")
                     with self._lock:

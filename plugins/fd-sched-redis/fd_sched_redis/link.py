@@ -111,6 +111,7 @@ class FrontLink:
         self._guard = None if keys is None else _only_instances(self._context, self._socket, keys)
         self._folder: str | None = None
         self.address = self._bind(options)
+        self._num_unreadable = 0
         self._heard: dict[str, tuple[bytes, float]] = {}  # instances: identity, when last
         self._outbox: deque[tuple[str, Any]] = deque()
         self._waker = _Waker()
@@ -180,7 +181,13 @@ class FrontLink:
                 raise msgspec.ValidationError(f"{len(frames)} frames instead of 2")
             message = _from_instance.decode(frames[1])
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            logger.warning("an unreadable message of an instance was dropped: %s", error)
+            self._num_unreadable += 1
+            if self._num_unreadable & (self._num_unreadable - 1) == 0:  # 1, 2, 4, 8, ...
+                logger.warning(
+                    "%d unreadable messages of instances were dropped; the newest: %s",
+                    self._num_unreadable,
+                    error,
+                )
             return
         if isinstance(message, Hello):
             self._heard[message.instance] = frames[0], time.monotonic()
@@ -262,8 +269,8 @@ class InstanceLink:
         self._waker.wake()
 
     def add(self, front: str, address: str) -> None:
-        """The address of one front end; empty: it has died."""
-        if address and front not in self._addresses:
+        """The address of one more front end."""
+        if front not in self._addresses:
             self.know({**self._addresses, front: address})
 
     def put(self, outputs: list[Output]) -> None:

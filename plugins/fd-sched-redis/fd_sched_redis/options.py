@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,16 @@ class Server:
     tls_cert_file: str = ""
     tls_key_file: str = ""
 
-    def connect(self, timeout_s: float = CALL_TIMEOUT_S) -> redis.Redis:
-        """A client; it connects at its first call. Nothing is repeated behind the caller's back."""
+    def connect(
+        self, timeout_s: float = CALL_TIMEOUT_S, on_connect: Callable[[], None] = lambda: None
+    ) -> redis.Redis:
+        """A client; it connects at its first call. Nothing is repeated behind the caller's back,
+        but a closed connection is opened again: on_connect hears of each one."""
+
+        def greet(connection: Any) -> None:
+            connection.on_connect()
+            on_connect()
+
         password = self.password
         if self.password_file:
             password = _read(self.password_file, "password_file").decode().partition("\n")[0]
@@ -62,6 +70,7 @@ class Server:
             socket_timeout=timeout_s,
             socket_connect_timeout=CALL_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),
+            redis_connect_func=greet,
             **tls,
         )
 

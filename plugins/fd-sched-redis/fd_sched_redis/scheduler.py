@@ -28,7 +28,7 @@ class _RedisScheduler:
         self._config = config
         self._options = options = read_options(config.options)
         self._reach = Reach()
-        self._client: redis.Redis = options.server.connect()
+        self._client: redis.Redis = options.server.connect(on_connect=self._reach.connected)
         self.cells = [
             Cell(
                 self._client,
