@@ -67,6 +67,7 @@ class Server:
             db=self.db,
             username=self.username or None,
             password=password or None,
+            protocol=2,  # that of all servers and client libraries
             socket_timeout=timeout_s,
             socket_connect_timeout=CALL_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),
