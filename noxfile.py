@@ -51,14 +51,17 @@ LONG = (
 # interpreter takes minutes for is left to session `plugins`.
 INTERPRETED = ("test_quant*", "test_*_blocks", "test_attention*")
 LIGHT = {
+    "plugins/fd-accelerator": (),
     "plugins/fd-bench": (),
     "plugins/fd-calibrate": (),
     "plugins/fastdeploy-testing": (),
     "plugins/fd-cuda": tuple(f"--ignore-glob=*/{name}.py" for name in INTERPRETED),
     "plugins/fd-gguf": (),
     "plugins/fd-kv-shm": (),
+    "plugins/fd-quant-hub": (),
     "plugins/fd-quant-wint2": (),
     "plugins/fd-spec-mtp": (),
+    "plugins/fd-tools": (),
 }
 # Tested by session `vendors`, on simulated devices.
 SIMULATED = ("simdevice", "gcu", "iluvatar", "metax", "gaudi", "xpu", "dcu")

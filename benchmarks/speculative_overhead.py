@@ -102,14 +102,14 @@ def make_engine(options: argparse.Namespace, speculative: dict[str, Any] | None)
     resolved: Any = OnQueuingDevice(resolve_plugins(config))
     # nothing is sampled, so nothing has to be waited for
     for module in (worker_module, model_runner):
-        module.can_record_draws = lambda *parts: True  # type: ignore[attr-defined]
+        module.can_capture_sampling = lambda *parts: True  # type: ignore[attr-defined]
     engine = LocalEngine(config, resolved)
     worker = engine._core._executor._worker
     forget_the_model(worker)
     for work in worker.device.recorded:
         work.replay = lambda: None
-    postbox = worker._runner._slots.postbox
-    for recorded in worker._runner._graphs._steps.values():
+    postbox = worker._runner.slots.postbox
+    for recorded in worker._runner._graphs._decodes.values():
         recorded._forward.replay = partial(post, postbox, recorded.width)
     return engine
 
@@ -128,7 +128,7 @@ def forget_the_model(worker: Any) -> None:
 
     model.forward = forward
     model.compute_logits = lambda x: logits[: x.shape[0]]
-    speculation = worker._runner._speculation
+    speculation = worker._runner._drafting
     if speculation is not None and not speculation.reads_history:
         drafts = xp.zeros((4096, 32), dtype=xp.int64, device=worker.device.device)
         speculation._drafter.propose = lambda batch: drafts[

@@ -73,17 +73,17 @@ def queued(llm: Any, batch: int, times: int = 100) -> None:
     import torch
 
     runner = llm._live_engine()._core._executor._worker._runner
-    graphs, slots, device = runner._graphs, runner._slots, runner._device
-    step = graphs.find(batch, graphs.widths[-1])
+    graphs, slots, device = runner._graphs, runner.slots.state, runner._device
+    step = graphs.find(batch, graphs.plan.widths[-1])
     target = device.host_buffer(1 << 16)
     parts = {"the model": step._forward.replay, "sampled": step._greedy.replay}
     results = step._buffers.results
-    if graphs.draft_numbers:
-        key = (True, graphs.draft_numbers[-1])
+    if graphs.plan.draft_numbers:
+        key = (True, graphs.plan.draft_numbers[-1])
         parts["sampled and drafted"] = step._drafting[key].replay
-        results = step._drafts[key].values
+        results = step._drafts[key]
     slots.rows[:batch] = torch.arange(batch, device=slots.rows.device)
-    slots.room[:batch], slots.limit[:] = 1024, slots.max_drafts
+    slots.room[:batch], slots.limit[:] = 1024, runner.slots.max_drafts
 
     def measured(*calls: Callable[[], None]) -> float:
         found = []

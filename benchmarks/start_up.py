@@ -77,8 +77,8 @@ class Start:
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self._results = threading.Thread(target=self._read, daemon=True)
+        self._results.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -121,7 +121,7 @@ class Start:
         """End it."""
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(60)
-        self._reader.join(5)
+        self._results.join(5)
 
     def steps(self) -> dict[str, float]:
         """When each of STEPS was done."""

@@ -101,7 +101,12 @@ def environment() -> str:
         (f"`{v.name}`", v.type, "" if v.default in (None, ()) else f"`{v.default}`", v.doc)
         for v in envs.VARIABLES.values()
     ]
-    return "# Environment variables\n\n" + table(("name", "value", "default", "meaning"), rows)
+    return (
+        "# Environment variables\n\n"
+        + table(("name", "value", "default", "meaning"), rows)
+        + "\n\nPlugins name their own variables in their READMEs: `FD_DEVICE_MEMORY_GIB` is in "
+        "[fd-accelerator's](../../plugins/fd-accelerator/README.md)."
+    )
 
 
 def metrics() -> str:
@@ -149,8 +154,11 @@ def hooks() -> str:
 
 def operations() -> str:
     """Operations a kernel table may fill."""
-    rows = [(f"`{name}`", f"`{text}`") for name, text in OPERATIONS.items()]
-    quantized = [(f"`{name}`", f"`{text}`") for name, text in QUANTIZED_OPERATIONS.items()]
+    rows, quantized = (
+        [(f"`{o.name}`", f"`{o.signature}`", o.meaning) for o in operations.values()]
+        for operations in (OPERATIONS, QUANTIZED_OPERATIONS)
+    )
+    header = ("operation", "signature", "meaning")
     formats = [
         (f"`{f.name}`", f.summary, "; ".join(f"`{k}` {v}" for k, v in f.tensors.items()))
         for f in FORMATS.values()
@@ -159,11 +167,15 @@ def operations() -> str:
         [
             "# Operations\n\nWhat a device may implement through group `fastdeploy.kernels`, in "
             "any order; what it lacks comes from the reference.\n",
-            table(("operation", "signature"), rows),
+            "Shapes: names in one call are one number each (T tokens, B rows, S slots, V "
+            "vocabulary, E experts); `V/32` is rounded up; small letters within a tuple are each "
+            "tensor's own. Without a dtype an argument has the model's, and a result has that of "
+            "the first such argument. Arguments are positional.\n",
+            table(header, rows),
             "\n## Of quantized models\n\nLooked up when a layer needs them, so a device may leave "
             "them all out. A weight is handed as the cell's `prepare` made it, else as a "
             "`PackedWeight`.\n",
-            table(("operation", "signature"), quantized),
+            table(header, quantized),
             "\n## Internal formats\n\nN outputs, K inputs, G = ceil(K / inputs that share a "
             "scale); experts have one more dimension in front.\n",
             table(("format", "meaning", "tensors"), formats),
@@ -178,6 +190,13 @@ def devices() -> str:
     return page(table)
 
 
+def protocols() -> str:
+    """What every kind of driver implements."""
+    from protocols_page import protocols as page
+
+    return page(table)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "devices.md": devices,
     "cli.md": cli,
@@ -186,6 +205,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "metrics.md": metrics,
     "hooks.md": hooks,
     "operations.md": operations,
+    "protocols.md": protocols,
 }
 
 

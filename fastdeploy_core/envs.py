@@ -120,8 +120,10 @@ VARIABLES: Final[dict[str, Variable]] = {
         Variable(
             "FD_PLUGIN_HOOK_TIMEOUT_S",
             "seconds",
-            10.0,
-            "How long importing one third-party hook module, or one answer of it, may take.",
+            2.0,
+            "How long third-party hook modules may take together to be imported and to say which "
+            "devices are here; they are asked side by side. All later answers that hang may take "
+            "half of it together.",
             _number(0.1, 3600),
         ),
         Variable(
@@ -129,16 +131,9 @@ VARIABLES: Final[dict[str, Variable]] = {
             "seconds",
             60.0,
             "How long importing one third-party driver may take: in the pre-flight child process, "
-            "or of a checkpoint format in the process that reads the model path.",
+            "where one that neither computes nor reads is given up after 2 s, or of a checkpoint "
+            "format in the process that reads the model path.",
             _number(0.1, 3600),
-        ),
-        Variable(
-            "FD_DEVICE_MEMORY_GIB",
-            "GiB",
-            0.0,
-            "Memory of one accelerator, for devices whose driver cannot be asked. 0: ask, and fail "
-            "if there is no answer.",
-            _number(0, 1 << 20),
         ),
         Variable(
             "FD_FOR_TORCH_MODEL_FORMAT",
@@ -162,6 +157,13 @@ VARIABLES: Final[dict[str, Variable]] = {
             (),
             "Keys clients of the API server must send, beside those of --api-key.",
             _names,
+        ),
+        Variable(
+            "VLLM_API_KEY",
+            "a key",
+            (),
+            "One more such key, under the name that vLLM's deployments set.",
+            lambda text: (text,),
         ),
         Variable(
             "FD_LOG_LEVEL",

@@ -72,6 +72,15 @@ def needs_trace(error: BaseException) -> bool:
     return not isinstance(error, FastDeployError) or isinstance(error, PluginLoadError)
 
 
+def error_named(name: str, message: str) -> FastDeployError:
+    """The error that crossed a process border as the name of a class here and a message."""
+    kind = globals().get(name)
+    if not (isinstance(kind, type) and issubclass(kind, FastDeployError)):
+        kind = FastDeployError
+    error: FastDeployError = kind(message)
+    return error
+
+
 class RequestError(FastDeployError):
     """Ends one request and never the engine. `param` names the offending field, if one does."""
 

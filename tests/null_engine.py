@@ -36,13 +36,26 @@ VOCAB_SIZE = 64
 EOS = 3
 
 
+class WatchedWorker(FaultyWorker):
+    """Remembers where each row of the last step was written: messages say the most that can be."""
+
+    def launch(self, step: SchedulerOutput) -> Any:
+        self.written: dict[int, tuple[int, int]] = {}  # by seq_id: the first token and how many
+        return super().launch(step)
+
+    def _write(self, state: Any, start: int, fed: list[int]) -> None:
+        first, count = self.written.get(state.new.seq_id, (start, 0))
+        self.written[state.new.seq_id] = (first, count + len(fed))
+        super()._write(state, start, fed)
+
+
 class InlineExecutor:
     """One rank, in the caller's thread: what overlaps in production happens in the same order."""
 
     world_size = 1
 
     def __init__(self, config: EngineConfig) -> None:
-        self.worker = FaultyWorker(config)
+        self.worker = WatchedWorker(config)
         self.steps: list[SchedulerOutput] = []  # with their rows, also where these just go on
         self.num_explicit = 0  # steps that came with rows
         self._rows = BatchRows.of([], [], [])

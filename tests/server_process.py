@@ -55,8 +55,8 @@ class ServerProcess:
             text=True,
         )
         self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
+        self._results = threading.Thread(target=self._read)
+        self._results.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -91,7 +91,7 @@ class ServerProcess:
     def wait(self, timeout_s: float = 30) -> int:
         """Its exit code."""
         code = self.process.wait(timeout_s)
-        self._reader.join()
+        self._results.join()
         return code
 
 

@@ -68,7 +68,7 @@ def message_rows(rows: Sequence[Row]) -> tuple[BatchRows, dict[int, list[int]]]:
         [row.start for row in rows],
         [row.num_tokens for row in rows],
         [row.sample for row in rows],
-        {number: row.drafts for number, row in enumerate(rows) if row.drafts},
+        [len(row.drafts) for row in rows],
     )
     return columns, {n: row.new_block_ids for n, row in enumerate(rows) if row.new_block_ids}
 
@@ -77,6 +77,22 @@ def make_step(*rows: Row, step_id: int = 0) -> SchedulerOutput:
     """A message of nothing but rows."""
     columns, blocks = message_rows(rows)
     return SchedulerOutput(step_id=step_id, rows=columns, new_block_ids=blocks)
+
+
+def plant_drafts(worker: Worker, rows: Sequence[Row]) -> None:
+    """The rows' drafts become those that the worker holds for their next step."""
+    slots = worker._runner.slots
+    worker._runner._results.read_all()
+    xp, device = slots._xp, worker.device
+    for row in rows:
+        slot = slots.slot_of.get(row.seq_id)
+        if slot is None or not slots.max_drafts:
+            continue
+        slots.num_drafts[slot] = len(row.drafts)
+        slots.draft_ids[slot, : len(row.drafts)] = row.drafts
+        where = device.to_device(np.array([slot]))
+        xp.index_copy_(slots.state.drafts, 0, where, device.to_device(slots.draft_ids[[slot]]))
+        xp.index_copy_(slots.state.num_drafts, 0, where, where * 0 + len(row.drafts))
 
 
 def outputs_of(seq_ids: Sequence[int], output: ModelRunnerOutput) -> list[RowOutput]:
@@ -259,6 +275,7 @@ class Steps:
         )
 
     def launch(self, rows: list[Row], copies: BlockCopies | None = None) -> Any:
+        plant_drafts(self.worker, rows)
         return self.worker.launch(self.message(rows, copies))
 
     def take(self, output: ModelRunnerOutput) -> list[RowOutput]:

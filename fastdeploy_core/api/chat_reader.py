@@ -6,9 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fastdeploy_core import plugins
 from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser, ToolParser
-from fastdeploy_core.parsers.answer import AnswerReader, Thinking, shown_tokens, thinking_ahead
+from fastdeploy_core.parsers.answer import (
+    AnswerReader,
+    Thinking,
+    parser_named,
+    shown_tokens,
+    thinking_ahead,
+)
 from fastdeploy_core.types import CompletionOutput, RequestOutput
 
 
@@ -24,10 +29,7 @@ class ChatParsers:
         """Look parsers up by name; None when no name is given."""
         if not reasoning and not tool:
             return None
-        return cls(
-            plugins.lookup("reasoning_parser", reasoning) if reasoning else None,
-            plugins.lookup("tool_parser", tool) if tool else None,
-        )
+        return cls(parser_named("reasoning_parser", reasoning), parser_named("tool_parser", tool))
 
 
 class ChatReader:

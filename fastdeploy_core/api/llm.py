@@ -8,22 +8,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from fastdeploy_core import errors
 from fastdeploy_core.config.arguments import build_engine_config
 from fastdeploy_core.engine.client import LocalEngine
 from fastdeploy_core.engine.input import (
     RequestLimits,
+    RequestOptions,
     build_request,
     default_sampling_values,
     grammar_start,
 )
 from fastdeploy_core.engine.output import OutputKind, OutputProcessor
 from fastdeploy_core.engine.selection import resolve_plugins
-from fastdeploy_core.errors import ConfigError, InvalidRequest, WorkerError
+from fastdeploy_core.errors import ConfigError, InvalidRequest, WorkerError, error_named
 from fastdeploy_core.grammar.compiler import GrammarCompiler
 from fastdeploy_core.plugins.checkpoints import find_model
 from fastdeploy_core.tokenizer import Tokenizer
-from fastdeploy_core.types import Request, RequestOutput, SamplingParams, TokenDeltas
+from fastdeploy_core.types import (
+    Request,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+    TokenDeltas,
+)
 
 from .chat_reader import ChatParsers, ChatReader
 from .inputs import Prompt, Prompts, conversations, normalise_prompts, one_each
@@ -74,7 +80,9 @@ class LLM:
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
             self._tokenizer = Tokenizer.load(
-                self.config.model.tokenizer_path, chat_template=self.config.model.chat_template
+                self.config.model.tokenizer_path,
+                chat_template=self.config.model.chat_template,
+                trust_special_tokens=self.config.model.trust_special_tokens,
             )
         self._processor = OutputProcessor(self._tokenizer)
         self._batches: dict[str, _Batch] = {}  # request id to the call it belongs to
@@ -208,7 +216,26 @@ class LLM:
                 f"sampling_params must be SamplingParams, got {type(params).__name__}",
                 param="sampling_params",
             )
-        if params.structured_outputs is not None and self._compiler is None:
+        request = build_request(
+            prompt.token_ids if prompt.token_ids is not None else prompt.text or "",
+            params,
+            tokenizer=self._tokenizer,
+            limits=self._limits,
+            options=RequestOptions(
+                add_special_tokens=prompt.add_special_tokens,
+                priority=priority,
+                cache_salt=prompt.cache_salt,
+            ),
+        )
+        if params.structured_outputs is not None:
+            self._add_grammar(request, params.structured_outputs)
+            if reader is not None:
+                thinking = reader.thinking_ahead(prompt.text or "")
+                request.grammar_start = grammar_start(thinking, self.get_tokenizer())
+        return request
+
+    def _add_grammar(self, request: Request, asked: StructuredOutputsParams) -> None:
+        if self._compiler is None:
             if self._tokenizer is None:
                 raise InvalidRequest(
                     "structured outputs need a tokenizer", param="structured_outputs"
@@ -219,20 +246,8 @@ class LLM:
                 eos_token_ids=self._limits.eos_token_ids,
                 config=self.config.structured_outputs,
             )
-        request = build_request(
-            prompt.token_ids if prompt.token_ids is not None else prompt.text or "",
-            params,
-            tokenizer=self._tokenizer,
-            limits=self._limits,
-            compiler=self._compiler,
-            add_special_tokens=prompt.add_special_tokens,
-            priority=priority,
-            cache_salt=prompt.cache_salt,
-        )
-        if request.grammar is not None and reader is not None:
-            thinking = reader.thinking_ahead(prompt.text or "")
-            request.grammar_start = grammar_start(thinking, self.get_tokenizer())
-        return request
+        request.grammar = self._compiler.compile(asked)
+        request.grammar_backend = self._compiler.backend
 
     def _collect(
         self,
@@ -324,7 +339,7 @@ def _raise_refusal(output: RequestOutput) -> None:
     it runs ends alone, as an output with finish_reason "error"."""
     if output.error is None:
         return
-    kind = getattr(errors, output.error_type, None)
-    if isinstance(kind, type) and issubclass(kind, InvalidRequest):
-        raise kind(output.error)
+    error = error_named(output.error_type, output.error)
+    if isinstance(error, InvalidRequest):
+        raise error
     logger.warning("request %s failed: %s", output.request_id, output.error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -22,6 +21,7 @@ from fastdeploy_core.errors import ContractMismatch
 from fastdeploy_core.plugins.discovery import DISABLED, HOOKS, OK, Inventory, PluginEntry, discover
 from fastdeploy_core.plugins.drivers import check_contract
 from fastdeploy_core.plugins.kernels import is_operation, misspelt
+from fastdeploy_core.plugins.known import providers
 from fastdeploy_core.plugins.manager import hook_manager
 from fastdeploy_core.plugins.negotiate import ask_candidates
 from fastdeploy_core.plugins.preflight import Job, Outcome
@@ -29,17 +29,21 @@ from fastdeploy_core.plugins.preflight import run as preflight
 from fastdeploy_core.plugins.report import table
 from fastdeploy_core.tensor import available
 
+from .plugins_output import answer, asking_plugins
+
 PASS, FAIL, WARN, SKIP = "PASS", "FAIL", "WARN", "SKIP"
 DEVICE_LIMIT_S = 300.0
+EXAMINE = "plugins.examine"  # a command of another distribution
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the rows; exit code 1 if any says FAIL."""
     arguments = _parser().parse_args(argv)
-    with contextlib.redirect_stdout(sys.stderr):  # what plugins print when they are imported
+    with asking_plugins():
         rows = all_rows(arguments.timeout)
+    failures = sum(r["verdict"] == FAIL for r in rows)
     if arguments.json:
-        print(json.dumps({"checks": rows}, indent=2))
+        answer(json.dumps({"checks": rows}, indent=2))
     else:
         shown = [
             (
@@ -53,10 +57,8 @@ def main(argv: Sequence[str]) -> int:
             )
             for r in rows
         ]
-        print(table(("name", "kind", "distribution", "contract", "result", "time", "hint"), shown))
-    failures = sum(r["verdict"] == FAIL for r in rows)
-    if not arguments.json:
-        print(f"\n{len(rows)} checks, {failures} failed")
+        columns = ("name", "kind", "distribution", "contract", "result", "time", "hint")
+        answer(f"{table(columns, shown)}\n\n{len(rows)} checks, {failures} failed")
     return 1 if failures else 0
 
 
@@ -90,6 +92,7 @@ def plugin_rows(inventory: Inventory, timeout_s: float) -> list[dict[str, Any]]:
                 timeout_s,
                 ("fd_doctor_checks",) if e.kind == HOOKS else (),
                 describe=e.kind == "kernels",
+                group=e.distribution,
             )
             for e in loadable
         ]
@@ -146,19 +149,29 @@ def device_rows(inventory: Inventory) -> list[dict[str, Any]]:
     )
     libraries = {c.name: c.details.get("tensor_library", "") for c in candidates}
     rows = [_row(plugin, FAIL, hint=text) for plugin, text in hooks.faults]
+    examiners = inventory.named("command", EXAMINE)
     for entry in inventory.of("device"):
         if entry.is_core or entry.name not in {c.name for c in decision.candidates if c.accepted}:
             continue
+        if not examiners:
+            hint = (
+                f"its operations are not examined; run: pip install {providers('command')[EXAMINE]}"
+            )
+            rows.append(_row(entry, SKIP, hint=hint))
+            continue
         started = time.perf_counter()
-        for what, passed, words in _examine(entry.name, libraries.get(entry.name, "")):
+        module = examiners[0].target.partition(":")[0]
+        for what, passed, words in _examine(module, entry.name, libraries.get(entry.name, "")):
             row = _row(entry, PASS if passed else FAIL, hint=f"{what}: {words}")
             row["ms"] = round((time.perf_counter() - started) * 1000, 1)
             rows.append(row)
     return rows
 
 
-def _examine(name: str, library: str) -> list[tuple[str, bool, str]]:
-    command = [sys.executable, "-P", "-m", "fastdeploy_core.cli.device_report", name, library]
+def _examine(module: str, name: str, library: str) -> list[tuple[str, bool, str]]:
+    """The rows of `plugins examine`, whichever plugins this environment lets take part."""
+    command = [sys.executable, "-P", "-m", module, name, "--json"]
+    command += ["--tensor-library", library] if library else []
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     try:
         done = subprocess.run(  # noqa: S603 - our own interpreter

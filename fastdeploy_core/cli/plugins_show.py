@@ -23,7 +23,11 @@ def main(argv: Sequence[str]) -> int:
     limit_s = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S")
     usable = [e for e in entries if e.status == OK]
     outcomes = dict(
-        zip(usable, preflight([Job(e.target, limit_s, describe=True) for e in usable]), strict=True)
+        zip(
+            usable,
+            preflight([Job(e.target, limit_s, describe=True, group=e.name) for e in usable]),
+            strict=True,
+        )
     )
     data: list[dict[str, Any]] = []
     for distribution in sorted({e.distribution for e in entries}):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +12,18 @@ from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.contracts.model import ModelShapes
 from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.plugins.discovery import Inventory, discover
-from fastdeploy_core.plugins.drivers import find
+from fastdeploy_core.plugins.drivers import find, without_broken
 from fastdeploy_core.plugins.manager import HookManager, hook_manager
-from fastdeploy_core.plugins.negotiate import Decision, ask_candidates, ask_layer_drivers, decide
+from fastdeploy_core.plugins.negotiate import (
+    ASKED,
+    Decision,
+    ask_candidates,
+    ask_layer_drivers,
+    decide,
+)
 from fastdeploy_core.plugins.report import decision_data, decision_table
+
+from .plugins_output import answer, asking_plugins
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.quantizer import QuantizationQuestion
@@ -26,17 +32,41 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     """Print the decision; exit code 1 when nothing can be chosen."""
     arguments = _parser().parse_args(argv)
-    with contextlib.redirect_stdout(sys.stderr):  # what plugins print when they are imported
-        inventory = discover()
-        hooks = hook_manager(inventory=inventory)
-        explain = _EXPLAIN.get(arguments.kind, _by_name)
-        decisions = explain(arguments, inventory, hooks)
+    with asking_plugins():
+        decisions, problems = _decide(arguments)
     if arguments.json:
         data = [decision_data(d) for d in decisions]
-        print(json.dumps({"decisions": data, "problems": hooks.problems}, indent=2))
+        answer(json.dumps({"decisions": data, "problems": problems}, indent=2))
     else:
-        print("\n\n".join(decision_table(d) for d in decisions))
+        answer("\n\n".join(decision_table(d) for d in decisions))
     return 0 if decisions and all(d.winner for d in decisions) else 1
+
+
+def _decide(arguments: argparse.Namespace) -> tuple[list[Decision], list[str]]:
+    """The decisions, and what plugins did wrong."""
+    inventory = discover()
+    hooks = hook_manager(inventory=inventory)
+    explain = _EXPLAIN.get(arguments.kind, _by_name)
+    while True:
+        decisions = explain(arguments, inventory, hooks)
+        without = _without_broken(inventory, arguments.kind, decisions)
+        if without is inventory:
+            return decisions, [*inventory.problems, *hooks.problems]
+        inventory = without
+
+
+def _without_broken(inventory: Inventory, kind: str, decisions: Sequence[Decision]) -> Inventory:
+    """As a start does: a negotiated winner that cannot be imported is declined, so that all are
+    asked again; the same inventory where all can."""
+    own = [d for d in decisions if d.kind == kind and d.why != ASKED]
+    if kind not in _NEGOTIATED or not own:
+        return inventory
+    entries = inventory.of(kind)
+    without = without_broken(inventory, [e for e in entries if e.name in {d.winner for d in own}])
+    if without is inventory:
+        return inventory
+    accepted = {c.name for d in own for c in d.candidates if c.accepted}
+    return without_broken(inventory, [e for e in entries if e.name in accepted])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,9 +96,14 @@ def _device(
 def _ask_device(
     arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
 ) -> tuple[Decision, list[Candidate]]:
-    return ask_candidates(
-        hooks, inventory, "device", "fd_device_probe", DeviceQuestion(), arguments.device
-    )
+    while True:
+        decision, candidates = ask_candidates(
+            hooks, inventory, "device", "fd_device_probe", DeviceQuestion(), arguments.device
+        )
+        without = _without_broken(inventory, "device", [decision])
+        if without is inventory:
+            return decision, candidates
+        inventory = without
 
 
 def _place(
@@ -236,9 +271,9 @@ def _all_answers(
     """A first-result hook asked of everybody, so that the table shows who else would have taken it.
     The engine takes the first that accepts; the order of answers is the order of asking."""
     rows: list[tuple[Candidate, str]] = []
-    for answer in hooks.ask(hook, question=question):
-        if isinstance(answer.value, Candidate):
-            rows.append((answer.value, answer.plugin.distribution))
+    for given in hooks.ask(hook, question=question):
+        if isinstance(given.value, Candidate):
+            rows.append((given.value, given.plugin.distribution))
     named = {c.name for c, _ in rows}
     for entry in inventory.of(kind, usable=False):
         if entry.name not in named:
@@ -275,3 +310,5 @@ _EXPLAIN: dict[str, Callable[[argparse.Namespace, Inventory, HookManager], list[
     "quantizer": _quantizer,
     "kv_transport": _kv_transport,
 }
+# Kinds in which the next candidate serves where the best one cannot be imported.
+_NEGOTIATED = ("device", "attention", "moe", "expert_communicator", "kv_transport")

@@ -14,10 +14,9 @@ from typing import Any
 
 from fastdeploy_core.errors import ConfigError
 
-from .argument_table import ENGINE_ROWS, Argument
+from .argument_table import ENGINE_ROWS, SERVER_ROWS, Argument
 from .graphs import GRAPH_ROWS
 from .refused import ALWAYS, REFUSED
-from .server_argument_table import SERVER_ROWS
 
 ROWS: tuple[Argument, ...] = (*ENGINE_ROWS, *GRAPH_ROWS, *SERVER_ROWS)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastdeploy_core import envs
 from fastdeploy_core.errors import ConfigError
@@ -46,6 +46,14 @@ __all__ = [
 
 DEFAULT_BATCHED_TOKENS = 2048
 
+T = TypeVar("T")
+
+
+def _record(kind: type[T], v: Mapping[str, Any], **given: Any) -> T:
+    """A record of the arguments that are fields under their own name, and of what is given."""
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    return kind(**{**{name: v[name] for name in names if name in v}, **given})
+
 
 def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder) -> EngineConfig:
     """The engine's configuration from arguments under any known spelling. `find`: see
@@ -59,31 +67,25 @@ def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder
             raise ConfigError(f"{name} is an argument of the server, not of the engine")
     v = with_defaults(values)
     model = _model_config(v, find)
-    return EngineConfig(
+    return _record(
+        EngineConfig,
+        v,
         model=model,
         cache=_cache_config(v),
         batch=_batch_config(v, model.max_model_len),
         parallel=_parallel_config(v),
-        device=DeviceConfig(
-            device=v["device"],
-            tensor_library=v["tensor_library"],
-            attention_backend=v["attention_backend"],
-            moe_backend=v["moe_backend"],
-            num_threads=v["num_threads"],
-            allow_fallback=v["fallback"],
-        ),
+        device=_record(DeviceConfig, v, allow_fallback=v["fallback"]),
         graphs=read_graphs(v),
         request_scheduler=_scheduler_config(v),
         structured_outputs=_structured_config(v),
         speculative=read_speculative(_mapping(v, "speculative_config"), v["tensor_parallel_size"]),
-        watchdog=WatchdogConfig(
+        watchdog=_record(
+            WatchdogConfig,
+            v,
             progress_timeout_s=v["progress_timeout"],
             startup_timeout_s=v["startup_timeout"],
-            max_restarts=v["max_restarts"],
         ),
         logits_processors=tuple(v["logits_processors"] or ()),
-        max_logprobs=v["max_logprobs"],
-        logprobs_mode=v["logprobs_mode"],
     )
 
 
@@ -93,11 +95,7 @@ def _parallel_config(v: Mapping[str, Any]) -> ParallelConfig:
             f"--expert-communicator {v['expert_communicator']} needs --enable-expert-parallel: "
             "without it every rank has a share of every expert"
         )
-    return ParallelConfig(
-        tensor_parallel_size=v["tensor_parallel_size"],
-        enable_expert_parallel=v["enable_expert_parallel"],
-        expert_communicator=v["expert_communicator"],
-    )
+    return _record(ParallelConfig, v)
 
 
 def _model_config(v: Mapping[str, Any], find: FindModel) -> ModelConfig:
@@ -116,6 +114,7 @@ def _model_config(v: Mapping[str, Any], find: FindModel) -> ModelConfig:
             "generation_config": v["generation_config"],
             "hf_overrides": _mapping(v, "hf_overrides"),
             "chat_template": _chat_template(v["chat_template"]),
+            "trust_special_tokens": v["trust_special_tokens"],
             "weight_cache": v["weight_cache"],
         },
         find,
@@ -160,14 +159,12 @@ def _mapping(v: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _cache_config(v: Mapping[str, Any]) -> CacheConfig:
     if v["enable_output_caching"] and not v["enable_prefix_caching"]:
         v = {**v, "enable_output_caching": False}
-    return CacheConfig(
-        block_size=v["block_size"],
+    return _record(
+        CacheConfig,
+        v,
         num_blocks_override=v["num_gpu_blocks_override"],
         memory_utilization=v["gpu_memory_utilization"],
-        kv_cache_memory_bytes=v["kv_cache_memory_bytes"],
         swap_space_bytes=int(v["swap_space"] * 2**30),
-        enable_prefix_caching=v["enable_prefix_caching"],
-        enable_output_caching=v["enable_output_caching"],
         kv_dtype=v["kv_cache_dtype"],
     )
 
@@ -209,13 +206,10 @@ def _batch_config(v: Mapping[str, Any], max_model_len: int) -> BatchConfig:
             f"--long-prefill-token-threshold {threshold} must not exceed --max-model-len "
             f"({max_model_len})"
         )
-    return BatchConfig(
-        max_num_seqs=num_seqs,
+    return _record(
+        BatchConfig,
+        v,
         max_num_batched_tokens=tokens,
-        enable_chunked_prefill=chunked,
-        max_num_partial_prefills=v["max_num_partial_prefills"],
-        max_long_partial_prefills=v["max_long_partial_prefills"],
-        long_prefill_token_threshold=threshold,
         policy=v["scheduling_policy"],
         overlap=v["async_scheduling"],
     )
@@ -264,9 +258,11 @@ def _structured_config(v: Mapping[str, Any]) -> StructuredOutputsConfig:
 def build_server_config(
     values: Mapping[str, Any], engine: EngineConfig, environment: Mapping[str, str] | None = None
 ) -> ServerConfig:
-    """The front end's configuration; api keys also come from FD_API_KEY (a comma list)."""
+    """The front end's configuration; api keys also come from FD_API_KEY and VLLM_API_KEY."""
     v = with_defaults(values)
-    given = [*(v["api_key"] or ()), *envs.read("FD_API_KEY", environment)]
+    given = [*(v["api_key"] or ())]
+    for name in ("FD_API_KEY", "VLLM_API_KEY"):
+        given += envs.read(name, environment)
     keys = tuple(dict.fromkeys(key for key in given if key))
     if bool(v["ssl_keyfile"]) != bool(v["ssl_certfile"]):
         raise ConfigError("--ssl-keyfile and --ssl-certfile go together; give both or none")
@@ -276,38 +272,25 @@ def build_server_config(
     origins = v["allowed_origins"] or []
     if not isinstance(origins, list) or not all(isinstance(o, str) for o in origins):
         raise ConfigError("--allowed-origins must be a JSON list of strings")
-    return ServerConfig(
-        host=v["host"],
-        port=v["port"],
-        uds=v["uds"],
-        root_path=v["root_path"],
+    return _record(
+        ServerConfig,
+        v,
+        # without keys only this machine is served, unless the operator says otherwise
+        host=v["host"] or ("0.0.0.0" if keys else "127.0.0.1"),  # noqa: S104
         api_keys=keys,
         allowed_hosts=tuple(v["allowed_hosts"] or ()),
         allowed_origins=tuple(origins),
-        ssl_keyfile=v["ssl_keyfile"],
-        ssl_certfile=v["ssl_certfile"],
         served_names=engine.model.served_names or (engine.model.path.name,),
         verify_model_name=bool(v["served_model_name"]),
-        api_server_count=v["api_server_count"],
-        max_concurrency=v["max_concurrency"],
-        max_body_bytes=v["max_body_bytes"],
         body_timeout_s=v["body_timeout"],
         keep_alive_s=v["keep_alive"],
         stream_stall_timeout_s=v["stream_stall_timeout"],
         request_timeout_s=v["request_timeout"],
         grace_s=v["timeout_graceful_shutdown"],
-        reasoning_parser=v["reasoning_parser"],
-        tool_call_parser=v["tool_call_parser"],
         chat_template=engine.model.chat_template,
         default_chat_template_kwargs=_mapping(v, "default_chat_template_kwargs"),
-        trust_request_chat_template=v["trust_request_chat_template"],
         default_sampling=engine.model.generation_config,
-        response_role=v["response_role"],
-        return_tokens_as_token_ids=v["return_tokens_as_token_ids"],
-        stream_interval=v["stream_interval"],
         force_include_usage=v["enable_force_include_usage"],
         log_requests=v["enable_log_requests"],
-        log_stats=v["log_stats"],
         stats_interval_s=v["stats_interval"],
-        tokenizer_threads=v["tokenizer_threads"],
     )

@@ -27,6 +27,7 @@ class ModelConfig:
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     hf_config: Mapping[str, Any] = field(default_factory=dict)  # config.json as read
     chat_template: str | None = None
+    trust_special_tokens: bool = False  # those in users' text act as the template's own
     weight_cache: str = ""  # folder where laid-out weights are kept; empty: nowhere
     checkpoint_format: str = ""  # the driver that reads `path`; empty: a folder of safetensors
 

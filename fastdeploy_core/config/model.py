@@ -37,6 +37,7 @@ _OVERRIDES: Final = frozenset(
         "generation_config",
         "override_generation_config",
         "chat_template",
+        "trust_special_tokens",
         "hf_overrides",
         "weight_cache",
     )
@@ -128,6 +129,7 @@ def read_model_config(
         },
         hf_config=hf_config,
         chat_template=asked.get("chat_template"),
+        trust_special_tokens=bool(asked.get("trust_special_tokens")),
         weight_cache=weight_cache,
         checkpoint_format=found.checkpoint_format,
     )

@@ -11,7 +11,7 @@ from typing import Any
 class ServerConfig:
     """Everything the API server needs to know beyond the engine's own configuration."""
 
-    host: str = "0.0.0.0"  # noqa: S104 - the original's default; a start-up line says who can reach it
+    host: str = "127.0.0.1"
     port: int = 8180
     uds: str | None = None
     root_path: str = ""
@@ -26,7 +26,7 @@ class ServerConfig:
     max_concurrency: int = 512  # of all API servers together
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 30.0
-    keep_alive_s: float = 5.0
+    keep_alive_s: float = 75.0  # longer than clients keep theirs, so that none is closed in use
     stream_stall_timeout_s: float = 30.0
     request_timeout_s: float | None = None
     grace_s: float = 30.0
@@ -35,6 +35,7 @@ class ServerConfig:
     chat_template: str | None = None
     default_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     trust_request_chat_template: bool = False
+    share_prefix_cache: bool = False  # between keys; else a key sees only its own prefixes
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # from generation_config.json
     response_role: str = "assistant"
     return_tokens_as_token_ids: bool = False

@@ -60,13 +60,6 @@ KV_FORMATS: Final[Mapping[str, KVFormat]] = MappingProxyType(
 KV_ALIASES: Final[Mapping[str, str]] = MappingProxyType(
     {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "int4": "int4_zp"}
 )
-KV_OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        f.write: "(rows: tuple of [T,h,d], cache: tuple as above, slot_mapping [T] int64, scales: "
-        "KVScales | None) -> None; in place, slot -1 writes nothing"
-        for f in KV_FORMATS.values()
-    }
-)
 
 
 def kv_format(name: str) -> KVFormat | None:

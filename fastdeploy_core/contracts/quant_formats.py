@@ -275,13 +275,3 @@ FORMATS: Final[Mapping[str, QuantFormat]] = MappingProxyType(
         )
     }
 )
-
-FORMAT_OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        **{f.linear: f"(x [T,K], weight: PackedWeight, bias [N] | None) -> [T,N]; {f.summary}"
-           for f in FORMATS.values()},
-        **{f.experts: "(x [T,H], topk_ids [T,k], topk_weights [T,k], gate_up: PackedWeight, "
-           f"down: PackedWeight) -> [T,H]; both of format {f.name}"
-           for f in FORMATS.values()},
-    }
-)  # fmt: skip

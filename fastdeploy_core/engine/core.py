@@ -20,6 +20,7 @@ from fastdeploy_core.kvcache import CachePlan, KVCacheManager, plan_cache
 from fastdeploy_core.scheduler import BatchScheduler, ScheduledStep, make_settings
 from fastdeploy_core.types import ModelRunnerOutput, Request, RequestOutputDelta, TokenDeltas
 from fastdeploy_core.types.engine import EngineInfo, EngineStats
+from fastdeploy_core.types.sampling import check_logprobs
 from fastdeploy_core.types.worker import WorkerInfo
 
 from .executor import Executor, StepResult
@@ -211,19 +212,10 @@ class EngineCore:
                 param="prompt",
             )
         sampling.check_vocabulary(self._vocab_size)
-        limit = self.config.max_logprobs
+        check_logprobs(sampling, self._vocab_size, self.config.max_logprobs)
         for name in ("logprobs", "prompt_logprobs"):
-            number = getattr(sampling, name)
-            if number is None:
-                continue
-            if not self._has_logprobs:
+            if getattr(sampling, name) is not None and not self._has_logprobs:
                 raise InvalidRequest(f"{name} is not possible on this device", param=name)
-            if limit >= 0 and not 0 <= number <= limit:
-                asked = "the whole vocabulary" if number == -1 else number
-                raise InvalidRequest(
-                    f"{name} asks for {asked}; at most {limit} are possible (--max-logprobs)",
-                    param=name,
-                )
 
     def _count(
         self, step: ScheduledStep, output: ModelRunnerOutput, wait_s: float, update_s: float

@@ -6,7 +6,6 @@ anything reaches the engine.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,13 +19,15 @@ from fastdeploy_core.errors import InvalidRequest, RequestTooLong
 from fastdeploy_core.tokenizer import Tokenizer
 from fastdeploy_core.tokenizer.files import as_id_list
 from fastdeploy_core.types import GrammarStart, Request, SamplingParams
+from fastdeploy_core.types.sampling import check_logprobs
 
 if TYPE_CHECKING:
-    from fastdeploy_core.grammar.compiler import GrammarCompiler
     from fastdeploy_core.parsers.answer import Thinking
     from fastdeploy_core.types.engine import EngineInfo
 
 MAX_SALT_CHARS = 128
+SURE_CHARS = 256 * 1024  # texts up to this length are tokenized whatever the context length
+CHARS_PER_TOKEN = 16  # more than any language or program has on average
 _GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -38,6 +39,21 @@ class RequestLimits:
     vocab_size: int  # width of the model's output; 0: not known here
     eos_token_ids: tuple[int, ...] = ()
     max_logprobs: int = 20  # -1: the whole vocabulary
+
+    @property
+    def max_chars(self) -> int:
+        """Characters of one text that are tokenized."""
+        return max(SURE_CHARS, CHARS_PER_TOKEN * self.max_model_len)
+
+    def check_text(self, text: str, param: str) -> None:
+        """RequestTooLong for a text that would take long to tokenize and could not be served."""
+        if len(text) > self.max_chars:
+            raise RequestTooLong(
+                f"This model's maximum context length is {self.max_model_len} tokens. However, "
+                f"the {param} has {len(text)} characters; at most {self.max_chars} are tokenized. "
+                "Please shorten it.",
+                param=param,
+            )
 
     @classmethod
     def of(
@@ -67,8 +83,9 @@ class Truncation:
     max_tokens: int  # -1: as many as the context holds next to the answer
     side: str = "left"  # which end is cut off: "left" keeps the last tokens
 
-    def cut(self, ids: list[int], limits: RequestLimits, max_answer: int | None) -> list[int]:
-        """The tokens that are kept; InvalidRequest if the prompt could never be served."""
+    def room(self, limits: RequestLimits, max_answer: int | None) -> int:
+        """How many tokens are kept; InvalidRequest if a prompt of that length could never be
+        served."""
         longest = limits.max_model_len
         if self.max_tokens > longest:
             raise InvalidRequest(
@@ -76,12 +93,23 @@ class Truncation:
                 f"model, got {self.max_tokens}",
                 param="truncate_prompt_tokens",
             )
-        room = self.max_tokens
-        if room < 0:
-            room = max(1, longest - max(1, max_answer or 1))
-        if len(ids) <= room:
-            return ids
-        return ids[:room] if self.side == "right" else ids[-room:]
+        return (
+            self.max_tokens if self.max_tokens >= 0 else max(1, longest - max(1, max_answer or 1))
+        )
+
+
+@dataclass(slots=True)
+class RequestOptions:
+    """What a front end decides about a request besides its sampling."""
+
+    add_special_tokens: bool = True
+    truncation: Truncation | None = None
+    priority: int = 0
+    deadline_s: float | None = None
+    tenant: str = ""
+    cache_salt: str = ""  # the client's
+    salt_scope: str = ""  # requests share cached prefixes only within one scope
+    log_id: str = ""  # begins the engine's id of the request, so that logs can be matched
 
 
 def grammar_start(thinking: Thinking | None, tokenizer: Tokenizer) -> GrammarStart | None:
@@ -117,81 +145,27 @@ def build_request(
     *,
     tokenizer: Tokenizer | None,
     limits: RequestLimits,
-    compiler: GrammarCompiler | None = None,
-    add_special_tokens: bool = True,
-    priority: int = 0,
-    deadline_s: float | None = None,
-    cache_salt: str = "",
-    tenant: str = "",
-    truncation: Truncation | None = None,
+    options: RequestOptions | None = None,
 ) -> Request:
-    """Check and complete one request; raises InvalidRequest or RequestTooLong.
+    """Check and complete one request, but for its grammar; raises InvalidRequest or RequestTooLong.
 
-    The caller's `sampling` is not changed. Blocks while a grammar compiles.
+    The caller's `sampling` is not changed.
     """
-    request = _without_grammar(
-        prompt, sampling, tokenizer, limits, add_special_tokens, priority, cache_salt, truncation
-    )
-    request.deadline_s, request.tenant = deadline_s, tenant
-    if sampling.structured_outputs is not None:
-        compiled = _need(compiler).compile(sampling.structured_outputs)
-        _attach(request, compiled, _need(compiler))
-    return request
-
-
-async def build_request_async(
-    prompt: str | Sequence[int],
-    sampling: SamplingParams,
-    *,
-    tokenizer: Tokenizer | None,
-    limits: RequestLimits,
-    compiler: GrammarCompiler | None = None,
-    add_special_tokens: bool = True,
-    priority: int = 0,
-    deadline_s: float | None = None,
-    cache_salt: str = "",
-    tenant: str = "",
-    truncation: Truncation | None = None,
-) -> Request:
-    """`build_request` for an event loop: long prompts are tokenized in a thread, grammars compiled
-    elsewhere."""
-    args = (
-        *(prompt, sampling, tokenizer, limits),
-        *(add_special_tokens, priority, cache_salt, truncation),
-    )
-    if isinstance(prompt, str) and len(prompt) > 4096:
-        request = await asyncio.to_thread(_without_grammar, *args)
-    else:
-        request = _without_grammar(*args)
-    request.deadline_s, request.tenant = deadline_s, tenant
-    if sampling.structured_outputs is not None:
-        compiled = await _need(compiler).compile_async(sampling.structured_outputs)
-        _attach(request, compiled, _need(compiler))
-    return request
-
-
-def _without_grammar(
-    prompt: str | Sequence[int],
-    sampling: SamplingParams,
-    tokenizer: Tokenizer | None,
-    limits: RequestLimits,
-    add_special_tokens: bool,
-    priority: int,
-    cache_salt: str,
-    truncation: Truncation | None,
-) -> Request:
-    _check_salt(cache_salt)
-    token_ids = _token_ids(prompt, tokenizer, limits, add_special_tokens)
-    if truncation is not None:
-        token_ids = truncation.cut(token_ids, limits, sampling.max_tokens)
+    options = options or RequestOptions()
+    _check_salt(options.cache_salt)
+    token_ids = _token_ids(prompt, tokenizer, limits, sampling.max_tokens, options)
+    # No client can name another tenant's salt: "@" is not possible in a salt of a request.
+    salt = f"{options.salt_scope}@{options.cache_salt}" if options.salt_scope else ""
     return Request(
-        request_id=secrets.token_hex(16),
+        request_id=f"{options.log_id or 'request'}-{secrets.token_hex(8)}",
         prompt_token_ids=token_ids,
         sampling=_complete(sampling, len(token_ids), tokenizer, limits),
         eos_token_ids=list(limits.eos_token_ids),
         arrival_time_s=time.time(),
-        priority=priority,
-        cache_salt=cache_salt,
+        deadline_s=options.deadline_s,
+        priority=options.priority,
+        cache_salt=salt or options.cache_salt,
+        tenant=options.tenant,
     )
 
 
@@ -205,19 +179,32 @@ def _token_ids(
     prompt: str | Sequence[int],
     tokenizer: Tokenizer | None,
     limits: RequestLimits,
-    add_special_tokens: bool,
+    max_answer: int | None,
+    options: RequestOptions,
 ) -> list[int]:
+    cut = options.truncation
+    room = limits.max_model_len if cut is None else cut.room(limits, max_answer)
     if isinstance(prompt, str):
         if tokenizer is None:
             raise InvalidRequest(
                 "a text prompt needs a tokenizer, and none is loaded; give prompt_token_ids",
                 param="prompt",
             )
-        ids = tokenizer.encode(prompt, add_special_tokens) if prompt else []
+        if cut is None:
+            limits.check_text(prompt, "prompt")
+        ids = tokenizer.encode_end(
+            prompt,
+            room,
+            limits.max_chars,
+            keeps_end=cut is not None and cut.side == "left",
+            add_special_tokens=options.add_special_tokens,
+        )
     else:
         ids = list(prompt)
         if not are_integers(ids):
             raise InvalidRequest("prompt token ids must be integers", param="prompt")
+    if cut is not None and len(ids) > room:
+        ids = ids[:room] if cut.side == "right" else ids[-room:]
     if not ids:
         raise InvalidRequest("the prompt must not be empty", param="prompt")
     # Also checked for text: a tokenizer may know tokens that the model has no embedding for.
@@ -239,13 +226,12 @@ def _complete(
     if room < (0 if sampling.max_tokens == 0 else 1):
         raise RequestTooLong(
             f"This model's maximum context length is {limits.max_model_len} tokens. However, your "
-            f"prompt contains {num_prompt} tokens, which leaves no room for an answer. Please "
-            "shorten the prompt.",
+            f"prompt contains {num_prompt} tokens or more, which leaves no room for an answer. "
+            "Please shorten the prompt.",
             param="prompt",
         )
     max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-    for name in ("logprobs", "prompt_logprobs"):
-        _check_logprobs(name, getattr(sampling, name), limits)
+    check_logprobs(sampling, limits.vocab_size, limits.max_logprobs)
     changes: dict[str, Any] = {
         "max_tokens": max_tokens,
         "min_tokens": min(sampling.min_tokens, max_tokens),
@@ -256,7 +242,7 @@ def _complete(
             raise InvalidRequest(
                 "bad_words needs a tokenizer; give bad_words_token_ids", param="bad_words"
             )
-        words = [ids for word in sampling.bad_words for ids in bad_word_ids(word, tokenizer)]
+        words = bad_word_ids(sampling.bad_words, tokenizer)
         changes["bad_words_token_ids"] = [*(sampling.bad_words_token_ids or []), *words]
     complete = msgspec.structs.replace(sampling, **changes)
     if limits.vocab_size:
@@ -264,24 +250,16 @@ def _complete(
     return complete
 
 
-def bad_word_ids(word: str, tokenizer: Tokenizer) -> list[list[int]]:
-    """The token sequences that spell a word: at the start of a text and after a space."""
-    plain = tokenizer.encode(word.lstrip(), add_special_tokens=False)
-    spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
-    # The plain spelling already covers one that only puts a space token in front.
-    if len(spaced) > len(plain) and spaced[len(spaced) - len(plain) :] == plain:
-        spaced = plain
-    return [ids for ids in ([plain] if plain == spaced else [plain, spaced]) if ids]
-
-
-def _check_logprobs(name: str, value: int | None, limits: RequestLimits) -> None:
-    if value is None or limits.max_logprobs == -1 or 0 <= value <= limits.max_logprobs:
-        return
-    raise InvalidRequest(
-        f"{name} must be between 0 and {limits.max_logprobs}, got {str(value)[:40]}; the operator "
-        "sets the limit with --max-logprobs",
-        param=name,
-    )
+def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """The token sequences that spell words: at the start of a text and after a space."""
+    starts = [word.lstrip() for word in words]
+    spelt = tokenizer.encode_batch([*starts, *(" " + word for word in starts)], False)
+    found: list[list[int]] = []
+    for plain, spaced in zip(spelt[: len(starts)], spelt[len(starts) :], strict=True):
+        # The plain spelling already covers one that only puts a space token in front.
+        covered = len(spaced) > len(plain) and spaced[len(spaced) - len(plain) :] == plain
+        found += [plain] if covered or plain == spaced else [plain, spaced]
+    return [ids for ids in found if ids]
 
 
 def _check_salt(salt: str) -> None:
@@ -290,15 +268,3 @@ def _check_salt(salt: str) -> None:
             f"cache_salt must have at most {MAX_SALT_CHARS} characters and none of @ / \\ NUL",
             param="cache_salt",
         )
-
-
-def _need(compiler: GrammarCompiler | None) -> GrammarCompiler:
-    if compiler is None:
-        raise InvalidRequest(
-            "structured outputs are not available here", param="structured_outputs"
-        )
-    return compiler
-
-
-def _attach(request: Request, compiled: bytes, compiler: GrammarCompiler) -> None:
-    request.grammar, request.grammar_backend = compiled, compiler.backend

@@ -6,6 +6,7 @@ one: it makes no difference how many arrive together (one, or several after spec
 
 from __future__ import annotations
 
+import codecs
 import enum
 import time
 from collections.abc import Iterable
@@ -45,6 +46,7 @@ class _Sequence:
     ) -> None:
         params = request.sampling
         self.output = CompletionOutput(index=index)
+        self._logprobs = _LogprobReader(tokenizer if params.detokenize else None)
         if params.logprobs is not None:
             self.output.cumulative_logprob = 0.0
             self.output.logprobs = []
@@ -73,7 +75,7 @@ class _Sequence:
         """Whether the text can be made once all tokens have arrived, instead of token by token."""
         return self._matcher is None and self.output.logprobs is None
 
-    def take(self, delta: SequenceDelta, tokenizer: Tokenizer | None) -> tuple[int, str]:
+    def take(self, delta: SequenceDelta) -> tuple[int, str]:
         """Take a delta; returns how many tokens were taken (none after a stop string) and the new
         text."""
         token_ids, known = delta.token_ids, self.output.token_ids
@@ -89,7 +91,7 @@ class _Sequence:
         taken = len(known) - first
         if delta.logprobs is not None:
             for entry in delta.logprobs[:taken]:
-                self._add_logprobs(entry, tokenizer)
+                self._add_logprobs(entry)
         if delta.finish_reason is not None or stop is not None:
             self._finish(delta, stop, pieces)
         text = pieces[0] if len(pieces) == 1 else "".join(pieces)
@@ -151,9 +153,9 @@ class _Sequence:
             pieces.append(self._matcher.finish())
         return stop
 
-    def _add_logprobs(self, entry: TokenLogprobs, tokenizer: Tokenizer | None) -> None:
+    def _add_logprobs(self, entry: TokenLogprobs) -> None:
         if self.output.logprobs is not None:
-            self.output.logprobs.append(logprob_dict(entry, tokenizer))
+            self.output.logprobs.append(self._logprobs.read(entry))
             self.output.cumulative_logprob = (
                 self.output.cumulative_logprob or 0.0
             ) + entry.logprobs[0]
@@ -320,14 +322,14 @@ class OutputProcessor:
         stopped: list[int] = []  # sequences that a stop string ended
         if state.late:
             late, state.late = state.late, []
-            state.sequences[0].take(SequenceDelta(token_ids=late), self._tokenizer)
+            state.sequences[0].take(SequenceDelta(token_ids=late))
         for part in delta.sequences:
             sequence = state.sequences[part.index]
             if part.drafts is not None:
                 state.note_drafts(part.drafts)
             if sequence.finished:
                 continue
-            taken, text = sequence.take(part, self._tokenizer)
+            taken, text = sequence.take(part)
             if taken or text or sequence.finished:
                 changes.append((sequence, taken, text))
             if sequence.finished and part.finish_reason is None:
@@ -339,7 +341,7 @@ class OutputProcessor:
             for sequence in state.sequences:
                 if not sequence.finished:
                     ending = SequenceDelta(index=sequence.output.index, finish_reason=reason)
-                    changes.append((sequence, *sequence.take(ending, self._tokenizer)))
+                    changes.append((sequence, *sequence.take(ending)))
         finished = state.finished = all(sequence.finished for sequence in state.sequences)
         if finished:
             state.metrics.finished_time = time.time()
@@ -368,10 +370,13 @@ class OutputProcessor:
         if delta.num_cached_tokens is not None:
             state.num_cached_tokens = delta.num_cached_tokens
         if delta.prompt_logprobs is not None:
-            state.prompt_logprobs = [
-                None if entry is None else logprob_dict(entry, self._tokenizer)
-                for entry in delta.prompt_logprobs
-            ]
+            request = state.request
+            reader = _LogprobReader(self._tokenizer if request.sampling.detokenize else None)
+            state.prompt_logprobs = []
+            for entry in delta.prompt_logprobs:
+                if entry is None:  # the first token
+                    reader.skip(request.prompt_token_ids[0])
+                state.prompt_logprobs.append(None if entry is None else reader.read(entry))
 
     def _select(
         self,
@@ -388,12 +393,41 @@ class OutputProcessor:
         return state.whole()
 
 
-def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """vLLM's form: token id to Logprob, the sampled token first, then the alternatives."""
-    result: dict[int, Logprob] = {}
-    for place, (token_id, logprob) in enumerate(zip(entry.token_ids, entry.logprobs, strict=True)):
-        if token_id in result:
-            continue  # the sampled token among the alternatives
-        text = None if tokenizer is None else tokenizer.token_text(token_id)
-        result[token_id] = Logprob(logprob, entry.rank if place == 0 else place, text)
-    return result
+class _LogprobReader:
+    """Log-probabilities of successive tokens in vLLM's form, with the text of each token. A
+    character that several tokens spell is the text of the last of them."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer  # None: no texts are wanted
+        self._begun = b""  # bytes of a character that is not complete
+
+    def read(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """Token id to Logprob, the token itself first, then the alternatives."""
+        result: dict[int, Logprob] = {}
+        rest = b""
+        for place, (token_id, logprob) in enumerate(
+            zip(entry.token_ids, entry.logprobs, strict=True)
+        ):
+            if token_id in result:
+                continue  # the token itself among the alternatives
+            text, begun = self._text(token_id)
+            if place == 0:
+                rest = begun
+            result[token_id] = Logprob(logprob, entry.rank if place == 0 else place, text)
+        self._begun = rest
+        return result
+
+    def skip(self, token_id: int) -> None:
+        """A token without log-probabilities."""
+        self._begun = self._text(token_id)[1]
+
+    def _text(self, token_id: int) -> tuple[str | None, bytes]:
+        """The token's text, and the beginning of a character at its end."""
+        if self._tokenizer is None:
+            return None, b""
+        text = self._tokenizer.token_text(token_id)
+        if "\ufffd" not in text:
+            return text, b""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        text = decoder.decode(self._begun + self._tokenizer.token_bytes(token_id))
+        return text, decoder.getstate()[0]

@@ -16,16 +16,14 @@ if TYPE_CHECKING:
     from fastdeploy_core.plugins.resolve import ResolvedPlugins
 
 
-def resolve_plugins(config: EngineConfig, *, check: bool = True) -> ResolvedPlugins:
-    """Ask the installed plugins who serves the layers of this model and of its draft model. Without
-    `check` the caller must call ResolvedPlugins.check."""
+def resolve_plugins(config: EngineConfig) -> ResolvedPlugins:
+    """Ask the installed plugins who serves the layers of this model and of its draft model."""
     shapes = [read_shapes(config.model.hf_config, config.parallel.tensor_parallel_size)]
     shapes += _draft_shapes(config)
     return resolve(
         config,
         layers=[layer for s in shapes for layer in s.layers],
         moe=[s.moe for s in shapes if s.moe is not None],
-        check=check,
     )
 
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from fastdeploy_core import errors
-from fastdeploy_core.errors import FastDeployError, RequestTimeout, WorkerError
+from fastdeploy_core.errors import FastDeployError, RequestTimeout, WorkerError, error_named
 from fastdeploy_core.types import FinishReason, Request, RequestOutputDelta, SequenceDelta
 
 MAX_BUFFERED_BYTES = 256 * 1024
@@ -136,11 +135,14 @@ class OutputStream:
         self._delivered += 1
         if delta.error is None:
             return delta
-        error = error_of(delta)
+        error = error_named(delta.error_type, delta.error)
         if not any(seq.token_ids for seq in delta.sequences):
             raise error
         self._error = error  # raised by the next call, after the tokens that came before it
         delta.error, delta.error_type, delta.finished = None, "", False
+        for seq in delta.sequences:  # else these tokens would look like a whole answer
+            if seq.finish_reason is FinishReason.ERROR:
+                seq.finish_reason = None
         return delta
 
     def is_due(self) -> bool:
@@ -172,15 +174,6 @@ class OutputStream:
         self._waiting = None
         self.fail(RequestTimeout(f"the client did not read its output for {STALL_S:g} s"))
         return True
-
-
-def error_of(delta: RequestOutputDelta) -> FastDeployError:
-    """The error in a delta, as an instance of the class that it names."""
-    kind = getattr(errors, delta.error_type, FastDeployError)
-    if not (isinstance(kind, type) and issubclass(kind, FastDeployError)):
-        kind = FastDeployError
-    error: FastDeployError = kind(delta.error or delta.error_type)
-    return error
 
 
 def _num_bytes(delta: RequestOutputDelta) -> int:

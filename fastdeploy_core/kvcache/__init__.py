@@ -4,7 +4,7 @@ from .blocks import BlockPool
 from .host_tier import HostTier
 from .manager import NO_MATCH, ForkSource, KVCacheManager, PrefixMatch
 from .prefix import BlockTable, CacheEntry, PrefixCache
-from .sizing import CachePlan, plan_cache
+from .sizing import CachePlan, MemoryProfile, plan_cache
 
 __all__ = [
     "NO_MATCH",
@@ -15,6 +15,7 @@ __all__ = [
     "ForkSource",
     "HostTier",
     "KVCacheManager",
+    "MemoryProfile",
     "PrefixCache",
     "PrefixMatch",
     "plan_cache",

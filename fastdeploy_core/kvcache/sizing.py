@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from fastdeploy_core.config import BatchConfig, CacheConfig
 from fastdeploy_core.errors import ResourceError
 from fastdeploy_core.types.worker import WorkerInfo
 
-MIB = 1024 * 1024
+GIB, MIB = 2**30, 2**20
+# Where the pool and everything else share the host's memory, half of what is free stays free.
+SHARED_FRACTION = 0.5
 
 
 class CachePlan(NamedTuple):
@@ -102,3 +105,51 @@ def _too_small(
     if possible:
         return f"{text}; lower --max-model-len to {possible}, or give it more memory"
     return f"{text}; give it more memory"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProfile:
+    """Bytes of one rank. `step_bytes`: what a step of maximal size needs beside weights and cache;
+    `graph_bytes`: what recorded steps hold."""
+
+    total_bytes: int
+    free_bytes: int  # with the weights loaded, between steps
+    weight_bytes: int
+    step_bytes: int
+    utilization: float
+    is_bound: bool = False  # step_bytes is an upper bound, not a measurement
+    shared_with: int = 0  # ranks that share this memory with the whole host; 0: device memory
+    graph_bytes: int = 0
+    most_bytes: int = 0  # all that the batch could ever hold; what is shared gives no more
+
+    @property
+    def available_bytes(self) -> int:
+        """What is left for the KV pool; may be negative."""
+        used = self.total_bytes - self.free_bytes
+        left = int(self.total_bytes * self.utilization) - used - self.step_bytes - self.graph_bytes
+        if self.shared_with:
+            left = min(left, int(self.free_bytes * SHARED_FRACTION)) // self.shared_with
+            left = min(left, self.most_bytes)
+        return left
+
+    def arithmetic(self) -> str:
+        """For messages: where the bytes go."""
+        used = self.total_bytes - self.free_bytes
+        text = (
+            f"{self.total_bytes / GIB:.2f} GiB x {self.utilization:g} usable"
+            f" - {used / GIB:.2f} GiB in use (weights {_size(self.weight_bytes)})"
+            f" - {self.step_bytes / GIB:.2f} GiB{' at most' * self.is_bound} for the largest step"
+        )
+        if self.graph_bytes:
+            text += f" - {self.graph_bytes / GIB:.2f} GiB for captured decode steps"
+        if self.shared_with:
+            text += (
+                f", at most {SHARED_FRACTION:g} of {self.free_bytes / GIB:.2f} GiB free host memory"
+                f" for {self.shared_with} rank(s), and {self.most_bytes / GIB:.2f} GiB hold a full"
+                " batch"
+            )
+        return f"{text} = {self.available_bytes / GIB:.2f} GiB for the KV cache"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from fastdeploy_core import plugins
 from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser
 
 ReasoningDriver = Callable[[str, Mapping[str, Any]], ReasoningParser]
@@ -31,6 +32,11 @@ class TextParser(Protocol):
     def finish(self) -> ParsedDelta:
         """The text has ended; returns what was held back."""
         ...
+
+
+def parser_named(kind: str, name: str | None) -> Any:
+    """The class of a parser that the operator named; None without a name."""
+    return plugins.lookup(kind, name) if name else None
 
 
 def thinking_ahead(
@@ -61,12 +67,11 @@ class AnswerReader:
         kwargs = dict(chat_template_kwargs or {})
         self._reasoning = reasoning(prompt_text, kwargs) if reasoning else None
         self._tool = tool(list(tools or [])) if tool else None
-        self.num_tool_calls = 0
 
     def push(self, text: str) -> ParsedDelta:
         """Add newly generated text."""
         delta = self._reasoning.push(text) if self._reasoning else ParsedDelta(content=text)
-        return self._count(self._look_for_tools(delta))
+        return self._look_for_tools(delta)
 
     def finish(self) -> ParsedDelta:
         """The text has ended: release what the parsers held back."""
@@ -76,18 +81,13 @@ class AnswerReader:
             rest = self._tool.finish()
             delta.content += rest.content
             delta.tool_calls += rest.tool_calls
-        return self._count(delta)
+        return delta
 
     def _look_for_tools(self, delta: ParsedDelta) -> ParsedDelta:
         if self._tool is None or not delta.content:
             return delta
         found = self._tool.push(delta.content)
         return ParsedDelta(found.content, delta.reasoning, [*delta.tool_calls, *found.tool_calls])
-
-    def _count(self, delta: ParsedDelta) -> ParsedDelta:
-        for call in delta.tool_calls:
-            self.num_tool_calls = max(self.num_tool_calls, call.index + 1)
-        return delta
 
 
 def shown_tokens(*parsers: type[Any] | None) -> tuple[str, ...]:

@@ -12,15 +12,10 @@ CORE_COMMANDS: Final[dict[str, tuple[str, str]]] = {
     name: (f"fastdeploy_core.cli.{target}", summary)
     for name, target, summary in (
         ("serve", "serve:main", "start the OpenAI-compatible server"),
-        ("chat", "chat:chat", "talk to a running server"),
-        ("complete", "chat:complete", "complete text with a running server"),
-        ("run-batch", "run_batch:main", "answer the requests of an OpenAI batch file"),
-        ("tokenizer", "tokenizer_command:main", "encode, decode and inspect a tokenizer"),
         ("plugins.list", "plugins_list:main", "name, kind, distribution, version, status"),
         ("plugins.show", "plugins_show:main", "drivers, hooks and capabilities of one plugin"),
         ("plugins.why", "plugins_why:main", "every candidate, its answer, and the winner"),
         ("plugins.doctor", "plugins_doctor:main", "load each plugin in a child process"),
-        ("collect-env", "collect_env:main", "describe this machine for a bug report"),
         ("version", "version:main", "print the version"),
     )
 }

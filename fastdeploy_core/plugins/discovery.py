@@ -19,6 +19,7 @@ from fastdeploy_core import __version__ as core_version
 from fastdeploy_core import envs
 from fastdeploy_core.contracts.base import CONTRACT, DISTRIBUTION, HOOK_GROUP, KINDS
 from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.metadata import read_strictly, tolerate_damage
 from fastdeploy_core.plugins.core_commands import CORE_COMMANDS, GROUPS
 
 PREFIX: Final = "fastdeploy."
@@ -31,6 +32,7 @@ DUPLICATE: Final = "duplicate"  # another distribution provides the same name
 CONTRACT_GROUP: Final = "other contract"
 INCOMPATIBLE: Final = "incompatible"  # its metadata requires another core
 UNKNOWN_GROUP: Final = "unknown group"
+BROKEN: Final = "broken"  # it was to be used and could not be imported; see drivers.without_broken
 REFUSED: Final = "refused"  # a command with a name that it cannot have
 
 _KIND_OF_GROUP: Final = {kind.group: kind.name for kind in KINDS.values()} | {HOOK_GROUP: HOOKS}
@@ -158,11 +160,12 @@ def _cached_inventory(
 @functools.cache
 def scan() -> tuple[PluginEntry, ...]:
     """Read all metadata once per process, and set the statuses that need no choice."""
+    tolerate_damage()
     found: list[PluginEntry] = []
     seen: set[str] = set()
     for distribution in importlib.metadata.distributions():
         try:
-            text = distribution.read_text("entry_points.txt")
+            text = read_strictly(distribution, "entry_points.txt")
             # Parsing every METADATA file costs more than the whole time budget; most have no entry
             # of ours.
             if not text or f"[{PREFIX}" not in text.replace(" ", ""):
@@ -251,7 +254,7 @@ def _core_requirement_refusal(requirements: Iterable[str]) -> str:
         try:
             requirement = Requirement(text)
         except InvalidRequirement as error:
-            return f"its requirement {text!r} cannot be read: {error}"
+            return f"its requirement {text!r} cannot be read: {' '.join(str(error).split())}"
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         if not requirement.specifier.contains(core_version, prereleases=True):

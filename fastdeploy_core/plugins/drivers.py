@@ -6,10 +6,10 @@ because stevedore knows neither versions nor the operator's choice.
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from fastdeploy_core import envs
@@ -23,6 +23,7 @@ from fastdeploy_core.errors import (
 )
 
 from .discovery import (
+    BROKEN,
     CONTRACT_GROUP,
     DISABLED,
     DUPLICATE,
@@ -112,20 +113,39 @@ def load(entry: PluginEntry, *, preflight: bool = True) -> Any:
 
 def check_import(entry: PluginEntry) -> None:
     """Import the target in a child process; raises load()'s errors, also for hangs and exits."""
-    check_imports([entry])
+    for error in broken([entry]).values():
+        raise error
 
 
-def check_imports(entries: Sequence[PluginEntry]) -> None:
-    """The same for several entries in one child, which imports shared modules once."""
-    results = _preflight(tuple(entry.target for entry in entries))
+def broken(entries: Sequence[PluginEntry]) -> dict[PluginEntry, PluginError]:
+    """Those that cannot be used, with load()'s errors: all are imported in a child process."""
+    results = _preflight(entries)
+    found: dict[PluginEntry, PluginError] = {}
     for entry, outcome in zip(entries, results, strict=True):
         if outcome.error:
-            raise PluginLoadError(
+            found[entry] = PluginLoadError(
                 f"{_title(entry.kind)} {entry.name!r} of {entry.origin} failed to load: "
                 f"{outcome.error}; see: fastdeploy plugins doctor"
             )
-        if outcome.contract is not None:
-            check_contract(entry, outcome.contract)
+        elif _has_contract(entry) and envs.read("FD_PLUGIN_PREFLIGHT"):
+            try:
+                check_contract(entry, outcome.contract)
+            except ContractMismatch as error:
+                found[entry] = error
+    return found
+
+
+def without_broken(inventory: Inventory, entries: Sequence[PluginEntry]) -> Inventory:
+    """The inventory in which those of the entries that cannot be used say so, so that the next
+    candidate is chosen; the same one where all can."""
+    errors = broken([entry for entry in entries if not entry.is_core])
+    if not errors:
+        return inventory
+    changed = tuple(
+        replace(e, status=BROKEN, reason=f"cannot be used: {errors[e]}") if e in errors else e
+        for e in inventory.entries
+    )
+    return replace(inventory, entries=changed)
 
 
 def features(entry: PluginEntry) -> frozenset[str]:
@@ -134,7 +154,11 @@ def features(entry: PluginEntry) -> frozenset[str]:
     if entry.is_core or not envs.read("FD_PLUGIN_PREFLIGHT"):
         return frozenset(getattr(load(entry, preflight=False), "features", ()))
     check_import(entry)
-    return _preflight((entry.target,))[0].features
+    return _preflight([entry])[0].features
+
+
+def _has_contract(entry: PluginEntry) -> bool:
+    return entry.kind in KINDS and KINDS[entry.kind].versioned
 
 
 def check_contract(entry: PluginEntry, contract: object) -> None:
@@ -163,17 +187,23 @@ def check_contract(entry: PluginEntry, contract: object) -> None:
         logger.warning("%s, which may lack what it uses: upgrade fastdeploy-core", written)
 
 
-@functools.lru_cache(maxsize=256)
-def _preflight(targets: tuple[str, ...]) -> list[Outcome]:
-    """What became of importing each; once per process and targets."""
+_outcomes: dict[str, Outcome] = {}  # by target: what became of importing it in this process's child
+
+
+def _preflight(entries: Sequence[PluginEntry]) -> list[Outcome]:
+    """What became of importing each; a target is imported once."""
     from .preflight import Job, Outcome, run
 
     if not envs.read("FD_PLUGIN_PREFLIGHT"):
-        return [Outcome("", 0.0)] * len(targets)
+        return [Outcome("", 0.0)] * len(entries)
 
-    logger.debug("importing %s in a child process first", ", ".join(targets))
-    limit_s = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S")
-    return run([Job(target, limit_s) for target in targets])
+    new = {e.target: e.distribution for e in entries if e.target not in _outcomes}
+    if new:
+        logger.debug("importing %s in a child process first", ", ".join(new))
+        limit_s = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S")
+        jobs = [Job(target, limit_s, group=owner) for target, owner in new.items()]
+        _outcomes.update(zip(new, run(jobs), strict=True))
+    return [_outcomes[entry.target] for entry in entries]
 
 
 def _import_with_stevedore(entry: PluginEntry) -> Any:
@@ -193,11 +223,11 @@ def _registered(kind: str, inventory: Inventory) -> dict[str, PluginEntry]:
     hook = REGISTER_HOOKS.get(kind)
     if hook is None:
         return {}
-    from .manager import shared_manager
+    from .manager import hook_manager
 
     found: dict[str, PluginEntry] = {}
     conflicts: dict[str, set[str]] = {}
-    manager = shared_manager(inventory)
+    manager = hook_manager(inventory=inventory)
     for answer in manager.ask(hook):
         if not isinstance(answer.value, dict):
             manager.complain(

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_STRIKES: Final = 3
+_LEAST_S: Final = 0.2  # what every answer may take, however many others hang
 _PROBE: Final = "fd_device_probe"
 _ADVICE: Final = "; see: fastdeploy plugins doctor"
 # Events that fire while requests run: called directly, because a thread with a time limit costs too
@@ -66,6 +67,7 @@ class HookManager:
         self._has_preflight = envs.read("FD_PLUGIN_PREFLIGHT")
         self._trace = envs.read("FD_TRACE_PLUGINS")
         self._limit_s = envs.read("FD_PLUGIN_HOOK_TIMEOUT_S")
+        self._left_s = self._limit_s / 2  # what all answers that hang may take together
         self._strikes: Counter[tuple[str, str]] = Counter()
         self._probes: dict[tuple[str, str], preflight.Outcome] = {}
         # pluggy calls the last registered plugin first. Registering the core first and the others
@@ -140,7 +142,7 @@ class HookManager:
             return set()
         question = DeviceQuestion()
         refused = set()
-        outcomes = preflight.run([self._probe_job(e, question) for e in others])
+        outcomes = self._probe_all(others, question)
         for entry, outcome in zip(others, outcomes, strict=True):
             if outcome.error:
                 self._refuse(entry, outcome.error)
@@ -149,10 +151,12 @@ class HookManager:
                 self._probes[_key(entry), repr(question)] = outcome
         return refused
 
-    def _probe_job(self, entry: PluginEntry, question: DeviceQuestion) -> preflight.Job:
-        return preflight.Job(
-            entry.target, self._limit_s, (_PROBE,), {"tensor_library": question.tensor_library}
-        )
+    def _probe_all(
+        self, entries: Sequence[PluginEntry], question: DeviceQuestion
+    ) -> list[preflight.Outcome]:
+        asked = {"tensor_library": question.tensor_library}
+        jobs = [preflight.Job(e.target, self._limit_s, (_PROBE,), asked) for e in entries]
+        return preflight.run(jobs, budget_s=self._limit_s, at_once=len(jobs))
 
     def _probe(self, entry: PluginEntry, question: DeviceQuestion) -> Candidate | None:
         """A third party's answer to a device question, from a child process."""
@@ -160,7 +164,7 @@ class HookManager:
         if key not in self._probes:
             # All of them will be asked; one child process answers for all.
             others = [e for e in self.plugins.values() if not e.is_core]
-            outcomes = preflight.run([self._probe_job(e, question) for e in others])
+            outcomes = self._probe_all(others, question)
             for other, outcome in zip(others, outcomes, strict=True):
                 self._probes[_key(other), repr(question)] = outcome
         outcome = self._probes[key]
@@ -260,9 +264,13 @@ class HookManager:
             elif hook == _PROBE and self._has_preflight:
                 value = self._probe(plugin, arguments["question"])
             else:
-                value = call_with_limit(call, self._limit_s)
+                value = call_with_limit(call, max(self._left_s, _LEAST_S))
         except KeyboardInterrupt:
             raise
+        except TimeoutError as error:
+            problem = describe(error)
+            self._left_s -= time.perf_counter() - started
+            self._strikes[key] = _MAX_STRIKES - 1  # it would hang again
         except BaseException as error:
             problem = describe(error)
         if self._trace:
@@ -308,13 +316,14 @@ def hook_manager(
     """The hook modules that were resolved in the parent process, or else all installed ones."""
     if resolved is not None:
         return HookManager(resolved.hook_entries(), trusted=True)
-    return shared_manager(discover() if inventory is None else inventory)
+    inventory = discover() if inventory is None else inventory
+    return shared_manager(tuple(inventory.of(HOOKS)))
 
 
 @functools.lru_cache(maxsize=4)
-def shared_manager(inventory: Inventory) -> HookManager:
-    """One manager per inventory and process, so that the pre-flight check runs once."""
-    return HookManager(inventory.of(HOOKS))
+def shared_manager(entries: tuple[PluginEntry, ...]) -> HookManager:
+    """One manager of these modules in this process, so that the pre-flight check runs once."""
+    return HookManager(entries)
 
 
 def hook_names() -> list[str]:

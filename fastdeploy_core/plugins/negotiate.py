@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -14,6 +14,8 @@ from .discovery import Inventory
 from .drivers import features
 from .known import providers
 from .manager import HookManager
+
+ASKED: Final = "asked for by name"  # Decision.why of one that was not negotiated
 
 
 class CandidateRow(msgspec.Struct, frozen=True):
@@ -62,10 +64,10 @@ def decide(
         answer = next((r for r in rows if r.name == asked), None)
         if answer is None:
             row = CandidateRow(asked, origin(asked), True, 0, "asked for by name, gave no answer")
-            return Decision(kind, question, asked, "asked for by name", [row, *rows])
+            return Decision(kind, question, asked, ASKED, [row, *rows])
         if not answer.accepted:
             return Decision(kind, question, "", f"{asked} declines: {answer.reason}", rows)
-        return Decision(kind, question, asked, "asked for by name", rows)
+        return Decision(kind, question, asked, ASKED, rows)
     if not accepted:
         why = "no candidate accepts" if rows else _none_installed(kind)
         return Decision(kind, question, "", why, rows)

@@ -1,13 +1,14 @@
 """Imports third-party plugins in a child process with a time limit, before this process does.
 
-One child does all jobs until one fails, hangs or kills it; a new child does the rest. So a plugin
-that hangs, calls os._exit or crashes the interpreter costs a warning, not the server. What passed
-is then imported normally: plugins are trusted code all the same.
+The child forks, so that plugins are imported side by side and one that hangs, calls os._exit or
+crashes the interpreter costs a warning, not the server and not another plugin. What passed is then
+imported normally: plugins are trusted code all the same.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -28,17 +29,23 @@ logger = logging.getLogger(__name__)
 
 _CHILD: Final = Path(__file__).with_name("preflight_child.py")
 _START_LIMIT_S: Final = 20.0  # for starting the child's interpreter on a very busy machine
+_NO_BUDGET: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Import `target` ("module" or "module:attribute"), then call the hooks named in `calls`."""
+    """Import `target` ("module" or "module:attribute"), then call the hooks named in `calls`.
+
+    Neighbours of one `group`, such as the drivers of a distribution, are imported one after the
+    other in one process, which imports shared modules once; without a group a job has its own.
+    """
 
     target: str
     limit_s: float
     calls: tuple[str, ...] = ()
     question: dict[str, Any] = field(default_factory=dict)
     describe: bool = False  # also report what the target declares
+    group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +60,19 @@ class Outcome:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def run(jobs: Sequence[Job]) -> list[Outcome]:
-    """Outcomes in the order of `jobs`; a plugin's errors never raise here."""
-    outcomes: dict[int, Outcome] = {}
-    remaining = list(range(len(jobs)))
-    while remaining:
-        finished = _run_child(jobs, remaining)
-        outcomes.update(finished)
-        remaining = [i for i in remaining if i not in outcomes]
+def run(jobs: Sequence[Job], *, budget_s: float = _NO_BUDGET, at_once: int = 0) -> list[Outcome]:
+    """Outcomes in the order of `jobs`; a plugin's errors never raise here.
+
+    Args:
+        budget_s: seconds for all jobs together, beside the limit of each.
+        at_once: how many groups are imported side by side; 0: as many as there are processors.
+    """
+    at_once = at_once or max(2, os.cpu_count() or 1)
+    outcomes = _run_child(jobs, range(len(jobs)), budget_s, at_once)
+    for index in range(len(jobs)):
+        if index not in outcomes:  # a plugin ended the child itself: each of them alone tells which
+            alone = _run_child(jobs, [index], budget_s, 1)
+            outcomes[index] = alone.get(index) or Outcome("ended the process that loads plugins", 0)
     return [outcomes[i] for i in range(len(jobs))]
 
 
@@ -76,48 +88,46 @@ def decode_candidate(value: Any) -> Candidate | None:
     return Candidate(str(value["candidate"]), verdict, dict(value["details"]))
 
 
-def _run_child(jobs: Sequence[Job], indices: Sequence[int]) -> dict[int, Outcome]:
-    """Run jobs until all are done or one fails; at least one outcome returns."""
+def _run_child(
+    jobs: Sequence[Job], indices: Sequence[int], budget_s: float, at_once: int
+) -> dict[int, Outcome]:
+    """The outcomes that one child tells."""
+    if not indices:
+        return {}
+    by_group = itertools.groupby(indices, key=lambda i: jobs[i].group or i)
     order = {
         "sys_path": sys.path,
-        "jobs": [
-            {
-                "id": i,
-                "target": jobs[i].target,
-                "calls": jobs[i].calls,
-                "question": jobs[i].question,
-                "describe": jobs[i].describe,
-            }
-            for i in indices
-        ],
+        "budget_s": budget_s,
+        "at_once": at_once,
+        "groups": [[_encoded(i, jobs[i]) for i in group] for _, group in by_group],
     }
     outcomes: dict[int, Outcome] = {}
+    longest = max(min(jobs[i].limit_s, budget_s) for i in indices) + _START_LIMIT_S
     # Files instead of pipes: a plugin that prints much, or a long list of jobs, must not block.
     with (
         tempfile.TemporaryFile() as stdin,
         tempfile.TemporaryFile() as errors,
-        _child(stdin, errors, order) as (child, channel),
+        _child(stdin, errors, order) as channel,
     ):
-        current, clock = indices[0], _Clock(jobs[indices[0]].limit_s + _START_LIMIT_S)
+        clock = _Clock(longest)
         for line in _lines(channel, clock):
             if line is None:
-                outcomes[current] = Outcome(
-                    f"did not finish within {jobs[current].limit_s:g} s", clock.elapsed_s * 1000
-                )
-                return outcomes
-            message = _message(line)
-            if message is None:
-                continue
-            if message["event"] == "start":
-                current = message["id"]
-                clock.restart(jobs[current].limit_s)
-            else:
-                outcomes[message["id"]] = _outcome(message)
-                clock.restart(_START_LIMIT_S)
-        failed = current in outcomes and outcomes[current].error
-        if len(outcomes) < len(indices) and not failed:
-            outcomes[current] = Outcome(_death(child, errors), clock.elapsed_s * 1000)
+                break
+            message = json.loads(line)
+            outcomes[message["id"]] = _outcome(message)
+            clock.restart(longest)
     return outcomes
+
+
+def _encoded(index: int, job: Job) -> dict[str, Any]:
+    return {
+        "id": index,
+        "target": job.target,
+        "limit_s": job.limit_s,
+        "calls": job.calls,
+        "question": job.question,
+        "describe": job.describe,
+    }
 
 
 class _Clock:
@@ -138,15 +148,6 @@ class _Clock:
         return max(0.0, self._limit_s - self.elapsed_s)
 
 
-def _message(line: bytes) -> dict[str, Any] | None:
-    """A message of the child; None for a line that a plugin wrote to the descriptor."""
-    try:
-        message = json.loads(line)
-        return message if isinstance(message, dict) and message.get("event") else None
-    except ValueError:
-        return None
-
-
 def _outcome(message: dict[str, Any]) -> Outcome:
     contract = message.get("contract")
     return Outcome(
@@ -160,10 +161,8 @@ def _outcome(message: dict[str, Any]) -> Outcome:
 
 
 @contextlib.contextmanager
-def _child(
-    stdin: IO[bytes], errors: IO[bytes], order: dict[str, Any]
-) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A context with the child and the reading end of its channel; it ends the child."""
+def _child(stdin: IO[bytes], errors: IO[bytes], order: dict[str, Any]) -> Iterator[int]:
+    """A context with the reading end of the child's channel; it ends the child."""
     stdin.write(json.dumps(order).encode())
     stdin.seek(0)
     reading, writing = os.pipe()
@@ -180,7 +179,7 @@ def _child(
         )
         os.close(writing)
         writing = -1
-        yield child, reading
+        yield reading
     finally:
         if writing >= 0:
             os.close(writing)
@@ -204,20 +203,3 @@ def _lines(channel: int, clock: _Clock) -> Iterator[bytes | None]:
             return
         *lines, buffer = (buffer + chunk).split(b"\n")
         yield from lines
-
-
-def _death(child: subprocess.Popen[bytes], errors: IO[bytes]) -> str:
-    """How the child ended, and the last line that it printed."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(5)
-    code = child.poll()
-    if code is None:
-        how = "closed its channel without an answer"
-    elif code < 0:
-        how = f"was killed by signal {signal.Signals(-code).name}"
-    else:
-        how = f"ended the process with exit code {code}"
-    errors.seek(0, os.SEEK_END)
-    errors.seek(max(0, errors.tell() - 4096))
-    printed = errors.read().decode(errors="replace").strip().splitlines()
-    return f"{how} ({printed[-1][:200]})" if printed else how

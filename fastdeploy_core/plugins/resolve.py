@@ -12,6 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
+from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.config.model import read_json
 from fastdeploy_core.config.quantization import (
     QuantizationSettings,
@@ -27,14 +30,16 @@ from fastdeploy_core.contracts.quantizer import HEAD_QUANTIZER, QuantizationQues
 from fastdeploy_core.errors import (
     CapabilityError,
     ConfigError,
+    PluginError,
     PluginNotFound,
     UnsupportedModel,
 )
 
 from .discovery import Inventory, PluginEntry, discover
-from .drivers import available, find
+from .drivers import available, broken, find, without_broken
+from .known import providers
 from .manager import HookManager, hook_manager
-from .negotiate import CandidateRow, Decision, ask_candidates, ask_layer_drivers, decide
+from .negotiate import ASKED, CandidateRow, Decision, ask_candidates, ask_layer_drivers, decide
 from .resolved import ResolvedEntry, ResolvedPlugins
 
 if TYPE_CHECKING:
@@ -53,6 +58,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 REFERENCE_DEVICE: Final = "cpu"
+_LIST_QUANTIZERS: Final = "fastdeploy plugins list --kind quantizer"
 # Key of the quantizer of a draft model's own weights among the chosen drivers.
 DRAFT_QUANTIZER: Final = "draft_quantizer"
 
@@ -64,15 +70,53 @@ def resolve(
     moe: Sequence[MoESpec] = (),
     inventory: Inventory | None = None,
     hooks: HookManager | None = None,
-    check: bool = True,
 ) -> ResolvedPlugins:
     """Choose every driver that the configuration needs; raises if one cannot be had.
 
+    A third party's driver that is chosen is imported in a child process first. If it fails there,
+    the next candidate is chosen, unless the driver was asked for by name.
     `layers` and `moe` are the model's layer shapes (models/shapes.py reads them).
-    Without `check` the caller must call ResolvedPlugins.check.
     """
     inventory = discover() if inventory is None else inventory
     hooks = hook_manager(inventory=inventory) if hooks is None else hooks
+    resolved = _resolve(config, layers, moe, inventory, hooks)
+    left_out: dict[PluginEntry, PluginError] = {}
+    while errors := broken(resolved.strangers()):
+        for entry, error in errors.items():
+            decision = next((d for d in resolved.decisions if d.kind == entry.kind), None)
+            if decision is None or decision.why == ASKED or entry.kind in _CHOSEN_BY_NAME:
+                raise error
+        # All that might be next are tried side by side, not one after the other.
+        accepted = {
+            (d.kind, c.name) for d in resolved.decisions for c in d.candidates if c.accepted
+        }
+        kinds = {entry.kind for entry in errors}
+        rivals = [e for k in kinds for e in inventory.of(k) if (k, e.name) in accepted]
+        left_out |= broken([e for e in rivals if not e.is_core])
+        inventory = without_broken(inventory, rivals)
+        resolved = _resolve(config, layers, moe, inventory, hooks)
+    for error in left_out.values():
+        resolved.notes.append(f"{error}; it is left out, the next candidate is used")
+        logger.warning("%s", resolved.notes[-1])
+    for problem in inventory.problems:
+        logger.warning("%s", problem)
+    for decision in resolved.decisions:
+        logger.info("%s %s: %s", decision.kind, decision.winner, decision.why)
+    hooks.notify("fd_configure", config=config)
+    return resolved
+
+
+# Kinds whose driver the configuration or the checkpoint names.
+_CHOSEN_BY_NAME: Final = ("scheduler", "speculative", "quantizer")
+
+
+def _resolve(
+    config: EngineConfig,
+    layers: Sequence[AttentionSpec | StateSpec],
+    moe: Sequence[MoESpec],
+    inventory: Inventory,
+    hooks: HookManager,
+) -> ResolvedPlugins:
     resolver = _Resolver(config, inventory, hooks)
     resolver.device()
     resolver.quantizer()
@@ -81,15 +125,7 @@ def resolve(
     resolver.speculative()
     resolver.scheduler()
     resolver.by_name()
-    resolved = resolver.finish()
-    if check:
-        resolved.check()
-    for problem in inventory.problems:
-        logger.warning("%s", problem)
-    for decision in resolved.decisions:
-        logger.info("%s %s: %s", decision.kind, decision.winner, decision.why)
-    hooks.notify("fd_configure", config=config)
-    return resolved
+    return resolver.finish()
 
 
 def attention_questions(
@@ -141,6 +177,8 @@ class _Resolver:
         self._requirements = Requirements()
         self._quantization = quantization_of(config)
         self._expert_formats = ""
+        # Formats of the experts by the quantizer that another is made of.
+        self._inner_experts: dict[str, str] = {}
 
     def device(self) -> None:
         """The accelerator: the one asked for by name, or the best one whose hardware is present."""
@@ -235,13 +273,15 @@ class _Resolver:
             self._inner_quantizers(candidate, question)
             if "options" in candidate.details:
                 check_options(settings, candidate.details["options"].split(","))
-            return candidate.details.get("experts", "")
+            experts = candidate.details.get("experts", "")
+            return self._inner_experts.get(experts, experts)
         if config.get("is_quantized"):
+            provider = providers("quantizer").get(name)
+            hint = f"run: pip install {provider}" if provider else f"see: {_LIST_QUANTIZERS}"
             raise UnsupportedModel(
                 f"the checkpoint is quantized with {dict(config)!r:.200} and no installed "
                 f"quantizer reads that; installed: "
-                f"{', '.join(available('quantizer', self._inventory)) or 'none'}; "
-                "see: fastdeploy plugins list --kind quantizer"
+                f"{', '.join(available('quantizer', self._inventory)) or 'none'}; {hint}"
             )
         self._take(decide("quantizer", name, [], asked=name), place)
         return ""
@@ -265,6 +305,7 @@ class _Resolver:
                     f"quantizer {outer.name} is made of {name} here, and that declines: "
                     f"{answer.value.verdict.reason}; see: fastdeploy plugins why quantizer"
                 )
+            self._inner_experts[name] = answer.value.details.get("experts", name)
             self._inner_quantizers(answer.value, inner)
 
     def speculative(self) -> None:
@@ -308,7 +349,10 @@ class _Resolver:
         from fastdeploy_core.contracts.scheduler import SchedulerQuestion
 
         name = self._config.request_scheduler.name
-        self._take(decide("scheduler", name, [], asked=name))
+        decision = decide("scheduler", name, [], asked=name)
+        if name == RequestSchedulerConfig().name:
+            decision = msgspec.structs.replace(decision, why="the default")
+        self._take(decision)
         self._ask_requirements(
             "fd_scheduler_requirements",
             SchedulerQuestion(self._config.request_scheduler),

@@ -11,7 +11,7 @@ from fastdeploy_core.contracts.base import Requirements
 from fastdeploy_core.errors import PluginConflict, PluginNotFound
 
 from .discovery import HOOKS, Inventory, PluginEntry, discover
-from .drivers import check_imports, load
+from .drivers import load
 from .negotiate import Decision
 
 
@@ -65,17 +65,16 @@ class ResolvedPlugins(msgspec.Struct, frozen=True):
         """The class (or kernel table) of the chosen driver, or of the named one."""
         return load(self.entry(kind, name), preflight=False)
 
-    def check(self) -> None:
-        """First import third parties' drivers in a child process; PluginLoadError names one that
-        fails, hangs or ends its process. Takes seconds if a driver imports much."""
-        strangers = []
+    def strangers(self) -> list[PluginEntry]:
+        """Third parties' drivers that this configuration certainly loads."""
+        found = []
         for chosen in self.entries:
             plugin = chosen.as_plugin()
             is_needed = self.chosen.get(plugin.kind) == plugin.name
             is_needed |= plugin.kind in ("logits_processor", "quantizer")
             if not plugin.is_core and is_needed:
-                strangers.append(plugin)
-        check_imports(strangers)
+                found.append(plugin)
+        return found
 
     def plugin_entries(self, kind: str) -> list[PluginEntry]:
         """All entries of one kind."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.errors import ConfigError, WeightError
 
 if TYPE_CHECKING:
@@ -23,11 +22,11 @@ _IGNORE_KEYS = ("modules_to_not_convert", "ignored_layers")
 
 
 class PackedQuantizer:
-    """A driver whose layers are PackedWeights. Subclasses define what is stored and how it is
-    packed."""
+    """A driver whose layers are PackedWeights. Subclasses name themselves and the contract that
+    they were written for, and define what is stored and how it is packed."""
 
     name = ""
-    contract = CONTRACT
+    contract: tuple[int, int]
 
     def __init__(
         self, config: Mapping[str, Any], device: DeviceBackend, kernels: KernelTable
@@ -118,42 +117,6 @@ class PackedQuantizer:
         return self._checked(layer, tensors).dequantize()
 
 
-class OrderedQuantizer(PackedQuantizer):
-    """A driver whose groups may consist of scattered inputs. Inputs are put in the order of their
-    groups before the product."""
-
-    def order(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor | None:
-        """[K] int64; None if the inputs are in the order of their groups already."""
-        raise NotImplementedError
-
-    def packed(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight | None:
-        """The packed weight; None if inputs have to be reordered first."""
-        return None if self.order(layer, tensors) is not None else super().packed(layer, tensors)
-
-    def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:
-        """The kernel's weight, and the order of inputs that it needs."""
-        prepared = super().prepare(layer, tensors)
-        if layer.role == "experts":
-            return prepared
-        return (*prepared, self.order(layer, tensors))
-
-    def apply(self, layer: LayerSpec, prepared: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply with the kernel, after reordering the inputs."""
-        product, weight, order = prepared
-        if order is not None:
-            x = self.xp.index_select(x, 1, order)
-        y: Tensor = product(x, weight, bias)
-        return y
-
-    def dequantize(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor:
-        """[N, K] float32 in the model's order of inputs."""
-        weight = super().dequantize(layer, tensors)
-        order = self.order(layer, tensors)
-        if order is None:
-            return weight
-        return self.xp.index_select(weight, 1, self.xp.argsort(order, 0))
-
-
 def names_in(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
     """The list of names under a key of quantization_config; empty without that key."""
     names = config.get(key) or ()
@@ -197,3 +160,25 @@ def check_group(layer: LayerSpec, group_size: int, method: str) -> None:
             f"{layer.name} (on this rank); possible: {', '.join(map(str, [0, *possible]))} "
             "(0: one scale per output)"
         )
+
+
+def largest_scale(layer: LayerSpec, scale: Tensor) -> Tensor:
+    """Static activation scales of joined parts. The parts share their input, so the largest scale
+    holds for all.
+
+    From [1], or [parts, 1] of a joined layer, with a leading dimension of experts if there are any;
+    to [1] or [E, 1], float32.
+    """
+    lead = [layer.num_experts] if layer.num_experts else []
+    return scale.float().reshape([*lead, -1]).amax(dim=-1, keepdim=True)
+
+
+def spread_parts(xp: Any, layer: LayerSpec, scale: Tensor) -> Tensor:
+    """From one scale per part to one per output: [N, 1] or [E, N, 1]."""
+    lead = [layer.num_experts] if layer.num_experts else []
+    rows = [part.out_features for part in layer.parts] or [layer.out_features]
+    flat = scale.reshape([*lead, -1])
+    if flat.shape[-1] != len(rows):  # one part, or one scale for all of them
+        rows = [layer.out_features]
+    pieces = [flat[..., n : n + 1].expand([*lead, count]) for n, count in enumerate(rows)]
+    return xp.cat(pieces, -1).unsqueeze(-1).contiguous()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.quant_formats import (
     FORMATS,
     FP8_BLOCK,
@@ -23,8 +24,7 @@ from fastdeploy_core.contracts.quant_formats import (
 from fastdeploy_core.contracts.quantizer import Calibration, ParameterSpec
 from fastdeploy_core.errors import ConfigError
 
-from .base import CALIBRATING, PackedQuantizer
-from .integer import largest_scale
+from .base import CALIBRATING, PackedQuantizer, largest_scale, spread_parts
 from .rounding import quantize_block_fp8, quantize_fp8
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class BlockFp8(PackedQuantizer):
     """Weights in blocks of 128 x 128, activations in blocks of 1 x 128."""
 
     name = "block_wise_fp8"
+    contract = CONTRACT
 
     def __init__(
         self, config: Mapping[str, Any], device: DeviceBackend, kernels: KernelTable
@@ -121,6 +122,7 @@ class WFp8AFp8(PackedQuantizer):
     """One scale per output; activations have one per token, or one per layer from calibration."""
 
     name = "wfp8afp8"
+    contract = CONTRACT
 
     def __init__(
         self, config: Mapping[str, Any], device: DeviceBackend, kernels: KernelTable
@@ -199,14 +201,3 @@ class WFp8AFp8(PackedQuantizer):
         return PackedWeight(
             self.format, layer.out_features, layer.in_features, packed, layer.num_experts
         )
-
-
-def spread_parts(xp: Any, layer: LayerSpec, scale: Tensor) -> Tensor:
-    """From one scale per part to one per output: [N, 1] or [E, N, 1]."""
-    lead = [layer.num_experts] if layer.num_experts else []
-    rows = [part.out_features for part in layer.parts] or [layer.out_features]
-    flat = scale.reshape([*lead, -1])
-    if flat.shape[-1] != len(rows):  # one part, or one scale for all of them
-        rows = [layer.out_features]
-    pieces = [flat[..., n : n + 1].expand([*lead, count]) for n, count in enumerate(rows)]
-    return xp.cat(pieces, -1).unsqueeze(-1).contiguous()

@@ -15,15 +15,8 @@ _ALIASES: Final[dict[str, str]] = {
     "weight_only_int8": "wint8",
     "weight_only_int4": "wint4",
     "tensor_wise_fp8": "wfp8afp8",
-    "gptq_marlin": "gptq",
-    "awq_marlin": "awq",
-    "compressed_tensors": "compressed-tensors",
 }
-_DRIVERS: Final = (
-    "wint8", "wint4", "w8a8", "w4a8", "block_wise_fp8", "wfp8afp8", "mix_quant", "gptq", "awq",
-    "compressed-tensors",
-)  # fmt: skip
-_STORED_ONLY: Final = ("gptq", "awq", "compressed-tensors")
+_DRIVERS: Final = ("wint8", "wint4", "w8a8", "w4a8", "block_wise_fp8", "wfp8afp8", "mix_quant")
 # Options of --quantization besides the method: of all formats that are made while loading, then of
 # each one.
 _SHARED_OPTIONS: Final = ("lm_head", "modules_to_not_convert", "ignored_layers")
@@ -60,17 +53,14 @@ def fd_quantizer_for(question: QuantizationQuestion) -> Candidate | None:
         return Candidate(name, Decline(reason))
     if name not in _DRIVERS:
         return None
-    is_stored = config.get("is_quantized") or config.get("is_moe_quantized")
-    if not is_stored and name in _STORED_ONLY:
+    if name == "mix_quant" and not any(_part(config, key) for key in _PARTS):
         reason = (
-            f"{name} is the format of a checkpoint, and config.json has no quantization_config; "
-            "possible while loading: wint8, wint4, w8a8, w4a8, block_wise_fp8, wfp8afp8; or run: "
-            "fastdeploy quantize"
+            "mix_quant without dense_quant_type and moe_quant_type leaves everything in full "
+            "precision; "
+            'name a method for one of them at least, as in {"quantization": "mix_quant", '
+            '"dense_quant_type": "wint8", "moe_quant_type": "wint4"}'
         )
         return Candidate(name, Decline(reason))
-    problem = _problem(name, config)
-    if problem:
-        return Candidate(name, Decline(problem))
     note = "from the checkpoint" if config.get("is_quantized") else "while loading"
     details = {"experts": _experts(name, config)}
     options = _options(name, config)
@@ -90,30 +80,6 @@ def driver_name(name: str, config: Mapping[str, Any]) -> str:
         # tensor.
         return "block_wise_fp8" if config.get("weight_block_size") else "wfp8afp8"
     return _ALIASES.get(name, name)
-
-
-def _problem(name: str, config: Mapping[str, Any]) -> str:
-    """Why this configuration cannot be obeyed or this checkpoint be read; empty when it can."""
-    if name == "mix_quant" and not any(_part(config, key) for key in _PARTS):
-        return (
-            "mix_quant without dense_quant_type and moe_quant_type leaves everything in full "
-            "precision; "
-            'name a method for one of them at least, as in {"quantization": "mix_quant", '
-            '"dense_quant_type": "wint8", "moe_quant_type": "wint4"}'
-        )
-    if name == "gptq":
-        from .gptq import gptq_problem
-
-        return gptq_problem(config)
-    if name == "awq":
-        from .gptq import awq_problem
-
-        return awq_problem(config)
-    if name == "compressed-tensors":
-        from .schemes import scheme_problem
-
-        return scheme_problem(config)
-    return ""
 
 
 def _part(config: Mapping[str, Any], key: str) -> str:
@@ -138,14 +104,6 @@ def _experts(name: str, config: Mapping[str, Any]) -> str:
         name = _part(config, "moe_quant_type")
         if not name:
             return ""
-    if name == "gptq":
-        return f"wint{config.get('bits', 4)}" + ("" if config.get("sym", True) else "_zp")
-    if name == "awq":
-        return "wint4_zp"
-    if name == "compressed-tensors":
-        from .schemes import read_schemes
-
-        return ",".join(dict.fromkeys(s.format for s in read_schemes(config)))
     if name == "block_wise_fp8":
         return "block_fp8"
     is_static = config.get("activation_scheme") == "static"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import numpy as np
 
+from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.quant_formats import (
     FORMATS,
     INT8_BOUND,
@@ -23,7 +24,7 @@ from fastdeploy_core.contracts.quant_formats import (
 from fastdeploy_core.contracts.quantizer import Calibration, ParameterSpec
 from fastdeploy_core.errors import ConfigError
 
-from .base import CALIBRATING, PackedQuantizer, check_group, group_size_of
+from .base import CALIBRATING, PackedQuantizer, check_group, group_size_of, largest_scale
 from .feedback import quantize_int4_with_feedback
 from .interleaved import TILE, outputs_together, plain_rows
 from .rounding import quantize_int4, quantize_int8
@@ -44,6 +45,7 @@ PLAIN: Final = "plain"
 class IntegerQuantizer(PackedQuantizer):
     """What the four drivers share."""
 
+    contract = CONTRACT
     bits: ClassVar[int] = 8
     quantizes_activations: ClassVar[bool] = False
 
@@ -190,17 +192,6 @@ class IntegerQuantizer(PackedQuantizer):
             layer.num_experts,
             self.group_size,
         )
-
-
-def largest_scale(layer: LayerSpec, scale: Tensor) -> Tensor:
-    """Static activation scales of joined parts. The parts share their input, so the largest scale
-    holds for all.
-
-    From [1], or [parts, 1] of a joined layer, with a leading dimension of experts if there are any;
-    to [1] or [E, 1], float32.
-    """
-    lead = [layer.num_experts] if layer.num_experts else []
-    return scale.float().reshape([*lead, -1]).amax(dim=-1, keepdim=True)
 
 
 class WInt8(IntegerQuantizer):

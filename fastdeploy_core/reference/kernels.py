@@ -1,4 +1,4 @@
-"""The reference's kernel table: every operation of contracts/ops.py, by name, as strings only."""
+"""The reference's kernel table: every operation of contracts/ops/, by name, as strings only."""
 
 from __future__ import annotations
 

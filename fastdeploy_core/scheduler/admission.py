@@ -1,4 +1,5 @@
-"""From waiting to running: whose turn it is, whether there is room, and how much of a prompt runs."""
+"""From waiting to running: whose turn it is, whether there is room, and how much of a prompt
+runs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The batch scheduler: who runs this step. (Which instance gets a request is the request scheduler.)
+"""The batch scheduler: who runs this step. (Which instance gets a request is the request
+scheduler.)
 
-Continuous batching with chunked prefill. `schedule` may be called again before `update` has seen the
-step before (overlap); results are taken in the order of the steps.
-"""
+Continuous batching with chunked prefill. `schedule` may be called again before `update` has seen
+the step before (overlap); results are taken in the order of the steps."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ class BatchScheduler:
             self._roster.release(self._roster.requests[request_id])
 
     def add(self, request: Request) -> None:
-        """Queue a request, or raise InvalidRequest; the scheduler is unchanged then. A newer attempt
-        takes the place of an older one, whose output nobody wants any more."""
+        """Queue a request, or raise InvalidRequest; the scheduler is unchanged then. A newer
+        attempt takes the place of an older one, whose output nobody wants any more."""
         self.check(request)
         if request.request_id in self._roster.requests:
             self.abort([request.request_id])

@@ -29,26 +29,19 @@ class Columns:
         self.at_start = np.zeros(0, dtype=np.int64)  # tokens to feed before it samples
         self.limit = np.zeros(0, dtype=np.int64)  # most tokens it may have
         self.room = np.zeros(0, dtype=np.int64)  # tokens that its blocks hold
-        # Known tokens up to which a result is one more token and nothing else: Sequence.show_quiet.
-        self.quiet_until = np.zeros(0, dtype=np.int64)
-        self.deltas = np.zeros(
-            0, dtype=np.int64
-        )  # deltas given to its request, if it is the only one
+        # Whether a result is tokens and nothing else, and computed tokens that fill the next block:
+        # below that, and below its limit, a sequence only grows.
+        self.is_plain = np.zeros(0, dtype=bool)
+        self.commit_at = np.zeros(0, dtype=np.int64)
+        self.deltas = np.zeros(0, dtype=np.int64)  # given to its request, if it is the only one
         self.step = np.zeros(0, dtype=np.int64)  # the newest step that it is part of
-        # Drafts for the next step, and how those of all steps fared (DraftTally).
-        self.drafts = np.zeros((0, num_drafts), dtype=np.int64)
-        self.num_drafts = np.zeros(0, dtype=np.int64)
-        self.has_drafts = False  # whether any of these may be above 0
+        # Drafts asked for with its newest step, and how those of all steps fared (DraftTally).
+        self.asked = np.zeros(0, dtype=np.int64)
         self.draft_steps = np.zeros(0, dtype=np.int64)
         self.drafted = np.zeros(0, dtype=np.int64)
         self.accepted_at = np.zeros((0, num_drafts), dtype=np.int64)
         self.tally = DraftTally(self, num_drafts)
-        # A result is a token and nothing else, and what it draws depends on nothing that the host would have
-        # to know before.
-        self.goes_ahead = np.zeros(0, dtype=bool)
-        self.kind = np.zeros(
-            0, dtype=np.int64
-        )  # what its steps cost differs by: Sequence.show_plain
+        self.kind = np.zeros(0, dtype=np.int64)  # GREEDY, RANDOM or OTHER, of sequence.py
 
     def take(self, seq_id: int) -> int:
         """A clean place."""
@@ -60,12 +53,6 @@ class Columns:
         self.seq_id[place] = seq_id
         self.step[place] = -1
         return place
-
-    def take_drafts(self, places: np.ndarray, proposals: np.ndarray) -> None:
-        """[places, k] drafts for the next step, -1 behind the last one."""
-        self.drafts[places, : proposals.shape[1]] = proposals
-        self.num_drafts[places] = (proposals >= 0).sum(1)
-        self.has_drafts = True
 
     def release(self, place: int) -> None:
         """Nobody is there any more."""
@@ -121,7 +108,8 @@ class DraftTally:
         if not self._noted:
             return
         columns, counted = self._columns, np.arange(self.accepted_at.size)
-        # Mostly the same sequences many times, each once in a step: added up before they are looked for.
+        # Mostly the same sequences many times, each once in a step: added up before they are looked
+        # for.
         noted, self._noted = self._noted, []
         for _, steps in groupby(noted, lambda step: id(step[0])):
             same, drafts, rights = zip(*steps, strict=True)

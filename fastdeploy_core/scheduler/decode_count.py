@@ -1,17 +1,17 @@
 """How many times the rows of a batch decode before the host looks at what they drew.
 
-On a device that computes for microseconds the host's part of a step is a large share of it. Tokens that come
-several at a time share that part, and come so much later: by MOST_S at most, going by the step before. What is
-computed behind a stop is lost, so a batch begins with few; where steps are queued ahead, which loses twice as
-much, with one until some have passed since its last prompts.
+On a device that computes for microseconds the host's part of a step is a large share of it. Tokens
+that come several at a time share that part, and come so much later: by MOST_S at most, going by the
+step before. What is computed behind a stop is lost, so a batch begins with few; where steps are
+queued ahead, which loses twice as much, with one until some have passed since its last prompts.
 
-On the host's own processors nothing is computed while the host does its part, which is longer where a model has
-just gone through their caches. Of n decodes (n - 1) / 2 are lost behind a stop on average and the host's part is
-paid once, so the least is lost with n = sqrt(BREAK_EVEN_S / what a decode takes), if they take no longer than
-MOST_ON_HOST_S together: no reader sees 20 chunks in a second as anything but a flow. Others take those processors
-from a step now and then, and what that makes it longer says little of the next one: the time that a decode is
-taken to need grows slowly there.
-"""
+On the host's own processors nothing is computed while the host does its part, which is longer where
+a model has just gone through their caches. Of n decodes (n - 1) / 2 are lost behind a stop on
+average and the host's part is paid once, so the least is lost with n = sqrt(BREAK_EVEN_S / what a
+decode takes), if they take no longer than MOST_ON_HOST_S together: no reader sees 20 chunks in a
+second as anything but a flow. Others take those processors from a step now and then, and what that
+makes it longer says little of the next one: the time that a decode is taken to need grows slowly
+there."""
 
 from __future__ import annotations
 

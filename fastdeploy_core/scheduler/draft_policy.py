@@ -3,9 +3,8 @@ would slow the batch down. Output never depends on it.
 
 One number is in use. Now and then another one, or none, is probed: asked for until WINDOW steps had
 it, and compared with as many steps before, which met the same machine and text. The faster one is
-used. The one it replaces is probed next; a loser waits twice as long each time. A probe ends when it
-has lost MOST_LOST steps; the next one waits until that is SHARE of the time.
-"""
+used. The one it replaces is probed next; a loser waits twice as long each time. A probe ends when
+it has lost MOST_LOST steps; the next one waits until that is SHARE of the time."""
 
 from __future__ import annotations
 

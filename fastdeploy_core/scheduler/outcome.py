@@ -73,7 +73,6 @@ class Outcome:
         self._given += self._deltas.values()
         self._deltas.clear()
         results = StepResults(output)
-        self._arrived(output.step_id)
         if step.cohort.seqs:
             self._apply_cohort(step, results)
         for number, row in enumerate(step.rows, len(step.cohort.seqs)):
@@ -82,21 +81,25 @@ class Outcome:
             seq.num_pending -= row.sample
             status = seq.status
             if status is not RequestStatus.FINISHED:
-                is_newest = int(self._roster.columns.step[seq.place]) == output.step_id
-                self._take(row, results.of_row(number), takes_drafts=is_newest)
+                self._take(row, results.of_row(number))
             # Ended within _take, it has left already: nothing was in flight any more.
             if status is not RequestStatus.RUNNING and not seq.num_in_flight:
                 self._roster.settle(seq)
 
     def _apply_cohort(self, step: ScheduledStep, results: StepResults) -> None:
-        """Rows that decoded. Nearly all of them only get longer; the others are taken one by one."""
+        """Rows that decoded. Nearly all of them only get longer; the others are taken one by
+        one."""
         columns, cohort = self._roster.columns, step.cohort
         places, num_rows = cohort.places, len(cohort.seqs)
         known, counts = columns.known[places], results.leading_counts(num_rows)
         grown = known + counts
         columns.in_flight[places] = columns.in_flight[places] - 1
         columns.pending[places] = columns.pending[places] - step.num_decodes
-        only_grows = grown <= columns.quiet_until[places]
+        only_grows = (
+            columns.is_plain[places]
+            & (grown < columns.limit[places])
+            & (grown <= columns.commit_at[places])
+        )
         if results.has_counts:
             only_grows &= counts > 0
         results.clear_others(only_grows)
@@ -105,29 +108,22 @@ class Outcome:
             stops = [token in cohort.stop_ids for token in tokens]
             only_grows[np.repeat(np.arange(num_rows), counts)[stops]] = False
         chosen = None if np.count_nonzero(only_grows) == num_rows else only_grows
-        has_drafts = step.is_ahead or bool(np.count_nonzero(step.drafts))
-        if has_drafts or step.num_decodes > 1:
-            most = step.drafts + step.num_decodes
+        if results.has_counts and (step.num_decodes > 1 or np.count_nonzero(step.drafts)):
+            most = step.drafts + step.num_decodes  # it was planned with the most that could come
             columns.computed[places] = columns.computed[places] - (most - counts)
-        if has_drafts:
-            self._count_drafts(step, results, chosen)
-        if results.next_drafts is not None:
-            self._take_drafts(step, results.next_drafts, chosen)
+        for fed, accepted in results.drafts(num_rows):
+            tally = fed if chosen is None else fed * chosen
+            columns.tally.note(places, tally, accepted)
         self._grow(cohort, tokens, counts if results.has_counts else None, grown, chosen)
         if chosen is not None:
             others = np.flatnonzero(~chosen).tolist()
-            self._take_others(step, results, (known - 1).tolist(), others)
+            self._take_others(cohort, results, (known - 1).tolist(), others)
 
     def _take_others(
-        self,
-        step: ScheduledStep,
-        results: StepResults,
-        starts: list[int],
-        numbers: list[int],
+        self, cohort: Cohort, results: StepResults, starts: list[int], numbers: list[int]
     ) -> None:
         """Rows of the cohort with more to them. starts: where what they were fed began."""
-        cohort, fared = step.cohort, list(results.fed_drafts(step))
-        is_newest = step.is_newest_of(self._roster.columns)
+        drafts = results.drafts(len(cohort.seqs))
         # Before any of them is taken: one that fails takes the others of its request along.
         was_running = [cohort.seqs[number].status is RequestStatus.RUNNING for number in numbers]
         for number, ran in zip(numbers, was_running, strict=True):
@@ -135,30 +131,11 @@ class Outcome:
             if seq.status is not RequestStatus.FINISHED:
                 result = results.of_row(number)
                 row = Row(seq, starts[number], len(result.token_ids), True)
-                drafts = [(int(fed[number]), int(right[number])) for fed, right in fared]
-                self._take(row, result, drafts, takes_drafts=bool(is_newest[number]))
+                fared = [(int(fed[number]), int(accepted[number])) for fed, accepted in drafts]
+                self._take(row, result, fared)
             # One that ran until this very step has left already if it ended with it.
             if not ran and not seq.num_in_flight:
                 self._roster.settle(seq)
-
-    def _count_drafts(
-        self, step: ScheduledStep, results: StepResults, chosen: np.ndarray | None
-    ) -> None:
-        """How the drafts fared that were fed to the cohort's chosen rows, None: all of them."""
-        for fed, right in results.fed_drafts(step):
-            self._roster.columns.tally.note(
-                step.cohort.places, fed if chosen is None else fed * chosen, right
-            )
-
-    def _take_drafts(
-        self, step: ScheduledStep, proposals: np.ndarray, chosen: np.ndarray | None
-    ) -> None:
-        """What chosen rows of the cohort are fed next, but for those whose next step is planned."""
-        columns = self._roster.columns
-        takes = step.is_newest_of(columns)
-        if chosen is not None:
-            takes &= chosen
-        columns.take_drafts(step.cohort.places[takes], proposals[: takes.size][takes])
 
     def _grow(
         self,
@@ -168,8 +145,8 @@ class Outcome:
         grown: np.ndarray,
         chosen: np.ndarray | None,
     ) -> None:
-        """The tokens of chosen rows of a cohort, one each without `counts`. grown: how many tokens of
-        each sequence are known with them."""
+        """The tokens of chosen rows of a cohort, one each without `counts`. grown: how many tokens
+        of each sequence are known with them."""
         columns, places = self._roster.columns, cohort.places
         histories, request_ids, attempts = cohort.histories, cohort.request_ids, cohort.attempts
         numbers = None if counts is None else counts.tolist()
@@ -209,16 +186,10 @@ class Outcome:
         for tenant, number in tenants.items():
             self._roster.arrived.charge(tenant, number)
 
-    def _arrived(self, step_id: int) -> None:
-        """The results of the step are there."""
-        if self._roster.awaited_step == step_id:
-            self._roster.awaited_step = -1
-
     def undo(self, step: ScheduledStep) -> None:
         """The step failed or is void: its sequences start again from what they know, and workers
         are told once more whom to forget."""
         self._roster.forget(step.output.finished_seq_ids)
-        self._arrived(step.output.step_id)
         drawn = [step.num_decodes] * len(step.cohort.seqs) + [int(row.sample) for row in step.rows]
         for seq, number in zip(step.seqs(), drawn, strict=True):
             seq.num_in_flight -= 1
@@ -250,16 +221,8 @@ class Outcome:
             if seq.status is not RequestStatus.FINISHED:
                 self._end(seq, SequenceDelta(index=index), FinishReason.ABORT, None)
 
-    def _take(
-        self,
-        row: Row,
-        result: RowResult,
-        drafts: Iterable[tuple[int, int]] = (),
-        *,
-        takes_drafts: bool = True,
-    ) -> None:
-        """drafts: that the row was fed each time, and how many were right. takes_drafts: those for the next step
-        have not been fed already."""
+    def _take(self, row: Row, result: RowResult, drafts: Iterable[tuple[int, int]] = ()) -> None:
+        """drafts: that the row was fed each time, and how many were accepted."""
         seq = row.seq
         request = seq.request
         tokens = result.token_ids
@@ -280,9 +243,6 @@ class Outcome:
         reason, stop_reason, num_kept = self._append(seq, tokens)
         if drafts:
             self._count_drafts_of(seq, drafts, num_kept if reason else None)
-        is_running = seq.status is RequestStatus.RUNNING
-        if is_running and not reason and takes_drafts and result.drafts is not None:
-            seq.columns.take_drafts(np.array([seq.place]), result.drafts[None])
         if seq.is_suspect and row.start >= seq.num_known_at_start:
             self._roster.set_suspect(seq, False)
         limit = len(seq.token_ids) if self._kv.caches_output else seq.num_prompt_tokens
@@ -302,7 +262,8 @@ class Outcome:
     def _count_drafts_of(
         self, seq: Sequence, drafts: Iterable[tuple[int, int]], num_kept: int | None
     ) -> None:
-        """num_kept: tokens of a sequence that ended; drafts behind its end were neither right nor wrong."""
+        """num_kept: tokens of a sequence that ended; drafts behind its end were neither right nor
+        wrong."""
         for drafted, right in drafts:
             left = drafted if num_kept is None else max(0, num_kept)
             seq.columns.tally.add(seq.place, min(drafted, left), min(right, left))
@@ -311,7 +272,6 @@ class Outcome:
     def _commit(self, seq: Sequence, num_tokens: int) -> None:
         self._kv.commit(seq.table, seq.token_ids, num_tokens)
         seq.commit_at = self._kv.next_commit(seq.table, seq.num_prompt_tokens)
-        seq.show_quiet()
 
     def _fail_row(self, request: RequestState, code: str) -> None:
         """A worker found that one request cannot go on; codes are worker/model_runner.py's."""

@@ -19,7 +19,7 @@ from .counters import Counters
 from .decode_count import DecodeCount
 from .draft_policy import DraftPolicy
 from .roster import Roster
-from .sequence import Sequence
+from .sequence import OTHER, Sequence
 from .settings import SchedulerSettings
 from .step import ScheduledStep, StepBuilder
 
@@ -46,39 +46,26 @@ class StepPlanner:
         self._count = DecodeCount(
             settings.max_decodes, settings.decodes_before_several, on_host=settings.on_host
         )
-        self._repeats = True  # whether a step without drafts may be one of several decodes
-        self._lookahead = 0
-        self._free: np.ndarray | None = None  # places of sequences that all go ahead
+        self._num_drafts = self._lookahead = 0  # to be made after the step, and tokens beside them
         # Running places and number of waiting sequences, and what drafts are chosen by for these.
         self._chosen_for: tuple[np.ndarray | None, int] = (None, 0)
         self._num_rows = self._kind = 0
         self._prefills_first = True
-        self._keeps_back = False  # prompts have let drafts go before
+        self._keeps_back = False  # prompts have let drafts go first
         self._step = StepBuilder(roster.columns, settings.max_num_batched_tokens)
         self._admission = Admission(roster, settings, counters, self._step, on_stuck)
 
     def plan(self) -> ScheduledStep | None:
         """The next step, or None if nothing can run before a step in flight has finished."""
-        step = self._step
+        step, roster = self._step, self._roster
         step.begin()
-        num_drafts = 0
-        is_ahead = False
-        if self._policy is not None:
-            is_ahead = self._roster.awaited_step >= 0
-            num_drafts = self._choose(self._policy)
-        drafts_follow = num_drafts > 0
-        # Also while numbers of drafts are compared, or none would seem slower than it is.
-        self._repeats = not drafts_follow
-        self._lookahead = self._settings.lookahead_tokens if drafts_follow else 0
-        if is_ahead:
-            self._plan_ahead(num_drafts)
-            if step.is_empty and self._settings.max_rows_ahead and not self._roster.num_suspects:
-                self._plan_prompts_ahead()
-        elif self._roster.num_suspects:
+        self._num_drafts = 0 if self._policy is None else self._choose(self._policy)
+        self._lookahead = self._settings.lookahead_tokens if self._num_drafts else 0
+        if roster.num_suspects:
             self._plan_suspect()
         elif self._settings.mixed_batches:
             self._plan_decodes()
-            if not self._keeps_prompts_back():
+            if not (self._keeps_back and step.has_drafts):
                 self._plan_prefills()
         else:
             first, second = self._plan_prefills, self._plan_decodes
@@ -90,27 +77,21 @@ class StepPlanner:
             self._prefills_first = not step.num_prefills
         if step.is_empty:
             return None
-        if step.num_prefills and self._settings.max_rows_ahead:
-            # Prompts are computed by steps that are not recorded, where drafting would cost more than
-            # a draft saves, and the next step would have to wait for the drafts.
-            num_drafts = 0
-        planned = step.finish(
-            self._roster.take_forgotten(),
+        is_costly = step.num_prefills and self._settings.captures_drafting
+        return step.finish(
+            roster.take_forgotten(),
             self._kv.take_copies(),
-            num_drafts,
-            fills=drafts_follow,
+            0 if is_costly else self._num_drafts,
+            fills=self._num_drafts > 0,
         )
-        if planned.is_awaited:
-            self._roster.awaited_step = planned.output.step_id
-        return planned
 
     def note(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
         """A step was done."""
         self._count.note(step.num_decodes * step.is_decode, output.execute_s)
 
     def _choose(self, policy: DraftPolicy) -> int:
-        """Drafts to ask for. Batches are told apart by the rows that the step, or the next one, will have,
-        and by the kind of sampling (sequence.py)."""
+        """Drafts to ask for. Batches are told apart by the rows that the step, or the next one,
+        will have, and by the kind of sampling (sequence.py)."""
         roster = self._roster
         places, num_waiting = roster.running_places(), roster.num_waiting
         if places is not self._chosen_for[0] or num_waiting != self._chosen_for[1]:
@@ -119,51 +100,6 @@ class StepPlanner:
             self._kind = int(roster.columns.kind[places].max(initial=0))
         return policy.choose(self._num_rows, self._kind)
 
-    def _plan_ahead(self, num_drafts: int) -> None:
-        """Have the rows of the step before go on before it is known how many of its drafts are right:
-        the device knows. Otherwise the whole batch waits for that step: what could run meanwhile would
-        only take the device from it."""
-        roster, step, settings = self._roster, self._step, self._settings
-        columns, places, asked = roster.columns, roster.running_places(), step.asked
-        if (
-            not 0 < step.num_drawn <= settings.max_rows_ahead
-            or roster.num_suspects
-            or (roster.num_waiting and len(roster.running) < settings.max_num_seqs)
-            or not (places is self._free or columns.goes_ahead[places].all())
-        ):
-            return
-        self._free = places  # the array is another one as soon as other sequences run
-        limit, seqs = columns.limit[places], roster.running
-        # One token of the step before is certain; where that is the last one, nothing is left to do.
-        is_due = columns.known[places] + columns.pending[places] < limit
-        if np.count_nonzero(is_due) < places.size:
-            places, seqs, limit = places[is_due], list(compress(seqs, is_due)), limit[is_due]
-        if not seqs or np.count_nonzero(columns.step[places] != step.step_id):
-            return
-        if len(seqs) * (1 + asked) > step.budget:
-            return
-        # One number of drafts throughout.
-        several = self._num_decodes(places, 1 + asked) if asked == num_drafts else 1
-        for number in sorted({several, 1}, reverse=True):
-            end = columns.computed[places] + (number * (1 + asked) + self._lookahead)
-            if self._grow_all(seqs, places, np.minimum(end, limit)):
-                step.put_ahead(seqs, places, asked, number)
-                return
-
-    def _plan_prompts_ahead(self) -> None:
-        """Rows that wait for their results are in nobody's way: prompts go in between, where they take
-        nothing from anybody."""
-        self._keeps_back = False
-        for seq in self._roster.prefilling():
-            if not self._continue_prefill(seq, self._try_grow):
-                return
-        self._admission.admit()
-
-    def _keeps_prompts_back(self) -> bool:
-        """Whether prompts wait for the next step, because this one is recorded with drafts and without
-        prompts only."""
-        return self._keeps_back and self._step.has_drafts
-
     def _has_prompts(self) -> bool:
         """Whether prompts are to be computed, and not all of them wait for somebody's end."""
         roster = self._roster
@@ -171,9 +107,9 @@ class StepPlanner:
         return bool(roster.num_waiting and has_place) or bool(roster.prefilling())
 
     def _grow_all(self, seqs: list[Sequence], places: np.ndarray, wanted: np.ndarray) -> bool:
-        """Blocks for so many tokens of each sequence, 0: it gets none; none at all if there are too few for all.
-        Telling the device of a block takes the host longer than a step: where many hold nothing,
-        not even a cached prefix, all sequences get some for later steps, too."""
+        """Blocks for so many tokens of each sequence, 0: it gets none; none at all if there are too
+        few for all. Telling the device of a block takes the host longer than a step: where many
+        hold nothing, not even a cached prefix, all sequences get some for later steps, too."""
         kv, columns = self._kv, self._roster.columns
         room, pool = columns.room[places], kv.pool
         num_free, num_empty = pool.num_available, pool.num_available - pool.num_cached
@@ -193,72 +129,81 @@ class StepPlanner:
         if not places.size:
             return
         seqs = self._roster.running.copy()
-        computed = columns.computed[places]
-        known = columns.known[places] + columns.pending[places]
-        # What has all its tokens known or on their way has nothing left to be fed.
-        is_due = (computed >= columns.at_start[places]) & (known < columns.limit[places])
-        needs_blocks = is_due & (computed >= columns.room[places])
-        wanted = np.where(is_due, computed + 1, 0)
-        if np.count_nonzero(needs_blocks) and not self._grow_all(seqs, places, wanted):
-            for row in np.flatnonzero(needs_blocks).tolist():
+        computed, limit = columns.computed[places], columns.limit[places]
+        # Each step on its way gives a row one token at least; what has come to its limit with these
+        # has nothing left to be fed.
+        least = columns.known[places] + columns.pending[places]
+        is_due = (computed >= columns.at_start[places]) & (least < limit)
+        drafts, ends = None, computed + 1
+        if self._policy is not None:  # else every count is exact
+            drafts = self._drafts_to_feed(places, is_due, limit - least)
+            more = self._lookahead if drafts is None else self._lookahead + drafts
+            ends = np.minimum(ends + more, limit)
+        wanted = np.where(is_due, ends, 0)
+        if not self._grow_all(seqs, places, wanted):
+            ends = np.minimum(computed + 1, limit)  # for what a row is fed at least
+            for row in np.flatnonzero(wanted > columns.room[places]).tolist():
                 seq = seqs[row]
+                if seq.status is RequestStatus.RUNNING and self._try_grow(seq, int(wanted[row])):
+                    continue
                 is_due[row] = seq.status is RequestStatus.RUNNING and self._grow(
-                    seq, seq.num_computed + 1, may_yield=True
+                    seq, int(ends[row]), may_yield=True
                 )
             # Juniors may have been preempted for seniors.
             is_due &= np.array([seq.status is RequestStatus.RUNNING for seq in seqs])
-        drafts = None
-        if columns.has_drafts or self._lookahead:
-            drafts = self._plan_drafts(seqs, places, is_due)
+        num_due = np.count_nonzero(is_due)
         num_decodes = 1
-        if drafts is None and self._repeats and np.count_nonzero(is_due) == places.size:
-            num_decodes = self._plan_several(seqs, places)
-        if np.count_nonzero(is_due) < places.size:
+        if num_due == places.size:
+            num_decodes = self._plan_several(seqs, places, drafts)
+        elif num_due:
             places, seqs = places[is_due], list(compress(seqs, is_due))
             drafts = None if drafts is None else drafts[is_due]
-        if seqs:
+        if num_due:
             self._step.put_decodes(seqs, places, drafts, num_decodes)
 
-    def _plan_several(self, seqs: list[Sequence], places: np.ndarray) -> int:
-        """How many times all running sequences decode in this step, with blocks for what that makes."""
-        number = self._num_decodes(places, 1)
-        end = self._roster.columns.computed[places] + number
-        return number if number > 1 and self._grow_all(seqs, places, end) else 1
+    def _drafts_to_feed(
+        self, places: np.ndarray, is_due: np.ndarray, left: np.ndarray
+    ) -> np.ndarray | None:
+        """[places] the most drafts that each row is fed; None: none has any. Every due row keeps a
+        token of the budget; drafts get the rest. left: tokens up to a sequence's limit."""
+        settings, step = self._settings, self._step
+        drafts: np.ndarray = np.where(is_due, self._roster.columns.asked[places], 0)
+        has_drafts = bool(drafts.any())
+        # A step with prompts is a captured graph only without drafts: they take turns.
+        if settings.captures_drafts and self._has_prompts():
+            self._keeps_back = not self._keeps_back and has_drafts
+            has_drafts = has_drafts and self._keeps_back
+        budget = step.budget - int(np.count_nonzero(is_due))
+        if settings.captures_drafting:  # a captured graph feeds all that the device holds, or none
+            has_drafts = has_drafts and int(drafts.sum()) <= budget
+        elif has_drafts:
+            drafts = np.minimum(drafts, np.maximum(left - 1, 0))
+            drafts = np.clip(budget - (np.cumsum(drafts) - drafts), 0, drafts)
+            has_drafts = bool(drafts.any())
+        if has_drafts:
+            return drafts
+        step.asked = 0
+        return None
 
-    def _num_decodes(self, places: np.ndarray, num_tokens: int) -> int:
-        """How many times rows may decode in a step, if each time they may get so many tokens."""
-        columns = self._roster.columns
-        if self._count.most == 1 or self._has_prompts() or not columns.goes_ahead[places].all():
+    def _plan_several(
+        self, seqs: list[Sequence], places: np.ndarray, drafts: np.ndarray | None
+    ) -> int:
+        """How many times all running sequences decode in this step, with blocks for what that
+        makes."""
+        columns, count, width = self._roster.columns, self._count, 1 + self._num_drafts
+        if count.most == 1 or self._has_prompts() or (columns.kind[places] == OTHER).any():
             return 1
-        left = int((columns.limit[places] - columns.computed[places]).min()) - 1
-        return self._count.choose(left // num_tokens)
-
-    def _plan_drafts(
-        self, seqs: list[Sequence], places: np.ndarray, is_due: np.ndarray
-    ) -> np.ndarray:
-        """How many drafts each row is fed. Every due row keeps a token of the budget; drafts get the
-        rest, and blocks if some are free."""
-        columns = self._roster.columns
-        drafts: np.ndarray = columns.num_drafts[places]
-        columns.has_drafts = bool(drafts.any())
-        # A step with prompts is recorded where decode steps are, but only without drafts: they take turns.
-        if self._settings.records_drafts and self._has_prompts():
-            self._keeps_back = not self._keeps_back and columns.has_drafts
-            if not self._keeps_back:
-                drafts, self._step.asked = np.zeros_like(drafts), 0
-        drafts = np.where(is_due, drafts, 0)
+        if self._num_drafts:  # each decode is fed what the one before made
+            has_all = drafts is not None and (drafts == self._num_drafts).all()
+            if not has_all:
+                return 1
+        elif drafts is not None:
+            return 1
         computed, limit = columns.computed[places], columns.limit[places]
-        drafts = np.minimum(drafts, np.maximum(limit - columns.known[places] - 1, 0))
-        left = self._step.budget - int(is_due.sum())
-        drafts = np.clip(left - (np.cumsum(drafts) - drafts), 0, drafts)
-        wanted = computed + 1 + drafts
-        if self._lookahead:  # for the drafter's own entries; it does without, too
-            wanted = np.minimum(wanted + self._lookahead, limit)
-        for row in np.flatnonzero(is_due & (wanted > columns.room[places])).tolist():
-            seq, end = seqs[row], int(computed[row] + 1 + drafts[row])
-            if not self._try_grow(seq, int(wanted[row])) and not self._try_grow(seq, end):
-                drafts[row] = 0
-        return drafts
+        number = count.choose((int((limit - computed).min()) - 1) // width)
+        number = min(number, self._settings.max_drafted_decodes) if self._num_drafts else number
+        ends = np.minimum(computed + (number * width + self._lookahead), limit)
+        return number if number > 1 and self._grow_all(seqs, places, ends) else 1
 
     def _plan_prefills(self) -> None:
         for seq in self._roster.prefilling():

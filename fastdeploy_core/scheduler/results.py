@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -11,8 +10,6 @@ import numpy as np
 
 from fastdeploy_core.types import ModelRunnerOutput, TokenLogprobs
 
-from .step import ScheduledStep
-
 
 class RowResult(NamedTuple):
     """What a step says of one row."""
@@ -20,7 +17,6 @@ class RowResult(NamedTuple):
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    drafts: np.ndarray | None = None  # [k] for its next step, -1 behind the last one
     error: str | None = None
 
 
@@ -46,21 +42,14 @@ class StepResults:
         """Whether rows may have another number of tokens than one."""
         return self._output.counts is not None
 
-    def fed_drafts(self, step: ScheduledStep) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """For each decode: [cohort] drafts that were fed to the step's cohort, which it may be that only the
-        device knew, and how many of them were right."""
-        output, size = self._output, step.drafts.size
-        if output.num_drafts is None or output.num_right is None:
-            fed = step.drafts if output.num_drafts is None else output.num_drafts[0, :size]
-            yield fed, self.leading_counts(size) - 1
-            return
-        for fed, right in zip(output.num_drafts, output.num_right, strict=True):
-            yield fed[:size], right[:size]
-
-    @property
-    def next_drafts(self) -> np.ndarray | None:
-        """[rows, k] proposals for the next step."""
-        return self._output.next_drafts
+    def drafts(self, num_rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each decode: [num_rows] drafts that the leading rows were fed, and how many of them
+        were accepted. Empty: no row could have any."""
+        output = self._output
+        if output.num_drafts is None or output.num_accepted is None:
+            return []
+        pairs = zip(output.num_drafts, output.num_accepted, strict=True)
+        return [(fed[:num_rows], accepted[:num_rows]) for fed, accepted in pairs]
 
     def leading_counts(self, num_rows: int) -> np.ndarray:
         """How many tokens each of the leading rows has."""
@@ -87,11 +76,9 @@ class StepResults:
             tokens = [self._tokens[row]]
         else:
             tokens = self._tokens[self._ends[row - 1] if row else 0 : self._ends[row]]
-        drafts = None if output.next_drafts is None else output.next_drafts[row]
         return RowResult(
             tokens,
             output.logprobs.get(row),
             output.prompt_logprobs.get(row),
-            drafts,
             output.errors.get(row),
         )

@@ -43,9 +43,6 @@ class Roster:
         self.running: list[Sequence] = []  # senior first
         self.returning: list[Sequence] = []  # preempted or forked, senior first
         self.arrived: FairQueue[Sequence] = FairQueue()
-        # The newest step in flight that makes or judges drafts, -1 without one: how many tokens its rows
-        # will have is not known.
-        self.awaited_step = -1
         self.num_leaving = 0  # sequences whose blocks come back with a step in flight
         self.num_suspects = 0
         self.num_preemptions_total = 0
@@ -115,7 +112,8 @@ class Roster:
         self._arrive(request, request.sequences[: 1 if request.followers_wait else None])
 
     def next_waiting(self, passed_over: Container[Sequence] = ()) -> Sequence | None:
-        """Whose turn it is: among equal priorities, a preempted or forked sequence before a new one."""
+        """Whose turn it is: among equal priorities, a preempted or forked sequence before a new
+        one."""
         returning = next((seq for seq in self.returning if seq not in passed_over), None)
         arrived = self.arrived.peek(passed_over)
         if returning is None or arrived is None:
@@ -137,7 +135,7 @@ class Roster:
         seq.num_computed, seq.num_known_at_start = num_computed, len(seq.token_ids)
         seq.room = len(seq.table.blocks) * self.kv.block_size
         seq.commit_at = self.kv.next_commit(seq.table, seq.num_prompt_tokens)
-        seq.show_quiet()
+        seq.show_plain()
         bisect.insort(self.running, seq, key=_seniority)
         if seq not in self._begun:
             bisect.insort(self._begun, seq, key=_seniority)
@@ -172,7 +170,7 @@ class Roster:
         """Stop a running sequence; it will start again from what it knows by then."""
         self._stop(seq)
         seq.status = RequestStatus.PREEMPTED
-        self.columns.num_drafts[seq.place] = 0
+        self.columns.asked[seq.place] = 0
         self._forgotten.append(seq.seq_id)
         self.num_preemptions_total += 1
         self._leave(seq)
@@ -252,7 +250,7 @@ class Roster:
 
     def _stop(self, seq: Sequence) -> None:
         self.running.remove(seq)
-        self.columns.quiet_until[seq.place] = 0
+        self.columns.is_plain[seq.place] = False
         self._places = None
 
     def _leave(self, seq: Sequence) -> None:

@@ -12,7 +12,8 @@ from .columns import Columns
 
 _MASK = 2**64 - 1
 MAX_SEED = 2**63 - 1
-# Kinds of sampling whose steps differ in what they cost; a batch is of the greatest of its rows' kinds.
+# Kinds of sampling whose steps differ in what they cost; a batch is of the greatest of its rows'
+# kinds. OTHER may depend on what only the host knows.
 GREEDY, RANDOM, OTHER = 0, 1, 2
 
 
@@ -53,10 +54,8 @@ class Sequence:
     __slots__ = (
         "attempt",
         "columns",
-        "commit_at",
         "finish_reason",
         "index",
-        "is_plain",
         "is_suspect",
         "max_total_tokens",
         "min_total_tokens",
@@ -80,6 +79,7 @@ class Sequence:
     num_in_flight = _Number("in_flight")
     num_known_at_start = _Number("at_start")
     room = _Number("room")
+    commit_at = _Number("commit_at")  # computed tokens that fill the next block
 
     def __init__(
         self,
@@ -103,7 +103,9 @@ class Sequence:
         self.token_ids = list(request.request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_total_tokens = max_total_tokens
-        self.min_total_tokens = self.num_prompt_tokens + sampling.min_tokens
+        # Masks forbid ends below min_tokens, but for that of a grammar that allows nothing else.
+        least = sampling.min_tokens if request.request.grammar is None else 0
+        self.min_total_tokens = self.num_prompt_tokens + least
         self.stop_ids = frozenset(sampling.stop_token_ids or ()) | (
             frozenset() if sampling.ignore_eos else frozenset(request.request.eos_token_ids)
         )
@@ -115,29 +117,22 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.columns = columns
         self.place = columns.take(seq_id)
-        self.commit_at = 0  # computed tokens that fill the next block
         columns.known[self.place] = self.num_prompt_tokens
         columns.limit[self.place] = max_total_tokens
         self.show_plain()
 
     def show_plain(self) -> None:
-        """Say in the columns what else than its token a result of this sequence may hold."""
+        """Say in the columns what else than its tokens a result of this sequence may hold."""
         request = self.request.request
         sampling = request.sampling
-        self.is_plain = sampling.n == 1 and sampling.logprobs is None and not self.is_suspect
-        self.show_quiet()
-        goes_ahead = self.is_plain and sampling.is_unconstrained and request.grammar is None
-        self.columns.goes_ahead[self.place] = goes_ahead
-        self.columns.kind[self.place] = (
-            (GREEDY if sampling.is_greedy else RANDOM) if goes_ahead else OTHER
-        )
-
-    def show_quiet(self) -> None:
-        """Say in the columns how long results only make this sequence longer: no block is filled, and it
-        does not come to its end."""
-        is_quiet = self.is_plain and self.status is RequestStatus.RUNNING
-        end = min(self.max_total_tokens - 1, self.commit_at) if is_quiet else 0
-        self.columns.quiet_until[self.place] = end
+        tells_tokens = sampling.n == 1 and sampling.logprobs is None and not self.is_suspect
+        is_running = self.status is RequestStatus.RUNNING
+        self.columns.is_plain[self.place] = tells_tokens and is_running
+        if not (tells_tokens and sampling.is_unconstrained and request.grammar is None):
+            kind = OTHER
+        else:
+            kind = GREEDY if sampling.is_greedy else RANDOM
+        self.columns.kind[self.place] = kind
 
     def draft_stats(self) -> DraftStats | None:
         """How its drafts fared; None: there were none."""

@@ -13,7 +13,7 @@ from fastdeploy_core.types.worker import WorkerInfo
 # Share of max_model_len above which a prompt counts as long, when prompts may overtake each other
 # and no threshold is given (FastDeploy's and vLLM's default).
 LONG_PREFILL_SHARE = 0.04
-# Decodes behind prompts before steps that are queued ahead decode several times.
+# Decodes after prompts before steps that are queued ahead decode several times.
 BEFORE_SEVERAL = 16
 
 
@@ -32,23 +32,24 @@ class SchedulerSettings:
     block_sharing: bool = True
     mixed_batches: bool = True
     max_prefills_per_step: int | None = None
-    # Speculation: most drafts of a row, 0 without; see config.SpeculativeConfig and contracts.Requirements.
+    # Speculation: most drafts of a row, 0 without; see config.SpeculativeConfig and
+    # contracts.Requirements.
     num_speculative_tokens: int = 0
     adaptive_length: bool = True
     disable_by_batch_size: int = 0
     lookahead_tokens: int = 0
-    # Rows up to which a step can be planned before it is known how many drafts of the one before are right.
-    max_rows_ahead: int = 0
-    records_drafts: bool = False  # a step with drafts is recorded, but not with prompts beside them
-    max_decodes: int = 1  # of each row in a step; see SchedulerOutput.num_decodes
-    decodes_before_several: int = 0  # behind prompts
+    captures_drafts: bool = False  # see WorkerInfo
+    captures_drafting: bool = False
+    max_decodes: int = 1  # of each row in a step; see WorkerInfo
+    max_drafted_decodes: int = 1
+    decodes_before_several: int = 0  # after prompts
     on_host: bool = False  # see WorkerInfo
     seed: int = 0
 
     @property
     def draft_numbers(self) -> tuple[int, ...]:
-        """Numbers of drafts to choose from; empty: any. Recorded steps are padded to one of these."""
-        return tuple({1, self.num_speculative_tokens}) if self.records_drafts else ()
+        """Numbers of drafts to choose from; empty: any. Captured graphs are of one of these."""
+        return tuple({1, self.num_speculative_tokens}) if self.captures_drafts else ()
 
 
 def make_settings(
@@ -79,9 +80,10 @@ def make_settings(
         adaptive_length=speculative is None or speculative.adaptive_length,
         disable_by_batch_size=speculative.disable_by_batch_size if speculative else 0,
         lookahead_tokens=needs.lookahead_tokens,
-        max_rows_ahead=info.max_rows_ahead,
-        records_drafts=info.records_drafts,
+        captures_drafts=info.captures_drafts,
+        captures_drafting=info.captures_drafting,
         max_decodes=info.max_decodes,
+        max_drafted_decodes=info.max_drafted_decodes,
         decodes_before_several=BEFORE_SEVERAL if batch.overlap and info.overlap else 0,
         on_host=info.on_host,
         seed=config.model.seed,
@@ -110,8 +112,9 @@ def _check(batch: BatchConfig, max_model_len: int) -> None:
     if not batch.enable_chunked_prefill and batch.max_num_batched_tokens < max_model_len:
         raise ConfigError(
             f"without chunked prefill a prompt runs in one step, and max_num_batched_tokens "
-            f"({batch.max_num_batched_tokens}) is smaller than max_model_len ({max_model_len}); raise "
-            "the former, lower the latter, or enable chunked prefill where the device can do it"
+            f"({batch.max_num_batched_tokens}) is smaller than max_model_len ({max_model_len}); "
+            "raise the former, lower the latter, or enable chunked prefill where the device can do "
+            "it"
         )
     if not 1 <= batch.max_long_partial_prefills <= batch.max_num_partial_prefills:
         raise ConfigError(

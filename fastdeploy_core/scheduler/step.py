@@ -39,56 +39,53 @@ class Cohort:
         self.request_ids: list[str] = list(map(_REQUEST_ID, seqs))
         self.attempts: list[int] = list(map(_ATTEMPT, seqs))
         self.tenants: Counter[str] = Counter(map(_TENANT, seqs))
-        self._decodes: dict[tuple[int, int], _Decodes] = {}
+        self._decodes: dict[tuple[int, int], Decodes] = {}
 
-    def decodes(self, num_drafts: int, num_decodes: int = 1) -> _Decodes:
-        """Of a step in which every one has so many drafts in all, and decodes so many times."""
+    def decodes(self, num_drafts: int, num_decodes: int) -> Decodes:
+        """Of a step in which every one has so many drafts each time it decodes."""
         found = self._decodes.get((num_drafts, num_decodes))
         if found is None:
-            drafts = np.full(len(self.seqs), num_drafts, dtype=np.int64)
-            found = self._decodes[num_drafts, num_decodes] = _Decodes.of(drafts, num_decodes)
+            drafts = np.full(len(self.seqs), num_drafts * num_decodes, dtype=np.int64)
+            found = self._decodes[num_drafts, num_decodes] = Decodes.of(drafts, num_decodes)
         return found
 
 
-class _Decodes(NamedTuple):
+class Decodes(NamedTuple):
     """Columns of rows that decode; see BatchRows."""
 
     num_drafts: np.ndarray
     counts: np.ndarray
     samples: np.ndarray
+    num_tokens: int  # of all rows
 
     @classmethod
-    def of(cls, num_drafts: np.ndarray, num_decodes: int = 1) -> _Decodes:
+    def of(cls, num_drafts: np.ndarray, num_decodes: int = 1) -> Decodes:
         """With so many drafts in all, and so many tokens one after the other."""
-        return cls(num_drafts, num_decodes + num_drafts, num_drafts >= 0)
+        counts = num_decodes + num_drafts
+        return cls(num_drafts, counts, num_drafts >= 0, int(counts.sum()))
 
 
 NO_COHORT = Cohort([], np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+NO_DECODES = NO_COHORT.decodes(0, 1)
 
 
 class ScheduledStep(NamedTuple):
-    """A step: the message for the workers, and what belongs to its rows: the cohort's come first."""
+    """A step: the message for the workers, and what belongs to its rows: the cohort's come
+    first."""
 
     output: SchedulerOutput
     cohort: Cohort
     drafts: np.ndarray  # how many each of the cohort's rows has beside its newest tokens; the most
-    rows: list[Row]  # behind them
+    rows: list[Row]  # after them
     num_tokens: int
     asked: int = 0  # drafts that each of its rows could have had
     is_decode: bool = False  # no row computes a prompt
-    is_awaited: bool = False  # it makes or judges drafts, which tell what its rows do next
-    is_ahead: bool = False  # see BatchRows
     num_decodes: int = 1  # see SchedulerOutput
 
     @property
     def num_rows(self) -> int:
         """Sequences in the step."""
         return len(self.cohort.seqs) + len(self.rows)
-
-    def is_newest_of(self, columns: Columns) -> np.ndarray:
-        """[cohort] whether no later step was planned for the sequence."""
-        found: np.ndarray = columns.step[self.cohort.places] == self.output.step_id
-        return found
 
     def seqs(self) -> list[Sequence]:
         """In the order of the rows."""
@@ -104,8 +101,7 @@ class StepBuilder:
         self._cohort = NO_COHORT
         # Rows of the step before, if they can simply go on: every one sampled, none had drafts.
         self._last_seq_ids = NO_COHORT.seq_ids
-        self.asked = 0  # drafts asked for with the step before, or still there
-        self.num_drawn = 0  # rows of the step before, if all of them drew a token
+        self.asked = 0  # drafts asked for with the step before
         self.step_id = -1
         self.begin()
 
@@ -114,10 +110,11 @@ class StepBuilder:
         self.budget = self._max_num_tokens
         self.num_prefills = 0
         self.is_stalled = False  # a running sequence got no room: nobody new may start
-        self._has_cohort = self._is_ahead = False
+        self.has_drafts = False  # rows are fed drafts
+        self._has_cohort = False
         self._num_decodes = 1
-        self._decodes = NO_COHORT.decodes(0)
-        self._starts = self._draft_ids = NO_COHORT.places
+        self._decodes = NO_DECODES
+        self._starts = NO_COHORT.places
         self._rows: list[Row] = []
         self._new: list[NewSequence] = []
         self._new_blocks: dict[int, list[int]] = {}  # by seq_id
@@ -128,11 +125,6 @@ class StepBuilder:
         """Whether nothing is in it yet."""
         return not self._rows and not self._has_cohort
 
-    @property
-    def has_drafts(self) -> bool:
-        """Whether rows are fed drafts."""
-        return self._is_ahead or bool(self._draft_ids.size)
-
     def holds(self, seq: Sequence) -> bool:
         """Whether the sequence is in the step."""
         return int(self._columns.step[seq.place]) == self._number
@@ -141,48 +133,31 @@ class StepBuilder:
         self,
         seqs: list[Sequence],
         places: np.ndarray,
-        num_drafts: np.ndarray | None = None,
+        drafts: np.ndarray | None = None,
         num_decodes: int = 1,
     ) -> None:
-        """Rows for sequences that decode, of their newest token and so many of their drafts; once per
-        step. They are its first rows. num_decodes: see SchedulerOutput."""
+        """Rows for sequences that decode, of their newest token and at most so many drafts each
+        time; once per step. They are its first rows. num_decodes: see SchedulerOutput; above 1
+        every row has as many drafts."""
         columns = self._columns
-        self._num_decodes = num_decodes
-        self._put_cohort(seqs, places, num_decodes=num_decodes)
-        if num_drafts is None:
-            return
-        self._decodes = _Decodes.of(num_drafts)
-        columns.computed[places] += num_drafts
-        columns.num_drafts[places] = 0
-        fed = np.arange(columns.drafts.shape[1]) < num_drafts[:, None]
-        self._draft_ids = columns.drafts[places][fed]
-        self.budget -= self._draft_ids.size
-
-    def put_ahead(
-        self, seqs: list[Sequence], places: np.ndarray, num_drafts: int, num_decodes: int = 1
-    ) -> None:
-        """The same for rows that go ahead of results, each with so many drafts each time: see BatchRows."""
-        self._is_ahead, self._num_decodes = True, num_decodes
-        self._put_cohort(seqs, places, num_drafts * num_decodes, num_decodes)
-        self._columns.num_drafts[places] = 0
-
-    def _put_cohort(
-        self, seqs: list[Sequence], places: np.ndarray, num_drafts: int = 0, num_decodes: int = 1
-    ) -> None:
-        columns, num_tokens = self._columns, num_drafts + num_decodes
         if places is not self._cohort.places:
             seq_ids = columns.seq_id[places]
             if not np.array_equal(seq_ids, self._cohort.seq_ids):
                 self._cohort = Cohort(seqs.copy(), places, seq_ids)
-        self._has_cohort = True
+        self._has_cohort, self._num_decodes = True, num_decodes
+        self.has_drafts = drafts is not None
+        if drafts is None or (drafts == drafts[0]).all():
+            number = 0 if drafts is None else int(drafts[0])
+            self._decodes = self._cohort.decodes(number, num_decodes)
+        else:
+            self._decodes = Decodes.of(drafts)
         # In short, since it is done in every step: `x[places] += 1` takes numpy twice as long.
         self._starts = starts = columns.computed[places]
-        columns.computed[places] = starts + num_tokens
+        columns.computed[places] = starts + self._decodes.counts
         columns.pending[places] = columns.pending[places] + num_decodes
         columns.in_flight[places] = columns.in_flight[places] + 1
         columns.step[places] = self._number
-        self._decodes = self._cohort.decodes(num_drafts, num_decodes)
-        self.budget -= places.size * num_tokens
+        self.budget -= self._decodes.num_tokens
 
     def put(self, seq: Sequence, num_tokens: int) -> None:
         """A row of its own."""
@@ -230,12 +205,10 @@ class StepBuilder:
         *,
         fills: bool = False,
     ) -> ScheduledStep:
-        """The step. max_drafts: wanted behind it. fills: drafters keep what the step computes for drafts that later
-        steps want; otherwise, where it wants none itself, they miss it. That costs some right drafts, and the output
-        nothing."""
-        cohort = self._cohort if self._has_cohort else NO_COHORT
-        has_drafts = self.has_drafts
-        draws = bool(cohort.seqs) or any(row.sample for row in self._rows)
+        """The step. max_drafts: wanted after it. fills: drafters keep what the step computes for
+        drafts that later steps want; otherwise, where it wants none itself, they miss it. That
+        costs some accepted drafts, and the output nothing."""
+        cohort, columns = self._cohort if self._has_cohort else NO_COHORT, self._columns
         message = SchedulerOutput(
             step_id=self._number,
             finished_seq_ids=forgotten,
@@ -243,9 +216,9 @@ class StepBuilder:
             copies=copies,
             num_decodes=self._num_decodes,
         )
-        if self._rows or has_drafts or not self._is_last(cohort):
+        if self._rows or self.has_drafts or not self._is_last(cohort):
             message.rows = self._columns_of(cohort)
-            goes_on = not has_drafts and bool(message.rows.samples.all())
+            goes_on = not self.has_drafts and bool(message.rows.samples.all())
             self._last_seq_ids = message.rows.seq_ids if goes_on else NO_COHORT.seq_ids
         step = ScheduledStep(
             message,
@@ -255,9 +228,6 @@ class StepBuilder:
             self._max_num_tokens - self.budget,
             self.asked if cohort.seqs else 0,
             not self.num_prefills,
-            # One that only goes ahead tells nothing that the step before it does not.
-            (max_drafts > 0 and draws) or (has_drafts and bool(self._decodes.num_drafts.any())),
-            self._is_ahead,
             self._num_decodes,
         )
         if self._new_blocks:
@@ -265,8 +235,11 @@ class StepBuilder:
             seq_ids = cohort.seq_ids if message.rows is None else message.rows.seq_ids
             owners = enumerate(seq_ids.tolist())
             message.new_block_ids = {row: blocks[seq] for row, seq in owners if seq in blocks}
+        if max_drafts or self.asked:
+            columns.asked[cohort.places] = max_drafts
+            for row in self._rows:
+                columns.asked[row.seq.place] = max_drafts * row.sample
         self.step_id = self._number
-        self.num_drawn = step.num_rows if all(row.sample for row in self._rows) else 0
         if cohort.seqs or max_drafts:  # drafts outlast a step of prompts alone
             self.asked = max_drafts
         if max_drafts or fills:
@@ -282,7 +255,7 @@ class StepBuilder:
 
     def _columns_of(self, cohort: Cohort) -> BatchRows:
         """Explicit rows for a message: the cohort's, then the others."""
-        rows, (num_drafts, counts, samples) = self._rows, self._decodes
+        rows, (num_drafts, counts, samples, _) = self._rows, self._decodes
         if not rows:  # the same arrays as long as the sequences are the same
             return BatchRows(
                 seq_ids=cohort.seq_ids,
@@ -290,8 +263,6 @@ class StepBuilder:
                 counts=counts,
                 samples=samples,
                 num_drafts=num_drafts,
-                draft_token_ids=self._draft_ids,
-                is_ahead=self._is_ahead,
             )
         single = BatchRows.of(
             [row.seq.seq_id for row in rows],
@@ -307,5 +278,4 @@ class StepBuilder:
             counts=np.concatenate((counts, single.counts)),
             samples=np.concatenate((samples, single.samples)),
             num_drafts=np.concatenate((num_drafts, single.num_drafts)),
-            draft_token_ids=self._draft_ids,
         )

@@ -27,9 +27,10 @@ from fastdeploy_core.serving.http.middleware import Bodies, Guard, Hosts, Keys
 from fastdeploy_core.serving.openai.routes import body_schemas, openai_router
 
 from .service_routes import service_router
-from .state import Engine, ServerState
+from .state import ServerState
 
 if TYPE_CHECKING:
+    from fastdeploy_core.engine.client import AsyncEngine
     from fastdeploy_core.engine.input import RequestLimits
     from fastdeploy_core.grammar.compiler import GrammarCompiler
     from fastdeploy_core.tokenizer import Tokenizer
@@ -43,7 +44,7 @@ BUSY_PATHS = ("/v1/chat/completions", "/v1/completions")
 
 
 def create_app(
-    engine: Engine,
+    engine: AsyncEngine,
     tokenizer: Tokenizer,
     config: ServerConfig,
     *,
@@ -87,7 +88,10 @@ def create_app(
             CORSMiddleware,
             allow_origins=list(config.allowed_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            # Clients for browsers send headers of their own (x-stainless-*). No header can do harm:
+            # a browser sends no credentials along, so only a page that has a key can use it.
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "X-Ignored-Fields", "Retry-After"],
             allow_credentials=False,
         )
     if config.allowed_hosts:
@@ -170,7 +174,7 @@ async def _watch_lag(state: ServerState) -> None:
     while True:
         due = time.monotonic() + LAG_PERIOD_S
         await asyncio.sleep(LAG_PERIOD_S)
-        state.metrics.loop_lag(max(0.0, time.monotonic() - due))
+        state.metrics.loop_lag.set(max(0.0, time.monotonic() - due))
 
 
 async def _log_stats(state: ServerState) -> None:
@@ -192,19 +196,13 @@ async def _log_stats(state: ServerState) -> None:
         if idle and was_idle:
             continue
         was_idle = idle
-        total = max(1, stats.num_blocks_total)
-        hits = stats.prefix_hit_tokens_total / max(1, stats.prefix_query_tokens_total)
+        used = 100 * stats.num_blocks_used / max(1, stats.num_blocks_total)
+        hits = 100 * stats.prefix_hit_tokens_total / max(1, stats.prefix_query_tokens_total)
+        values = {name: getattr(stats, name) for name in stats.__struct_fields__}
         stats_logger.info(
-            "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, queued %d, "
-            "KV blocks %d/%d (%.1f %%), prefix hits %.1f %%, preemptions %d",
-            prompt,
-            generated,
-            stats.num_running,
-            stats.num_waiting,
-            stats.num_queued,
-            stats.num_blocks_used,
-            stats.num_blocks_total,
-            100 * stats.num_blocks_used / total,
-            100 * hits,
-            stats.preemptions_total,
+            "prompt %(prompt).1f tokens/s, generation %(generated).1f tokens/s, running "
+            "%(num_running)d, waiting %(num_waiting)d, queued %(num_queued)d, KV blocks "
+            "%(num_blocks_used)d/%(num_blocks_total)d (%(used).1f %%), prefix hits %(hits).1f %%, "
+            "preemptions %(preemptions_total)d",
+            {**values, "prompt": prompt, "generated": generated, "used": used, "hits": hits},
         )

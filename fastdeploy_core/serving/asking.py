@@ -12,29 +12,17 @@ from fastdeploy_core.plugins.resolved import ResolvedPlugins
 
 
 class Plugins:
-    """`resolved`: the chosen plugins, or the error of choosing. `checked` completes later: all
-    chosen plugins can be imported, or the error of the one that cannot."""
+    """`resolved`: the chosen plugins, or the error of choosing."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self.resolved: Future[ResolvedPlugins] = Future()
-        self.checked: Future[None] = Future()
-        for answer in (self.resolved, self.checked):
-            # a waiter that gives up must not cancel the resolution
-            answer.set_running_or_notify_cancel()
+        # a waiter that gives up must not cancel the resolution
+        self.resolved.set_running_or_notify_cancel()
         threading.Thread(target=self._ask, name="fd-plugins", daemon=True).start()
 
     def _ask(self) -> None:
         try:
-            resolved = resolve_plugins(self._config, check=False)
+            self.resolved.set_result(resolve_plugins(self._config))
         except BaseException as error:
-            self.checked.set_exception(error)
             self.resolved.set_exception(error)
-            return
-        self.resolved.set_result(resolved)
-        try:
-            resolved.check()
-        except BaseException as error:
-            self.checked.set_exception(error)
-        else:
-            self.checked.set_result(None)

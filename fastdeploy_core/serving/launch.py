@@ -28,12 +28,12 @@ from fastdeploy_core.config.arguments import (
 )
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.client import AsyncEngine
+from fastdeploy_core.parsers.answer import parser_named
 from fastdeploy_core.plugins.checkpoints import find_model
 from fastdeploy_core.serving.http import event_loop
 from fastdeploy_core.serving.http.listening import bind_socket, url_of
 
 from .asking import Plugins
-from .parser_choice import check_parsers
 
 # The web framework is imported while the engine starts, not before.
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _serve_by_many(
     from fastdeploy_core.serving.front.front_ends import FrontEnds
 
     _log_model(engine_config)
-    check_parsers(server_config)
+    _check_parsers(server_config)
     started_at = time.monotonic()
 
     def on_ready() -> None:
@@ -168,34 +168,15 @@ async def running_app(
     """An engine with an app around it; both end with the context."""
     started_at = time.monotonic()
     _log_model(engine_config)
-    check_parsers(server_config)
+    _check_parsers(server_config)
     plugins = Plugins(engine_config)
-    starting = _checked(AsyncEngine.start(engine_config, plugins.resolved), plugins)
+    starting = AsyncEngine.start(engine_config, plugins.resolved)
     async with _app_around(starting, engine_config, server_config, plugins.resolved) as (
         app,
         engine,
     ):
         _log_engine(engine.info, time.monotonic() - started_at)
         yield app, engine
-
-
-async def _checked(starting: Coroutine[Any, Any, AsyncEngine], plugins: Plugins) -> AsyncEngine:
-    """The engine, once all chosen plugins were imported; one that cannot be ends the start at
-    once."""
-    engine = asyncio.create_task(starting)
-    check = asyncio.wrap_future(plugins.checked)
-    try:
-        both: set[asyncio.Future[Any]] = {engine, check}
-        await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
-        if check.done():
-            check.result()
-        return await engine
-    finally:
-        if not check.cancel() and not check.cancelled():
-            check.exception()  # marks the exception as retrieved
-        if not engine.done():
-            engine.cancel()
-            await asyncio.gather(engine, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
@@ -258,6 +239,12 @@ async def _app_around(
         yield app, engine
 
 
+def _check_parsers(config: ServerConfig) -> None:
+    """Before a model is loaded: PluginNotFound if no plugin provides a named parser."""
+    parser_named("reasoning_parser", config.reasoning_parser)
+    parser_named("tool_parser", config.tool_call_parser)
+
+
 def _log_model(config: EngineConfig) -> None:
     model = config.model
     logger.info(
@@ -279,7 +266,11 @@ def _prepare_app(
     importlib.import_module("fastdeploy_core.grammar.compiler")
     from fastdeploy_core.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(model.tokenizer_path, chat_template=model.chat_template)
+    tokenizer = Tokenizer.load(
+        model.tokenizer_path,
+        chat_template=model.chat_template,
+        trust_special_tokens=model.trust_special_tokens,
+    )
     return tokenizer, plugin_routers(resolved.result())
 
 
@@ -317,5 +308,7 @@ def _log_ready(listener: socket.socket, config: ServerConfig) -> None:
             "no --api-key is set and the server listens on %s: everyone who reaches it may use it",
             config.host,
         )
+    elif config.uds is None:
+        logger.info("only this machine can connect; --api-key or --host opens the server to others")
     names = ", ".join(config.served_names)
     logger.info("serving %s at %s", names, url_of(listener, config))

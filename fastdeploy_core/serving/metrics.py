@@ -154,9 +154,11 @@ class Metrics:
         self._requests = self._counter("requests_number", "requests received")
         self._success = self._counter("request_success", "finished requests", ["finished_reason"])
         self._rejected = self._counter("requests_rejected", "refused requests", ["reason"])
-        self._aborted = self._counter("requests_aborted", "requests whose client left")
-        self._in_flight = self._gauge("requests_in_flight", "requests being answered")
-        self._lag = self._gauge("loop_lag_seconds", "how late the event loop was last", "livemax")
+        self.aborted = self._counter("requests_aborted", "requests whose client left")
+        self.in_flight = self._gauge("requests_in_flight", "requests being answered")
+        self.loop_lag = self._gauge(
+            "loop_lag_seconds", "how late the event loop was last", "livemax"
+        )
         self._ttft = self._histogram("time_to_first_token_seconds", "until the first token")
         self._tpot = self._histogram("time_per_output_token_seconds", "per token after the first")
         self._itl = self._histogram("inter_token_latency_seconds", "between two outputs")
@@ -173,24 +175,12 @@ class Metrics:
         # a series that only appears with its first event cannot be watched
         for reason in FINISH_REASONS:
             self._success.labels(model_name, reason)
-        self.in_flight(0)
-        self.loop_lag(0.0)
+        self.in_flight.set(0)
+        self.loop_lag.set(0.0)
 
     def rejected(self, reason: str) -> None:
         """A request was refused before any work; `reason` from a closed set."""
         self._rejected.labels(self._name, reason).inc()
-
-    def aborted(self) -> None:
-        """A client left before its answer was complete."""
-        self._aborted.inc()
-
-    def in_flight(self, count: int) -> None:
-        """Requests being answered now."""
-        self._in_flight.set(count)
-
-    def loop_lag(self, seconds: float) -> None:
-        """How late a timer of the event loop fired."""
-        self._lag.set(seconds)
 
     def answered(self, path: str, status: int, seconds: float) -> None:
         """One HTTP answer on a route template."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -18,8 +19,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fastdeploy_core.errors import Aborted
-from fastdeploy_core.serving.http.connection import Connection, connection_of
 from fastdeploy_core.serving.http.errors import to_api_error
+from fastdeploy_core.serving.http.protocol import Cycle, connection_of
 
 from .state import ServerState
 
@@ -53,13 +54,7 @@ class Job(Protocol):
 
 async def answer(http: Request, state: ServerState, job: Job) -> Response:
     """Run a job and answer with its result."""
-    permit = state.admission.enter(job.num_requests)
-    state.metrics.in_flight(state.admission.in_flight)
-
-    def done() -> None:
-        permit.release()
-        state.metrics.in_flight(state.admission.in_flight)
-
+    state.admission.enter(job.num_requests)
     handed_over = False
     try:
         async with WhileConnected(connection_of(http.scope)):
@@ -70,11 +65,12 @@ async def answer(http: Request, state: ServerState, job: Job) -> Response:
             first = await _prepare_and_start(job, events)
             handed_over = True
             stall_s = state.config.stream_stall_timeout_s
-            return EventStream(framed(first, events), stall_s, done)
+            leave = partial(state.admission.leave, job.num_requests)
+            return EventStream(framed(first, events), stall_s, leave)
         raise Aborted("the client left before the answer was complete")
     finally:
         if not handed_over:
-            done()
+            state.admission.leave(job.num_requests)
 
 
 async def _prepare_and_start(
@@ -117,7 +113,7 @@ def frame(event: dict[str, Any]) -> bytes:
 class WhileConnected:
     """A context that ends early, without an error, when the client leaves. One task enters it."""
 
-    def __init__(self, connection: Connection | None) -> None:
+    def __init__(self, connection: Cycle | None) -> None:
         self._connection = connection
         self._has_left = False
 
@@ -177,7 +173,7 @@ class EventStream(Response):
             await self._events.aclose()
             self._on_close()
 
-    async def _pump(self, send: Send, connection: Connection | None) -> None:
+    async def _pump(self, send: Send, connection: Cycle | None) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
         async for data in self._events:

@@ -13,6 +13,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
@@ -21,7 +22,8 @@ from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.serving.front.occupancy import OwnOccupancy
 from fastdeploy_core.serving.http.protocol import GuardedProtocol
 
-from .state import Engine
+if TYPE_CHECKING:
+    from fastdeploy_core.engine.client import AsyncEngine
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class ApiServer(uvicorn.Server):
     """One app: on a listening socket, or on connections that a front door hands over."""
 
     def __init__(self, app: FastAPI, config: ServerConfig) -> None:
-        self._engine: Engine = app.state.server.engine
+        self._engine: AsyncEngine = app.state.server.engine
         self._admission = app.state.server.admission
         self._occupancy: OwnOccupancy = app.state.server.occupancy
         self._adopting: set[asyncio.Task[None]] = set()

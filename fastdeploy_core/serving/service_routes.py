@@ -10,11 +10,13 @@ import asyncio
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
 from starlette.responses import Response
 
 from fastdeploy_core import __version__
 from fastdeploy_core.errors import FastDeployError
 from fastdeploy_core.serving.front.probes import answer_probe
+from fastdeploy_core.serving.http.middleware import OPEN_PATHS
 
 from .respond import json_response
 from .state import ServerState
@@ -26,27 +28,14 @@ def service_router(state: ServerState) -> APIRouter:
     """Routes of one app."""
     router = APIRouter()
 
-    def probe(path: str) -> Response:
+    async def probe(http: Request) -> Response:
         draining = state.admission.draining
-        status, body = answer_probe(path, state.engine.health(), draining)
+        status, body = answer_probe(http.scope["path"], state.engine.health(), draining)
         return json_response(body, status)
 
-    @router.get("/health/live")
-    async def live() -> Response:
-        return probe("/health/live")
-
-    @router.get("/health/ready")
-    async def ready() -> Response:
-        return probe("/health/ready")
-
-    @router.get("/health")
-    async def health() -> Response:
-        return probe("/health")
-
-    @router.get("/ping")
-    @router.post("/ping", operation_id="ping_by_post")
-    async def ping() -> Response:
-        return probe("/ping")
+    for path in sorted(OPEN_PATHS):
+        router.add_api_route(path, probe, methods=["GET"], operation_id=path.strip("/"))
+    router.add_api_route("/ping", probe, methods=["POST"], operation_id="ping_by_post")
 
     @router.get("/load")
     async def load() -> Response:
@@ -69,7 +58,7 @@ def service_router(state: ServerState) -> APIRouter:
 
     @router.get("/plugins")
     async def plugins() -> Response:
-        return json_response(await state.in_thread(_plugins))
+        return json_response(await state.threads.run("", _plugins))
 
     return router
 

@@ -2,91 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from fastdeploy_core.config.server import ServerConfig
-from fastdeploy_core.engine.input import RequestLimits, build_request_async, default_sampling_values
+from fastdeploy_core.engine.input import RequestLimits, default_sampling_values
 from fastdeploy_core.engine.output import OutputProcessor
-from fastdeploy_core.errors import RequestTooLong, WorkerError
+from fastdeploy_core.errors import InvalidRequest, WorkerError
+from fastdeploy_core.parsers.answer import parser_named
 from fastdeploy_core.serving.front.occupancy import OwnOccupancy
 from fastdeploy_core.serving.http.errors import ApiError, too_busy, unavailable
+from fastdeploy_core.serving.http.threads import Threads
+from fastdeploy_core.tokenizer.template_process import MAX_PROCESSES
 
 from .metrics import Metrics
-from .parser_choice import parser_named
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
+    from fastdeploy_core.engine.client import AsyncEngine
     from fastdeploy_core.grammar.compiler import GrammarCompiler
     from fastdeploy_core.tokenizer import Tokenizer
-    from fastdeploy_core.types import Request, RequestOutputDelta, SamplingParams
-    from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
+    from fastdeploy_core.types import Request
 
-Result = TypeVar("Result")
 DRAINING_RETRY_S = 5.0
-# texts up to this length are tokenized before they can be refused as too long
-SURE_CHARS = 256 * 1024
-
-
-class Engine(Protocol):
-    """The part of AsyncEngine that serving uses."""
-
-    info: EngineInfo
-
-    def check_admission(self, num_tokens: int = 0) -> None:
-        """Raise QueueFull or WorkerError at once if a request put now would be refused."""
-        ...
-
-    def generate(
-        self, request: Request, chunk_tokens: int = 1
-    ) -> AsyncIterator[RequestOutputDelta]:
-        """Deltas of one request, each with at least chunk_tokens tokens; leaving the iterator
-        aborts it."""
-        ...
-
-    def end_branches(self, branch_ids: Sequence[str]) -> None:
-        """End single sequences of running requests."""
-        ...
-
-    def health(self) -> EngineHealth:
-        """Cheap, from any thread."""
-        ...
-
-    async def stats(self) -> EngineStats:
-        """Gauges and counters."""
-        ...
-
-    async def drain(self, grace_s: float) -> None:
-        """Finish what runs, refuse what is new."""
-        ...
-
-    async def close(self) -> None:
-        """End the engine."""
-        ...
-
-
-class Permit:
-    """The right to have requests in flight; released exactly once, however the answer ends."""
-
-    def __init__(self, give_back: Callable[[], None]) -> None:
-        self._give_back: Callable[[], None] | None = give_back
-
-    def release(self) -> None:
-        """Idempotent."""
-        give_back, self._give_back = self._give_back, None
-        if give_back is not None:
-            give_back()
+MAX_WAITING_TEMPLATES = 16
 
 
 class Admission:
     """Decides whether there is room for a request, before any work is done for it."""
 
     def __init__(
-        self, engine: Engine, config: ServerConfig, metrics: Metrics, occupancy: OwnOccupancy
+        self, engine: AsyncEngine, config: ServerConfig, metrics: Metrics, occupancy: OwnOccupancy
     ) -> None:
         self._engine = engine
         self._metrics = metrics
@@ -104,8 +48,9 @@ class Admission:
         """Requests being answered by all API servers of this port."""
         return self._occupancy.table.in_flight()
 
-    def enter(self, count: int) -> Permit:
-        """A permit for `count` requests; 429 when there is no room, 503 when there is no engine."""
+    def enter(self, count: int) -> None:
+        """Let `count` requests in, until `leave`; 429 when there is no room, 503 when there is no
+        engine."""
         try:
             self._check(count)
         except ApiError as error:
@@ -114,8 +59,7 @@ class Admission:
             )
             self._metrics.rejected(reason)
             raise
-        self._occupancy.change(count)
-        return Permit(partial(self._leave, count))
+        self._change(count)
 
     def _check(self, count: int) -> None:
         if self.draining:
@@ -130,8 +74,13 @@ class Admission:
         except WorkerError as error:
             raise unavailable("the engine is not ready") from error
 
-    def _leave(self, count: int) -> None:
-        self._occupancy.change(-count)
+    def leave(self, count: int) -> None:
+        """These requests have been answered, or will not be."""
+        self._change(-count)
+
+    def _change(self, count: int) -> None:
+        self._occupancy.change(count)
+        self._metrics.in_flight.set(self.in_flight)
 
 
 class ServerState:
@@ -139,7 +88,7 @@ class ServerState:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: AsyncEngine,
         tokenizer: Tokenizer,
         config: ServerConfig,
         limits: RequestLimits,
@@ -156,39 +105,23 @@ class ServerState:
         self.outputs = OutputProcessor(tokenizer)
         self.default_sampling = default_sampling_values(config.default_sampling)
         self.limits = limits
-        longest = max(map(len, tokenizer.get_vocab()), default=1)
-        self._most_chars = max(SURE_CHARS, longest * limits.max_model_len)
         self.reasoning_parser = parser_named("reasoning_parser", config.reasoning_parser)
         self.tool_parser = parser_named("tool_parser", config.tool_call_parser)
-        self._threads = ThreadPoolExecutor(config.tokenizer_threads, "tokenizer")
+        self.threads = Threads(config.tokenizer_threads, config.max_concurrency, "tokenizer")
+        # A template of a request may take as long as its process may live.
+        self.template_threads = Threads(MAX_PROCESSES, MAX_WAITING_TEMPLATES, "template")
 
-    async def in_thread(
-        self, function: Callable[..., Result], *arguments: Any, **named: Any
-    ) -> Result:
-        """Run something slow in a thread, beside the event loop."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, partial(function, *arguments, **named))
-
-    async def engine_request(
-        self, prompt: str | list[int], sampling: SamplingParams, **options: Any
-    ) -> Request:
-        """A checked engine request; a text that cannot fit is refused before it is tokenized."""
-        cut = options.get("truncation") is not None
-        if isinstance(prompt, str) and len(prompt) > self._most_chars and not cut:
-            raise RequestTooLong(
-                f"This model's maximum context length is {self.limits.max_model_len} tokens. "
-                f"However, your prompt has {len(prompt)} characters, which are more tokens than "
-                "that. Please shorten the prompt.",
-                param="prompt",
+    async def add_grammar(self, request: Request) -> None:
+        """Compile the request's constraint, if it has one, beside the event loop."""
+        asked = request.sampling.structured_outputs
+        if asked is None:
+            return
+        if self.compiler is None:
+            raise InvalidRequest(
+                "structured outputs are not available here", param="structured_outputs"
             )
-        return await build_request_async(
-            prompt,
-            sampling,
-            tokenizer=self.tokenizer,
-            limits=self.limits,
-            compiler=self.compiler,
-            **options,
-        )
+        request.grammar = await self.compiler.compile_async(asked)
+        request.grammar_backend = self.compiler.backend
 
     def check_model(self, name: str | None) -> str:
         """The model name for the answer; 404 for a model that this server does not have."""
@@ -201,4 +134,5 @@ class ServerState:
 
     def close(self) -> None:
         """Stop helper threads and processes; the engine belongs to its creator."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.close()
+        self.template_threads.close()

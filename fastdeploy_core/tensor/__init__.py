@@ -34,6 +34,7 @@ import warnings
 from typing import Any, TypeAlias
 
 from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.metadata import tolerate_damage
 
 from .library import DTYPE_BYTES, TensorLibrary
 
@@ -95,6 +96,7 @@ def load(name: str) -> TensorLibrary:
         )
     with _lock:
         if name not in _loaded:
+            tolerate_damage()
             with warnings.catch_warnings():
                 # Warnings at import, about compilers (ccache), deprecated imports within the
                 # library and new features, which an operator of a server cannot act on.

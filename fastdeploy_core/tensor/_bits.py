@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
+import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,6 +78,30 @@ def kept_variable(name: str) -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = before
+
+
+@contextmanager
+def kept_logging() -> Iterator[None]:
+    """A context that restores the root logger at its end."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+def restore_signals() -> None:
+    """Give signals back to Python, which does not see that a library has taken them. Does nothing
+    in a thread that is not the main one, where Python changes no signals."""
+    if faulthandler.is_enabled():
+        faulthandler.disable()
+        faulthandler.enable()
+    if threading.current_thread() is threading.main_thread():
+        handler = signal.getsignal(signal.SIGTERM)
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)
 
 
 def choose_blas_code() -> None:

@@ -17,8 +17,10 @@ from ._bits import (
     as_carrier,
     choose_blas_code,
     hidden_module,
+    kept_logging,
     kept_variable,
     processor_features,
+    restore_signals,
     tune_malloc,
 )
 from .library import DTYPE_BYTES
@@ -26,12 +28,16 @@ from .library import DTYPE_BYTES
 choose_blas_code()  # must run before the library checks the processor
 # On import, paddle asks tvm_ffi (a part of xgrammar) for its version, which imports torch: one or
 # two seconds, half a gigabyte and a second thread pool, without use. It also sets OMP_NUM_THREADS=1
-# if the operator did not set it, although a device of this host may use more threads.
-with hidden_module("tvm_ffi"), kept_variable("OMP_NUM_THREADS"):
+# if the operator did not set it, although a device of this host may use more threads. It sets the
+# root logger to INFO, and takes signals: SIGTERM would print a crash report and end the process.
+with hidden_module("tvm_ffi"), kept_variable("OMP_NUM_THREADS"), kept_logging():
     import paddle
     import paddle.nn.functional as F
 
     from ._paddle_rows import BYTES, NARROW, bits_of, words_of
+
+paddle.disable_signal_handler()
+restore_signals()
 
 # Paddle keeps its eager mode in the importing thread. When that thread ends, the mode would end for
 # all threads.
@@ -39,6 +45,9 @@ _eager_mode = paddle.base.framework.global_var._functional_dygraph_context_manag
 _fused_rms_norm = paddle.incubate.nn.functional.fused_rms_norm
 # Its CPU code uses AVX512 registers without checking the processor: on others the process dies.
 _HAS_FUSED_NORM = "avx512f" in processor_features()
+
+
+_CPU = paddle.CPUPlace()
 
 
 class PaddleLibrary:
@@ -147,16 +156,19 @@ class PaddleLibrary:
         return x if dtype in (None, paddle.int64) else x.astype(dtype)
 
     def tensor(self, data: Any, dtype: Any = None, device: str | None = None) -> Any:
-        return paddle.tensor(data, dtype=dtype, device=device)
+        if isinstance(data, paddle.Tensor):
+            return paddle.tensor(data, dtype=dtype, device=device)
+        array = np.array(data)
+        if array.dtype == np.float64 and not isinstance(data, np.ndarray | np.generic):
+            array = array.astype(np.float32)  # Python's floats
+        x = self.from_numpy(array, dtype)
+        return x if device is None else self.to_device(x, device)
 
     def from_numpy(self, array: np.ndarray, dtype: Any = None) -> Any:
         bits, carrier = as_carrier(array, "" if dtype is None else self.dtype_name(dtype))
-        if bits.dtype == np.bool_:
-            x = paddle.utils.dlpack.from_dlpack(bits.view(np.uint8)).astype(paddle.bool)
-        elif bits.size == 0:  # an empty DLPack capsule loses its shape
-            x = paddle.zeros(bits.shape, dtype=bits.dtype.name)
-        else:
-            x = paddle.utils.dlpack.from_dlpack(bits)
+        # Each call of from_dlpack, to_tensor or Tensor(...) would lose some 100 bytes for ever.
+        x = paddle._C_ops.empty([0], paddle.uint8, _CPU)
+        x.get_tensor().set(bits, _CPU, True)  # the array's memory and its dtype
         if carrier:
             return x.view(dtype)
         return x if dtype is None or dtype == x.dtype else x.astype(dtype)
@@ -366,7 +378,7 @@ class PaddleLibrary:
             matrix = np.zeros((width, width), dtype=np.float32)
             matrix[second, first] = -1
             matrix[first, second] = 1
-            swap = self._swaps[key] = paddle.to_tensor(matrix, place=place)
+            swap = self._swaps[key] = self.from_numpy(matrix).to(place)
         return swap
 
     def _operand(self, a: Any, b: Any) -> Any:
@@ -376,7 +388,7 @@ class PaddleLibrary:
         key = (b, a.dtype, str(a.place))
         constant = self._constants.get(key)
         if constant is None:
-            constant = paddle.to_tensor(np.array([b], dtype=np.int64)).astype(a.dtype)
+            constant = self.tensor([b]).astype(a.dtype)
             constant = self._constants[key] = constant.to(a.place)
         return constant
 

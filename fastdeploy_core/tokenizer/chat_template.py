@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -64,6 +64,7 @@ RESERVED_NAMES = frozenset(
     }
 )
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+_USUAL_ROLES = {"developer": "system", "function": "tool"}
 _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -158,6 +159,23 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     return env
 
 
+class TextParts(list[dict[str, Any]]):
+    """Content in parts, for templates that iterate over it. Where a template treats it as text, it
+    is its texts, joined by line breaks: many iterate in the messages of users only."""
+
+    def __str__(self) -> str:
+        return "\n".join(str(part["text"]) for part in self)
+
+    def __add__(self, other: Any) -> Any:
+        return str(self) + other if isinstance(other, str | TextParts) else super().__add__(other)
+
+    def __radd__(self, other: Any) -> Any:
+        return other + str(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(str(self), name)  # methods of texts, such as split()
+
+
 class ChatTemplate:
     """A compiled template. `variables`: the names that the template reads and does not define;
     `reads_parts`: it iterates over the parts of a message's content."""
@@ -165,11 +183,17 @@ class ChatTemplate:
     def __init__(self, source: str) -> None:
         try:
             tree = environment().parse(source)
+            self._compared = frozenset(_compared(tree))  # first: jinja2 then folds constants
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
             self.reads_parts = _reads_parts(tree)
             self._template = environment().from_string(tree)
         except (jinja2.TemplateError, RecursionError) as error:
             raise TemplateRefusal(f"the chat template is malformed: {_reason(error)}") from error
+
+    def role(self, given: str) -> str:
+        """The role that the template shows a message under. Most leave out a message whose role
+        they do not know, so a newer or older name of a role is replaced by the usual one."""
+        return given if given in self._compared else _USUAL_ROLES.get(given, given)
 
     def render(self, variables: Mapping[str, Any], max_chars: int = MAX_RENDERED_CHARS) -> str:
         """Render; stops as soon as the text exceeds `max_chars`."""
@@ -196,6 +220,13 @@ class ChatTemplate:
 
 def _reason(error: BaseException) -> str:
     return str(error)[:300] or type(error).__name__
+
+
+def _compared(tree: jinja2.nodes.Template) -> Iterator[Any]:
+    """The constants that the template compares something with."""
+    for comparison in tree.find_all(jinja2.nodes.Compare):
+        for constant in comparison.find_all(jinja2.nodes.Const):
+            yield constant.value
 
 
 def _reads_parts(tree: jinja2.nodes.Template) -> bool:
@@ -301,8 +332,8 @@ def _prepare_message(given: Any, index: int, keep_parts: bool) -> dict[str, Any]
     message: dict[str, Any] = given
     if isinstance(message.get("content"), list):
         texts = _part_texts(message["content"], where)
-        parts = [{"type": "text", "text": text} for text in texts]
-        message["content"] = parts if keep_parts else "\n".join(texts)
+        parts = TextParts({"type": "text", "text": text} for text in texts)
+        message["content"] = parts if keep_parts else str(parts)
     elif not isinstance(message.get("content"), str | None):
         raise InvalidRequest(f"{where}.content must be text or a list of parts", param="messages")
     calls = message.get("tool_calls")

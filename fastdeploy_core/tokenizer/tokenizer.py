@@ -31,14 +31,25 @@ from .decoder_steps import (
     push,
 )
 from .files import NAMED_TOKENS, TokenizerFiles, load_backend, read_files
+from .special_text import MarkedText, SpecialText
 from .template_process import render_in_child
+
+FIRST_PIECE_CHARS = 128 * 1024
+CUT_TOKENS = 256
 
 
 class Tokenizer:
     """One model's tokenizer. Thread safe: load() is the last change."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        files: TokenizerFiles,
+        *,
+        trust_special_tokens: bool = False,
+    ) -> None:
         self._backend = backend
+        self._special_text = None if trust_special_tokens else SpecialText(backend)
         self._files = files
         self.path: Path = files.path
         vocabulary = backend.get_vocab(with_added_tokens=True)
@@ -72,8 +83,15 @@ class Tokenizer:
     pad_token_id: int | None
 
     @classmethod
-    def load(cls, path: str | Path, *, chat_template: str | None = None) -> Tokenizer:
-        """Read a tokenizer folder; `chat_template`: text that replaces the model's own template."""
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        chat_template: str | None = None,
+        trust_special_tokens: bool = False,
+    ) -> Tokenizer:
+        """Read a tokenizer folder. `chat_template`: text that replaces the model's own template.
+        `trust_special_tokens`: those in users' text act as the template's own."""
         files = read_files(path)
         if chat_template is not None:
             files.chat_templates = {"default": chat_template}
@@ -82,14 +100,36 @@ class Tokenizer:
                 _compiled(source)
             except TemplateRefusal as error:
                 raise ConfigError(f"chat template {name!r} of {files.path}: {error}") from error
-        return cls(load_backend(files), files)
+        return cls(load_backend(files), files, trust_special_tokens=trust_special_tokens)
 
     def __len__(self) -> int:
         return self.vocab_size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; special tokens such as <s> are added as the model's files say."""
+        if isinstance(text, MarkedText) and self._special_text is not None:
+            return self._special_text.encode(text, add_special_tokens)
         return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_end(
+        self, text: str, room: int, max_chars: int, *, keeps_end: bool, add_special_tokens: bool
+    ) -> list[int]:
+        """All token ids of a text; of one with more tokens than there is room for, or with more
+        characters than max_chars, more than enough of those at one end. So a text that is refused
+        or cut costs about as much as one that fits."""
+        size = FIRST_PIECE_CHARS
+        while True:
+            piece = text
+            if size < len(text):
+                if isinstance(text, MarkedText):
+                    piece = text.end(size, keeps_end)
+                else:
+                    piece = text[-size:] if keeps_end else text[:size]
+            ids = self.encode(piece, add_special_tokens) if text else []
+            # The tokens next to a cut may differ from those of the whole text.
+            if size >= min(len(text), max_chars) or len(ids) > room + CUT_TOKENS:
+                return ids
+            size = min(4 * size, max_chars)
 
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool = True
@@ -190,13 +230,17 @@ class Tokenizer:
         elif trusted:
             own = _given(chat_template)
         prepared = prepare_messages(messages, keep_parts=own is not None and own.reads_parts)
+        mark = self._special_text.mark if self._special_text else lambda value: value
+        role = own.role if own is not None else str
+        # roles come from a short list, and templates write special tokens with them
+        prepared = [{**mark(message), "role": role(message["role"])} for message in prepared]
         final = mark_final_message(prepared) if continue_final_message else ""
         variables = {
-            **check_template_kwargs(template_kwargs or {}, own.variables if own else None),
+            **mark(check_template_kwargs(template_kwargs or {}, own.variables if own else None)),
             **self._files.named_tokens,
             "messages": prepared,
-            "tools": plain_data(list(tools)) if tools else None,
-            "documents": plain_data(list(documents)) if documents else None,
+            "tools": mark(plain_data(list(tools))) if tools else None,
+            "documents": mark(plain_data(list(documents))) if documents else None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
@@ -205,7 +249,9 @@ class Tokenizer:
             )
         except TemplateRefusal as error:
             raise InvalidRequest(str(error), param="messages") from error
-        return cut_at_mark(rendered, final) if continue_final_message else rendered
+        if continue_final_message:
+            rendered = cut_at_mark(rendered, final)
+        return self._special_text.unmark(rendered) if self._special_text else rendered
 
     def _own_template(self, with_tools: bool) -> ChatTemplate:
         templates = self._files.chat_templates

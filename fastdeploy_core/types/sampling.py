@@ -17,7 +17,16 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_LOGIT_BIAS = 300
 MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
+MAX_BAD_WORD_TOKENS = 2**16  # of all bad_words_token_ids together
 MAX_SEED = 2**63 - 1
+
+
+def _token_id(key: Any) -> int | None:
+    """The token id that a key of logit_bias names: a number, or its plain digits."""
+    if isinstance(key, str):
+        return int(key) if key.isascii() and key.isdecimal() and len(key) < 20 else None
+    return key if type(key) is int and key >= 0 else None
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -108,6 +117,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         self._check_stops()
         self._check_token_lists()
         for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is True:  # one alternative, as in vLLM
+                setattr(self, name, 1)
             if getattr(self, name) is not None:
                 self._check_int(name, -1, 2**31 - 1)
         if self.thinking_token_budget is not None:
@@ -193,11 +204,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 )
             bias: dict[int, float] = {}
             for token, value in self.logit_bias.items():
+                token_id = _token_id(token)
                 try:
-                    token_id, number = int(token), float(value)
-                except (TypeError, ValueError):
-                    token_id, number = -1, math.nan
-                if token_id < 0 or not math.isfinite(number):
+                    number = float(value)
+                except (TypeError, ValueError, OverflowError):
+                    number = math.nan
+                if token_id is None or not math.isfinite(number):
                     raise InvalidRequest(
                         "logit_bias maps token ids (0 and up) to finite numbers", param="logit_bias"
                     )
@@ -210,13 +222,22 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                     "possible",
                     param="bad_words",
                 )
-            if not all(isinstance(w, str) and w for w in self.bad_words):
-                raise InvalidRequest("bad_words must be non-empty strings", param="bad_words")
+            lengths = [len(w) if isinstance(w, str) else 0 for w in self.bad_words]
+            if lengths and not 0 < min(lengths) <= max(lengths) <= MAX_BAD_WORD_CHARS:
+                raise InvalidRequest(
+                    f"bad_words must be strings of 1 to {MAX_BAD_WORD_CHARS} characters",
+                    param="bad_words",
+                )
+        words = self.bad_words_token_ids or []
+        most = 4 * MAX_BAD_WORDS  # bad_words are added here, each in up to two spellings
+        if len(words) > most or sum(map(len, words)) > MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(
+                f"bad_words_token_ids may hold {most} words and {MAX_BAD_WORD_TOKENS} ids",
+                param="bad_words_token_ids",
+            )
         for name in ("stop_token_ids", "allowed_token_ids"):
             ids = getattr(self, name)
-            if ids is not None and not all(
-                isinstance(t, int) and not isinstance(t, bool) and t >= 0 for t in ids
-            ):
+            if ids and (set(map(type, ids)) != {int} or min(ids) < 0):
                 raise InvalidRequest(f"{name} must be token ids (0 and up)", param=name)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
@@ -231,10 +252,27 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             ("bad_words_token_ids", [t for w in self.bad_words_token_ids or [] for t in w]),
         ]
         for name, ids in named:
-            for token_id in ids:
+            for token_id in (min(ids), max(ids)) if ids else ():
                 if not 0 <= token_id < vocab_size:
                     raise InvalidRequest(
                         f"{name} names token {token_id}; the vocabulary has ids 0 to "
                         f"{vocab_size - 1}",
                         param=name,
                     )
+
+
+def check_logprobs(params: SamplingParams, vocab_size: int, most: int) -> None:
+    """Raise InvalidRequest for more alternatives than the operator allows; most=-1: any number. A
+    request's -1 stands for the whole vocabulary."""
+    for name in ("logprobs", "prompt_logprobs"):
+        number = getattr(params, name)
+        if number is None or most == -1 or 0 <= number <= most:
+            continue
+        if number == -1 and 0 < vocab_size <= most:
+            continue
+        asked = f"-1, the whole vocabulary of {vocab_size}" if number == -1 else number
+        raise InvalidRequest(
+            f"{name} must be between 0 and {most}, got {asked}; the operator sets the limit with "
+            "--max-logprobs",
+            param=name,
+        )

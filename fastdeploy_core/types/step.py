@@ -7,7 +7,7 @@ nothing. `seq_id` is a number the engine never reuses in its life.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
@@ -88,22 +88,21 @@ class NewSequence(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class BatchRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """The rows of a step in columns, in batch order. Row i is fed the tokens at positions starts[i]
-    up to starts[i] + counts[i] of its sequence."""
+    """The rows of a step in columns, in batch order: what each may be fed at most.
+
+    Row i is fed tokens of its sequence from position starts[i] on. The engine plans a step before
+    it knows how many drafts of the steps before were accepted, so `starts`, `counts` and
+    `num_drafts` of a row that decodes are upper bounds. The worker knows the true ones, and says
+    them with the results. The rows of a prompt's chunk are exact.
+    """
 
     seq_ids: np.ndarray  # [B] int64
     starts: np.ndarray  # [B] int64: tokens whose keys and values lie in the cache before this step
     # [B] int64: tokens fed: a prefill chunk, or the newest token plus drafts, num_decodes times
     counts: np.ndarray
     samples: np.ndarray  # [B] bool; False: a prefill chunk that does not reach the last known token
-    # [B] int64: so many of the tokens fed are unverified drafts, the last ones unless there are
-    # several decodes
+    # [B] int64: so many of the tokens fed are drafts that the worker holds for the sequence
     num_drafts: np.ndarray
-    draft_token_ids: np.ndarray  # [sum of num_drafts] int64: these, row after row
-    # The results of the step before, in which all of these rows decoded, are not known: starts and
-    # counts are the most that they can be, and what the device holds counts, as many drafts of each
-    # row as the step before made. draft_token_ids is empty.
-    is_ahead: bool = False
 
     @classmethod
     def of(
@@ -112,24 +111,16 @@ class BatchRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         starts: Sequence[int],
         counts: Sequence[int],
         samples: Sequence[bool] | None = None,
-        drafts: Mapping[int, Sequence[int]] | None = None,
+        num_drafts: Sequence[int] | None = None,
     ) -> BatchRows:
-        """Rows from plain lists; `drafts` by row. Without `samples` every row samples."""
-        drafts = drafts or {}
-        num_drafts = np.zeros(len(seq_ids), dtype=np.int64)
-        for row, tokens in drafts.items():
-            num_drafts[row] = len(tokens)
+        """Rows from plain lists. By default every row samples, and none has drafts."""
+        size = len(seq_ids)
         return cls(
             seq_ids=np.array(seq_ids, dtype=np.int64),
             starts=np.array(starts, dtype=np.int64),
             counts=np.array(counts, dtype=np.int64),
-            samples=np.ones(len(seq_ids), dtype=bool)
-            if samples is None
-            else np.array(samples, dtype=bool),
-            num_drafts=num_drafts,
-            draft_token_ids=np.array(
-                [token for row in sorted(drafts) for token in drafts[row]], dtype=np.int64
-            ),
+            samples=np.array([True] * size if samples is None else samples, dtype=bool),
+            num_drafts=np.array([0] * size if num_drafts is None else num_drafts, dtype=np.int64),
         )
 
     @property
@@ -147,7 +138,6 @@ class BatchRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             counts=np.full(size, num_decodes, dtype=np.int64),
             samples=np.ones(size, dtype=bool),
             num_drafts=np.zeros(size, dtype=np.int64),
-            draft_token_ids=np.zeros(0, dtype=np.int64),
         )
 
 
@@ -169,8 +159,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     # None: those of the step before, `next()`, which is nearly always so: every row sampled there,
     # none had drafts, and each is fed the one token that it sampled.
     rows: BatchRows | None = None
-    # Above 1: every row decodes, and does so that many times, each time fed what it drew before;
-    # with drafts where it goes ahead, which behind each but the last one are as many as max_drafts.
+    # Above 1: every row decodes, and does so that many times, each time fed what it sampled before,
+    # and as many drafts as were made then.
     num_decodes: int = 1
     new_block_ids: dict[int, list[int]] = {}  # by row: appended to its block table before this step
     copies: BlockCopies = BlockCopies()
@@ -185,16 +175,14 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True, eq=False):
     step_id: int
     token_ids: np.ndarray  # int64: the new tokens of all rows, row after row
     # [B] int64: how many of these are each row's: none of a prefill that is not complete or of a
-    # row with an error, else one more than the drafts that were right for each of num_decodes, and
-    # less only where one of these led to nothing: an error of the row is then what comes after its
-    # tokens. None: one of each row.
+    # row with an error, else one more than the drafts that were accepted for each of num_decodes,
+    # and less only where one of these led to nothing: an error of the row is then what comes after
+    # its tokens. None: one of each row.
     counts: np.ndarray | None = None
-    # [num_decodes, B] int64: drafts that each row was fed in a step that went ahead of results
-    # (BatchRows.is_ahead), and how many of them were right, if counts do not say it.
+    # [num_decodes, B] int64: drafts that each row was fed, and how many of them were accepted.
+    # None: no row could have any.
     num_drafts: np.ndarray | None = None
-    num_right: np.ndarray | None = None
-    # [B, k] int64: proposals for each row's next step, -1 after its last one. None: there are none.
-    next_drafts: np.ndarray | None = None
+    num_accepted: np.ndarray | None = None
     logprobs: dict[int, list[TokenLogprobs]] = {}  # one for each of the row's tokens
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}  # of prompt tokens that the chunk predicts
     errors: dict[int, str] = {}  # fails this row's request only, such as "nan_logits"

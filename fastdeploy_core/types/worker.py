@@ -31,11 +31,13 @@ class WorkerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     on_host: bool = False  # the device computes on this host's processors, all through a step
     host_tier: bool = True  # blocks can move to host memory and back
     logprobs: bool = True
-    # A decode step of up to so many rows finds its drafts on the device (BatchRows.is_ahead); 0:
-    # none
-    max_rows_ahead: int = 0
-    records_drafts: bool = False  # a step with drafts is recorded, but not with prompts beside them
+    # Decode steps with drafts are captured graphs, in which no prompt has a place.
+    captures_drafts: bool = False
+    # So is drafting, on the device: drafting after a prompt, which is not captured, costs more than
+    # a draft saves.
+    captures_drafting: bool = False
     max_decodes: int = 1  # the most of SchedulerOutput.num_decodes
+    max_drafted_decodes: int = 1  # the same of steps that draft after each decode
     # what sequences may bring beside token ids (SequenceExtras.needs)
     features: frozenset[str] = frozenset()
     # the start-up report

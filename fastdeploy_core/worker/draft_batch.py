@@ -1,4 +1,5 @@
-"""What a device drafter is shown behind a step of the target, and the one-token steps it takes itself.
+"""What a device drafter is shown after a step of the target, and the one-token steps it takes
+itself.
 
 All of it is known without waiting for the device, but on devices whose attention drivers need exact
 lengths on the host.
@@ -7,8 +8,7 @@ lengths on the host.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -16,28 +16,20 @@ from fastdeploy_core.contracts.attention import AttentionBatch
 from fastdeploy_core.contracts.speculative import DraftBatch
 from fastdeploy_core.layers.context import ForwardContext
 
+from .layout import place
+
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.tensor import Tensor
 
-    from .device_slots import DeviceSlots
-    from .input_batch import InputBatch
-    from .prompt_graphs import RecordedPrompt
-    from .recorded_step import RecordedStep
-    from .step_rows import StepRows
+    from .graphs import CapturedDecode, CapturedPrompt
+    from .slots import Slots
+    from .step import Sampling, StepRows, TargetStep
 
-
-@dataclass(slots=True)
-class TargetStep:
-    """The target's forward pass as it was run, for T tokens."""
-
-    attention: AttentionBatch
-    context: ForwardContext  # of a recorded pass: that of the recording
-    input_ids: Tensor  # [T]
-    hidden: Tensor  # [T, hidden], or of context.rows alone
-    recorded: RecordedPrompt | None = None  # which a drafter's part was recorded with, too
+# Tokens that each row's blocks hold, and the rows' block tables on the host and on the device.
+_Places: TypeAlias = "tuple[Tensor, np.ndarray, Tensor]"
 
 
 class DraftBatches:
@@ -48,12 +40,12 @@ class DraftBatches:
         device: DeviceBackend,
         kernels: KernelTable,
         loaded: LoadedModel,
-        batch: InputBatch,
+        slots: Slots,
         first_layer: int,
     ) -> None:
         """Layers from `first_layer` on are the drafter's."""
         self._place = kernels["place_tokens"]
-        self._device, self._xp, self._batch = device, device.xp, batch
+        self._device, self._xp, self._slots = device, device.xp, slots
         specs = list(dict.fromkeys(loaded.kv_layers[first_layer:]))
         self._drivers = {spec: loaded.attention[spec] for spec in specs}
         self._needs_exact = not all(d.can_capture_decode for d in self._drivers.values())
@@ -63,123 +55,93 @@ class DraftBatches:
         self,
         rows: StepRows,
         step: TargetStep,
-        drawn: Tensor | None,
-        accepted: Tensor | None,
+        sampling: Sampling | None,
         max_drafts: int,
         draw: Callable[[Tensor, int], Tensor],
     ) -> DraftBatch:
-        """drawn: [R] int64; accepted: [S] int64 of the rows that sample, None: there were no drafts."""
-        slots, context = rows.slots, step.context
-        if context.batch is not step.attention:  # what a recording was made with, padding included
-            context = self.context(step.attention, context.caches)
+        """After a step laid out on the host; sampling: None where no row samples."""
+        store, at, context = self._slots, rows.slots, step.context
+        if context.batch is not step.attention:  # what a capture was made with, padding included
+            context = self._context(step.attention, context.caches)
+        longest = int(rows.seq_lens.max(initial=1)) + max_drafts
+        width = min(-(-longest // store.block_size), store.block_tables.shape[1])
+
+        def places() -> _Places:
+            room = np.where(rows.samples, store.room[at], 0)
+            tables = store.block_tables[at, :width]
+            return self._device.to_device(room), tables, self._device.to_device(tables)
+
         return DraftBatch(
-            seq_ids=self._batch.seq_ids[slots],
-            slots=slots,
+            seq_ids=store.seq_ids[at],
+            slots=at,
             draws=rows.samples,
             max_drafts=max_drafts,
             attention=step.attention,
             context=context,
             input_ids=step.input_ids,
-            next_token_ids=self.next_ids(rows, step, drawn),
+            next_token_ids=self.next_ids(rows, step, sampling),
             hidden_states=step.hidden,
-            last=self.last(rows, accepted),
+            last=self.last(rows, sampling),
             draw=draw,
-            decode=_Decoder(self, rows, step, max_drafts).step,
+            decode=self._decoder(places, context),
         )
 
-    def make_recorded(
+    def make_captured(
         self,
-        recorded: RecordedStep,
-        slots: DeviceSlots,
+        captured: CapturedDecode | CapturedPrompt,
+        next_ids: Tensor,
         max_drafts: int,
         draw: Callable[[Tensor, int], Tensor],
-        *,
-        is_greedy: bool,
     ) -> DraftBatch:
-        """Behind a recorded step: of all its rows, and without the host. Those that stand for nobody have no
-        room, so they write nothing."""
-        xp, size, attention = self._xp, recorded.size, recorded.attention
-        assert recorded.context is not None
-        rows = slots.rows[:size]
-        tables, caches = (
-            (attention.block_tables, attention.block_tables_dev),
-            recorded.context.caches,
-        )
-        room: Tensor | None = None
+        """After a captured step: of all its rows, and without the host. Padding rows have no room,
+        so they write nothing. With prompts no drafts are wanted: a drafter is to keep its cache
+        complete."""
+        attention, state, context = captured.attention, self._slots.state, captured.context
+        rows, nobody = state.rows[: attention.num_seqs], np.full(attention.num_seqs, -1)
+        assert context is not None
 
-        def decode(positions: Tensor) -> tuple[AttentionBatch, ForwardContext]:
-            nonlocal room
-            if room is None:
-                room = xp.index_select(slots.room, 0, rows)
-            one_each = self.one_token_each(positions, room, *tables)
-            return one_each, self.context(one_each, caches)
+        def places() -> _Places:
+            if not max_drafts:
+                raise RuntimeError("no drafts are wanted after this step (max_drafts is 0)")
+            room = self._xp.index_select(state.room, 0, rows)
+            return room, attention.block_tables, attention.block_tables_dev
 
-        num_known: Tensor | None = None
-        if slots.history is not None:
-            num_known = xp.index_select(slots.num_computed, 0, rows) + 1
         return DraftBatch(
-            seq_ids=np.full(size, -1, dtype=np.int64),
-            slots=np.full(size, -1, dtype=np.int64),
-            draws=np.ones(size, dtype=bool),
+            seq_ids=nobody,
+            slots=nobody,
+            draws=nobody < 0,
             max_drafts=max_drafts,
             attention=attention,
-            context=recorded.context,
-            input_ids=recorded.input_ids,
-            next_token_ids=recorded.drawn,
-            hidden_states=recorded.hidden,
-            last=recorded.last,
+            context=context,
+            input_ids=captured.input_ids,
+            next_token_ids=next_ids,
+            hidden_states=captured.hidden,
+            last=captured.last,
             draw=draw,
-            decode=decode,
-            history=slots.history,
-            history_rows=rows,
-            num_known=num_known,
-            is_greedy=is_greedy,
+            decode=self._decoder(places, context),
         )
 
-    def make_prompt(
-        self, recorded: RecordedPrompt, draw: Callable[[Tensor, int], Tensor]
-    ) -> DraftBatch:
-        """Behind a recorded step with prompts, for a drafter that is to keep its cache complete."""
-        attention = recorded.attention
-        assert recorded.context is not None
-
-        def decode(positions: Tensor) -> tuple[AttentionBatch, ForwardContext]:
-            raise RuntimeError("no drafts are wanted behind this step (DraftBatch.max_drafts is 0)")
-
-        return DraftBatch(
-            seq_ids=np.full(attention.num_seqs, -1, dtype=np.int64),
-            slots=np.full(attention.num_seqs, -1, dtype=np.int64),
-            draws=np.ones(attention.num_seqs, dtype=bool),
-            max_drafts=0,
-            attention=attention,
-            context=recorded.context,
-            input_ids=recorded.input_ids,
-            next_token_ids=recorded.next_ids,
-            hidden_states=recorded.hidden,
-            last=recorded.last,
-            draw=draw,
-            decode=decode,
-        )
-
-    def next_ids(self, rows: StepRows, step: TargetStep, drawn: Tensor | None) -> Tensor:
-        """[T] the token behind each one fed: of prompts as the host knows them, else what was drawn."""
+    def next_ids(self, rows: StepRows, step: TargetStep, sampling: Sampling | None) -> Tensor:
+        """[T] the token after each one fed: of prompts as the host knows them, else what was
+        sampled."""
         num_tokens = int(step.input_ids.shape[0])
-        if drawn is not None and drawn.shape[0] == num_tokens:
-            return drawn  # every token fed was sampled behind
-        batch = self._batch
-        token_slots = np.repeat(rows.slots, rows.counts)
-        first = np.cumsum(rows.counts) - rows.counts
-        positions = np.arange(token_slots.size) + np.repeat(rows.starts - first, rows.counts)
+        sampled: Tensor | None = None if sampling is None else sampling.token_ids
+        if sampled is not None and sampled.shape[0] == num_tokens:
+            return sampled  # a token was sampled after every one fed
+        store = self._slots
+        token_slots, positions, _ = place(rows, store)
         following = np.zeros(num_tokens, dtype=np.int64)
-        following[: token_slots.size] = batch.token_ids[token_slots, positions + 1]
+        following[: token_slots.size] = store.token_ids[token_slots, positions + 1]
         ids = self._device.to_device(following)
-        if drawn is not None:
-            self._xp.index_copy_(ids, 0, self._device.to_device(rows.sample_tokens), drawn)
+        if sampled is not None:
+            where = self._device.to_device(rows.positions().tokens)
+            self._xp.index_copy_(ids, 0, where, sampled)
         return ids
 
-    def last(self, rows: StepRows, accepted: Tensor | None) -> Tensor:
+    def last(self, rows: StepRows, sampling: Sampling | None) -> Tensor:
         """[B] index of each row's last verified token."""
         ends = np.cumsum(rows.counts) - 1
+        accepted = None if sampling is None else sampling.accepted
         if accepted is None:
             return self._device.to_device(ends.astype(np.int64))
         before = self._device.to_device((ends - rows.num_drafts).astype(np.int64))
@@ -189,17 +151,34 @@ class DraftBatches:
         moved = self._xp.index_select(before, 0, where) + accepted
         return self._xp.index_copy_(before, 0, where, moved)
 
-    def one_token_each(
+    def _decoder(
+        self, places: Callable[[], _Places], context: ForwardContext
+    ) -> Callable[[Tensor], tuple[AttentionBatch, ForwardContext]]:
+        """DraftBatch.decode. places: asked at its first call."""
+        known: list[_Places] = []
+
+        def decode(positions: Tensor) -> tuple[AttentionBatch, ForwardContext]:
+            if not known:
+                known.append(places())
+            attention = self._one_token_each(positions, *known[0])
+            return attention, self._context(attention, context.caches)
+
+        return decode
+
+    def _one_token_each(
         self, positions: Tensor, room: Tensor, tables: np.ndarray, tables_dev: Tensor
     ) -> AttentionBatch:
         """One token per row at these positions; rows without room for it write nothing."""
-        size, num_rows = self._batch.block_size, int(positions.shape[0])
+        size, num_rows, xp = self._slots.block_size, int(positions.shape[0]), self._xp
         where, slot_mapping, seq_lens = self._place(positions, room, tables_dev, size)
         host_lens = np.full(num_rows, tables.shape[1] * size, dtype=np.int32)
         if self._needs_exact:
-            seq_lens = (where + 1).to(self._xp.int32)
+            seq_lens = (where + 1).to(xp.int32)
             host_lens = self._device.to_host(seq_lens)
-        offsets, offsets_dev = self._even_offsets(num_rows)
+        if num_rows not in self._offsets:
+            host = np.arange(num_rows + 1, dtype=np.int32)
+            self._offsets[num_rows] = (host, self._device.to_device(host))
+        offsets, offsets_dev = self._offsets[num_rows]
         return AttentionBatch(
             num_seqs=num_rows,
             num_tokens=num_rows,
@@ -215,48 +194,9 @@ class DraftBatches:
             is_exact=self._needs_exact,
         )
 
-    def context(
+    def _context(
         self, attention: AttentionBatch, caches: list[tuple[Tensor, ...]]
     ) -> ForwardContext:
         """For the drafter's layers."""
         metadata = {spec: driver.prepare(attention) for spec, driver in self._drivers.items()}
         return ForwardContext(attention, metadata, caches)
-
-    def _even_offsets(self, num_rows: int) -> tuple[np.ndarray, Tensor]:
-        if num_rows not in self._offsets:
-            host = np.arange(num_rows + 1, dtype=np.int32)
-            self._offsets[num_rows] = (host, self._device.to_device(host))
-        return self._offsets[num_rows]
-
-    def tables(self, rows: StepRows, more: int) -> tuple[np.ndarray, Tensor]:
-        """Block tables wide enough for `more` tokens behind the step's."""
-        batch = self._batch
-        width = -(-(int(rows.seq_lens.max(initial=1)) + more) // batch.block_size)
-        host = batch.block_tables[rows.slots, : min(width, batch.block_tables.shape[1])]
-        return host, self._device.to_device(host)
-
-    def limits(self, rows: StepRows) -> Tensor:
-        """[B] int64 on the device: tokens that a row's blocks hold; 0 for rows that do not draw."""
-        batch = self._batch
-        held = np.minimum(batch.num_blocks[rows.slots] * batch.block_size, batch.max_model_len)
-        return self._device.to_device(np.where(rows.samples, held, 0))
-
-
-class _Decoder:
-    """DraftBatch.decode of one step; uploads what it needs at its first call."""
-
-    def __init__(
-        self, batches: DraftBatches, rows: StepRows, step: TargetStep, max_drafts: int
-    ) -> None:
-        self._batches, self._rows, self._step, self._more = batches, rows, step, max_drafts
-        self._limits: Tensor | None = None
-        self._tables: tuple[np.ndarray, Any] | None = None
-
-    def step(self, positions: Tensor) -> tuple[AttentionBatch, ForwardContext]:
-        """One token per row at these positions."""
-        batches = self._batches
-        if self._limits is None or self._tables is None:
-            self._limits = batches.limits(self._rows)
-            self._tables = batches.tables(self._rows, self._more)
-        attention = batches.one_token_each(positions, self._limits, *self._tables)
-        return attention, batches.context(attention, self._step.context.caches)

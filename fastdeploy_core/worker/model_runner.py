@@ -1,58 +1,56 @@
-"""One step on one rank: message -> batch -> attention metadata -> forward -> logits -> tokens.
+"""One step on one rank: take the message, lay the rows out, run the model, sample, draft, publish.
 
-A step is launched without waiting for the one before: newest tokens stay on the device and feed the
-next step there. Decode steps replay a recording (step_graphs.py) where the device and its drivers can;
-others build their batch on the host. Tokens out of logits are drawing.py's, results reading.py's.
-"""
+A step is launched without waiting for the one before. The device keeps its own count of each
+sequence's tokens and feeds what it sampled and drafted to the next step; results reach the host
+later. A step waits for the results before it only where the host has a say: in its drafts, in how
+its tokens are sampled, or in where its rows lie."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastdeploy_core.config import EngineConfig
-from fastdeploy_core.errors import RequestError, WorkerError
-from fastdeploy_core.sampling.columns import FILTER, SamplingColumns, SamplingPlan
-from fastdeploy_core.types import NewSequence, SchedulerOutput
+from fastdeploy_core.errors import RequestError, ResourceError, WorkerError
+from fastdeploy_core.memory.transfers import wait_for
+from fastdeploy_core.sampling.captured import CAPTURED, CapturedSampling
+from fastdeploy_core.sampling.columns import FILTER, SamplingColumns
+from fastdeploy_core.sampling.state import SamplingState
+from fastdeploy_core.types import ModelRunnerOutput, NewSequence, SchedulerOutput
 
 from .caches import Caches
-from .device_slots import DeviceSlots
-from .drawing import TokenDrawer, has_processors, is_simple
-from .failures import raise_if_device_failed
-from .input_batch import InputBatch
-from .judging import DraftJudge
-from .multi_step import KeptResults, max_decodes
-from .pending import Launched, PendingOutput
-from .prompt_graphs import forward
-from .reading import NOT_KEPT, StepReader
-from .recorded_draws import RECORDED, RecordedDraws, can_record_draws
-from .recorded_sizes import prompt_sizes
-from .recorded_step import RecordedStep
-from .sequence_state import SequenceState
-from .speculation import Speculation, recorded_widths
-from .staging import wait_for
-from .step_graphs import StepGraphs
-from .step_shapes import StepShapes
+from .drafting import Drafting
+from .graph_sizes import prompt_sizes
+from .graphs import CapturedDecode, GraphPlan, Graphs, forward, max_decodes
+from .layout import HostLayout, StepShapes
+from .results import NO_TOKENS, NOT_KEPT, PendingOutput, Results
+from .sampling_step import (
+    StepSampler,
+    can_capture_sampling,
+    has_processors,
+    is_simple,
+)
+from .slots import Slots
+from .step import Launched, Sampling, StepRows
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.loading.drafters import Drafters
     from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.tensor import Tensor
 
-    from .drafters import Drafters
-    from .step_rows import StepRows
 
 logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Owns the batch, the caches and the sampler of one rank. Calls may come from two threads."""
+    """Owns slots, caches and sampler of one rank. Calls may come from two threads: one launches
+    steps, one reads their results."""
 
     def __init__(
         self,
@@ -67,147 +65,127 @@ class ModelRunner:
     ) -> None:
         self._config, self._device, self._xp = config, device, device.xp
         self.vocab_size = loaded.shapes.vocab_size
-        self._rank, self._kernels, self._loaded, self._model = rank, kernels, loaded, loaded.model
-        self._columns = SamplingColumns(config.batch.max_num_seqs, loaded.shapes.vocab_size)
-        # Ranks other than 0 only need the tokens that rank 0 draws.
-        self._state: SequenceState | None = None
-        parts: list[Any] = [self._columns]
+        self._rank, self._loaded, self._model = rank, loaded, loaded.model
+        max_num_seqs = config.batch.max_num_seqs
+        self._columns = SamplingColumns(max_num_seqs, self.vocab_size)
+        # Ranks other than 0 only need the tokens that rank 0 samples.
+        self._state: SamplingState | None = None
         if rank == 0:
-            self._state = SequenceState(config, device, kernels, self._columns)
-            parts += self._state.parts
-        speculative = config.speculative
-        self._max_drafts = 0 if speculative is None else speculative.num_speculative_tokens
-        self.shapes = StepShapes.of(config, device.limits)
-        batch = self.batch = InputBatch(
-            device,
-            config.batch.max_num_seqs,
-            config.model.max_model_len,
-            config.cache.block_size,
-            parts,
-            self._max_drafts,
-            self.shapes,
-        )
-        self._lock = threading.RLock()
-        self._drawer = TokenDrawer(
-            device, kernels, loaded.model, batch, self._columns, self._state, communicator
-        )
-        self._judge = DraftJudge(
-            device, batch, refuses_all=speculative is not None and speculative.benchmark_mode
-        )
-        self._draws = RecordedDraws(device, kernels, self._columns, config.batch.max_num_seqs)
-        self._speculation: Speculation | None = None
-        if drafters is not None and speculative is not None:
-            parts = [self._columns, self._state, communicator, drafters, kernels, speculative]
-            self._speculation = Speculation(device, loaded, batch, self._draws, *parts)
-        self._reader = StepReader(device, batch, self._state, self._lock, self._speculation)
-        self._slots: DeviceSlots | None = None
-        self._graphs: StepGraphs | None = None
-        self._kept: KeptResults | None = None
+            self._state = SamplingState(config, device, kernels, self._columns)
+        parts: list[Any] = [self._columns, *(self._state.parts if self._state else ())]
+        captured = CapturedSampling(device, kernels, self._columns, max_num_seqs)
+        # One rank knows what all rows need.
+        self._is_alone = communicator is None
+        captures_all = self._is_alone and can_capture_sampling(device, kernels)
         self.max_decodes = 1  # see WorkerInfo
+        if captures_all and max(graph_sizes, default=0) >= max_num_seqs:
+            self.max_decodes = max_decodes(config, device)
+        drafting: Drafting | None = None
+        if drafters is not None and config.speculative is not None:
+            drafting = Drafting(
+                *(device, kernels, loaded, config.speculative, drafters),
+                *(self._columns, self._state, communicator),
+            )
+        self._drafting = drafting
+        slots = self.slots = Slots(
+            *(device, kernels, config, self.vocab_size, parts),
+            max_decodes=self.max_decodes,
+            keeps_history=drafting is not None and drafting.reads_history and bool(graph_sizes),
+            is_read=bool(graph_sizes) or (drafting is not None and drafting.on_device),
+        )
+        if drafting is not None:
+            drafting.attach(slots, captured)
+        buckets, self._layout = device.limits.step_buckets, HostLayout(device, slots)
+        self.shapes = None if buckets is None else StepShapes(config, buckets)
+        self._lock = threading.RLock()
+        self._sampler = StepSampler(
+            device, kernels, loaded.model, slots, self._columns, self._state, communicator
+        )
+        self._results = Results(device, slots, self._state, self._lock, drafting)
+        self._graphs: Graphs | None = None
         if graph_sizes:
-            self._graphs = self._make_graphs(graph_sizes, communicator)
-        self._num_ranks = 1 if communicator is None else communicator.world_size
-        self._is_simple = np.zeros(config.batch.max_num_seqs, dtype=bool)  # see is_simple()
+            plan = self._graph_plan(graph_sizes)
+            sampling = captured if captures_all else None
+            self._graphs = Graphs(device, kernels, loaded, slots, plan, drafting, sampling)
+        self._is_simple = np.zeros(max_num_seqs, dtype=bool)  # see is_simple()
         self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
         self.caches = Caches(device, kernels, loaded)
 
-    def _make_graphs(self, sizes: tuple[int, ...], communicator: Communicator | None) -> StepGraphs:
-        """Recordings to be made, and the device's own state of the sequences that they work on."""
-        config, speculation, loaded = self._config, self._speculation, self._loaded
-        # One rank knows what all rows need.
-        can_draw = communicator is None and can_record_draws(self._device, self._kernels)
-        if can_draw and max(sizes) >= config.batch.max_num_seqs:
-            self.max_decodes = max_decodes(config, self._device)
-        slots = self._slots = DeviceSlots(
-            self._device,
-            self.batch,
-            self._max_drafts,
-            kernels=self._kernels,
-            vocab_size=self.vocab_size,
-            refuses_drafts=self._judge.refuses_all,
-            keeps_history=speculation is not None and speculation.reads_history,
-            max_decodes=self.max_decodes,
-        )
-        self.batch.watch(slots)
-        if self.max_decodes > 1 and slots.postbox is None:
-            self._kept = KeptResults(self._device, self._kernels, max(sizes), self.max_decodes)
-        return StepGraphs(
-            self._device,
-            self._kernels,
-            self._loaded,
-            slots,
-            sizes,
-            block_size=config.cache.block_size,
-            max_model_len=config.model.max_model_len,
-            widths=recorded_widths(config.speculative),
-            communicator=communicator,
-            draft_numbers=() if speculation is None else speculation.recorded_numbers(),
-            # A drafter that reads histories draws nothing.
-            drafts_at_random=slots.history is None,
-            propose=None if speculation is None else partial(speculation.propose_recorded, slots),
-            fill=None if speculation is None else speculation.recorded_fill,
+    def _graph_plan(self, sizes: tuple[int, ...]) -> GraphPlan:
+        config, drafting, loaded = self._config, self._drafting, self._loaded
+        return GraphPlan(
+            sizes=tuple(sorted(sizes)),
+            widths=(1,) if drafting is None else drafting.widths(),
+            draft_numbers=() if drafting is None else drafting.numbers(),
             prompt_sizes=prompt_sizes(
                 config, self._device.limits, loaded.attention.values(), loaded.builder.expert_ranks
             ),
-            draws=self._draws if can_draw else None,
-            kept=self._kept,
+            max_model_len=config.model.max_model_len,
+            num_decodes=self.max_decodes,
         )
 
-    @property
-    def records_drafts(self) -> bool:
-        """See WorkerInfo."""
-        return self._graphs is not None and self._speculation is not None
+    def facts(self) -> dict[str, Any]:
+        """What the batch scheduler must know of this rank, as fields of WorkerInfo."""
+        drafting = self._drafting if self._graphs is not None else None
+        feeds_unseen = drafting is not None and drafting.feeds_unseen
+        captures_drafting = feeds_unseen and not has_processors(self._config)
+        # Kept results have no place for drafts; posted ones do.
+        takes_drafts = captures_drafting and self.slots.postbox is not None
+        return {
+            "captures_drafts": drafting is not None,
+            "captures_drafting": captures_drafting,
+            "max_decodes": self.max_decodes,
+            "max_drafted_decodes": self.max_decodes if takes_drafts else 1,
+        }
 
-    @property
-    def max_rows_ahead(self) -> int:
-        """WorkerInfo.max_rows_ahead: of decode steps that wait for no host drafter and no processors."""
-        speculation, speculative = self._speculation, self._config.speculative
-        if self._graphs is None or speculation is None or not speculation.leaves_drafts:
-            return 0
-        assert speculative is not None
-        if speculative.acceptance != "lossless" or has_processors(self._config):
-            return 0
-        return max(self._graphs.sizes)
+    # -- caches and graphs ------------------------------------------------------------------------
 
     def allocate_cache(
         self, num_blocks: int, num_host_blocks: int, *, is_touched: bool = True
     ) -> None:
-        """Zeroed caches of every layer; what was there before is dropped first. See Caches.allocate."""
+        """Zeroed caches of every layer; what was there before is dropped first. See
+        Caches.allocate."""
         self._drop_cache()
         self.caches.allocate(num_blocks, num_host_blocks, is_touched=is_touched)
 
     def free_cache(self) -> None:
         """Drop caches and every sequence."""
-        for seq_id in list(self.batch.slot_of):
-            self.batch.remove(seq_id)
-            if self._speculation is not None:
-                self._speculation.forget(seq_id)
-        self._reader.clear()
+        for seq_id in list(self.slots.slot_of):
+            self._forget(seq_id)
         self._drop_cache()
 
     def _drop_cache(self) -> None:
         if self._graphs is not None:
             self._graphs.drop()
+        self._results.clear()
         self.caches.drop()
 
-    def record_graphs(self) -> None:
-        """Record decode steps over the caches there are, if steps are to be recorded."""
+    def capture_graphs(self) -> None:
+        """Capture graphs over the caches there are, if any are wanted."""
         if self._graphs is not None:
             with self._xp.no_grad():
-                self._graphs.record(self.caches.tensors, is_first_rank=self._rank == 0)
+                self._graphs.capture(self.caches.tensors, is_first_rank=self._rank == 0)
 
     def rehearse_graphs(self) -> None:
-        """Run what record_graphs() will record, over the caches there are."""
+        """Run what capture_graphs() will capture, over the caches there are."""
         if self._graphs is not None:
             with self._xp.no_grad():
                 self._graphs.rehearse(self.caches.tensors)
 
     def graph_bytes(self) -> int:
-        """What record_graphs() will take, measured over the caches there are."""
+        """What capture_graphs() will take, measured over the caches there are."""
         if self._graphs is None:
             return 0
         with self._xp.no_grad():
             return self._graphs.estimate(self.caches.tensors)
+
+    def run_largest(self, steps: list[SchedulerOutput]) -> None:
+        """Run steps one by one, with as many drafts as their rows can have."""
+        for step in steps:
+            self.slots.num_drafts[:] = self.slots.max_drafts
+            self.launch(step).wait()
+
+    # -- a step -----------------------------------------------------------------------------------
 
     def launch(self, step: SchedulerOutput) -> PendingOutput:
         """Queue the step. WorkerError: this rank is lost or was told nonsense; ResourceError: the
@@ -217,169 +195,206 @@ class ModelRunner:
                 return self._launch(step)
         except Exception as error:
             # A lost device fails whatever is asked of it, which would hide why.
-            if self._slots is not None and not self._device.is_lost(error):
-                self._slots.forget()
-            raise_if_device_failed(self._device, self._rank, step.step_id, error)
+            if not self._device.is_lost(error):
+                self.slots.forget()
+            self._name_failure(step.step_id, error)
             raise
 
     def _launch(self, step: SchedulerOutput) -> PendingOutput:
-        began = time.perf_counter()
+        began, drafting = time.perf_counter(), self._drafting
         with self._lock:
             launched = self._take(step)
-            if not launched.rows.slots.size:
-                launched.is_read = True
-                launched.launch_s = time.perf_counter() - began
-                return PendingOutput(launched, self._read)
-            recorded = self._find_recorded(launched)
-            if recorded is None and self._slots is not None:
-                self._slots.fall_behind(launched.rows)
-        forward_began = time.perf_counter()
+        pending = PendingOutput(launched, self._read)
+        if not launched.rows.slots.size:
+            launched.results = ModelRunnerOutput(step_id=step.step_id, token_ids=NO_TOKENS)
+            launched.times.launch_s = time.perf_counter() - began
+            return pending
+        captured = self._find_captured(launched)
+        model_began = time.perf_counter()
         logits: Tensor | None = None
-        if recorded is None:
+        if captured is None:
             logits = self._compute(launched)
         else:
-            recorded.replay()
-        launched.model_s = time.perf_counter() - forward_began
+            captured.replay()
+        launched.times.model_s = time.perf_counter() - model_began
         with self._lock:
-            results: Tensor | None = None
-            if recorded is not None or logits is not None:
-                results = self._draw(launched, logits, recorded)
-            if (
-                not self._rank
-            ):  # under the same lock: a reader takes the last unread one for the newest
-                self._reader.expect(launched)
-        drafts = None
-        if self._speculation is not None and launched.concerns_drafters:
-            drafts = self._speculation.propose(launched, recorded, self._slots)
-        if recorded is not None and launched.rows.num_decodes > 1:
-            recorded.repeat(launched.rows.num_decodes - 1)
-            if self._kept is not None:
-                results = self._kept.of(launched.rows.slots.size)
-        with self._lock:
-            if self._rank:  # rank 0 answers; this one only keeps the tokens on its device
-                launched.event, launched.is_read = self._device.record_event(), True
+            drafts: Tensor | None = None
+            if captured is None:
+                tokens = None if logits is None else self._sample(launched, logits)
             else:
-                self._reader.start(launched, results, drafts, recorded)
-        launched.launch_s = time.perf_counter() - began
-        return PendingOutput(launched, self._read)
+                tokens, drafts = self._sample_captured(launched, captured)
+            self.slots.note_drafts(launched.rows, launched.max_drafts)
+            self._results.expect(launched)
+        if drafting is not None and drafts is None and launched.concerns_drafters:
+            drafts = drafting.propose(launched, captured)
+            if captured is not None and drafts is not None:
+                tokens = drafts  # they come after the results, in the same rows
+        if captured is not None:
+            tokens = self._repeat(launched, captured, tokens, drafts is not None)
+        with self._lock:
+            if self._rank and drafting is None:  # rank 0 answers; nobody here asks for the tokens
+                tokens = None
+            self._results.publish(launched, tokens, drafts)
+        launched.times.launch_s = time.perf_counter() - began
+        return pending
 
     def _take(self, step: SchedulerOutput) -> Launched:
         """Take over what the message says."""
-        batch = self.batch
+        slots = self.slots
         for seq_id in step.finished_seq_ids:
-            batch.remove(seq_id)
-            self._refused.pop(seq_id, None)
-            if self._speculation is not None:
-                self._speculation.forget(seq_id)
+            self._forget(seq_id)
         for new in step.new_sequences:
             self._add(new)
         self.caches.move(step.copies)
-        rows = batch.rows(step)
-        launched = Launched(step.step_id, rows, batch.owner[rows.slots], max_drafts=step.max_drafts)
-        for row, seq_id in enumerate(batch.seq_ids[rows.slots].tolist()) if self._refused else ():
+        rows = slots.rows(step)
+        launched = Launched(step.step_id, rows, slots.owner[rows.slots], step.max_drafts)
+        for row, seq_id in enumerate(slots.seq_ids[rows.slots].tolist()) if self._refused else ():
             if seq_id in self._refused:
                 launched.errors[row] = self._refused[seq_id]
         return launched
 
-    def _find_recorded(self, launched: Launched) -> RecordedStep | None:
-        """A recording that can run the step; the device's slots are then as the step needs them."""
-        rows, graphs, slots = launched.rows, self._graphs, self._slots
-        if graphs is None or slots is None:
+    def _find_captured(self, launched: Launched) -> CapturedDecode | None:
+        """The graph that runs the step, if there is one; the slots and the rows are then as it
+        needs them."""
+        rows, graphs, slots = launched.rows, self._graphs, self.slots
+        captured = self._graph_of(rows)
+        if self._drafting is not None and not (captured and self._feeds_unseen(launched)):
+            self._results.read_all()
+            with self._lock:
+                self._drafting.agree(rows)
+                launched.rows = rows = slots.exact(rows)
+            launched.fed = rows.num_drafts
+            captured = self._graph_of(rows)
+        if captured is None:
+            if rows.num_decodes > 1:
+                raise WorkerError(
+                    f"a step of {rows.num_decodes} decodes has {rows.slots.size} rows; graphs were "
+                    f"captured of {graphs.plan.sizes if graphs else 'none'}"
+                )
+            if self.shapes is not None:
+                launched.rows = self.shapes.fit(rows)
             return None
-        width = 1 if rows.is_decode else 1 + rows.most_drafts()
-        if width == 1 and not rows.is_decode:
+        with self._lock:
+            fed = None if launched.fed is None or rows.width == 1 else rows
+            slots.bring(rows, captured.size, launched.max_drafts, drafts=fed)
+            if rows.positions().nth.size != rows.slots.size * captured.width:
+                launched.rows = slots.widen(rows, captured.width)
+        return captured
+
+    def _graph_of(self, rows: StepRows) -> CapturedDecode | None:
+        if self._graphs is None or not rows.is_decode:
             return None
-        recorded = graphs.find(rows.slots.size, width)
-        if recorded is None and (rows.is_ahead or rows.num_decodes > 1):
-            raise WorkerError(f"no recorded step takes {rows.slots.size} rows without the host")
-        fits = rows.is_decode or rows.is_ahead or rows.fits(self._max_drafts)
-        if recorded is None or not fits:
-            return None
-        slots.sync(rows, recorded.size, launched.max_drafts)
-        if not rows.is_decode and not (rows.is_ahead and width == recorded.width):
-            launched.rows = rows.widen(recorded.width)
-        return recorded
+        return self._graphs.find(rows.slots.size, rows.width)
+
+    def _feeds_unseen(self, launched: Launched) -> bool:
+        """Whether the device alone knows enough: drafts stay there, and sampling needs no text. The
+        same on every rank."""
+        slots, drafting = launched.rows.slots, self._drafting
+        assert drafting is not None
+        if not drafting.feeds_unseen:
+            return False
+        if launched.max_drafts > 0 and self.slots.lacks_history(launched.rows):
+            return False
+        if self._is_alone:
+            return not np.count_nonzero(self._columns.flags[slots] & ~CAPTURED)
+        return bool(self._is_simple[slots].all())
 
     def _compute(self, launched: Launched) -> Tensor | None:
-        """A step whose batch is built on the host: logits of the sampled positions, if there are any."""
+        """A step laid out on the host: logits of the sampled positions, if there are any."""
         rows = launched.rows
         with self._lock:
-            attention, token_slots, positions = self.batch.attention_batch(rows)
-            input_ids = self.batch.input_ids(rows, token_slots, positions)
+            attention, input_ids = self._layout.lay_out(rows)
         read, reads_all = rows.read_tokens(), self._reads_all_hidden(rows)
         step = rows, attention, input_ids, None if reads_all else read
         launched.target = forward(self._graphs, self._loaded, self.caches.tensors, *step)
         hidden = launched.target.hidden
-        launched.prompt_logprobs = self._drawer.prompt_logprobs(hidden, rows)
-        if not rows.sample_tokens.size:
+        launched.prompt_logprobs = self._sampler.prompt_logprobs(hidden, rows)
+        if not rows.samples.any():
             return None
         if reads_all and read is not None:
             hidden = self._xp.index_select(hidden, 0, self._device.to_device(read))
         return self._model.compute_logits(hidden)
 
     def _reads_all_hidden(self, rows: StepRows) -> bool:
-        """Whether hidden states are read of tokens that are not sampled, too; the same on every rank."""
-        is_drafted_from = self._speculation is not None and self._speculation.reads_hidden
-        return is_drafted_from or bool(self._drawer.wants_prompt_logprobs(rows).size)
+        """Whether hidden states are read of tokens that are not sampled, too; the same on every
+        rank."""
+        is_drafted_from = self._drafting is not None and self._drafting.reads_hidden
+        return is_drafted_from or bool(self._sampler.wants_prompt_logprobs(rows).size)
 
-    def _draw(
-        self, launched: Launched, logits: Tensor | None, recorded: RecordedStep | None
-    ) -> Tensor:
-        """Tokens of the sampled positions, on the device; the next step finds them there."""
-        batch, rows, num_rows = self.batch, launched.rows, launched.rows.slots.size
-        plan = launched.plan = self._drawer.plan(rows)
-        if recorded is not None and self._slots is not None:
-            self._slots.advance(rows)
-            if self._is_plain(plan, rows):
-                drafting = self._speculation
-                both = None if drafting is None else drafting.draw_and_draft(launched, recorded)
-                return recorded.replay_greedy(num_rows) if both is None else both.values
-            if recorded.draws_at_random and not plan.flags & ~RECORDED:
-                return recorded.replay_random(rows.slots, filters=bool(plan.flags & FILTER))
-            logits = recorded.replay_head(num_rows)
-        if recorded is None and rows.shape is not None and logits is not None:
-            if self._is_simple[rows.slots].all() and not rows.num_drafts.any():
-                drawn = self._drawer.draw_padded(logits, plan, rows.sample_positions)
-                launched.drawn = drawn.token_ids
-                return drawn.marked
+    def _sample(self, launched: Launched, logits: Tensor) -> Tensor:
+        """Tokens of a step laid out on the host: marked ones on the device, where the next step
+        finds them."""
+        rows, slots, sampler = launched.rows, self.slots, self._sampler
+        plan, has_drafts = sampler.plan(rows), bool(rows.num_drafts.any())
+        if rows.shape is not None and not has_drafts and self._is_simple[rows.slots].all():
+            launched.sampling, marked, where = sampler.sample_padded(logits, plan)
+            slots.take_sampled(rows, where, launched.sampling.token_ids)
+            return marked
+        if rows.shape is not None:
             logits = logits[: plan.num_rows]
-        drafts = None if rows.is_ahead else self._judge.drafts_of(rows, plan)
-        launched.draft_ids = None if drafts is None else drafts.ids
-        positions: Tensor | None = None
-        if recorded is not None and rows.is_ahead:
-            positions = recorded.attention.positions[: plan.num_rows] + 1
-        drawn = self._drawer.draw(
-            *(logits, rows, plan, launched.sample_errors, self._reader.read_all, drafts, positions)
-        )
-        launched.sampled_logprobs, launched.drawn = drawn.logprobs, drawn.token_ids
-        if recorded is not None:
-            results = recorded.write_back(num_rows, drawn.token_ids, drawn.marked)
-            if drafts is not None:
-                self._drawer.count_kept(plan, drawn.token_ids, results.reshape([-1]) != NOT_KEPT)
-            return results
-        if drafts is None:
-            if self._slots is not None:
-                self._slots.take_drawn(rows, drawn.token_ids, launched.max_drafts)
-            batch.sampled(plan.slots, plan.slots_dev, rows.sample_positions, drawn.token_ids)
-            return drawn.marked
-        verdict = self._judge.judge(drafts, drawn.token_ids)
-        launched.accepted = verdict.num_accepted
-        self._drawer.count_kept(plan, drawn.token_ids, verdict.kept)
-        if self._slots is not None:
-            self._slots.take_drawn(rows, drawn.token_ids, launched.max_drafts)
-        slots = plan.slots[drafts.layout.first]
-        batch.drawn_behind_drafts(slots, self._device.to_device(slots), verdict.next_ids)
-        return verdict.mark(drawn.marked)
+        read_all, fed = self._results.read_all, rows.num_drafts
+        sampling, marked = sampler.sample(logits, rows, plan, read_all, fed)
+        launched.sampling = sampling
+        if has_drafts:
+            marked, sampling.accepted, kept = slots.verify(rows, sampling.token_ids, marked)
+            sampler.count_kept(sampling, kept)
+        else:
+            slots.take_sampled(rows, plan.slots_dev, sampling.token_ids)
+        slots.follow_history(rows, sampling.token_ids, launched.max_drafts)
+        return marked
 
-    def _is_plain(self, plan: SamplingPlan, rows: StepRows) -> bool:
-        """Whether the likeliest tokens are all that is wanted. Ranks must agree on it, although rank 0
-        alone knows everything."""
-        if self._num_ranks == 1:
-            return plan.is_plain
-        return bool(self._is_simple[rows.slots].all())
+    def _sample_captured(
+        self, launched: Launched, captured: CapturedDecode
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same for a captured step; and, with the tokens, drafts where one graph makes both."""
+        rows, drafting, num_rows = launched.rows, self._drafting, launched.rows.slots.size
+        plan = self._sampler.plan(rows)
+        launched.sampling = Sampling(plan)
+        # Ranks must agree on it, although rank 0 alone knows everything.
+        if plan.is_plain if self._is_alone else self._is_simple[rows.slots].all():
+            if drafting is not None and drafting.drafts_after(launched):
+                both = captured.replay_greedy_and_draft(launched.max_drafts)
+                return both, both
+            return captured.replay_greedy(num_rows), None
+        if captured.samples_at_random and not plan.flags & ~CAPTURED:
+            filters = bool(plan.flags & FILTER)
+            return captured.replay_random(rows.slots, filters=filters), None
+        logits, positions = captured.replay_head(num_rows), None
+        if drafting is not None and launched.fed is None:  # the device alone knows where they stand
+            positions = captured.attention.positions[: plan.num_rows] + 1
+        sampling, marked = self._sampler.sample(
+            *(logits, rows, plan, self._results.read_all, launched.fed, positions)
+        )
+        launched.sampling = sampling
+        results, _ = captured.write_back(num_rows, sampling.token_ids, marked)
+        if launched.fed is not None and launched.fed.any():
+            self._sampler.count_kept(sampling, results.reshape([-1]) != NOT_KEPT)
+        return results, None
+
+    def _repeat(
+        self, launched: Launched, captured: CapturedDecode, tokens: Tensor, has_drafts: bool
+    ) -> Tensor:
+        """Queue the further decodes of a step of several, and expect what is posted."""
+        rows, graphs = launched.rows, self._graphs
+        assert graphs is not None
+        if rows.num_decodes > 1:
+            captured.repeat(rows.num_decodes - 1)
+            if graphs.kept is not None:
+                tokens = graphs.kept[: rows.slots.size]
+        number = max(0, launched.max_drafts) if has_drafts else 0
+        launched.arriving.posted = captured.expect(rows.slots.size, number, rows.num_decodes)
+        return tokens
+
+    # -- sequences and failures -------------------------------------------------------------------
+
+    def _forget(self, seq_id: int) -> None:
+        self.slots.remove(seq_id)
+        self._refused.pop(seq_id, None)
+        if self._drafting is not None:
+            self._drafting.forget(seq_id)
 
     def _add(self, new: NewSequence) -> None:
-        slot = self.batch.add(new)
+        slot = self.slots.add(new)
         self._is_simple[slot] = is_simple(new, self._config)
         self._refused.pop(new.seq_id, None)
         self._columns.add(slot, new.sampling, new.seed)
@@ -395,8 +410,22 @@ class ModelRunner:
 
     def _read(self, launched: Launched) -> None:
         try:
-            wait_for(launched.event)  # without the lock
-            self._reader.read_until(launched)
+            wait_for(launched.arriving.event)  # without the lock
+            self._results.read_until(launched)
         except Exception as error:
-            raise_if_device_failed(self._device, self._rank, launched.step_id, error)
+            self._name_failure(launched.step_id, error)
             raise
+
+    def _name_failure(self, step_id: int, error: Exception) -> None:
+        """What a device's library raises, in this project's terms; nothing happens to other
+        errors."""
+        if self._device.is_oom(error):
+            raise ResourceError(
+                f"device memory ran out in step {step_id}; lower --gpu-memory-utilization, "
+                "--max-num-batched-tokens or --max-num-seqs"
+            ) from error
+        if self._device.is_lost(error):
+            raise WorkerError(
+                f"the device of rank {self._rank} is lost in step {step_id}: "
+                f"{type(error).__name__}: {error}"
+            ) from error

@@ -1,4 +1,4 @@
-"""What a worker does and says once, before it serves: steps of made-up sequences, and limits in words."""
+"""What a worker does once, before it serves: steps of made-up sequences, and limits."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.config import EngineConfig
-from fastdeploy_core.contracts.device import ReportingDevice
 from fastdeploy_core.types import BatchRows, NewSequence, SamplingParams, SchedulerOutput
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.device import DeviceBackend, DeviceLimits, StepBuckets
-    from fastdeploy_core.plugins.kernels import ChosenKernels
+    from fastdeploy_core.contracts.device import DeviceLimits
 
+    from .layout import StepShape, StepShapes
     from .model_runner import ModelRunner
-    from .step_shapes import StepShape, StepShapes
 
 logger = logging.getLogger(__name__)
 
@@ -39,19 +37,15 @@ class Stopwatch:
 
 
 def dummy_step(
-    config: EngineConfig,
-    step_id: int,
-    lengths: Sequence[int],
-    finished: list[int],
-    num_drafts: int = 0,
+    config: EngineConfig, step_id: int, lengths: Sequence[int], finished: list[int], room: int = 0
 ) -> SchedulerOutput:
-    """A step of new sequences with so many tokens each and drafts behind them, in blocks from 0 on, with
-    room for as many drafts again."""
+    """A step of new sequences with so many tokens each, in blocks from 0 on that hold `room`
+    more."""
     params = SamplingParams(top_p=0.9, top_k=50, seed=0, logprobs=1)
     new: list[NewSequence] = []
     first_block = 0
     for number, length in enumerate(lengths):
-        num_blocks = -(-(length + 2 * num_drafts) // config.cache.block_size)
+        num_blocks = -(-(length + room) // config.cache.block_size)
         new.append(
             NewSequence(
                 seq_id=step_id * config.batch.max_num_seqs + number,
@@ -63,25 +57,26 @@ def dummy_step(
             )
         )
         first_block += num_blocks
-    rows = BatchRows.of(
-        [n.seq_id for n in new],
-        [0] * len(new),
-        [length + num_drafts for length in lengths],
-        drafts={row: [0] * num_drafts for row in range(len(new) if num_drafts else 0)},
-    )
-    most = config.speculative.num_speculative_tokens if config.speculative is not None else -1
     return SchedulerOutput(
         step_id=step_id,
         new_sequences=new,
-        rows=rows,
+        rows=BatchRows.of([n.seq_id for n in new], [0] * len(new), lengths),
         finished_seq_ids=finished,
-        max_drafts=most,
+        max_drafts=-1 if config.speculative is None else config.speculative.num_speculative_tokens,
     )
 
 
+def drafted_step(config: EngineConfig, before: SchedulerOutput, num_drafts: int) -> SchedulerOutput:
+    """The sequences that are new in `before`, of one token each, go on with so many drafts each."""
+    ids = [new.seq_id for new in before.new_sequences]
+    fed = [num_drafts] * len(ids)
+    rows = BatchRows.of(ids, [1] * len(ids), [1 + num_drafts] * len(ids), num_drafts=fed)
+    return SchedulerOutput(step_id=before.step_id + 1, rows=rows, max_drafts=before.max_drafts)
+
+
 def warm_up(runner: ModelRunner, config: EngineConfig, shapes: StepShapes, num_blocks: int) -> None:
-    """Run every shape that a step can have once, so that a device that compiles for each does so now.
-    Afterwards the sequences are gone."""
+    """Run every shape that a step can have once, so that a device that compiles for each does so
+    now. Afterwards the sequences are gone."""
     began = time.perf_counter()
     step_id, finished = 0, list[int]()
     for shape, start, count in shapes:
@@ -103,8 +98,8 @@ def shaped_step(
     num_blocks: int,
     finished: list[int],
 ) -> SchedulerOutput:
-    """A step that is padded to the shape: `count` tokens behind `start` cached ones in each row. Rows may
-    write over each other, since nobody needs what they write."""
+    """A step that is padded to the shape: `count` tokens after `start` cached ones in each row.
+    Rows may write over each other, since nobody needs what they write."""
     size, most = config.cache.block_size, min(shape.rows, config.batch.max_num_seqs)
     blocks = [i % num_blocks for i in range(-(-(start + count) // size))]
     new = [
@@ -146,75 +141,3 @@ def step_limits(limits: DeviceLimits) -> dict[str, Any]:
         "max_step_tokens": max(buckets.prompt_tokens),
         "max_step_rows": max(buckets.decode_rows),
     }
-
-
-def device_lines(device: DeviceBackend) -> list[str]:
-    """For the start-up table: every limit that is not the widest, and what the device adds."""
-    limits = device.limits
-    said = (
-        (limits.block_sizes, f"KV blocks of {_numbers(limits.block_sizes)} tokens only"),
-        (limits.kv_layout != "NHD", f"KV layout {limits.kv_layout}"),
-        (not limits.block_sharing, "no KV block belongs to two sequences"),
-        (not limits.mixed_batches, "a step has prompts or decodes, never both"),
-        (not limits.chunked_prefill, "a prompt runs in one step"),
-        (limits.max_prefills_per_step, f"{limits.max_prefills_per_step} prompt(s) per step"),
-        (limits.step_buckets, _bucket_words(limits.step_buckets)),
-        (not limits.logprobs, "no logprobs"),
-    )
-    lines = [f"limit of device {device.name}: {words}" for applies, words in said if applies]
-    if isinstance(device, ReportingDevice):
-        lines += device.report()
-    return lines
-
-
-def kernel_lines(kernels: ChosenKernels) -> list[str]:
-    """For the start-up table: whose kernels run."""
-    origins = kernels.origins()
-    foreign = {o: d for o, d in origins.items() if d != "fastdeploy-core"}
-    whose = f" ({', '.join(sorted(set(foreign.values())))})" if foreign else ""
-    lines = [f"kernels: {len(foreign)} of {len(origins)} from plugins{whose}"]
-    if kernels.fallbacks:
-        lines.append(
-            f"no kernel of {kernels.device}, the reference dequantizes at every step: "
-            f"{', '.join(kernels.fallbacks)}"
-        )
-    return lines
-
-
-def several_lines(max_decodes: int) -> list[str]:
-    """What is said of decodes that follow each other without the host."""
-    return [f"decode steps in one go: up to {max_decodes}"] if max_decodes > 1 else []
-
-
-def turned_off_lines(config: EngineConfig, device: DeviceBackend) -> list[str]:
-    """For the start-up table: what was asked for and the device cannot do."""
-    limits, batch, cache = device.limits, config.batch, config.cache
-    most_rows = max(limits.step_buckets.decode_rows) if limits.step_buckets else batch.max_num_seqs
-    fits_rows = batch.max_num_seqs <= most_rows
-    asked = (
-        (batch.overlap, limits.overlap, "overlap of scheduling and execution"),
-        (cache.swap_space_bytes > 0, limits.host_tier, "the host-memory KV tier"),
-        (cache.enable_prefix_caching, limits.block_sharing, "prefix caching"),
-        (batch.enable_chunked_prefill, limits.mixed_batches, "prefill beside decode"),
-        (batch.enable_chunked_prefill, limits.chunked_prefill, "chunked prefill"),
-        (batch.max_num_seqs, fits_rows, f"more than {most_rows} sequences at once"),
-    )
-    return [
-        f"turned off: {what}; device {device.name} does not offer it"
-        for wanted, possible, what in asked
-        if wanted and not possible
-    ]
-
-
-def _bucket_words(buckets: StepBuckets | None) -> str:
-    if buckets is None:
-        return ""
-    return (
-        f"steps are padded: {_numbers(buckets.prompt_rows)} prompts of "
-        f"{_numbers(buckets.prompt_tokens)} tokens, or {_numbers(buckets.decode_rows)} decodes; tables "
-        f"of {_numbers(buckets.table_blocks)} blocks"
-    )
-
-
-def _numbers(values: Sequence[int] | None) -> str:
-    return ", ".join(map(str, values or ()))

@@ -9,36 +9,40 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from fastdeploy_core.config import EngineConfig
-from fastdeploy_core.contracts.device import CompilingDevice, DeviceBackend, DeviceOptions
-from fastdeploy_core.errors import CapabilityError, ResourceError, WorkerError
+from fastdeploy_core.contracts.device import CompilingDevice, DeviceBackend
+from fastdeploy_core.errors import ResourceError, WorkerError
+from fastdeploy_core.kvcache import MemoryProfile
+from fastdeploy_core.loading.drafters import DrafterMaker
 from fastdeploy_core.loading.loader import LoadedModel, load_model
+from fastdeploy_core.memory.low_water import LowWater, give_back_freed, probe
 from fastdeploy_core.plugins.kernels import build_kernel_table, kernel_facts
+from fastdeploy_core.plugins.opening import open_device
+from fastdeploy_core.plugins.start_report import (
+    device_lines,
+    kernel_lines,
+    several_lines,
+    turned_off_lines,
+)
 from fastdeploy_core.sampling.penalties import PenaltyTables
 from fastdeploy_core.tensor import DTYPE_BYTES
 from fastdeploy_core.types import SchedulerOutput
 from fastdeploy_core.types.worker import WorkerInfo
 
-from .drafters import DrafterMaker
-from .memory import LowWater, MemoryProfile, give_back_freed, probe
+from .graph_sizes import graph_sizes
 from .model_runner import ModelRunner
-from .pending import PendingOutput
-from .recorded_draws import can_record_draws
-from .recorded_sizes import graph_sizes
+from .results import PendingOutput
+from .sampling_step import can_capture_sampling
 from .start_up import (
     Stopwatch,
-    device_lines,
+    drafted_step,
     dummy_step,
-    kernel_lines,
     largest_padded_step,
-    several_lines,
     step_limits,
-    turned_off_lines,
     warm_up,
 )
 
@@ -47,7 +51,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.plugins.kernels import ChosenKernels
     from fastdeploy_core.plugins.resolve import ResolvedPlugins
 
-    from .step_shapes import StepShapes
+    from .layout import StepShapes
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +76,6 @@ class Worker:
         self.device: DeviceBackend | None = None
         self._communicator: Communicator | None = None
         self._runner: ModelRunner | None = None
-        self._report: list[str] = []
 
     # -- start-up ---------------------------------------------------------------------------------
 
@@ -82,7 +85,7 @@ class Worker:
         All ranks must be loading at the same time: they meet in collectives.
         """
         clock = Stopwatch()
-        device = self.device = self._open_device()
+        device = self.device = open_device(self.config, self.resolved, self.rank, self.world_size)
         clock.lap("device")
         if not gc.isenabled():  # a process of ours that starts: what was imported is no garbage
             gc.freeze()
@@ -98,13 +101,13 @@ class Worker:
         loaded = self._load_model(device, kernels, free_before)
         sizes, about_graphs = graph_sizes(
             *(self.config, device.limits, loaded.attention.values(), self.world_size),
-            can_draw=can_record_draws(device, kernels),
+            can_sample=can_capture_sampling(device, kernels),
         )
         drafters = None
         if self.config.speculative is not None:
             drafters = DrafterMaker(
                 self.config, self.config.speculative, device, kernels, loaded, self.resolved
-            ).make(self.rank, records=bool(sizes))
+            ).make(self.rank, captures=bool(sizes))
         gc.collect()
         give_back_freed()
         weight_bytes = loaded.weight_bytes
@@ -122,8 +125,8 @@ class Worker:
         return info
 
     def initialize_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """Allocate the KV pool, and the host tier when num_host_blocks is above 0; then record decode
-        steps over it. All ranks at the same time, as in load()."""
+        """Allocate the KV pool, and the host tier when num_host_blocks is above 0; then capture
+        graphs over it. All ranks at the same time, as in load()."""
         runner, device = self._ready()
         try:
             runner.allocate_cache(num_blocks, num_host_blocks, is_touched=False)
@@ -137,7 +140,7 @@ class Worker:
             ) from error
         if runner.shapes is not None:
             warm_up(runner, self.config, runner.shapes, num_blocks)
-        runner.record_graphs()
+        runner.capture_graphs()
 
     def launch(self, step: SchedulerOutput) -> PendingOutput:
         """Queue one step's work on the device; the result is fetched with PendingOutput.wait()."""
@@ -181,35 +184,6 @@ class Worker:
                 "uses it, or choose a larger --tensor-parallel-size or a --quantization"
             ) from error
 
-    def _open_device(self) -> DeviceBackend:
-        config = self.config.device
-        num_threads = config.num_threads
-        if not num_threads and self.world_size > 1:
-            # Ranks of one host share its cores; each taking all of them would make them wait.
-            has_affinity = hasattr(os, "sched_getaffinity")
-            cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-            num_threads = max(1, cores // self.world_size)
-        options = DeviceOptions(
-            index=self.rank,
-            tensor_library=self.resolved.tensor_library or config.tensor_library,
-            num_threads=num_threads,
-            seed=self.config.model.seed,
-            num_ranks=self.world_size,
-        )
-        device: DeviceBackend = self.resolved.load("device")(options)
-        limits, block_size = device.limits, self.config.cache.block_size
-        if self.world_size > limits.max_tensor_parallel_size:
-            raise CapabilityError(
-                f"device {device.name!r} joins at most {limits.max_tensor_parallel_size} ranks; "
-                f"--tensor-parallel-size is {self.world_size}"
-            )
-        if limits.block_sizes is not None and block_size not in limits.block_sizes:
-            raise CapabilityError(
-                f"device {device.name!r} has no KV blocks of {block_size} tokens; possible: "
-                f"--block-size {' | '.join(map(str, limits.block_sizes))}"
-            )
-        return device
-
     def _info(
         self,
         device: DeviceBackend,
@@ -248,9 +222,7 @@ class Worker:
             on_host=limits.shares_host_memory and not limits.overlap,
             host_tier=limits.host_tier,
             logprobs=limits.logprobs,
-            max_rows_ahead=runner.max_rows_ahead,
-            records_drafts=runner.records_drafts,
-            max_decodes=runner.max_decodes,
+            **runner.facts(),
             device=device.name,
             tensor_library=device.xp.name,
             drivers={
@@ -261,7 +233,7 @@ class Worker:
         )
 
     def _rehearse(self, device: DeviceBackend, weight_bytes: int) -> bool:
-        """Where kernels are compiled at first use: meet those of the largest steps and of the recorded
+        """Where kernels are compiled at first use: meet those of the largest steps and of captured
         ones now, so that they are compiled side by side. Whether there was anything to do."""
         if not isinstance(device, CompilingDevice):
             return False
@@ -269,8 +241,7 @@ class Worker:
         steps, num_blocks = largest_steps(self.config, shapes=runner.shapes)
         with device.compile_only(), _beside(weight_bytes):
             runner.allocate_cache(num_blocks, 0)
-            for step in steps:
-                runner.launch(step).wait()
+            runner.run_largest(steps)
             runner.rehearse_graphs()
             runner.free_cache()
         return True
@@ -307,8 +278,9 @@ class Worker:
         return self._measure(weight_bytes, bytes_per_block)
 
     def _measure(self, weight_bytes: int, bytes_per_block: int, part: int = 1) -> MemoryProfile:
-        """Run the largest prefill and the widest sampling there can be, and see what they take. With
-        `part` they are so many times shorter; nothing grows faster than the square of the length."""
+        """Run the largest prefill and the widest sampling there can be, and see what they take.
+        With `part` they are so many times shorter; nothing grows faster than the square of the
+        length."""
         runner, device = self._ready()
         steps, num_blocks = largest_steps(self.config, part, runner.shapes)
         before, look = device.memory(), probe(device)
@@ -316,8 +288,7 @@ class Worker:
         with _beside(weight_bytes):
             with LowWater(look) as water:
                 runner.allocate_cache(num_blocks, 0)
-                for step in steps:
-                    runner.launch(step).wait()
+                runner.run_largest(steps)
             graph_bytes = runner.graph_bytes()
             runner.free_cache()
             gc.collect()
@@ -369,6 +340,8 @@ def largest_steps(
         left -= lengths[-1]
     steps = [dummy_step(config, 0, lengths, [])]
     ids = [new.seq_id for new in steps[0].new_sequences]
-    steps.append(dummy_step(config, 1, [1] * batch.max_num_seqs, ids, k))
+    steps.append(dummy_step(config, 1, [1] * batch.max_num_seqs, ids, 1 + 2 * k))
+    if k:
+        steps.append(drafted_step(config, steps[-1], k))
     num_blocks = max(sum(len(n.block_ids) for n in s.new_sequences) for s in steps)
     return steps, num_blocks

@@ -151,16 +151,6 @@ class TestMixed(QuantizerConformance):
         return {"dense_quant_type": "wint8", "moe_quant_type": "wint4"}
 
 
-class TestGptq(QuantizerConformance):
-    """Reads checkpoints only: nothing but its shapes can be tested without one."""
-
-    driver_name = "gptq"
-
-    @pytest.fixture
-    def quantization_config(self) -> dict[str, Any]:
-        return {"bits": 4, "group_size": 32}
-
-
 class TestBlockFp8(QuantizerConformance):
     driver_name = "block_wise_fp8"
 

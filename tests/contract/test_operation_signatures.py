@@ -1,80 +1,83 @@
-"""Every kernel takes the arguments that contracts/ops.py declares for its operation."""
+"""The declarations of contracts/ops/, and that every kernel takes what they declare."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 
-from fastdeploy_core.contracts.ops import OPERATIONS, QUANTIZED_OPERATIONS, Kernel
+from fastdeploy_core.contracts.ops import OPERATIONS, Kernel
+from fastdeploy_core.contracts.signature import Role, solve
 from fastdeploy_core.reference.kernels import TABLE as REFERENCE
-
-DECLARED = {**OPERATIONS, **QUANTIZED_OPERATIONS}
-
-
-def parameters(declaration: str) -> list[str]:
-    """Names of the arguments of "(name [shape] dtype: words, ...) -> ..."."""
-    depth, pieces, piece = 0, [], ""
-    for character in declaration:
-        depth += (character in "([") - (character in ")]")
-        if depth == 0:
-            break
-        if depth == 1 and character == ",":
-            pieces.append(piece)
-            piece = ""
-        elif not (depth == 1 and character == "("):
-            piece += character
-    names = [re.match(r"\s*(\w+)", text) for text in (*pieces, piece)]
-    return [name[1] for name in names if name is not None]
-
-
-def _target(cell: str | Kernel) -> Any:
-    kernel = Kernel(cell) if isinstance(cell, str) else cell
-    module, _, attribute = kernel.target.partition(":")
-    return kernel, getattr(importlib.import_module(module), attribute)
+from fastdeploy_testing.conformance.declared import DECLARED, DeclaredKernels, signature_problem
 
 
 def cells(table: Mapping[str, str | Kernel]) -> Iterator[tuple[str, Any]]:
     """(operation, function) of the cells that are the kernel itself."""
     for operation, cell in table.items():
-        kernel, function = _target(cell)
+        kernel = Kernel(cell) if isinstance(cell, str) else cell
+        module, _, attribute = kernel.target.partition(":")
         if not kernel.composes and operation in DECLARED:
-            yield operation, function
+            yield operation, getattr(importlib.import_module(module), attribute)
 
 
 def check(table: Mapping[str, str | Kernel]) -> list[str]:
-    wrong = []
-    for operation, function in cells(table):
-        declared = parameters(DECLARED[operation])
-        found = list(inspect.signature(function).parameters.values())
-        if any(p.kind is p.VAR_POSITIONAL for p in found):
-            continue
-        needed = [p for p in found if p.default is p.empty and p.kind is not p.KEYWORD_ONLY]
-        positional = [p for p in found if p.kind is not p.KEYWORD_ONLY]
-        if not len(needed) <= len(declared) <= len(positional):
-            wrong.append(f"{operation}{inspect.signature(function)}: declared {declared}")
-    return wrong
+    found = (signature_problem(DECLARED[name], function) for name, function in cells(table))
+    return [problem for problem in found if problem]
 
 
 def test_declarations_are_read() -> None:
-    assert parameters(OPERATIONS["linear"]) == ["x", "weight", "bias"]
-    assert parameters(OPERATIONS["kv_write"]) == ["rows", "cache", "slot_mapping"]
-    assert all(parameters(text) for text in DECLARED.values())
+    add = OPERATIONS["add_rms_norm"]
+    assert (
+        add.signature == "(x [T, H], residual [T, H], weight [H], eps: float) -> ([T, H], [T, H])"
+    )
+    rows, cache, slots = OPERATIONS["kv_write"].arguments
+    assert rows.type.is_tuple and cache.type.role is Role.IN_PLACE and slots.type.dtype == "int64"
+    assert OPERATIONS["linear"].arguments[2].is_optional
+    assert "float32" in str(OPERATIONS["linear_logits"].results[0])
+
+
+def test_every_operation_says_what_it_means_and_how_its_tensors_look() -> None:
+    for operation in DECLARED.values():
+        assert operation.meaning and operation.arguments, operation.name
+        assert all(tensor.shape for tensor in operation.results), operation.name
+
+
+@pytest.mark.parametrize(
+    ("shape", "actual", "known", "wrong"),
+    [
+        ("T H", (3, 4), {}, False),
+        ("T H", (3, 4), {"H": 5}, True),
+        ("T H", (3,), {}, True),
+        ("T 2*I", (3, 8), {"I": 4}, False),
+        ("T 2*I", (3, 8), {"I": 5}, True),
+        ("B*Q", (12,), {"B": 4}, False),
+        ("B M+N", (2, 7), {"M": 3, "N": 4}, False),
+        ("B M+N", (2, 6), {"M": 3, "N": 4}, True),
+        ("B V/32", (2, 4), {"V": 97}, False),
+        ("B V/32", (2, 3), {"V": 97}, True),
+        ("... H", (2, 3, 4), {"...": (2, 3)}, False),
+        ("... H", (2, 3, 4), {"...": (3, 2)}, True),
+        ("1", (1,), {}, False),
+        ("1", (2,), {}, True),
+    ],
+)
+def test_shapes_are_compared(
+    shape: str, actual: tuple[int, ...], known: dict[str, Any], wrong: bool
+) -> None:
+    assert bool(solve(tuple(shape.split()), actual, known)) == wrong
+
+
+def test_an_unknown_size_is_learnt() -> None:
+    known: dict[str, Any] = {"B": 4}
+    assert solve(("B*Q",), (12,), known) == "" and known["Q"] == 3
+    assert "Q=3" in solve(("B", "Q"), (4, 2), known)
 
 
 def test_the_reference_takes_what_is_declared() -> None:
     assert check(REFERENCE) == []
-    named = {}
-    for operation, function in cells(REFERENCE):
-        declared = parameters(DECLARED[operation])
-        names = list(inspect.signature(function).parameters)[: len(declared)]
-        if names != declared:
-            named[operation] = (declared, names)
-    assert named == {}
 
 
 @pytest.mark.parametrize("module", ["fd_cuda.kernels", "fd_cpu.kernels"])
@@ -90,8 +93,8 @@ def test_kernels_of_plugins_take_what_is_declared(module: str) -> None:
 
 def test_wrong_kernels_are_found() -> None:
     assert check({"linear": f"{__name__}:too_few", "rms_norm": f"{__name__}:too_many"}) == [
-        "linear(x, weight): declared ['x', 'weight', 'bias']",
-        "rms_norm(x, weight, eps, extra): declared ['x', 'weight', 'eps']",
+        f"linear takes (x, weight), declared: {OPERATIONS['linear'].signature}",
+        f"rms_norm takes (x, weight, eps, extra), declared: {OPERATIONS['rms_norm'].signature}",
     ]
 
 
@@ -101,3 +104,35 @@ def too_few(x, weight):  # type: ignore[no-untyped-def]
 
 def too_many(x, weight, eps, extra):  # type: ignore[no-untyped-def]
     """A norm that wants more."""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [
+        (lambda x, w, eps: x[:, 1:], "result 0: shape (3, 7), declared [..., H]"),
+        (lambda x, w, eps: None, "result 0: NoneType, not a tensor"),
+        (lambda x, w, eps: x.long(), "result 0: dtype int64, declared float32"),
+        (lambda x, w, eps: (x, x), "result 0: tuple, not a tensor"),
+        (lambda x, w, eps: x.zero_(), "changed its argument x"),
+    ],
+)
+def test_a_call_is_held_to_the_declaration(tensor_library: str, kernel: Any, words: str) -> None:
+    from fastdeploy_core.tensor import load
+
+    xp = load(tensor_library)
+    table = DeclaredKernels({"rms_norm": kernel})
+    with pytest.raises(AssertionError) as raised:
+        table["rms_norm"](xp.ones([3, 8]), xp.ones([8]), 1e-5)
+    assert words in str(raised.value)
+
+
+def test_arguments_are_held_to_the_declaration_too(tensor_library: str) -> None:
+    from fastdeploy_core.tensor import load
+
+    xp = load(tensor_library)
+    table = DeclaredKernels({"rms_norm": lambda x, w, eps: x})
+    table["rms_norm"](xp.ones([3, 8]), xp.ones([8]), 1e-5)
+    with pytest.raises(AssertionError, match="weight: shape"):
+        table["rms_norm"](xp.ones([3, 8]), xp.ones([7]), 1e-5)
+    with pytest.raises(AssertionError, match="2 arguments"):
+        table["rms_norm"](xp.ones([3, 8]), xp.ones([8]))

@@ -2,8 +2,9 @@
 
     python tests/contract/test_snapshot.py      # after bumping CONTRACT: write snapshot.json anew
 
-snapshot.json holds every method of every Protocol and of every base class of devices/, every field
-of every record, every hook and operation. A difference under the same CONTRACT fails.
+snapshot.json holds every method of every Protocol and of every base class of devices/ and
+fd-accelerator, every field of every record, every hook and operation. A difference under the
+same CONTRACT fails.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fd_accelerator
 import msgspec
 
 import fastdeploy_core.contracts as contracts
 import fastdeploy_core.devices as devices
 import fastdeploy_core.types as types
 from fastdeploy_core.contracts.base import CONTRACT, KINDS
-from fastdeploy_core.contracts.ops import OPERATIONS
+from fastdeploy_core.contracts.ops import OPERATIONS, QUANTIZED_OPERATIONS
 
 SNAPSHOT = Path(__file__).with_name("snapshot.json")
 
@@ -33,10 +35,13 @@ def describe_contract() -> dict[str, Any]:
     """Everything a plugin can see, as plain data in a stable order."""
     found: dict[str, Any] = {}
     for info in (
-        *pkgutil.iter_modules(contracts.__path__, f"{contracts.__name__}."),
+        *pkgutil.walk_packages(contracts.__path__, f"{contracts.__name__}."),
         *pkgutil.iter_modules(devices.__path__, f"{devices.__name__}."),
+        *pkgutil.iter_modules(fd_accelerator.__path__, f"{fd_accelerator.__name__}."),
         *pkgutil.iter_modules(types.__path__, f"{types.__name__}."),
     ):
+        if info.name.endswith("_place"):  # what fd-accelerator builds its bases of
+            continue
         module = importlib.import_module(info.name)
         short = info.name.rpartition(".")[2]
         for name, value in vars(module).items():
@@ -48,7 +53,9 @@ def describe_contract() -> dict[str, Any]:
                 found[f"hook {name}"] = str(inspect.signature(value))
     return {
         "kinds": {k.name: [k.group, k.protocol, k.versioned, k.shared] for k in KINDS.values()},
-        "operations": OPERATIONS,
+        "operations": {
+            o.name: o.signature for o in (*OPERATIONS.values(), *QUANTIZED_OPERATIONS.values())
+        },
         "items": dict(sorted(found.items())),
     }
 

@@ -84,6 +84,8 @@ class SharedExecutor:
     def __init__(self, config: EngineConfig, resolved: ResolvedPlugins) -> None:
         self._worker = make_worker(config, resolved, 0, 1, "")
         self._info = self._worker.load()
+        self._last: Any = None
+        # Steps, and those that fed drafts before the results of the step before were read.
         self.num_steps = self.num_ahead = self.num_several = 0
 
     def load(self) -> list[Any]:
@@ -93,14 +95,17 @@ class SharedExecutor:
         self._worker.initialize_cache(num_blocks, num_host_blocks)
 
     def submit(self, step: SchedulerOutput) -> LateResult:
-        self.num_steps += 1
-        is_ahead = step.rows is not None and step.rows.is_ahead
-        self.num_ahead += is_ahead
-        self.num_several += is_ahead and step.num_decodes > 1
+        before, self._last = self._last, None
         try:
-            return LateResult(self._worker.launch(step))
+            self._last = self._worker.launch(step)
         except Exception as error:
             return LateResult(None, error)
+        self.num_steps += 1
+        if before is not None and before._launched.results is None:
+            has_drafts = step.rows is not None and bool(step.rows.num_drafts.any())
+            self.num_ahead += has_drafts
+            self.num_several += has_drafts and step.num_decodes > 1
+        return LateResult(self._last)
 
     def close(self) -> None:
         pass

@@ -155,7 +155,7 @@ class SpeculativeBench(Bench):
     @property
     def speculation(self) -> Any:
         """The worker's part of it."""
-        return self.worker._runner._speculation
+        return self.worker._runner._drafting
 
     @property
     def vocab_size(self) -> int:

@@ -112,6 +112,16 @@ def test_structured_outputs_follow_their_schema(llm: LLM) -> None:
     assert [answer.finish_reason for answer in outputs] == ["stop", "stop", "stop", "length"]
 
 
+def test_a_finished_grammar_ends_the_answer_below_min_tokens(llm: LLM) -> None:
+    asked = StructuredOutputsParams(choice=["yes", "no"])
+    params = SamplingParams(max_tokens=40, min_tokens=30, seed=1, structured_outputs=asked)
+    (output,) = llm.generate(["x"], params, use_tqdm=False)
+    answer = output.outputs[0]
+    assert (answer.text in ("yes", "no"), answer.finish_reason) == (True, "stop")
+    ends = set(llm.get_tokenizer().eos_token_ids)
+    assert sum(token in ends for token in answer.token_ids) == 1
+
+
 def test_a_hopeless_grammar_leaves_nothing_behind(llm: LLM) -> None:
     bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="((("))
     with pytest.raises(InvalidRequest):

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fastdeploy_core.config import SpeculativeConfig
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.errors import WorkerError
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.types import BlockCopies, SamplingParams
-from fastdeploy_core.worker.host_tier import BlockMover
+from fastdeploy_core.worker.caches import BlockMover
 from tests.worker_steps import (
     VOCAB,
     Row,
@@ -43,6 +44,18 @@ def steps(tensor_library: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     made = Steps(worker, num_blocks=256, num_host_blocks=64)
     yield made
     assert not made.tokens, "every test gives its sequences back"
+    worker.close()
+
+
+@pytest.fixture(scope="module")
+def drafted(tensor_library: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steps]:
+    """A worker that may hold drafts; the tests say which."""
+    folder = write_model(tmp_path_factory.mktemp("llama"))
+    speculative = SpeculativeConfig("ngram_match", 3)
+    worker = make_worker(engine_config(folder, tensor_library, speculative=speculative))
+    worker.load()
+    sharpen(worker)
+    yield Steps(worker)
     worker.close()
 
 
@@ -148,7 +161,7 @@ class Life:
             return None
         number = settled[0]
         old = steps.blocks[number]
-        if steps.worker._runner.batch.num_blocks[steps.worker._runner.batch.slot_of[number]] != len(
+        if steps.worker._runner.slots.num_blocks[steps.worker._runner.slots.slot_of[number]] != len(
             old
         ):
             return None  # this very step appends blocks
@@ -233,8 +246,9 @@ def test_bits_of_the_narrowest_dtype_survive_the_host(tensor_library: str) -> No
     ids=["greedy", "random", "min_tokens", "penalty"],
 )
 def test_drafts_never_change_tokens_only_how_many_come_at_once(
-    steps: Steps, params: SamplingParams
+    drafted: Steps, params: SamplingParams
 ) -> None:
+    steps = drafted
     prompt, count = [5, 6, 7, 8], 24
     truth = steps.alone(prompt, count, params, 77)
     rng = np.random.default_rng(3)
@@ -425,7 +439,7 @@ def test_a_finished_sequence_with_a_step_in_flight_leaves_no_trace(steps: Steps)
     steps.finish(1)
     steps.add(2, [40, 41, 42])  # takes the same slot before the step in flight was read
     later = steps.launch([steps.row(2)])
-    assert steps.worker._runner.batch.slot_of == {2: 0}
+    assert steps.worker._runner.slots.slot_of == {2: 0}
     ahead.wait()  # its token stands where the new sequence will have another one
     third = steps.launch([steps.row(2)])
     steps.take(later.wait())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_core.errors import WorkerError
-from fastdeploy_core.worker.posting import NUM_PAGES, PATIENCE, Arrival, Postbox
+from fastdeploy_core.memory.postbox import NUM_PAGES, PATIENCE, Arrival, Postbox
 
 
 class Event:

@@ -16,7 +16,7 @@ import pytest
 from fastdeploy_core.config import GraphConfig, SpeculativeConfig
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.models.decoder import DecoderLM
-from fastdeploy_core.worker import recorded_sizes
+from fastdeploy_core.worker import graph_sizes
 from fastdeploy_testing.capturing import CapturingDevice, RecordableAttention
 from tests.cpu.recordable_prompts import RecordablePrompts, WithPrompts
 from tests.cpu.test_model_runner import Life
@@ -44,7 +44,7 @@ def pair(
     folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Steps, Steps]]:
     """Without recordings, and with."""
-    monkeypatch.setattr(recorded_sizes, "prompt_ladder", lambda most: SIZES)
+    monkeypatch.setattr(graph_sizes, "prompt_ladder", lambda most: SIZES)
     eager = make_steps(folder, tensor_library, GraphConfig(enabled=False))
     recorded = make_steps(folder, tensor_library, GraphConfig())
     yield eager, recorded
@@ -87,9 +87,9 @@ def test_rows_and_tokens_of_an_earlier_step_leave_no_trace(pair: tuple[Steps, St
 
 
 def test_sizes() -> None:
-    assert recorded_sizes.prompt_ladder(50) == (50,)
-    ladder = recorded_sizes.prompt_ladder(10**6)
-    assert ladder[-1] == recorded_sizes.MOST_TOKENS
+    assert graph_sizes.prompt_ladder(50) == (50,)
+    ladder = graph_sizes.prompt_ladder(10**6)
+    assert ladder[-1] == graph_sizes.MOST_TOKENS
     assert all(b - a <= a for a, b in itertools.pairwise(ladder))
 
 
@@ -100,12 +100,12 @@ def test_what_is_recorded(folder: Path) -> None:
     limits = CapturingDevice(DeviceOptions(tensor_library="torch")).limits
     drafts = dataclasses.replace(config, speculative=SpeculativeConfig("ngram", 2))
     for wanted in (config, drafts):
-        found = recorded_sizes.prompt_sizes(wanted, limits, able)
-        assert found == recorded_sizes.prompt_ladder(tokens)
+        found = graph_sizes.prompt_sizes(wanted, limits, able)
+        assert found == graph_sizes.prompt_ladder(tokens)
     any_size = dataclasses.replace(limits, graph_any_size=True)
-    assert recorded_sizes.prompt_sizes(config, any_size, able) == (tokens,)
+    assert graph_sizes.prompt_sizes(config, any_size, able) == (tokens,)
     for device in (limits, any_size):
-        assert recorded_sizes.prompt_sizes(config, device, [*able, RecordableAttention]) == ()
+        assert graph_sizes.prompt_sizes(config, device, [*able, RecordableAttention]) == ()
 
 
 class Compiling(CapturingDevice):
@@ -134,7 +134,7 @@ def test_kernels_of_every_kind_of_step_are_met_before_any_is_recorded(
 ) -> None:
     """The largest steps and recorded ones of unlike sizes; afterwards tokens are what they would
     be."""
-    monkeypatch.setattr(recorded_sizes, "prompt_ladder", lambda most: SIZES)
+    monkeypatch.setattr(graph_sizes, "prompt_ladder", lambda most: SIZES)
     config = engine_config(folder, tensor_library, max_num_seqs=6)
     found, met, forward = {}, list[int](), DecoderLM.forward
     monkeypatch.setattr(Compiling, "made", devices := list[Compiling]())
@@ -157,4 +157,4 @@ def test_kernels_of_every_kind_of_step_are_met_before_any_is_recorded(
     assert found[Compiling] == found[CapturingDevice]
     tokens = config.batch.max_num_batched_tokens
     assert met[:2] == [tokens, 6], "the largest prefill, the widest sampling"
-    assert met[2:] == [6, 4, 2, 1, 8, 24, 48]
+    assert met[2:] == [6, 4, 2, 1, 48, 24, 8]

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from fastdeploy_core import tensor
 from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, pack_int4, unpack_int4
-from fastdeploy_core.quantization import packing
 from fastdeploy_core.quantization.feedback import quantize_int4_with_feedback
 from fastdeploy_testing.conformance.test_quantized_ops import make_packed
 
@@ -38,24 +37,6 @@ def test_int4_pairs_come_back_for_odd_widths(xp, rows, count, lead):
     assert np.array_equal(host(unpack_int4(packed, count)), values)
     low = host(packed)[..., 0] & 15
     assert np.array_equal(low, values[..., 0])  # the even input lies low
-
-
-@FEW
-@given(bits=st.sampled_from([2, 4, 8]), rows=st.integers(1, 5), words=st.integers(1, 6))
-def test_int32_words_come_back(xp, bits, rows, words):
-    values = numbers(bits + rows, rows, words * 32 // bits, high=1 << bits)
-    packed = np.zeros((rows, words), np.uint32)
-    for n in range(values.shape[1]):
-        packed[:, n * bits // 32] |= values[:, n].astype(np.uint32) << (n * bits % 32)
-    got = packing.unpack_int32(xp.from_numpy(packed.view(np.int32).copy()), bits)
-    assert np.array_equal(host(got), values)
-
-
-def test_awq_order_is_the_published_one(xp):
-    word = sum(n << (4 * place) for place, n in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))
-    packed = xp.from_numpy(np.array([[word]], np.uint32).view(np.int32).copy())
-    got = packing.unpack_int32(packed, 4, packing.AWQ_ORDER)
-    assert host(got).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
 
 
 def packed_weight(xp, name, weight, group_size=0):

@@ -20,7 +20,7 @@ from fastdeploy_core.models.decoder import DecoderLM
 from fastdeploy_core.plugins.kernels import ChosenKernels, build_kernel_table
 from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.types import SamplingParams
-from fastdeploy_core.worker import recorded_sizes
+from fastdeploy_core.worker import graph_sizes
 from fastdeploy_core.worker.worker import Worker
 from fastdeploy_testing.capturing import CapturingDevice
 from tests.checkpoints import VARIANTS, reference
@@ -182,7 +182,7 @@ def pair(
     folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Steps, Steps]]:
     """Without recordings, and with."""
-    monkeypatch.setattr(recorded_sizes, "prompt_ladder", lambda most: SIZES)
+    monkeypatch.setattr(graph_sizes, "prompt_ladder", lambda most: SIZES)
     both = [make_steps(folder, tensor_library, is_recorded=is_one) for is_one in (False, True)]
     yield both[0], both[1]
     for steps in both:
@@ -204,7 +204,7 @@ def test_prompts_in_chunks_beside_decodes_give_the_tokens_of_transformers(
     monkeypatch: pytest.MonkeyPatch,
     read: list[tuple[int, int]],
 ) -> None:
-    monkeypatch.setattr(recorded_sizes, "prompt_ladder", lambda most: SIZES)
+    monkeypatch.setattr(graph_sizes, "prompt_ladder", lambda most: SIZES)
     model = {"load_format": "auto"}
     steps = make_steps(checkpoints / variant, tensor_library, is_recorded=is_recorded, **model)
     answers = reference(checkpoints / variant)
@@ -284,7 +284,7 @@ def test_a_drafter_with_layers_of_its_own_gets_every_token(
     monkeypatch: pytest.MonkeyPatch,
     read: list[tuple[int, int]],
 ) -> None:
-    monkeypatch.setattr(recorded_sizes, "prompt_ladder", lambda most: SIZES)
+    monkeypatch.setattr(graph_sizes, "prompt_ladder", lambda most: SIZES)
     options = {"model": str(folder)}
     config = dataclasses.replace(
         engine_config(folder, tensor_library, max_num_seqs=6),
@@ -319,5 +319,5 @@ def test_a_model_that_returns_all_hidden_states_is_named(
     steps.add(1, [5, 9, 33])
     with pytest.raises(WorkerError, match=r"LlamaForCausalLM\.forward returned 3 .* names 1 of 3"):
         steps.step([steps.row(1)])
-    with pytest.raises(WorkerError, match=r"cannot be recorded: .* returned 48 .* names 6 of 48"):
+    with pytest.raises(WorkerError, match=r"cannot be captured: .* returned 48 .* names 6 of 48"):
         make_steps(folder, tensor_library, is_recorded=True)

@@ -13,7 +13,7 @@ from fastdeploy_core.config import SpeculativeConfig
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.reference.ops import sampling as ops_sampling
 from fastdeploy_core.types import SamplingParams
-from fastdeploy_core.worker.recorded_draws import can_record_draws
+from fastdeploy_core.worker.sampling_step import can_capture_sampling
 from fastdeploy_core.worker.worker import Worker
 from fastdeploy_testing.capturing import CapturingDevice, OnCapturingDevice
 from tests.worker_steps import Steps, engine_config, make_worker, sharpen, write_model
@@ -57,10 +57,10 @@ def test_only_draws_that_ask_nothing_of_the_host_are_recorded(tensor_library: st
     waiting: Any = {"sample": ops_sampling.sample, "filter_logits": ops_sampling.filter_logits}
     own: Any = {"sample": lambda: None, "filter_logits": lambda: None}
     for device in (Queueing(options), Apart(options)):
-        assert not can_record_draws(device, waiting)
-        assert not can_record_draws(device, {**own, "filter_logits": waiting["filter_logits"]})
-        assert can_record_draws(device, own)
-    assert can_record_draws(CapturingDevice(options), waiting)
+        assert not can_capture_sampling(device, waiting)
+        assert not can_capture_sampling(device, {**own, "filter_logits": waiting["filter_logits"]})
+        assert can_capture_sampling(device, own)
+    assert can_capture_sampling(CapturingDevice(options), waiting)
 
 
 def test_tokens_are_drawn_behind_the_recording(folder: Path, tensor_library: str) -> None:
@@ -74,7 +74,7 @@ def test_tokens_are_drawn_behind_the_recording(folder: Path, tensor_library: str
         for _ in range(8):
             steps.step([steps.row(1)])
         found.append(steps.finish(1))
-        recordings.append(worker._runner._graphs.draws is not None)
+        recordings.append(worker._runner._graphs.sampling is not None)
         worker.close()
     assert recordings == [True, False]
     assert found[0] == found[1] and len(set(found[0])) > 1

@@ -15,12 +15,12 @@ from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.device import CpuDevice
+from fastdeploy_core.sampling.captured import CapturedSampling
 from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
 from fastdeploy_core.sampling.logprobs import read
 from fastdeploy_core.sampling.sampler import Sampled, SamplingStep
+from fastdeploy_core.sampling.state import SamplingState
 from fastdeploy_core.types import NewSequence, SamplingParams
-from fastdeploy_core.worker.recorded_draws import RecordedDraws
-from fastdeploy_core.worker.sequence_state import SequenceState
 
 VOCAB = 70  # more than two mask words, and no multiple of 32
 
@@ -37,7 +37,7 @@ class Bench:
             **settings,
         )
         kernels = build_kernel_table("cpu")
-        self.state = SequenceState(config, self.device, kernels, self.columns)
+        self.state = SamplingState(config, self.device, kernels, self.columns)
         self.tokens: dict[int, list[int]] = {}
         self.num_prompt: dict[int, int] = {}
 
@@ -238,7 +238,7 @@ def test_draws_in_a_recording_are_those_of_the_sampler(bench: Bench) -> None:
     for slot, params in enumerate(kinds):
         bench.add(slot, params, seed=100 + slot)
     device, xp, rng = bench.device, bench.device.xp, np.random.default_rng(0)
-    draws = RecordedDraws(device, build_kernel_table("cpu"), bench.columns, 8)
+    draws = CapturedSampling(device, build_kernel_table("cpu"), bench.columns, 8)
     for order in ([0, 1, 2, 3, 4], [4, 0, 2], [3, 3, 1, 4]):
         slots = np.array(order)
         draws.fill(slots)
@@ -247,7 +247,7 @@ def test_draws_in_a_recording_are_those_of_the_sampler(bench: Bench) -> None:
             positions = device.to_device(rng.integers(0, 99, slots.size))
             plan = SamplingPlan(bench.columns, slots, device)
             expected = bench.state.sampler.draw_at(xp.from_numpy(logits.copy()), plan, positions)
-            found, peaks = draws.draw(xp.from_numpy(logits.copy()), positions - 1)
+            found, peaks = draws.sample(xp.from_numpy(logits.copy()), positions - 1)
             assert device.to_host(found).tolist() == device.to_host(expected).tolist()
             assert device.to_host(peaks).tolist() == logits.max(-1).tolist()
 

@@ -27,10 +27,9 @@ from fastdeploy_core.scheduler import decode_count
 from fastdeploy_core.scheduler import settings as scheduler_settings
 from fastdeploy_core.speculative.ngram import DeviceNgramDrafter
 from fastdeploy_core.types import SchedulerOutput
-from fastdeploy_core.worker import recorded_sizes
+from fastdeploy_core.worker import graph_sizes
 from fastdeploy_core.worker.draft_batch import DraftBatches
-from fastdeploy_core.worker.prompt_graphs import RecordedPrompt
-from fastdeploy_core.worker.recorded_step import RecordedStep
+from fastdeploy_core.worker.graphs import CapturedDecode, CapturedPrompt
 from fastdeploy_testing.capturing import CapturingDevice, OnCapturingDevice
 from tests.cpu.engine_mixes import LateResult, Settings, play
 from tests.cpu.speculative_mixes import (
@@ -97,7 +96,7 @@ def bench(
             patch.setattr(CapturingDevice, "__init__", several)
             patch.setattr(decode_count, "most_at", lambda *step: 1e6)
             patch.setattr(scheduler_settings, "BEFORE_SEVERAL", 2)
-        patch.setattr(recorded_sizes, "prompt_ladder", lambda most: PROMPT_SIZES)
+        patch.setattr(graph_sizes, "prompt_ladder", lambda most: PROMPT_SIZES)
         made = SpeculativeBench(
             folder, tensor_library, method, options, captures=True, processors=()
         )
@@ -106,16 +105,16 @@ def bench(
             drafter, xp = made.speculation._drafter, made.worker.device.xp
             made.speculation._drafter = SpoilsDevice(drafter, xp, made.vocab_size)
         yield made
-        assert (made.worker._runner._slots.postbox is not None) == bool(posts)
+        assert (made.worker._runner.slots.postbox is not None) == bool(posts)
 
 
 def lose_what_was_left(bench: SpeculativeBench) -> None:
     """Recordings share memory: what one has left is gone when another step is replayed."""
     graphs = bench.worker._runner._graphs
-    for step in [] if graphs is None else graphs._steps.values():
+    for step in [] if graphs is None else graphs._decodes.values():
         if step._forward is bench.worker.device.current:
-            for other in graphs._steps.values():
-                for left in (other.drawn, other.last):
+            for other in graphs._decodes.values():
+                for left in (other.sampled, other.last):
                     if left is not None:
                         left[:] = 2**40
 
@@ -141,7 +140,7 @@ def run_mix(bench: SpeculativeBench, world: Any, seed: int, seen: Counter[str]) 
     seen["refused"] += stats.draft_tokens_total - stats.accepted_draft_tokens_total
     seen["preemptions"] += stats.preemptions_total
     prompts = bench.worker._runner._graphs._prompts
-    seen["prompts"] += sum(step._forward.num_replays for step in prompts._steps.values())
+    seen["prompts"] += sum(step._forward.num_replays for step in prompts.values())
     seen["failures"] += stats.draft_failures_total
 
 
@@ -175,7 +174,7 @@ def test_requests_aborted_while_steps_are_ahead_leave_nothing_behind(
     gone = {4: chosen[1], 7: chosen[3]}
     for number in range(200):
         if number in gone:
-            assert len(core._in_flight) < 2 or core._in_flight[-1][0].is_ahead
+            assert len(core._in_flight) < 2 or core._in_flight[-1][0].drafts.any()
             core.abort([gone[number].request_id])
         if not core.has_work():
             break
@@ -195,7 +194,7 @@ def test_a_row_with_nan_fails_alone_while_steps_are_ahead(
         core.add(request)
     for number in range(200):
         if number == 5:
-            assert core._in_flight[-1][0].is_ahead
+            assert core._in_flight[-1][0].drafts.any()
             broken = core.scheduler._roster.running[1]
             # Of the values: PaddlePaddle's softmax on a processor turns a NaN score into none.
             _, values = bench.worker._runner.caches.tensors[0]
@@ -221,14 +220,14 @@ def test_rows_of_nobody_beside_sampled_ones_are_drafted_for_from_numbers_of_thei
     if bench._executor._info.max_decodes > 1:
         pytest.skip("where steps may be of several decodes all draws are recorded")
     requests, truth = world
-    padded, write_back = [], RecordedStep.write_back
+    padded, write_back = [], CapturedDecode.write_back
 
-    def noting(self: RecordedStep, num_rows: int, drawn: Any, marked: Any) -> Any:
+    def noting(self: CapturedDecode, num_rows: int, drawn: Any, marked: Any) -> Any:
         padded.append(num_rows < self.size and self.width > 1)
         return write_back(self, num_rows, drawn, marked)
 
-    monkeypatch.setattr(RecordedStep, "write_back", noting)
-    monkeypatch.setattr(RecordedStep, "draws_at_random", False)
+    monkeypatch.setattr(CapturedDecode, "write_back", noting)
+    monkeypatch.setattr(CapturedDecode, "samples_at_random", False)
     core = play_sampled(bench, requests, truth)
     assert sum(padded) > 2 and not core.stats().draft_failures_total
 
@@ -243,22 +242,22 @@ def play_sampled(bench: SpeculativeBench, requests: list[Any], truth: DetailColl
     return core
 
 
-def test_draws_at_random_are_recorded_with_drafts(
+def test_samples_at_random_are_recorded_with_drafts(
     bench: SpeculativeBench, world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No step is left to the sampler, and those with drafts accept some of them."""
     requests, truth = world
-    widths, replay = Counter[int](), RecordedStep.replay_random
+    widths, replay = Counter[int](), CapturedDecode.replay_random
 
-    def noting(self: RecordedStep, slots: np.ndarray, *, filters: bool) -> Any:
+    def noting(self: CapturedDecode, slots: np.ndarray, *, filters: bool) -> Any:
         widths[self.width] += 1
         return replay(self, slots, filters=filters)
 
-    def refuse(self: RecordedStep, *others: Any) -> Any:
+    def refuse(self: CapturedDecode, *others: Any) -> Any:
         raise AssertionError("a sampler drew")
 
-    monkeypatch.setattr(RecordedStep, "replay_random", noting)
-    monkeypatch.setattr(RecordedStep, "write_back", refuse)
+    monkeypatch.setattr(CapturedDecode, "replay_random", noting)
+    monkeypatch.setattr(CapturedDecode, "write_back", refuse)
     stats = play_sampled(bench, requests, truth).stats()
     assert max(widths) > 1 and widths[max(widths)] > 5, widths
     assert stats.draft_tokens_total > 10 and not stats.draft_failures_total
@@ -281,7 +280,7 @@ def test_histories_on_the_device_are_complete_whenever_they_are_read(
     propose = DeviceNgramDrafter.propose
 
     def comparing(self: DeviceNgramDrafter, batch: Any) -> Any:
-        held, host = batch.history.numpy(), bench.worker._runner.batch
+        held, host = batch.history.numpy(), bench.worker._runner.slots
         for slot, known in zip(batch.history_rows.tolist(), batch.num_known.tolist(), strict=True):
             if slot < host.max_num_seqs:
                 known = min(known, int(host.num_known[slot]))
@@ -328,7 +327,7 @@ class TwoRanks:
         self._together(lambda worker: worker.initialize_cache(*sizes))
 
     def submit(self, step: SchedulerOutput) -> LateResult:
-        self.num_ahead += step.rows is not None and step.rows.is_ahead
+        self.num_ahead += step.rows is not None and bool(step.rows.num_drafts.any())
         return LateResult(self._together(lambda worker: worker.launch(step)))
 
     def close(self) -> None:
@@ -369,15 +368,16 @@ def test_recorded_prompts_fill_a_drafters_cache_as_others_do(
 ) -> None:
     """What was not written there, or wrongly, would show in drafts that the target refuses."""
     requests, _ = world
-    found, replays, make = [], [], DraftBatches.make_prompt
+    found, replays, make = [], [], DraftBatches.make_captured
 
-    def noting(self: DraftBatches, recorded: RecordedPrompt, draw: Any) -> Any:
-        replays.append(recorded._forward.num_replays)
-        return make(self, recorded, draw)
+    def noting(self: DraftBatches, captured: Any, *more: Any) -> Any:
+        if isinstance(captured, CapturedPrompt):
+            replays.append(captured._forward.num_replays)
+        return make(self, captured, *more)
 
-    monkeypatch.setattr(DraftBatches, "make_prompt", noting)
+    monkeypatch.setattr(DraftBatches, "make_captured", noting)
     for sizes in ((), PROMPT_SIZES):
-        monkeypatch.setattr(recorded_sizes, "prompt_ladder", lambda most, sizes=sizes: sizes)
+        monkeypatch.setattr(graph_sizes, "prompt_ladder", lambda most, sizes=sizes: sizes)
         options = {"model": str(folder)}
         bench = SpeculativeBench(
             folder, tensor_library, "draft_model", options, captures=True, processors=()
@@ -388,6 +388,6 @@ def test_recorded_prompts_fill_a_drafters_cache_as_others_do(
         stats = core.stats()
         found.append((stats.draft_tokens_total, stats.accepted_draft_tokens_total))
     prompts = bench.worker._runner._graphs._prompts
-    assert sum(step._fill.num_replays for step in prompts._steps.values()) > 2
+    assert sum(step._fill.num_replays for step in prompts.values()) > 2
     assert found[0] == found[1] and found[0][1] > 20
     assert min(replays) > 0, "a device that only records has computed nothing for the drafter yet"

@@ -18,9 +18,9 @@ from fastdeploy_core.contracts.device import StepBuckets
 from fastdeploy_core.contracts.speculative import DraftBatch, HostDraftInput
 from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.errors import CapabilityError, ConfigError, PluginLoadError, WeightError
+from fastdeploy_core.loading.drafters import DrafterMaker
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.reference.device import CpuDevice
-from fastdeploy_core.worker.drafters import DrafterMaker
 from fastdeploy_core.worker.worker import Worker, largest_steps
 from tests.cpu.engine_mixes import Settings
 from tests.cpu.speculative_mixes import (
@@ -139,15 +139,15 @@ def run_hostile(
 ) -> None:
     requests, truth = world
     speculation = bench.speculation
-    speculation._drafter, speculation.num_failures = drafter, 0
-    caplog.set_level(logging.WARNING, "fastdeploy_core.worker.speculation")
+    speculation._drafter, speculation.guard.num_failures = drafter, 0
+    caplog.set_level(logging.WARNING, "fastdeploy_core.speculative.guard")
     settings = Settings(max_num_seqs=4, prefix_caching=True, overlap=True)
     core, collector = bench.run_varied(settings, [(0, r) for r in requests], None)
     check(collector, requests, truth)
     stats = core.stats()
     assert stats.draft_tokens_total > 0, "its good drafts are used"
     assert stats.draft_failures_total > 2
-    ours = [r for r in caplog.records if r.name == "fastdeploy_core.worker.speculation"]
+    ours = [r for r in caplog.records if r.name == "fastdeploy_core.speculative.guard"]
     assert len(ours) == 1 and "hostile" in ours[0].getMessage()
 
 
@@ -217,7 +217,7 @@ def test_draft_without_weights_is_refused(device: SpeculativeBench, tmp_path: Pa
         config,
         speculative,
         device.worker.device,
-        runner._kernels,
+        runner._drafting._kernels,
         runner._loaded,
         resolve_plugins(config),
     )
@@ -244,14 +244,14 @@ def test_memory_is_measured_with_as_many_drafts_as_there_can_be(
         cache = replace(bench.config.cache, num_blocks_override=None)
         config = replace(bench.config, cache=cache)
         steps, num_blocks = largest_steps(config)
-        assert steps[1].rows is not None
-        assert steps[1].rows.counts.tolist() == [1 + NUM_DRAFTS] * config.batch.max_num_seqs
+        assert steps[2].rows is not None
+        assert steps[2].rows.counts.tolist() == [1 + NUM_DRAFTS] * config.batch.max_num_seqs
         assert all(step.max_drafts == NUM_DRAFTS for step in steps)
         assert num_blocks >= config.batch.max_num_seqs * -(-(1 + 2 * NUM_DRAFTS) // 4)
         worker = Worker(config, bench._resolved)
         info = worker.load()
         assert info.available_bytes > 0
-        speculation = worker._runner._speculation
-        assert speculation.num_failures == 0
+        speculation = worker._runner._drafting
+        assert speculation.guard.num_failures == 0
         assert not getattr(speculation._drafter, "_histories", None), "nothing stays of it"
         worker.close()

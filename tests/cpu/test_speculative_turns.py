@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fastdeploy_core.worker import recorded_sizes
+from fastdeploy_core.worker import graph_sizes
 from fastdeploy_core.worker.draft_batch import DraftBatches
 from fastdeploy_core.worker.model_runner import ModelRunner
 from tests.cpu.engine_mixes import Settings
@@ -33,13 +33,14 @@ def test_prompts_and_drafts_take_turns(
     plain = SpeculativeBench(folder, tensor_library)
     requests = make_free_requests(Random(5), 12, plain.vocab_size)
     truth = answers_alone(plain, requests)
-    monkeypatch.setattr(recorded_sizes, "prompt_ladder", lambda most: PROMPT_SIZES)
+    monkeypatch.setattr(graph_sizes, "prompt_ladder", lambda most: PROMPT_SIZES)
     options = {} if method == "suffix" else {"model": str(folder)}
     # A processor keeps the host in the loop.
     bench = SpeculativeBench(
         folder, tensor_library, method, options, captures=True, processors=(NO_REPEAT,)
     )
-    assert not bench.worker._runner.max_rows_ahead and bench.worker._runner.records_drafts
+    facts = bench.worker._runner.facts()
+    assert facts["captures_drafts"] and not facts["captures_drafting"]
     unrecorded, compute, make = [], ModelRunner._compute, DraftBatches.make
 
     def computing(self: ModelRunner, launched: Any) -> Any:
@@ -47,7 +48,7 @@ def test_prompts_and_drafts_take_turns(
         return compute(self, launched)
 
     def making(self: DraftBatches, rows: Any, step: Any, *more: Any) -> Any:
-        unrecorded.append(("made", int(step.recorded is not None)))
+        unrecorded.append(("made", int(step.captured is not None)))
         return make(self, rows, step, *more)
 
     monkeypatch.setattr(ModelRunner, "_compute", computing)

@@ -21,9 +21,8 @@ from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.sampling.columns import PENALTY, SamplingColumns, SamplingPlan
 from fastdeploy_core.sampling.sampler import SamplingStep
-from fastdeploy_core.speculative.verify import DraftLayout, count_accepted
+from fastdeploy_core.sampling.state import SamplingState
 from fastdeploy_core.types import NewSequence, SamplingParams
-from fastdeploy_core.worker.sequence_state import SequenceState
 
 VOCAB, SLOTS, NUM_DRAFTS = 8, 4000, 2
 NUM_SAMPLES = 100_000
@@ -56,7 +55,7 @@ class Bench:
             batch=BatchConfig(max_num_seqs=SLOTS),
             speculative=SpeculativeConfig("any", NUM_DRAFTS, **speculative),
         )
-        self.state = SequenceState(config, self.device, build_kernel_table("cpu"), self.columns)
+        self.state = SamplingState(config, self.device, build_kernel_table("cpu"), self.columns)
         for slot in range(SLOTS):
             self.columns.add(slot, params, 0)
             new = NewSequence(
@@ -119,11 +118,20 @@ class Bench:
 
 
 def exact(bench: Bench, drawn: np.ndarray, drafts: np.ndarray, details: Any) -> Any:
-    """The product's verifier."""
-    plan, drawn_dev, drafts_dev = details
-    verdict = DraftLayout(plan.depths, bench.device).judge(drawn_dev, drafts_dev)
-    to_host = bench.device.to_host
-    return to_host(verdict.num_accepted), to_host(verdict.kept)
+    """The product's verifier, kernel finish_decode."""
+    put, to_host = bench.device.to_device, bench.device.to_host
+    table = drafts.reshape(SLOTS, -1)[:, :NUM_DRAFTS]
+    padding = np.zeros(1, dtype=np.int64)
+    state = [
+        put(np.vstack((table, np.zeros((1, NUM_DRAFTS), dtype=np.int64)))),
+        put(np.append(np.full(SLOTS, NUM_DRAFTS), padding)),
+        *(put(np.zeros(SLOTS + 1, dtype=np.int64)) for _ in range(2)),
+    ]
+    results = put(np.zeros((SLOTS, 1 + NUM_DRAFTS), dtype=np.int64))
+    tokens = put(drawn)
+    finish = build_kernel_table("cpu")["finish_decode"]
+    last = to_host(finish(put(bench.one_each), tokens, tokens, None, *state, results, None))
+    return last - bench.one_each * (1 + NUM_DRAFTS), (to_host(results) >= 0).reshape(-1)
 
 
 def broken(bench: Bench, drawn: np.ndarray, drafts: np.ndarray, details: Any) -> Any:
@@ -296,37 +304,3 @@ def test_coupled_drafts_are_right_about_as_often_as_possible(tensor_library: str
     target, draft = softmax(TARGET[LAST] / 0.8), softmax(DRAFT[LAST] / 0.8)
     distance = np.abs(target - draft).sum() / 2
     assert (1 - distance) / (1 + distance) - 0.01 < np.mean(right) <= 1 - distance + 0.01
-
-
-def test_layout_judges_rows_of_any_length(tensor_library: str) -> None:
-    device = CpuDevice(DeviceOptions(tensor_library=tensor_library, num_threads=1))
-    rng = np.random.default_rng(2)
-    for _ in range(30):
-        lengths = rng.integers(1, 6, rng.integers(1, 9))
-        depths = np.concatenate([np.arange(n) for n in lengths])
-        drawn = rng.integers(0, 3, depths.size)
-        drafts = rng.integers(0, 3, depths.size)
-        ends = np.cumsum(lengths) - 1
-        drafts[ends] = -1
-        verdict = DraftLayout(depths, device).judge(
-            device.to_device(drawn), device.to_device(drafts)
-        )
-        accepted = []
-        for end, length in zip(ends, lengths, strict=True):
-            right = drawn[end - length + 1 : end] == drafts[end - length + 1 : end]
-            accepted.append(int(np.cumprod(right).sum()))
-        assert device.to_host(verdict.num_accepted).tolist() == accepted
-        expected = depths <= np.repeat(accepted, lengths)
-        assert (device.to_host(verdict.kept) == expected).all()
-        behind = (ends - lengths + 1) + accepted
-        assert device.to_host(verdict.next_ids).tolist() == drawn[behind].tolist()
-        marked = device.to_host(verdict.mark(device.to_device(drawn)))
-        assert (marked == np.where(expected, drawn, -1)).all()
-        refused = DraftLayout(depths, device).refuse_all(device.to_device(drawn))
-        assert not device.to_host(refused.num_accepted).any()
-    none = count_accepted(
-        device.xp,
-        device.to_device(np.zeros((2, 1), dtype=np.int64)),
-        device.to_device(np.zeros((2, 0), dtype=np.int64)),
-    )
-    assert device.to_host(none).tolist() == [0, 0]

@@ -85,7 +85,7 @@ def spoiled_buffers(steps: Steps) -> Iterator[None]:
                     if isinstance(value, device.xp.tensor_type) and name not in constant:
                         value.fill_(-77)
 
-    first_halves = {step._forward for step in graphs._steps.values()}
+    first_halves = {step._forward for step in graphs._decodes.values()}
     device.before_replay = spoil
     yield
     device.before_replay = None
@@ -142,7 +142,7 @@ def test_every_batch_size_finds_its_way(
 
 
 def _recordings(steps: Steps) -> list[Any]:
-    return list(steps.worker._runner._graphs._steps.values())
+    return list(steps.worker._runner._graphs._decodes.values())
 
 
 def test_missing_rows_write_nothing(steps: Steps) -> None:
@@ -169,7 +169,7 @@ def test_missing_rows_write_nothing(steps: Steps) -> None:
     for left, right in zip(before, after, strict=True):
         changed = np.argwhere((left != right).any(axis=(2, 3)))
         assert {tuple(entry) for entry in changed.tolist()} == written
-    spare = runner._slots
+    spare = runner.slots.state
     assert device.to_host(spare.num_computed)[-1] == 0
     assert xp.size(spare.tables[-1:]) and not device.to_host(spare.tables)[-1].any()
     for number in ids:

@@ -20,10 +20,10 @@ from fastdeploy_core.contracts.device import (
     StepBuckets,
 )
 from fastdeploy_core.errors import ResourceError, WorkerError
+from fastdeploy_core.memory.transfers import Downloads, Uploads
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.device import CpuDevice
-from fastdeploy_core.worker.recorded_sizes import graph_sizes, ladder
-from fastdeploy_core.worker.staging import Downloads, Uploads
+from fastdeploy_core.worker.graph_sizes import graph_sizes, ladder
 from fastdeploy_core.worker.worker import Worker
 from fastdeploy_testing.capturing import (
     CapturingDevice,
@@ -81,7 +81,7 @@ CAPABLE = DeviceLimits(graph_capture=True)
     [
         ({}, CAPABLE, [RecordableAttention], 1, (1, 2, 4, 8), "4 sizes, 1 to 8 rows"),
         ({"enabled": False}, CAPABLE, [RecordableAttention], 1, (), "as asked"),
-        ({}, DeviceLimits(), [RecordableAttention], 1, (), "device records nothing"),
+        ({}, DeviceLimits(), [RecordableAttention], 1, (), "device captures no graphs"),
         ({}, CAPABLE, [RecordableAttention, Unable], 1, (), "driver unable cannot"),
         ({}, CAPABLE, [RecordableAttention, Short], 1, (), "too long"),
         ({}, CAPABLE, [RecordableAttention], 2, (), "collectives"),
@@ -386,7 +386,7 @@ def worker_on(folder: Path, library: str, kind: type[CpuDevice], **settings: Any
 @pytest.mark.parametrize(
     ("error", "expected", "words"),
     [
-        (RuntimeError("operation not permitted"), WorkerError, "4 rows cannot be recorded"),
+        (RuntimeError("operation not permitted"), WorkerError, "4 rows cannot be captured"),
         (MemoryError(), ResourceError, "memory ran out while a decode step of 4 rows"),
     ],
 )
@@ -426,7 +426,7 @@ def test_memory_for_recordings_is_measured_before_the_cache_is_sized(
     )
     info = worker.load()
     # 4 sizes; the first has five recordings (50 + 4), the others five small ones each.
-    assert "- 0.07 GiB for recorded decode steps" in info.memory_arithmetic
+    assert "- 0.07 GiB for captured decode steps" in info.memory_arithmetic
     assert info.available_bytes <= int(1000 * mib * 0.9) - 100 * mib - (54 + 3 * 5) * mib
     assert worker._profile(0, info.bytes_per_block).graph_bytes == 69 * mib
     worker.close()
@@ -437,10 +437,10 @@ def test_the_report_and_the_log_say_what_is_recorded(
 ) -> None:
     worker = worker_on(folder, tensor_library, CapturingDevice)
     info = worker.load()
-    assert "recorded decode steps: 3 sizes, 1 to 4 rows" in info.report
+    assert "captured decode steps: 3 sizes, 1 to 4 rows" in info.report
     with caplog.at_level(logging.INFO):
         worker.initialize_cache(64, 0)
-    assert any("recorded 3 decode steps of up to 4 rows" in m for m in caplog.messages)
+    assert any("captured 3 graphs of decode steps of up to 4 rows" in m for m in caplog.messages)
     worker.close()
 
 
@@ -461,7 +461,7 @@ def test_a_lost_device_is_called_so_although_its_state_cannot_be_cleared(
     def fail() -> None:
         raise RuntimeError("something else failed")
 
-    monkeypatch.setattr(worker._runner._slots, "forget", fail)
+    monkeypatch.setattr(worker._runner.slots, "forget", fail)
     monkeypatch.setattr(worker._runner._model, "forward", lose)
     monkeypatch.setattr(type(worker.device), "is_lost", lambda _, e: "gone" in str(e))
     with pytest.raises(WorkerError, match=r"lost.*the device is gone"):

@@ -14,10 +14,11 @@ import pytest
 from fastdeploy_core.config import BatchConfig
 from fastdeploy_core.contracts.device import DeviceLimits, MemoryInfo, StepBuckets
 from fastdeploy_core.errors import CapabilityError, FastDeployError, ResourceError, WorkerError
+from fastdeploy_core.kvcache import MemoryProfile
+from fastdeploy_core.memory.low_water import LowWater
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.types import BlockCopies, SamplingParams, SchedulerOutput
 from fastdeploy_core.worker import caches
-from fastdeploy_core.worker.memory import LowWater, MemoryProfile
 from fastdeploy_core.worker.worker import Worker, largest_steps
 from tests.worker_steps import (
     BLOCK_SIZE,
@@ -52,7 +53,7 @@ def test_load_tells_what_the_scheduler_needs(folder: Path, tensor_library: str) 
     a_layer = 2 * hidden * (hidden + kv) + 3 * hidden * inner + 2 * hidden
     # Whatever others take of the host's memory meanwhile.
     assert info.weight_bytes == 4 * (2 * a_layer + 2 * 131 * hidden + hidden)
-    assert worker._runner.batch.slot_of == {}, "the profile leaves no sequence behind"
+    assert worker._runner.slots.slot_of == {}, "the profile leaves no sequence behind"
     copies = BlockCopies(device_to_device=[(0, 1)])
     with pytest.raises(WorkerError, match="before the cache"):
         worker.launch(SchedulerOutput(step_id=1, copies=copies))
@@ -430,9 +431,8 @@ def test_two_ranks_give_the_tokens_of_one(
         leader.__init__(ranks[0])  # type: ignore[misc]
         for number, prompt in prompts.items():
             leader.add(number, prompt, kinds[number], seed=50 + number)
-        for step in range(8):
-            drafts = {1: truth[1][step : step + 2]} if 0 < step < 3 else {}
-            rows = [leader.row(n, drafts=drafts.get(n)) for n in prompts]
+        for _ in range(8):
+            rows = [leader.row(n) for n in prompts]
             messages.append(leader.message(rows))
             barrier.wait()
             pending = ranks[0].launch(messages[-1])

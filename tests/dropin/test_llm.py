@@ -172,7 +172,9 @@ def test_logprobs_cover_every_token(llm: LLM) -> None:
     assert len(answer.logprobs) == 3
     for token_id, entry in zip(answer.token_ids, answer.logprobs, strict=True):
         assert next(iter(entry)) == token_id
-        assert entry[token_id].decoded_token == llm.get_tokenizer().token_text(token_id)
+        alone, shown = llm.get_tokenizer().token_text(token_id), entry[token_id].decoded_token
+        part_of_a_character = "\ufffd" in alone
+        assert shown == alone or (part_of_a_character and "\ufffd" not in shown)
 
 
 def test_a_stop_string_ends_the_answer(llm: LLM) -> None:

@@ -34,12 +34,19 @@ from fd_iluvatar.device import IluvatarDevice
 from fd_kv_shm.shm import SharedMemoryTransport
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
+from fd_mycalls.parser import MyCallsParser
 from fd_mychip.device import MyChipDevice
 from fd_mydraft.drafter import MyDraftDrafter
 from fd_myformat.quantizer import MyFormatQuantizer
+from fd_quant_hub.compressed import CompressedTensors
+from fd_quant_hub.gptq import Awq, Gptq
 from fd_quant_wint2.published import Wint2
 from fd_quant_wint2.trellis import Tet2, Tet3, Tet4
 from fd_spec_mtp.drafter import MTPDrafter
+from fd_tools.chat import chat, complete
+from fd_tools.collect_env import main as collect_env
+from fd_tools.run_batch import main as run_batch
+from fd_tools.tokenizer import main as tokenizer
 from fd_xpu.attention import XpuAttention
 from fd_xpu.device import XpuDevice
 from fd_xpu.moe import XpuMoE
@@ -72,17 +79,9 @@ from fastdeploy_core.models.llama import LlamaForCausalLM
 from fastdeploy_core.models.qwen2 import Qwen2ForCausalLM
 from fastdeploy_core.models.qwen3 import Qwen3ForCausalLM
 from fastdeploy_core.models.qwen3_moe import Qwen3MoeForCausalLM
-from fastdeploy_core.parsers.reasoning import (
-    DeepSeekR1Parser,
-    ErnieThinkingParser,
-    ErnieVLParser,
-    ErnieX1Parser,
-    Qwen3Parser,
-)
+from fastdeploy_core.parsers.reasoning import DeepSeekR1Parser, ErnieX1Parser, ThinkParser
 from fastdeploy_core.parsers.tools import DeepSeekToolParser, HermesToolParser
-from fastdeploy_core.quantization.compressed import CompressedTensors
 from fastdeploy_core.quantization.fp8 import BlockFp8, WFp8AFp8
-from fastdeploy_core.quantization.gptq import Awq, Gptq
 from fastdeploy_core.quantization.integer import W4A8, W8A8, WInt4, WInt8
 from fastdeploy_core.quantization.mixed import MixedQuantizer
 from fastdeploy_core.reference.attention import ReferenceAttention
@@ -96,6 +95,7 @@ from fastdeploy_core.speculative.draft_model import DraftModel
 from fastdeploy_core.speculative.ngram import NgramDrafter
 from fastdeploy_core.speculative.suffix import SuffixDrafter
 from fastdeploy_testing.check import main as check_plugin
+from fastdeploy_testing.examine import main as examine_device
 from fastdeploy_testing.fakes import FaultyDevice, NullDevice
 from fastdeploy_testing.new import main as new_plugin
 
@@ -188,14 +188,13 @@ checkpoint_formats: list[Callable[[Path], CheckpointFormat]] = [
 ]
 reasoning_parsers: list[Callable[[str, Mapping[str, Any]], ReasoningParser]] = [
     DeepSeekR1Parser,
-    ErnieVLParser,
-    ErnieThinkingParser,
     ErnieX1Parser,
-    Qwen3Parser,
+    ThinkParser,
 ]
 tool_parsers: list[Callable[[Sequence[Any]], ToolParser]] = [
     DeepSeekToolParser,
     HermesToolParser,
+    MyCallsParser,
 ]
 grammars: list[Callable[[str, int, list[int]], GrammarBackend]] = [
     LLGuidanceBackend,
@@ -204,7 +203,13 @@ commands: list[Command] = [
     bench,
     quantize,
     check_plugin,
+    examine_device,
     new_plugin,
+    chat,
+    complete,
+    run_batch,
+    tokenizer,
+    collect_env,
 ]
 logits_processors: list[Callable[[ProcessorContext], LogitsProcessor]] = [
     LogitBiasLogitsProcessor,

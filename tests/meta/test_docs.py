@@ -56,3 +56,11 @@ def test_request_tour_names_code_that_exists() -> None:
         assert linked, f"no link in: {step}"
         for file, symbol in linked:
             assert symbol in _defined(ROOT / file), f"{file} defines no {symbol}"
+
+
+def test_request_tour_passes_no_file_twice() -> None:
+    """A step can be followed from file to file, in one direction."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    files = [file for step in STEP.findall(text) for file, _ in SYMBOL.findall(step)]
+    assert len(files) > 15
+    assert not {file for file in files if files.count(file) > 1}

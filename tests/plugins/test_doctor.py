@@ -161,7 +161,7 @@ def test_a_dtype_that_no_model_has_fails(site: Path, dtype: str) -> None:
     code, rows = doctor(site)
     assert code == 1
     assert any(f"DeviceLimits.dtypes has {dtype!r}" in r["hint"] for r in rows), rows
-    check = ("plugins", "check", "odd", "-k", "limits or memory_is")
+    check = ("plugins", "check", "odd", "-k", "limits_agree or memory_is")
     done = fastdeploy(site, *check)
     assert done.returncode == 1
     assert "2 cases cannot be set up" in done.stdout and repr(dtype) in done.stdout, done.stdout
@@ -213,3 +213,35 @@ def test_without_a_tensor_library_doctor_fails_and_check_says_so() -> None:
     done = run("check", "cpu")
     assert done.returncode == 1 and not done.stdout
     assert 'pip install "fastdeploy-core[torch]"' in done.stderr, done.stderr
+
+
+def test_doctor_skips_what_nothing_installed_examines(site: Path) -> None:
+    """In a Python that finds no such command."""
+    hidden = (
+        "import sys\n"
+        "from fastdeploy_core.plugins.discovery import Inventory\n"
+        "named = Inventory.named\n"
+        "Inventory.named = lambda self, *of: [] if of[0] == 'command' else named(self, *of)\n"
+        "from fastdeploy_core.cli.main import main\n"
+        "sys.exit(main(['plugins', 'doctor', '--json']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", hidden],
+        env=environment(add(site), FD_PLUGINS="fd-odd"),
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    rows = [r for r in json.loads(done.stdout)["checks"] if r["verdict"] == "SKIP"]
+    hints = [r["hint"] for r in rows if r["origin"] == "fd-odd 0.1.0"]
+    assert hints == ["its operations are not examined; run: pip install fastdeploy-testing"], (
+        done.stdout
+    )
+
+
+def test_doctor_examines_whichever_plugins_take_part(site: Path) -> None:
+    """FD_PLUGINS says what serves, not what looks into it."""
+    add(site, cells='"rms_norm": "odd.kernels:rms_norm"', eps="1e-6")
+    code, rows = doctor(site, FD_PLUGINS="fd-odd")
+    assert code == 1 and any("rms_norm: differs" in r["hint"] for r in rows), rows

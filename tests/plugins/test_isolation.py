@@ -77,8 +77,8 @@ CASES = {
     "has a syntax error": Case("def (:", noted="SyntaxError", named="SyntaxError"),
     "hangs on import": Case(
         "import time\ntime.sleep(600)",
-        noted="did not finish within 3 s",
-        named="did not finish within 3 s",
+        noted="did not finish within 2 s",
+        named="did not finish within 2 s",
     ),
     "calls sys.exit": Case("import sys\nsys.exit(3)", noted="SystemExit: 3", named="SystemExit: 3"),
     "calls os._exit": Case("import os\nos._exit(4)", noted="exit code 4", named="exit code 4"),
@@ -95,7 +95,7 @@ CASES = {
     ),
     "hangs when asked": Case(
         GOOD.format("bad").replace("    return", "    import time; time.sleep(600)\n    return"),
-        noted="did not finish within 3 s",
+        noted="did not finish within 2 s",
         named="",
     ),
     "unknown hook": Case(

@@ -282,7 +282,7 @@ def test_the_draft_has_a_number_format_of_its_own(method: str, speculating: Any)
     tokens, drafted, accepted = answers(llm, {"facts": 2, "sorting": 2})
     assert tokens == expected and accepted > 0.8 * drafted > 0
     runner = llm._engine._core._executor._worker._runner
-    drafter = runner._speculation._drafter
+    drafter = runner._drafting._drafter
     draft = drafter._modules[0]._block if method == "mtp" else drafter._model.layers[0]
     for part, is_quantized in ((draft, True), (runner._model.layers[0], False)):
         layers = linears(part)

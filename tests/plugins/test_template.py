@@ -240,6 +240,19 @@ def test_new_drafter_drafts_in_an_engine(
     assert "fd-spec-wise" in refused.stderr and "unknown setting min_cuont" in refused.stderr
 
 
+def test_new_tool_parser_passes_the_kit(stranger: Stranger, tmp_path: Path) -> None:
+    folder = stranger.bin.parent.parent
+    words = ("plugins", "new", "fd-parse-loud", "--kind", "tool_parser", "--dir", folder)
+    made = stranger.fastdeploy(*words)
+    assert made.returncode == 0, made.stderr
+    stranger.install(build(folder / "fd-parse-loud", folder / "wheels"))
+    report = tmp_path / "report.json"
+    done = stranger.fastdeploy("plugins", "check", "loud", "--report", report)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    tests = json.loads(report.read_text())["tests"]
+    assert {t["suite"] for t in tests} == {"TestHygiene", "TestStreamParser"}
+
+
 @pytest.mark.timeout(300)
 def test_new_quantizer_passes_the_kit_and_serves(
     stranger: Stranger, tensor_library: str, tmp_path: Path

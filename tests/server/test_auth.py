@@ -143,6 +143,28 @@ def test_each_key_is_a_tenant_of_its_own(engine: ScriptedEngine, guarded: LiveSe
     assert KEY not in first
 
 
+def test_keys_share_no_cached_prefixes_unless_the_operator_says_so(
+    engine: ScriptedEngine, tokenizer: Tokenizer, guarded: LiveServer
+) -> None:
+    def salts(server: LiveServer, **fields: str) -> list[str]:
+        engine.requests.clear()
+        with httpx.Client(base_url=server.url) as client:
+            for key in (KEY, OTHER, KEY):
+                headers = {"Authorization": f"Bearer {key}"}
+                body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], **fields}
+                for path in ("/v1/completions", "/v1/chat/completions"):
+                    assert client.post(path, json=body, headers=headers).status_code == 200
+        return [request.cache_salt for request in engine.requests]
+
+    for fields in ({}, {"cache_salt": "mine"}):
+        own = salts(guarded, **fields)
+        assert own[0] == own[1] == own[4] == own[5] != own[2] == own[3]
+        assert "" not in own
+    with live(engine, tokenizer, api_keys=(KEY, OTHER), share_prefix_cache=True) as sharing:
+        assert set(salts(sharing)) == {""}
+        assert set(salts(sharing, cache_salt="mine")) == {"mine"}
+
+
 def test_only_allowed_hosts_are_answered(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
     hosts = ("good.test", "127.0.0.1")
     with (
@@ -157,7 +179,11 @@ def test_only_allowed_hosts_are_answered(engine: ScriptedEngine, tokenizer: Toke
 def test_browsers_may_call_from_allowed_origins_only(
     engine: ScriptedEngine, tokenizer: Tokenizer, client: httpx.Client
 ) -> None:
-    ask = {"Origin": "https://ui.test", "Access-Control-Request-Method": "POST"}
+    ask = {
+        "Origin": "https://ui.test",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
+    }
     assert "access-control-allow-origin" not in client.get("/version", headers=ask).headers
     options = {"allowed_origins": ("https://ui.test",), "api_keys": (KEY,)}
     with (
@@ -165,7 +191,9 @@ def test_browsers_may_call_from_allowed_origins_only(
         httpx.Client(base_url=server.url) as other,
     ):
         preflight = other.options("/v1/chat/completions", headers=ask)
+        assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == "https://ui.test"
+        assert "x-stainless-lang" in preflight.headers["access-control-allow-headers"]
         assert other.get("/v1/models", headers=ask).status_code == 401
         evil = other.options("/v1/models", headers={**ask, "Origin": "https://evil.test"})
         assert "access-control-allow-origin" not in evil.headers
@@ -193,9 +221,28 @@ def test_request_ids_are_echoed_when_harmless(
         assert len(answer) == 32
 
 
-def test_a_clients_id_is_never_the_engines(engine: ScriptedEngine, client: httpx.Client) -> None:
-    for _ in range(2):
-        client.post("/v1/completions", json={"prompt": "x"}, headers={"X-Request-Id": "same"})
-    ids = [request.request_id for request in engine.requests]
-    assert "same" not in ids
-    assert len(set(ids)) == 2
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_one_id_leads_from_the_header_to_the_answer_and_the_log(
+    engine: ScriptedEngine, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+    with (
+        live(engine, tokenizer, log_requests=True) as server,
+        httpx.Client(base_url=server.url) as client,
+        caplog.at_level("INFO"),
+    ):
+        for headers, fields in (
+            ({}, {}),
+            ({"X-Request-Id": "same"}, {}),
+            ({"X-Request-Id": "same"}, {}),
+            ({"X-Request-Id": "other"}, {"request_id": "from-the-body"}),
+        ):
+            caplog.clear()
+            answer = client.post(path, json={**body, **fields}, headers=headers)
+            shown = answer.headers["x-request-id"]
+            expected = fields.get("request_id", headers.get("X-Request-Id", shown))
+            assert shown == expected
+            assert answer.json()["id"].partition("-")[2] == shown
+            assert engine.requests[-1].request_id.startswith(f"{shown}-")
+            assert f"request {engine.requests[-1].request_id}:" in caplog.text
+    assert len({request.request_id for request in engine.requests}) == 4, "ids must be unique"

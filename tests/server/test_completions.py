@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from fastdeploy_core.tokenizer import Tokenizer
+from fastdeploy_core.types import TokenLogprobs
 from tests.server_support import ScriptedEngine, events_of
 
 
@@ -46,6 +47,7 @@ def test_an_answer_has_the_shape_clients_expect(client: httpx.Client) -> None:
         "logprobs": None,
         "finish_reason": "stop",
         "stop_reason": None,
+        "prompt_logprobs": None,
     }
     assert body["usage"]["prompt_tokens"] == 3
     assert body["usage"]["completion_tokens"] == 7
@@ -119,7 +121,32 @@ def test_tokens_of_logprobs_can_be_ids(client: httpx.Client) -> None:
     body = complete(client, prompt="a", logprobs=0, return_tokens_as_token_ids=True)
     logprobs = body["choices"][0]["logprobs"]
     assert all(token.startswith("token_id:") for token in logprobs["tokens"])
-    assert logprobs["top_logprobs"] is None
+    names = [list(top) for top in logprobs["top_logprobs"]]
+    assert names == [[token] for token in logprobs["tokens"]]
+
+
+def test_the_token_itself_comes_before_better_ones(
+    engine: ScriptedEngine, client: httpx.Client
+) -> None:
+    usual = engine._logprobs
+
+    def unlikely(token: int, count: int) -> TokenLogprobs:
+        entry = usual(token, count + 1)
+        return TokenLogprobs(entry.token_ids, [-9.0, *entry.logprobs[1:]], 7)
+
+    engine._logprobs = unlikely  # type: ignore[method-assign]
+    for fields in ({}, {"echo": True}, {"echo": True, "max_tokens": 0}):
+        body = complete(client, prompt="ab", logprobs=1, **fields)
+        logprobs = body["choices"][0]["logprobs"]
+        for token, top in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True):
+            assert top is None or (len(top) == 2 and next(iter(top)) == token)
+
+
+def test_prompt_logprobs_may_be_true(engine: ScriptedEngine, client: httpx.Client) -> None:
+    complete(client, prompt="ab", prompt_logprobs=True)
+    assert engine.requests[-1].sampling.prompt_logprobs == 1
+    complete(client, prompt="ab", prompt_logprobs=False)
+    assert engine.requests[-1].sampling.prompt_logprobs is None
 
 
 def test_prompt_logprobs_are_given_as_vllm_does(client: httpx.Client) -> None:

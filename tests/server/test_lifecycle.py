@@ -6,12 +6,13 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
+from fastdeploy_core.engine.stream import OutputStream
 from fastdeploy_core.errors import (
     ConfigError,
     InvalidRequest,
@@ -21,6 +22,7 @@ from fastdeploy_core.errors import (
 )
 from fastdeploy_core.serving.http.listening import bind_socket
 from fastdeploy_core.tokenizer import Tokenizer
+from fastdeploy_core.types import FinishReason, Request, RequestOutputDelta, SequenceDelta
 from tests.server_support import (
     LiveServer,
     ScriptedEngine,
@@ -301,3 +303,38 @@ def test_small_answers_on_a_kept_connection_do_not_wait(client: httpx.Client) ->
     client.get("/version")
     fastest = min(client.get("/version").elapsed.total_seconds() for _ in range(20))
     assert fastest < 0.03
+
+
+class FailsAtOnce(ScriptedEngine):
+    """Tokens and the error that follows them reach the API server in one batch."""
+
+    async def generate(
+        self, request: Request, chunk_tokens: int = 1
+    ) -> AsyncIterator[RequestOutputDelta]:
+        stream = OutputStream(request, chunk_tokens)
+        tokens = SequenceDelta(token_ids=self.tokenizer.encode("Hel"))
+        stream.put(RequestOutputDelta(request_id=request.request_id, sequences=[tokens]))
+        stream.put(
+            RequestOutputDelta(
+                request_id=request.request_id,
+                position=1,
+                sequences=[SequenceDelta(finish_reason=FinishReason.ERROR)],
+                finished=True,
+                error="the engine has died",
+                error_type="WorkerError",
+            )
+        )
+        while True:
+            yield await stream.get()
+
+
+def test_tokens_that_come_with_their_error_are_no_answer(tokenizer: Tokenizer) -> None:
+    engine = FailsAtOnce(tokenizer, lambda prompt, index: "")
+    with live(engine, tokenizer) as server, httpx.Client(base_url=server.url) as client:
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            body = {**BODY, "messages": [{"role": "user", "content": "x"}]}
+            assert client.post(path, json=body).status_code == 503
+            with client.stream("POST", path, json={**body, "stream": True}) as streamed:
+                *chunks, last = events_of(streamed)
+            assert all(c["choices"][0]["finish_reason"] is None for c in chunks)
+            assert last["error"]["code"] == 503

@@ -87,6 +87,7 @@ def streamed(client: httpx.Client, **fields: object) -> dict:
 def same(whole: dict, parts: dict) -> None:
     """A whole and a streamed choice say the same."""
     message = dict(whole["message"])
+    assert message.pop("refusal") is None  # chunks never name it
     message["content"] = message["content"] or ""
     if "tool_calls" in message:
         message["tool_calls"] = [call["function"] for call in message["tool_calls"]]
@@ -158,6 +159,23 @@ def test_a_named_function_is_forced_by_a_grammar(
     assert choice["finish_reason"] == "tool_calls"
     assert engine.requests[-1].grammar
     same(choice, streamed(client, tool_choice=choice_of))
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_a_whole_answer_has_no_call_that_was_cut_off(
+    engine: ScriptedEngine, client: httpx.Client, required: bool
+) -> None:
+    calls = [{"name": "get_time", "parameters": {}}, {"name": "get_time", "parameters": {"a": 1}}]
+    text = json.dumps(calls) if required else '{"city": "Rome"}'
+    engine.script = lambda prompt, index: text
+    forced = "required" if required else {"type": "function", "function": {"name": "get_weather"}}
+    for size in range(1, len(text)):
+        choice = chat(client, tool_choice=forced, max_tokens=size)
+        assert choice["finish_reason"] == "length"
+        found = choice["message"].get("tool_calls", [])
+        whole = 0 if not required else (size > text.index("}}")) + (size > len(text) - 3)
+        assert len(found) == whole, text[:size]
+        assert all(json.loads(call["function"]["arguments"]) is not None for call in found)
 
 
 def test_required_calls_are_forced_by_a_grammar(
@@ -273,6 +291,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
         {"guided_json": json.dumps(SCHEMA)},
         {"guided_regex": "a|b"},
         {"guided_choice": ["yes", "no"]},
+        {"guided_regex": "a|b", "structured_outputs": {"regex": "a|b"}},
     ],
 )
 def test_each_way_to_constrain_an_answer_makes_a_grammar(
@@ -289,6 +308,7 @@ def test_each_way_to_constrain_an_answer_makes_a_grammar(
         {"guided_regex": "("},
         {"guided_regex": "a" * 20000},
         {"structured_outputs": {}},
+        {"guided_regex": "a", "structured_outputs": {"regex": "b"}},
         {"structured_outputs": {"regex": "a", "choice": ["b"]}},
         {"structured_outputs": {"grammar": "root ::= nothing"}},
         {"guided_json": "not json"},

@@ -401,9 +401,22 @@ def test_both_projects_spellings_reach_the_engine(model: Path) -> None:
 def test_api_keys_come_from_flags_and_the_environment(model: Path) -> None:
     engine = build_engine_config({"model": model})
     values = normalise({"api_key": ["a"]})
-    server = build_server_config(values, engine, {"FD_API_KEY": "b, c,,a"})
-    assert server.api_keys == ("a", "b", "c")
+    variables = {"FD_API_KEY": "b, c,,a", "VLLM_API_KEY": "d,e"}
+    server = build_server_config(values, engine, variables)
+    assert server.api_keys == ("a", "b", "c", "d,e")
     assert "'b'" not in repr(server)
+
+
+def test_without_a_key_only_this_machine_is_served(model: Path) -> None:
+    engine = build_engine_config({"model": model})
+    for values, variables, host in (
+        ({}, {}, "127.0.0.1"),
+        ({"host": "0.0.0.0"}, {}, "0.0.0.0"),
+        ({"api_key": ["a"]}, {}, "0.0.0.0"),
+        ({}, {"VLLM_API_KEY": "a"}, "0.0.0.0"),
+        ({"host": "::1", "api_key": ["a"]}, {}, "::1"),
+    ):
+        assert build_server_config(normalise(values), engine, variables).host == host
 
 
 def test_served_names_are_verified_only_when_given(model: Path) -> None:

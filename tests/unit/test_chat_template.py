@@ -15,6 +15,7 @@ from fastdeploy_core.tokenizer import Tokenizer, chat_template, template_process
 from fastdeploy_core.tokenizer import tokenizer as tokenizer_module
 from tests import hf_tokenizer_child, tokenizer_files
 
+DEMO = Path(__file__).parents[2] / "models" / "ernie-tiny"
 PLAIN = tokenizer_files.CHAT_TEMPLATE
 RICH = """{{- bos_token }}
 {%- if tools %}{{ '<tools>' }}
@@ -315,3 +316,33 @@ def test_names_that_are_ours_are_all_reserved() -> None:
         }
         <= chat_template.RESERVED_NAMES
     )
+
+
+MIXED = """{% if messages[0].role == 'system' %}S:{{ messages[0].content + '!' }}{% endif %}
+{%- for m in messages if m.role == 'user' %}U:
+{%- for part in m.content %}<{{ part.text }}>{% endfor %}{% endfor %}
+{%- for m in messages if m.role == 'tool' %}T:{{ '/' ~ m.content.split('b')[0] }}{% endfor %}"""
+
+
+def test_parts_read_as_text_where_a_template_treats_them_as_text(tmp_path: Path) -> None:
+    tokenizer_files.write(tmp_path, "byte_level")
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    talk = [{"role": role, "content": parts} for role in ("system", "user", "tool")]
+    mixed = Tokenizer.load(tmp_path, chat_template=MIXED)
+    assert mixed.apply_chat_template(talk) == "S:a\nb!U:<a><b>T:/a\n"
+    demo = Tokenizer.load(DEMO)
+    as_text = [{"role": "system", "content": "a\nb"}, {"role": "user", "content": "ab"}]
+    assert demo.apply_chat_template(talk[:2]) == demo.apply_chat_template(as_text)
+
+
+def test_a_role_that_the_template_does_not_know_is_not_left_out(tmp_path: Path) -> None:
+    demo = Tokenizer.load(DEMO)
+    user = {"role": "user", "content": "x"}
+    for given, usual in (("developer", "system"), ("function", "tool")):
+        talk = [[{"role": role, "content": "secret word"}, user] for role in (given, usual)]
+        assert demo.apply_chat_template(talk[0]) == demo.apply_chat_template(talk[1])
+        assert "secret word" in demo.apply_chat_template(talk[0])
+    knows = "{% for m in messages %}{% if m.role in ('developer', 'user') %}{{ m.role }}"
+    tokenizer_files.write(tmp_path, "byte_level")
+    tokenizer = Tokenizer.load(tmp_path, chat_template=knows + "{% endif %}{% endfor %}")
+    assert tokenizer.apply_chat_template([{**user, "role": "developer"}]) == "developer"

@@ -66,7 +66,8 @@ class Device:
                 step_id=step.output.step_id,
                 token_ids=np.full(int(counts.sum()), 7, dtype=np.int64),
                 counts=counts,
-                next_drafts=np.full((fed.size, most), 9, dtype=np.int64) if most else None,
+                num_drafts=fed[None],
+                num_accepted=counts[None] - 1,
             ),
         )
         self.scheduler.take_deltas()

@@ -70,8 +70,8 @@ class Accelerator:
             max_num_batched_tokens=4096,
             max_model_len=1024,
             num_speculative_tokens=num_drafts,
-            max_rows_ahead=ROWS[-1] if num_drafts else 0,
-            records_drafts=num_drafts > 0,
+            captures_drafts=num_drafts > 0,
+            captures_drafting=num_drafts > 0,
         )
         self.scheduler = BatchScheduler(settings, KVCacheManager(12000, 16), lambda: self.now)
 
@@ -98,7 +98,6 @@ class Accelerator:
         ]
         counts = 1 + np.array(right + [0] * len(step.rows), dtype=np.int64)
         fed = np.concatenate((step.drafts, np.zeros(len(step.rows), dtype=np.int64)))
-        most = max(0, step.output.max_drafts)
         self.num_made += int(counts.sum())
         num_requests = self.scheduler.num_requests
         self.scheduler.update(
@@ -107,8 +106,8 @@ class Accelerator:
                 step_id=step.output.step_id,
                 token_ids=np.full(int(counts.sum()), 7, dtype=np.int64),
                 counts=counts,
-                num_drafts=fed[None] if step.is_ahead else None,
-                next_drafts=np.full((counts.size, most), 9, dtype=np.int64) if most else None,
+                num_drafts=fed[None],
+                num_accepted=counts[None] - 1,
             ),
         )
         self.scheduler.take_deltas()

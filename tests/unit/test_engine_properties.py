@@ -136,8 +136,7 @@ def check_step(core) -> None:
         if seq.table.blocks
     }
     size = batch.kv.block_size
-    rows = (step.rows.seq_ids, step.rows.starts, step.rows.counts)
-    for seq_id, start, count in zip(*(column.tolist() for column in rows), strict=True):
+    for seq_id, (start, count) in core._executor.worker.written.items():
         blocks = tables.get(seq_id)
         if blocks is None:
             continue  # it ended or was preempted with this very step's results

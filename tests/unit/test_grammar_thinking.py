@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from fastdeploy_core.grammar.thinking import MatcherAfterThinking
 from fastdeploy_core.parsers.answer import thinking_ahead
-from fastdeploy_core.parsers.reasoning import DeepSeekR1Parser, ErnieVLParser, Qwen3Parser
+from fastdeploy_core.parsers.reasoning import DeepSeekR1Parser, ThinkParser
+from fastdeploy_core.sampling.after_thinking import MatcherAfterThinking
 from fastdeploy_core.types import GrammarStart
 
 BEGIN, END, EOS = 40, 41, 2
@@ -104,10 +104,10 @@ def test_going_back_is_like_never_having_gone(start: GrammarStart, tokens: list[
 @pytest.mark.parametrize(
     ("parser", "prompt", "kwargs", "begin", "end"),
     [
-        (Qwen3Parser, "hi<|assistant|>", {}, "<think>", "</think>"),
-        (Qwen3Parser, "hi<|assistant|><think>\n", {}, None, "</think>"),
+        (ThinkParser, "hi<|assistant|>", {}, "<think>", "</think>"),
+        (ThinkParser, "hi<|assistant|><think>\n", {}, None, "</think>"),
         (DeepSeekR1Parser, "hi<|assistant|>", {}, None, "</think>"),
-        (ErnieVLParser, "hi<think>", {}, None, "</think>"),
+        (ThinkParser, "hi<think>", {}, None, "</think>"),
     ],
 )
 def test_parsers_say_how_thinking_will_look(
@@ -118,7 +118,7 @@ def test_parsers_say_how_thinking_will_look(
     assert (ahead.begin, ahead.end) == (begin, end)
 
 
-@pytest.mark.parametrize("parser", [Qwen3Parser, DeepSeekR1Parser])
+@pytest.mark.parametrize("parser", [ThinkParser, DeepSeekR1Parser])
 def test_nothing_waits_where_nobody_thinks(parser: type) -> None:
     assert thinking_ahead(parser, "hi<think>\n\n</think>\n\n") is None
     assert thinking_ahead(parser, "hi", {"enable_thinking": False}) is None

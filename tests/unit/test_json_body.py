@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.serving.http.errors import ApiError
-from fastdeploy_core.serving.http.json_body import MAX_DEPTH, parse_json
+from fastdeploy_core.serving.http.json_body import MAX_DEPTH, MAX_KEYS, MAX_VALUES, parse_json
 from fastdeploy_core.serving.openai.schemas import common
 from fastdeploy_core.serving.openai.schemas.chat import ChatCompletionRequest
 from fastdeploy_core.serving.openai.schemas.common import SamplingFields
@@ -61,3 +62,31 @@ def test_what_a_call_does_not_give_is_the_models_default(
     """A field with a default of its own would be dropped where it was not given."""
     names = common._SAME_NAME & set(request_of.model_fields)
     assert {name: request_of.model_fields[name].default for name in names} == dict.fromkeys(names)
+
+
+@pytest.mark.parametrize(
+    ("most", "value"),
+    [
+        (MAX_KEYS - 1, lambda n: {f"k{i}": i for i in range(n)}),
+        (MAX_KEYS - 1, lambda n: [[] for _ in range(n)]),
+        (MAX_KEYS // 2 - 1, lambda n: [{"k": "\\"} for _ in range(n)]),
+        (MAX_VALUES, lambda n: list(range(n))),
+        (MAX_VALUES, lambda n: ['"\\'] * n),
+    ],
+)
+def test_parts_are_counted_before_they_are_parsed(most: int, value: Any) -> None:
+    assert parse_json(json.dumps(value(most)).encode()) == value(most)
+    unclosed = json.dumps(value(most + 2)).encode()[:-1]  # would be refused for that when parsed
+    with pytest.raises(ApiError, match="too many parts"):
+        parse_json(unclosed)
+
+
+def test_quotes_alone_are_refused_before_they_are_split() -> None:
+    with pytest.raises(ApiError, match="too many parts"):
+        parse_json(b'[""' + b':""' * 4_000_000 + b"]")
+
+
+@pytest.mark.parametrize("piece", [",", ":[{", '"', "\\", '\\",', '",":['])
+def test_a_long_text_is_one_part_whatever_it_holds(piece: str) -> None:
+    text = piece * (2 * MAX_VALUES)
+    assert parse_json(json.dumps({"prompt": text}).encode()) == {"prompt": text}

@@ -209,6 +209,36 @@ def test_logprobs_have_vllms_shape(tokenizer: Tokenizer) -> None:
         assert output.prompt_logprobs[1][6].rank == 4
 
 
+def test_the_text_of_a_token_is_that_of_the_characters_it_completes(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a🦀b", add_special_tokens=False)
+    assert len(ids) == 5, "the character has three tokens"
+    other = tokenizer.encode("x", add_special_tokens=False)[0]
+    entries = [TokenLogprobs([token, other], [-0.5, -0.9], 1) for token in ids]
+    for detokenize in (True, False):
+        processor = OutputProcessor(tokenizer)
+        request = make_request(logprobs=1, prompt_logprobs=1, detokenize=detokenize)
+        request.prompt_token_ids = ids[:1] + ids[1:2]
+        processor.add(request)
+        prompt = [None, entries[1]]
+        outputs = []
+        for position, (token, entry) in enumerate(zip(ids, entries, strict=True)):
+            part = SequenceDelta(token_ids=[token], logprobs=[entry])
+            delta = RequestOutputDelta(request_id="r", position=position, sequences=[part])
+            delta.prompt_logprobs = prompt if position == 0 else None
+            outputs.append(processor.process(delta)[0])
+        texts = [output.outputs[0].logprobs[0] for output in outputs]
+        shown = [
+            [text[token].decoded_token for token in (own, other)]
+            for text, own in zip(texts, ids, strict=True)
+        ]
+        if detokenize:
+            assert [own for own, _ in shown] == ["a", "", "", "🦀", "b"]
+            assert {alternative for _, alternative in shown} == {"x"}
+            assert outputs[0].prompt_logprobs[1][ids[1]].decoded_token == ""
+        else:
+            assert shown == [[None, None]] * 5
+
+
 def test_without_logprobs_there_are_none(tokenizer: Tokenizer) -> None:
     processor = OutputProcessor(tokenizer)
     processor.add(make_request(), kind=OutputKind.FINAL)

@@ -13,16 +13,16 @@ from fastdeploy_core.errors import (
     PluginNotFound,
 )
 from fastdeploy_core.plugins.discovery import build_inventory
-from fastdeploy_core.plugins.drivers import _preflight, check_contract, find, load
+from fastdeploy_core.plugins.drivers import _outcomes, check_contract, find, load
 from tests.plugin_modules import core_entry, entry, module_writer
 
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
     monkeypatch.setenv("FD_PLUGIN_PREFLIGHT", "0")
-    _preflight.cache_clear()
+    _outcomes.clear()
     yield module_writer(tmp_path, monkeypatch)
-    _preflight.cache_clear()
+    _outcomes.clear()
 
 
 def test_lookup_loads_the_named_driver_only(write, fd_plugins):
@@ -124,7 +124,7 @@ def test_core_drivers_are_imported_directly(write, monkeypatch):
     monkeypatch.setenv("FD_PLUGIN_PREFLIGHT", "1")
     import fastdeploy_core.plugins.preflight as preflight
 
-    monkeypatch.setattr(preflight, "run", lambda jobs: pytest.fail("a child was started"))
+    monkeypatch.setattr(preflight, "run", lambda *_, **__: pytest.fail("a child was started"))
     write("own", "class Driver:\n    contract = (1, 0)\n")
     assert load(core_entry("device", "x", "own:Driver"))
 

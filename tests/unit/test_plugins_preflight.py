@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from fastdeploy_core.contracts.base import Accept, Candidate, Decline
@@ -85,6 +87,56 @@ def test_decline_survives_the_way_back(write):
     )
     answers = run([Job(hooks, 30.0, ("fd_device_probe",))])[0].answers
     assert decode_candidate(answers["fd_device_probe"]) == Candidate("chip", Decline("no chip"))
+
+
+def test_those_that_hang_cost_their_limit_once(write):
+    """Sleeping and computing ones, at import and when they are asked, all side by side."""
+    sleeps = write("pf_sleeps", "import time; time.sleep(600)")
+    computes = write("pf_computes", "while True: pass")
+    asked = write(
+        "pf_asked",
+        """
+        import time
+        from fastdeploy_core.contracts import hookimpl
+        @hookimpl
+        def fd_device_probe():
+            time.sleep(600)
+        """,
+    )
+    good = write("pf_fine", "")
+    jobs = [Job(m, 60.0, ("fd_device_probe",)) for m in (sleeps, computes, asked, sleeps, asked)]
+    started = time.monotonic()
+    outcomes = run([*jobs, Job(good, 60.0)], budget_s=2.0, at_once=9)
+    assert time.monotonic() - started < 2.0 + 6.0, "one limit, and the start of an interpreter"
+    assert [o.error for o in outcomes] == ["did not finish within 2 s"] * 5 + [""]
+
+
+def test_what_neither_computes_nor_reads_is_given_up_long_before_its_limit(write):
+    sleeps = write("pf_asleep", "import time; time.sleep(600)")
+    works = write("pf_works", "import time\nend = time.time() + 4\nwhile time.time() < end: pass")
+    started = time.monotonic()
+    outcomes = run([Job(sleeps, 300.0), Job(works, 300.0)])
+    assert [o.error for o in outcomes] == ["did not finish within 2 s", ""]
+    assert time.monotonic() - started < 60
+
+
+def test_after_a_failure_the_rest_of_a_group_gets_a_fresh_process(write):
+    marks = write("pf_marks", "import builtins; builtins.mark = 1; raise RuntimeError('no')")
+    looks = write("pf_looks", "import builtins; assert not hasattr(builtins, 'mark')")
+    shares = write("pf_shares", "import builtins; builtins.shared = 1")
+    seen = write("pf_seen", "import builtins; assert builtins.shared == 1")
+    jobs = [Job(m, 30.0, group="one") for m in (marks, looks, shares, seen)]
+    assert [o.error for o in run(jobs)] == ["RuntimeError: no", "", "", ""]
+
+
+def test_one_that_ends_its_parent_is_blamed_alone(write):
+    killer = write("pf_killer", "import os, signal; os.kill(os.getppid(), signal.SIGKILL)")
+    good = write("pf_good2", "")
+    quits = write("pf_quits2", "import os; os._exit(0)")
+    outcomes = run([Job(good, 30.0), Job(killer, 30.0), Job(quits, 30.0), Job(good, 30.0)])
+    assert outcomes[0].error == outcomes[3].error == ""
+    assert "ended its parent process" in outcomes[1].error
+    assert outcomes[2].error == "ended the process with exit code 0"
 
 
 def test_no_jobs_need_no_child():

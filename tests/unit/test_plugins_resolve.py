@@ -20,7 +20,9 @@ from fastdeploy_core.contracts.model import AttentionSpec, StateSpec
 from fastdeploy_core.errors import (
     CapabilityError,
     ConfigError,
+    ContractMismatch,
     PluginConflict,
+    PluginLoadError,
     PluginNotFound,
     UnsupportedModel,
 )
@@ -226,6 +228,14 @@ def test_quantized_checkpoint_without_reader_is_refused(world):
         resolve(replace(CONFIG, model=model), inventory=world())
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq_marlin", "compressed-tensors"])
+def test_a_known_reader_that_is_not_installed_is_named(world, method):
+    stored = {"quantization_config": {"quant_method": method, "bits": 4}}
+    model = replace(CONFIG.model, hf_config=stored)
+    with pytest.raises(UnsupportedModel, match="run: pip install fd-quant-hub"):
+        resolve(replace(CONFIG, model=model), inventory=world())
+
+
 def test_quantizer_by_name(world):
     model = replace(CONFIG.model, quantization="fp3")
     assert resolve(replace(CONFIG, model=model), inventory=world()).name("quantizer") == "fp3"
@@ -250,15 +260,48 @@ def test_part_of_a_quantizer_that_declines_stops_start_up(world):
 
 
 def test_stranger_among_the_parts_of_a_quantizer_is_imported_in_a_child_first(world, monkeypatch):
-    model = replace(CONFIG.model, quantization="both")
-    resolved = resolve(replace(CONFIG, model=model), inventory=world(), check=False)
-    checked = []
+    model, checked = replace(CONFIG.model, quantization="both"), []
     monkeypatch.setattr(
-        "fastdeploy_core.plugins.resolved.check_imports",
+        "fastdeploy_core.plugins.resolve.broken",
         lambda entries: checked.extend(entry.name for entry in entries),
     )
-    resolved.check()
+    resolve(replace(CONFIG, model=model), inventory=world())
     assert {"both", "fp3", "fp5", "fp6"} <= set(checked)
+
+
+def fails(names, error=PluginLoadError):
+    """A stand-in for what a child process finds out."""
+    return lambda entries: {e: error(f"{e.name} is broken") for e in entries if e.name in names}
+
+
+@pytest.mark.parametrize("error", [PluginLoadError, ContractMismatch])
+def test_a_winner_that_cannot_be_loaded_gives_way_to_the_next(world, monkeypatch, caplog, error):
+    for module in ("resolve", "drivers"):
+        monkeypatch.setattr(f"fastdeploy_core.plugins.{module}.broken", fails(["chip"], error))
+    resolved = resolve(CONFIG, layers=[GQA], inventory=world())
+    assert (resolved.name("device"), resolved.name("attention")) == ("cpu", "reference")
+    words = "chip is broken; it is left out, the next candidate is used"
+    assert words in resolved.notes and words in caplog.text
+    row = next(r for r in resolved.decisions[0].candidates if r.name == "chip")
+    assert not row.accepted and "chip is broken" in row.reason
+
+
+def test_a_layer_driver_that_cannot_be_loaded_gives_way_too(world, monkeypatch):
+    for module in ("resolve", "drivers"):
+        monkeypatch.setattr(f"fastdeploy_core.plugins.{module}.broken", fails(["flash"]))
+    resolved = resolve(CONFIG, layers=[GQA], inventory=world())
+    assert (resolved.name("device"), resolved.name("attention")) == ("chip", "reference")
+
+
+def test_a_driver_asked_for_by_name_must_load(world, monkeypatch):
+    monkeypatch.setattr("fastdeploy_core.plugins.resolve.broken", fails(["chip"]))
+    with pytest.raises(PluginLoadError, match="chip is broken"):
+        resolve(with_device(device="chip"), inventory=world())
+
+
+def test_the_default_scheduler_was_not_asked_for(world):
+    decisions = resolve(CONFIG, inventory=world()).decisions
+    assert next(d.why for d in decisions if d.kind == "scheduler") == "the default"
 
 
 def test_speculative_requirements_reach_the_engine(world):

@@ -33,24 +33,8 @@ def test_kernel_has_the_arguments_the_contract_names(operation):
     function = getattr(importlib.import_module(module), name)
     if not isinstance(cell, str) and cell.composes:
         function = function(defaultdict(object))  # what it is made of is looked up, not called
-    text = OPERATIONS[operation]
-    documented, depth, current = [], 0, ""
-    for char in text[1:]:
-        if char in "([":
-            depth += 1
-        if char in ")]":
-            if depth == 0:
-                break
-            depth -= 1
-        if char == "," and depth == 0:
-            documented.append(current)
-            current = ""
-        else:
-            current += char
-    documented.append(current)
-    assert list(inspect.signature(function).parameters) == [
-        part.split()[0].rstrip(":") for part in documented
-    ]
+    declared = [argument.name for argument in OPERATIONS[operation].arguments]
+    assert list(inspect.signature(function).parameters) == declared
 
 
 def test_processor_is_offered_with_the_library_asked_for():

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
 from fastdeploy_core.engine.input import (
     RequestLimits,
+    RequestOptions,
+    Truncation,
     bad_word_ids,
     build_request,
-    build_request_async,
     default_sampling_values,
 )
 from fastdeploy_core.errors import InvalidRequest, RequestTooLong
-from fastdeploy_core.grammar.compiler import GrammarCompiler
 from fastdeploy_core.tokenizer import Tokenizer
-from fastdeploy_core.types import SamplingParams, StructuredOutputsParams
+from fastdeploy_core.types import SamplingParams
 from tests import tokenizer_files
 
+PRIORITY = RequestOptions(priority=3)
 LIMITS = RequestLimits(max_model_len=20, vocab_size=500, eos_token_ids=(1, 4))
 
 
@@ -31,7 +31,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def build(tokenizer: Tokenizer | None, prompt: Any, **sampling: Any) -> Any:
     return build_request(
-        prompt, SamplingParams(**sampling), tokenizer=tokenizer, limits=LIMITS, priority=3
+        prompt, SamplingParams(**sampling), tokenizer=tokenizer, limits=LIMITS, options=PRIORITY
     )
 
 
@@ -54,7 +54,7 @@ def test_special_tokens_are_added_only_when_asked(tokenizer: Tokenizer) -> None:
         SamplingParams(),
         tokenizer=tokenizer,
         limits=LIMITS,
-        add_special_tokens=False,
+        options=RequestOptions(add_special_tokens=False),
     )
     assert request.prompt_token_ids.count(0) == 1
 
@@ -130,42 +130,95 @@ def test_bad_words_are_banned_at_the_start_and_after_a_space(tokenizer: Tokenize
     spaced = tokenizer.encode(" hello", add_special_tokens=False)
     request = build(tokenizer, "x", bad_words=["hello"], bad_words_token_ids=[[7]])
     assert request.sampling.bad_words_token_ids == [[7], plain, spaced]
-    assert bad_word_ids("!", tokenizer)[0] == tokenizer.encode("!", add_special_tokens=False)
+    assert bad_word_ids(["!"], tokenizer)[0] == tokenizer.encode("!", add_special_tokens=False)
 
 
 @pytest.mark.parametrize("salt", ["a" * 129, "a/b", "a@b", "a\\b", "a\0b"])
 def test_cache_salts_are_checked(tokenizer: Tokenizer, salt: str) -> None:
     with pytest.raises(InvalidRequest, match="cache_salt"):
-        build_request("x", SamplingParams(), tokenizer=tokenizer, limits=LIMITS, cache_salt=salt)
+        salted(tokenizer, cache_salt=salt)
 
 
-def test_grammars_are_compiled_before_the_engine_is_asked(tokenizer: Tokenizer) -> None:
-    compiler = GrammarCompiler.start(
-        tokenizer.path, vocab_size=500, eos_token_ids=list(LIMITS.eos_token_ids)
-    )
-    try:
-        params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
-        request = build_request("x", params, tokenizer=tokenizer, limits=LIMITS, compiler=compiler)
-        assert request.grammar
-        assert request.grammar_backend == compiler.backend
-        again = asyncio.run(
-            build_request_async(
-                "x",
-                params,
-                tokenizer=tokenizer,
-                limits=LIMITS,
-                compiler=compiler,
-                tenant="t",
+def salted(tokenizer: Tokenizer, **options: Any) -> str:
+    given = RequestOptions(**options)
+    params = SamplingParams()
+    return build_request("x", params, tokenizer=tokenizer, limits=LIMITS, options=given).cache_salt
+
+
+def test_a_scope_and_a_salt_are_told_apart_from_every_other_salt(tokenizer: Tokenizer) -> None:
+    longest = "a" * 128
+    options = [
+        {},
+        {"cache_salt": "s"},
+        {"cache_salt": longest},
+        {"salt_scope": "one"},
+        {"salt_scope": "two"},
+        {"salt_scope": "one", "cache_salt": "s"},
+        {"salt_scope": "one", "cache_salt": longest},
+    ]
+    salts = [salted(tokenizer, **each) for each in options]
+    assert len(set(salts)) == len(options)
+    assert salts[:2] == ["", "s"]
+
+
+class Counting(Tokenizer):
+    """Counts the characters that are tokenized."""
+
+    num_chars = 0
+
+    def encode_batch(self, texts: Any, add_special_tokens: bool = True) -> list[list[int]]:
+        Counting.num_chars += sum(map(len, texts))
+        return super().encode_batch(texts, add_special_tokens)
+
+
+@pytest.mark.parametrize("side", ["left", "right", None])
+def test_a_text_that_is_cut_or_refused_costs_about_as_much_as_one_that_fits(
+    tokenizer: Tokenizer, side: Any
+) -> None:
+    limits = RequestLimits(max_model_len=5000, vocab_size=500)
+    counting = Counting.load(tokenizer.path)
+    Counting.num_chars = 0
+    whole = "".join(f"{number} lazy dogs, " for number in range(15_000))
+    cut = None if side is None else Truncation(-1, side)
+    options = RequestOptions(truncation=cut)
+    if cut is None:
+        with pytest.raises(RequestTooLong, match="maximum context length is 5000"):
+            build_request(
+                whole, SamplingParams(), tokenizer=counting, limits=limits, options=options
             )
+    else:
+        kept = build_request(
+            whole, SamplingParams(), tokenizer=counting, limits=limits, options=options
         )
-        assert (again.grammar, again.tenant) == (request.grammar, "t")
-        bad = SamplingParams(structured_outputs=StructuredOutputsParams(regex="("))
-        with pytest.raises(InvalidRequest):
-            build_request("x", bad, tokenizer=tokenizer, limits=LIMITS, compiler=compiler)
-    finally:
-        compiler.close()
-    with pytest.raises(InvalidRequest, match="not available"):
-        build_request("x", params, tokenizer=tokenizer, limits=LIMITS)
+        ids = tokenizer.encode(whole)
+        room = 5000 - 16
+        assert kept.prompt_token_ids == (ids[-room:] if side == "left" else ids[:room])
+    assert 0 < Counting.num_chars < len(whole) * 0.6
+
+
+def test_a_text_with_few_tokens_is_bounded_as_well(tokenizer: Tokenizer) -> None:
+    counting = Counting.load(tokenizer.path)
+    limits = RequestLimits(max_model_len=10_000_000 // 16, vocab_size=500)
+    Counting.num_chars = 0
+    text = "x" * 10_000_001
+    with pytest.raises(RequestTooLong, match="10000001 characters; at most 10000000"):
+        build_request(text, SamplingParams(), tokenizer=counting, limits=limits)
+    assert Counting.num_chars == 0
+
+
+def test_the_whole_vocabulary_is_given_where_the_limit_allows_as_many(
+    tokenizer: Tokenizer,
+) -> None:
+    for most, possible in ((499, False), (500, True), (-1, True)):
+        limits = RequestLimits(max_model_len=20, vocab_size=500, max_logprobs=most)
+        for name in ("logprobs", "prompt_logprobs"):
+            params = SamplingParams(**{name: -1})
+            if possible:
+                request = build_request("x", params, tokenizer=tokenizer, limits=limits)
+                assert getattr(request.sampling, name) == -1
+            else:
+                with pytest.raises(InvalidRequest, match=f"between 0 and {most}"):
+                    build_request("x", params, tokenizer=tokenizer, limits=limits)
 
 
 def test_defaults_come_from_the_generation_config() -> None:

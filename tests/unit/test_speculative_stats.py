@@ -3,6 +3,9 @@ metrics."""
 
 from __future__ import annotations
 
+from random import Random
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -12,7 +15,7 @@ from fastdeploy_core.scheduler import BatchScheduler, planner
 from fastdeploy_core.scheduler.settings import SchedulerSettings
 from fastdeploy_core.serving.metrics import Metrics
 from fastdeploy_core.serving.openai.usage import Usage
-from fastdeploy_core.types import ModelRunnerOutput, each_delta
+from fastdeploy_core.types import BatchRows, ModelRunnerOutput, each_delta
 from fastdeploy_core.types.engine import EngineHealth, EngineStats
 from tests.null_engine import make_request
 
@@ -20,7 +23,8 @@ NUM_DRAFTS = 3
 
 
 class Script:
-    """A scheduler whose workers answer as told: tokens per row, then drafts for the next step."""
+    """A scheduler whose workers answer as told: tokens per row, of which those after the first are
+    accepted drafts, and how many drafts each row was fed."""
 
     def __init__(self, **settings) -> None:
         self.kv = KVCacheManager(64, 4)
@@ -36,42 +40,45 @@ class Script:
             self.kv,
         )
 
-    def step(self, tokens: list[list[int]], drafts: list[list[int]]):
+    def step(self, tokens: list[list[int]], fed: list[int]):
         step = self.scheduler.schedule()
         assert step is not None and step.output.max_drafts == NUM_DRAFTS
-        padded = [row + [-1] * (NUM_DRAFTS - len(row)) for row in drafts]
-        output = ModelRunnerOutput(
-            step_id=step.output.step_id,
-            token_ids=np.array([t for row in tokens for t in row], dtype=np.int64),
-            counts=np.array([len(row) for row in tokens], dtype=np.int64),
-            next_drafts=np.array(padded, dtype=np.int64),
-        )
-        self.scheduler.update(step, output)
+        self.scheduler.update(step, answer(step, tokens, fed))
         return step, list(each_delta(self.scheduler.take_deltas()))
 
 
-def test_drafts_are_fed_judged_and_counted() -> None:
+def answer(step, tokens: list[list[int]], fed: list[int]) -> ModelRunnerOutput:
+    counts = np.array([len(row) for row in tokens], dtype=np.int64)
+    return ModelRunnerOutput(
+        step_id=step.output.step_id,
+        token_ids=np.array([t for row in tokens for t in row], dtype=np.int64),
+        counts=counts,
+        num_drafts=np.array([fed], dtype=np.int64) if any(fed) else None,
+        num_accepted=np.maximum(counts - 1, 0)[None] if any(fed) else None,
+    )
+
+
+def test_drafts_are_fed_verified_and_counted() -> None:
     script = Script()
     add = script.scheduler.add
     add(make_request("a", [1, 2, 3], max_tokens=9))
     add(make_request("b", [4, 5], max_tokens=9))
-    step, _ = script.step([[10], [20]], [[11, 12, 13], [21]])
+    step, _ = script.step([[10], [20]], [0, 0])
     assert step.output.rows.num_drafts.tolist() == [0, 0]
-    # a: two of three right; b: its one draft wrong.
-    step, deltas = script.step([[11, 12, 99], [77]], [[30, 31], []])
-    assert step.output.rows.num_drafts.tolist() == [3, 1]
-    assert step.output.rows.draft_token_ids.tolist() == [11, 12, 13, 21]
+    # The workers hold up to three for each. a: two of three accepted; b: its only one refused.
+    step, deltas = script.step([[11, 12, 99], [77]], [3, 1])
+    assert step.output.rows.num_drafts.tolist() == [3, 3]
     assert step.output.rows.starts.tolist() == [3, 2]
     answers = {d.request_id: [t for s in d.sequences for t in s.token_ids] for d in deltas}
     assert {d.request_id for d in deltas} == {"a", "b"} and answers["b"] == [77]
-    # a feeds its newest token after what was right, with two drafts; b none.
-    step, _ = script.step([[30, 31, 32], [78]], [[], []])
+    # a feeds its newest token after what was accepted, with two drafts; b none.
+    step, _ = script.step([[30, 31, 32], [78]], [2, 0])
     assert step.output.rows.starts.tolist() == [6, 3]
-    assert step.output.rows.num_drafts.tolist() == [2, 0]
-    # a has 7 of 9 tokens: nothing was drafted, so one at a time, to its end.
-    script.step([[33], [79]], [[34, 35, 36], []])
-    step, deltas = script.step([[34], [80]], [[], []])
-    assert step.output.rows is None, "one token is left, which no draft can help with"
+    # a has 7 of 9 tokens: one draft may help it, and then none.
+    step, _ = script.step([[33], [79]], [0, 0])
+    assert step.output.rows.num_drafts.tolist() == [1, 3]
+    step, deltas = script.step([[34], [80]], [0, 0])
+    assert step.output.rows.num_drafts.tolist() == [0, 3]
     stats = EngineStats()
     script.scheduler.fill_stats(stats)
     assert (stats.drafts_total, stats.draft_tokens_total) == (3, 6)
@@ -82,28 +89,48 @@ def test_drafts_are_fed_judged_and_counted() -> None:
     assert ending.drafts.accepted_at == [2, 2, 0]
 
 
-def test_drafts_behind_the_end_are_neither_right_nor_wrong() -> None:
+def test_drafts_after_the_end_are_neither_accepted_nor_refused() -> None:
     script = Script()
     script.scheduler.add(make_request("a", [1, 2, 3], max_tokens=30, stop_token_ids=[12]))
-    script.step([[10]], [[11, 12, 13]])
-    _, deltas = script.step([[11, 12, 13, 14]], [[1]])
+    script.step([[10]], [0])
+    _, deltas = script.step([[11, 12, 13, 14]], [3])
     (sequence,) = deltas[0].sequences
     assert sequence.token_ids == [11, 12] and sequence.finish_reason.value == "stop"
     assert sequence.drafts.num_drafts == 2 and sequence.drafts.num_accepted == 2
     script.scheduler.check_idle()
 
 
-def test_the_batch_waits_for_drafts_and_overlaps_without() -> None:
+def test_steps_are_planned_with_upper_bounds_while_results_are_on_their_way() -> None:
     script = Script()
-    script.scheduler.add(make_request("a", [1, 2, 3], max_tokens=30))
-    first = script.scheduler.schedule()
-    assert first is not None and script.scheduler.schedule() is None
+    scheduler = script.scheduler
+    scheduler.add(make_request("a", [1, 2, 3], max_tokens=30))
+    steps = [scheduler.schedule() for _ in range(3)]
+    assert [step.output.rows.starts.tolist() for step in steps] == [[0], [3], [7]]
+    assert [step.output.rows.counts.tolist() for step in steps] == [[3], [4], [4]]
+    (seq,) = scheduler._roster.running
+    assert seq.num_computed == 11
+    scheduler.update(steps[0], answer(steps[0], [[10]], [0]))
+    scheduler.update(steps[1], answer(steps[1], [[11, 12]], [2]))
+    assert seq.num_computed == 9, "two of the four tokens of step 1 were none"
+    scheduler.update(steps[2], answer(steps[2], [[13]], [0]))
+    assert seq.num_computed == 6 and seq.token_ids == [1, 2, 3, 10, 11, 12, 13]
+
+
+def test_a_sequence_is_not_fed_beyond_the_least_that_it_may_have() -> None:
+    """Each step on its way gives it one token for certain."""
+    scheduler = Script().scheduler
+    scheduler.add(make_request("a", [1, 2, 3], max_tokens=3))
+    steps = [scheduler.schedule() for _ in range(4)]
+    assert [step is None for step in steps] == [False, False, False, True]
+
+
+def test_no_drafts_are_wanted_where_the_policy_wants_none() -> None:
     resting = Script(disable_by_batch_size=0)
     resting.scheduler._policy.choose = lambda num_rows, kind: 0
     resting.scheduler.add(make_request("a", [1, 2, 3], max_tokens=30))
     ahead = [resting.scheduler.schedule() for _ in range(3)]
-    assert all(step is not None for step in ahead)
     assert [step.output.max_drafts for step in ahead] == [-1, -1, -1]
+    assert [step.drafts.sum() for step in ahead] == [0, 0, 0]
 
 
 def test_drafters_with_a_cache_rest_and_miss_what_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,81 +149,114 @@ def test_drafters_with_a_cache_rest_and_miss_what_decodes(monkeypatch: pytest.Mo
     assert set(asked) == {-1}, "nor do prompts fill the drafter's cache"
     scheduler._policy.choose = lambda num_rows, kind: 3
     assert scheduler.schedule().output.max_drafts == 3, (
-        "what it has missed may cost it right drafts"
+        "what it has missed may cost it accepted drafts"
     )
     fresh = Script(lookahead_tokens=3)
     fresh.scheduler.add(make_request("b", [1, 2, 3, 4], max_tokens=60))
-    fresh.step([[9]], [[5, 6, 7]])
+    fresh.step([[9]], [0])
     step = fresh.scheduler.schedule()
     # Tokens 4 to 7 are fed; the drafter writes three places more.
     assert step.output.rows.counts.tolist() == [4]
     assert sum(len(blocks) for blocks in step.output.new_block_ids.values()) == 2
 
 
-def answer(step, tokens: list[list[int]], drafts: list[list[int]]) -> ModelRunnerOutput:
-    return ModelRunnerOutput(
-        step_id=step.output.step_id,
-        token_ids=np.array([t for row in tokens for t in row], dtype=np.int64),
-        counts=np.array([len(row) for row in tokens], dtype=np.int64),
-        num_drafts=step.drafts[None] if step.is_ahead else None,
-        next_drafts=np.array(drafts, dtype=np.int64) if drafts else None,
-    )
-
-
-def test_prompts_go_between_steps_whose_results_are_awaited() -> None:
-    """Rows that wait lose neither a step nor their drafts to a prompt."""
-    scheduler = Script(max_rows_ahead=4, records_drafts=True).scheduler
-    scheduler.add(make_request("a", [1, 2, 3], max_tokens=40))
-    first = scheduler.schedule()
-    scheduler.update(first, answer(first, [[10]], []))
-    second = scheduler.schedule()
-    ahead = scheduler.schedule()
-    assert ahead.is_ahead and ahead.drafts.tolist() == [3]
-    scheduler.update(second, answer(second, [[11]], [[12, 13, 14]]))
-    scheduler.add(make_request("b", [4, 5], max_tokens=40))
-    prompt = scheduler.schedule()
-    assert prompt.output.rows.counts.tolist() == [2], "the prompt, and nobody else"
-    assert prompt.output.max_drafts == 0
-    scheduler.update(ahead, answer(ahead, [[12, 13, 99]], [[20, 21, 22]]))
-    scheduler.add(make_request("c", [6, 7], max_tokens=40))
-    drafted = scheduler.schedule()
-    assert drafted.output.rows.num_drafts.tolist() == [3, 0], "the next prompt waits for its turn"
-    assert drafted.output.rows.draft_token_ids.tolist() == [20, 21, 22]
-    assert (prompt.asked, drafted.asked) == (0, 3), "results are told apart by what rows were fed"
-    scheduler.update(prompt, answer(prompt, [[40]], []))
-    last = scheduler.schedule()
-    assert last.output.rows.counts.tolist() == [2] and not last.cohort.seqs
-
-
-@pytest.mark.parametrize("max_rows_ahead", [0, 4])
-def test_prompts_take_turns_with_recorded_drafts(max_rows_ahead: int) -> None:
-    """Beside prompts drafts would have to be judged operation by operation, those of the host as
-    well."""
-    scheduler = Script(max_rows_ahead=max_rows_ahead, records_drafts=True).scheduler
+@pytest.mark.parametrize("captures_drafting", [False, True])
+def test_prompts_take_turns_with_captured_drafts(captures_drafting: bool) -> None:
+    """Beside prompts drafts would have to be verified operation by operation."""
+    script = Script(captures_drafts=True, captures_drafting=captures_drafting)
+    scheduler = script.scheduler
     scheduler.add(make_request("a", [1, 2, 3], max_tokens=40))
     for number in range(3):
         step = scheduler.schedule()
-        scheduler.update(step, answer(step, [[10 + number]], [[20, 21, 22]] if number else []))
+        scheduler.update(step, answer(step, [[10 + number]], [int(step.drafts.sum())]))
     fed = []
     for number in range(6):
         scheduler.add(make_request(f"b{number}", [4, 5], max_tokens=1))
         step = scheduler.schedule()
         fed.append((int(step.drafts.sum()), step.num_rows))
         rows = [[7]] * step.num_rows
-        scheduler.update(step, answer(step, rows, [[30, 31, 32]] * len(rows) if fed[-1][0] else []))
+        drafts = [*step.drafts.tolist(), *[0] * len(step.rows)]
+        scheduler.update(step, answer(step, rows, drafts))
+        prompts_draft = step.output.max_drafts > 0 or not step.rows
+        assert prompts_draft or captures_drafting, "drafting after prompts is what costs"
     assert fed[0] == (3, 1) and fed[1][0] == 0 and fed[1][1] > 1, fed
     assert scheduler.num_waiting <= 1
 
 
-def test_prompts_go_beside_drafts_where_nothing_is_recorded() -> None:
+def test_prompts_go_beside_drafts_where_nothing_is_captured() -> None:
     scheduler = Script().scheduler
     scheduler.add(make_request("a", [1, 2, 3], max_tokens=40))
     for number in range(2):
         step = scheduler.schedule()
-        scheduler.update(step, answer(step, [[10 + number]], [[20, 21, 22]]))
+        scheduler.update(step, answer(step, [[10 + number]], [int(step.drafts.sum())]))
     scheduler.add(make_request("b", [4, 5], max_tokens=1))
     step = scheduler.schedule()
     assert (int(step.drafts.sum()), step.num_rows) == (3, 2)
+
+
+def test_a_row_without_room_for_drafts_still_gets_its_token() -> None:
+    """Two sequences in a pool that holds them without drafts beside them."""
+    script = Script()
+    script.kv = KVCacheManager(4, 4)
+    scheduler = BatchScheduler(script.scheduler.settings, script.kv)
+    for name in "ab":
+        scheduler.add(make_request(name, [1, 2, 3], max_tokens=5, ignore_eos=True))
+    given = {"a": 0, "b": 0}
+    for _ in range(40):
+        step = scheduler.schedule()
+        if step is None:
+            break
+        seqs = step.seqs()
+        for seq in seqs:
+            given[seq.request_id] += 1
+        scheduler.update(step, answer(step, [[7]] * len(seqs), [0] * len(seqs)))
+    assert given == {"a": 5, "b": 5} and not scheduler._roster.num_preemptions_total
+    scheduler.check_idle()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_plan_is_never_below_what_is_computed(seed: int) -> None:
+    """Two steps in flight; a model of the workers keeps the true counts. With no step in flight the
+    plan says the same as they do."""
+    random = Random(seed)
+    captures = random.random() < 0.5
+    script = Script(captures_drafts=captures, captures_drafting=captures)
+    scheduler, true, held = script.scheduler, {}, {}
+    scheduler._policy.choose = lambda num_rows, kind: random.choice([0, 1, NUM_DRAFTS])
+    in_flight: list[tuple[Any, ModelRunnerOutput]] = []
+    last = BatchRows.of([], [], [])
+    for number in range(120):
+        if random.random() < 0.15 and scheduler.num_requests < 6:
+            prompt = [5] * random.randrange(1, 30)
+            scheduler.add(make_request(f"r{number}", prompt, max_tokens=random.randrange(1, 20)))
+        if random.random() < 0.03 and scheduler.num_requests:
+            scheduler.abort([random.choice(list(scheduler._roster.requests))])
+        step = scheduler.schedule() if len(in_flight) < 2 else None
+        if step is not None:
+            rows = step.output.rows or last.next(step.num_decodes)
+            last, tokens, fed = rows, [], []
+            for new in step.output.new_sequences:
+                true[new.seq_id], held[new.seq_id] = 0, 0
+            for row, seq in enumerate(step.seqs()):
+                most, own = int(rows.num_drafts[row]), int(rows.counts[row] - rows.num_drafts[row])
+                drafts = min(most, held[seq.seq_id])
+                accepted = random.randrange(drafts + 1)
+                start = int(rows.starts[row])
+                if row >= len(step.cohort.seqs):
+                    true[seq.seq_id] = start  # of a prompt the message is exact
+                assert true[seq.seq_id] <= start
+                true[seq.seq_id] += own + accepted
+                held[seq.seq_id] = max(0, step.output.max_drafts) * bool(rows.samples[row])
+                tokens.append([7] * (1 + accepted) if rows.samples[row] else [])
+                fed.append(drafts)
+                assert true[seq.seq_id] <= seq.num_computed
+            in_flight.append((step, answer(step, tokens, fed)))
+        if in_flight and (len(in_flight) == 2 or step is None or random.random() < 0.5):
+            scheduler.update(*in_flight.pop(0))
+            scheduler.take_deltas()
+        for seq in scheduler._roster.running:
+            if seq.num_in_flight == 0 and seq.seq_id in true:
+                assert seq.num_computed == true[seq.seq_id]
 
 
 def test_requests_and_usage_show_them() -> None:
@@ -204,9 +264,9 @@ def test_requests_and_usage_show_them() -> None:
     request = make_request("a", [1, 2, 3], max_tokens=5, detokenize=False)
     processor.add(request, kind=OutputKind.FINAL)
     script.scheduler.add(request)
-    deltas = script.step([[10]], [[11, 12, 13]])[1]
-    deltas += script.step([[11, 99]], [[8, 9]])[1]
-    deltas += script.step([[8, 9]], [[]])[1]
+    deltas = script.step([[10]], [0])[1]
+    deltas += script.step([[11, 99]], [3])[1]
+    deltas += script.step([[8, 9]], [1])[1]
     (output,) = [o for o, _ in map(processor.process, deltas) if o is not None and o.finished]
     found = output.metrics.speculate_metrics
     assert output.outputs[0].token_ids == [10, 11, 99, 8, 9]

@@ -3,39 +3,44 @@ there."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastdeploy_core.config import (
+    BatchConfig,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SpeculativeConfig,
+)
 from fastdeploy_core.contracts.device import StepBuckets
 from fastdeploy_core.errors import WorkerError
-from fastdeploy_core.worker.step_rows import StepRows
-from fastdeploy_core.worker.step_shapes import StepShapes
+from fastdeploy_core.worker.layout import StepShapes
+from fastdeploy_core.worker.step import StepRows
 
 BUCKETS = StepBuckets((1, 2, 3), (8, 32, 64), (2, 4, 8), (1, 2, 4))
 LONGEST, BLOCK = 100, 16
 
 
 def shapes(max_drafts: int = 0) -> StepShapes:
-    return StepShapes(
-        BUCKETS,
-        max_num_seqs=6,
-        max_step_tokens=50,
-        max_model_len=LONGEST,
-        block_size=BLOCK,
-        max_drafts=max_drafts,
+    config = EngineConfig(
+        model=ModelConfig(Path("none"), Path("none"), max_model_len=LONGEST),
+        cache=CacheConfig(block_size=BLOCK),
+        batch=BatchConfig(max_num_seqs=6, max_num_batched_tokens=50),
+        speculative=SpeculativeConfig("any", max_drafts) if max_drafts else None,
     )
+    return StepShapes(config, BUCKETS)
 
 
 def step(starts: list[int], counts: list[int]) -> StepRows:
     first, size = np.array(starts), np.array(counts)
     rows = np.arange(len(starts))
     none = np.zeros(len(starts), dtype=np.int64)
-    return StepRows(
-        *(rows, first, size, first + size, none, none == 0, max(counts) == 1),
-        *(rows, np.cumsum(size) - 1, first + size),
-    )
+    return StepRows(rows, first, size, none, none == 0, is_decode=max(counts) == 1)
 
 
 @st.composite
@@ -77,8 +82,8 @@ def test_tokens_lie_at_the_beginning_of_their_rows() -> None:
     assert (shape.rows, shape.tokens) == (2, 8)
     placed = shape.spread(rows, np.arange(1, 8), -1).reshape(2, 8)
     assert placed.tolist() == [[1, 2] + [-1] * 6, [3, 4, 5, 6, 7] + [-1] * 3]
-    shaped = rows.shaped(shape)
-    assert shaped.sample_tokens.tolist() == [1, 12]
+    shaped = shapes().fit(rows)
+    assert shaped.shape == shape and shaped.positions().tokens.tolist() == [1, 12]
     assert shaped.first_tokens().tolist() == [0, 8]
     assert shaped.read_tokens().tolist() == [1, 12]
     assert shape.pad(np.array([7])).tolist() == [7, 0]

@@ -55,6 +55,22 @@ def test_loading_a_library_leaves_the_asked_number_of_threads_alone(name, asked,
     assert run(program, "-W", "ignore").strip() == str(asked)
 
 
+@pytest.mark.parametrize("name", tensor.available())
+def test_loading_a_library_leaves_logging_and_signals_alone(name):
+    program = (
+        "import logging, os, signal, sys\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('ended by the program'), sys.exit(3)))\n"
+        f"from fastdeploy_core import tensor; tensor.load({name!r}).zeros([2])\n"
+        "print(logging.root.handlers, logging.root.level, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGTERM); import time; time.sleep(5)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stderr) == (3, "")
+    assert done.stdout.splitlines() == ["[] 30", "ended by the program"]
+
+
 def test_unknown_library_is_refused_with_the_possible_ones():
     with pytest.raises(ConfigError, match=r"'jax'.*torch, paddle"):
         tensor.load("jax")

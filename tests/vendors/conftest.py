@@ -30,7 +30,7 @@ def _is_asked_for(config: pytest.Config) -> bool:
 
 def _missing() -> list[str]:
     missing = []
-    for name in ("fd-simdevice", *(f"fd-{device}" for device in DEVICES)):
+    for name in ("fd-accelerator", "fd-simdevice", *(f"fd-{device}" for device in DEVICES)):
         try:
             version(name)
         except PackageNotFoundError:

@@ -14,9 +14,9 @@ import pytest
 from fastdeploy_core.contracts.ops import OPERATIONS
 
 
-def examine(**more: str) -> list[list[object]]:
+def examined(**more: str) -> list[list[object]]:
     done = subprocess.run(
-        [sys.executable, "-m", "fastdeploy_core.cli.device_report", "metax"],
+        [sys.executable, "-m", "fastdeploy_testing.examine", "metax", "--json"],
         env=os.environ | more, capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -28,7 +28,7 @@ def examine(**more: str) -> list[list[object]]:
 def test_every_operation_is_examined(panels: Path) -> None:
     from fd_simdevice.build import install
 
-    rows = examine(**install(panels.parent / "only-metax", ["metax_gpu"]))
+    rows = examined(**install(panels.parent / "only-metax", ["metax_gpu"]))
     assert [
         "operations",
         True,
@@ -41,18 +41,18 @@ def test_every_operation_is_examined(panels: Path) -> None:
 
 
 def test_a_wrong_kernel_and_a_missing_one_are_named(panels: Path) -> None:
-    from fastdeploy_core.cli import device_report
     from fastdeploy_core.contracts.device import DeviceOptions
     from fastdeploy_core.plugins.drivers import lookup
     from fastdeploy_core.plugins.kernels import REFERENCE, build_kernel_table
+    from fastdeploy_testing import examine
 
     device = lookup("device", "metax")(DeviceOptions())
     reference = build_kernel_table(REFERENCE)
     right = build_kernel_table("metax")["rms_norm"]
     chosen = {"rms_norm": lambda x, weight, eps: right(x, weight, eps) * 1.01}
     with device.xp.no_grad():
-        make = device_report.sample_arguments(device)["rms_norm"]
-        (row,) = device_report._compare(device, chosen, reference, "rms_norm", make)
+        make = examine.sample_arguments(device)["rms_norm"]
+        (row,) = examine._compare(device, chosen, reference, "rms_norm", make)
         assert not row[1] and "differs from the reference by" in row[2]
 
         def needs_a_detour(x: object) -> object:
@@ -63,5 +63,5 @@ def test_a_wrong_kernel_and_a_missing_one_are_named(panels: Path) -> None:
         def square() -> tuple[object, ...]:
             return (device.to_device(np.eye(3, dtype="float32")),)
 
-        assert device_report._missing_kernel(device, needs_a_detour, square) == "cholesky"
+        assert examine._missing_kernel(device, needs_a_detour, square) == "cholesky"
     device.close()

@@ -141,9 +141,9 @@ def test_what_gaudi_would_compile_without_padding(
     panels: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control for the above."""
-    from fastdeploy_core.worker.step_shapes import StepShapes
+    from fastdeploy_core.worker.layout import StepShapes
 
-    monkeypatch.setattr(StepShapes, "of", lambda config, limits: None)
+    monkeypatch.setattr(StepShapes, "fit", lambda shapes, rows: rows)
     assert gaudi_programs(panels, model) > 100
 
 

@@ -26,9 +26,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_64_greedy_tokens_equal_transformers(
     panels: Path, checkpoints: Path, device: str, model: str
 ) -> None:
+    from fd_accelerator import paddle_place
     from fd_simdevice.panel import Panel
-
-    from fastdeploy_core.tensor import paddle_place
 
     folder, answers = checkpoints / model, reference(checkpoints / model)
     prompts = [answer["prompt"].tolist() for answer in answers]

@@ -50,9 +50,9 @@ def engines(tensor_library: str) -> Iterator[tuple[LLM, LLM]]:
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Sizes of the captured graphs of prompts that are replayed from now on."""
     sizes: list[int] = []
-    run = prompt_graphs.RecordedPrompt.run
+    run = prompt_graphs.CapturedPrompt.run
     monkeypatch.setattr(
-        prompt_graphs.RecordedPrompt,
+        prompt_graphs.CapturedPrompt,
         "run",
         lambda self, *step: (sizes.append(self.size), run(self, *step))[1],
     )
@@ -80,7 +80,7 @@ def test_recorded_prompts_are_plans_for_sampled_tokens_and_answer_as_the_referen
     tensor_library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever the sampled tokens stand, and however many there are; a chunk may have none."""
-    run, seen = prompt_graphs.RecordedPrompt.run, list[tuple[int, int]]()
+    run, seen = prompt_graphs.CapturedPrompt.run, list[tuple[int, int]]()
 
     def note(self: Any, batch: Any, *step: Any) -> Any:
         target = run(self, batch, *step)
@@ -89,7 +89,7 @@ def test_recorded_prompts_are_plans_for_sampled_tokens_and_answer_as_the_referen
         seen.append((batch.num_tokens, int(target.hidden.shape[0])))
         return target
 
-    monkeypatch.setattr(prompt_graphs.RecordedPrompt, "run", note)
+    monkeypatch.setattr(prompt_graphs.CapturedPrompt, "run", note)
     options: dict[str, Any] = {"max_num_batched_tokens": 24, "enable_chunked_prefill": True}
     prompts = ["12 + 30 =", "Count: " + "1 2 3 " * 12, "Sort: d a c b", "Reverse: " + "abc " * 7]
     params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1)

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from fastdeploy_core import envs
 from fastdeploy_core.engine.processes.log_format import LineFormatter
+from fastdeploy_core.metadata import tolerate_damage
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -182,6 +183,7 @@ def run_child(target: str) -> None:
 def _import_early(modules: Sequence[str]) -> None:
     """Import modules. A module that fails is imported again by the code that needs it, which
     raises."""
+    tolerate_damage()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in modules:

@@ -1,11 +1,5 @@
 """Parsers that separate a model's thinking from its answer."""
 
-from .think import DeepSeekR1Parser, ErnieThinkingParser, ErnieVLParser, ErnieX1Parser, Qwen3Parser
+from .think import DeepSeekR1Parser, ErnieX1Parser, ThinkParser
 
-__all__ = [
-    "DeepSeekR1Parser",
-    "ErnieThinkingParser",
-    "ErnieVLParser",
-    "ErnieX1Parser",
-    "Qwen3Parser",
-]
+__all__ = ["DeepSeekR1Parser", "ErnieX1Parser", "ThinkParser"]

@@ -61,7 +61,8 @@ class _Trimmer:
 
 
 class ThinkParser:
-    """Base of the parsers; subclasses set how an answer begins and what wraps it."""
+    """The model writes <think> itself, or the prompt ends with it (Qwen3, ERNIE VL). Subclasses set
+    how else an answer begins and what wraps it."""
 
     markers: ClassVar[tuple[str, ...]] = (THINK, END_THINK)
     # Whether an answer begins in the thinking if the prompt does not say so.
@@ -159,22 +160,9 @@ class ThinkParser:
             delta.content += self._answer.push(text)
 
 
-class Qwen3Parser(ThinkParser):
-    """The model writes <think> itself, or the prompt of a thinking-only model ends with it."""
-
-
 class DeepSeekR1Parser(ThinkParser):
-    """The model thinks unless the prompt closes the thinking; older checkpoints omit <think>."""
-
-    begins_thinking = True
-
-
-class ErnieVLParser(ThinkParser):
-    """The model thinks if the prompt ends with <think>."""
-
-
-class ErnieThinkingParser(ThinkParser):
-    """ERNIE 4.5 thinking: the prompt holds <think>, the text only </think>."""
+    """The model thinks unless the prompt closes the thinking; older checkpoints omit <think>, and
+    for ERNIE 4.5 thinking the prompt holds it."""
 
     begins_thinking = True
 

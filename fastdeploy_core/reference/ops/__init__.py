@@ -1,1 +1,1 @@
-"""The operations of contracts/ops.py in plain tensor code, grouped by what they work on."""
+"""The operations of contracts/ops/ in plain tensor code, grouped by what they work on."""

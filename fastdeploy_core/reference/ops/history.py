@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def append_history(slots: Tensor, results: Tensor, num_computed: Tensor, history: Tensor) -> None:
-    """See contracts/ops.py. Tokens that are not kept go to the padding row."""
+    """See contracts/ops/. Tokens that are not kept go to the padding row."""
     xp = namespace(slots)
     length, padding = history.shape[1], history.shape[0] - 1
     kept = (xp.cumsum((results < 0).to(xp.int64), 1) == 0).to(xp.int64)
@@ -30,7 +30,7 @@ def append_history(slots: Tensor, results: Tensor, num_computed: Tensor, history
 def match_ngrams(
     history: Tensor, slots: Tensor, num_known: Tensor, min_size: int, max_size: int, n: int
 ) -> Tensor:
-    """See contracts/ops.py. Compares the end of each history with every place at once."""
+    """See contracts/ops/. Compares the end of each history with every place at once."""
     xp = namespace(slots)
     if not n:
         return xp.zeros([slots.shape[0], 0], dtype=xp.int64, device=slots.device)

@@ -1,4 +1,4 @@
-"""Operations around a decode step whose state lies on the device; contracts/ops.py defines S, W, k,
+"""Operations around a decode step whose state lies on the device; contracts/ops/ defines S, W, k,
 q.
 
 Everything happens in place and in fixed shapes, so that the step can be captured.
@@ -91,8 +91,8 @@ def finish_decode(
     num_rows, width = results.shape
     if peaks is not None:
         marked = mark_broken(marked, peaks, None)
-    marked = marked.view([num_rows, width])
-    accepted = _count_accepted(slots, drawn.view([num_rows, width]), marked, drafts, num_drafts)
+    marked = marked.reshape([num_rows, width])
+    accepted = _count_accepted(slots, drawn.reshape([num_rows, width]), marked, drafts, num_drafts)
     is_row = (slots < num_computed.shape[0] - 1).to(xp.int64)
     start = xp.index_select(num_computed, 0, slots)
     last = xp.arange(num_rows, dtype=xp.int64, device=slots.device) * width + accepted
@@ -110,7 +110,7 @@ def finish_decode(
 
 
 def keep_results(slots: Tensor, results: Tensor, num_computed: Tensor, kept: Tensor) -> None:
-    """See contracts/ops.py."""
+    """See contracts/ops/."""
     xp, size = namespace(slots), kept.shape[1]
     nth = xp.arange(size, dtype=xp.int64, device=slots.device).unsqueeze(0)
     is_row = (slots < num_computed.shape[0] - 1).unsqueeze(1)

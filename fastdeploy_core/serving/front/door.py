@@ -27,7 +27,7 @@ from fastdeploy_core.serving.http.protocol import HEAD_TIMEOUT_S
 from fastdeploy_core.types.engine import EngineHealth
 
 from .occupancy import Occupancy
-from .probes import PROBES, answer_probe
+from .probes import answer_probe
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +54,7 @@ class FrontDoor:
         self._occupancy = occupancy
         self._is_encrypted = config.ssl_certfile is not None
         # Probes on these paths are answered here, because only the path decides about the answer.
-        self._open_paths: frozenset[str] = frozenset()
-        if not config.allowed_hosts:
-            self._open_paths = frozenset(PROBES) if not config.api_keys else OPEN_PATHS
+        self._open_paths = frozenset() if config.allowed_hosts else OPEN_PATHS
         # number to (function, connections given to it so far)
         self._servers: dict[int, tuple[HandOver, int]] = {}
         self._lock = threading.Lock()
@@ -175,7 +173,7 @@ class FrontDoor:
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(content)),
-            (b"x-request-id", shown_id(given, uuid.uuid4().hex)),
+            (b"x-request-id", shown_id(given, uuid.uuid4().hex).encode("ascii")),
             (b"connection", b"close"),
         ]
         reason = HTTPStatus(status).phrase.encode("ascii")

@@ -17,20 +17,18 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 import zmq
 
-from fastdeploy_core import errors
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.processes import child, wire
 from fastdeploy_core.engine.processes.egress import connect
 from fastdeploy_core.engine.processes.supervisor import Listener, Supervisor
-from fastdeploy_core.errors import FastDeployError, WorkerError
+from fastdeploy_core.errors import FastDeployError, WorkerError, error_named
 from fastdeploy_core.serving.asking import Plugins
 from fastdeploy_core.types.engine import EngineInfo
 
@@ -72,7 +70,6 @@ class FrontEnds(Listener):
         self._state: wire.ToFrontEnd | None = None
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._supervisor = Supervisor(engine_config, plugins.resolved, self, addresses)
-        plugins.checked.add_done_callback(self._on_checked)
         table = Occupancy(self._count, occupancy_path(folder), create=True)
         self._is_draining = False
         self.door = FrontDoor(
@@ -100,12 +97,6 @@ class FrontEnds(Listener):
         """No engine runs, and none will be started."""
         self._tell(wire.Dead(type(error).__name__, str(error)))
         self._events.put(error)
-
-    def _on_checked(self, checked: Future[None]) -> None:
-        """Runs in the thread that checks plugins: a plugin that cannot be imported ends the
-        start-up."""
-        if (error := checked.exception()) is not None:
-            self._events.put(error)
 
     # -- this process's main thread ---------------------------------------------------------------
 
@@ -273,10 +264,7 @@ class FrontEnds(Listener):
         except (OSError, msgspec.MsgspecError):
             return  # it ended before
         if hello.error_type:
-            kind = getattr(errors, hello.error_type, None)
-            if not (isinstance(kind, type) and issubclass(kind, FastDeployError)):
-                kind = FastDeployError
-            self._events.put(kind(hello.message))
+            self._events.put(error_named(hello.error_type, hello.message))
             hall.close()
             return
         hall.setblocking(False)

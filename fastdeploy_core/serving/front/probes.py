@@ -5,11 +5,9 @@ from __future__ import annotations
 from fastdeploy_core.serving.http.errors import sanitise
 from fastdeploy_core.types.engine import EngineHealth
 
-PROBES = ("/health", "/health/live", "/health/ready", "/ping")
-
 
 def answer_probe(path: str, health: EngineHealth, draining: bool) -> tuple[int, dict[str, str]]:
-    """Status and body for one of PROBES."""
+    """Status and body for a probe."""
     if path == "/health/live":
         return 200, {"status": "live"}
     if path == "/health/ready":

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from fastdeploy_core.errors import (
@@ -66,7 +67,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = sanitise(message)
+        # what is wrong with a request may name paths: the client's own, or those of routes
+        self.message = sanitise(message) if status >= 500 else printable(message)
         self.type = type or _TYPES.get(status) or _phrase(status)
         self.param = param
         self.headers = dict(headers or {})
@@ -98,8 +100,13 @@ def sanitise(message: str) -> str:
     """The message without file paths, memory addresses, tracebacks and control characters."""
     for pattern, replacement in _INSIDES:
         message = pattern.sub(replacement, message)
-    printable = "".join(c if c.isprintable() or c in "\n\t" else " " for c in message)
-    return printable[:MAX_MESSAGE_CHARS].strip()
+    return printable(message)
+
+
+def printable(message: str) -> str:
+    """The message without control characters, at most as long as a message may be."""
+    shown = "".join(c if c.isprintable() or c in "\n\t" else " " for c in message)
+    return shown[:MAX_MESSAGE_CHARS].strip()
 
 
 def retry_after(seconds: float) -> dict[str, str]:
@@ -136,8 +143,8 @@ def to_api_error(error: BaseException) -> ApiError:
         if "deadline" in str(error):
             return ApiError(504, str(error))
         return unavailable(str(error))
-    if isinstance(error, Aborted):
-        return ApiError(CLIENT_CLOSED_REQUEST, str(error), type="Aborted")
+    if isinstance(error, Aborted | ClientDisconnect):
+        return ApiError(CLIENT_CLOSED_REQUEST, str(error) or "the client left", type="Aborted")
     if isinstance(error, InvalidRequest):
         return ApiError(400, str(error), param=error.param)
     if isinstance(error, WorkerError):

@@ -6,7 +6,6 @@ characters, deep nesting and anything that is not UTF-8 are errors of the client
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import math
@@ -17,8 +16,12 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from .errors import ApiError
+from .threads import Threads
 
 MAX_DEPTH = 96
+# Counted before the parse, which would hold up the whole process and take memory for each.
+MAX_KEYS = 2**16  # keys, lists and objects
+MAX_VALUES = 2**18
 MAX_INT_CHARS = 20  # sign and 19 digits hold every 64-bit number
 BIG_BODY_BYTES = 64 * 1024  # bodies of this size and more are parsed in a thread
 _SUSPECT_ESCAPE = re.compile(rb"\\u(?:[dD][89a-fA-F]|0000)")
@@ -27,7 +30,13 @@ _SUSPECT_NUMBER = re.compile(rb"[0-9](?:[eE]|[0-9]{17})")  # all other numbers a
 Model = TypeVar("Model", bound=BaseModel)
 
 
-async def read_model(request: Request, model: type[Model]) -> Model:
+def tenant_of(request: Request) -> str:
+    """Who calls: the name that the key stands for; empty without keys."""
+    tenant: str = getattr(request.state, "tenant", "")
+    return tenant
+
+
+async def read_model(request: Request, model: type[Model], threads: Threads) -> Model:
     """The request's body as this model; else ApiError or pydantic's ValidationError."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
@@ -35,10 +44,14 @@ async def read_model(request: Request, model: type[Model]) -> Model:
             415, f"the body must be application/json, got {media_type[:60] or 'no content type'}"
         )
     raw = await request.body()
+    request.state.num_body_bytes = len(raw)
     if len(raw) > BIG_BODY_BYTES:
-        body, unknown = await asyncio.to_thread(_to_model, raw, model)
+        parsed: tuple[Model, list[str]] = await threads.run(
+            tenant_of(request), _to_model, raw, model
+        )
     else:
-        body, unknown = _to_model(raw, model)
+        parsed = _to_model(raw, model)
+    body, unknown = parsed
     if unknown:
         request.state.ignored_fields = unknown  # Guard names them in a response header
     return body
@@ -65,6 +78,7 @@ def _kind(value: Any) -> str:
 
 def parse_json(raw: bytes) -> Any:
     """The value of a JSON document; ApiError 400 says what is wrong with it."""
+    _count(raw)
     try:
         decoder = _CAREFUL if _SUSPECT_NUMBER.search(raw) else _PLAIN
         value = decoder.decode(raw.decode("utf-8"))
@@ -80,6 +94,24 @@ def parse_json(raw: bytes) -> Any:
     if check_text or raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
         _check_tree(value, check_text)
     return value
+
+
+def _count(raw: bytes) -> None:
+    if len(raw) <= MAX_KEYS or not _is_above(raw):
+        return
+    plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")  # what is left of quotes ends texts
+    if plain.count(b'"') > 2 * (2 * MAX_KEYS + MAX_VALUES) or _is_above(
+        b"".join(plain.split(b'"')[::2])
+    ):
+        raise ApiError(
+            400,
+            f"the body has too many parts; at most {MAX_KEYS} keys, lists and objects and "
+            f"{MAX_VALUES} values are possible; long texts are",
+        )
+
+
+def _is_above(raw: bytes) -> bool:
+    return sum(map(raw.count, (b":", b"[", b"{"))) > MAX_KEYS or raw.count(b",") >= MAX_VALUES
 
 
 def _refuse_constant(name: str) -> Any:

@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .connection import connection_of
 from .errors import ApiError, send_error, to_api_error
+from .protocol import connection_of
 
 logger = logging.getLogger(__name__)
 
-# Probes of orchestrators; the answers say nothing but up or down.
-OPEN_PATHS = frozenset({"/health/live", "/health/ready"})
+# Probes of orchestrators, which send no key; the answers say nothing but up or down.
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 MAX_HEADERS = 100  # the HTTP parser bounds their bytes
 _CLIENT_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
@@ -33,10 +33,10 @@ MAX_NAMES_SHOWN = 16
 _FIELD_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
-def shown_id(given: bytes, own: str) -> bytes:
-    """The request id of an answer: the client's, if it fits into a header, else the server's."""
+def shown_id(given: bytes, own: str) -> str:
+    """The id of a call: the client's, if it fits into a header, else the server's."""
     text = given.decode("latin-1")
-    return (text if _CLIENT_ID.fullmatch(text) else own).encode("ascii")
+    return text if _CLIENT_ID.fullmatch(text) else own
 
 
 Observer = Callable[[str, int, float], None]  # path template, status, seconds
@@ -70,9 +70,8 @@ class Guard:
             return
         started_at = time.monotonic()
         status = 0
-        request_id = secrets.token_hex(16)
-        scope.setdefault("state", {})["request_id"] = request_id
-        shown = shown_id(_header(scope, b"x-request-id") or b"", request_id)
+        given = _header(scope, b"x-request-id") or b""
+        scope.setdefault("state", {})["request_id"] = shown_id(given, secrets.token_hex(16))
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -80,7 +79,7 @@ class Guard:
                 status = message["status"]
                 message["headers"] = [
                     *message.get("headers", []),
-                    (b"x-request-id", shown),
+                    (b"x-request-id", scope["state"]["request_id"].encode("ascii")),
                 ]
                 if ignored := scope["state"].get("ignored_fields"):
                     message["headers"].append((IGNORED_HEADER, _name_list(ignored)))

@@ -15,20 +15,20 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 import httptools
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import (
     HttpToolsProtocol,
     RequestResponseCycle,
 )
 
-from .connection import CONNECTION_EXTENSION
-
+EXTENSION = "fastdeploy.connection"  # where a call's scope holds its Cycle
 HEAD_TIMEOUT_S = 10.0
 MAX_HEAD_BYTES = 64 * 1024
 UNTIL_CLOSED = sys.maxsize  # the length of a body that ends when its connection closes
 
 
 class Cycle(RequestResponseCycle):
-    """One request and its answer; it is the Connection of connection.py."""
+    """One request and its answer, with what ASGI's `send` makes slow or impossible."""
 
     _on_left: Callable[[], None] | None = None
 
@@ -42,8 +42,8 @@ class Cycle(RequestResponseCycle):
         self.transport.abort()
 
     def write(self, data: bytes) -> bool:
-        """Send a part of a streamed body, framed as `send` would. True: wait for drain() before
-        more."""
+        """Send a non-empty part of a body without declared length, after the head, to a client that
+        knows chunks (HTTP/1.1). True: the client reads too slowly; wait for `drain`."""
         if self.disconnected:
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -54,7 +54,8 @@ class Cycle(RequestResponseCycle):
         await self.flow.drain()
 
     def watch(self, on_left: Callable[[], None] | None) -> None:
-        """Call on_left if the client leaves before its answer is complete; None: stop watching."""
+        """Call on_left once if the client leaves before its answer is complete; None: stop
+        watching."""
         self._on_left = on_left
         self.flow.resume_reading()  # a paused reader would not notice that the client leaves
         if self.disconnected and on_left is not None:
@@ -77,6 +78,12 @@ class Cycle(RequestResponseCycle):
             elif self.expected_content_length > UNTIL_CLOSED // 2 and not message.get("more_body"):
                 self.expected_content_length = len(message.get("body", b""))
         await super().send(message)
+
+
+def connection_of(scope: Scope) -> Cycle | None:
+    """The Cycle of a call; None if the call came without a connection."""
+    cycle: Cycle | None = scope.get("extensions", {}).get(EXTENSION)
+    return cycle
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -187,7 +194,7 @@ class GuardedProtocol(HttpToolsProtocol):
             keep_alive=version == "1.1" and self.parser.should_keep_alive(),
             on_response=self.on_response_complete,
         )
-        scope["extensions"] = {CONNECTION_EXTENSION: cycle}
+        scope["extensions"] = {EXTENSION: cycle}
         self._open.append(cycle)
         if len(self._open) == 1:
             self._answer(cycle)

@@ -6,6 +6,7 @@ its deltas, so the two cannot differ.
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,10 @@ class Collected:
             call.name += part.name or ""
             call.arguments += part.arguments
 
+    def drop_unfinished_calls(self) -> None:
+        """Forget calls whose arguments were cut off: nobody can make them."""
+        self.calls = {index: call for index, call in self.calls.items() if _is_json(call.arguments)}
+
     def tool_calls(self) -> list[dict[str, Any]]:
         """The calls in OpenAI's form, in order."""
         return [
@@ -97,6 +102,14 @@ class Collected:
             }
             for _, call in sorted(self.calls.items())
         ]
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def tool_call_deltas(calls: Sequence[ToolCallDelta]) -> list[dict[str, Any]]:

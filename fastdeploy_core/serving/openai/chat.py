@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
-
-from fastdeploy_core.engine.input import grammar_start
+from fastdeploy_core.engine.input import build_request, grammar_start
 from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.parsers import AnswerReader
 from fastdeploy_core.parsers.answer import TextParser, shown_tokens, thinking_ahead
 from fastdeploy_core.serving.state import ServerState
+from fastdeploy_core.tokenizer.special_text import MarkedText
 from fastdeploy_core.types import (
     CompletionOutput,
     Request,
@@ -26,9 +24,9 @@ from .answer import Answer, tool_call_deltas
 from .generation import run
 from .logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from .schemas import ChatCompletionRequest
-from .usage import Call, Usage, answer_id, request_options
+from .usage import Call, Envelope, Usage, request_options
 
-SHORT_BYTES = 4096
+CHUNK = "chat.completion.chunk"
 _PROMPT_TAIL_TOKENS = 64  # enough for a reasoning parser to see whether thinking has begun
 
 
@@ -39,9 +37,7 @@ class ChatJob:
         self._state = state
         self._body = body
         self._call = call
-        self._id = answer_id("chatcmpl", body, call)
-        self._created = int(time.time())
-        self._model = state.check_model(body.model)
+        self._envelope = Envelope("chatcmpl", call, state.check_model(body.model))
         self._kwargs = body.template_kwargs(dict(state.config.default_chat_template_kwargs))
         as_ids = body.return_tokens_as_token_ids
         if as_ids is None:
@@ -55,14 +51,27 @@ class ChatJob:
 
     async def prepare(self) -> None:
         """Render, tokenize, compile the grammar."""
+        body, state, tenant = self._body, self._state, self._call.tenant
+        if body.chat_template is not None:
+            prompt = await state.template_threads.run(tenant, self.render)
+            request = await state.threads.run(tenant, self.make_request, prompt)
+        elif self._call.is_short and not isinstance(prompt := self.render(), MarkedText):
+            request = self.make_request(prompt)
+        else:
+            request = await state.threads.run(tenant, lambda: self.make_request(self.render()))
+        await state.add_grammar(request)
+        if state.reasoning_parser is not None:
+            end = request.prompt_token_ids[-_PROMPT_TAIL_TOKENS:]
+            self._prompt_tail = state.tokenizer.decode(end)
+            if request.grammar is not None:
+                thinking = thinking_ahead(state.reasoning_parser, self._prompt_tail, self._kwargs)
+                request.grammar_start = grammar_start(thinking, state.tokenizer)
+        self._request = request
+
+    def make_request(self, prompt: str | list[int]) -> Request:
+        """The engine request, but for its grammar."""
         body, state = self._body, self._state
         self._constraint = self._find_constraint()
-        prompt = body.raw_prompt()
-        if prompt is None:
-            prompt = self.render() if self._is_short() else await state.in_thread(self.render)
-            options = {"add_special_tokens": body.add_special_tokens}
-        else:
-            options = {"add_special_tokens": True}
         wanted: dict[str, Any] = {}
         if body.logprobs:
             wanted["logprobs"] = body.top_logprobs or 0
@@ -72,27 +81,21 @@ class ChatJob:
         sampling = body.sampling(
             state.default_sampling, structured_outputs=self._constraint, **wanted
         )
-        request = await state.engine_request(
-            prompt, sampling, **options, **request_options(state, body, self._call)
+        own = body.add_special_tokens or body.raw_prompt() is not None
+        return build_request(
+            prompt,
+            sampling,
+            tokenizer=state.tokenizer,
+            limits=state.limits,
+            options=request_options(state, body, self._call, own),
         )
-        if state.reasoning_parser is not None:
-            end = request.prompt_token_ids[-_PROMPT_TAIL_TOKENS:]
-            self._prompt_tail = state.tokenizer.decode(end)
-            if request.grammar is not None:
-                thinking = thinking_ahead(state.reasoning_parser, self._prompt_tail, self._kwargs)
-                request.grammar_start = grammar_start(thinking, state.tokenizer)
-        self._request = request
 
-    def _is_short(self) -> bool:
-        """Whether rendering takes no longer than passing it to a thread: a few hundred
-        microseconds."""
-        body = self._body
-        given = (body.messages, body.tools, body.documents, self._kwargs)
-        return body.chat_template is None and len(msgspec.json.encode(given)) <= SHORT_BYTES
-
-    def render(self) -> str:
+    def render(self) -> str | list[int]:
         """The conversation as a prompt."""
         body = self._body
+        raw = body.raw_prompt()
+        if raw is not None:
+            return raw
         if body.chat_template is not None and not self._state.config.trust_request_chat_template:
             raise InvalidRequest(
                 "chat_template is not taken from requests by this server "
@@ -130,10 +133,8 @@ class ChatJob:
             for index in sorted(answers)
         ]
         usage.num_reasoning_tokens = sum(a.num_reasoning_tokens for a in answers.values())
-        body = self._envelope("chat.completion", choices)
-        body["usage"] = usage.render()
-        if first_logprobs is not None:
-            body["prompt_logprobs"] = prompt_logprobs(first_logprobs)
+        body = self._envelope("chat.completion", choices, usage)
+        body["prompt_logprobs"] = first_logprobs and prompt_logprobs(first_logprobs)
         if self._body.return_token_ids:
             body["prompt_token_ids"] = self._prompt_ids()
         return body
@@ -142,22 +143,22 @@ class ChatJob:
         """The chunks of a streamed answer: roles, deltas, then usage if it was asked for."""
         usage, answers = self._begin()
         at_end, continuous = self._body.include_usage(self._state.config.force_include_usage)
+        shown = usage if continuous else None
         begun: set[int] = set()
         async with aclosing(self._outputs()) as outputs:
             async for output in outputs:
-                usage.add(output)
-                for part in output.outputs:
+                for part in output.outputs if len(begun) < len(answers) else ():
                     if part.index not in begun:
                         begun.add(part.index)
-                        yield self._with_usage(self._first_chunk(part.index), usage, continuous)
-                    chunk = self._chunk(answers[part.index], part)
+                        yield self._first_chunk(part.index, shown)
+                usage.add(output)
+                for part in output.outputs:
+                    chunk = self._chunk(answers[part.index], part, shown)
                     if chunk is not None:
-                        yield self._with_usage(chunk, usage, continuous)
+                        yield chunk
         if at_end:
             usage.num_reasoning_tokens = sum(a.num_reasoning_tokens for a in answers.values())
-            chunk = self._envelope("chat.completion.chunk", [])
-            chunk["usage"] = usage.render()
-            yield chunk
+            yield self._envelope(CHUNK, [], usage)
 
     def _begin(self) -> tuple[Usage, dict[int, Answer]]:
         num = self._engine_request().sampling.n
@@ -216,9 +217,12 @@ class ChatJob:
         self, answer: Answer, end: CompletionOutput, token_ids: list[int], positions: list[Any]
     ) -> dict[str, Any]:
         said = answer.collected
+        if end.finish_reason == "length":
+            said.drop_unfinished_calls()
         message: dict[str, Any] = {
             "role": self._state.config.response_role,
             "content": said.content if said.content or not said.calls else None,
+            "refusal": None,
         }
         if said.reasoning and self._body.include_reasoning is not False:
             message.update(reasoning_content=said.reasoning, reasoning=said.reasoning)
@@ -242,15 +246,17 @@ class ChatJob:
             return None
         return chat_logprobs(positions, token_ids, self._body.top_logprobs or 0, self._names)
 
-    def _first_chunk(self, index: int) -> dict[str, Any]:
+    def _first_chunk(self, index: int, usage: Usage | None) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": self._state.config.response_role, "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        chunk = self._envelope("chat.completion.chunk", [choice])
+        chunk = self._envelope(CHUNK, [choice], usage)
         if self._body.return_token_ids:
             chunk["prompt_token_ids"] = delta["prompt_token_ids"] = self._prompt_ids()
         return chunk
 
-    def _chunk(self, answer: Answer, part: CompletionOutput) -> dict[str, Any] | None:
+    def _chunk(
+        self, answer: Answer, part: CompletionOutput, usage: Usage | None
+    ) -> dict[str, Any] | None:
         """The chunk of a step, None when there is nothing to show yet."""
         said = answer.push(part.text, len(part.token_ids), part.finished)
         delta: dict[str, Any] = {}
@@ -275,18 +281,4 @@ class ChatJob:
             choice["stop_reason"] = part.stop_reason
         if self._body.return_token_ids:
             choice["token_ids"] = delta["completion_token_ids"] = part.token_ids
-        return self._envelope("chat.completion.chunk", [choice])
-
-    def _with_usage(self, chunk: dict[str, Any], usage: Usage, wanted: bool) -> dict[str, Any]:
-        if wanted:
-            chunk["usage"] = usage.render()
-        return chunk
-
-    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-        }
+        return self._envelope(CHUNK, [choice], usage)

@@ -6,20 +6,21 @@ most likely ones per token.
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from fastdeploy_core.engine.input import build_request
 from fastdeploy_core.serving.state import ServerState
-from fastdeploy_core.types import CompletionOutput, Request, RequestOutput, StructuredOutputsParams
+from fastdeploy_core.types import CompletionOutput, Request, RequestOutput
 
 from .generation import merge, run
 from .logprobs import CompletionLogprobs, Position, TokenNames, prompt_logprobs
 from .schemas import CompletionRequest
-from .usage import Call, Usage, answer_id, request_options
+from .usage import Call, Envelope, Usage, request_options
+
+KIND = "text_completion"
 
 
 @dataclass(slots=True)
@@ -46,14 +47,11 @@ class CompletionJob:
         self._state = state
         self._body = body
         self._call = call
-        self._id = answer_id("cmpl", body, call)
-        self._created = int(time.time())
-        self._model = state.check_model(body.model)
+        self._envelope = Envelope("cmpl", call, state.check_model(body.model))
         self._n = body.n or 1
         self._prompts = body.prompts()
         self._requests: list[Request] = []
         self._prompt_texts: list[str] = []
-        self._constraint: StructuredOutputsParams | None = None
         as_ids = body.return_tokens_as_token_ids
         if as_ids is None:
             as_ids = state.config.return_tokens_as_token_ids
@@ -63,6 +61,15 @@ class CompletionJob:
 
     async def prepare(self) -> None:
         """Tokenize the prompts, compile the grammar."""
+        if self._call.is_short:
+            self.make_requests()
+        else:
+            await self._state.threads.run(self._call.tenant, self.make_requests)
+        for request in self._requests:
+            await self._state.add_grammar(request)
+
+    def make_requests(self) -> None:
+        """The engine requests, but for their grammar."""
         body, state = self._body, self._state
         best_of = body.best_of or self._n
         wanted: dict[str, Any] = {"n": best_of, "structured_outputs": body.constraint()}
@@ -73,15 +80,13 @@ class CompletionJob:
         # With max_tokens=0 no token is returned, but a prompt's own logprobs need one step.
         wanted["max_tokens"] = max(1, body.max_tokens) if body.max_tokens is not None else None
         sampling = body.sampling(state.default_sampling, **wanted)
-        options = request_options(state, body, self._call)
-        making = [
-            state.engine_request(
-                prompt, sampling, add_special_tokens=body.add_special_tokens, **options
+        options = request_options(state, body, self._call, body.add_special_tokens)
+        self._requests = [
+            build_request(
+                prompt, sampling, tokenizer=state.tokenizer, limits=state.limits, options=options
             )
             for prompt in self._prompts
         ]
-        # The usual single prompt needs no task of its own.
-        self._requests = [await making[0]] if len(making) == 1 else await asyncio.gather(*making)
         if body.echo:
             self._prompt_texts = [
                 prompt
@@ -111,36 +116,35 @@ class CompletionJob:
                 answers = sorted(answers, key=lambda a: a.likelihood, reverse=True)[: self._n]
             for answer in answers:
                 choices.append(self._choice(len(choices), number, answer, prompts[number]))
-        body = self._envelope(choices)
         if self._body.max_tokens == 0:
             usage.num_completion_tokens = 0
-        body["usage"] = usage.render()
-        return body
+        return self._envelope(KIND, choices, usage)
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of a streamed answer, then usage if it was asked for."""
         usage = self._usage()
         at_end, continuous = self._body.include_usage(self._state.config.force_include_usage)
+        shown = usage if continuous else None
         choices: dict[int, _Choice] = {}
         async with aclosing(self._outputs()) as outputs:
             async for number, output in outputs:
-                usage.add(output)
                 for part in output.outputs:
                     index = number * self._n + part.index
                     if index not in choices:
                         (choices[index],) = self._new_choices(1)
                         if self._body.echo:
                             echo = self._echo_chunk(index, number, output, choices[index])
-                            yield self._with_usage(echo, usage, continuous)
-                    chunk = self._chunk(index, number, choices[index], part)
-                    if chunk is not None:
-                        yield self._with_usage(chunk, usage, continuous)
+                            yield self._envelope(KIND, [echo], shown)
+                usage.add(output)
+                if self._body.max_tokens == 0:
+                    usage.num_completion_tokens = 0
+                for part in output.outputs:
+                    index = number * self._n + part.index
+                    entry = self._chunk(index, number, choices[index], part)
+                    if entry is not None:
+                        yield self._envelope(KIND, [entry], shown)
         if at_end:
-            if self._body.max_tokens == 0:
-                usage.num_completion_tokens = 0
-            final = self._envelope([])
-            final["usage"] = usage.render()
-            yield final
+            yield self._envelope(KIND, [], usage)
 
     def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         default = self._state.config.stream_interval
@@ -175,8 +179,8 @@ class CompletionJob:
             choice["logprobs"] = answer.logprobs.render(
                 [*before[0], *positions], [*before[1], *token_ids]
             )
-        if prompt is not None and body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(prompt)
+        asked = body.prompt_logprobs is not None
+        choice["prompt_logprobs"] = prompt_logprobs(prompt) if prompt and asked else None
         if body.return_token_ids:
             choice.update(prompt_token_ids=prompt_ids, token_ids=token_ids)
             choice["completion_token_ids"] = token_ids
@@ -194,7 +198,7 @@ class CompletionJob:
         if self._body.logprobs is not None and output.prompt_logprobs is not None:
             prompt_ids = self._requests[number].prompt_token_ids
             entry["logprobs"] = choice.logprobs.render(output.prompt_logprobs, prompt_ids)
-        return self._envelope([entry])
+        return entry
 
     def _chunk(
         self, index: int, number: int, choice: _Choice, part: CompletionOutput
@@ -221,18 +225,4 @@ class CompletionJob:
                 entry["prompt_token_ids"] = self._requests[number].prompt_token_ids
             entry["token_ids"] = entry["completion_token_ids"] = token_ids
         choice.token_ids.extend(token_ids)
-        return self._envelope([entry])
-
-    def _with_usage(self, chunk: dict[str, Any], usage: Usage, wanted: bool) -> dict[str, Any]:
-        if wanted:
-            chunk["usage"] = usage.render()
-        return chunk
-
-    def _envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-        }
+        return entry

@@ -9,8 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from fastdeploy_core import errors
-from fastdeploy_core.errors import FastDeployError, RequestError, WorkerError
+from fastdeploy_core.errors import WorkerError
 from fastdeploy_core.serving.metrics import RequestTimer
 from fastdeploy_core.serving.state import ServerState
 from fastdeploy_core.types import Request, RequestOutput
@@ -39,8 +38,6 @@ async def run(
                 continue
             if aborts and not output.finished:
                 state.engine.end_branches(aborts)
-            if output.error is not None:
-                raise failure(output.error, output.error_type)
             timer.observe(output)
             finished = output.finished
             yield output
@@ -48,12 +45,9 @@ async def run(
                 return
         if not finished:
             raise WorkerError("the engine ended a request without finishing it")
-    except GeneratorExit:
+    except (GeneratorExit, asyncio.CancelledError):
         if not finished:
-            state.metrics.aborted()
-        raise
-    except asyncio.CancelledError:
-        state.metrics.aborted()
+            state.metrics.aborted.inc()
         raise
     finally:
         state.outputs.remove(request.request_id)
@@ -75,14 +69,6 @@ def _log(request: Request, timer: RequestTimer) -> None:
         first_s,
         now - timer.started_at,
     )
-
-
-def failure(message: str, error_type: str) -> FastDeployError:
-    """The exception that the engine names in an output's error_type."""
-    kind = getattr(errors, error_type, None)
-    if isinstance(kind, type) and issubclass(kind, FastDeployError):
-        return kind(message)
-    return RequestError(message)
 
 
 async def merge(

@@ -99,14 +99,15 @@ class CompletionLogprobs:
                 tops.append(None)
                 continue
             values.append(finite(position[token_id].logprob))
-            shown = best(position, self._top)
-            if all(other != token_id for other, _ in shown):
-                shown.append((token_id, position[token_id]))
-            tops.append({self._names(other): finite(value.logprob) for other, value in shown})
+            # as in vLLM: the token itself, then the most likely ones
+            shown = {name: finite(position[token_id].logprob)}
+            for other, value in best(position, self._top):
+                shown.setdefault(self._names(other), finite(value.logprob))
+            tops.append(shown)
         return {
             "tokens": tokens,
             "token_logprobs": values,
-            "top_logprobs": tops if self._top else None,
+            "top_logprobs": tops,
             "text_offset": offsets,
         }
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from fastdeploy_core.serving.http.errors import ApiError
-from fastdeploy_core.serving.http.json_body import read_model
+from fastdeploy_core.serving.http.json_body import read_model, tenant_of
 from fastdeploy_core.serving.respond import answer, json_response
 from fastdeploy_core.serving.state import ServerState
 
@@ -23,6 +23,7 @@ from .schemas import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from .schemas.common import SamplingFields
 from .usage import Call
 
 BODIES: tuple[type[BaseModel], ...] = (
@@ -34,6 +35,7 @@ BODIES: tuple[type[BaseModel], ...] = (
 _REF = "#/components/schemas/{model}"
 TIMEOUT_HEADER = "x-request-timeout"
 MAX_TIMEOUT_S = 1e6
+SHORT_BODY_BYTES = 4096
 
 
 def _body_of(model: type[BaseModel]) -> dict[str, Any]:
@@ -59,13 +61,13 @@ def openai_router(state: ServerState) -> APIRouter:
 
     @router.post("/v1/chat/completions", openapi_extra=_body_of(ChatCompletionRequest))
     async def chat_completions(http: Request) -> Response:
-        body = await read_model(http, ChatCompletionRequest)
-        return await answer(http, state, ChatJob(state, body, _call(http)))
+        body = await read_model(http, ChatCompletionRequest, state.threads)
+        return await answer(http, state, ChatJob(state, body, _call(http, body)))
 
     @router.post("/v1/completions", openapi_extra=_body_of(CompletionRequest))
     async def completions(http: Request) -> Response:
-        body = await read_model(http, CompletionRequest)
-        return await answer(http, state, CompletionJob(state, body, _call(http)))
+        body = await read_model(http, CompletionRequest, state.threads)
+        return await answer(http, state, CompletionJob(state, body, _call(http, body)))
 
     @router.get("/v1/models")
     async def models() -> Response:
@@ -81,14 +83,19 @@ def openai_router(state: ServerState) -> APIRouter:
 
     @router.post("/tokenize", openapi_extra=_body_of(TokenizeRequest))
     async def tokenize(http: Request) -> Response:
-        body = await read_model(http, TokenizeRequest)
+        body = await read_model(http, TokenizeRequest, state.threads)
         state.check_model(body.model)
-        return json_response(await state.in_thread(_tokenize, state, body))
+        return json_response(await state.threads.run(tenant_of(http), _tokenize, state, body))
 
     @router.post("/detokenize", openapi_extra=_body_of(DetokenizeRequest))
     async def detokenize(http: Request) -> Response:
-        body = await read_model(http, DetokenizeRequest)
+        body = await read_model(http, DetokenizeRequest, state.threads)
         state.check_model(body.model)
+        most = state.limits.max_chars  # a token has at least one character
+        if len(body.tokens) > most:
+            raise ApiError(
+                400, f"tokens has {len(body.tokens)} ids; at most {most} fit", param="tokens"
+            )
         wrong = next((t for t in body.tokens if not 0 <= t < state.limits.vocab_size), None)
         if wrong is not None:
             raise ApiError(
@@ -97,16 +104,22 @@ def openai_router(state: ServerState) -> APIRouter:
                 f"{state.limits.vocab_size - 1}",
                 param="tokens",
             )
-        text = await state.in_thread(
-            state.tokenizer.decode, body.tokens, skip_special_tokens=body.skip_special_tokens
+        text = await state.threads.run(
+            tenant_of(http),
+            state.tokenizer.decode,
+            body.tokens,
+            skip_special_tokens=body.skip_special_tokens,
         )
         return json_response({"prompt": text})
 
     return router
 
 
-def _call(http: Request) -> Call:
-    """What the connection says about a call: its request id, its tenant, its time limit."""
+def _call(http: Request, body: SamplingFields) -> Call:
+    """What is known of a call besides its sampling. Its id is the client's, if it gave one in the
+    body or in X-Request-Id, and shows in the answer, its headers and in logs."""
+    if body.request_id is not None:
+        http.state.request_id = body.request_id
     timeout_s = None
     given = http.headers.get(TIMEOUT_HEADER)
     if given is not None:
@@ -120,7 +133,8 @@ def _call(http: Request) -> Call:
                 f"{TIMEOUT_HEADER} must be a number of seconds up to {MAX_TIMEOUT_S:g}",
                 param=TIMEOUT_HEADER,
             )
-    return Call(http.state.request_id, getattr(http.state, "tenant", ""), timeout_s)
+    is_short = http.state.num_body_bytes <= SHORT_BODY_BYTES
+    return Call(http.state.request_id, tenant_of(http), timeout_s, is_short)
 
 
 def _card(state: ServerState, name: str, created: int) -> dict[str, Any]:
@@ -151,7 +165,7 @@ def _card(state: ServerState, name: str, created: int) -> dict[str, Any]:
 
 
 def _tokenize(state: ServerState, body: TokenizeRequest) -> dict[str, Any]:
-    tokenizer = state.tokenizer
+    tokenizer, limits = state.tokenizer, state.limits
     if body.messages is not None:
         chat = body.as_chat()
         text = tokenizer.apply_chat_template(
@@ -164,10 +178,11 @@ def _tokenize(state: ServerState, body: TokenizeRequest) -> dict[str, Any]:
         special = bool(body.add_special_tokens)
     else:
         text, special = body.prompt or "", body.add_special_tokens is not False
+    limits.check_text(text, "prompt")
     token_ids = tokenizer.encode(text, special) if text else []
     return {
         "count": len(token_ids),
-        "max_model_len": state.limits.max_model_len,
+        "max_model_len": limits.max_model_len,
         "tokens": token_ids,
         "token_strs": [tokenizer.token_string(t) for t in token_ids]
         if body.return_token_strs

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
+from fastdeploy_core.engine.input import RequestOptions
 from fastdeploy_core.serving.openai.schemas.common import SamplingFields
 from fastdeploy_core.serving.state import ServerState
 from fastdeploy_core.types import RequestOutput, SpeculateMetrics
@@ -57,22 +59,47 @@ class Call:
     id: str
     tenant: str = ""
     timeout_s: float | None = None
+    # a body so short that all work for it takes less than passing it to a thread
+    is_short: bool = False
 
 
-def answer_id(kind: str, body: SamplingFields, call: Call) -> str:
-    """The id that clients see, made of their own id or of the server's. The engine only uses the
-    server's."""
-    prefix = f"{kind}-"
-    return prefix + (body.request_id or call.id).removeprefix(prefix)
+class Envelope:
+    """What the parts of one answer have in common. Its id is that of its call, which also shows in
+    the header and in logs."""
+
+    def __init__(self, prefix: str, call: Call, model: str) -> None:
+        self._id = f"{prefix}-{call.id.removeprefix(f'{prefix}-')}"
+        self._model = model
+        self._created = int(time.time())
+
+    def __call__(
+        self, kind: str, choices: list[dict[str, Any]], usage: Usage | None = None
+    ) -> dict[str, Any]:
+        """A whole answer or a chunk; with `usage`, it says how many tokens there are so far."""
+        body: dict[str, Any] = {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+        if usage is not None:
+            body["usage"] = usage.render()
+        return body
 
 
-def request_options(state: ServerState, body: SamplingFields, call: Call) -> dict[str, Any]:
-    """Scheduling options of a call's engine requests."""
+def request_options(
+    state: ServerState, body: SamplingFields, call: Call, add_special_tokens: bool
+) -> RequestOptions:
+    """What body, call and server decide about a call's engine requests."""
     limits = [t for t in (state.config.request_timeout_s, call.timeout_s) if t is not None]
-    return {
-        "priority": body.priority or 0,
-        "cache_salt": body.cache_salt or "",
-        "tenant": call.tenant,
-        "truncation": body.truncation(),
-        "deadline_s": min(limits, default=None),
-    }
+    return RequestOptions(
+        add_special_tokens=add_special_tokens,
+        truncation=body.truncation(),
+        priority=body.priority or 0,
+        deadline_s=min(limits, default=None),
+        tenant=call.tenant,
+        cache_salt=body.cache_salt or "",
+        salt_scope="" if state.config.share_prefix_cache else call.tenant,
+        log_id=call.id,
+    )

@@ -27,9 +27,16 @@ KINDS_WITH_SUITE = (
     "scheduler",
     "kv_transport",
     "model",
+    "reasoning_parser",
+    "tool_parser",
 )
 # Kinds whose suites make tensors.
-KINDS_THAT_COMPUTE = frozenset(KINDS_WITH_SUITE) - {"scheduler", "kv_transport"} | {"kernels"}
+KINDS_THAT_COMPUTE = frozenset(KINDS_WITH_SUITE) - {
+    "scheduler",
+    "kv_transport",
+    "reasoning_parser",
+    "tool_parser",
+} | {"kernels"}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -114,6 +121,8 @@ def suites(kind: str) -> list[str]:
         "speculative": ["drafter"],
         "scheduler": ["request_scheduler"],
         "kv_transport": ["kv_transport", "kv_transport_faults"],
+        "reasoning_parser": ["stream_parser"],
+        "tool_parser": ["stream_parser"],
     }.get(kind, [kind] if kind in KINDS_WITH_SUITE else [])
     return [f"{KIT}.test_{name}" for name in ["hygiene", *names]]
 

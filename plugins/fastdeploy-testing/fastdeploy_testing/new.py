@@ -30,6 +30,7 @@ TEMPLATES: Final = {
     "device": Template("device", "mychip", "MyChip", "device.py"),
     "drafter": Template("speculative", "mydraft", "MyDraft", "drafter.py"),
     "quantizer": Template("quantizer", "myformat", "MyFormat", "quantizer.py"),
+    "tool_parser": Template("tool_parser", "mycalls", "MyCalls", "parser.py"),
 }
 
 

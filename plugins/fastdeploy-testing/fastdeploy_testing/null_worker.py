@@ -100,12 +100,13 @@ class NullModel:
 class _State:
     """A sequence as the worker remembers it."""
 
-    __slots__ = ("blocks", "new", "tokens")
+    __slots__ = ("blocks", "drafts", "new", "tokens")
 
     def __init__(self, new: NewSequence) -> None:
         self.new = new
         self.tokens = list(new.token_ids)
         self.blocks = list(new.block_ids)
+        self.drafts: list[int] = []  # for its next step
 
 
 class NullPending:
@@ -238,14 +239,20 @@ class NullWorker:
     def _run_rows(self, step: SchedulerOutput, rows: BatchRows, output: ModelRunnerOutput) -> None:
         tokens: list[list[int]] = []
         num_drafts = max(0, min(step.max_drafts, self._num_drafts))
-        next_drafts = np.full((rows.seq_ids.size, num_drafts), -1)
-        first_draft = 0
+        fed = np.zeros((1, rows.seq_ids.size), dtype=np.int64)
         for row, seq_id in enumerate(rows.seq_ids.tolist()):
             state = self._sequences[seq_id]
             state.blocks.extend(step.new_block_ids.get(row, ()))
-            start, count = int(rows.starts[row]), int(rows.counts[row])
-            drafts = rows.draft_token_ids[first_draft : first_draft + rows.num_drafts[row]].tolist()
-            first_draft += len(drafts)
+            # The message says the most that there can be.
+            most, own = int(rows.num_drafts[row]), int(rows.counts[row] - rows.num_drafts[row])
+            room = len(state.blocks) * self.block_size
+            start = min(int(rows.starts[row]), len(state.tokens) - 1)
+            if start + own > room:  # it has ended, which the engine does not know yet
+                tokens.append([0] * int(rows.samples[row]))
+                continue
+            drafts = state.drafts[: min(most, room - start - own)]
+            state.drafts, fed[0, row] = [], len(drafts)
+            count = own + len(drafts)
             several = self._decode(state, start, count - 1) if step.num_decodes > 1 else []
             start, count = start + len(several), count - len(several)
             self._feed(state, start, count, drafts)
@@ -255,14 +262,14 @@ class NullWorker:
             tokens.append(several)
             if rows.samples[row]:  # on every rank: all ranks compute the same token
                 tokens[row] += self._sample(state, drafts, start + count - len(drafts))
-                proposals = self._draft(state)[:num_drafts]
-                next_drafts[row, : len(proposals)] = proposals
+                state.drafts = self._draft(state)[:num_drafts]
             if sampling.logprobs is not None:
                 output.logprobs[row] = [self._logprobs(t, sampling.logprobs) for t in tokens[row]]
         output.token_ids = np.array([t for some in tokens for t in some], dtype=np.int64)
         output.counts = np.array([len(some) for some in tokens], dtype=np.int64)
-        if num_drafts:
-            output.next_drafts = next_drafts
+        if fed.any():
+            output.num_drafts = fed
+            output.num_accepted = np.maximum(output.counts[None] - 1, 0)
 
     def _decode(self, state: _State, start: int, count: int) -> list[int]:
         """Decode `count` tokens, each fed to the next decode."""

@@ -1,4 +1,4 @@
-"""The operations of contracts/ops.py in numpy and float64, for comparison with results.
+"""The operations of contracts/ops/ in numpy and float64, for comparison with results.
 
 Written from the contract and independent of reference/, so the reference device is tested too.
 """

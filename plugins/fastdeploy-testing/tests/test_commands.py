@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
 import fastdeploy_testing.conformance as kit
+from fastdeploy_core.cli.main import main
 from fastdeploy_core.contracts.base import CONTRACT, DISTRIBUTION, KINDS
+from fastdeploy_core.contracts.ops import OPERATIONS
 from fastdeploy_core.errors import ConfigError, PluginNotFound
 from fastdeploy_core.plugins.discovery import HOOKS, PluginEntry
 from fastdeploy_testing import check
@@ -66,7 +69,9 @@ def test_new_does_not_touch_what_exists(tmp_path):
         create("fd-one", tmp_path)
 
 
-@pytest.mark.parametrize(("kind", "most"), [("device", 140), ("drafter", 140), ("quantizer", 110)])
+@pytest.mark.parametrize(
+    ("kind", "most"), [("device", 140), ("drafter", 140), ("quantizer", 110), ("tool_parser", 90)]
+)
 def test_templates_are_short(kind, most):
     folder = TEMPLATE_FOLDER / kind
     assert sum(len(p.read_text().splitlines()) for p in folder.rglob("*.py")) < most
@@ -125,3 +130,13 @@ def test_every_suite_of_the_kit_is_run_for_some_kind():
     there = {p.stem for p in Path(kit.__file__).parent.glob("test_*.py")}
     run_for = {name.rpartition(".")[2] for kind in KINDS for name in suites(kind)}
     assert there == run_for
+
+
+def test_examine_compares_every_operation_with_the_reference(capsys, fd_tensor):
+    assert main(["plugins", "examine", "cpu", "--json", "--tensor-library", fd_tensor]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert rows[0][0] == "operations" and f"of {len(OPERATIONS)} " in rows[0][2]
+    assert ["collective", True, "two ranks agree"] in rows
+    assert not [row for row in rows if row[2] == "not examined"]
+    assert main(["plugins", "examine", "nowhere"]) == 1
+    assert "nowhere" in capsys.readouterr().err

@@ -14,7 +14,9 @@ from shared_queue import SharedQueue
 
 from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.contracts.quantizer import LayerSpec
+from fastdeploy_core.contracts.small import ParsedDelta, ToolCallDelta
 from fastdeploy_core.contracts.speculative import HostDraftInput
+from fastdeploy_core.parsers.tools import HermesToolParser
 from fastdeploy_core.reference import expert_communicator
 from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.tensor import load
@@ -30,6 +32,7 @@ from fastdeploy_testing.conformance.test_expert_communicator import (
 from fastdeploy_testing.conformance.test_ops import OpsConformance
 from fastdeploy_testing.conformance.test_quantizer import QuantizerConformance
 from fastdeploy_testing.conformance.test_request_scheduler import RequestSchedulerConformance
+from fastdeploy_testing.conformance.test_stream_parser import TOOL, StreamParserConformance
 
 FAILURE = (AssertionError, pytest.fail.Exception)
 
@@ -421,3 +424,69 @@ def test_spoilt_drafter_fails(device: Any) -> None:
     with pytest.raises(FAILURE):
         suite.test_the_core_rejects_none_of_its_proposals(silent)
     assert threading.active_count() < 50
+
+
+class Impatient(HermesToolParser):
+    """Gives away the beginning of a marker."""
+
+    def push(self, text: str) -> ParsedDelta:
+        if text.startswith("<") and not self.markers[0].startswith(text):
+            return ParsedDelta(content=text)
+        return super().push(text)
+
+
+class Forgetful(HermesToolParser):
+    """Loses what it held back."""
+
+    def finish(self) -> ParsedDelta:
+        super().finish()
+        return ParsedDelta()
+
+
+class Trimming(HermesToolParser):
+    """Strips each piece."""
+
+    def push(self, text: str) -> ParsedDelta:
+        return super().push(text.strip())
+
+
+class Shared(HermesToolParser):
+    """Keeps text in the class."""
+
+    held: ClassVar[list[str]] = []
+
+    def push(self, text: str) -> ParsedDelta:
+        found = super().push(text)
+        found.content = "".join(self.held) + found.content
+        self.held[:] = [found.content[-1:]]
+        found.content = found.content[:-1]
+        return found
+
+
+class Repeating(HermesToolParser):
+    """Says a call's name with every piece of its arguments."""
+
+    def push(self, text: str) -> ParsedDelta:
+        found = super().push(text)
+        found.tool_calls += [
+            ToolCallDelta(c.index, name=c.name) for c in found.tool_calls if c.name
+        ]
+        return found
+
+
+@pytest.mark.parametrize(
+    ("driver", "test"),
+    [
+        (Impatient, "test_any_split_of_the_stream_gives_the_same"),
+        (Forgetful, "test_the_beginning_of_a_marker_is_text_after_all"),
+        (Trimming, "test_any_split_of_the_stream_gives_the_same"),
+        (Trimming, "test_text_without_markers_stays_whole"),
+        (Shared, "test_answers_at_the_same_time_do_not_meet"),
+        (Repeating, "test_calls_have_a_name_once_and_arguments_of_json"),
+    ],
+)
+def test_broken_parsers_fail(driver: Any, test: str) -> None:
+    suite = StreamParserConformance()
+    getattr(suite, test)(HermesToolParser, lambda: HermesToolParser([TOOL]))
+    with pytest.raises(FAILURE):
+        getattr(suite, test)(driver, lambda: driver([TOOL]))

@@ -35,7 +35,7 @@ class TestQuantized(OnCuda, QuantizedOpsConformance):
             monkeypatch.setattr(test_quantized_ops, "TOKENS", (0, 1, 7))
 
     def test_nothing_is_left_to_the_reference(self, kernels: Any) -> None:
-        from fastdeploy_core.contracts.quant_formats import FORMAT_OPERATIONS
+        from fastdeploy_core.contracts.ops import FORMAT_OPERATIONS
 
         origins = kernels.origins()
         assert {o for o in FORMAT_OPERATIONS if origins[o] != "fd-cuda"} == set()

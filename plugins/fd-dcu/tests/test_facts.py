@@ -16,8 +16,7 @@ def test_memory_tool_is_read():
 
 
 def test_built_in_place_is_preferred_to_a_stand_in(monkeypatch):
-    from fastdeploy_core.devices import paddle_device
-    from fastdeploy_core.tensor import paddle_place
+    from fd_accelerator import paddle_device, paddle_place
 
     assert paddle_device._door(FACTS) == ("dcu_stand_in", "")
     monkeypatch.setattr(paddle_place.paddle, "is_compiled_with_rocm", lambda: True)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 
+from fd_accelerator.paddle_device import PaddleDevice, PaddleFacts
+from fd_accelerator.torch_device import TorchFacts
+
 from fastdeploy_core.contracts.device import DeviceLimits, StepBuckets
-from fastdeploy_core.devices.paddle_device import PaddleDevice, PaddleFacts
-from fastdeploy_core.devices.torch_device import TorchFacts
 from fastdeploy_core.errors import ConfigError
 
 MIB = 1024**2

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from fd_accelerator.paddle_device import probe
+
 from fastdeploy_core.contracts import Candidate, hookimpl
 from fastdeploy_core.contracts.attention import AttentionQuestion
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.contracts.moe import MoEQuestion
-from fastdeploy_core.devices.paddle_device import probe
 
 from .device import FACTS, TORCH
 from .operators import answer_attention, answer_moe

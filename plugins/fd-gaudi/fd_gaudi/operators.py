@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from fd_accelerator import vendor_operators
+from fd_accelerator.vendor_operators import VendorOperators
+
 from fastdeploy_core.contracts.base import Candidate, Decline
-from fastdeploy_core.devices import vendor_operators
-from fastdeploy_core.devices.vendor_operators import VendorOperators
 from fastdeploy_core.tensor import namespace
 
 if TYPE_CHECKING:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fastdeploy_core.devices import vendor_operators
-from fastdeploy_core.devices.vendor_operators import VendorOperators
+from fd_accelerator import vendor_operators
+from fd_accelerator.vendor_operators import VendorOperators
+
 from fastdeploy_core.tensor import namespace
 
 if TYPE_CHECKING:

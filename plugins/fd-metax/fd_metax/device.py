@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from fd_accelerator.paddle_device import PaddleDevice, PaddleFacts
+from fd_accelerator.torch_device import TorchFacts
+
 from fastdeploy_core.contracts.device import DeviceLimits
-from fastdeploy_core.devices.paddle_device import PaddleDevice, PaddleFacts
-from fastdeploy_core.devices.torch_device import TorchFacts
 
 FACTS = PaddleFacts(
     name="metax",

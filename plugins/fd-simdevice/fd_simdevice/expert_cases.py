@@ -17,8 +17,9 @@ from fastdeploy_testing.drivers import build_kernel_table
 from .stand_in import StandIn, read, standing_in
 
 if TYPE_CHECKING:
+    from fd_accelerator.vendor_operators import VendorOperators
+
     from fastdeploy_core.contracts.device import DeviceBackend
-    from fastdeploy_core.devices.vendor_operators import VendorOperators
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 4, 2, 8, 12
 

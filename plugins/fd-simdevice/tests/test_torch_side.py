@@ -114,7 +114,7 @@ def test_the_contracts_base_tells_a_lost_device_from_a_mistake(environment: dict
         environment,
         """
 from fastdeploy_core.contracts.device import DeviceLimits, DeviceOptions
-from fastdeploy_core.devices.torch_device import TorchAcceleratorDevice, TorchFacts
+from fd_accelerator.torch_device import TorchAcceleratorDevice, TorchFacts
 from fastdeploy_core.errors import CapabilityError, ConfigError, PluginLoadError
 
 class Acme(TorchAcceleratorDevice):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from fd_accelerator.paddle_device import PaddleDevice, PaddleFacts
+
 from fastdeploy_core.contracts.device import DeviceLimits
-from fastdeploy_core.devices.paddle_device import PaddleDevice, PaddleFacts
 
 FACTS = PaddleFacts(
     name="xpu",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastdeploy_core.devices import vendor_operators
-from fastdeploy_core.devices.vendor_operators import VendorOperators
+from fd_accelerator import vendor_operators
+from fd_accelerator.vendor_operators import VendorOperators
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts import Candidate

@@ -19,38 +19,17 @@ from fastdeploy_core.types import SamplingParams, StructuredOutputsParams
 from .unsupported import NO_EFFECT, REFUSED, refuse_unsupported
 
 MAX_PROMPTS = 64
-MAX_TOKEN_IDS = 2**20
+MAX_TOKEN_IDS = 2**18  # no list in a body may be longer
 MAX_STOP_TOKEN_IDS = 256
 MAX_ALLOWED_TOKEN_IDS = 2**18
 MAX_NAME_CHARS = 256
 MAX_CACHE_SALT_CHARS = 128
 MAX_STREAM_INTERVAL = 4096
+MAX_ARGS_CHARS = 16 * 1024
 
-# fields whose default is None: without a value in the call, the model's default counts
-_SAME_NAME = {
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "n",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "min_tokens",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "bad_words",
-    "bad_words_token_ids",
-    "logit_bias",
-    "allowed_token_ids",
-    "prompt_logprobs",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "logits_processors_args",
-}
+# Fields that go to SamplingParams unchanged. Their default here is None: without a value in the
+# call, the model's default counts.
+_SAME_NAME = {*SamplingParams.__struct_fields__} - {"max_tokens", "logprobs", "structured_outputs"}
 
 
 class ApiModel(BaseModel):
@@ -131,7 +110,7 @@ class SamplingFields(ApiModel):
     bad_words_token_ids: list[list[int]] | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = Field(default=None, max_length=MAX_ALLOWED_TOKEN_IDS)
-    prompt_logprobs: int | None = None
+    prompt_logprobs: bool | int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     logits_processors_args: dict[str, Any] | None = None
@@ -180,6 +159,18 @@ class SamplingFields(ApiModel):
             raise InvalidRequest("stream_options needs stream=true", param="stream_options")
         return self
 
+    @field_validator("logits_processors_args")
+    @classmethod
+    def _is_small(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None and len(_json_text(value)) > MAX_ARGS_CHARS:
+            raise ValueError(f"at most {MAX_ARGS_CHARS} characters of JSON are possible")
+        return value
+
+    @field_validator("prompt_logprobs")
+    @classmethod
+    def _as_number(cls, value: int | None) -> int | None:
+        return value if not isinstance(value, bool) else (1 if value else None)
+
     @field_validator("truncate_prompt_tokens")
     @classmethod
     def _keeps_something(cls, value: int | None) -> int | None:
@@ -202,8 +193,8 @@ class SamplingFields(ApiModel):
     def include_usage(self, forced: bool) -> tuple[bool, bool]:
         """Whether the stream ends with a usage chunk, and whether each chunk carries usage."""
         options = self.stream_options or StreamOptions()
-        continuous = bool(options.continuous_usage_stats) or forced
-        return bool(options.include_usage) or forced, continuous
+        at_end = bool(options.include_usage) or forced
+        return at_end, at_end and (bool(options.continuous_usage_stats) or forced)
 
     def constraint(self) -> StructuredOutputsParams | None:
         """The one constraint on the answer, in whichever spelling it was given."""
@@ -226,9 +217,10 @@ class SamplingFields(ApiModel):
             found.append(asked)
         if not found:
             return None
-        if len(found) > 1:
+        if any(other != found[0] for other in found[1:]):
             raise InvalidRequest(
-                "only one of response_format, structured_outputs and guided_* can be given",
+                "response_format, structured_outputs and guided_* ask for different grammars; "
+                "give one of them",
                 param="structured_outputs",
             )
         options = dict(found[0])
@@ -241,11 +233,8 @@ class SamplingFields(ApiModel):
         `decided`."""
         names = self.model_fields_set & _SAME_NAME
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        budget = self.thinking_token_budget
-        if budget is None:
-            budget = self.reasoning_max_tokens
-        if budget is not None:
-            given["thinking_token_budget"] = budget
+        if self.reasoning_max_tokens is not None:  # FastDeploy 2.x's name
+            given.setdefault("thinking_token_budget", self.reasoning_max_tokens)
         return SamplingParams(**{**defaults, **given, **decided})
 
 

@@ -35,9 +35,7 @@ class CompletionRequest(SamplingFields):
     @field_validator("prompt")
     @classmethod
     def _known_shape(cls, value: Any) -> Any:
-        if value is not None:
-            split_prompts(value)
-        return value
+        return None if value is None else split_prompts(value)
 
     @model_validator(mode="after")
     def _rules(self) -> CompletionRequest:
@@ -64,7 +62,8 @@ class CompletionRequest(SamplingFields):
             return [self.prompt_token_ids]
         if self.prompt is None:
             raise InvalidRequest("prompt is missing", param="prompt")
-        return split_prompts(self.prompt)
+        prompts: list[Prompt] = self.prompt
+        return prompts
 
 
 def split_prompts(value: Any) -> list[Prompt]:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_core.contracts.device import DeviceOptions
+from fastdeploy_testing.conformance.declared import DeclaredKernels
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,10 +87,12 @@ class OnDevice(Conformance):
     @pytest.fixture(scope="class")
     @classmethod
     def kernels(cls, device: Any) -> Any:
-        """The device's kernel table; the reference fills its gaps."""
+        """The device's kernel table; the reference fills its gaps. Suites of kernels call them
+        through a table that holds calls to the contract's declarations."""
         from fastdeploy_core.plugins.kernels import build_kernel_table
 
-        return build_kernel_table(device.name)
+        table = build_kernel_table(device.name)
+        return DeclaredKernels(table) if cls.kind == "kernels" else table
 
     @pytest.fixture(params=["float32", "float16", "bfloat16"])
     def dtype(self, request: pytest.FixtureRequest, device: Any) -> str:
@@ -99,8 +102,9 @@ class OnDevice(Conformance):
         return str(request.param)
 
     def to_device(self, device: Any, array: np.ndarray, dtype: str = "") -> Any:
-        """A device tensor of the array's values in `dtype`."""
-        x = device.to_device(np.ascontiguousarray(array))
+        """A device tensor of the array's values in `dtype`; shares no memory with the array, which
+        expected values are computed from."""
+        x = device.to_device(np.array(array, order="C"))
         return x.to(device.xp.dtype(dtype)) if dtype else x
 
     def rounded(self, device: Any, array: np.ndarray, dtype: str) -> np.ndarray:

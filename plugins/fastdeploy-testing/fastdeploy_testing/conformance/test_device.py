@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fastdeploy_core.cli.device_ranks import run_ranks
 from fastdeploy_core.contracts.device import (
     DeviceLimits,
     DeviceOptions,
@@ -17,6 +16,7 @@ from fastdeploy_core.contracts.device import (
     RepeatingDevice,
 )
 from fastdeploy_core.errors import CapabilityError
+from fastdeploy_testing.rank import run_ranks
 
 from .base import OnDevice, assert_memory_returns, wait_until
 

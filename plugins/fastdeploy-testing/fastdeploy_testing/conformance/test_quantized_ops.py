@@ -3,13 +3,21 @@ format."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 
+from fastdeploy_core.contracts.attention import KVScales
+from fastdeploy_core.contracts.kv_formats import KV_FORMATS, KVFormat
 from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
-from fastdeploy_core.quantization import rounding
+from fastdeploy_core.quantization import (
+    quantize_block_fp8,
+    quantize_fp8,
+    quantize_int4,
+    quantize_int8,
+)
 from fastdeploy_testing import oracle
 
 from .base import OnDevice, values
@@ -25,13 +33,13 @@ _LEVELS = 100.0
 def make_packed(xp: Any, name: str, weight: Any, group_size: int = 0) -> PackedWeight:
     """A weight [N, K] on the device in an internal format, by the core's own rounding."""
     if name.startswith(("wint8", "w8a8")):
-        numbers, scale = rounding.quantize_int8(weight, group_size)
+        numbers, scale = quantize_int8(weight, group_size)
     elif name.startswith(("wint4", "w4a8")):
-        numbers, scale = rounding.quantize_int4(weight, group_size)
+        numbers, scale = quantize_int4(weight, group_size)
     elif name == "block_fp8":
-        numbers, scale = rounding.quantize_block_fp8(weight)
+        numbers, scale = quantize_block_fp8(weight)
     else:
-        numbers, scale = rounding.quantize_fp8(weight)
+        numbers, scale = quantize_fp8(weight)
     held = {"weight": numbers, "scale": scale}
     if name.endswith("_zp"):
         middle = 8 if name.startswith("wint4") else 128
@@ -62,8 +70,9 @@ class QuantizedOpsConformance(OnDevice):
         operation = packed.format.linear
         prepared = kernels.prepare(operation, packed)
         rounds = kernels.activations(operation)
-        for tokens in TOKENS:
-            x, bias = values(1, tokens, count), values(2, rows)
+        bias = values(2, rows)
+        for tokens, seed in itertools.product(TOKENS, (1, 3)):
+            x = values(seed, tokens, count)
             for has_bias in (False, True):
                 got = kernels[operation](
                     self.to_device(device, x, dtype),
@@ -73,7 +82,6 @@ class QuantizedOpsConformance(OnDevice):
                 expected = self._product(device, packed, x, dtype, rounds)
                 if has_bias:
                     expected = expected + self.rounded(device, bias, dtype)
-                assert device.xp.dtype_name(got.dtype) == dtype
                 self.assert_close(device, got, expected, dtype)
 
     @pytest.mark.parametrize("name", FORMATS)
@@ -84,9 +92,9 @@ class QuantizedOpsConformance(OnDevice):
         operation = gate_up.format.experts
         prepared = [kernels.prepare(operation, weight) for weight in (gate_up, down)]
         rounds = kernels.activations(operation)
-        for tokens in TOKENS:
-            x = values(5, tokens, hidden)
-            rng = np.random.default_rng(6)
+        for tokens, seed in itertools.product(TOKENS, (5, 6)):
+            x = values(seed, tokens, hidden)
+            rng = np.random.default_rng(seed)
             ids = np.array([rng.permutation(EXPERTS)[:2] for _ in range(tokens)]).reshape(-1, 2)
             shares = rng.uniform(0.1, 1, (tokens, 2)).astype("float32")
             got = kernels[operation](
@@ -108,6 +116,23 @@ class QuantizedOpsConformance(OnDevice):
             self.assert_close(
                 device, got, expected, dtype, wider if _rounds(name) or rounds else 0.0
             )
+
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_experts_are_weighted_in_float32(
+        self, device: Any, kernels: Any, dtype: str, name: str
+    ) -> None:
+        """A token's one expert by 0.3: 0.3 times what the expert gives."""
+        weights = [self._experts(device, name, seed, 256 // seed, 128) for seed in (1, 2)]
+        operation = weights[0].format.experts
+        prepared = [kernels.prepare(operation, weight) for weight in weights]
+        x = self.to_device(device, values(3, 5, 128), dtype)
+        ids = self.to_device(device, np.full((5, 1), 2))
+        whole, part = (
+            kernels[operation](x, ids, self.to_device(device, np.full((5, 1), share, "float32")),
+                               *prepared)
+            for share in (1.0, 0.3)
+        )  # fmt: skip
+        self.assert_close(device, part, self.to_host(device, whole) * 0.3, dtype)
 
     def _experts(self, device: Any, name: str, seed: int, rows: int, count: int) -> PackedWeight:
         xp = device.xp
@@ -173,6 +198,75 @@ class QuantizedOpsConformance(OnDevice):
                 both = device.xp.cat((x, rest), -1)
                 ways = activation(both, prepared), kernels["silu_and_mul"](both)
                 self._same(device, *(product(y, prepared, None) for y in ways))
+
+    @pytest.mark.parametrize("is_static", [False, True])
+    @pytest.mark.parametrize("name", KV_FORMATS)
+    def test_kv_write_rounds_rows_into_their_slots_only(
+        self, device: Any, kernels: Any, dtype: str, name: str, is_static: bool
+    ) -> None:
+        kind, heads, dim, xp = KV_FORMATS[name], 2, 8, device.xp
+        scales, tables = self._static_scales(device, kind, heads, dim)
+        for tokens in TOKENS:
+            numbers = [np.full((10, 4, heads, kind.width(dim)), 0x55, "uint8") for _ in range(2)]
+            cache = [device.to_device(bits.copy()).view(xp.dtype(kind.dtype)) for bits in numbers]
+            for _ in range(0 if is_static else 2):
+                own = np.full((10, 4, heads, kind.scale_width), 0.5, "float32")
+                cache.append(device.to_device(own).to(xp.dtype(kind.scale_dtype)))
+            before = [np.array(device.to_host(c.float())) for c in cache]
+            rng = np.random.default_rng(tokens)
+            rows = [rng.uniform(-8.5, 8.5, (tokens, heads, dim)).astype("float32") for _ in "kv"]
+            slots = rng.permutation(40)[:tokens]
+            slots[::3] = -1
+            kernels[kind.write](
+                tuple(self.to_device(device, row, dtype) for row in rows),
+                tuple(cache),
+                self.to_device(device, slots),
+                scales if is_static else None,
+            )
+            after = [np.array(device.to_host(c.float())) for c in cache]
+            written = slots[slots >= 0]
+            for old, new in zip(before, after, strict=True):
+                old, new = (x.reshape(40, heads, -1) for x in (old, new))
+                others = np.setdiff1d(np.arange(40), written)
+                assert np.array_equal(new[others], old[others]), "a slot of nobody was written"
+            for place, row in enumerate(rows):
+                found = after[place].reshape(40, heads, -1)[written]
+                if is_static:
+                    scale, low = tables[place]
+                else:
+                    own = after[place + 2].reshape(40, heads, -1)[written]
+                    scale, low = own[..., :1], own[..., 1:] if kind.has_minimum else 0.0
+                expected = self.rounded(device, row, dtype)[slots >= 0]
+                self._near(kind, found, expected, scale, low)
+
+    def _static_scales(self, device: Any, kind: KVFormat, heads: int, dim: int) -> Any:
+        """(KVScales, (scale, minimum) of keys and of values) that hold rows of up to +-10."""
+        tables = []
+        for seed in (7, 8):
+            spread = np.random.default_rng(seed).uniform(9, 11, (heads, dim)).astype("float32")
+            low = -spread if kind.has_minimum else np.zeros(1, "float32")
+            tables.append((spread * (2 if kind.has_minimum else 1) / np.float32(kind.bound), low))
+        scale, minimum = zip(*tables, strict=True)
+        send = device.to_device
+        lowest = tuple(map(send, minimum)) if kind.has_minimum else ()
+        return KVScales(tuple(map(send, scale)), lowest), tables
+
+    def _near(
+        self, kind: KVFormat, found: np.ndarray, expected: np.ndarray, scale: Any, low: Any
+    ) -> None:
+        if kind.per_byte == 2:
+            pairs = found.astype("uint8")
+            found = np.stack([pairs & 15, pairs >> 4], -1).reshape(expected.shape)
+        got = found * np.asarray(scale, "float64") + low
+        if kind.dtype.startswith("float8"):  # half of the last of 3 bits
+            size = np.maximum(np.abs(expected / scale), 2.0**-6)
+            limit = 2.0 ** (np.floor(np.log2(size)) - 3) * 0.502 * scale
+        else:
+            # Scales are rounded, too, so the largest numbers may be cut a little.
+            is_cut = (found <= (0 if kind.has_minimum else -kind.bound)) | (found >= kind.bound)
+            limit = np.where(is_cut, 0.6, 0.502) * scale
+        worst = np.max(np.abs(got - expected) - limit, initial=-1.0)
+        assert worst <= 0, f"{worst:.3g} further from the row than rounding to {kind.name} allows"
 
     def _same(self, device: Any, got: Any, expected: Any) -> None:
         ours, theirs = (np.array(device.to_host(y.float())) for y in (got, expected))

@@ -1,5 +1,5 @@
 """Operations that this device implements itself; meanings and shapes:
-fastdeploy_core/contracts/ops.py."""
+fastdeploy_core/contracts/ops/."""
 
 from __future__ import annotations
 

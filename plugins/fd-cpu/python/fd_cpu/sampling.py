@@ -1,4 +1,4 @@
-"""Operations between logits and tokens; meanings: fastdeploy_core/contracts/ops.py."""
+"""Operations between logits and tokens; meanings: fastdeploy_core/contracts/ops/."""
 
 from __future__ import annotations
 

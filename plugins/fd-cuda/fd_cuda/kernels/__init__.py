@@ -1,4 +1,4 @@
-"""Operations that this device implements itself: name in contracts/ops.py -> "module:function".
+"""Operations that this device implements itself: name in contracts/ops/ -> "module:function".
 
 One module per kind of work: linear.py (products and what is fused with them; plans.py chooses
 kernels), norm.py, cache.py, step.py (around a decode step), sampling.py and filtering.py (logits to
@@ -12,8 +12,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any, Final
 
-from fastdeploy_core.contracts.kv_formats import KV_OPERATIONS
-from fastdeploy_core.contracts.ops import Kernel
+from fastdeploy_core.contracts.ops import KV_OPERATIONS, Kernel
 from fastdeploy_core.contracts.quant_formats import FORMATS
 
 _MODULES: Final = {

@@ -170,7 +170,7 @@ def _filter(
 def filter_logits(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """-inf outside the kept set, in place; see contracts/ops.py for the set."""
+    """-inf outside the kept set, in place; see contracts/ops/ for the set."""
     logits = logits if logits.is_contiguous() else logits.contiguous()
     rows, width = logits.shape
     items = -(-width // (_CLUSTER * _THREADS))

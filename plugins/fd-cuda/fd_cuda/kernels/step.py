@@ -12,7 +12,7 @@ import triton.language as tl
 from .common import cdiv, join_chain, options, pad2
 
 Post: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
-# Codes the host reads in place of tokens; see contracts/ops.py.
+# Codes the host reads in place of tokens; see contracts/ops/.
 NOT_ACCEPTED = tl.constexpr(-1)
 NOT_FINITE = tl.constexpr(-2)
 NOTHING_POSSIBLE = tl.constexpr(-3)

@@ -1,4 +1,4 @@
-"""Operations that this device implements itself: name in contracts/ops.py -> "module:function".
+"""Operations that this device implements itself: name in contracts/ops/ -> "module:function".
 
 The reference provides the others. Kernels live in modules of their own, which are imported only
 when this device is used.

@@ -1,0 +1,76 @@
+"""Threads for work that would hold up the event loop: a bounded queue, fair to tenants."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from .errors import too_busy
+
+Result = TypeVar("Result")
+
+
+class Threads:
+    """Tenants take turns; what one of them piles up delays no other. Belongs to one event loop."""
+
+    def __init__(self, num_threads: int, max_waiting: int, name: str) -> None:
+        self._executor = ThreadPoolExecutor(num_threads, name)
+        self._num_free = num_threads
+        self._max_waiting = max_waiting
+        self._num_waiting = 0
+        self._name = name
+        # by tenant, the one whose turn is next first
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def run(
+        self, tenant: str, function: Callable[..., Result], *arguments: Any, **named: Any
+    ) -> Result:
+        """The function's result; 429 when too many calls wait."""
+        loop = asyncio.get_running_loop()
+        if self._num_free:
+            self._num_free -= 1
+        else:
+            await self._turn(tenant, loop)
+        done = self._executor.submit(partial(function, *arguments, **named))
+        done.add_done_callback(partial(self._leave, loop))
+        return await asyncio.wrap_future(done)
+
+    async def _turn(self, tenant: str, loop: asyncio.AbstractEventLoop) -> None:
+        if self._num_waiting >= self._max_waiting:
+            raise too_busy(f"{self._num_waiting} calls wait for the {self._name} threads")
+        turn = loop.create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        self._num_waiting += 1
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self._next()
+            raise
+        finally:
+            self._num_waiting -= 1
+
+    def _leave(self, loop: asyncio.AbstractEventLoop, _: Future[Any]) -> None:
+        """Called by the thread: a caller that left keeps its place until the thread is free."""
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(self._next)
+
+    def _next(self) -> None:
+        while self._waiting:
+            tenant = next(iter(self._waiting))
+            turns = self._waiting.pop(tenant)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[tenant] = turns
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._num_free += 1
+
+    def close(self) -> None:
+        """Take no more work; what runs is not waited for."""
+        self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,381 @@
+"""What steps produced, brought to the host in the order of their launch: one queue, one record.
+
+A step's results come from one of two sources. Kernels of captured steps write them into the host's
+memory by themselves on a device that posts (PostingDevice); elsewhere copies are queued when a step
+is launched. Reading looks at host memory only, once the results are there, so it disturbs nothing
+that the device does meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastdeploy_core.contracts.device import DeviceBackend
+from fastdeploy_core.memory.postbox import NUM_MORE, Arrival, arrived
+from fastdeploy_core.memory.transfers import Downloads, wait_for
+from fastdeploy_core.sampling import columns as bits
+from fastdeploy_core.sampling.logprobs import read
+from fastdeploy_core.types import ModelRunnerOutput, TokenLogprobs
+
+from .step import Arriving, Launched
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.sampling.logprobs import LogprobTensors
+    from fastdeploy_core.sampling.state import SamplingState
+    from fastdeploy_core.tensor import Tensor
+
+    from .drafting import Drafting
+    from .slots import Slots
+
+NAN = "nan_logits"
+FORBIDDEN = "no_possible_token"
+NOT_IN_GRAMMAR = "grammar_violation"
+# Kernel mark_broken writes these in place of a token; the last one stands for what the host had
+# found out before the tokens were there, which Sampling.errors names.
+FOUND_BEFORE = -4
+MARKS = {-2: NAN, -3: FORBIDDEN}
+NOT_KEPT = -1  # after a row's last kept token
+
+NO_TOKENS = np.zeros(0, dtype=np.int64)
+# What rows tell beside tokens.
+TELLS_MORE = bits.GRAMMAR | bits.LOGPROBS | bits.PROMPT_LOGPROBS
+
+
+class Results:
+    """Launched steps whose tokens the host has not seen. `lock` guards the slots."""
+
+    def __init__(
+        self,
+        device: DeviceBackend,
+        slots: Slots,
+        state: SamplingState | None,
+        lock: threading.RLock,
+        drafting: Drafting | None = None,
+    ) -> None:
+        self._slots, self._state, self._lock = slots, state, lock
+        self._device, self._drafting = device, drafting
+        self._downloads = Downloads(device)
+        self._unread: deque[Launched] = deque()
+        # By slot: drafts that the newest step which was read has left on the device.
+        self._num_left = np.zeros(slots.max_num_seqs, dtype=np.int64)
+        # A step that was read while its drafts were still on their way.
+        self._awaited: tuple[Launched, ModelRunnerOutput, Arrival] | None = None
+
+    def expect(self, launched: Launched) -> None:
+        """A step was sampled; `publish` follows."""
+        self._unread.append(launched)
+
+    def publish(self, launched: Launched, tokens: Tensor | None, drafts: Tensor | None) -> None:
+        """Queue the copies of a step that has just been launched, unless all it tells comes by
+        itself. tokens: marked ones, [sampling rows, columns], -1 after a row's last kept one, or
+        [sampling rows]. drafts: [B, n], for the next step, or the same tensor as the tokens with n
+        further columns."""
+        arriving = launched.arriving
+        arriving.has_drafts, arriving.is_joined = drafts is not None, drafts is tokens
+        tensors: list[Tensor] = []
+        if arriving.posted:
+            arriving.event = arriving.posted[-1].results
+        elif tokens is not None:
+            arriving.num_columns = 1 if launched.rows.num_decodes > 1 else launched.rows.width
+            tensors.append(tokens)
+        if not arriving.posted and drafts is not None and not arriving.is_joined:
+            tensors.append(drafts)
+        for _, record in self._logprob_parts(launched):
+            tensors += record.tensors()
+        if tensors or not arriving.posted:
+            arriving.download = self._downloads.start(tensors)
+            arriving.event = self._device.record_event()
+
+    def clear(self) -> None:
+        """Nobody will ask for what is on its way."""
+        self._unread.clear()
+        self._awaited = None
+
+    def read_all(self) -> None:
+        """Every launched step, and the drafts of the last one."""
+        with self._lock:
+            while self._unread:
+                self._read(self._unread.popleft())
+            self._take_awaited()
+
+    def read_until(self, last: Launched) -> None:
+        """Every step up to `last`, in order of launch."""
+        with self._lock:
+            while last.results is None:
+                self._read(self._unread.popleft())
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def _read(self, launched: Launched) -> None:
+        arriving, rows = launched.arriving, launched.rows
+        wait_for(arriving.event)
+        if self._awaited is not None:
+            self._take_awaited()
+        if self._drafting is None and self._take_single(launched):
+            return
+        arrays = iter(() if arriving.download is None else arriving.download.arrays)
+        pages: list[np.ndarray] = []
+        fed = NO_TOKENS
+        drafts: Arrival | np.ndarray | None = None
+        if arriving.posted:
+            pages, fed = self._posted(arriving)
+            drafts = arriving.posted[-1].drafts if arriving.has_drafts else None
+        elif arriving.num_columns:
+            pages, fed, drafts = self._copied(launched, arrays)
+        elif arriving.has_drafts:
+            drafts = next(arrays)
+        found = ModelRunnerOutput(
+            step_id=launched.step_id,
+            token_ids=NO_TOKENS,
+            counts=rows.slots * 0,
+            errors={**launched.errors},
+        )
+        logprobs = self._read_logprobs(launched, found, arrays)
+        if pages:
+            self._take_tokens(launched, found, pages)
+            self._name_logprobs(launched, found, logprobs)
+        if self._drafting is not None:
+            self._num_left[rows.slots] = 0
+        if self._drafting is not None and launched.concerns_drafters:
+            if pages and rows.width > 1:
+                self._tell_drafts(launched, found, pages, fed)
+            if isinstance(drafts, Arrival):
+                self._awaited = (launched, found, drafts)
+            else:
+                self._take_drafts(launched, found, drafts)
+        if arriving.download is not None:
+            arriving.download.release()
+        if self._drafting is not None:
+            found.draft_failures = self._drafting.guard.num_failures
+        for row in found.errors:
+            found.prompt_logprobs.pop(row, None)
+        if rows.is_decode and rows.width == rows.num_decodes == 1 and not found.errors:
+            found.counts = None
+        launched.results = found  # last: another thread may be looking at it without the lock
+
+    def _take_single(self, launched: Launched) -> bool:
+        """All of it in short for the step that is nearly every one: each row gave a token and
+        nothing else. False, and nothing is taken, where there is more to it."""
+        rows, arriving, sampling = launched.rows, launched.arriving, launched.sampling
+        if not rows.is_decode or rows.num_decodes > 1 or launched.errors or sampling is None:
+            return False
+        if sampling.plan.flags & TELLS_MORE:
+            return False
+        if arriving.posted:
+            tokens = arrived(arriving.posted[0].results)[:, 0]
+        elif arriving.num_columns:
+            assert arriving.download is not None
+            tokens = arriving.download.arrays[0].reshape(-1)[: rows.slots.size].copy()
+        else:
+            return False
+        if np.count_nonzero(tokens < 0):
+            return False
+        slots, stays = rows.slots, self._slots.owner[rows.slots] == launched.owners
+        if np.count_nonzero(stays) == slots.size:
+            self._slots.learn_one(slots, tokens)
+        else:  # a slot has changed hands since the launch
+            self._slots.learn_one(slots[stays], tokens[stays])
+        if arriving.download is not None:
+            arriving.download.release()
+        launched.results = ModelRunnerOutput(step_id=launched.step_id, token_ids=tokens)
+        return True
+
+    @staticmethod
+    def _posted(arriving: Arriving) -> tuple[list[np.ndarray], np.ndarray]:
+        """[B, columns] marked tokens of each decode, and [num_decodes, B] drafts that were
+        judged."""
+        pages = [arrived(post.results) for post in arriving.posted]
+        width = pages[0].shape[1] - NUM_MORE
+        fed = np.stack([page[:, width] for page in pages])
+        return [page[:, :width] for page in pages], fed
+
+    def _copied(
+        self, launched: Launched, arrays: Iterator[np.ndarray]
+    ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray | None]:
+        """The same of rows that sample, and [B, n] drafts for the next step."""
+        rows, arriving, values = launched.rows, launched.arriving, next(arrays)
+        size, columns = rows.slots.size, arriving.num_columns
+        if rows.num_decodes > 1:  # kernel keep_results: in the column of its position
+            nth = rows.starts[:, None] + np.arange(1, 1 + rows.num_decodes)
+            values = np.take_along_axis(values[:size], nth % values.shape[1], 1)
+            pages = np.split(values, rows.num_decodes, 1)
+        else:
+            table = values.reshape([-1, columns]) if values.ndim == 1 else values
+            num_sampling = size if rows.is_decode else int(np.count_nonzero(rows.samples))
+            pages = [table[:num_sampling, :columns].copy()]
+        drafts: np.ndarray | None = None
+        if arriving.has_drafts:
+            drafts = values[:size, columns:] if arriving.is_joined else next(arrays)[:size]
+        fed = self._num_left[rows.slots] if launched.fed is None else launched.fed
+        return pages, np.minimum(fed, columns - 1)[None], drafts
+
+    def _take_tokens(
+        self, launched: Launched, found: ModelRunnerOutput, pages: list[np.ndarray]
+    ) -> None:
+        """Write tokens into the history of sequences that are still here, and advance grammars. A
+        row is cut before what means nothing, and fails if nothing of it is left."""
+        rows, slots = launched.rows, launched.rows.slots
+        own = None if rows.is_decode or rows.samples.all() else np.flatnonzero(rows.samples)
+        owners = launched.owners
+        if own is not None:
+            slots, owners = slots[own], owners[own]
+        stays = self._slots.owner[slots] == owners
+        is_whole = bool(stays.all())  # else a slot has changed hands since the launch
+        sampling, state = launched.sampling, self._state
+        assert sampling is not None
+        for page in pages:
+            if found.errors or np.count_nonzero(page[:, 0] < 0):
+                self._cut_broken(launched, found, page, own)
+            if state is not None and sampling.plan.flags & bits.GRAMMAR:
+                self._advance_grammars(found, page, slots, own, stays)
+            counts = np.add.reduce(page >= 0, 1)
+            if is_whole:
+                self._slots.learn(slots, page, counts)
+            else:
+                self._slots.learn(slots[stays], page[stays], counts[stays])
+        tokens = pages[0] if len(pages) == 1 else np.concatenate(pages, 1)
+        is_kept = tokens >= 0
+        found.token_ids = tokens[is_kept]
+        counts = np.zeros(rows.slots.size, dtype=np.int64)
+        counts[slice(None) if own is None else own] = np.add.reduce(is_kept, 1)
+        found.counts = counts
+
+    @staticmethod
+    def _cut_broken(
+        launched: Launched, found: ModelRunnerOutput, page: np.ndarray, own: np.ndarray | None
+    ) -> None:
+        """Rows whose token means nothing have come to an error, and give nothing from here on."""
+        sampling = launched.sampling
+        assert sampling is not None
+        for number in np.flatnonzero(page[:, 0] < 0).tolist():
+            row, mark = number if own is None else int(own[number]), int(page[number, 0])
+            if mark == FOUND_BEFORE and sampling.errors is not None:
+                where = launched.rows.positions()
+                place = int(np.flatnonzero((where.rows == row) & (where.nth == 0))[0])
+                found.errors.setdefault(row, sampling.errors[place])
+            else:
+                found.errors.setdefault(row, MARKS.get(mark, NAN))
+        numbers = np.array(list(found.errors), dtype=np.int64)
+        if own is not None:
+            numbers = np.flatnonzero(np.isin(own, numbers))
+        page[numbers] = NOT_KEPT
+
+    def _advance_grammars(
+        self,
+        found: ModelRunnerOutput,
+        page: np.ndarray,
+        slots: np.ndarray,
+        own: np.ndarray | None,
+        stays: np.ndarray,
+    ) -> None:
+        assert self._state is not None
+        for number in np.flatnonzero(stays).tolist():
+            for nth, token in enumerate(page[number].tolist()):
+                if token >= 0 and not self._state.advance(int(slots[number]), token):
+                    row = number if own is None else int(own[number])
+                    found.errors[row] = NOT_IN_GRAMMAR
+                    page[number, nth:] = NOT_KEPT
+                    break
+
+    # -- drafts -----------------------------------------------------------------------------------
+
+    def _tell_drafts(
+        self, launched: Launched, found: ModelRunnerOutput, pages: list[np.ndarray], fed: np.ndarray
+    ) -> None:
+        rows, size = launched.rows, launched.rows.slots.size
+        found.num_drafts = np.zeros((len(pages), size), dtype=np.int64)
+        found.num_accepted = np.zeros_like(found.num_drafts)
+        own = slice(None) if rows.is_decode else np.flatnonzero(rows.samples)
+        found.num_drafts[:] = fed
+        for number, page in enumerate(pages):
+            found.num_accepted[number, own] = np.maximum(np.add.reduce(page >= 0, 1) - 1, 0)
+        assert self._drafting is not None
+        self._drafting.observe(launched, found)
+
+    def _take_drafts(
+        self, launched: Launched, found: ModelRunnerOutput, drafts: np.ndarray | None
+    ) -> None:
+        assert self._drafting is not None
+        began = time.perf_counter()
+        slots = launched.rows.slots
+        self._num_left[slots] = 0 if drafts is None else np.add.reduce(drafts >= 0, 1)
+        self._drafting.collect(launched, found, drafts)
+        launched.times.draft_s += time.perf_counter() - began
+
+    def _take_awaited(self) -> None:
+        """Drafts that were still on their way when the step that made them was read."""
+        if self._awaited is not None:
+            launched, found, arrival = self._awaited
+            self._awaited = None
+            self._take_drafts(launched, found, arrived(arrival))
+
+    # -- log-probabilities ------------------------------------------------------------------------
+
+    @staticmethod
+    def _logprob_parts(launched: Launched) -> Sequence[tuple[int | None, LogprobTensors]]:
+        """What is copied after tokens and drafts: of the sampled tokens (None), then of prompts by
+        batch row."""
+        if launched.sampling is None or launched.sampling.logprobs is None:
+            return launched.prompt_logprobs
+        return [(None, launched.sampling.logprobs), *launched.prompt_logprobs]
+
+    def _read_logprobs(
+        self, launched: Launched, found: ModelRunnerOutput, arrays: Iterator[np.ndarray]
+    ) -> dict[int, TokenLogprobs]:
+        """Those of prompts go to their rows; returned are those of sampled tokens, by position."""
+        sampled: dict[int, TokenLogprobs] = {}
+        for row, records in self._logprob_parts(launched):
+            entries = read(records, arrays)
+            if row is None:
+                sampled = dict(zip(records.rows.tolist(), entries, strict=True))
+                continue
+            if not all(math.isfinite(value) for entry in entries for value in entry.logprobs):
+                found.errors[row] = NAN
+            found.prompt_logprobs.setdefault(row, []).extend(entries)
+        return sampled
+
+    @staticmethod
+    def _name_logprobs(
+        launched: Launched, found: ModelRunnerOutput, entries: dict[int, TokenLogprobs]
+    ) -> None:
+        """Entries by sampled position become those of each row's kept tokens."""
+        if not entries or found.counts is None:
+            return
+        where = launched.rows.positions()
+        first = dict(
+            zip(where.rows[::-1].tolist(), range(where.rows.size - 1, -1, -1), strict=True)
+        )
+        for row, count in enumerate(found.counts.tolist()):
+            if count and first[row] in entries:
+                found.logprobs[row] = [entries[first[row] + nth] for nth in range(count)]
+
+
+class PendingOutput:
+    """`wait()` returns the step's ModelRunnerOutput; steps are read in the order of their
+    launch."""
+
+    def __init__(self, launched: Launched, read: Callable[[Launched], None]) -> None:
+        self._launched, self._read = launched, read
+        self._wait_s: float | None = None
+
+    def wait(self) -> ModelRunnerOutput:
+        """Wait for the device. May be called again."""
+        began, launched, times = time.perf_counter(), self._launched, self._launched.times
+        if launched.results is None:
+            self._read(launched)
+        found = launched.results
+        assert found is not None, "the step was read"
+        if self._wait_s is None:
+            self._wait_s = time.perf_counter() - began
+        found.model_s, found.draft_s = times.model_s, times.draft_s
+        found.execute_s = times.launch_s + self._wait_s
+        return found

@@ -1,0 +1,624 @@
+"""What a worker remembers of its sequences: one slot each, on the host and on the device.
+
+The device's entries are what counts. After every step in which a sequence samples they say how many
+of its tokens are computed, which token is the newest, and which drafts come next; the next step
+reads them there without the host. The host learns the same later, from the results. Only what the
+device cannot know is sent to it: rows, new blocks, and sequences that have not sampled yet.
+
+Slots are recycled through one function, `reset`, so that nothing of a former sequence survives in a
+slot. A step is vector work over the slots of the batch; nothing is done per token.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+import numpy as np
+
+from fastdeploy_core.contracts.device import PostingDevice
+from fastdeploy_core.errors import WorkerError
+from fastdeploy_core.memory.postbox import Postbox
+from fastdeploy_core.memory.transfers import Uploads
+from fastdeploy_core.types import BatchRows, NewSequence, SchedulerOutput
+
+from .step import SampledPositions, StepRows
+
+if TYPE_CHECKING:
+    from fastdeploy_core.config import EngineConfig
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.tensor import Tensor
+
+Update: TypeAlias = "tuple[Tensor, np.ndarray | None, np.ndarray]"
+# What the device's drafts of a slot are: for the next step, or those of an earlier one.
+NONE, NEW, OLD = 0, 1, 2
+NO_SLOTS = np.zeros(0, dtype=np.int64)
+
+
+class SlotState(Protocol):
+    """Anything that remembers something per slot."""
+
+    def reset(self, slot: int) -> None:
+        """Forget the slot's sequence entirely."""
+        ...
+
+
+@dataclass(slots=True)
+class DeviceState:
+    """The device's entries, one per slot and a last one for padding rows; int64 but for tables and
+    history, which are int32. See the operations of decode steps in contracts/ops/decode.py."""
+
+    tables: Tensor  # [S, W]
+    num_computed: Tensor  # [S]
+    newest: Tensor  # [S]
+    drafts: Tensor  # [S, k]
+    num_drafts: Tensor  # [S]
+    room: Tensor  # [S] tokens that the slot's blocks hold
+    rows: Tensor  # [S - 1] the slots of a captured step's rows; the last slot in place of none
+    limit: Tensor  # [1] drafts that a row may have
+    turn: Tensor  # [1] captured steps so far
+    history: Tensor | None  # [S, L] all tokens, for drafters that read them; see `Slots.catch_up`
+
+
+class Slots:
+    """Slots of up to max_num_seqs sequences."""
+
+    def __init__(
+        self,
+        device: DeviceBackend,
+        kernels: KernelTable,
+        config: EngineConfig,
+        vocab_size: int,
+        parts: Iterable[SlotState] = (),
+        *,
+        max_decodes: int = 1,
+        keeps_history: bool = False,
+        is_read: bool = False,
+    ) -> None:
+        """parts: what else is to be reset with a slot. max_decodes: see WorkerInfo. keeps_history:
+        see DraftBatch.history. is_read: captured steps or a drafter read the device's entries."""
+        speculative, size = config.speculative, config.batch.max_num_seqs
+        self.max_num_seqs, self.max_model_len = size, config.model.max_model_len
+        self.block_size = config.cache.block_size
+        self.max_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+        self._xp, self._device, self._uploads = device.xp, device, Uploads(device)
+        self._parts, self._is_read = tuple(parts), is_read
+        max_blocks = -(-(self.max_model_len + self.max_drafts) // self.block_size) + 1
+        # Host entries, one row per slot. Zeroed pages cost nothing until they are written.
+        longest = self.max_model_len + 2 + self.max_drafts
+        self.token_ids = np.zeros((size, longest), dtype=np.int32)
+        self.block_tables = np.zeros((size, max_blocks), dtype=np.int32)
+        self.num_blocks, self.room, self.num_prompt, self.num_known, self.owner, self.num_drafts = (
+            np.zeros(size, dtype=np.int64) for _ in range(6)
+        )  # owner counts the slot's sequences; num_known: tokens that the host knows
+        self.draft_ids = np.zeros((size, self.max_drafts), dtype=np.int64)  # after the known tokens
+        self.seq_ids = np.full(size, -1, dtype=np.int64)
+        self.slot_of: dict[int, int] = {}
+        self._free = list(range(size))  # a heap: low slots first keep batches dense
+        # The rows of the step before; their arrays are kept while they stay, so that others see at
+        # a glance that they did.
+        self._last: StepRows | None = None
+        self._last_ids = np.zeros(0, dtype=np.int64)
+        self._num_gone = 0  # sequences that left since then
+        self._uniform: dict[tuple[int, int, int], StepRows] = {}
+        # The device's entries, and what the host has told it.
+        self._make_state(max_blocks, max_decodes, keeps_history=keeps_history)
+        self._keep_drafts, self._finish = kernels["keep_drafts"], kernels["finish_decode"]
+        self._append, self._vocab_size = kernels["append_history"], vocab_size
+        self._no_drafts: Tensor = None  # in place of drafts that shall all be refused
+        if speculative is not None and speculative.benchmark_mode:
+            self._no_drafts = self.state.drafts - 1
+        # By slot: whether the device knows count and newest token, whether its history is complete,
+        # how many blocks it knows, and what its drafts are.
+        self.is_held, self._has_history = (np.zeros(size, dtype=bool) for _ in range(2))
+        self._num_sent, self._drafts_are = (np.zeros(size, dtype=np.int64) for _ in range(2))
+        self._sent: tuple[np.ndarray | None, int, int] = (None, 0, 0)
+        self._sent_limit = 0
+        self._sent_rows = np.full(size, size, dtype=np.int64)
+        self._version = 0  # grows with whatever the device has to be told of
+
+    def _make_state(self, max_blocks: int, max_decodes: int, *, keeps_history: bool) -> None:
+        xp, device, num_slots = self._xp, self._device, self.max_num_seqs + 1
+
+        def zeros(*shape: int, dtype: object = xp.int64) -> Tensor:
+            return xp.zeros(shape, dtype=dtype, device=device.device)
+
+        history: Tensor | None = None
+        if keeps_history:  # what has ended may go on for two steps
+            longest = self.max_model_len + self.max_drafts + 2 + 2 * max_decodes
+            history = zeros(num_slots, longest, dtype=xp.int32)
+        self.state = DeviceState(
+            tables=zeros(num_slots, max_blocks, dtype=xp.int32),
+            num_computed=zeros(num_slots),
+            newest=zeros(num_slots),
+            drafts=zeros(num_slots, self.max_drafts),
+            num_drafts=zeros(num_slots),
+            room=zeros(num_slots),
+            rows=zeros(self.max_num_seqs) + self.max_num_seqs,
+            limit=zeros(1),
+            turn=zeros(1),
+            history=history,
+        )
+        self._flat_tables = self.state.tables.view([-1])
+        self.postbox: Postbox | None = None
+        if isinstance(device, PostingDevice):
+            sizes = (self.max_num_seqs, self.max_drafts, max_decodes)
+            self.postbox = Postbox(device, self.state.turn, *sizes)
+
+    # -- sequences --------------------------------------------------------------------------------
+
+    def add(self, new: NewSequence) -> int:
+        """Give a sequence a slot. A sequence that is already here starts anew."""
+        if new.seq_id in self.slot_of:
+            self.remove(new.seq_id)
+        if not self._free:
+            raise WorkerError(
+                f"sequence {new.seq_id} does not fit: all {self.max_num_seqs} slots are taken"
+            )
+        if new.extras is not None and new.extras.needs:
+            raise WorkerError(
+                f"sequence {new.seq_id} brings {', '.join(sorted(new.extras.needs))}, which this "
+                "worker does not report among its features"
+            )
+        length, num_blocks = len(new.token_ids), len(new.block_ids)
+        if length > self.max_model_len or num_blocks > self.block_tables.shape[1]:
+            raise WorkerError(
+                f"sequence {new.seq_id} has {length} tokens and {num_blocks} blocks; this worker "
+                f"holds {self.max_model_len} tokens and {self.block_tables.shape[1]} blocks each"
+            )
+        slot = heapq.heappop(self._free)
+        self.slot_of[new.seq_id] = slot
+        self.seq_ids[slot] = new.seq_id
+        self.token_ids[slot, :length] = new.token_ids
+        self.num_prompt[slot], self.num_known[slot] = new.num_prompt_tokens, length
+        self._append_blocks(slot, new.block_ids)
+        return slot
+
+    def remove(self, seq_id: int) -> None:
+        """Forget a sequence; unknown ids are ignored."""
+        slot = self.slot_of.pop(seq_id, None)
+        if slot is not None:
+            self._num_gone += 1
+            self.reset(slot)
+            heapq.heappush(self._free, slot)
+
+    def reset(self, slot: int) -> None:
+        """The one place where a slot is cleaned: every buffer and every part with state per
+        slot."""
+        self.token_ids[slot] = self.block_tables[slot] = self.draft_ids[slot] = 0
+        self.num_blocks[slot] = self.num_prompt[slot] = self.num_known[slot] = self.room[slot] = 0
+        self.num_drafts[slot] = self._num_sent[slot] = self._drafts_are[slot] = 0
+        self.is_held[slot] = self._has_history[slot] = False
+        self.seq_ids[slot] = -1
+        self.owner[slot] += 1
+        self._version += 1
+        for part in self._parts:
+            part.reset(slot)
+
+    def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
+        first = int(self.num_blocks[slot])
+        last = first + len(block_ids)
+        if last > self.block_tables.shape[1]:
+            raise WorkerError(
+                f"sequence {self.seq_ids[slot]} would get {last} blocks; "
+                f"{self.block_tables.shape[1]} are the most for {self.max_model_len} tokens"
+            )
+        self.block_tables[slot, first:last] = block_ids
+        self.num_blocks[slot] = last
+        self.room[slot] = min(last * self.block_size, self.max_model_len)
+        self._version += 1
+
+    @property
+    def version(self) -> int:
+        """Another number whenever a sequence, its blocks or its place changed."""
+        return self._version
+
+    def output_tokens(self, slot: int) -> np.ndarray:
+        """What the sequence generated, as far as the host knows; a view."""
+        return self.token_ids[slot, self.num_prompt[slot] : self.num_known[slot]]
+
+    def learn(self, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
+        """The host learns the next tokens of each slot: the first `counts` of tokens [slots, n]."""
+        known = self.num_known[slots]
+        where = known[:, None] + np.arange(tokens.shape[1])
+        most = self.token_ids.shape[1] - 1  # what has come to its end goes on until that is known
+        self.token_ids[slots[:, None], np.minimum(where, most)] = tokens
+        self.num_known[slots] = np.minimum(known + counts, self.max_model_len + 1)
+
+    def learn_one(self, slots: np.ndarray, tokens: np.ndarray) -> None:
+        """The same of the next token of each slot, [slots]."""
+        known = self.num_known[slots]
+        self.token_ids[slots, known] = tokens
+        self.num_known[slots] = known + 1
+
+    # -- a step's rows ----------------------------------------------------------------------------
+
+    def rows(self, step: SchedulerOutput) -> StepRows:
+        """Read one step's rows, and take over its new blocks."""
+        message, last, num_decodes = step.rows, self._last, step.num_decodes
+        if message is None:
+            can_go_on = last is not None and last.width == 1 and last.samples.all()
+            if last is None or not can_go_on or self._is_missing(last):
+                raise WorkerError("a step is inconsistent: it goes on with rows that cannot")
+            slots = last.slots
+            rows = self._decodes(slots, last.seq_lens, 0, num_decodes)
+        else:
+            slots = self._slots_of(message.seq_ids)
+            rows = self._read(message, slots, num_decodes)
+        self._num_gone = 0
+        for row, block_ids in step.new_block_ids.items():
+            self._append_blocks(int(slots[row]), block_ids)
+        self._check(rows)
+        self._last = rows
+        return rows
+
+    def _slots_of(self, seq_ids: np.ndarray) -> np.ndarray:
+        if (
+            seq_ids is self._last_ids
+            and self._last is not None
+            and not self._is_missing(self._last)
+        ):
+            return self._last.slots
+        self._last_ids = seq_ids
+        try:
+            slots = [self.slot_of[seq_id] for seq_id in seq_ids.tolist()]
+        except KeyError as error:
+            raise WorkerError(
+                f"a step names sequence {error}, which this worker was never given"
+            ) from None
+        if len(set(slots)) != len(slots):
+            raise WorkerError(f"a step is inconsistent: it names a sequence twice, slots {slots}")
+        return np.array(slots, dtype=np.int64)
+
+    def _is_missing(self, last: StepRows) -> bool:
+        """Whether one of the last step's rows is not where it was any more."""
+        return bool(self._num_gone and (self.seq_ids[last.slots] != self._last_ids).any())
+
+    def _read(self, message: BatchRows, slots: np.ndarray, num_decodes: int) -> StepRows:
+        counts, num_drafts = message.counts, message.num_drafts
+        if (counts <= num_drafts).any() or (num_drafts > self.max_drafts * num_decodes).any():
+            raise WorkerError(
+                f"a step is inconsistent: {counts.tolist()} tokens with {num_drafts.tolist()} "
+                f"drafts, of which a sequence has at most {self.max_drafts}"
+            )
+        is_decode = message.samples.all() and bool((counts - num_drafts == num_decodes).all())
+        most = int(num_drafts.max(initial=0)) // num_decodes
+        if is_decode and slots.size and (num_drafts == most * num_decodes).all():
+            return self._decodes(slots, message.starts, most, num_decodes)
+        columns = (slots, message.starts, counts, num_drafts, message.samples)
+        return StepRows(*columns, is_decode=bool(is_decode), width=1 + most)
+
+    def _decodes(
+        self, slots: np.ndarray, starts: np.ndarray, num_drafts: int, num_decodes: int
+    ) -> StepRows:
+        """Rows with as many drafts each, so many times. All but slots and starts is the same for
+        all batches of a size, and not made again."""
+        key = (slots.size, num_drafts, num_decodes)
+        if key not in self._uniform:
+            same = np.full(slots.size, num_drafts, dtype=np.int64)
+            counts, width = (same + 1) * num_decodes, 1 + num_drafts
+            nth = np.tile(np.arange(width), slots.size)
+            where = SampledPositions(
+                np.repeat(np.arange(slots.size), width), np.arange(nth.size), nth
+            )
+            made = StepRows(slots, starts, counts, same, same >= 0, True, width, num_decodes)
+            made.sampled = where
+            self._uniform[key] = made
+        like = self._uniform[key]
+        rows = StepRows(slots, starts, like.counts, like.num_drafts, like.samples, True, like.width)
+        rows.num_decodes, rows.sampled = num_decodes, like.sampled
+        return rows
+
+    def widen(self, rows: StepRows, width: int) -> StepRows:
+        """Rows of a decode step where every one is padded to `width` tokens, after all of which a
+        token is sampled."""
+        return self._decodes(rows.slots, rows.starts, width - 1, rows.num_decodes)
+
+    def _check(self, rows: StepRows) -> None:
+        """A wrong message must not read or write another sequence's blocks. What is only the most
+        that can be is held to the room on the device, and in `exact`."""
+        ends = rows.seq_lens
+        if self.max_drafts:
+            ends = ends - rows.num_drafts * rows.num_decodes
+            is_bound = rows.samples & (rows.counts - rows.num_drafts * rows.num_decodes == 1)
+            ends = np.where(is_bound, 1, ends)
+        if np.count_nonzero(ends > self.room[rows.slots]):
+            raise WorkerError(
+                f"a step is inconsistent: lengths {ends.tolist()}, "
+                f"blocks {self.num_blocks[rows.slots].tolist()} of {self.block_size}, "
+                f"at most {self.max_model_len} tokens, "
+                f"sequences {self.seq_ids[rows.slots].tolist()}"
+            )
+
+    def exact(self, rows: StepRows) -> StepRows:
+        """The rows as the host knows them once all results are read, with the drafts that it has
+        for them, which are put after their known tokens."""
+        if not self.max_drafts:
+            return rows
+        slots, own = rows.slots, rows.counts - rows.num_drafts
+        # A sequence that has ended without the scheduler's knowledge computes its last token again.
+        room = self.room[slots] - own
+        starts = np.minimum(np.minimum(rows.starts, self.num_known[slots] - 1), room)
+        drafts = np.minimum(np.minimum(rows.num_drafts, self.num_drafts[slots]), room - starts)
+        if drafts.any():
+            ends = np.cumsum(drafts)
+            nth = np.arange(int(ends[-1])) - np.repeat(ends - drafts, drafts)
+            fed = np.repeat(slots, drafts)
+            self.token_ids[fed, np.repeat(starts + own, drafts) + nth] = self.draft_ids[fed, nth]
+        most = int(drafts.max(initial=0))
+        if rows.is_decode and (drafts == most).all():
+            return self._decodes(slots, starts, most, rows.num_decodes)
+        columns = (slots, starts, own + drafts, drafts, rows.samples)
+        return StepRows(*columns, is_decode=rows.is_decode, width=1 + most)
+
+    # -- what the device is told before a captured step -------------------------------------------
+
+    def bring(
+        self, rows: StepRows, size: int, max_drafts: int, *, drafts: StepRows | None = None
+    ) -> None:
+        """Tell the device what it does not know of the rows, which are padded to `size`.
+        max_drafts: see SchedulerOutput. drafts: these rows are fed the host's drafts."""
+        limit, sent, old = max(0, max_drafts), self._sent, NO_SLOTS
+        if self.max_drafts:
+            old = rows.slots[self._drafts_are[rows.slots] == OLD]
+        is_same = rows.slots is sent[0] and size == sent[1] and self._version == sent[2]
+        if not (is_same and limit == self._sent_limit and drafts is None and not old.size):
+            self._send(
+                [
+                    *self._row_updates(rows.slots, size),
+                    *self._block_updates(rows.slots),
+                    *self._limit_updates(limit),
+                    *self._newest_updates(rows),
+                    *self._old_updates(old),
+                    *(self._draft_updates(drafts) if drafts is not None else ()),
+                ]
+            )
+            self._sent = (rows.slots, size, self._version)
+            self.is_held[rows.slots] = True
+        if self.state.history is not None and not limit:
+            # Nobody reads them after this step, and nobody goes on with them.
+            self._has_history[rows.slots] = False
+        elif self.state.history is not None:
+            self.catch_up(rows)
+
+    def _send(self, updates: list[Update]) -> None:
+        """Each: (where to, at which entries or None: at its beginning, what)."""
+        arrays: list[np.ndarray] = []
+        for _, where, what in updates:
+            arrays += [what] if where is None else [where, what]
+        sent = iter(self._uploads.send(*arrays)) if arrays else iter(())
+        for target, where, _ in updates:
+            if where is None:
+                target.copy_(next(sent))
+                continue
+            index, values = next(sent), next(sent).to(target.dtype)
+            if target.ndim > 1:
+                values = values.view([-1, *target.shape[1:]])
+            self._xp.index_copy_(target, 0, index, values)
+
+    def _limit_updates(self, limit: int) -> list[Update]:
+        if limit == self._sent_limit:
+            return []
+        self._sent_limit = limit
+        return [(self.state.limit, None, np.array([limit]))]
+
+    def _row_updates(self, slots: np.ndarray, size: int) -> list[Update]:
+        wanted = np.full(size, self.max_num_seqs, dtype=np.int64)
+        wanted[: slots.size] = slots
+        if (wanted == self._sent_rows[:size]).all():
+            return []
+        self._sent_rows[:size] = wanted
+        return [(self.state.rows[:size], None, wanted)]
+
+    def _block_updates(self, slots: np.ndarray) -> list[Update]:
+        old, new = self._num_sent[slots], self.num_blocks[slots]
+        more = np.flatnonzero(old != new)
+        if not more.size:
+            return []
+        slots, old, counts = slots[more], old[more], (new - old)[more]
+        first = np.cumsum(counts) - counts
+        columns = np.arange(int(counts.sum())) + np.repeat(old - first, counts)
+        rows = np.repeat(slots, counts)
+        self._num_sent[slots] = self.num_blocks[slots]
+        entries = rows * self.block_tables.shape[1] + columns
+        return [
+            (self._flat_tables, entries, self.block_tables[rows, columns]),
+            (self.state.room, slots, self.room[slots]),
+        ]
+
+    def _newest_updates(self, rows: StepRows) -> list[Update]:
+        """Of rows that sample for the first time, or whose newest token came with them."""
+        is_held = self.is_held[rows.slots]
+        if is_held.all():
+            return []
+        slots, starts = rows.slots[~is_held], rows.starts[~is_held]
+        if (starts >= self.num_known[slots]).any():
+            raise WorkerError(
+                f"a step feeds tokens nobody knows: positions {starts.tolist()}, "
+                f"known {self.num_known[slots].tolist()}"
+            )
+        return [
+            (self.state.num_computed, slots, starts),
+            (self.state.newest, slots, self.token_ids[slots, starts]),
+            (self.state.num_drafts, slots, slots * 0),
+        ]
+
+    def _draft_updates(self, rows: StepRows) -> list[Update]:
+        slots = rows.slots
+        return [
+            (self.state.drafts, slots, self.draft_ids[slots]),
+            (self.state.num_drafts, slots, rows.num_drafts),
+        ]
+
+    def _old_updates(self, slots: np.ndarray) -> list[Update]:
+        """Drafts that no step came to feed in time are drafts no more: for them there may be no
+        room."""
+        if not slots.size:
+            return []
+        self._drafts_are[slots] = NONE
+        return [(self.state.num_drafts, slots, slots * 0)]
+
+    def note_drafts(self, rows: StepRows, max_drafts: int) -> None:
+        """A step was queued that makes so many drafts, after which those before are old."""
+        if self.max_drafts:
+            are = self._drafts_are[rows.slots]
+            self._drafts_are[rows.slots] = NEW if max_drafts > 0 else np.where(are, OLD, NONE)
+
+    def forget(self) -> None:
+        """A step failed: what the device holds is not known."""
+        if self.postbox is not None:
+            self.postbox.forget()
+        self._sent, self._sent_limit, self._version = (None, 0, 0), -1, self._version + 1
+        self._sent_rows[:] = -1
+        self.is_held[:] = self._has_history[:] = False
+        self._num_sent[:] = 0
+
+    def stand_down(self) -> None:
+        """New caches: no table entry of former ones stays, and every row is padding, so that a step
+        which runs now writes nothing anywhere."""
+        self.forget()
+        padding = np.full(self._sent_rows.size, self.max_num_seqs, dtype=np.int64)
+        self._send([(self.state.rows, None, padding)])
+        self._sent_rows[:] = padding
+        self.state.tables.zero_()
+
+    # -- what the device keeps of a step ----------------------------------------------------------
+
+    def finish(
+        self,
+        rows: Tensor,
+        drawn: Tensor,
+        marked: Tensor,
+        peaks: Tensor | None,
+        results: Tensor,
+        *,
+        posts: bool = True,
+    ) -> Tensor:
+        """The slots of these rows take what was sampled, as far as drafts are accepted: kernel
+        finish_decode. posts: in a captured step, whose page of the postbox it is."""
+        state = self.state
+        post = self.postbox.results if posts and self.postbox is not None else None
+        drafts = state.drafts if self._no_drafts is None else self._no_drafts
+        held = (drafts, state.num_drafts, state.num_computed, state.newest)
+        last: Tensor = self._finish(rows, drawn, marked, peaks, *held, results, post)
+        return last
+
+    def take_sampled(self, rows: StepRows, slots_dev: Tensor, token_ids: Tensor) -> None:
+        """A step that was laid out on the host, without drafts, sampled these [R] int64, one for
+        each row that samples. slots_dev: [R] or more, then the last slot for padding."""
+        slots, state = rows.slots[rows.samples], self.state
+        self._xp.index_copy_(state.newest, 0, slots_dev, token_ids)
+        if self._is_read:
+            # Drafts that are still there are old ones, or of a former sequence, which had other
+            # room.
+            none = [(state.num_drafts, slots, slots * 0)] if self.max_drafts else []
+            self._send([(state.num_computed, slots, rows.seq_lens[rows.samples]), *none])
+            self._drafts_are[slots] = NONE
+        self.is_held[slots] = True
+        self.is_held[rows.slots[~rows.samples]] = False
+
+    def verify(
+        self, rows: StepRows, drawn: Tensor, marked: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same for a step with drafts: drawn and marked [R], for every sampled position.
+        Returns results [rows that sample, width] int64 as finish_decode leaves them, how many
+        drafts of each were accepted, and for each of the R positions whether its token is kept."""
+        xp, where, width = self._xp, rows.positions(), rows.width
+        own = rows.samples
+        slots, num_drafts = rows.slots[own], rows.num_drafts[own]
+        first = np.flatnonzero(where.nth == 0)
+        # A table of equally long rows; a short one repeats its last position, which has no draft.
+        table = first[:, None] + np.minimum(np.arange(width), num_drafts[:, None])
+        place = np.repeat(np.arange(slots.size) * width, num_drafts + 1) + where.nth
+        newest = (rows.seq_lens - rows.num_drafts - 1)[own]
+        self._send(
+            [
+                *self._draft_updates(rows),
+                (self.state.num_computed, slots, newest),
+            ]
+        )
+        table_dev, place_dev, slots_dev = self._uploads.send(table, place, slots)
+        results = xp.zeros((slots.size, width), dtype=xp.int64, device=self._device.device)
+        drawn, marked = (xp.index_select(x, 0, table_dev) for x in (drawn, marked))
+        last = self.finish(slots_dev, drawn, marked, None, results, posts=False)
+        steps = xp.arange(slots.size, dtype=xp.int64, device=self._device.device) * width
+        kept = xp.index_select(results.reshape([-1]), 0, place_dev) >= 0
+        self.is_held[slots] = True
+        self.is_held[rows.slots[~own]] = False
+        return results, last - steps, kept
+
+    def keep_drafts(
+        self, rows: Tensor, proposals: Tensor, results: Tensor, *, posts: bool
+    ) -> Tensor:
+        """The slots of these rows take what a drafter proposes, as far as it is tokens and there is
+        room. proposals: [B, n] int64; the results, beside them what was taken and -1 after it.
+        posts: in a captured step, whose page of the postbox it is."""
+        state = self.state
+        post = self.postbox.drafts if posts and self.postbox is not None else None
+        known = (state.limit, self._vocab_size, state.num_computed, state.room)
+        return self._keep_drafts(
+            rows, proposals, results, *known, state.drafts, state.num_drafts, post
+        )
+
+    def prepare_drafts(self, rows: StepRows, limit: int) -> Tensor:
+        """A step laid out on the host is to leave drafts in the slots: tell the device of room and
+        limit. Returns the rows' slots on the device."""
+        self._send([*self._block_updates(rows.slots), *self._limit_updates(limit)])
+        return self._device.to_device(rows.slots)
+
+    # -- histories on the device ------------------------------------------------------------------
+
+    def append_history(self, results: Tensor) -> None:
+        """Histories of a captured step's rows go on with what it has sampled and kept. results: see
+        kernel finish_decode."""
+        state = self.state
+        if state.history is not None:
+            rows = state.rows[: results.shape[0]]
+            self._append(rows, results, state.num_computed, state.history)
+
+    def follow_history(self, rows: StepRows, drawn: Tensor, max_drafts: int) -> None:
+        """A step laid out on the host sampled these: histories go on. drawn: [R] int64, of which
+        those after a refused draft are overwritten later. max_drafts: see SchedulerOutput."""
+        history = self.state.history
+        if history is None:
+            return
+        if max_drafts < 0:
+            self._has_history[rows.slots] = False
+            return
+        self.catch_up(rows)
+        slots = rows.slots[rows.positions().rows]
+        where = slots * history.shape[1] + rows.sample_positions()
+        index = self._uploads.send(where)[0]
+        self._xp.index_copy_(history.view([-1]), 0, index, drawn.to(self._xp.int32))
+
+    def lacks_history(self, rows: StepRows) -> bool:
+        """Whether histories of these rows have to be sent, for which the host must know them."""
+        return self.state.history is not None and not self._has_history[rows.slots].all()
+
+    def catch_up(self, rows: StepRows) -> None:
+        """Send the histories that the device does not have. It goes on with them itself; the newest
+        token, if that is still on its way to the host, it has, too. Further ones on their way,
+        which only several decodes without drafts leave, are missing: that costs accepted drafts,
+        and the output nothing."""
+        history = self.state.history
+        assert history is not None
+        is_new = ~self._has_history[rows.slots]
+        if not is_new.any():
+            return
+        slots = rows.slots[is_new]
+        self._has_history[slots] = True
+        counts = self.num_known[slots]
+        nth = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        owners = np.repeat(slots, counts)
+        entries = owners * history.shape[1] + nth
+        self._send([(history.view([-1]), entries, self.token_ids[owners, nth])])
+        is_new &= self.num_known[rows.slots] <= rows.starts
+        if is_new.any():
+            slots = rows.slots[is_new]
+            where = slots * history.shape[1] + rows.starts[is_new]
+            index, slots_dev = self._uploads.send(where, slots)
+            newest = self._xp.index_select(self.state.newest, 0, slots_dev).to(self._xp.int32)
+            self._xp.index_copy_(history.view([-1]), 0, index, newest)

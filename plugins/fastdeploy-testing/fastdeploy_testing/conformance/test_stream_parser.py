@@ -1,0 +1,126 @@
+"""Parsers of reasoning and of tool calls: one result for every way in which the text arrives."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import pytest
+
+from fastdeploy_core.contracts.small import ParsedDelta
+
+from .base import Conformance
+
+if TYPE_CHECKING:
+    from fastdeploy_core.plugins.discovery import PluginEntry
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+}
+# Words between markers; what looks like the beginning of a marker, or of JSON, is among them.
+WORDS = ("2 < 3", "</", "\n\n", '{"name": "f", "arguments": {"q": "a \\" }"}}', "你好", "", "<|")
+
+
+class StreamParserConformance(Conformance):
+    """Add whole answers of your model to `samples`: they are cut everywhere, too."""
+
+    samples: ClassVar[tuple[str, ...]] = ()
+
+    @pytest.fixture
+    def make(self, driver: Any, fd_entry: PluginEntry) -> Any:
+        """A function that makes a parser for one answer, as the server does."""
+        if fd_entry.kind == "tool_parser":
+            return lambda: driver([TOOL])
+        return lambda: driver("", {})
+
+    def texts(self, driver: Any) -> list[str]:
+        """Samples, and every order of two markers with words around and between."""
+        found = [*self.samples, *WORDS]
+        for number, (one, other) in enumerate(itertools.permutations((*driver.markers, ""), 2)):
+            before, after = (WORDS[(number + n) % len(WORDS)] for n in (0, 3))
+            for between in WORDS if one and other else WORDS[:1]:
+                found.append(f"{before}{one}{between}{other}{after}")
+        return found
+
+    def test_markers_are_declared(self, driver: Any) -> None:
+        assert isinstance(driver.markers, tuple), "markers is a tuple of special tokens, perhaps ()"
+        assert all(isinstance(marker, str) and marker for marker in driver.markers)
+
+    def test_any_split_of_the_stream_gives_the_same(self, driver: Any, make: Any) -> None:
+        for text in self.texts(driver):
+            whole = collect(make(), [text])
+            rng = random.Random(len(text))  # noqa: S311 - where to cut
+            cuts = [sorted(rng.sample(range(len(text) + 1), min(3, len(text)))) for _ in range(20)]
+            ways = [list(text), *(pieces(text, places) for places in cuts)]
+            ways += [pieces(text, [place]) for place in range(len(text))]
+            for way in ways:
+                assert collect(make(), way) == whole, f"{text!r} in pieces {way!r:.200}"
+
+    def test_empty_pieces_change_nothing(self, driver: Any, make: Any) -> None:
+        for text in self.texts(driver):
+            apart = list(itertools.chain.from_iterable((c, "") for c in text))
+            assert collect(make(), ["", *apart]) == collect(make(), [text]), repr(text)
+
+    def test_text_without_markers_stays_whole(self, driver: Any, make: Any) -> None:
+        text = "One two.\n  Three, 4 of 5: äöü 你好"
+        found = collect(make(), list(text))
+        assert found["content"] + found["reasoning"] == text and not found["calls"]
+
+    def test_the_beginning_of_a_marker_is_text_after_all(self, driver: Any, make: Any) -> None:
+        for marker in driver.markers:
+            for count in range(1, len(marker)):
+                text = f"So{marker[:count]}"
+                found = collect(make(), list(text))
+                assert found["content"] + found["reasoning"] == text, "text that was held back"
+
+    def test_answers_at_the_same_time_do_not_meet(self, driver: Any, make: Any) -> None:
+        texts = self.texts(driver)[-8:]
+        parsers = [make() for _ in texts]
+        parts: list[list[ParsedDelta]] = [[] for _ in texts]
+        for characters in itertools.zip_longest(*texts, fillvalue=""):
+            for parser, character, found in zip(parsers, characters, parts, strict=True):
+                found.append(parser.push(character))
+        for parser, found, text in zip(parsers, parts, texts, strict=True):
+            found.append(parser.finish())
+            assert joined(found) == collect(make(), [text]), repr(text)
+
+    def test_calls_have_a_name_once_and_arguments_of_json(self, driver: Any, make: Any) -> None:
+        for text in self.texts(driver):
+            for call in collect(make(), list(text))["calls"]:
+                assert call["names"] == 1, f"{text!r}: a call's name comes once"
+                assert isinstance(json.loads(call["arguments"] or "{}"), dict), repr(text)
+
+
+def pieces(text: str, places: Sequence[int]) -> list[str]:
+    """The text cut at these places."""
+    ends = [*places, len(text)]
+    return [text[a:b] for a, b in zip([0, *places], ends, strict=True)]
+
+
+def collect(parser: Any, parts: Sequence[str]) -> dict[str, Any]:
+    """What an answer amounts to that arrives in these parts."""
+    return joined([*(parser.push(part) for part in parts), parser.finish()])
+
+
+def joined(deltas: Sequence[ParsedDelta]) -> dict[str, Any]:
+    """Deltas put together; ids are the parser's own and left out."""
+    calls: dict[int, dict[str, Any]] = {}
+    for delta in deltas:
+        for call in delta.tool_calls:
+            whole = calls.setdefault(call.index, {"name": "", "names": 0, "arguments": ""})
+            whole["name"] += call.name or ""
+            whole["names"] += call.name is not None
+            whole["arguments"] += call.arguments
+    return {
+        "content": "".join(delta.content for delta in deltas),
+        "reasoning": "".join(delta.reasoning for delta in deltas),
+        "calls": [calls[index] for index in sorted(calls)],
+    }
+
+
+class TestStreamParser(StreamParserConformance):
+    """Run by `fastdeploy plugins check`."""

@@ -1,0 +1,1 @@
+"""Tool-call parser `mycalls` for FastDeploy."""

@@ -1,0 +1,1 @@
+"""Quantizers for checkpoint formats of other tools: GPTQ, AWQ, compressed-tensors."""

@@ -1,0 +1,110 @@
+"""The commands: help, mistakes in one line, tokenizers, what a bug report may show."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fd_tools import collect_env
+from server_support import write_tokenizer
+
+from fastdeploy_core.cli.main import main
+
+COMMANDS = ("chat", "complete", "run-batch", "tokenizer", "collect-env")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """Restores logging, which run-batch sets up."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = before
+    root.setLevel(level)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert f"fastdeploy {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["chat", "-q", "x", "--url", "http://127.0.0.1:9"], "no server answers"),
+        (["chat", "-q", "x", "--url", "ftp://x"], "--url"),
+        (["run-batch", "-i", "/nowhere", "-o", "x", "m"], "does not exist"),
+        (["tokenizer", "info", "--model", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_mistakes_are_one_line_and_an_exit_code(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    error = capsys.readouterr().err.strip().splitlines()
+    assert len(error) == 1, error
+    assert error[0].startswith("fastdeploy: error: ")
+    assert words in error[0]
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-P", "-m", "fastdeploy_core.cli.main", *arguments]
+
+
+def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path)
+    line = _command("tokenizer", "encode", "x" * 50_000, "--model", str(folder))
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert b"Traceback" not in process.stderr.read()
+
+
+def test_tokenizer_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(write_tokenizer(tmp_path))
+    assert main(["tokenizer", "encode", "hé", "--model", folder, "--json"]) == 0
+    encoded = json.loads(capsys.readouterr().out)
+    assert encoded["count"] == 3
+    ids = ",".join(map(str, encoded["ids"]))
+    assert main(["tokenizer", "decode", ids, "--model", folder, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"text": "hé"}
+    assert main(["tokenizer", "info", "--model", folder, "--json"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert (info["vocab_size"], info["chat_template"]) == (259, "yes")
+    assert main(["tokenizer", "decode", "99999", "--model", folder]) == 1
+    assert "is not one of" in capsys.readouterr().err
+
+
+def test_collect_env_shows_settings_and_hides_secrets() -> None:
+    found = collect_env.collect(
+        {"FD_LOG_LEVEL": "debug", "FD_API_KEY": "sk-1", "OMP_NUM_THREADS": "2", "HOME": "/h"}
+    )
+    assert found["environment"] == {
+        "FD_API_KEY": "***",
+        "FD_LOG_LEVEL": "debug",
+        "OMP_NUM_THREADS": "2",
+    }
+    assert found["packages"]["fastapi"][0].isdigit()
+    assert any("device cpu" in row for row in found["plugins"].values())
+
+
+def test_collect_env_prints_json() -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("FD_")}
+    ended = subprocess.run(
+        _command("collect-env", "--json"), env=kept, capture_output=True, text=True, check=True
+    )
+    assert set(json.loads(ended.stdout)) == {
+        "fastdeploy",
+        "machine",
+        "packages",
+        "plugins",
+        "environment",
+    }
