@@ -26,6 +26,7 @@ TEST_TOOLS = (
     "pytest-xdist>=3.7",
     "hypothesis>=6.120",
     "compressed-tensors>=0.12",
+    "redis>=5",
     "gguf>=0.17",
     "httpx>=0.28",
     "jsonschema>=4.23",
@@ -60,6 +61,7 @@ LIGHT = {
     "plugins/fd-kv-shm": (),
     "plugins/fd-quant-hub": (),
     "plugins/fd-quant-wint2": (),
+    "plugins/fd-sched-redis": (),
     "plugins/fd-spec-mtp": (),
     "plugins/fd-tools": (),
 }

@@ -75,10 +75,13 @@ def test_two_servers_answer_as_one_does(model: Path, redis: local_server.RedisPr
     with serving(model, *NULL) as one, ThreadPoolExecutor(24) as threads:
         url = one.url
         alone = list(threads.map(lambda n: ask(url, n, 20), numbers))
-    with on_redis(model, redis) as first, on_redis(model, redis, "--api-server-count", "2") as two:
-        with ThreadPoolExecutor(24) as threads:
-            urls = (first.url, two.url)
-            together = list(threads.map(lambda n: ask(urls[n % 2], n, 20), numbers))
+    with (
+        on_redis(model, redis) as first,
+        on_redis(model, redis, "--api-server-count", "2") as two,
+        ThreadPoolExecutor(24) as threads,
+    ):
+        urls = (first.url, two.url)
+        together = list(threads.map(lambda n: ask(urls[n % 2], n, 20), numbers))
     assert together == alone == [expected([1, 2, n], 20) for n in numbers]
     assert "failed" not in first.log + two.log
 

@@ -1,8 +1,8 @@
 """The engine process: takes requests, runs the core, sends deltas back.
 
 Three threads: ingress receives requests, the main thread runs the core, egress sends what the
-request scheduler has for clients. Where processes share a queue, front ends put requests into it and
-get results from it in their own processes; then ingress only hears questions, and there is no
+request scheduler has for clients. Where processes share a queue, front ends put requests into it
+and get results from it in their own processes; then ingress only hears questions, and there is no
 egress. A bad message is logged and dropped; a bad request is answered;
 only a broken engine ends the process, with a non-zero status.
 """
@@ -276,4 +276,3 @@ class EngineProcess:
 
     def _results(self, may_wait: bool) -> list[RequestOutputDelta | TokenDeltas]:
         return self._scheduler.get_results(IDLE_TICK_S if may_wait else 0.0)
-

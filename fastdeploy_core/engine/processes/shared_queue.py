@@ -34,9 +34,7 @@ class SharedQueue:
     """EngineLink around the link to this front end's own engine, which still tells how that engine
     is and counts what it does. `send` and `health` never block."""
 
-    def __init__(
-        self, engine: EngineLink, scheduler: RequestScheduler, listener: Listener
-    ) -> None:
+    def __init__(self, engine: EngineLink, scheduler: RequestScheduler, listener: Listener) -> None:
         self._engine, self._scheduler, self._listener = engine, scheduler, listener
         self._messages: queue.SimpleQueue[wire.Put | wire.Abort | None] = queue.SimpleQueue()
         self._has_instances = False

@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from fd_sched_redis.local_server import RedisProcess
+from fd_sched_redis.scheduler import GlobalScheduler
 
 from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad
@@ -37,8 +39,6 @@ from fastdeploy_core.types import (
     SequenceDelta,
     each_delta,
 )
-from fd_sched_redis.local_server import RedisProcess
-from fd_sched_redis.scheduler import GlobalScheduler
 
 LEASE_S = 1.5
 SLOTS = 4

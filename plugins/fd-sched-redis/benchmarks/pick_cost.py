@@ -17,11 +17,11 @@ from pathlib import Path
 
 import msgspec
 import redis
+from fd_sched_redis.cell import Cell, Reach
+from fd_sched_redis.local_server import RedisProcess
 
 from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad
 from fastdeploy_core.types import Request, SamplingParams
-from fd_sched_redis.cell import Cell, Reach
-from fd_sched_redis.local_server import RedisProcess
 
 LEASE_S = 3600.0
 BODY = b"x" * 8192  # as the prompt of some 2,000 tokens

@@ -261,7 +261,7 @@ class Cell:
         finished, failed, cancelled, expired, dead, taken_over, unread; and what waits."""
         raw: Any = self._client.hgetall(f"{self.prefix}n")
         found = {_text(k): int(float(v)) for k, v in raw.items()}
-        found["waiting"] = int(self._client.zcard(f"{self.prefix}wait"))  # type: ignore[arg-type]
+        found["waiting"] = int(self._client.zcard(f"{self.prefix}wait"))
         return found
 
 

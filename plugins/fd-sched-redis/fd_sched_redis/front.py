@@ -40,6 +40,7 @@ from .routing import choose_cell, choose_instance
 logger = logging.getLogger(__name__)
 
 MAX_BEAT_S = 0.5
+_chance = random.Random()  # noqa: S311, so that front ends do not beat in step
 # Attempts of a request that Redis has forgotten begin this much later: no instance that still runs
 # an older one can have come so far.
 LOST_ATTEMPTS = 1000
@@ -89,7 +90,7 @@ class FrontSide:
         self._offered: Counter[str] = Counter()  # since the view
         self._is_closed = False
         self._period_s = min(config.lease_s / 8, MAX_BEAT_S)
-        self._link = FrontLink(options, self._on_deltas, self._on_unreachable)
+        self._link = FrontLink(options, self._on_deltas, self._on_started, self._on_unreachable)
         self._beat()
         self._thread = threading.Thread(target=self._run, name="fd-redis-front", daemon=True)
         self._thread.start()
@@ -334,6 +335,10 @@ class FrontSide:
         if unwanted:
             self._link.send(instance, Abort(unwanted))
 
+    def _on_started(self, request_id: str, attempt: int) -> None:
+        with self._lock:
+            self._notice(Notice("lost", request_id, attempt - 1))
+
     def _are_next(self, tokens: TokenDeltas) -> bool:
         """Whether every entry of these columns is what its request waits for."""
         entries = self._entries
@@ -402,7 +407,7 @@ class FrontSide:
                 if not self._reach.is_away:
                     self._flush()
                 if time.monotonic() >= next_s:
-                    next_s = time.monotonic() + self._period_s * random.uniform(0.8, 1.0)
+                    next_s = time.monotonic() + self._period_s * _chance.uniform(0.8, 1.0)
                     self._beat()
                     self._look()
             except Exception:
@@ -469,7 +474,7 @@ class FrontSide:
             self._answer(entry, None, "")
 
     def _reconcile(self, number: int) -> None:
-        """Redis may be another one, or lack its newest writes: queue again what it does not know."""
+        """Redis may be another one or lack its newest writes: queue again what it does not know."""
         with self._lock:
             mine = [e for e in self._entries.values() if e.cell == number and e.is_tracked]
         cell = self._cells[number]

@@ -34,7 +34,7 @@ from fastdeploy_core.types import (
 )
 
 from .cell import Cell, Reach, Taken
-from .link import Abort, InstanceLink, Offer, Output
+from .link import Abort, Deltas, InstanceLink, Offer, Output, Started
 from .options import CALL_TIMEOUT_S, Options
 from .routing import home_cell
 
@@ -234,10 +234,8 @@ class InstanceSide:
     def _take_from_any(self, capacity: Capacity) -> bool:
         """Take from the home cell, else steal from another one."""
         count = len(self._cells)
-        for step in range(count):
-            if self._take((self._home + step) % count, capacity):
-                return True
-        return False
+        cells = ((self._home + step) % count for step in range(count))
+        return any(self._take(number, capacity) for number in cells)
 
     def _take(self, number: int, capacity: Capacity) -> bool:
         began_s = time.monotonic()
@@ -296,6 +294,8 @@ class InstanceSide:
             request.deadline_s = max(0.0, request.deadline_s - taken.waited_s)
         size = len(request.prompt_token_ids)
         held = Held(number, taken.attempt, taken.front, size, taken.waited_s)
+        if taken.attempt > 1:
+            self._link.say(taken.front, Started(request_id, taken.attempt))
         self._held[request_id] = held
         self._stash.append((request, held))
 
@@ -406,7 +406,8 @@ class InstanceSide:
             self._is_alive.clear()
             began_s = time.monotonic()
             try:
-                if all([self._beat_one(number) for number in self._my_cells()]):
+                answers = [self._beat_one(number) for number in self._my_cells()]
+                if all(answers):
                     self._until_s = max(self._until_s, began_s + self._config.lease_s)
             except redis.exceptions.ResponseError as error:
                 logger.error("%s refused a call: %s", self._options.server, error)
@@ -442,8 +443,8 @@ class InstanceSide:
         return True
 
     def _know_fronts(self) -> None:
-        """Keep sockets to front ends that Redis names, or named until a moment ago: it forgets those
-        that were paused, and all when it is started anew."""
+        """Keep sockets to front ends that Redis names, or named until a moment ago: it forgets
+        those that were paused, and all when it is started anew."""
         now = time.monotonic()
         named = {name: address for fronts in self._fronts for name, address in fronts.items()}
         with self._lock:
@@ -518,4 +519,4 @@ class InstanceSide:
             except redis.RedisError:
                 return
         for front, outputs in again.items():
-            self._link.repeat(front, outputs)
+            self._link.say(front, Deltas(outputs))

@@ -42,6 +42,14 @@ class Hello(msgspec.Struct, tag=True):
     instance: str
 
 
+class Started(msgspec.Struct, tag=True):
+    """Instance to front end: it was given a request that another one had, so what that one says of
+    it is out of date."""
+
+    request_id: str
+    attempt: int
+
+
 class Deltas(msgspec.Struct, tag=True):
     """Instance to front end: output."""
 
@@ -61,7 +69,7 @@ class Offer(msgspec.Struct, tag=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_from_instance = msgspec.msgpack.Decoder(Hello | Deltas)
+_from_instance = msgspec.msgpack.Decoder(Hello | Started | Deltas)
 _from_front = msgspec.msgpack.Decoder(Abort | Offer)
 
 
@@ -91,16 +99,18 @@ class _Waker:
 
 
 class FrontLink:
-    """A front end's socket. `on_deltas(instance, deltas)` and `on_unreachable(request)`, an offer
-    that did not arrive, are called in its thread."""
+    """A front end's socket. `on_deltas(instance, deltas)`, `on_started(request_id, attempt)` and
+    `on_unreachable(request)`, an offer that did not arrive, are called in its thread."""
 
     def __init__(
         self,
         options: Options,
         on_deltas: Callable[[str, list[Output]], None],
+        on_started: Callable[[str, int], None],
         on_unreachable: Callable[[Request], None],
     ) -> None:
-        self._on_deltas, self._on_unreachable = on_deltas, on_unreachable
+        self._on_deltas, self._on_started = on_deltas, on_started
+        self._on_unreachable = on_unreachable
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -192,6 +202,9 @@ class FrontLink:
         if isinstance(message, Hello):
             self._heard[message.instance] = frames[0], time.monotonic()
             return
+        if isinstance(message, Started):
+            self._on_started(message.request_id, message.attempt)
+            return
         name = frames[0].decode(errors="replace").rpartition("/")[0]
         self._on_deltas(name, message.deltas)
 
@@ -256,7 +269,7 @@ class InstanceLink:
         self._sockets: dict[str, zmq.Socket[Any]] = {}
         self._addresses: dict[str, str] = {}  # wanted; written whole
         self._outbox: deque[list[Output]] = deque()
-        self._repeats: deque[tuple[str, list[Output]]] = deque()
+        self._messages: deque[tuple[str, Started | Deltas]] = deque()
         self._waker = _Waker()
         self._stopping = threading.Event()
         self._poller = zmq.Poller()
@@ -278,9 +291,9 @@ class InstanceLink:
         self._outbox.append(outputs)
         self._waker.wake()
 
-    def repeat(self, front: str, outputs: list[Output]) -> None:
-        """Send output that was routed before once more."""
-        self._repeats.append((front, outputs))
+    def say(self, front: str, message: Started | Deltas) -> None:
+        """Send to one front end."""
+        self._messages.append((front, message))
         self._waker.wake()
 
     def close(self) -> None:
@@ -298,7 +311,7 @@ class InstanceLink:
             is_last = self._stopping.is_set()
             now = time.monotonic()
             wait_s = 0.0 if is_last else max(0.0, next_hello_s - now)
-            ready = dict(self._poller.poll(min(wait_s, self._hello_s) * 1000))
+            ready = dict(self._poller.poll(round(min(wait_s, self._hello_s) * 1000)))
             self._waker.clear()
             try:
                 self._follow()
@@ -354,17 +367,16 @@ class InstanceLink:
         self._send(front, Hello(self._instance))
 
     def _flush(self) -> None:
+        while self._messages:
+            self._send(*self._messages.popleft())
         outputs: list[Output] = []
         while self._outbox:
             outputs += self._outbox.popleft()
         if outputs:
             for front, part in self._route(outputs):
                 self._send(front, Deltas(part))
-        while self._repeats:
-            front, part = self._repeats.popleft()
-            self._send(front, Deltas(part))
 
-    def _send(self, front: str, message: Hello | Deltas) -> None:
+    def _send(self, front: str, message: Hello | Started | Deltas) -> None:
         connection = self._sockets.get(front)
         if connection is None:
             return  # it has died: nobody reads

@@ -10,6 +10,7 @@ from fastdeploy_core.contracts.scheduler import InstanceLoad
 from fastdeploy_core.types import Request
 
 PREFIX_TOKENS = 256
+_chance = random.Random()  # noqa: S311, for balance
 # A request goes to another cell than its prefix's where each instance has this many more waiting.
 SPILL_PER_INSTANCE = 2.0
 
@@ -30,10 +31,10 @@ def choose_cell(request: Request, waiting: Sequence[tuple[int, int]]) -> int:
         return 0
     tokens = request.prompt_token_ids[:PREFIX_TOKENS]
     seed = f"{request.tenant}\0{request.cache_salt}\0{tokens}".encode()
-    home, other = zlib.crc32(seed) % count, random.randrange(count)
+    home, other = zlib.crc32(seed) % count, _chance.randrange(count)
     if waiting[home][1] == 0:
         live = [number for number in range(count) if waiting[number][1]]
-        return random.choice(live) if live else home
+        return _chance.choice(live) if live else home
     if waiting[other][1] and _per_instance(waiting[home]) > (
         _per_instance(waiting[other]) + SPILL_PER_INSTANCE
     ):
@@ -53,7 +54,7 @@ def choose_instance(
     usable = [name for name in live if name in seen and not seen[name].draining]
     if not usable:
         return None
-    pair = random.sample(usable, min(2, len(usable)))
+    pair = _chance.sample(usable, min(2, len(usable)))
     return min(
         pair, key=lambda name: seen[name].num_running + seen[name].num_waiting + offered[name]
     )

@@ -53,9 +53,7 @@ class _RedisScheduler:
     def _as_instance(self) -> InstanceSide:
         with self._lock:
             if self._instance is None:
-                self._instance = InstanceSide(
-                    self._config, self._options, self.cells, self._reach
-                )
+                self._instance = InstanceSide(self._config, self._options, self.cells, self._reach)
             return self._instance
 
     @property

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
 from fd_sched_redis.local_server import SERVERS, RedisProcess
 
 pytest_plugins = ["fastdeploy_testing.pytest_plugin"]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from fd_sched_redis.local_server import RedisProcess
 
 from fastdeploy_testing.conformance.test_hygiene import HygieneConformance
 from fastdeploy_testing.conformance.test_request_scheduler import RequestSchedulerConformance
-from fd_sched_redis.local_server import RedisProcess
 
 
 class _OnRedis(RequestSchedulerConformance):

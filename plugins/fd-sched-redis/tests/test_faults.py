@@ -15,15 +15,15 @@ import msgspec
 import pytest
 import redis
 import zmq
+from fd_sched_redis import link
+from fd_sched_redis.cell import Cell, Reach
+from fd_sched_redis.local_server import RedisProcess, free_port
+from fd_sched_redis.scheduler import GlobalScheduler, SplitwiseScheduler
 
 from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad
 from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas, each_delta
 from fastdeploy_testing.conformance.scheduler_side import PLENTY, delta, request
-from fd_sched_redis import link
-from fd_sched_redis.cell import Cell, Reach
-from fd_sched_redis.local_server import RedisProcess, free_port
-from fd_sched_redis.scheduler import GlobalScheduler, SplitwiseScheduler
 
 LEASE_S = 1.2
 PATIENCE_S = 20.0
@@ -319,9 +319,7 @@ def test_a_torn_end_of_the_append_only_file_is_survived(
     file.write_bytes(file.read_bytes()[:-300])
     server.start()
     Engine(make(server.port, "a"), "a", num_deltas=1)
-    assert Counter(d.request_id for d in collect(front, 20)) == Counter(
-        f"r{n}" for n in range(20)
-    )
+    assert Counter(d.request_id for d in collect(front, 20)) == Counter(f"r{n}" for n in range(20))
 
 
 def test_a_replica_without_the_last_second_gets_what_it_lacks(

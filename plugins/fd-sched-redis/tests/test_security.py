@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 import redis
 import zmq
+from fd_sched_redis import hooks, link
+from fd_sched_redis.local_server import RedisProcess
+from fd_sched_redis.options import read_options
+from fd_sched_redis.scheduler import GlobalScheduler
 from zmq.utils import z85
 
 from fastdeploy_core.config import RequestSchedulerConfig
@@ -20,13 +24,11 @@ from fastdeploy_core.contracts.scheduler import InstanceLoad, SchedulerQuestion
 from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.types import RequestOutputDelta, each_delta
 from fastdeploy_testing.conformance.scheduler_side import PLENTY, delta, request
-from fd_sched_redis import hooks, link
-from fd_sched_redis.local_server import RedisProcess
-from fd_sched_redis.options import read_options
-from fd_sched_redis.scheduler import GlobalScheduler
 
 # As docs/how-to/serve-from-many-instances.md gives them.
-COMMON = "~{default:* +@read +@write +@connection +evalsha +script|load +time -@dangerous -@blocking"
+COMMON = (
+    "~{default:* +@read +@write +@connection +evalsha +script|load +time -@dangerous -@blocking"
+)
 FRONT_RULES = f"on >front-secret {COMMON}"
 INSTANCE_RULES = f"on >instance-secret {COMMON} +blpop"
 
