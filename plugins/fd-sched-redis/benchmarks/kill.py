@@ -29,8 +29,7 @@ import redis
 from fd_sched_redis.local_server import RedisProcess
 from fd_sched_redis.scheduler import GlobalScheduler
 
-from fastdeploy_core.config import RequestSchedulerConfig
-from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad
+from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, RequestSchedulerConfig
 from fastdeploy_core.types import (
     FinishReason,
     Request,

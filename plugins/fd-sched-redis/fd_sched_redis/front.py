@@ -21,8 +21,7 @@ from dataclasses import replace
 import msgspec
 import redis
 
-from fastdeploy_core.config import RequestSchedulerConfig
-from fastdeploy_core.contracts.scheduler import InstanceLoad
+from fastdeploy_core.contracts.scheduler import InstanceLoad, RequestSchedulerConfig
 from fastdeploy_core.types import (
     FinishReason,
     Request,

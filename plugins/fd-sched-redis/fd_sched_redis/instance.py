@@ -23,8 +23,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import redis
 
-from fastdeploy_core.config import RequestSchedulerConfig
-from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad
+from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, RequestSchedulerConfig
 from fastdeploy_core.types import (
     Request,
     RequestOutputDelta,

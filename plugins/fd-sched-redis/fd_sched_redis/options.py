@@ -71,7 +71,7 @@ class Server:
             socket_timeout=timeout_s,
             socket_connect_timeout=CALL_TIMEOUT_S,
             retry=Retry(NoBackoff(), 0),
-            redis_connect_func=cast(Any, greet),  # its stub lacks the argument
+            redis_connect_func=cast("Any", greet),  # its stub lacks the argument
             **tls,
         )
 

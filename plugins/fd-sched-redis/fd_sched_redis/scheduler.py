@@ -7,8 +7,12 @@ from collections.abc import Sequence
 
 import redis
 
-from fastdeploy_core.config import RequestSchedulerConfig
-from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, SchedulerCapabilities
+from fastdeploy_core.contracts.scheduler import (
+    Capacity,
+    InstanceLoad,
+    RequestSchedulerConfig,
+    SchedulerCapabilities,
+)
 from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
 
 from .cell import Cell, Reach
