@@ -2,46 +2,65 @@
 
 from __future__ import annotations
 
+import socket
+from typing import TYPE_CHECKING
+
 from fastdeploy_core.contracts.base import Requirements
 from fastdeploy_core.contracts.hookspecs import hookimpl
 from fastdeploy_core.contracts.scheduler import SchedulerQuestion
 from fastdeploy_core.errors import ConfigError
 
-MIN_VERSION = (6, 2)
+if TYPE_CHECKING:
+    from .options import Server
+
+ANSWER_S = 0.3  # hooks have a second in all
 
 
 @hookimpl
 def fd_scheduler_requirements(question: SchedulerQuestion) -> Requirements | None:
-    """Refuse options that cannot be, and a server that does not answer or is too old."""
+    """Refuse options that cannot be, and a server that does not answer."""
     if question.config.name not in ("global", "splitwise"):
         return None
     from .options import read_options
 
     try:
         server = read_options(question.config.options).server
+        refusal = _ask(server)
     except ConfigError as error:
         return Requirements(refusals=(str(error),))
-    import redis
-
-    client = server.connect()
-    try:
-        client.ping()
-        if not server.password and not server.password_file and not _is_local(server.host):
-            note = f"{server} takes commands without a password: set one, or whoever reaches it"
-            return Requirements(notes=(f"{note} reads all prompts",))
-    except redis.AuthenticationError as error:
-        return Requirements(refusals=(f"{server} refuses the login: {error}",))
-    except redis.RedisError as error:
-        return Requirements(
-            refusals=(
-                f"{server} does not answer: {error}; start it (redis-server or valkey-server, "
-                f"{'.'.join(map(str, MIN_VERSION))} or newer) or give --scheduler-config.host "
-                "and --scheduler-config.port",
-            )
-        )
-    finally:
-        client.close()
+    if refusal:
+        return Requirements(refusals=(refusal,))
+    if not server.secret and not _is_local(server.host):
+        note = f"{server} takes commands without a password: whoever reaches it reads all prompts"
+        return Requirements(notes=(note,))
     return Requirements()
+
+
+def _ask(server: Server) -> str:
+    """Why this server cannot be used; empty if it can. Over TLS only whether it is there."""
+    try:
+        with socket.create_connection((server.host, server.port), ANSWER_S) as connection:
+            if server.tls:
+                return ""
+            login = [word for word in (server.username, server.secret) if word]
+            if login:
+                connection.sendall(_command("AUTH", *login))
+            connection.sendall(_command("PING"))
+            answer = connection.recv(4096).decode(errors="replace").splitlines()
+    except OSError as error:
+        return (
+            f"{server} does not answer: {error}; start it (redis-server or valkey-server, 6.2 or "
+            "newer) or give --scheduler-config.host and --scheduler-config.port"
+        )
+    refusals = [line[1:] for line in answer if line.startswith("-")]
+    return f"{server} refuses the login: {refusals[0]}" if refusals else ""
+
+
+def _command(*words: str) -> bytes:
+    parts = [f"*{len(words)}"]
+    for word in words:
+        parts += [f"${len(word.encode())}", word]
+    return "\r\n".join([*parts, ""]).encode()
 
 
 def _is_local(host: str) -> bool:

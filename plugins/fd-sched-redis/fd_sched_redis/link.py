@@ -345,8 +345,8 @@ class InstanceLink:
         if path != address and not Path(path).exists():
             logger.error(
                 "front end %s listens on a socket of its own host (%s); for instances on other "
-                "hosts give it --scheduler-config.listen-host and all of them "
-                "--scheduler-config.key-file",
+                "hosts give it --scheduler-config.listen_host and all of them "
+                "--scheduler-config.key_file",
                 front,
                 socket.gethostname(),
             )

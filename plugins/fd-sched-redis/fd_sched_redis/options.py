@@ -8,15 +8,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, cast
-
-import redis
-import zmq
-from redis.backoff import NoBackoff
-from redis.retry import Retry
-from zmq.utils import z85
+from typing import TYPE_CHECKING, Any, cast
 
 from fastdeploy_core.errors import ConfigError
+
+# The hook reads options within a second at start-up, so client libraries are imported when used.
+if TYPE_CHECKING:
+    import redis
 
 # A call that takes longer has failed: Redis counts as away until one succeeds.
 CALL_TIMEOUT_S = 2.0
@@ -46,13 +44,14 @@ class Server:
         """A client; it connects at its first call. Nothing is repeated behind the caller's back,
         but a closed connection is opened again: on_connect hears of each one."""
 
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
         def greet(connection: Any) -> None:
             connection.on_connect()
             on_connect()
 
-        password = self.password
-        if self.password_file:
-            password = _read(self.password_file, "password_file").decode().partition("\n")[0]
         tls: dict[str, Any] = {}
         if self.tls:
             tls = {
@@ -66,7 +65,7 @@ class Server:
             port=self.port,
             db=self.db,
             username=self.username or None,
-            password=password or None,
+            password=self.secret or None,
             protocol=2,  # that of all servers and client libraries
             socket_timeout=timeout_s,
             socket_connect_timeout=CALL_TIMEOUT_S,
@@ -74,6 +73,13 @@ class Server:
             redis_connect_func=cast("Any", greet),  # its stub lacks the argument
             **tls,
         )
+
+    @property
+    def secret(self) -> str:
+        """The password, wherever it is."""
+        if self.password_file:
+            return _read(self.password_file, "password_file").decode().partition("\n")[0]
+        return self.password
 
     def __str__(self) -> str:
         return f"Redis at {self.host}:{self.port}"
@@ -101,7 +107,7 @@ class Options:
 
 def read_options(given: Mapping[str, Any] | None) -> Options:
     """Check `--scheduler-config`. ConfigError names the option that cannot be."""
-    given = dict(given or {})
+    given = {name.replace("-", "_"): value for name, value in (given or {}).items()}
     of_server = {field.name: field for field in fields(Server)}
     of_queue = {field.name: field for field in fields(Options) if field.name != "server"}
     values: dict[str, Any] = {}
@@ -206,6 +212,9 @@ class SocketKeys:
 
 
 def _pair(label: bytes, secret: bytes) -> KeyPair:
+    import zmq
+    from zmq.utils import z85
+
     digest = hashlib.blake2b(secret, digest_size=32, person=b"fd-sched-redis", salt=label).digest()
     private = z85.encode(digest)
     return KeyPair(zmq.curve_public(private), private)
