@@ -100,7 +100,7 @@ class GraphConfig:
     batch sizes, and steps with prompts of token counts that the worker chooses."""
 
     enabled: bool = True
-    sizes: tuple[int, ...] | None = None  # batch sizes, ascending; None: worker/step_graphs.py's
+    sizes: tuple[int, ...] | None = None  # batch sizes, ascending; None: worker/graph_sizes.py's
     max_size: int | None = None  # larger batch sizes are not captured
 
 

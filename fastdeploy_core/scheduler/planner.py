@@ -180,10 +180,7 @@ class StepPlanner:
             drafts = np.minimum(drafts, np.maximum(left - 1, 0))
             drafts = np.clip(budget - (np.cumsum(drafts) - drafts), 0, drafts)
             has_drafts = bool(drafts.any())
-        if has_drafts:
-            return drafts
-        step.asked = 0
-        return None
+        return drafts if has_drafts else None
 
     def _plan_several(
         self, seqs: list[Sequence], places: np.ndarray, drafts: np.ndarray | None

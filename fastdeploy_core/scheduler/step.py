@@ -101,7 +101,7 @@ class StepBuilder:
         self._cohort = NO_COHORT
         # Rows of the step before, if they can simply go on: every one sampled, none had drafts.
         self._last_seq_ids = NO_COHORT.seq_ids
-        self.asked = 0  # drafts asked for with the step before
+        self._asked = 0  # drafts asked for with the step before
         self.step_id = -1
         self.begin()
 
@@ -226,7 +226,7 @@ class StepBuilder:
             self._decodes.num_drafts,
             self._rows,
             self._max_num_tokens - self.budget,
-            self.asked if cohort.seqs else 0,
+            self._asked if self.has_drafts else 0,
             not self.num_prefills,
             self._num_decodes,
         )
@@ -235,13 +235,13 @@ class StepBuilder:
             seq_ids = cohort.seq_ids if message.rows is None else message.rows.seq_ids
             owners = enumerate(seq_ids.tolist())
             message.new_block_ids = {row: blocks[seq] for row, seq in owners if seq in blocks}
-        if max_drafts or self.asked:
+        if max_drafts or self._asked:
             columns.asked[cohort.places] = max_drafts
             for row in self._rows:
                 columns.asked[row.seq.place] = max_drafts * row.sample
         self.step_id = self._number
         if cohort.seqs or max_drafts:  # drafts outlast a step of prompts alone
-            self.asked = max_drafts
+            self._asked = max_drafts
         if max_drafts or fills:
             message.max_drafts = max_drafts
         return step

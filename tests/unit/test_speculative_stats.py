@@ -3,9 +3,6 @@ metrics."""
 
 from __future__ import annotations
 
-from random import Random
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -15,7 +12,7 @@ from fastdeploy_core.scheduler import BatchScheduler, planner
 from fastdeploy_core.scheduler.settings import SchedulerSettings
 from fastdeploy_core.serving.metrics import Metrics
 from fastdeploy_core.serving.openai.usage import Usage
-from fastdeploy_core.types import BatchRows, ModelRunnerOutput, each_delta
+from fastdeploy_core.types import ModelRunnerOutput, each_delta
 from fastdeploy_core.types.engine import EngineHealth, EngineStats
 from tests.null_engine import make_request
 
@@ -194,69 +191,21 @@ def test_prompts_go_beside_drafts_where_nothing_is_captured() -> None:
     assert (int(step.drafts.sum()), step.num_rows) == (3, 2)
 
 
-def test_a_row_without_room_for_drafts_still_gets_its_token() -> None:
-    """Two sequences in a pool that holds them without drafts beside them."""
-    script = Script()
-    script.kv = KVCacheManager(4, 4)
-    scheduler = BatchScheduler(script.scheduler.settings, script.kv)
-    for name in "ab":
-        scheduler.add(make_request(name, [1, 2, 3], max_tokens=5, ignore_eos=True))
-    given = {"a": 0, "b": 0}
-    for _ in range(40):
-        step = scheduler.schedule()
-        if step is None:
-            break
-        seqs = step.seqs()
-        for seq in seqs:
-            given[seq.request_id] += 1
-        scheduler.update(step, answer(step, [[7]] * len(seqs), [0] * len(seqs)))
-    assert given == {"a": 5, "b": 5} and not scheduler._roster.num_preemptions_total
-    scheduler.check_idle()
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_a_plan_is_never_below_what_is_computed(seed: int) -> None:
-    """Two steps in flight; a model of the workers keeps the true counts. With no step in flight the
-    plan says the same as they do."""
-    random = Random(seed)
-    captures = random.random() < 0.5
-    script = Script(captures_drafts=captures, captures_drafting=captures)
-    scheduler, true, held = script.scheduler, {}, {}
-    scheduler._policy.choose = lambda num_rows, kind: random.choice([0, 1, NUM_DRAFTS])
-    in_flight: list[tuple[Any, ModelRunnerOutput]] = []
-    last = BatchRows.of([], [], [])
-    for number in range(120):
-        if random.random() < 0.15 and scheduler.num_requests < 6:
-            prompt = [5] * random.randrange(1, 30)
-            scheduler.add(make_request(f"r{number}", prompt, max_tokens=random.randrange(1, 20)))
-        if random.random() < 0.03 and scheduler.num_requests:
-            scheduler.abort([random.choice(list(scheduler._roster.requests))])
-        step = scheduler.schedule() if len(in_flight) < 2 else None
-        if step is not None:
-            rows = step.output.rows or last.next(step.num_decodes)
-            last, tokens, fed = rows, [], []
-            for new in step.output.new_sequences:
-                true[new.seq_id], held[new.seq_id] = 0, 0
-            for row, seq in enumerate(step.seqs()):
-                most, own = int(rows.num_drafts[row]), int(rows.counts[row] - rows.num_drafts[row])
-                drafts = min(most, held[seq.seq_id])
-                accepted = random.randrange(drafts + 1)
-                start = int(rows.starts[row])
-                if row >= len(step.cohort.seqs):
-                    true[seq.seq_id] = start  # of a prompt the message is exact
-                assert true[seq.seq_id] <= start
-                true[seq.seq_id] += own + accepted
-                held[seq.seq_id] = max(0, step.output.max_drafts) * bool(rows.samples[row])
-                tokens.append([7] * (1 + accepted) if rows.samples[row] else [])
-                fed.append(drafts)
-                assert true[seq.seq_id] <= seq.num_computed
-            in_flight.append((step, answer(step, tokens, fed)))
-        if in_flight and (len(in_flight) == 2 or step is None or random.random() < 0.5):
-            scheduler.update(*in_flight.pop(0))
-            scheduler.take_deltas()
-        for seq in scheduler._roster.running:
-            if seq.num_in_flight == 0 and seq.seq_id in true:
-                assert seq.num_computed == true[seq.seq_id]
+def test_nothing_is_planned_of_drafts_that_nobody_made() -> None:
+    """Beside prompts no drafts are fed, and none are made there where drafting is captured."""
+    scheduler = Script(captures_drafts=True, captures_drafting=True).scheduler
+    scheduler.add(make_request("a", [1, 2, 3], max_tokens=40))
+    prompt, first, drafted = (scheduler.schedule() for _ in range(3))
+    assert prompt.output.max_drafts == 0
+    assert (first.drafts.tolist(), drafted.drafts.tolist()) == ([0], [3])
+    scheduler.add(make_request("b", [4, 5], max_tokens=40))
+    fed = scheduler.schedule()
+    assert fed.drafts.tolist() == [3] and fed.num_rows == 1, "the prompt waits for its turn"
+    beside = scheduler.schedule()
+    assert beside.output.rows.counts.tolist() == [1, 2] and beside.output.max_drafts == 0
+    assert (fed.asked, beside.asked) == (3, 0), "results are told apart by what rows were fed"
+    after = scheduler.schedule()
+    assert after.num_rows == 2 and after.drafts.tolist() == [0, 0]
 
 
 def test_requests_and_usage_show_them() -> None:

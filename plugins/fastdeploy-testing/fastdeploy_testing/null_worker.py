@@ -197,6 +197,8 @@ class NullWorker:
         elif not rows.is_decode:
             output.counts = rows.samples.astype(np.int64)
             output.token_ids = rows.starts[rows.samples]
+            if rows.num_drafts.any():
+                output.num_drafts = output.num_accepted = np.zeros((1, rows.samples.size), np.int64)
         self.num_steps += 1
         output.model_s = output.execute_s = time.perf_counter() - started + self.options.step_s
         pending = NullPending(output)
@@ -237,57 +239,68 @@ class NullWorker:
             self._cache[target] = self._cache[source][:]
 
     def _run_rows(self, step: SchedulerOutput, rows: BatchRows, output: ModelRunnerOutput) -> None:
-        tokens: list[list[int]] = []
-        num_drafts = max(0, min(step.max_drafts, self._num_drafts))
-        fed = np.zeros((1, rows.seq_ids.size), dtype=np.int64)
+        size, num_decodes = rows.seq_ids.size, step.num_decodes
+        tokens: list[list[int]] = [[] for _ in range(size)]
+        num_drafts = np.zeros((num_decodes, size), dtype=np.int64)
+        num_accepted = np.zeros_like(num_drafts)
         for row, seq_id in enumerate(rows.seq_ids.tolist()):
             state = self._sequences[seq_id]
             state.blocks.extend(step.new_block_ids.get(row, ()))
-            # The message says the most that there can be.
-            most, own = int(rows.num_drafts[row]), int(rows.counts[row] - rows.num_drafts[row])
-            room = len(state.blocks) * self.block_size
-            start = min(int(rows.starts[row]), len(state.tokens) - 1)
-            if start + own > room:  # it has ended, which the engine does not know yet
-                tokens.append([0] * int(rows.samples[row]))
-                continue
-            drafts = state.drafts[: min(most, room - start - own)]
-            state.drafts, fed[0, row] = [], len(drafts)
-            count = own + len(drafts)
-            several = self._decode(state, start, count - 1) if step.num_decodes > 1 else []
-            start, count = start + len(several), count - len(several)
-            self._feed(state, start, count, drafts)
             sampling = state.new.sampling
-            if sampling.prompt_logprobs is not None:
-                output.prompt_logprobs[row] = self._prompt_logprobs(state, start, count)
-            tokens.append(several)
-            if rows.samples[row]:  # on every rank: all ranks compute the same token
-                tokens[row] += self._sample(state, drafts, start + count - len(drafts))
-                state.drafts = self._draft(state)[:num_drafts]
+            for nth in range(num_decodes):
+                start, count, drafts = self._exact(state, rows, row, num_decodes)
+                self._feed(state, start, count, drafts)
+                if sampling.prompt_logprobs is not None:
+                    output.prompt_logprobs[row] = self._prompt_logprobs(state, start, count)
+                state.drafts = []  # those there were followed a token that is no longer the newest
+                if rows.samples[row]:  # on every rank: all ranks compute the same token
+                    sampled = self._sample(state, drafts, start + count)
+                    num_drafts[nth, row], num_accepted[nth, row] = len(drafts), len(sampled) - 1
+                    tokens[row] += sampled
+                    state.drafts = self._draft(state)[: max(0, step.max_drafts)]
             if sampling.logprobs is not None:
                 output.logprobs[row] = [self._logprobs(t, sampling.logprobs) for t in tokens[row]]
         output.token_ids = np.array([t for some in tokens for t in some], dtype=np.int64)
         output.counts = np.array([len(some) for some in tokens], dtype=np.int64)
-        if fed.any():
-            output.num_drafts = fed
-            output.num_accepted = np.maximum(output.counts[None] - 1, 0)
+        if rows.num_drafts.any():
+            output.num_drafts, output.num_accepted = num_drafts, num_accepted
 
-    def _decode(self, state: _State, start: int, count: int) -> list[int]:
-        """Decode `count` tokens, each fed to the next decode."""
-        tokens: list[int] = []
-        for position in range(start, start + count):
-            self._feed(state, position, 1, [])
-            tokens += self._sample(state, [], position + 1)
-        return tokens
+    def _exact(
+        self, state: _State, rows: BatchRows, row: int, num_decodes: int
+    ) -> tuple[int, int, list[int]]:
+        """What a row, whose numbers are the most that can be, is fed in its next decode: the first
+        token, how many known ones, and the drafts after them, as far as there are blocks. A
+        sequence that has come to its limit, which the engine may not know yet, is fed its last
+        token again."""
+        num_drafts = int(rows.num_drafts[row])
+        count = (int(rows.counts[row]) - num_drafts) // num_decodes
+        room = len(state.blocks) * self.block_size - count
+        start = len(state.tokens) - 1
+        if num_decodes == 1:
+            start = min(start, int(rows.starts[row]))
+        if len(state.tokens) >= self._limit(state):
+            start = min(start, room)
+        elif start > room:
+            raise RuntimeError(
+                f"sequence {state.new.seq_id}: tokens {start} to {start + count} are to be fed, "
+                f"its {len(state.blocks)} blocks hold {room + count}"
+            )
+        return start, count, state.drafts[: max(0, min(num_drafts // num_decodes, room - start))]
+
+    def _limit(self, state: _State) -> int:
+        """How many tokens a sequence can have."""
+        limit = min(self.config.model.max_model_len, len(self._cache) * self.block_size)
+        asked = state.new.sampling.max_tokens
+        return limit if asked is None else min(limit, state.new.num_prompt_tokens + asked)
 
     def _feed(self, state: _State, start: int, count: int, drafts: list[int]) -> None:
-        num_known = count - len(drafts)
-        fed = state.tokens[start : start + num_known] + drafts
-        if len(fed) != count:
+        known = state.tokens[start : start + count]
+        if len(known) != count:
             raise RuntimeError(
                 f"sequence {state.new.seq_id}: tokens {start} to {start + count} are to be fed, "
                 f"{len(state.tokens)} are known"
             )
-        self._write(state, start, fed)
+        self._write(state, start, known + drafts)
 
     def _write(self, state: _State, start: int, fed: list[int]) -> None:
         size, blocks, cache = self.block_size, state.blocks, self._cache
@@ -306,7 +319,7 @@ class NullWorker:
         return states[:num_tokens]
 
     def _sample(self, state: _State, drafts: list[int], num_known: int) -> list[int]:
-        # Rows may be fed again after the engine dropped tokens.
+        # Without room for more tokens a sequence is fed its last one again.
         del state.tokens[num_known:]
         tokens: list[int] = []
         for index in range(len(drafts) + 1):
