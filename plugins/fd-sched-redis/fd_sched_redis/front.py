@@ -474,27 +474,29 @@ class FrontSide:
 
     def _reconcile(self, number: int) -> None:
         """Redis may be another one or lack its newest writes: queue again what it does not know."""
+        with self._put_lock:  # so that none is on its way while Redis is asked
+            with self._lock:
+                mine = [e for e in self._entries.values() if e.cell == number and e.is_tracked]
+            for start in range(0, len(mine), CHUNK):
+                part = mine[start : start + CHUNK]
+                ids = [entry.request.request_id for entry in part]
+                known = self._cells[number].known(self.name, ids)
+                for entry, is_known in zip(part, known, strict=True):
+                    if not is_known:
+                        self._queue_again(entry)
+
+    def _queue_again(self, entry: Entry) -> None:
         with self._lock:
-            mine = [e for e in self._entries.values() if e.cell == number and e.is_tracked]
-        cell = self._cells[number]
-        for start in range(0, len(mine), CHUNK):
-            part = mine[start : start + CHUNK]
-            known = cell.known(self.name, [entry.request.request_id for entry in part])
-            for entry, is_known in zip(part, known, strict=True):
-                if is_known:
-                    continue
-                with self._lock:
-                    if entry.position or entry.request.request_id not in self._entries:
-                        entry.is_tracked = False  # its instance goes on
-                        continue
-                    entry.floor, entry.attempt = entry.floor + LOST_ATTEMPTS, -1
-                with self._put_lock:
-                    self._num_put += 1
-                    entry.nonce = self._num_put
-                    refusal = self._submit(entry, entry.floor - 1)
-                if refusal is not None:
-                    with self._lock:
-                        self._answer(entry, refusal, "WorkerError")
+            if entry.position or entry.request.request_id not in self._entries:
+                entry.is_tracked = False  # its instance goes on
+                return
+            entry.floor, entry.attempt = entry.floor + LOST_ATTEMPTS, -1
+        self._num_put += 1
+        entry.nonce = self._num_put
+        refusal = self._submit(entry, entry.floor - 1)
+        if refusal is not None:
+            with self._lock:
+                self._answer(entry, refusal, "WorkerError")
 
     def _end_silent(self) -> None:
         """Requests that Redis does not know end with their instance. If Redis took this front end
