@@ -40,7 +40,7 @@ class RedisProcess:
         ]  # fmt: skip
         self.process = subprocess.Popen(command)  # noqa: S603
         deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and self.process.poll() is None:
             with socket.socket() as probe:
                 probe.settimeout(1.0)
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:

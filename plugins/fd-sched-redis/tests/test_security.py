@@ -130,10 +130,15 @@ def test_tls(start_redis: Callable[..., RedisProcess], tmp_path: Path) -> None:
     from fd_sched_redis.local_server import free_port
 
     port = free_port()
-    start_redis(
-        "--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key),
-        "--tls-ca-cert-file", str(certificate), "--tls-auth-clients", "no",
-    )  # fmt: skip
+    try:
+        start_redis(
+            "--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file",
+            str(key), "--tls-ca-cert-file", str(certificate), "--tls-auth-clients", "no",
+        )  # fmt: skip
+    except RuntimeError:
+        if "Failed finding TLS support" in (tmp_path / "redis0" / "log").read_text():
+            pytest.skip("this server was built without TLS")
+        raise
     options = {"port": port, "tls": True, "tls_ca_file": str(certificate)}
     front, engine = open_one(options), open_one(options, "e")
     assert [d.finished for d in answer_one(front, engine)] == [True]
