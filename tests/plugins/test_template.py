@@ -153,7 +153,8 @@ def test_the_kits_distribution_brings_its_fakes(stranger: Stranger) -> None:
     listed = json.loads(stranger.fastdeploy("plugins", "list", "--json").stdout)
     mine = {p["name"]: p["status"] for p in listed["plugins"]
             if p["distribution"] == "fastdeploy-testing"}  # fmt: skip
-    fakes, commands = {"faulty", "null"}, {"plugins.check", "plugins.new"}
+    fakes = {"faulty", "null"}
+    commands = {"plugins.check", "plugins.examine", "plugins.new"}
     assert mine == dict.fromkeys(fakes | commands, "ok")
 
 
