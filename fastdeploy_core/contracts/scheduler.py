@@ -6,9 +6,17 @@ attempt; deltas of an older attempt are dropped by the scheduler, never shown to
 `SchedulerCapabilities.leases` every hand-over is a lease, and a lost one starts the next attempt.
 
 The front end calls put_requests, get_results, abort and loads; an engine calls get_requests,
-put_results, get_aborts and report_load. Where both are in one process they share one object;
-otherwise each process constructs its own from equal options, and the engine's has `instance` and
-`epoch` filled in.
+put_results, get_aborts and report_load. Which process constructs the object follows from
+`SchedulerCapabilities.shared_queue`:
+
+* Without it there is one object, in the engine process. Front ends reach it through the engine's
+  sockets, so they depend on that process.
+* With it every API server process and every engine process constructs its own from equal options;
+  the engine's has `instance` and `epoch` filled in. Front ends call theirs in threads that may wait,
+  an engine calls get_requests, put_results and get_aborts between steps and report_load from another
+  thread, so these four must not wait for a server. How output gets from the engine's object to the
+  front end's is the driver's business, and so is proving to each other who they are. The death of an
+  engine ends no front end and no stream by itself: the driver answers.
 """
 
 from __future__ import annotations
@@ -68,7 +76,9 @@ class SchedulerCapabilities:
     # part of its output was shown already, it may be answered with WorkerError instead. For queues
     # that outlive an engine: a scheduler in the engine's own process has nobody to take over.
     leases: bool = False
-    durable: bool = False  # waiting requests survive the processes that put them
+    # Waiting requests survive the processes that put them, `close` included. What nobody reads any
+    # more is run or reported, as the driver says, and its id may be put again by another front end.
+    durable: bool = False
 
 
 @runtime_checkable
@@ -83,7 +93,8 @@ class RequestScheduler(Protocol):
 
     def put_requests(self, requests: Sequence[Request]) -> list[str | None]:
         """Queue requests; one entry each: None, or why it was refused ("queue full: ...",
-        "duplicate request id: ..."). Accepting is all or nothing per request, never per batch."""
+        "duplicate request id: ...", "unavailable: ..." when the queue cannot be reached; the text
+        is shown to clients). Accepting is all or nothing per request, never per batch."""
         ...
 
     def get_requests(self, capacity: Capacity, timeout_s: float = 0.0) -> list[Request]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.engine.processes import wire
 from fastdeploy_core.engine.processes.attachment import Attachment
+from fastdeploy_core.engine.processes.shared_queue import SharedQueue
 from fastdeploy_core.engine.processes.supervisor import NOT_READY, Listener, Supervisor
 from fastdeploy_core.errors import FastDeployError, QueueFull, WorkerError
 from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STATS_TIMEOUT_S = 5.0
+DRAIN_LOOK_S = 0.1
 
 
 class EngineLink(Protocol):
@@ -54,7 +56,8 @@ class AsyncEngine:
     """An engine in a process of its own. All methods but `health` belong to one event loop.
 
     If the process dies or stands still, every stream ends with WorkerError, `health` says why, and
-    the process is started again (WatchdogConfig.max_restarts).
+    the process is started again (WatchdogConfig.max_restarts). Where a queue is shared, the queue
+    decides about streams: they may go on in another engine.
     """
 
     info: EngineInfo
@@ -78,7 +81,9 @@ class AsyncEngine:
         self._is_closed = False
         self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
         self._dead: asyncio.Future[str] = self._loop.create_future()
-        self._link = connect(_ToLoop(self, self._loop))
+        self._listener = _ToLoop(self, self._loop)
+        self._link = connect(self._listener)
+        self._shares_queue = False
 
     @classmethod
     async def start(
@@ -94,11 +99,16 @@ class AsyncEngine:
             plugins.set_result(resolved)
         return await cls(
             config, lambda listener: Supervisor(config, plugins, listener)
-        )._wait_ready()
+        )._wait_ready(plugins)
 
     @classmethod
     async def attach(
-        cls, config: EngineConfig, folder: str, front_end: int, on_drain: Callable[[], None]
+        cls,
+        config: EngineConfig,
+        resolved: Future[ResolvedPlugins],
+        folder: str,
+        front_end: int,
+        on_drain: Callable[[], None],
     ) -> AsyncEngine:
         """Attach one front end to an engine that another process starts and ends, and wait until
         the engine is ready. `folder` belongs to that process; its request to drain calls on_drain
@@ -108,12 +118,18 @@ class AsyncEngine:
             config,
             lambda listener: Attachment(folder, front_end, timeout_s, listener, on_drain),
             front_end,
-        )._wait_ready()
+        )._wait_ready(resolved)
 
-    async def _wait_ready(self) -> AsyncEngine:
+    async def _wait_ready(self, resolved: Future[ResolvedPlugins]) -> AsyncEngine:
         self._link.start()
         try:
             self.info = await self._ready
+            driver = resolved.result().load("scheduler")
+            if driver.capabilities.shared_queue:
+                scheduler = driver(self._config.request_scheduler)
+                self._link = SharedQueue(self._link, scheduler, self._listener)
+                self._link.start()
+                self._shares_queue = True
         except BaseException:
             await self.close()
             raise
@@ -216,9 +232,21 @@ class AsyncEngine:
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, let the running ones end within grace_s, fail the rest."""
         self._is_draining = True
+        if self._shares_queue:
+            with contextlib.suppress(WorkerError):  # there is no engine to tell
+                self._link.send(wire.Drain())
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._all_ended.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._all_ended.wait()
+                if self._shares_queue:
+                    await self._all_of_others()
         self._end_streams(WorkerError("the server is shutting down"))
+
+    async def _all_of_others(self) -> None:
+        """Wait until the engine has also answered what it took for other front ends."""
+        with contextlib.suppress(WorkerError):  # it has none
+            while (await self.stats()).num_requests:
+                await asyncio.sleep(DRAIN_LOOK_S)
 
     async def close(self) -> None:
         """End the engine process and everything below it; idempotent."""
@@ -275,9 +303,10 @@ class AsyncEngine:
     def _on_down(self) -> None:
         # The reason is for the operator: it is in the log and in `health`.
         error = WorkerError("the engine stopped while it was answering this request")
-        for stream in self._streams.values():
-            if not stream.is_ended:
-                stream.fail(error)
+        if not self._shares_queue:
+            for stream in self._streams.values():
+                if not stream.is_ended:
+                    stream.fail(error)
         for answer in self._questions.values():
             if not answer.done():
                 answer.set_exception(error)

@@ -188,7 +188,7 @@ async def attached_app(
     config = init.engine_config
     plugins: Future[ResolvedPlugins] = Future()
     plugins.set_result(init.resolved)
-    starting = AsyncEngine.attach(config, init.folder, init.number, on_drain)
+    starting = AsyncEngine.attach(config, plugins, init.folder, init.number, on_drain)
     async with _app_around(
         starting, config, init.server_config, plugins, occupancy
     ) as app_and_engine:

@@ -46,6 +46,7 @@ from fd_quant_hub.compressed import CompressedTensors
 from fd_quant_hub.gptq import Awq, Gptq
 from fd_quant_wint2.published import Wint2
 from fd_quant_wint2.trellis import Tet2, Tet3, Tet4
+from fd_sched_redis.scheduler import GlobalScheduler, SplitwiseScheduler
 from fd_spec_mtp.drafter import MTPDrafter
 from fd_speculative.draft_model import DraftModel
 from fd_speculative.ngram import NgramDrafter
@@ -123,6 +124,8 @@ devices: list[Callable[[DeviceOptions], DeviceBackend]] = [
 ]
 schedulers: list[Callable[[RequestSchedulerConfig], RequestScheduler]] = [
     LocalScheduler,
+    GlobalScheduler,
+    SplitwiseScheduler,
 ]
 attention: list[Callable[[AttentionSpec, int, DeviceBackend, KernelTable], AttentionBackend]] = [
     ReferenceAttention,

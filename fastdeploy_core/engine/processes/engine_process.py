@@ -1,7 +1,9 @@
-"""The engine process: takes requests from a socket, runs the core, sends deltas back.
+"""The engine process: takes requests, runs the core, sends deltas back.
 
 Three threads: ingress receives requests, the main thread runs the core, egress sends what the
-request scheduler has for clients. A bad message is logged and dropped; a bad request is answered;
+request scheduler has for clients. Where processes share a queue, front ends put requests into it
+and get results from it in their own processes; then ingress only hears questions, and there is no
+egress. A bad message is logged and dropped; a bad request is answered;
 only a broken engine ends the process, with a non-zero status.
 """
 
@@ -30,6 +32,7 @@ from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
 from . import child, wire
 from .egress import Egress, connect
 from .progress import Progress
+from .refusal import refusal, refused
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +90,13 @@ class EngineProcess:
         self._scheduler: RequestScheduler = init.resolved.load("scheduler")(
             config.request_scheduler
         )
+        # Whether front ends have request schedulers of their own.
+        self._shares_queue = self._scheduler.capabilities.shared_queue
         self._core = EngineCore(config, init.resolved)
         self._num_free_blocks = self._core.info.num_blocks  # as of the newest tick
         self._observer = Observer(hook_manager(init.resolved))
         self._stopping = threading.Event()
+        self._is_draining = False
         self._armed_s = 0.0
         self._ingress = threading.Thread(target=self._hear, name="fd-ingress", daemon=True)
         on_host = self._core.info.on_host
@@ -105,7 +111,8 @@ class EngineProcess:
         self._progress.mark()
         self._output.send(wire.encode(wire.Ready(info)))
         self._ingress.start()
-        self._egress.start()
+        if not self._shares_queue:
+            self._egress.start()
         try:
             while not self._stopping.is_set():
                 self._tick()
@@ -130,7 +137,9 @@ class EngineProcess:
         batch = core.scheduler
         self._num_free_blocks = batch.num_free_blocks
         free_slots = self._config.batch.max_num_seqs - batch.num_running - batch.num_waiting
-        if free_slots > 0:
+        if self._is_draining and is_idle:
+            self._stopping.wait(IDLE_TICK_S)
+        elif free_slots > 0 and not self._is_draining:
             capacity = Capacity(
                 num_requests=free_slots,
                 num_free_blocks=self._num_free_blocks,
@@ -143,7 +152,8 @@ class EngineProcess:
         outputs = core.step() if core.has_work() else []
         if outputs:
             scheduler.put_results(outputs)
-            self._egress.note(outputs)
+            if not self._shares_queue:
+                self._egress.note(outputs)
             self._observer.delivered(outputs)
         self._observer.tick(core.stats)
         self._progress.mark()
@@ -180,7 +190,8 @@ class EngineProcess:
     def _finish(self) -> None:
         faulthandler.cancel_dump_traceback_later()
         self._stopping.set()
-        self._egress.stop(2.0)
+        if not self._shares_queue:
+            self._egress.stop(2.0)
         self._ingress.join(2.0)
         self._observer.shutdown()
         self._core.close()
@@ -221,7 +232,10 @@ class EngineProcess:
             stats.num_queued = getattr(self._scheduler, "num_queued", 0)
             replies[message.front_end].send(wire.encode(wire.Stats(message.number, stats)))
         elif isinstance(message, wire.Gone):
+            # A shared queue itself notices that a front end is gone.
             self._scheduler.abort(self._egress.routes.remove_all(message.front_end))
+        elif isinstance(message, wire.Drain):
+            self._is_draining = True
         elif isinstance(message, wire.Stop):
             self._stopping.set()
             self._scheduler.abort([])  # wakes an idle core
@@ -239,14 +253,14 @@ class EngineProcess:
         (reason,) = self._scheduler.put_requests([request])
         if reason is None:
             return None
-        is_full = reason.startswith("queue full")
-        delta = refusal(request, InvalidRequest(reason))
-        if is_full:
-            delta.error_type = "QueueFull"
+        delta = refused(request, reason)
         self._core.count_rejection(delta.error_type)
         return delta
 
     def _report_load(self) -> None:
+        timeout_s = self._config.watchdog.progress_timeout_s
+        if 0 < timeout_s < self._progress.age_s:
+            return  # what a stuck engine holds must be free for others
         stats = self._core.stats()
         self._scheduler.report_load(
             InstanceLoad(
@@ -256,22 +270,9 @@ class EngineProcess:
                 num_waiting=stats.num_waiting,
                 num_free_blocks=self._num_free_blocks,
                 num_total_blocks=stats.num_blocks_total,
+                draining=self._is_draining,
             )
         )
 
     def _results(self, may_wait: bool) -> list[RequestOutputDelta | TokenDeltas]:
         return self._scheduler.get_results(IDLE_TICK_S if may_wait else 0.0)
-
-
-def refusal(request: Request, error: Exception) -> RequestOutputDelta:
-    """The answer to a request that does not run; internal errors are not described to the
-    client."""
-    is_ours = isinstance(error, FastDeployError)
-    return RequestOutputDelta(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        sequences=[],
-        finished=True,
-        error=str(error) if is_ours else "this request could not be started; see the server's log",
-        error_type=type(error).__name__ if is_ours else "FastDeployError",
-    )

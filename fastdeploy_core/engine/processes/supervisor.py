@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -158,7 +160,7 @@ class Supervisor:
         listener: Listener,
         front_ends: Sequence[str] = (),
     ) -> None:
-        self._config = config
+        self._config = _with_name(config)
         self._resolved = resolved
         self._listener = listener
         self._front_ends = front_ends
@@ -325,6 +327,16 @@ class Supervisor:
         logger.warning("the engine is restarted in %.1f s", wait_s)
         self._reason = f"{self._reason}; being restarted"
         self._stopping.wait(wait_s)
+
+
+def _with_name(config: EngineConfig) -> EngineConfig:
+    """A name for the engine among those that share its queue: the same after each restart, so that
+    the queue knows at once what the earlier one has lost."""
+    scheduling = config.request_scheduler
+    if scheduling.instance:
+        return config
+    name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    return replace(config, request_scheduler=replace(scheduling, instance=name))
 
 
 def as_error(failure: wire.Failed | wire.Dead | None, reason: str) -> FastDeployError:

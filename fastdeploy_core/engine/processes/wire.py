@@ -85,6 +85,11 @@ class Stop(msgspec.Struct, tag=True):
     """Client to engine: end the process."""
 
 
+class Drain(msgspec.Struct, tag=True):
+    """Supervisor to front end: answer what is in flight and end; a second one: end now. Client to
+    engine, where a queue is shared: take no more requests."""
+
+
 class Ready(msgspec.Struct, tag=True):
     """Engine to client: the model is loaded."""
 
@@ -132,11 +137,7 @@ class Dead(msgspec.Struct, tag=True):
     message: str
 
 
-class Drain(msgspec.Struct, tag=True):
-    """Supervisor to front end: answer what is in flight and end; a second one: end now."""
-
-
-ToEngine = Put | Abort | AskStats | Gone | Stop
+ToEngine = Put | Abort | AskStats | Gone | Drain | Stop
 FromEngine = Ready | Failed | Deltas | Stats
 ToFrontEnd = Attached | Detached | Dead | Drain | Deltas | Stats
 

@@ -150,6 +150,8 @@ def to_api_error(error: BaseException) -> ApiError:
     if isinstance(error, WorkerError):
         if "shutting down" in str(error):
             return unavailable("the server is shutting down", 5.0)
+        if "try again later" in str(error):
+            return unavailable(str(error), 5.0)
         logger.error("engine failed: %s", error)
         return unavailable("the engine failed while this request was running; try again", 5.0)
     if isinstance(error, RequestError) or type(error) is FastDeployError:

@@ -48,7 +48,7 @@ class SharedQueue:
 
     name = "shared"
     contract = (1, 0)
-    capabilities = SchedulerCapabilities(shared_queue=True, leases=True)
+    capabilities = SchedulerCapabilities(shared_queue=True, leases=True, durable=True)
     topics: ClassVar[dict[str, Topic]] = {}
 
     def __init__(self, config: RequestSchedulerConfig) -> None:
@@ -78,6 +78,7 @@ class SharedQueue:
 
     def get_requests(self, capacity: Capacity, timeout_s: float = 0.0) -> list[Request]:
         with self.topic.changed:
+            self._replace_earlier_epochs()
             taken = self._take(capacity)
             if not taken and timeout_s:
                 self.topic.changed.wait(timeout_s)
@@ -98,6 +99,14 @@ class SharedQueue:
             task.attempt += 1
             taken.append(msgspec.structs.replace(task.request, attempt=task.attempt))
         return taken
+
+    def _replace_earlier_epochs(self) -> None:
+        mine = self._config
+        for task in self.topic.tasks.values():
+            if task.owner is not None and task.owner is not self:
+                owner = task.owner._config
+                if mine.instance and owner.instance == mine.instance:
+                    task.lease_until_s = 0.0
 
     def _sweep(self) -> None:
         now = time.monotonic()

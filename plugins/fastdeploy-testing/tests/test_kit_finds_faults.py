@@ -116,6 +116,29 @@ class Greedy(SharedQueue):
         return taken
 
 
+class Timeless(SharedQueue):
+    """Leaves a restarted instance what its earlier start held."""
+
+    def _replace_earlier_epochs(self) -> None:
+        pass
+
+
+class Keeper(SharedQueue):
+    """Keeps its leases when it is closed."""
+
+    def close(self) -> None:
+        pass
+
+
+class Mortal(SharedQueue):
+    """Takes its requests with it."""
+
+    def close(self) -> None:
+        tasks = self.topic.tasks
+        for name in [name for name, task in tasks.items() if task.front is self]:
+            del tasks[name]
+
+
 class Deaf(LocalScheduler):
     """Ignores aborts."""
 
@@ -176,13 +199,16 @@ def test_broken_schedulers_fail(driver: Any, test: str) -> None:
         (Sleeper, "test_heartbeats_keep_a_lease"),
         (Greedy, "test_two_instances_share_one_queue"),
         (Hoarder, "test_full_instance_leaves_requests_to_another"),
+        (Timeless, "test_new_start_of_an_instance_ends_what_the_old_one_held"),
+        (Keeper, "test_closed_instance_gives_back_at_once_and_in_order"),
+        (Mortal, "test_waiting_requests_outlive_who_put_them"),
     ],
 )
 def test_broken_shared_queues_fail(driver: Any, test: str) -> None:
     options = {"topic": f"{driver.__name__} {test}"}
 
     def make(**settings: Any) -> Any:
-        return driver(RequestSchedulerConfig(lease_s=0.3, options=options, **settings))
+        return driver(RequestSchedulerConfig(options=options, **{"lease_s": 0.3, **settings}))
 
     with pytest.raises(FAILURE):
         getattr(Schedulers(), test)(driver, make)

@@ -382,6 +382,61 @@ class RequestSchedulerConformance(Conformance):
             assert scheduler.get_requests(PLENTY, 0.0) == [], "a lease ended despite heartbeats"
             time.sleep(self.lease_s / 20)
 
+    @pytest.mark.capability("leases")
+    def test_new_start_of_an_instance_ends_what_the_old_one_held(
+        self, driver: Any, make: Maker
+    ) -> None:
+        self._need(driver, "leases", "shared_queue")
+        # The lease would last: only the new epoch ends it.
+        long = {"lease_s": 20 * self.patience_s}
+        front = make(instance="front", **long)
+        old = make(instance="x", epoch=1, **long)
+        front.put_requests([request("r")])
+        first = self.take(old, 1)[0]
+        new = make(instance="x", epoch=2, **long)
+        second = self.take(new, 1)
+        assert [r.request_id for r in second] == ["r"] and second[0].attempt > first.attempt
+        assert front.get_results(0.5) == []  # the front end may hear of it a moment later
+        old.put_results([delta(first, 0, finished=True)])
+        new.put_results([delta(second[0], 0), delta(second[0], 1, finished=True)])
+        got = self.collect(front, 2)
+        assert [(d.position, d.attempt) for d in got] == [
+            (0, second[0].attempt),
+            (1, second[0].attempt),
+        ]
+        assert front.get_results(0.1) == []
+
+    @pytest.mark.capability("leases")
+    def test_closed_instance_gives_back_at_once_and_in_order(
+        self, driver: Any, make: Maker
+    ) -> None:
+        self._need(driver, "leases", "shared_queue")
+        long = {"lease_s": 20 * self.patience_s}
+        front, leaving = make(instance="front", **long), make(instance="leaving", **long)
+        names = [f"r{i}" for i in range(6)]
+        front.put_requests([request(n) for n in names])
+        three = Capacity(3, 10**6, 64, 10**9)
+        held = self.take(leaving, 3, three)
+        assert [r.request_id for r in held] == names[:3]
+        front.put_requests([request("soon", priority=-1)])
+        leaving.close()
+        taken = self.take(make(instance="next", **long), 7)
+        assert [r.request_id for r in taken] == ["soon", *names]
+
+    @pytest.mark.capability("durable")
+    def test_waiting_requests_outlive_who_put_them(self, driver: Any, make: Maker) -> None:
+        self._need(driver, "durable", "shared_queue")
+        front = make(instance="front")
+        assert front.put_requests([request("r"), request("late", priority=1)]) == [None] * 2
+        front.close()
+        taken = self.take(make(instance="engine"), 2)
+        assert [r.request_id for r in taken] == ["r", "late"]
+
+    def _need(self, driver: Any, *names: str) -> None:
+        for name in names:
+            if not getattr(driver.capabilities, name):
+                pytest.skip(f"capabilities.{name} is False")
+
     @pytest.mark.capability("shared_queue")
     def test_full_instance_leaves_requests_to_another(self, driver: Any, make: Maker) -> None:
         if not driver.capabilities.shared_queue:

@@ -1,0 +1,1 @@
+"""Request schedulers on Redis or Valkey: many front ends and many instances share one queue."""

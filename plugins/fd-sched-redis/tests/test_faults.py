@@ -1,0 +1,526 @@
+"""What goes wrong between processes and Redis, and that nothing is lost or shown twice by it."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import redis
+import zmq
+from fd_sched_redis import link
+from fd_sched_redis.cell import Cell, Reach
+from fd_sched_redis.local_server import RedisProcess, free_port
+from fd_sched_redis.scheduler import GlobalScheduler, SplitwiseScheduler
+
+from fastdeploy_core.config import RequestSchedulerConfig
+from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad
+from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas, each_delta
+from fastdeploy_testing.conformance.scheduler_side import PLENTY, delta, request
+
+LEASE_S = 1.2
+PATIENCE_S = 20.0
+Maker = Callable[..., GlobalScheduler]
+
+
+@pytest.fixture
+def make() -> Iterator[Maker]:
+    """make(server, instance, **options) opens a driver; all are closed at the end."""
+    opened: list[GlobalScheduler] = []
+
+    def open_one(
+        port: int, instance: str = "", driver: type[Any] = GlobalScheduler, **options: Any
+    ) -> Any:
+        settings = {"lease_s": options.pop("lease_s", LEASE_S), "max_size": 0}
+        config = RequestSchedulerConfig(
+            instance=instance,
+            epoch=secrets.randbits(63) if instance else 0,
+            options={"port": port, **options},
+            **settings,
+        )
+        opened.append(driver(config))
+        return opened[-1]
+
+    yield open_one
+    for scheduler in opened:
+        scheduler.close()
+
+
+def take(scheduler: Any, count: int) -> list[Request]:
+    taken: list[Request] = []
+    deadline = time.monotonic() + PATIENCE_S
+    while len(taken) < count and time.monotonic() < deadline:
+        taken += scheduler.get_requests(PLENTY, 0.05)
+    return taken
+
+
+def collect(scheduler: Any, count: int, limit_s: float = PATIENCE_S) -> list[RequestOutputDelta]:
+    found: list[RequestOutputDelta] = []
+    deadline = time.monotonic() + limit_s
+    while len(found) < count and time.monotonic() < deadline:
+        found += each_delta(scheduler.get_results(0.05))
+    return found
+
+
+class Engine(threading.Thread):
+    """An engine that answers what it gets with `num_deltas` deltas, until it is stopped."""
+
+    def __init__(self, scheduler: Any, name: str, num_deltas: int = 2, pause_s: float = 0.0):
+        super().__init__(daemon=True)
+        self.scheduler, self.instance = scheduler, name
+        self.num_deltas, self.pause_s = num_deltas, pause_s
+        self.taken: list[str] = []
+        self.stopping = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self.stopping.is_set():
+            self.scheduler.report_load(InstanceLoad(self.instance, 1, num_total_blocks=10**6))
+            stopped = set(self.scheduler.get_aborts())
+            for got in self.scheduler.get_requests(Capacity(4, 10**6, 64, 10**9), 0.02):
+                self.taken.append(got.request_id)
+                for position in range(self.num_deltas):
+                    if got.request_id in stopped:
+                        break
+                    last = position == self.num_deltas - 1
+                    self.scheduler.put_results([delta(got, position, finished=last)])
+                    self.stopping.wait(self.pause_s)
+
+    def stop(self) -> None:
+        self.stopping.set()
+        self.join()
+
+
+class Proxy(threading.Thread):
+    """A TCP port in front of Redis that can be cut, silenced, or led to another server."""
+
+    def __init__(self, target: int) -> None:
+        super().__init__(daemon=True)
+        import socket
+
+        self.target, self.is_silent = target, False
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._pairs: list[Any] = []
+        self.start()
+
+    def run(self) -> None:
+        import socket
+
+        while True:
+            try:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self.target))
+            except OSError:
+                if self._listener.fileno() < 0:
+                    return
+                near.close()
+                continue
+            self._pairs += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
+
+    def _copy(self, source: Any, sink: Any) -> None:
+        try:
+            while data := source.recv(65536):
+                while self.is_silent:
+                    time.sleep(0.01)
+                sink.sendall(data)
+        except OSError:
+            pass
+        source.close()
+        sink.close()
+
+    def cut(self) -> None:
+        """End all connections."""
+        import contextlib
+        import socket
+
+        for one in self._pairs:
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        self._pairs.clear()
+
+    def close(self) -> None:
+        self._listener.close()
+        self.cut()
+
+
+@pytest.fixture
+def proxy() -> Iterator[Callable[[int], Proxy]]:
+    made: list[Proxy] = []
+
+    def make_one(target: int) -> Proxy:
+        made.append(Proxy(target))
+        return made[-1]
+
+    yield make_one
+    for one in made:
+        one.is_silent = False
+        one.close()
+
+
+@pytest.fixture
+def port(shared_redis: RedisProcess) -> int:
+    shared_redis.client().flushall()
+    return shared_redis.port
+
+
+def leftovers(scheduler: GlobalScheduler, client: redis.Redis) -> list[str]:
+    """Keys of requests that the queue still knows."""
+    prefix = scheduler.cells[0].prefix
+    keys = [key.decode() for key in client.keys("*")]
+    return [k for k in keys if k.removeprefix(prefix)[:2] in ("t:", "q", "wait", "own:")]
+
+
+# -- T2, T4, T6: leases ---------------------------------------------------------------------------
+
+
+def test_a_worker_paused_past_its_lease_is_stale(make: Maker, port: int) -> None:
+    front = make(port)
+    paused, other = make(port, "paused"), make(port, "other")
+    front.put_requests([request("r")])
+    first = take(paused, 1)[0]
+    time.sleep(1.5 * LEASE_S)  # it reports nothing, as in SIGSTOP
+    second = take(other, 1)[0]
+    assert front.cells[0].complete("r", first.attempt, "finished") == "stale"
+    paused.put_results([delta(first, 0, finished=True)])
+    assert front.get_results(0.3) == [], "the late answer of a lost attempt was shown"
+    other.put_results([delta(second, 0, finished=True)])
+    assert [d.attempt for d in collect(front, 1)] == [second.attempt]
+
+
+def test_a_partitioned_worker_is_replaced_and_not_heard(
+    make: Maker, port: int, proxy: Callable[[int], Proxy]
+) -> None:
+    way = proxy(port)
+    front, near = make(port), make(port, "near")
+    far = make(way.port, "far")
+    front.put_requests([request("r")])
+    first = take(far, 1)[0]
+    way.is_silent = True
+    began = time.monotonic()
+    second = take(near, 1)[0]
+    assert time.monotonic() - began < 3 * LEASE_S
+    far.put_results([delta(first, 0, finished=True)])  # the sockets between them still work
+    near.put_results([delta(second, 0), delta(second, 1, finished=True)])
+    got = collect(front, 2)
+    assert [(d.position, d.attempt) for d in got] == [(0, 2), (1, 2)]
+    assert front.get_results(0.3) == []
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+def test_a_step_of_the_hosts_clock_changes_nothing(
+    make: Maker, port: int, monkeypatch: pytest.MonkeyPatch, step_s: float
+) -> None:
+    front, engine = make(port), make(port, "e")
+    front.put_requests([request("r"), request("s")])
+    taken = take(engine, 2)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + step_s)
+    for _ in range(8):
+        engine.report_load(InstanceLoad("e", 1))
+        time.sleep(LEASE_S / 6)
+    assert max(load.age_s for load in front.loads()) < 2 * LEASE_S
+    for one in taken:
+        engine.put_results([delta(one, 0, finished=True)])
+    assert len(collect(front, 2)) == 2
+
+
+def test_a_newer_engine_of_the_same_name_takes_over_at_once(make: Maker, port: int) -> None:
+    front, old, new = make(port, lease_s=60.0), make(port, "x", lease_s=60.0), None
+    front.put_requests([request("r")])
+    first = take(old, 1)[0]
+    new = make(port, "x", lease_s=60.0)
+    began = time.monotonic()
+    second = take(new, 1)[0]
+    assert second.attempt == first.attempt + 1 and time.monotonic() - began < 10
+    old.report_load(InstanceLoad("x", 1))
+    time.sleep(0.2)
+    assert old.get_requests(PLENTY, 0.1) == []
+    new.put_results([delta(second, 0, finished=True)])
+    assert len(collect(front, 1)) == 1
+
+
+# -- T7: a task that kills ------------------------------------------------------------------------
+
+
+def test_a_request_that_kills_every_engine_is_put_aside(
+    make: Maker, port: int, shared_redis: RedisProcess
+) -> None:
+    front = make(port, max_attempts=2)
+    front.put_requests([request("poison")])
+    for name in ("a", "b"):
+        victim = make(port, name, max_attempts=2)
+        assert take(victim, 1)[0].request_id == "poison"  # and is not heard of again
+    answer = collect(front, 1)[0]
+    assert answer.finished and answer.error_type == "WorkerError"
+    assert answer.error is not None and "not tried again" in answer.error
+    ((_, dead),) = shared_redis.client().xrange(front.cells[0].prefix + "dead")
+    assert msgspec.msgpack.decode(dead[b"body"], type=Request).request_id == "poison"
+    assert make(port, "c").get_requests(PLENTY, 0.2) == []
+
+
+def test_a_body_that_nobody_can_read_is_answered(
+    make: Maker, port: int, shared_redis: RedisProcess
+) -> None:
+    front, engine = make(port), make(port, "e")
+    front.put_requests([request("r")])
+    shared_redis.client().hset(front.cells[0].prefix + "t:r", "body", b"\x80\x04K\x01.")
+    Engine(engine, "e")
+    answer = collect(front, 1)[0]
+    assert answer.finished and answer.error is not None and "could not be read" in answer.error
+
+
+# -- T3, T5: Redis dies, or forgets ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("durability", ["no", "everysec", "always"])
+def test_redis_killed_under_load_loses_nothing(
+    make: Maker, start_redis: Callable[..., RedisProcess], durability: str
+) -> None:
+    settings = () if durability == "no" else ("--appendonly", "yes", "--appendfsync", durability)
+    server = start_redis(*settings)
+    front = make(server.port)
+    engines = [Engine(make(server.port, n), n, pause_s=0.01) for n in ("a", "b")]
+    names = [f"r{n}" for n in range(300)]
+    shown: list[RequestOutputDelta] = []
+    for start in range(0, len(names), 50):
+        assert front.put_requests([request(n) for n in names[start : start + 50]]) == [None] * 50
+        shown += collect(front, 10, 0.2)
+        if start == 100:
+            server.kill()
+            time.sleep(0.3)
+            server.start()
+    shown += collect(front, 2 * len(names) - len(shown))
+    for engine in engines:
+        engine.stop()
+    ends = Counter(d.request_id for d in shown if d.finished)
+    assert ends == dict.fromkeys(names, 1)
+    assert [d.error for d in shown if d.error] == []
+    assert Counter((d.request_id, d.position) for d in shown).most_common(1)[0][1] == 1
+
+
+def test_a_torn_end_of_the_append_only_file_is_survived(
+    make: Maker, start_redis: Callable[..., RedisProcess]
+) -> None:
+    server = start_redis("--appendonly", "yes", "--aof-load-truncated", "yes")
+    front = make(server.port)
+    front.put_requests([request(f"r{n}") for n in range(20)])
+    server.kill()
+    (file,) = Path(server.folder).glob("appendonlydir/*.incr.aof")
+    file.write_bytes(file.read_bytes()[:-300])
+    server.start()
+    Engine(make(server.port, "a"), "a", num_deltas=1)
+    assert Counter(d.request_id for d in collect(front, 20)) == Counter(f"r{n}" for n in range(20))
+
+
+def test_a_replica_without_the_last_second_gets_what_it_lacks(
+    make: Maker, start_redis: Callable[..., RedisProcess], proxy: Callable[[int], Proxy]
+) -> None:
+    primary = start_redis()
+    replica = start_redis("--replicaof", "127.0.0.1", str(primary.port))
+    way = proxy(primary.port)
+    front = make(way.port)
+    front.put_requests([request(f"r{n}") for n in range(5)])
+    wait = replica.client()
+    deadline = time.monotonic() + PATIENCE_S
+    while not wait.exists(front.cells[0].prefix + "t:r4") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    wait.replicaof("NO", "ONE")  # type: ignore[no-untyped-call]
+    assert front.put_requests([request(f"s{n}") for n in range(5)]) == [None] * 5
+    way.target = replica.port
+    primary.kill()
+    way.cut()
+    Engine(make(way.port, "a"), "a", num_deltas=1)
+    names = [f"{kind}{n}" for kind in "rs" for n in range(5)]
+    assert Counter(d.request_id for d in collect(front, 10)) == Counter(names)
+
+
+# -- T8, T9: cancelling, and the books ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("driver", [GlobalScheduler, SplitwiseScheduler])
+def test_cancels_at_any_moment_leave_the_books_in_order(
+    make: Maker, port: int, shared_redis: RedisProcess, driver: type[GlobalScheduler]
+) -> None:
+    front = make(port, driver=driver)
+    engines = [Engine(make(port, n, driver=driver), n, 3, 0.002) for n in ("a", "b", "c")]
+    chance = random.Random(8)
+    names = [f"r{n}" for n in range(300)]
+    shown: list[RequestOutputDelta] = []
+    for start in range(0, len(names), 10):
+        front.put_requests([request(n) for n in names[start : start + 10]])
+        front.abort(chance.sample(names[: start + 10], 5))
+        shown += each_delta(front.get_results(0.005))
+    deadline = time.monotonic() + PATIENCE_S
+    while sum(d.finished for d in shown) < len(names) and time.monotonic() < deadline:
+        shown += each_delta(front.get_results(0.05))
+    assert Counter(d.request_id for d in shown if d.finished) == dict.fromkeys(names, 1)
+    for engine in engines:
+        engine.stop()
+    deadline = time.monotonic() + PATIENCE_S
+    while leftovers(front, shared_redis.client()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert leftovers(front, shared_redis.client()) == []
+    count = front.cells[0].counters()
+    ways = ("finished", "failed", "cancelled", "expired", "dead", "taken_over", "unread")
+    assert count["submitted"] == sum(count.get(way, 0) for way in ways) == 300
+    assert count["tokens"] == count["waiting"] == 0
+
+
+def test_the_front_end_dies_and_its_requests_do_not(
+    make: Maker, port: int, shared_redis: RedisProcess
+) -> None:
+    dead = make(port)
+    dead.put_requests([request(f"r{n}") for n in range(6)])
+    dead.close()
+    heir = make(port)
+    assert heir.put_requests([request("r0")]) == [None], "nobody else reads it: it may be put again"
+    engine = Engine(make(port, "a"), "a", num_deltas=1)
+    assert [d.request_id for d in collect(heir, 1)] == ["r0"]
+    deadline = time.monotonic() + PATIENCE_S
+    while leftovers(heir, shared_redis.client()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    engine.stop()
+    count = heir.cells[0].counters()
+    assert (count["unread"], count["finished"], count["taken_over"]) == (5, 1, 1)
+    assert sorted(set(engine.taken)) == [f"r{n}" for n in range(6)]
+
+
+# -- T11: strangers' bytes ------------------------------------------------------------------------
+
+
+def test_ten_thousand_mutated_frames_change_nothing(make: Maker, port: int) -> None:
+    front, engine = make(port, lease_s=60.0), make(port, "e", lease_s=60.0)
+    front.put_requests([request("r"), request("s")])
+    one, other = take(engine, 2)
+    engine.put_results([delta(one, 0)])
+    assert len(collect(front, 1)) == 1
+    frames = [
+        link._encode(link.Deltas([TokenDeltas(["zz"], [0], [1], [5])])),
+        link._encode(link.Deltas([delta(request("zz"), 0, finished=True)])),
+        link._encode(link.Hello("e2")),
+    ]
+    chance = random.Random(11)
+    context: zmq.Context[Any] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.connect(front._front._link.address)  # type: ignore[union-attr]
+    for _ in range(10_000):
+        frame = bytearray(chance.choice(frames))
+        for _ in range(chance.randint(1, 6)):
+            place = chance.randrange(len(frame))
+            kind = chance.randrange(3)
+            if kind == 0:
+                frame[place] = chance.randrange(256)
+            elif kind == 1:
+                del frame[place:]
+                frame.append(chance.randrange(256))
+            else:
+                frame.insert(place, chance.randrange(256))
+        socket.send(bytes(frame))
+    engine.put_results([delta(one, 1, finished=True), delta(other, 0, finished=True)])
+    got = collect(front, 2)
+    assert sorted((d.request_id, d.position) for d in got) == [("r", 1), ("s", 0)]
+    assert [d.error for d in got] == [None, None]
+    context.destroy(linger=0)
+
+
+# -- T12: order -----------------------------------------------------------------------------------
+
+
+def test_what_is_given_back_stands_where_it_stood(make: Maker, port: int) -> None:
+    front = make(port)
+    front.put_requests([request(f"r{n}") for n in range(6)])
+    leaving = make(port, "leaving")
+    first = leaving.get_requests(Capacity(3, 10**6, 64, 10**9), PATIENCE_S)
+    assert [r.request_id for r in first] == ["r0", "r1", "r2"]
+    front.put_requests([request("urgent", priority=-1), request("r6")])
+    leaving.close()
+    order = [r.request_id for r in take(make(port, "next"), 8)]
+    assert order == ["urgent", *(f"r{n}" for n in range(7))]
+
+
+def test_tenants_take_turns(make: Maker, port: int) -> None:
+    front = make(port)
+    many = [msgspec.structs.replace(request(f"a{n}", tokens=50), tenant="a") for n in range(8)]
+    few = [msgspec.structs.replace(request(f"b{n}", tokens=50), tenant="b") for n in range(2)]
+    front.put_requests([*many, *few])
+    order = [r.request_id for r in take(make(port, "e"), 10)]
+    assert order[:4] == ["a0", "b0", "a1", "b1"]
+    assert order[4:] == [f"a{n}" for n in range(2, 8)]
+
+
+# -- cells, and push mode -------------------------------------------------------------------------
+
+
+def test_idle_instances_steal_from_other_cells(make: Maker, port: int) -> None:
+    cells = {"load_shards_num": 4, "min_load_score": 1}
+    front, engine = make(port, **cells), make(port, "only", **cells)
+    for n in range(12):
+        front.cells[n % 4].submit(
+            front._as_front().name, n, request(f"r{n}"), msgspec.msgpack.encode(request(f"r{n}")),
+            60.0, (0, 0), 0,
+        )  # fmt: skip
+    assert sorted(r.request_id for r in take(engine, 12)) == sorted(f"r{n}" for n in range(12))
+
+
+def cell_of(server: RedisProcess, is_push: bool, lease_s: float = 60.0) -> Cell:
+    server.client().flushall()
+    return Cell(server.client(), "{x:0}:", lease_s, 3, is_push, Reach())
+
+
+def queued_at(server: RedisProcess, count: int) -> list[int]:
+    client = server.client()
+    return [client.zcard(f"{{x:0}}:q:i{n}") for n in range(count)]
+
+
+def test_push_keeps_to_instances_with_little_load(shared_redis: RedisProcess) -> None:
+    cell = cell_of(shared_redis, True)
+    for n, tokens in enumerate((0, 50, 5000, 9000)):
+        cell.beat(f"i{n}", "e", ("mixed", tokens, 1, b"\x90"), "0", False, False)
+        shared_redis.client().hset(f"{{x:0}}:i:i{n}", "at", 1 << 52)  # reports stay fresh
+    for n in range(40):
+        cell.submit("f", n, request(f"r{n}", tokens=100), b"", 60.0, (0, 0), 0)
+    one, two, three, four = queued_at(shared_redis, 4)
+    assert one + two == 40 and min(one, two) >= 10
+    assert three == four == 0
+
+
+def test_push_on_old_reports_is_not_a_rush_to_the_minimum(shared_redis: RedisProcess) -> None:
+    cell = cell_of(shared_redis, True)
+    for n in range(10):
+        cell.beat(f"i{n}", "e", ("mixed", 1000 * n, 1, b"\x90"), "0", False, False)
+        shared_redis.client().hset(f"{{x:0}}:i:i{n}", "at", 1)
+    for n in range(60):
+        cell.submit("f", n, request(f"r{n}", tokens=1), b"", 60.0, (0, 0), 0)
+    queued = queued_at(shared_redis, 10)
+    assert sum(queued) == 60 and sum(n > 0 for n in queued) >= 5
+    assert sum(queued[:5]) > sum(queued[5:])
+
+
+def test_what_waits_for_a_dead_instance_gets_another(make: Maker, port: int) -> None:
+    front = make(port, driver=SplitwiseScheduler)
+    dead = make(port, "dead", driver=SplitwiseScheduler)
+    dead.report_load(InstanceLoad("dead", 1, num_total_blocks=100))
+    time.sleep(0.1)
+    front.put_requests([request(f"r{n}") for n in range(4)])
+    alive = Engine(make(port, "alive", driver=SplitwiseScheduler), "alive", num_deltas=1)
+    assert Counter(d.request_id for d in collect(front, 4)) == Counter(f"r{n}" for n in range(4))
+    alive.stop()
+
+
+def test_a_server_that_is_not_there_is_a_refusal_and_no_hang(make: Maker) -> None:
+    front = make(free_port())
+    began = time.monotonic()
+    (refusal,) = front.put_requests([request("r")])
+    assert refusal is not None and refusal.startswith("unavailable: ")
+    assert time.monotonic() - began < 5

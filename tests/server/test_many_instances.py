@@ -1,0 +1,153 @@
+"""Several `fastdeploy serve` on one Redis: one service, whichever of them dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from fastdeploy_core.types import SamplingParams
+from fastdeploy_testing.fakes import NullModel
+from tests.server_process import ServerProcess, serving
+from tests.server_support import wait_for, write_null_model
+
+local_server = pytest.importorskip("fd_sched_redis.local_server", reason="needs fd-sched-redis")
+pytestmark = pytest.mark.skipif(
+    not any(map(shutil.which, local_server.SERVERS)),
+    reason="neither redis-server nor valkey-server is installed",
+)
+
+NULL = ("--device", "null", "--block-size", "16", "--max-num-seqs", "4")
+BODY = {"prompt": [1, 2, 3], "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+LEASE_S = 1.5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_null_model(tmp_path_factory.mktemp("null"), step_s=0.01, num_blocks=256)
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[local_server.RedisProcess]:
+    server = local_server.RedisProcess(tmp_path, "--appendonly", "yes")
+    server.start()
+    yield server
+    server.kill()
+
+
+@contextmanager
+def on_redis(model: Path, redis: local_server.RedisProcess, *more: str) -> Iterator[ServerProcess]:
+    options = ("--scheduler-name", "global", "--scheduler-config.port", str(redis.port))
+    with serving(model, *NULL, *options, "--scheduler-lease", str(LEASE_S), *more) as process:
+        yield process
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    return NullModel(259).expected(prompt, count, SamplingParams(temperature=0.0))
+
+
+def ask(url: str, number: int, count: int) -> list[int]:
+    """The tokens of one answer."""
+    body = {**BODY, "prompt": [1, 2, number], "max_tokens": count}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    return tokens
+
+
+def engine_of(process: ServerProcess) -> int:
+    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in process.children()}
+    (found,) = [pid for pid, line in lines.items() if b"fastdeploy-engine" in line]
+    return found
+
+
+def test_two_servers_answer_as_one_does(model: Path, redis: local_server.RedisProcess) -> None:
+    numbers = range(24)
+    with serving(model, *NULL) as one, ThreadPoolExecutor(24) as threads:
+        url = one.url
+        alone = list(threads.map(lambda n: ask(url, n, 20), numbers))
+    with (
+        on_redis(model, redis) as first,
+        on_redis(model, redis, "--api-server-count", "2") as two,
+        ThreadPoolExecutor(24) as threads,
+    ):
+        urls = (first.url, two.url)
+        together = list(threads.map(lambda n: ask(urls[n % 2], n, 20), numbers))
+    assert together == alone == [expected([1, 2, n], 20) for n in numbers]
+    assert "failed" not in first.log + two.log
+
+
+def test_requests_survive_the_engine_of_their_server(
+    model: Path, redis: local_server.RedisProcess
+) -> None:
+    with on_redis(model, redis) as first, on_redis(model, redis) as second:
+        url = first.url
+        assert second.url
+        body = {**BODY, "max_tokens": 400, "stream": True}
+        with ThreadPoolExecutor(40) as threads:
+            # Both engines are full of running streams, then requests wait behind them.
+            streams = [
+                threads.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+                for _ in range(8)
+            ]
+            time.sleep(1.0)
+            waiting = [threads.submit(ask, url, n, 10) for n in range(16)]
+            time.sleep(0.3)
+            os.kill(engine_of(first), signal.SIGKILL)
+            assert [w.result() for w in waiting] == [expected([1, 2, n], 10) for n in range(16)]
+            texts = [stream.result().text for stream in streams]
+        whole = [text for text in texts if '"finish_reason":"length"' in text]
+        broken = [text for text in texts if "error" in text]
+        # Only streams that the dead engine was answering ended, and each was told.
+        assert len(whole) + len(broken) == 8
+        assert 1 <= len(broken) <= 4, texts
+        wait_for(lambda: "restarted" in first.log, "the engine's restart")
+        assert ask(url, 7, 10) == expected([1, 2, 7], 10)
+
+
+def test_streams_go_on_without_redis(model: Path, redis: local_server.RedisProcess) -> None:
+    offline = ("--scheduler-config.offline", "4")
+    with on_redis(model, redis, *offline) as server, ThreadPoolExecutor(4) as threads:
+        url = server.url
+        time.sleep(1.0)  # the front end has seen its instance
+        stream = threads.submit(ask, url, 5, 480)
+        time.sleep(0.5)
+        redis.kill()
+        time.sleep(1.0)
+        assert ask(url, 6, 10) == expected([1, 2, 6], 10), "the newest view serves"
+        assert stream.result() == expected([1, 2, 5], 480)
+
+        def is_refused() -> bool:
+            answer = httpx.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 2})
+            if answer.status_code == 200:
+                return False
+            assert answer.status_code == 503 and int(answer.headers["Retry-After"]) >= 1
+            assert "request queue" in json.dumps(answer.json())
+            return True
+
+        wait_for(is_refused, "requests to be refused", 10)
+        redis.start()
+
+        def serves() -> bool:
+            answer = httpx.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 2})
+            return answer.status_code == 200
+
+        wait_for(serves, "requests to be served again", 10)
+        assert ask(url, 8, 10) == expected([1, 2, 8], 10)
+
+
+def test_a_redis_that_is_not_there_is_named(model: Path) -> None:
+    options = ("--scheduler-name", "global", "--scheduler-config.port", "1")
+    with serving(model, *NULL, *options) as process:
+        assert process.wait(60) != 0
+    assert "Redis at 127.0.0.1:1 does not answer" in process.log
+    assert "Traceback" not in process.log
