@@ -19,6 +19,7 @@
     +-- ResourceError              this process has too little memory or too few blocks
     |   +-- OutOfBlocks            the KV pool cannot supply the blocks asked for
     +-- WorkerError                a worker or the engine died, hung or failed; ends all requests
+        +-- Unavailable            it starts, ends or cannot be reached; clients may ask again
 
 Messages say, in this order: what failed; what was asked; what is possible; what to run next.
 They start in lower case and carry no full stop at the end.
@@ -123,3 +124,7 @@ class OutOfBlocks(ResourceError):
 
 class WorkerError(FastDeployError):
     """A worker or the engine process died, hung or failed."""
+
+
+class Unavailable(WorkerError):
+    """The engine or its queue starts, ends or cannot be reached. Clients are shown the message."""

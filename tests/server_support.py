@@ -21,7 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.input import RequestLimits
 from fastdeploy_core.engine.stream import OutputStream
-from fastdeploy_core.errors import FastDeployError, QueueFull
+from fastdeploy_core.errors import FastDeployError, Unavailable
 from fastdeploy_core.serving.app import create_app
 from fastdeploy_core.serving.http import event_loop
 from fastdeploy_core.serving.http.listening import bind_socket
@@ -218,7 +218,7 @@ class ScriptedEngine:
 
     async def drain(self, grace_s: float) -> None:
         self.draining = True
-        self.fail = QueueFull("shutting down")
+        self.fail = Unavailable("the server is shutting down")
         if self.gate is not None:
             self.gate.set()
 

@@ -15,7 +15,7 @@ from fastdeploy_core.engine.processes import wire
 from fastdeploy_core.engine.processes.attachment import Attachment
 from fastdeploy_core.engine.processes.shared_queue import SharedQueue
 from fastdeploy_core.engine.processes.supervisor import NOT_READY, Listener, Supervisor
-from fastdeploy_core.errors import FastDeployError, QueueFull, WorkerError
+from fastdeploy_core.errors import FastDeployError, QueueFull, Unavailable, WorkerError
 from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
 from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
 
@@ -144,9 +144,9 @@ class AsyncEngine:
         """Raise QueueFull or WorkerError if a request put now would be refused. Cheap, so it can be
         asked before tokenizing. num_tokens: of the request's prompts, as far as they are known."""
         if self._is_draining or self._is_closed:
-            raise WorkerError("the server is shutting down")
+            raise Unavailable("the server is shutting down")
         if not self._link.health().ready:
-            raise WorkerError(NOT_READY)
+            raise Unavailable(NOT_READY)
         limits = self._config.request_scheduler
         possible = limits.max_size + self._config.batch.max_num_seqs
         if limits.max_size and len(self._streams) >= possible:
@@ -240,7 +240,7 @@ class AsyncEngine:
                 await self._all_ended.wait()
                 if self._shares_queue:
                     await self._all_of_others()
-        self._end_streams(WorkerError("the server is shutting down"))
+        self._end_streams(Unavailable("the server is shutting down"))
 
     async def _all_of_others(self) -> None:
         """Wait until the engine has also answered what it took for other front ends."""
@@ -253,7 +253,7 @@ class AsyncEngine:
         if self._is_closed:
             return
         self._is_closed = True
-        self._end_streams(WorkerError("the server is shutting down"))
+        self._end_streams(Unavailable("the server is shutting down"))
         await asyncio.to_thread(self._link.stop)
         if self._ready.done() and not self._ready.cancelled():
             # mark the exception as retrieved: the caller of `start` has seen it

@@ -176,7 +176,7 @@ class LocalScheduler:
     def _put(self, request: Request) -> str | None:
         request_id = request.request_id
         if self._is_closed:
-            return "queue full: the server is shutting down"
+            return "unavailable: the server is shutting down"
         if request_id in self._entries:
             return f"duplicate request id: {request_id!r:.80} is unfinished"
         config, num_tokens = self._config, len(request.prompt_token_ids)

@@ -18,6 +18,7 @@ from fastdeploy_core.errors import (
     InvalidRequest,
     QueueFull,
     RequestTimeout,
+    Unavailable,
     WorkerError,
 )
 from fastdeploy_core.serving.http.listening import bind_socket
@@ -159,6 +160,8 @@ def test_an_engine_that_takes_nothing_refuses_before_tokenizing(
     ("error", "status"),
     [
         (WorkerError("worker 3 was killed, see /var/log/x"), 503),
+        (WorkerError("driver shutting down, see /var/log/x; try again later"), 503),
+        (Unavailable("the request queue does not answer"), 503),
         (QueueFull("the queue is full"), 429),
         (RequestTimeout("waited longer than 900 s"), 503),
         (RequestTimeout("the deadline of 2 s has passed"), 504),
@@ -179,7 +182,9 @@ def test_a_failure_while_running_has_its_status_or_ends_the_stream(
     assert all(c["choices"][0]["finish_reason"] is None for c in chunks)
     assert last["error"]["code"] == status
     assert last == response.json()
+    # Only an error meant for clients is shown to them.
     assert not any(word in response.text for word in ("0x7f", "/var/log", "bug"))
+    assert (type(error) in (WorkerError, RuntimeError)) is not (str(error) in response.text)
     engine.fail = None
     assert client.post("/v1/completions", json=BODY).status_code == 200
     assert client.get("/load").json() == {"server_load": 0}

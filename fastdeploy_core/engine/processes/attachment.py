@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from fastdeploy_core.errors import WorkerError
+from fastdeploy_core.errors import Unavailable, WorkerError
 from fastdeploy_core.types.engine import EngineHealth
 
 from . import wire
@@ -62,7 +62,7 @@ class Attachment:
         data = wire.encode(message)
         with self._lock:
             if self._requests is None:
-                raise WorkerError(NOT_READY)
+                raise Unavailable(NOT_READY)
             try:
                 self._requests.send(data, zmq.NOBLOCK)
             except zmq.Again:

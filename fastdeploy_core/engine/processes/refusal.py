@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastdeploy_core.errors import FastDeployError, InvalidRequest, QueueFull, WorkerError
+from fastdeploy_core.errors import FastDeployError, InvalidRequest, QueueFull, Unavailable
 from fastdeploy_core.types import Request, RequestOutputDelta
 
 
@@ -21,7 +21,7 @@ def refusal(request: Request, error: Exception) -> RequestOutputDelta:
 
 def refused(request: Request, reason: str) -> RequestOutputDelta:
     """The same for a reason that RequestScheduler.put_requests gave."""
-    kinds = {"queue full": QueueFull, "unavailable": WorkerError}
+    kinds = {"queue full": QueueFull, "unavailable": Unavailable}
     word, _, text = reason.partition(": ")
     delta = refusal(request, InvalidRequest(reason))
     if word in kinds:

@@ -26,7 +26,7 @@ import zmq
 
 from fastdeploy_core import errors
 from fastdeploy_core.config import EngineConfig
-from fastdeploy_core.errors import FastDeployError, WorkerError
+from fastdeploy_core.errors import FastDeployError, Unavailable, WorkerError
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.types.engine import EngineHealth, EngineInfo
 
@@ -191,7 +191,7 @@ class Supervisor:
         with self._send_lock:
             life = self._life
             if life is None or not life.is_ready:
-                raise WorkerError(NOT_READY)
+                raise Unavailable(NOT_READY)
             try:
                 life.requests.send(data, zmq.NOBLOCK)
             except zmq.Again:

@@ -26,6 +26,7 @@ from fastdeploy_core.errors import (
     QueueFull,
     RequestError,
     RequestTimeout,
+    Unavailable,
     WorkerError,
 )
 
@@ -147,11 +148,9 @@ def to_api_error(error: BaseException) -> ApiError:
         return ApiError(CLIENT_CLOSED_REQUEST, str(error) or "the client left", type="Aborted")
     if isinstance(error, InvalidRequest):
         return ApiError(400, str(error), param=error.param)
+    if isinstance(error, Unavailable):
+        return unavailable(str(error), 5.0)
     if isinstance(error, WorkerError):
-        if "shutting down" in str(error):
-            return unavailable("the server is shutting down", 5.0)
-        if "try again later" in str(error):
-            return unavailable(str(error), 5.0)
         logger.error("engine failed: %s", error)
         return unavailable("the engine failed while this request was running; try again", 5.0)
     if isinstance(error, RequestError) or type(error) is FastDeployError:
