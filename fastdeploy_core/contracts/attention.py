@@ -13,12 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-import numpy as np
-
 from .kv_formats import kv_format
 from .model import AttentionSpec as AttentionSpec
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import ArrayLike
 
     from fastdeploy_core.tensor import Tensor
@@ -121,6 +120,8 @@ class AttentionBatch:
     ) -> AttentionBatch:
         """An exact step from the host's numbers. The device gets copies, so that either side may change
         its own."""
+        import numpy as np  # here, since modules of hooks import this one at every start
+
         starts, lengths, tables = (
             np.array(x, np.int32) for x in (cu_seqlens_q, seq_lens, block_tables)
         )

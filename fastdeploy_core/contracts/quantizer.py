@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
+
     from fastdeploy_core.tensor import Tensor
 
     from .device import DeviceBackend

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-import numpy as np
-
-from fastdeploy_core.types import SamplingParams, StructuredOutputsParams
-
 from .model import ModelShapes, StoredTensor
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from fastdeploy_core.tensor import Tensor, TensorLibrary
+    from fastdeploy_core.types import SamplingParams, StructuredOutputsParams
 
     from .device import DeviceBackend
 
