@@ -231,8 +231,7 @@ class FrontSide:
             return
         refusal = self._offer_or_refuse(entry)
         if refusal is not None:
-            with self._lock:
-                self._answer(entry, refusal.partition(": ")[2], "WorkerError")
+            self._refuse(entry, refusal)
 
     # -- ending -----------------------------------------------------------------------------------
 
@@ -259,6 +258,16 @@ class FrontSide:
             return  # a branch that goes on costs time, no correctness
         if owner:
             self._link.send(owner, Abort([name]))
+
+    def _refuse(self, entry: Entry, refusal: str) -> None:
+        """End a request that had been accepted with what `put` would say of it now."""
+        why, _, text = refusal.partition(": ")
+        error_type = {"queue full": "QueueFull", "unavailable": "Unavailable"}.get(why)
+        with self._lock:
+            if error_type is None:
+                self._answer(entry, refusal, "InvalidRequest")
+            else:
+                self._answer(entry, text, error_type)
 
     def _answer(self, entry: Entry, error: str | None, error_type: str) -> None:
         """The last delta of a request, made here instead of by an instance. Locked."""
@@ -495,8 +504,7 @@ class FrontSide:
         entry.nonce = self._num_put
         refusal = self._submit(entry, entry.floor - 1)
         if refusal is not None:
-            with self._lock:
-                self._answer(entry, refusal, "WorkerError")
+            self._refuse(entry, refusal)
 
     def _end_silent(self) -> None:
         """Requests that Redis does not know end with their instance. If Redis took this front end
