@@ -64,7 +64,8 @@ LIGHT = {
     "plugins/fd-parsers": (),
     "plugins/fd-quant-hub": (),
     "plugins/fd-quant-wint2": (),
-    "plugins/fd-sched-redis": (),
+    # Most of its tests are in one file, and they wait more than they compute.
+    "plugins/fd-sched-redis": ("--dist=load",),
     "plugins/fd-spec-mtp": (),
     "plugins/fd-speculative": ("-m", "not slow"),
     "plugins/fd-tools": (),
