@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from fastdeploy_core.config import RequestSchedulerConfig as RequestSchedulerConfig
+from fastdeploy_core.errors import FastDeployError, InvalidRequest, QueueFull, Unavailable
 from fastdeploy_core.types import InstanceRole, Request, RequestOutputDelta, TokenDeltas
 
 
@@ -79,6 +80,14 @@ class SchedulerCapabilities:
     # Waiting requests survive the processes that put them, `close` included. What nobody reads any
     # more is run or reported, as the driver says, and its id may be put again by another front end.
     durable: bool = False
+
+
+def error_of(reason: str) -> FastDeployError:
+    """The error that a reason of RequestScheduler.put_requests stands for."""
+    kind, _, text = reason.partition(": ")
+    if kind == "queue full":
+        return QueueFull(reason)
+    return Unavailable(text) if kind == "unavailable" else InvalidRequest(reason)
 
 
 @runtime_checkable

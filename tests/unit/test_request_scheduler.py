@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdeploy_core.config import RequestSchedulerConfig
-from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, RequestScheduler
+from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, RequestScheduler, error_of
+from fastdeploy_core.errors import InvalidRequest, QueueFull, Unavailable
 from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.types import (
     FinishReason,
@@ -78,6 +79,17 @@ def test_queue_is_bounded_in_tokens_but_takes_one_request_of_any_size():
     assert scheduler.put_requests([make_request("big", [5] * 50)]) == [None]
     (refused,) = scheduler.put_requests([make_request("small", [5])])
     assert refused.startswith("queue full: with this one 51 prompt tokens")
+
+
+def test_a_reason_becomes_the_error_that_a_client_gets():
+    scheduler = make(max_size=1)
+    first, second = make_request("a", [1]), make_request("b", [1])
+    assert scheduler.put_requests([first]) == [None]
+    reasons = scheduler.put_requests([first, second])
+    scheduler.close()
+    errors = [error_of(reason) for reason in reasons + scheduler.put_requests([second])]
+    assert [type(error) for error in errors] == [InvalidRequest, QueueFull, Unavailable]
+    assert str(errors[2]) == "the server is shutting down"
 
 
 def test_duplicate_is_refused_until_the_first_is_answered():

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, RequestScheduler
+from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, RequestScheduler, error_of
 from fastdeploy_core.engine.core import EngineCore
 from fastdeploy_core.engine.observer import Observer
 from fastdeploy_core.errors import FastDeployError, InvalidRequest, needs_trace
@@ -32,7 +32,7 @@ from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
 from . import child, wire
 from .egress import Egress, connect
 from .progress import Progress
-from .refusal import refusal, refused
+from .refusal import refusal
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ class EngineProcess:
         (reason,) = self._scheduler.put_requests([request])
         if reason is None:
             return None
-        delta = refused(request, reason)
+        delta = refusal(request, error_of(reason))
         self._core.count_rejection(delta.error_type)
         return delta
 

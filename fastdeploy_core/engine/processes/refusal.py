@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastdeploy_core.errors import FastDeployError, InvalidRequest, QueueFull, Unavailable
+from fastdeploy_core.errors import FastDeployError
 from fastdeploy_core.types import Request, RequestOutputDelta
 
 
@@ -17,15 +17,3 @@ def refusal(request: Request, error: Exception) -> RequestOutputDelta:
         error=str(error) if is_ours else "this request could not be started; see the server's log",
         error_type=type(error).__name__ if is_ours else "FastDeployError",
     )
-
-
-def refused(request: Request, reason: str) -> RequestOutputDelta:
-    """The same for a reason that RequestScheduler.put_requests gave."""
-    kinds = {"queue full": QueueFull, "unavailable": Unavailable}
-    word, _, text = reason.partition(": ")
-    delta = refusal(request, InvalidRequest(reason))
-    if word in kinds:
-        delta.error_type = kinds[word].__name__
-    if word == "unavailable":
-        delta.error = text
-    return delta

@@ -13,12 +13,12 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from fastdeploy_core.contracts.scheduler import RequestScheduler
+from fastdeploy_core.contracts.scheduler import RequestScheduler, error_of
 from fastdeploy_core.types import Request
 from fastdeploy_core.types.engine import EngineHealth
 
 from . import wire
-from .refusal import refusal, refused
+from .refusal import refusal
 from .supervisor import Listener
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class SharedQueue:
             raise
         for request, reason in zip(requests, reasons, strict=True):
             if reason is not None:
-                self._listener.on_message(wire.Deltas([refused(request, reason)]))
+                self._listener.on_message(wire.Deltas([refusal(request, error_of(reason))]))
 
     def _get(self) -> None:
         while not self._stopping.is_set():

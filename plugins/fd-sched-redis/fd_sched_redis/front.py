@@ -21,7 +21,7 @@ from dataclasses import replace
 import msgspec
 import redis
 
-from fastdeploy_core.contracts.scheduler import InstanceLoad, RequestSchedulerConfig
+from fastdeploy_core.contracts.scheduler import InstanceLoad, RequestSchedulerConfig, error_of
 from fastdeploy_core.types import (
     FinishReason,
     Request,
@@ -261,13 +261,9 @@ class FrontSide:
 
     def _refuse(self, entry: Entry, refusal: str) -> None:
         """End a request that had been accepted with what `put` would say of it now."""
-        why, _, text = refusal.partition(": ")
-        error_type = {"queue full": "QueueFull", "unavailable": "Unavailable"}.get(why)
+        error = error_of(refusal)
         with self._lock:
-            if error_type is None:
-                self._answer(entry, refusal, "InvalidRequest")
-            else:
-                self._answer(entry, text, error_type)
+            self._answer(entry, str(error), type(error).__name__)
 
     def _answer(self, entry: Entry, error: str | None, error_type: str) -> None:
         """The last delta of a request, made here instead of by an instance. Locked."""
