@@ -61,7 +61,6 @@ LARGER_RECORDS = {
     "fastdeploy_core/contracts/speculative.py DraftBatch",
     # Being redesigned.
     "plugins/fd-kv-shm/fd_kv_shm/link.py Link",
-    "fastdeploy_core/scheduler/settings.py SchedulerSettings",
     "plugins/fastdeploy-testing/fastdeploy_testing/null_worker.py NullOptions",
     "fastdeploy_core/types/step.py ModelRunnerOutput",
     "fastdeploy_core/worker/step.py Launched",
