@@ -53,6 +53,9 @@ from fd_speculative.ngram import NgramDrafter
 from fd_speculative.suffix import SuffixDrafter
 from fd_tools.chat import chat, complete
 from fd_tools.collect_env import main as collect_env
+from fd_tools.plugins_doctor import main as plugins_doctor
+from fd_tools.plugins_show import main as plugins_show
+from fd_tools.plugins_why import main as plugins_why
 from fd_tools.run_batch import main as run_batch
 from fd_tools.tokenizer import main as tokenizer
 from fd_xpu.attention import XpuAttention
@@ -211,6 +214,9 @@ commands: list[Command] = [
     run_batch,
     tokenizer,
     collect_env,
+    plugins_doctor,
+    plugins_show,
+    plugins_why,
 ]
 logits_processors: list[Callable[[ProcessorContext], LogitsProcessor]] = [
     LogitBiasLogitsProcessor,

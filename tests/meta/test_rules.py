@@ -272,7 +272,7 @@ PRIVATE = {
         *("cli", "config", "envs", "layers", "loading", "models", "plugins", "reference"),
         "tokenizer",
     },
-    "fd-tools": {"cli", "config", "plugins", "serving", "tokenizer"},
+    "fd-tools": {"cli", "config", "envs", "models", "plugins", "serving", "tokenizer"},
 }
 # For tests alone: it may use the conformance kit.
 PRIVATE_OF_TESTS = {"fd-simdevice": {"fastdeploy_testing"}}
