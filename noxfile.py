@@ -41,7 +41,12 @@ PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("*/pyproject.
 # Files of tests/cpu about the engine: in `tests` on torch only, which needs half the time for them,
 # and on PaddlePaddle in session `engine`; the longer ones on both there.
 ONCE = (
-    *("engine_equality", "engine_graphs", "gguf_models", "prompt_graphs", "quant_checkpoints"),
+    *(
+        "engine_equality",
+        "engine_graphs",
+        "gguf_models",
+        "prompt_graphs",
+    ),
     *("quant_models", "serve_demo", "speculative_equality", "step_graphs"),
 )
 LONG = (
@@ -62,6 +67,7 @@ LIGHT = {
     "plugins/fd-grammar-llguidance": (),
     "plugins/fd-kv-shm": (),
     "plugins/fd-parsers": (),
+    "plugins/fd-quant-formats": (),
     "plugins/fd-quant-hub": (),
     "plugins/fd-quant-wint2": (),
     # Most of its tests are in one file, and they wait more than they compute.

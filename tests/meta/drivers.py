@@ -42,6 +42,9 @@ from fd_myformat.quantizer import MyFormatQuantizer
 from fd_parsers.deepseek import DeepSeekToolParser
 from fd_parsers.hermes import HermesToolParser
 from fd_parsers.think import DeepSeekR1Parser, ErnieX1Parser, ThinkParser
+from fd_quant_formats.fp8 import BlockFp8, WFp8AFp8
+from fd_quant_formats.integer import W4A8, W8A8, WInt4, WInt8
+from fd_quant_formats.mixed import MixedQuantizer
 from fd_quant_hub.compressed import CompressedTensors
 from fd_quant_hub.gptq import Awq, Gptq
 from fd_quant_wint2.published import Wint2
@@ -86,9 +89,6 @@ from fastdeploy_core.models.deepseek_v3 import DeepseekV3ForCausalLM
 from fastdeploy_core.models.ernie import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
 from fastdeploy_core.models.llama import LlamaForCausalLM
 from fastdeploy_core.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
-from fastdeploy_core.quantization.fp8 import BlockFp8, WFp8AFp8
-from fastdeploy_core.quantization.integer import W4A8, W8A8, WInt4, WInt8
-from fastdeploy_core.quantization.mixed import MixedQuantizer
 from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.reference.expert_communicator import AllGatherExperts, LoopbackExperts

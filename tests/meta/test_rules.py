@@ -272,6 +272,7 @@ PRIVATE = {
         *("cli", "config", "envs", "layers", "loading", "models", "plugins", "reference"),
         "tokenizer",
     },
+    "fd-quant-formats": {"quantization"},
     "fd-tools": {"cli", "config", "envs", "models", "plugins", "serving", "tokenizer"},
 }
 # For tests alone: it may use the conformance kit.
