@@ -14,9 +14,6 @@ from fastdeploy_core.contracts.quantizer import LayerSpec, ParameterSpec
 from fastdeploy_testing.conformance.test_attention import AttentionConformance
 from fastdeploy_testing.conformance.test_device import DeviceConformance
 from fastdeploy_testing.conformance.test_end_to_end import EndToEndConformance
-from fastdeploy_testing.conformance.test_expert_communicator import (
-    ExpertCommunicatorConformance,
-)
 from fastdeploy_testing.conformance.test_hygiene import HygieneConformance
 from fastdeploy_testing.conformance.test_kv_formats import KVFormatConformance
 from fastdeploy_testing.conformance.test_moe import MoEConformance
@@ -57,14 +54,6 @@ class TestCpuQuantizedKernels(QuantizedOpsConformance):
 
 class TestReferenceMoE(MoEConformance):
     driver_name = "reference"
-
-
-class TestLoopbackExperts(ExpertCommunicatorConformance):
-    driver_name = "loopback"
-
-
-class TestAllGatherExperts(ExpertCommunicatorConformance):
-    driver_name = "all_gather"
 
 
 class TestLocalScheduler(RequestSchedulerConformance):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fd_accelerator.expert_communicator import AllGatherExperts, LoopbackExperts
 from fd_bench.command import main as bench
 from fd_calibrate.command import main as quantize
 from fd_cpu.attention import X86Attention
@@ -91,7 +92,6 @@ from fastdeploy_core.models.llama import LlamaForCausalLM
 from fastdeploy_core.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.reference.device import CpuDevice
-from fastdeploy_core.reference.expert_communicator import AllGatherExperts, LoopbackExperts
 from fastdeploy_core.reference.moe import ReferenceMoE
 from fastdeploy_core.sampling.processors import LogitBiasLogitsProcessor
 from fastdeploy_core.sampling.thinking import ThinkingBudgetLogitsProcessor
