@@ -214,7 +214,7 @@ def possible(matcher: Any) -> list[int]:
         mask = np.full((VOCAB + 31) // 32, before, dtype=np.int32)
         matcher.fill_mask(mask)
         masks.append(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-    assert np.array_equal(*masks), "fill_mask() leaves bits as they were"
+    assert np.array_equal(masks[0], masks[1]), "fill_mask() leaves bits as they were"
     tokens: list[int] = np.flatnonzero(masks[0]).tolist()
     assert tokens, "a mask leaves at least one token"
     assert max(tokens) < VOCAB, "a token beyond the vocabulary"
@@ -224,7 +224,8 @@ def possible(matcher: Any) -> list[int]:
 def walk(matcher: Any, seed: int) -> list[int]:
     """Tokens drawn from the masks until the end of text, or LONGEST of them. Where the end is
     possible, it is taken half of the time."""
-    rng, tokens = random.Random(seed), []  # noqa: S311
+    rng = random.Random(seed)  # noqa: S311
+    tokens: list[int] = []
     while len(tokens) < LONGEST:
         choices = possible(matcher)
         if EOS in choices and rng.random() < 0.5:
