@@ -32,7 +32,7 @@ class Beat(NamedTuple):
 
     status: str
     num_waiting: int = 0
-    aborts: tuple[str, ...] = ()
+    aborts: tuple[tuple[str, int], ...] = ()  # request or branch, and the attempt to stop
     version: str = "0"  # of the list of front ends
     fronts: dict[str, str] | None = None  # their addresses; None: as before
 
@@ -233,7 +233,7 @@ class Cell:
         newest = _text(newest)
         names = [_text(x) for x in pairs]
         fronts = dict(zip(names[::2], names[1::2], strict=True)) if newest != version else None
-        return Beat(status, num_waiting, tuple(map(_text, aborts)), newest, fronts)
+        return Beat(status, num_waiting, tuple(map(_abort, aborts)), newest, fronts)
 
     def held(self, instance: str, attempts: Sequence[tuple[str, int]]) -> list[int]:
         """What is true of requests that an instance believes to hold: see queue.lua."""
@@ -263,6 +263,11 @@ class Cell:
         found = {_text(k): int(float(v)) for k, v in raw.items()}
         found["waiting"] = int(self._client.zcard(f"{self.prefix}wait"))
         return found
+
+
+def _abort(entry: bytes) -> tuple[str, int]:
+    attempt, _, name = entry.decode().partition(":")
+    return name, int(attempt)
 
 
 def _text(value: bytes) -> str:

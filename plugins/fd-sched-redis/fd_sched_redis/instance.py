@@ -436,8 +436,10 @@ class InstanceSide:
             self._know_fronts()
         if beat.aborts:
             with self._lock:
-                for name in beat.aborts:
-                    self._abort(name)
+                for name, attempt in beat.aborts:
+                    held = self._held.get(split_branch_id(name)[0])
+                    if held is not None and held.attempt <= attempt:
+                        self._abort(name)
                 self._changed.notify_all()
         return True
 

@@ -12,7 +12,8 @@
 -- lease      zset    instances that may hold requests; score: when the lease ends
 -- alive      zset    the same, only instances whose home is this cell
 -- load:p, load:d     zset  prompt tokens, or requests, that instances still have before them
--- x:<i>      list    requests that instance i must stop
+-- x:<i>      list    requests that instance i must stop: attempt, colon, id. The attempt is there since
+--                     the instance may have been given the next one in the meantime
 -- front, address     zset, hash  front ends: when their lease ends, where they listen
 -- f:<f>      stream  what front end f has to know of its requests
 -- early      zset    aborts that came before their request
@@ -54,6 +55,10 @@ local function record_end(id, how, attempt)
   call('XADD', key('ended'), 'MAXLEN', '~', KEPT_ENDINGS, '*', 'id', id, 'how', how,
     'attempt', attempt)
   call('HINCRBY', key('n'), how, 1)
+end
+
+local function stop_at(instance, id, attempt)
+  if instance ~= '' then call('RPUSH', key('x:' .. instance), attempt .. ':' .. id) end
 end
 
 local function wake(instance)
@@ -244,7 +249,7 @@ function ops.submit(front, id, nonce, tokens, priority, tenant, wait_ms, max_siz
     if known[1] ~= front and not is_alive('front', known[1]) then
       -- Its front end died: whoever puts it again takes it over.
       attempt = math.max(attempt, tonumber(known[3]))
-      if known[4] ~= '' then call('RPUSH', key('x:' .. known[4]), id) end
+      stop_at(known[4], id, known[3])
       forget(id)
       record_end(id, 'taken_over', attempt)
     else
@@ -402,7 +407,7 @@ end
 function ops.cancel(front, id, branch)
   local r = call('HMGET', key('t:' .. id), 'owner', 'attempt', 'front')
   if branch ~= '' then
-    if r[1] and r[1] ~= '' then call('RPUSH', key('x:' .. r[1]), branch) end
+    if r[1] then stop_at(r[1], branch, r[2]) end
     return {r[1] or ''}
   end
   if not r[1] then
@@ -411,7 +416,7 @@ function ops.cancel(front, id, branch)
     call('ZREMRANGEBYRANK', key('early'), 0, -MAX_EARLY - 1)
     return {''}
   end
-  if r[1] ~= '' then call('RPUSH', key('x:' .. r[1]), id) end
+  stop_at(r[1], id, r[2])
   forget(id)
   record_end(id, 'cancelled', r[2])
   if r[3] ~= front then tell(r[3], 'cancelled', id, r[2]) end

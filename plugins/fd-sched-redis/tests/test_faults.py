@@ -98,6 +98,22 @@ class Engine(threading.Thread):
         self.join()
 
 
+@pytest.fixture
+def serve(make: Maker) -> Iterator[Callable[..., Engine]]:
+    """serve(scheduler, name, ...) starts an Engine; all stop at the end, before their drivers."""
+    started: list[Engine] = []
+
+    def start(*arguments: Any) -> Engine:
+        started.append(Engine(*arguments))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.stopping.set()
+    for engine in started:
+        engine.join()
+
+
 class Proxy(threading.Thread):
     """A TCP port in front of Redis that can be cut, silenced, or led to another server."""
 
@@ -269,12 +285,12 @@ def test_a_request_that_kills_every_engine_is_put_aside(
 
 
 def test_a_body_that_nobody_can_read_is_answered(
-    make: Maker, port: int, shared_redis: RedisProcess
+    make: Maker, serve: Callable[..., Engine], port: int, shared_redis: RedisProcess
 ) -> None:
     front, engine = make(port), make(port, "e")
     front.put_requests([request("r")])
     shared_redis.client().hset(front.cells[0].prefix + "t:r", "body", b"\x80\x04K\x01.")
-    Engine(engine, "e")
+    serve(engine, "e")
     answer = collect(front, 1)[0]
     assert answer.finished and answer.error is not None and "could not be read" in answer.error
 
@@ -284,12 +300,15 @@ def test_a_body_that_nobody_can_read_is_answered(
 
 @pytest.mark.parametrize("durability", ["no", "everysec", "always"])
 def test_redis_killed_under_load_loses_nothing(
-    make: Maker, start_redis: Callable[..., RedisProcess], durability: str
+    make: Maker,
+    serve: Callable[..., Engine],
+    start_redis: Callable[..., RedisProcess],
+    durability: str,
 ) -> None:
     settings = () if durability == "no" else ("--appendonly", "yes", "--appendfsync", durability)
     server = start_redis(*settings)
     front = make(server.port)
-    engines = [Engine(make(server.port, n), n, pause_s=0.01) for n in ("a", "b")]
+    engines = [serve(make(server.port, n), n, 2, 0.01) for n in ("a", "b")]
     names = [f"r{n}" for n in range(300)]
     shown: list[RequestOutputDelta] = []
     for start in range(0, len(names), 50):
@@ -309,7 +328,7 @@ def test_redis_killed_under_load_loses_nothing(
 
 
 def test_a_torn_end_of_the_append_only_file_is_survived(
-    make: Maker, start_redis: Callable[..., RedisProcess]
+    make: Maker, serve: Callable[..., Engine], start_redis: Callable[..., RedisProcess]
 ) -> None:
     server = start_redis("--appendonly", "yes", "--aof-load-truncated", "yes")
     front = make(server.port)
@@ -318,14 +337,17 @@ def test_a_torn_end_of_the_append_only_file_is_survived(
     (file,) = Path(server.folder).glob("appendonlydir/*.incr.aof")
     file.write_bytes(file.read_bytes()[:-300])
     server.start()
-    Engine(make(server.port, "a"), "a", num_deltas=1)
+    serve(make(server.port, "a"), "a", 1)
     assert Counter(d.request_id for d in collect(front, 20)) == Counter(f"r{n}" for n in range(20))
 
 
 def test_a_replica_without_the_last_second_gets_what_it_lacks(
-    make: Maker, start_redis: Callable[..., RedisProcess], proxy: Callable[[int], Proxy]
+    make: Maker,
+    serve: Callable[..., Engine],
+    start_redis: Callable[..., RedisProcess],
+    proxy: Callable[[int], Proxy],
 ) -> None:
-    primary = start_redis()
+    primary = start_redis("--repl-diskless-sync-delay", "0")
     replica = start_redis("--replicaof", "127.0.0.1", str(primary.port))
     way = proxy(primary.port)
     front = make(way.port)
@@ -339,7 +361,7 @@ def test_a_replica_without_the_last_second_gets_what_it_lacks(
     way.target = replica.port
     primary.kill()
     way.cut()
-    Engine(make(way.port, "a"), "a", num_deltas=1)
+    serve(make(way.port, "a"), "a", 1)
     names = [f"{kind}{n}" for kind in "rs" for n in range(5)]
     assert Counter(d.request_id for d in collect(front, 10)) == Counter(names)
 
@@ -349,10 +371,14 @@ def test_a_replica_without_the_last_second_gets_what_it_lacks(
 
 @pytest.mark.parametrize("driver", [GlobalScheduler, SplitwiseScheduler])
 def test_cancels_at_any_moment_leave_the_books_in_order(
-    make: Maker, port: int, shared_redis: RedisProcess, driver: type[GlobalScheduler]
+    make: Maker,
+    serve: Callable[..., Engine],
+    port: int,
+    shared_redis: RedisProcess,
+    driver: type[GlobalScheduler],
 ) -> None:
     front = make(port, driver=driver)
-    engines = [Engine(make(port, n, driver=driver), n, 3, 0.002) for n in ("a", "b", "c")]
+    engines = [serve(make(port, n, driver=driver), n, 3, 0.002) for n in ("a", "b", "c")]
     chance = random.Random(8)
     names = [f"r{n}" for n in range(300)]
     shown: list[RequestOutputDelta] = []
@@ -377,14 +403,14 @@ def test_cancels_at_any_moment_leave_the_books_in_order(
 
 
 def test_the_front_end_dies_and_its_requests_do_not(
-    make: Maker, port: int, shared_redis: RedisProcess
+    make: Maker, serve: Callable[..., Engine], port: int, shared_redis: RedisProcess
 ) -> None:
     dead = make(port)
     dead.put_requests([request(f"r{n}") for n in range(6)])
     dead.close()
     heir = make(port)
     assert heir.put_requests([request("r0")]) == [None], "nobody else reads it: it may be put again"
-    engine = Engine(make(port, "a"), "a", num_deltas=1)
+    engine = serve(make(port, "a"), "a", 1)
     assert [d.request_id for d in collect(heir, 1)] == ["r0"]
     deadline = time.monotonic() + PATIENCE_S
     while leftovers(heir, shared_redis.client()) and time.monotonic() < deadline:
@@ -393,6 +419,29 @@ def test_the_front_end_dies_and_its_requests_do_not(
     count = heir.cells[0].counters()
     assert (count["unread"], count["finished"], count["taken_over"]) == (5, 1, 1)
     assert sorted(set(engine.taken)) == [f"r{n}" for n in range(6)]
+
+
+def test_stopping_what_a_dead_front_end_wanted_does_not_stop_its_heirs_attempt(
+    make: Maker, port: int, shared_redis: RedisProcess
+) -> None:
+    dead, heir = make(port, lease_s=60.0), make(port, lease_s=60.0)
+    engine = make(port, "e", lease_s=60.0)
+    dead.put_requests([request("r")])
+    first = take(engine, 1)[0]
+    dead.close()
+    with engine._as_instance()._beat_lock:  # so it is given the next attempt before it hears
+        assert heir.put_requests([request("r")]) == [None]
+        deadline = time.monotonic() + PATIENCE_S
+        while not engine.get_aborts() and time.monotonic() < deadline:
+            engine.get_requests(PLENTY, 0.01)
+        second = take(engine, 1)[0]
+    told, deadline = heir.cells[0].prefix + "x:e", time.monotonic() + PATIENCE_S
+    while shared_redis.client().exists(told) and time.monotonic() < deadline:
+        engine.report_load(InstanceLoad("e", 1))
+        time.sleep(0.01)
+    time.sleep(0.1)  # what it heard has been read
+    engine.put_results([delta(first, 0), delta(second, 0, finished=True)])
+    assert [(d.attempt, d.finished) for d in collect(heir, 1)] == [(second.attempt, True)]
 
 
 # -- T11: strangers' bytes ------------------------------------------------------------------------
@@ -507,13 +556,15 @@ def test_push_on_old_reports_is_not_a_rush_to_the_minimum(shared_redis: RedisPro
     assert sum(queued[:5]) > sum(queued[5:])
 
 
-def test_what_waits_for_a_dead_instance_gets_another(make: Maker, port: int) -> None:
+def test_what_waits_for_a_dead_instance_gets_another(
+    make: Maker, serve: Callable[..., Engine], port: int
+) -> None:
     front = make(port, driver=SplitwiseScheduler)
     dead = make(port, "dead", driver=SplitwiseScheduler)
     dead.report_load(InstanceLoad("dead", 1, num_total_blocks=100))
     time.sleep(0.1)
     front.put_requests([request(f"r{n}") for n in range(4)])
-    alive = Engine(make(port, "alive", driver=SplitwiseScheduler), "alive", num_deltas=1)
+    alive = serve(make(port, "alive", driver=SplitwiseScheduler), "alive", 1)
     assert Counter(d.request_id for d in collect(front, 4)) == Counter(f"r{n}" for n in range(4))
     alive.stop()
 
