@@ -213,6 +213,10 @@ class Cell:
         if found is not None and _text(found[0]) == lists[1] and not is_wanted():
             client.rpush(lists[1], b"1")
 
+    def wake(self, instance: str) -> None:
+        """End its wait for work."""
+        self._client.rpush(f"{self.prefix}wake:{instance}", b"1")
+
     def beat(
         self,
         instance: str,

@@ -100,7 +100,7 @@ class InstanceSide:
         self._is_alive = threading.Event()  # the engine was heard since the last beat
         self._until_s = 0.0  # the lease is proven until then
         self._beat_lock = threading.Lock()
-        self._is_closed = False
+        self._closing = threading.Event()
         self._link = InstanceLink(
             options, self.name, self._epoch, self._period_s, self._route, self._on_message
         )
@@ -134,7 +134,7 @@ class InstanceSide:
                 lapse_s = min(MAX_ASK_S, self._config.lease_s / 4)
                 self._ask = None if taken or not has_room else (capacity, now + lapse_s)
                 self._changed.notify_all()
-                if taken or now >= deadline or self._is_closed or self._aborts:
+                if taken or now >= deadline or self._closing.is_set() or self._aborts:
                     return taken
                 self._changed.wait(min(deadline - now, lapse_s / 2))
 
@@ -167,12 +167,15 @@ class InstanceSide:
     def close(self) -> None:
         """Send what is left, give everything back, stop."""
         with self._lock:
-            if self._is_closed:
+            if self._closing.is_set():
                 return
-            self._is_closed = True
+            self._closing.set()
             self._changed.notify_all()
         self._link.close()
         self._is_alive.set()
+        if not self._reach.is_away:
+            with contextlib.suppress(redis.RedisError):
+                self._cells[self._home].wake(self.name)
         for thread in self._threads:
             thread.join()
         for number in self._my_cells():
@@ -204,7 +207,7 @@ class InstanceSide:
 
     def _feed(self) -> None:
         """The thread that takes requests for an engine that has room."""
-        while not self._is_closed:
+        while not self._closing.is_set():
             try:
                 with self._lock:
                     if self._room() is None:
@@ -228,7 +231,7 @@ class InstanceSide:
         return ask[0] if ask is not None and time.monotonic() < ask[1] else None
 
     def _has_room(self) -> bool:
-        return self._room() is not None and not self._is_closed
+        return self._room() is not None and not self._closing.is_set()
 
     def _take_from_any(self, capacity: Capacity) -> bool:
         """Take from the home cell, else steal from another one."""
@@ -377,8 +380,8 @@ class InstanceSide:
 
     def _renew(self) -> None:
         """The thread that reports while the engine is heard."""
-        while not self._is_closed:
-            time.sleep(min(self._period_s, WAIT_S))
+        while not self._closing.is_set():
+            self._closing.wait(min(self._period_s, WAIT_S))
             try:
                 if self._is_alive.is_set():
                     self._beat()
