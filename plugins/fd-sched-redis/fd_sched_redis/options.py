@@ -141,7 +141,8 @@ def _typed(name: str, value: Any, kind: type) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind:
-        raise ConfigError(f"{_SECTION}.{name} must be of type {kind.__name__}, got {value!r:.60}")
+        shown = "a value of another type" if name == "password" else f"{value!r:.60}"
+        raise ConfigError(f"{_SECTION}.{name} must be of type {kind.__name__}, got {shown}")
     return value
 
 
