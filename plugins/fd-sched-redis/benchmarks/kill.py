@@ -114,7 +114,7 @@ def front(port: int, lease_s: float, share: int, shares: int, num_tasks: int, lo
                 if delta.finished:
                     waited_s = time.monotonic() - put_s.pop(delta.request_id)
                     kind = delta.error_type or "ok"
-                    file.write(f"{delta.request_id} {kind} {waited_s:.3f}\n")
+                    file.write(f"{delta.request_id} {kind} {waited_s:.3f} {delta.attempt}\n")
     queue.close()
 
 
@@ -182,7 +182,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         while time.monotonic() - began_s < options.limit:
             lines = log.read_text().splitlines()
             if options.design == "pops":
-                lines = [f"{x.decode()} ok 0" for x in client.lrange("results", 0, -1)]
+                lines = [f"{x.decode()} ok 0 1" for x in client.lrange("results", 0, -1)]
             num_answered = len({line.split()[0] for line in lines})
             if num_answered != seen:
                 seen, still_s = num_answered, time.monotonic()
@@ -236,6 +236,7 @@ def _count(
         "p50_s": waits[len(waits) // 2],
         "p99_s": waits[int(len(waits) * 0.99)],
         "max_s": waits[-1],
+        "attempts": max((int(row[3]) for row in rows), default=0),
         "took_s": round(took_s, 1),
     }
 

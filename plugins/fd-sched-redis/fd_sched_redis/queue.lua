@@ -242,12 +242,15 @@ function ops.submit(front, id, nonce, tokens, priority, tenant, wait_ms, max_siz
     first_attempt, body)
   local name, counters = key('t:' .. id), key('n')
   tokens, max_size, max_tokens = tonumber(tokens), tonumber(max_size), tonumber(max_tokens)
-  local attempt = tonumber(first_attempt)
-  local known = call('HMGET', name, 'front', 'nonce', 'attempt', 'owner')
+  local attempt, failures = tonumber(first_attempt), 0
+  local known = call('HMGET', name, 'front', 'nonce', 'attempt', 'owner', 'failures')
   if known[1] then
     if known[1] == front and known[2] == nonce then return {'ok'} end
     if known[1] ~= front and not is_alive('front', known[1]) then
-      -- Its front end died: whoever puts it again takes it over.
+      -- Its front end died: whoever puts it again takes it over. That takes a lease each time, so
+      -- front ends that die fast have it run once a lease at most; and what kills instances does
+      -- not get new ones by being put again.
+      failures = known[5]
       attempt = math.max(attempt, tonumber(known[3]))
       stop_at(known[4], id, known[3])
       forget(id)
@@ -275,7 +278,7 @@ function ops.submit(front, id, nonce, tokens, priority, tenant, wait_ms, max_siz
   local member = string.format('%015.0f:%012.0f:', start, number) .. id
   local deadline = now + tonumber(wait_ms)
   call('HSET', name, 'front', front, 'nonce', nonce, 'tokens', tokens, 'priority', priority,
-    'member', member, 'attempt', attempt, 'failures', 0, 'queued', now, 'deadline', deadline,
+    'member', member, 'attempt', attempt, 'failures', failures, 'queued', now, 'deadline', deadline,
     'body', body)
   line_up(id, tokens, member, priority, deadline)
   return {'ok'}

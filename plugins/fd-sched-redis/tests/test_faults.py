@@ -444,6 +444,43 @@ def test_stopping_what_a_dead_front_end_wanted_does_not_stop_its_heirs_attempt(
     assert [(d.attempt, d.finished) for d in collect(heir, 1)] == [(second.attempt, True)]
 
 
+def test_front_ends_that_die_fast_have_a_request_run_once_a_lease(
+    shared_redis: RedisProcess,
+) -> None:
+    lease_s = 0.25
+    cell = cell_of(shared_redis, False, lease_s)
+    began, puts, attempts, num = time.monotonic(), 0, [], 0
+    while num < 80:
+        num += 1
+        cell.front_beat(f"f{num}", "", "0-0")  # and is not heard of again
+        puts += cell.submit(f"f{num}", 1, request("r"), b"", 60.0, (0, 0), 0)[0] == "ok"
+        _, taken = cell.take("e", "1", num, PLENTY, 0, 0, False)
+        attempts += [one.attempt for one in taken]
+        time.sleep(lease_s / 10)
+    most = 1 + (time.monotonic() - began) / lease_s
+    assert 3 <= puts <= most
+    assert attempts == list(range(1, puts + 1))
+
+
+def test_what_kills_instances_gets_no_more_of_them_by_being_taken_over(
+    shared_redis: RedisProcess,
+) -> None:
+    cell = cell_of(shared_redis, False)  # three failures are too many
+    for number in (1, 2, 3):
+        front = f"f{number}"
+        cell.front_beat(front, "", "0-0")
+        assert cell.submit(front, 1, request("poison"), b"", 60.0, (0, 0), 0) == ("ok", 0)
+        _, taken = cell.take("e", f"{number}", number, PLENTY, 0, 0, False)
+        assert [one.attempt for one in taken] == [2 * number - 1]
+        # Another process has its name, gets the request too if it may, and leaves.
+        _, taken = cell.take("e", f"{number}+", 10 + number, PLENTY, 0, 0, False)
+        assert [one.attempt for one in taken] == ([2 * number] if number < 3 else [])
+        cell.leave("e", f"{number}+")
+        cell.front_leave(front)
+    assert cell.counters()["dead"] == 1
+    assert cell.take("e", "9", 99, PLENTY, 0, 0, False)[1] == []
+
+
 # -- T11: strangers' bytes ------------------------------------------------------------------------
 
 
