@@ -32,6 +32,7 @@ from fastdeploy_core.types import (
     split_branch_id,
 )
 
+from .bodies import Bodies
 from .cell import Cell, Reach, Taken
 from .link import Abort, Deltas, InstanceLink, Offer, Output, Started
 from .options import CALL_TIMEOUT_S, Options
@@ -44,7 +45,6 @@ WAIT_S = 0.5  # for work, before other cells are looked at
 AWAY_S = 0.2  # between calls while Redis is away
 CHUNK = 500  # requests of one question
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Request).decode
 
 
 class Held:
@@ -79,6 +79,7 @@ class InstanceSide:
         self, config: RequestSchedulerConfig, options: Options, cells: list[Cell], reach: Reach
     ) -> None:
         self._config, self._options, self._cells, self._reach = config, options, cells, reach
+        self._bodies = Bodies(options)
         own = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.name = config.instance or own
         self._epoch = f"{config.epoch:x}" if config.epoch else secrets.token_hex(8)
@@ -275,8 +276,8 @@ class InstanceSide:
             if before.last is None:
                 self._aborts.append(request_id)
         try:
-            request = _decode(taken.body)
-        except msgspec.MsgspecError as error:
+            request = self._bodies.open(request_id, taken.body)
+        except ValueError as error:
             logger.error("request %r cannot be read and is not run: %s", request_id, error)
             self._held[request_id] = Held(number, taken.attempt, taken.front, 0, 0.0)
             self._link.put(

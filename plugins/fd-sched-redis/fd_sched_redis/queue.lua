@@ -34,6 +34,7 @@ local EARLY_MS, MAX_EARLY = 60000, 4096
 local FRESH_MS = 100        -- older load reports are not believed to the last token
 local MAX_WAKES = 64
 local KEEP_INSTANCE_MS = 3600000
+local MAX_ATTEMPT = 2^31
 local KEPT_ENDINGS, KEPT_DEAD, KEPT_NOTICES = 100000, 1000, 100000
 
 local function key(name) return prefix .. name end
@@ -128,17 +129,34 @@ local function forget(id)
   if r[1] ~= '' then
     call('SREM', key('own:' .. r[1]), id)
   else
-    leave_line(id, r[2], r[3], tonumber(r[4]))
+    leave_line(id, r[2], r[3], tonumber(r[4]) or 0)
   end
   call('DEL', key('t:' .. id))
 end
 
-local function expire(id)
-  local r = call('HMGET', key('t:' .. id), 'front', 'attempt')
-  if not r[1] then
-    call('ZREM', key('wait'), id)
-    return
+-- A record whose numbers were spoilt would stop everything behind it.
+local function is_sound(id)
+  local r = call('HMGET', key('t:' .. id), 'tokens', 'deadline', 'attempt', 'queued', 'priority',
+    'failures')
+  for n = 1, 6 do
+    if not r[n] or not string.match(r[n], '^%-?%d+$') or #r[n] > 20 then return false end
   end
+  return true
+end
+
+local function put_spoilt_aside(id)
+  local r = call('HMGET', key('t:' .. id), 'front', 'owner')
+  call('ZREM', key('wait'), id)
+  if r[2] then call('SREM', key('own:' .. r[2]), id) end
+  if call('DEL', key('t:' .. id)) == 1 then
+    if r[1] then tell(r[1], 'dead', id, MAX_ATTEMPT) end
+    record_end(id, 'dead', 0)
+  end
+end
+
+local function expire(id)
+  if not is_sound(id) then return put_spoilt_aside(id) end
+  local r = call('HMGET', key('t:' .. id), 'front', 'attempt')
   forget(id)
   tell(r[1], 'expired', id, r[2])
   record_end(id, 'expired', r[2])
@@ -149,7 +167,7 @@ local function give_back(id, has_failed)
   local name = key('t:' .. id)
   local r = call('HMGET', name, 'front', 'attempt', 'tokens', 'member', 'priority', 'deadline',
     'owner')
-  if not r[1] then return end
+  if not is_sound(id) then return put_spoilt_aside(id) end
   call('SREM', key('own:' .. r[7]), id)
   local failures = has_failed and call('HINCRBY', name, 'failures', 1) or 0
   if failures >= max_failures then
@@ -313,8 +331,9 @@ function ops.take(instance, epoch, ask, num_requests, num_blocks, block_size, nu
     local id = string.sub(first.member, 30)
     local record = key('t:' .. id)
     local r = call('HMGET', record, 'tokens', 'deadline', 'at')
-    if not r[1] then
+    if not is_sound(id) then
       call('ZREM', first.line, first.member)
+      put_spoilt_aside(id)
     elseif tonumber(r[2]) <= now then
       expire(id)
     else
@@ -326,6 +345,7 @@ function ops.take(instance, epoch, ask, num_requests, num_blocks, block_size, nu
       if not can_never_run then num_blocks = num_blocks - need end
       num_tokens = num_tokens - tokens
       leave_line(id, r[3], first.member, tokens)
+      call('ZREM', first.line, first.member)  -- whatever its record says
       call('HINCRBY', record, 'attempt', 1)
       call('HSET', record, 'owner', instance, 'taken', now)
       call('SADD', key('own:' .. instance), id)

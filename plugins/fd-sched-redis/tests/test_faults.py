@@ -16,8 +16,10 @@ import pytest
 import redis
 import zmq
 from fd_sched_redis import link
+from fd_sched_redis.bodies import SEAL_BYTES, Bodies
 from fd_sched_redis.cell import Cell, Reach
 from fd_sched_redis.local_server import RedisProcess, free_port
+from fd_sched_redis.options import read_options
 from fd_sched_redis.scheduler import GlobalScheduler, SplitwiseScheduler
 
 from fastdeploy_core.config import RequestSchedulerConfig
@@ -280,7 +282,7 @@ def test_a_request_that_kills_every_engine_is_put_aside(
     assert answer.finished and answer.error_type == "WorkerError"
     assert answer.error is not None and "not tried again" in answer.error
     ((_, dead),) = shared_redis.client().xrange(front.cells[0].prefix + "dead")
-    assert msgspec.msgpack.decode(dead[b"body"], type=Request).request_id == "poison"
+    assert msgspec.msgpack.decode(dead[b"body"][SEAL_BYTES:], type=Request).request_id == "poison"
     assert make(port, "c").get_requests(PLENTY, 0.2) == []
 
 
@@ -520,6 +522,57 @@ def test_ten_thousand_mutated_frames_change_nothing(make: Maker, port: int) -> N
     context.destroy(linger=0)
 
 
+def mutate(chance: random.Random, data: bytes) -> bytes:
+    changed = bytearray(data)
+    while bytes(changed) == data:
+        for _ in range(chance.randint(1, 6)):
+            place, kind = chance.randrange(len(changed) or 1), chance.randrange(3)
+            if kind == 0 and changed:
+                changed[place] = chance.randrange(256)
+            elif kind == 1:
+                del changed[place:]
+            else:
+                changed.insert(place, chance.randrange(256))
+    return bytes(changed)
+
+
+def test_no_mutated_body_is_taken_for_a_request(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(b"k" * 32)
+    for options in ({}, {"key_file": str(key)}):
+        bodies, chance = Bodies(read_options(options)), random.Random(1)
+        sent = request("r", tokens=20)
+        sealed = bodies.seal(sent)
+        assert bodies.open("r", sealed) == sent
+        for _ in range(10_000):
+            with pytest.raises(ValueError, match=r"not as its front end"):
+                bodies.open("r", mutate(chance, sealed))
+    with pytest.raises(ValueError, match="another request"):
+        bodies.open("s", sealed)
+    with pytest.raises(ValueError, match="not as its front end"):  # of who lacks the key
+        bodies.open("r", Bodies(read_options({})).seal(sent))
+
+
+def test_spoilt_records_stop_nothing_behind_them_and_are_answered(
+    make: Maker, serve: Callable[..., Engine], port: int, shared_redis: RedisProcess
+) -> None:
+    front, engine = make(port, lease_s=60.0), make(port, "e", lease_s=60.0)
+    client, prefix, chance = shared_redis.client(), front.cells[0].prefix, random.Random(2)
+    fields = ("tokens", "deadline", "attempt", "queued", "priority", "failures", "member", "at",
+              "body")  # fmt: skip
+    names = [f"{field}{n}" for field in fields for n in range(20)]
+    front.put_requests([request(name) for name in [*names, "behind"]])
+    for name in names:
+        record, field = f"{prefix}t:{name}", name.rstrip("0123456789")
+        client.hset(record, field, mutate(chance, client.hget(record, field) or b""))
+    serve(engine, "e", 1)
+    ends = collect(front, len(names) + 1)
+    assert Counter(d.request_id for d in ends) == dict.fromkeys([*names, "behind"], 1)
+    right = {d.request_id for d in ends if d.error is None}
+    assert "behind" in right
+    assert not [name for name in right if name.startswith("body")]
+
+
 # -- T12: order -----------------------------------------------------------------------------------
 
 
@@ -551,11 +604,11 @@ def test_tenants_take_turns(make: Maker, port: int) -> None:
 def test_idle_instances_steal_from_other_cells(make: Maker, port: int) -> None:
     cells = {"load_shards_num": 4, "min_load_score": 1}
     front, engine = make(port, **cells), make(port, "only", **cells)
+    side = front._as_front()
     for n in range(12):
-        front.cells[n % 4].submit(
-            front._as_front().name, n, request(f"r{n}"), msgspec.msgpack.encode(request(f"r{n}")),
-            60.0, (0, 0), 0,
-        )  # fmt: skip
+        sent = request(f"r{n}")
+        body = side._bodies.seal(sent)
+        front.cells[n % 4].submit(side.name, n, sent, body, 60.0, (0, 0), 0)
     assert sorted(r.request_id for r in take(engine, 12)) == sorted(f"r{n}" for n in range(12))
 
 
