@@ -260,15 +260,15 @@ function ops.submit(front, id, nonce, tokens, priority, tenant, wait_ms, max_siz
     first_attempt, body)
   local name, counters = key('t:' .. id), key('n')
   tokens, max_size, max_tokens = tonumber(tokens), tonumber(max_size), tonumber(max_tokens)
-  local attempt, failures = tonumber(first_attempt), 0
-  local known = call('HMGET', name, 'front', 'nonce', 'attempt', 'owner', 'failures')
+  local attempt, failures, member = tonumber(first_attempt), 0, nil
+  local known = call('HMGET', name, 'front', 'nonce', 'attempt', 'owner', 'failures', 'member')
   if known[1] then
     if known[1] == front and known[2] == nonce then return {'ok'} end
     if known[1] ~= front and not is_alive('front', known[1]) then
       -- Its front end died: whoever puts it again takes it over. That takes a lease each time, so
-      -- front ends that die fast have it run once a lease at most; and what kills instances does
-      -- not get new ones by being put again.
-      failures = known[5]
+      -- front ends that die fast have it run once a lease at most. It stands where it stood, else it
+      -- would never come to its turn; and what kills instances does not get new ones in this way.
+      failures, member = known[5], known[6]
       attempt = math.max(attempt, tonumber(known[3]))
       stop_at(known[4], id, known[3])
       forget(id)
@@ -288,12 +288,14 @@ function ops.submit(front, id, nonce, tokens, priority, tenant, wait_ms, max_siz
     record_end(id, 'cancelled', attempt)
     return {'cancelled'}
   end
-  -- Tenants take turns by prompt tokens: a request stands where its tenant's last one ended.
-  local start = math.max(tonumber(call('HGET', counters, 'served') or 0),
-    tonumber(call('HGET', key('fair'), tenant) or 0))
-  call('HSET', key('fair'), tenant, start + tokens + 1)
-  local number = call('HINCRBY', counters, 'number', 1)
-  local member = string.format('%015.0f:%012.0f:', start, number) .. id
+  if not member then
+    -- Tenants take turns by prompt tokens: a request stands where its tenant's last one ended.
+    local start = math.max(tonumber(call('HGET', counters, 'served') or 0),
+      tonumber(call('HGET', key('fair'), tenant) or 0))
+    call('HSET', key('fair'), tenant, start + tokens + 1)
+    local number = call('HINCRBY', counters, 'number', 1)
+    member = string.format('%015.0f:%012.0f:', start, number) .. id
+  end
   local deadline = now + tonumber(wait_ms)
   call('HSET', name, 'front', front, 'nonce', nonce, 'tokens', tokens, 'priority', priority,
     'member', member, 'attempt', attempt, 'failures', failures, 'queued', now, 'deadline', deadline,

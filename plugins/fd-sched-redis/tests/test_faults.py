@@ -446,6 +446,17 @@ def test_stopping_what_a_dead_front_end_wanted_does_not_stop_its_heirs_attempt(
     assert [(d.attempt, d.finished) for d in collect(heir, 1)] == [(second.attempt, True)]
 
 
+def test_what_is_taken_over_stands_where_it_stood(make: Maker, port: int) -> None:
+    dead, other = make(port), make(port)
+    dead.put_requests([request("first"), request("second")])
+    other.put_requests([request("third")])
+    dead.close()
+    heir = make(port)
+    assert heir.put_requests([request("second"), request("first")]) == [None, None]
+    order = [r.request_id for r in take(make(port, "e"), 3)]
+    assert order == ["first", "second", "third"]
+
+
 def test_front_ends_that_die_fast_have_a_request_run_once_a_lease(
     shared_redis: RedisProcess,
 ) -> None:
