@@ -233,7 +233,9 @@ def test_spelled_out_options_join_what_the_section_holds(tmp_path: Path) -> None
     values = parse("--config", str(file), "--scheduler-host", "b", "--scheduler-config.db", "2")
     assert values["scheduler_config"] == {"host": "b", "port": 1, "topic": "t", "db": 2}
     both = {"scheduler_config": '{"host": "a"}', "scheduler_host": "b"}
-    with pytest.raises(ConfigError, match=r"scheduler_host and scheduler_config\.host .* different"):
+    with pytest.raises(
+        ConfigError, match=r"scheduler_host and scheduler_config\.host .* different"
+    ):
         normalise(both)
     with pytest.raises(ConfigError, match="must be a JSON object"):
         normalise({"scheduler_config": "[1]", "scheduler_host": "b"})
