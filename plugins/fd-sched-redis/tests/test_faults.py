@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import secrets
 import threading
 import time
@@ -250,6 +251,12 @@ def test_a_step_of_the_hosts_clock_changes_nothing(
     for one in taken:
         engine.put_results([delta(one, 0, finished=True)])
     assert len(collect(front, 2)) == 2
+
+
+def test_no_wall_clock_is_read() -> None:
+    sources = Path(link.__file__).parent.glob("*.py")
+    words = re.compile(r"\btime\.(time|time_ns|localtime|gmtime)\b|\bdatetime\b|CLOCK_REALTIME")
+    assert [path.name for path in sources if words.search(path.read_text())] == []
 
 
 def test_a_newer_engine_of_the_same_name_takes_over_at_once(make: Maker, port: int) -> None:
