@@ -15,11 +15,11 @@ from fastdeploy_core.contracts.scheduler import RequestScheduler
 from fastdeploy_testing.conformance.scheduler_side import PLENTY, request
 from fastdeploy_testing.conformance.test_request_scheduler import RequestSchedulerConformance
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "sqlite_scheduler.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "sqlite-scheduler" / "fd_sched_sqlite.py"
 
 
 def load() -> Any:
-    spec = importlib.util.spec_from_file_location("sqlite_scheduler", EXAMPLE)
+    spec = importlib.util.spec_from_file_location(EXAMPLE.stem, EXAMPLE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -41,7 +41,7 @@ def test_requests_survive_a_kill_of_the_process_that_put_them(tmp_path: Path) ->
     program = f"""
 import os, sys
 sys.path.insert(0, {str(EXAMPLE.parent)!r})
-from sqlite_scheduler import SqliteScheduler
+from fd_sched_sqlite import SqliteScheduler
 from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_testing.conformance.scheduler_side import request
 queue = SqliteScheduler(RequestSchedulerConfig(options={{"folder": {str(tmp_path)!r}}}))

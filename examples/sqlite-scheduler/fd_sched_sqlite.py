@@ -1,7 +1,8 @@
 """What you learn: write a request scheduler. The servers of one host share a queue in a file.
 
-Register it as docs/how-to/write-a-request-scheduler.md shows, then start as many as you like:
-fastdeploy serve DIR --scheduler-name sqlite --scheduler-config.folder /var/lib/queue
+pip install -e examples/sqlite-scheduler
+fastdeploy plugins check sqlite --option folder=/tmp/queue
+fastdeploy serve DIR --scheduler-name sqlite --scheduler-config.folder /tmp/queue
 """
 
 import functools
