@@ -71,7 +71,7 @@ LIGHT = {
     "plugins/fd-quant-hub": (),
     "plugins/fd-quant-wint2": (),
     # Most of its tests are in one file, and they wait more than they compute.
-    "plugins/fd-sched-redis": ("--dist=load",),
+    "plugins/fd-sched-redis": ("--dist=load", "-m", "not slow"),
     "plugins/fd-spec-mtp": (),
     "plugins/fd-speculative": ("-m", "not slow"),
     "plugins/fd-tools": (),
@@ -194,8 +194,10 @@ def plugins(session: nox.Session) -> None:
         if folder.removeprefix("plugins/fd-") in SIMULATED:
             continue
         for library in libraries:
+            # Its longest runs need no tensor library; session `slow` has them.
+            left = ("-m", "not slow") if folder.endswith("fd-sched-redis") else ()
             with session.chdir(folder):
-                session.run("pytest", "-q", "--fd-tensor", library, *arguments)
+                session.run("pytest", "-q", "--fd-tensor", library, *left, *arguments)
 
 
 @nox.session
@@ -221,6 +223,8 @@ def slow(session: nox.Session) -> None:
     libraries, arguments = _libraries(session)
     for library in libraries:
         session.run("pytest", "tests", "-q", "-m", "slow", "--tensor", library, *arguments)
+    with session.chdir("plugins/fd-sched-redis"):
+        session.run("pytest", "-q", "-m", "slow", "--fd-tensor", "torch", *arguments)
 
 
 @nox.session(default=False)

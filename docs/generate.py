@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fastdeploy_core import envs
-from fastdeploy_core.config.argument_table import Argument
+from fastdeploy_core.config.argument_table import PART_SPELLINGS, Argument
 from fastdeploy_core.config.argument_values import ROWS
 from fastdeploy_core.config.refused import ALWAYS, REFUSED
 from fastdeploy_core.contracts import hookspecs
@@ -79,6 +79,8 @@ def names() -> str:
     mapped = [
         (_flag(other), _flag(row.name)) for row in ROWS for other in (*row.aliases, *row.negative)
     ]
+    parts = PART_SPELLINGS.items()
+    mapped += [(_flag(name), f"{_flag(whole)}.{part}") for name, (whole, part) in parts]
     refused = [(_flag(name), row.reason) for name, row in sorted(REFUSED.items())]
     always = [(_flag(name), str(reason)) for name, reason in sorted(dict(ALWAYS).items())]
     return "\n".join(

@@ -338,6 +338,22 @@ _SCHEDULER = group(
     ),
 )
 
+# FastDeploy 2.x spells parts of --scheduler-config out. Their values stay as written: only the
+# driver that declares a part knows its type, and refuses what it does not declare.
+PART_SPELLINGS: dict[str, tuple[str, str]] = {
+    f"scheduler_{part}": ("scheduler_config", part)
+    for part in (
+        "host",
+        "port",
+        "db",
+        "password",
+        "topic",
+        "min_load_score",
+        "load_shards_num",
+        "sync_period",
+    )
+}
+
 _STRUCTURED = group(
     "structured output",
     "engine",

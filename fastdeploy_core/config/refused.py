@@ -23,7 +23,7 @@ _LOCAL_ONLY = "models are read from a local folder and nothing is downloaded; gi
 _NO_PORT = "processes talk over sockets in a private folder; there is no such port"
 _MULTIMODAL = "only text models are served"
 _DISAGGREGATION = "prefill/decode disaggregation is not part of this version"
-_PLUGIN_SECTION = "options of a scheduler plugin go in its own section: --scheduler-config.{}"
+_NO_READERS = "output goes to front ends directly; nothing reads or writes it in Redis"
 _WARMUP = (
     "steps are warmed up at start-up when they are captured: --enforce-eager, --graph-capture-sizes"
 )
@@ -101,14 +101,10 @@ REFUSED: dict[str, Refused] = {
         "kv_transfer_config", "kv_events_config", "write_policy"),
     **_many(_DISAGGREGATION, "splitwise_role", harmless=("mixed",)),
     **_many(_DISAGGREGATION, "cache_transfer_protocol", "router"),
-    **{
-        f"scheduler_{key}": Refused(_PLUGIN_SECTION.format(key))
-        for key in (
-            "host", "port", "db", "password", "topic", "min_load_score", "load_shards_num",
-            "sync_period", "expire_period", "release_load_expire_period", "reader_parallel",
-            "writer_parallel", "reader_batch_size", "writer_batch_size",
-        )
-    },
+    **_many("an instance that was silent for --scheduler-lease seconds is dead, and its load is "
+        "released at once", "scheduler_expire_period", "scheduler_release_load_expire_period"),
+    **_many(_NO_READERS, "scheduler_reader_parallel", "scheduler_writer_parallel",
+        "scheduler_reader_batch_size", "scheduler_writer_batch_size"),
     **_many("schedulers are found through entry points: --scheduler-name", "scheduler_cls"),
     **_many("workers are not replaceable; write a device driver", "worker_cls",
         "worker_extension_cls"),
