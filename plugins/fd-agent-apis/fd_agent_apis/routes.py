@@ -1,0 +1,116 @@
+"""POST /v1/responses, /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from fastdeploy_core.contracts.base import ApiRoutes
+from fastdeploy_core.serving.http.json_body import read_model, tenant_of
+from fastdeploy_core.serving.openai.chat import ChatJob
+from fastdeploy_core.serving.openai.routes import call_of
+from fastdeploy_core.serving.openai.schemas import ChatCompletionRequest
+from fastdeploy_core.serving.openai.usage import Call
+from fastdeploy_core.serving.respond import answer, json_response
+from fastdeploy_core.serving.state import ServerState
+
+from . import messages_request, responses_request
+from .checks import named_as
+from .conversation import Conversation, placed, shows_system_in_place
+from .job import AgentJob, frames
+from .messages_answer import MessageWriter, error_body
+from .messages_request import CountRequest, MessagesRequest
+from .responses_answer import ResponseWriter
+from .responses_request import ResponsesRequest
+
+
+def responses_routes() -> ApiRoutes:
+    """OpenAI's. Its errors have the same shape as those of chat."""
+    router = APIRouter()
+
+    @router.post("/v1/responses", openapi_extra=_body_of(ResponsesRequest))
+    async def responses(http: Request) -> Response:
+        state = _state(http)
+        body = await read_model(http, ResponsesRequest, state.threads)
+        with named_as(responses_request.NAMES):
+            fields, conversation, tools = responses_request.read(body, _has_thinking(state))
+            call, chat = _chat(http, state, fields, conversation, responses_request.NAMES)
+        writer = ResponseWriter(body, tools, call.id, state.check_model(body.model))
+        return await answer(http, state, AgentJob(state, call.tenant, chat, writer), frames)
+
+    return ApiRoutes(router)
+
+
+def messages_routes() -> ApiRoutes:
+    """Anthropic's."""
+    router = APIRouter()
+
+    @router.post("/v1/messages", openapi_extra=_body_of(MessagesRequest))
+    async def messages(http: Request) -> Response:
+        state = _state(http)
+        body = await read_model(http, MessagesRequest, state.threads)
+        with named_as(messages_request.NAMES):
+            fields, conversation, tools = messages_request.read(body, _has_thinking(state))
+            call, chat = _chat(http, state, fields, conversation, messages_request.NAMES)
+        model = state.check_model(body.model)
+        writer = MessageWriter(tools, call.id, model, body.max_tokens)
+        response = await answer(http, state, AgentJob(state, call.tenant, chat, writer), frames)
+        response.headers["request-id"] = call.id
+        return response
+
+    @router.post("/v1/messages/count_tokens", openapi_extra=_body_of(CountRequest))
+    async def count_tokens(http: Request) -> Response:
+        """Neither the engine nor a queue is asked: agents send dozens of these at once."""
+        state = _state(http)
+        body = await read_model(http, CountRequest, state.threads)
+        with named_as(messages_request.NAMES):
+            fields, conversation, _ = messages_request.read(body, _has_thinking(state))
+            _, chat = _chat(http, state, fields, conversation, messages_request.NAMES)
+            count = await state.threads.run(tenant_of(http), _count, state, chat)
+        return json_response({"input_tokens": count})
+
+    return ApiRoutes(router, error_body)
+
+
+def _body_of(model: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI entry of a body that read_model parses, since FastAPI does not see it."""
+    schema = model.model_json_schema()
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _state(http: Request) -> ServerState:
+    state: ServerState = http.app.state.server
+    return state
+
+
+def _has_thinking(state: ServerState) -> bool:
+    return state.reasoning_parser is not None
+
+
+def _chat(
+    http: Request,
+    state: ServerState,
+    fields: Mapping[str, Any],
+    conversation: Conversation,
+    names: Mapping[str, str],
+) -> tuple[Call, ChatJob]:
+    if conversation.ignored:
+        known = getattr(http.state, "ignored_fields", [])
+        http.state.ignored_fields = [*known, *conversation.ignored]
+    messages = placed(conversation.messages, shows_system_in_place(state.tokenizer))
+    given = {name: value for name, value in fields.items() if value is not None}
+    body = ChatCompletionRequest(messages=messages, **given)
+    call = call_of(http, body)
+    return call, ChatJob(state, body, call)
+
+
+def _count(state: ServerState, chat: ChatJob) -> int:
+    prompt = chat.render()
+    if not isinstance(prompt, str):
+        raise TypeError("a conversation renders as text")
+    state.limits.check_text(prompt, "prompt")
+    return len(state.tokenizer.encode(prompt, False))
