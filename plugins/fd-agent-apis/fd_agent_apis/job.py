@@ -83,7 +83,7 @@ class AgentJob:
             size = f"{num_tokens} tokens > {limits.max_model_len - 1} maximum"
         return ApiError(
             400,
-            f"prompt is too long: {size}, {param} included; shorten the conversation, or start the "
+            f"prompt is too long: {size}; shorten {param}, or start the "
             "server with a larger --max-model-len",
             param=param,
         )
