@@ -36,9 +36,9 @@ def responses_routes() -> ApiRoutes:
     async def responses(http: Request) -> Response:
         state = _state(http)
         body = await read_model(http, ResponsesRequest, state.threads)
+        fields, conversation, tools = responses_request.read(body, _has_thinking(state))
         with named_as(responses_request.NAMES):
-            fields, conversation, tools = responses_request.read(body, _has_thinking(state))
-            call, chat = _chat(http, state, fields, conversation, responses_request.NAMES)
+            call, chat = _chat(http, state, fields, conversation)
         writer = ResponseWriter(body, tools, call.id, state.check_model(body.model))
         return await answer(http, state, AgentJob(state, call.tenant, chat, writer), frames)
 
@@ -53,9 +53,9 @@ def messages_routes() -> ApiRoutes:
     async def messages(http: Request) -> Response:
         state = _state(http)
         body = await read_model(http, MessagesRequest, state.threads)
+        fields, conversation, tools = messages_request.read(body, _has_thinking(state))
         with named_as(messages_request.NAMES):
-            fields, conversation, tools = messages_request.read(body, _has_thinking(state))
-            call, chat = _chat(http, state, fields, conversation, messages_request.NAMES)
+            call, chat = _chat(http, state, fields, conversation)
         model = state.check_model(body.model)
         writer = MessageWriter(tools, call.id, model, body.max_tokens)
         response = await answer(http, state, AgentJob(state, call.tenant, chat, writer), frames)
@@ -67,9 +67,9 @@ def messages_routes() -> ApiRoutes:
         """Neither the engine nor a queue is asked: agents send dozens of these at once."""
         state = _state(http)
         body = await read_model(http, CountRequest, state.threads)
+        fields, conversation, _ = messages_request.read(body, _has_thinking(state))
         with named_as(messages_request.NAMES):
-            fields, conversation, _ = messages_request.read(body, _has_thinking(state))
-            _, chat = _chat(http, state, fields, conversation, messages_request.NAMES)
+            _, chat = _chat(http, state, fields, conversation)
             count = await state.threads.run(tenant_of(http), _count, state, chat)
         return json_response({"input_tokens": count})
 
@@ -92,11 +92,7 @@ def _has_thinking(state: ServerState) -> bool:
 
 
 def _chat(
-    http: Request,
-    state: ServerState,
-    fields: Mapping[str, Any],
-    conversation: Conversation,
-    names: Mapping[str, str],
+    http: Request, state: ServerState, fields: Mapping[str, Any], conversation: Conversation
 ) -> tuple[Call, ChatJob]:
     if conversation.ignored:
         known = getattr(http.state, "ignored_fields", [])
