@@ -147,7 +147,7 @@ async def _error_response(http: Request, error: Exception) -> Response:
         answer = to_api_error(ApiError(400, "the request does not fit this route"))
     else:
         answer = to_api_error(error)
-    if answer.status == 404 and (hint := how_to_get(http.method, route_path(http.scope))):
+    if "route" not in http.scope and (hint := how_to_get(http.method, route_path(http.scope))):
         answer = ApiError(404, hint)
     body = answer.encoded(http.scope)
     return Response(body, answer.status, headers=answer.headers, media_type="application/json")
