@@ -32,6 +32,7 @@ TEST_TOOLS = (
     "httpx>=0.28",
     "jsonschema>=4.23",
     "hatchling>=1.27",
+    "anthropic>=2",
     "openai>=2",
     "pip>=24",  # tests install wheels with it, and environments made by uv have none
     "scipy>=1.14",
@@ -53,6 +54,7 @@ LONG = (
 # interpreter takes minutes for is left to session `plugins`.
 INTERPRETED = ("test_quant*", "test_*_blocks", "test_attention*")
 LIGHT = {
+    "plugins/fd-agent-apis": (),
     "plugins/fd-accelerator": (),
     "plugins/fd-bench": (),
     "plugins/fd-calibrate": (),
