@@ -1,4 +1,4 @@
-"""Options of the conformance kit, and one server on the demo model with the clients of both APIs."""
+"""Options of the conformance kit; one server on the demo model, and clients of both APIs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import anthropic
 import httpx
 import openai
 import pytest
-
 from server_process import REPOSITORY, ServerProcess, serving
 
 pytest_plugins = ["fastdeploy_testing.pytest_plugin"]

@@ -10,8 +10,8 @@ import anthropic
 import httpx
 import openai
 import pytest
-from server_process import ServerProcess
 from agent_shapes import NUMBERS
+from server_process import ServerProcess
 
 from fastdeploy_core.plugins.known import providers
 
