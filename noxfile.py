@@ -211,6 +211,24 @@ def vendors(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def agents(session: nox.Session) -> None:
+    """Codex and Claude Code, unchanged from npm, on a real server without any other network (needs
+    node, npm and user namespaces)."""
+    _install_tests(session)
+    folder = session.create_tmp()
+    clis = ("@openai/codex", "@anthropic-ai/claude-code")
+    session.run("npm", "install", "--no-fund", "--prefix", folder, *clis, external=True)
+    test = "plugins/fd-agent-apis/tests/test_real_agents.py"
+    session.run(
+        *("unshare", "-rn", "sh", "-c"),
+        f"ip link set lo up && exec pytest -q --rootdir plugins/fd-agent-apis -c "
+        f"plugins/fd-agent-apis/pyproject.toml {test}",
+        env={"AGENT_CLIS": str(Path(folder, "node_modules", ".bin").resolve())},
+        external=True,
+    )
+
+
+@nox.session(default=False)
 def slow(session: nox.Session) -> None:
     """What takes minutes: large random mixes, fuzzing, soak."""
     _install_tests(session)

@@ -88,12 +88,10 @@ class ApiError(Exception):
     def encoded(self, scope: Scope) -> bytes:
         """The error object as JSON, in the shape of the API that the call is for."""
         state = scope.get("state", {})
-        shape = state.get("error_body")
-        if shape is None:
+        if (shape := state.get("error_body")) is None:
             return msgspec.json.encode(self.body())
-        return msgspec.json.encode(
-            shape(self.status, self.message, self.param, state.get("request_id", ""))
-        )
+        request_id = state.get("request_id", "")
+        return msgspec.json.encode(shape(self.status, self.message, self.param, request_id))
 
 
 def _phrase(status: int) -> str:
