@@ -115,7 +115,7 @@ def read(body: CountRequest, has_thinking: bool) -> tuple[dict[str, Any], Conver
 
 
 def _ignore(conversation: Conversation, where: str, kind: Any) -> None:
-    logger.info("%s of type %.40r has no effect here", where, kind)
+    logger.debug("%s of type %.40r has no effect here", where, kind)
     conversation.ignored.append(where)
 
 

@@ -148,7 +148,7 @@ def _read_input(given: Any, conversation: Conversation, tools: Tools) -> None:
 
 
 def _ignore(conversation: Conversation, where: str, kind: Any) -> None:
-    logger.info("%s of type %.40r has no effect here", where, kind)
+    logger.debug("%s of type %.40r has no effect here", where, kind)
     conversation.ignored.append(where)
 
 

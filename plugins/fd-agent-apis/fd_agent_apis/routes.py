@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
 from fastdeploy_core.contracts.base import ApiRoutes
-from fastdeploy_core.serving.http.json_body import read_model, tenant_of
+from fastdeploy_core.serving.http.json_body import BIG_BODY_BYTES, read_model, tenant_of
 from fastdeploy_core.serving.openai.chat import ChatJob
 from fastdeploy_core.serving.openai.routes import call_of
 from fastdeploy_core.serving.openai.schemas import ChatCompletionRequest
@@ -26,6 +26,9 @@ from .messages_answer import MessageWriter, error_body
 from .messages_request import CountRequest, MessagesRequest
 from .responses_answer import ResponseWriter
 from .responses_request import ResponsesRequest
+from .tools import Tools
+
+Body = TypeVar("Body", bound=BaseModel)
 
 
 def responses_routes() -> ApiRoutes:
@@ -36,9 +39,7 @@ def responses_routes() -> ApiRoutes:
     async def responses(http: Request) -> Response:
         state = _state(http)
         body = await read_model(http, ResponsesRequest, state.threads)
-        fields, conversation, tools = responses_request.read(body, _has_thinking(state))
-        with named_as(responses_request.NAMES):
-            call, chat = _chat(http, state, fields, conversation)
+        call, chat, tools = await _chat(http, body, responses_request.read, responses_request.NAMES)
         writer = ResponseWriter(body, tools, call.id, state.check_model(body.model))
         return await answer(http, state, AgentJob(state, call.tenant, chat, writer), frames)
 
@@ -53,9 +54,7 @@ def messages_routes() -> ApiRoutes:
     async def messages(http: Request) -> Response:
         state = _state(http)
         body = await read_model(http, MessagesRequest, state.threads)
-        fields, conversation, tools = messages_request.read(body, _has_thinking(state))
-        with named_as(messages_request.NAMES):
-            call, chat = _chat(http, state, fields, conversation)
+        call, chat, tools = await _chat(http, body, messages_request.read, messages_request.NAMES)
         model = state.check_model(body.model)
         writer = MessageWriter(tools, call.id, model, body.max_tokens)
         response = await answer(http, state, AgentJob(state, call.tenant, chat, writer), frames)
@@ -67,9 +66,8 @@ def messages_routes() -> ApiRoutes:
         """Neither the engine nor a queue is asked: agents send dozens of these at once."""
         state = _state(http)
         body = await read_model(http, CountRequest, state.threads)
-        fields, conversation, _ = messages_request.read(body, _has_thinking(state))
+        _, chat, _ = await _chat(http, body, messages_request.read, messages_request.NAMES)
         with named_as(messages_request.NAMES):
-            _, chat = _chat(http, state, fields, conversation)
             count = await state.threads.run(tenant_of(http), _count, state, chat)
         return json_response({"input_tokens": count})
 
@@ -87,21 +85,31 @@ def _state(http: Request) -> ServerState:
     return state
 
 
-def _has_thinking(state: ServerState) -> bool:
-    return state.reasoning_parser is not None
+async def _chat(
+    http: Request,
+    body: Body,
+    read: Callable[[Body, bool], tuple[dict[str, Any], Conversation, Tools]],
+    names: Mapping[str, str],
+) -> tuple[Call, ChatJob, Tools]:
+    """The chat job that a body asks for. A large one is read beside the event loop, as it was
+    parsed."""
+    state = _state(http)
 
+    def make() -> tuple[Call, ChatJob, Tools]:
+        fields, conversation, tools = read(body, state.reasoning_parser is not None)
+        if conversation.ignored:
+            known = getattr(http.state, "ignored_fields", [])
+            http.state.ignored_fields = [*known, *conversation.ignored]
+        messages = placed(conversation.messages, shows_system_in_place(state.tokenizer))
+        given = {name: value for name, value in fields.items() if value is not None}
+        with named_as(names):
+            chat = ChatCompletionRequest(messages=messages, **given)
+            call = call_of(http, chat)
+            return call, ChatJob(state, chat, call), tools
 
-def _chat(
-    http: Request, state: ServerState, fields: Mapping[str, Any], conversation: Conversation
-) -> tuple[Call, ChatJob]:
-    if conversation.ignored:
-        known = getattr(http.state, "ignored_fields", [])
-        http.state.ignored_fields = [*known, *conversation.ignored]
-    messages = placed(conversation.messages, shows_system_in_place(state.tokenizer))
-    given = {name: value for name, value in fields.items() if value is not None}
-    body = ChatCompletionRequest(messages=messages, **given)
-    call = call_of(http, body)
-    return call, ChatJob(state, body, call)
+    if http.state.num_body_bytes > BIG_BODY_BYTES:
+        return await state.threads.run(tenant_of(http), make)
+    return make()
 
 
 def _count(state: ServerState, chat: ChatJob) -> int:

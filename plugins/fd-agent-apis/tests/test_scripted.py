@@ -246,3 +246,14 @@ def test_signs_of_life_while_a_call_is_held_back(
         events = sse(stream)
     assert sum(event["type"] == "ping" for event in events) > 10
     assert messages_stream(events)["content"][0]["input"] == {"city": "x" * 40}
+
+
+def test_a_large_body_is_read_like_a_small_one(http: httpx.Client) -> None:
+    tools = [{**tool, "description": "words " * 8000} for tool in TOOLS]
+    message = ask_messages(http, tools=tools, tool_choice={"type": "none"})
+    assert message["content"] == [{"type": "text", "text": "Hello, world!"}]
+    wrong = {"messages": [*HI, {"role": "robot"}], "max_tokens": 9, "tools": tools}
+    error = http.post("/v1/messages", json=wrong).json()["error"]
+    assert "messages.1.role" in error["message"]
+    answer = http.post("/v1/responses", json={"input": "word " * 14_000})
+    assert answer.status_code == 400 and "prompt is too long" in answer.json()["error"]["message"]
