@@ -32,6 +32,7 @@ TEST_TOOLS = (
     "httpx>=0.28",
     "jsonschema>=4.23",
     "hatchling>=1.27",
+    "anthropic>=2",
     "openai>=2",
     "pip>=24",  # tests install wheels with it, and environments made by uv have none
     "scipy>=1.14",
@@ -58,6 +59,7 @@ LONG = (
 # interpreter takes minutes for is left to session `plugins`.
 INTERPRETED = ("test_quant*", "test_*_blocks", "test_attention*")
 LIGHT = {
+    "plugins/fd-agent-apis": (),
     "plugins/fd-accelerator": (),
     "plugins/fd-bench": (),
     "plugins/fd-calibrate": (),
@@ -214,6 +216,24 @@ def vendors(session: nox.Session) -> None:
             *("pytest", suite, "-q", "-m", markers, "-n2", f"--dist={how}", *arguments),
             env={"OMP_NUM_THREADS": "1"},
         )
+
+
+@nox.session(default=False)
+def agents(session: nox.Session) -> None:
+    """Codex and Claude Code, unchanged from npm, on a real server without any other network (needs
+    node, npm and user namespaces)."""
+    _install_tests(session)
+    folder = session.create_tmp()
+    clis = ("@openai/codex", "@anthropic-ai/claude-code")
+    session.run("npm", "install", "--no-fund", "--prefix", folder, *clis, external=True)
+    test = "plugins/fd-agent-apis/tests/test_real_agents.py"
+    session.run(
+        *("unshare", "-rn", "sh", "-c"),
+        f"ip link set lo up && exec pytest -q --rootdir plugins/fd-agent-apis -c "
+        f"plugins/fd-agent-apis/pyproject.toml {test}",
+        env={"AGENT_CLIS": str(Path(folder, "node_modules", ".bin").resolve())},
+        external=True,
+    )
 
 
 @nox.session(default=False)

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.tokenizer import Tokenizer
     from fastdeploy_core.types.engine import EngineInfo
 
+    from .plugin_routes import PluginRoutes
     from .server import ApiServer
 
 logger = logging.getLogger(__name__)
@@ -208,7 +209,7 @@ async def _app_around(
     async with contextlib.AsyncExitStack() as stack:
         engine_task = asyncio.create_task(starting)
         try:
-            tokenizer, routers = await asyncio.to_thread(
+            tokenizer, plugins = await asyncio.to_thread(
                 _prepare_app, model, server_config, resolved
             )
         except BaseException:
@@ -237,7 +238,7 @@ async def _app_around(
             server_config,
             limits=limits,
             compiler=compiler,
-            routers=routers,
+            plugins=plugins,
             occupancy=occupancy,
         )
         yield app, engine
@@ -265,7 +266,7 @@ def _log_model(config: EngineConfig) -> None:
 
 def _prepare_app(
     model: ModelConfig, server_config: ServerConfig, resolved: Future[ResolvedPlugins]
-) -> tuple[Tokenizer, list[tuple[str, Any]]]:
+) -> tuple[Tokenizer, list[PluginRoutes]]:
     """The slow parts of an app that need no engine."""
     importlib.import_module(".app", __package__)
     importlib.import_module(".server", __package__)
@@ -273,23 +274,14 @@ def _prepare_app(
     _each_parser(server_config, parser_named)  # so that the app finds them imported
     from fastdeploy_core.tokenizer import Tokenizer
 
+    from .plugin_routes import plugin_routes
+
     tokenizer = Tokenizer.load(
         model.tokenizer_path,
         chat_template=model.chat_template,
         trust_special_tokens=model.trust_special_tokens,
     )
-    return tokenizer, plugin_routers(resolved.result())
-
-
-def plugin_routers(resolved: ResolvedPlugins | None) -> list[tuple[str, Any]]:
-    """Routes that plugins add (hook fd_api_routes), with the distribution they came from."""
-    from fastdeploy_core.plugins.manager import hook_manager
-
-    return [
-        (answer.plugin.distribution, router)
-        for answer in hook_manager(resolved).ask("fd_api_routes")
-        for router in answer.value
-    ]
+    return tokenizer, plugin_routes(resolved.result())
 
 
 def _log_engine(info: EngineInfo, seconds: float) -> None:

@@ -49,6 +49,7 @@ LARGER_RECORDS = {
     "fastdeploy_core/serving/openai/schemas/chat.py ChatCompletionRequest",
     "fastdeploy_core/serving/openai/schemas/common.py SamplingFields",
     "fastdeploy_core/types/request.py Request",
+    "plugins/fd-agent-apis/fd_agent_apis/responses_request.py ResponsesRequest",
     "fastdeploy_core/types/sampling.py SamplingParams",
     # One field for each number that a report shows.
     "fastdeploy_core/types/engine.py EngineInfo",
@@ -267,6 +268,7 @@ PRIVATE = {
     "fastdeploy-testing": {
         *("api", "config", "engine", "plugins", "reference"),
     },
+    "fd-agent-apis": {"serving", "tokenizer"},
     "fd-bench": {"fastdeploy", "cli"},
     "fd-calibrate": {
         *("cli", "config", "envs", "layers", "loading", "models", "plugins", "reference"),
