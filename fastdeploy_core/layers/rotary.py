@@ -88,6 +88,10 @@ def _default(spec: RotarySpec) -> tuple[np.ndarray, float]:
     return _plain(spec), 1.0
 
 
+def _none(spec: RotarySpec) -> tuple[np.ndarray, float]:
+    return np.zeros(spec.dim // 2, np.float32), 1.0  # nothing turns: positions are learned
+
+
 def _linear(spec: RotarySpec) -> tuple[np.ndarray, float]:
     return _plain(spec) / np.float32(spec.number("factor")), 1.0
 
@@ -169,6 +173,7 @@ _RULES: Final[dict[str, Callable[[RotarySpec], tuple[np.ndarray, float]]]] = {
     "linear": _linear,
     "llama3": _llama3,
     "longrope": _longrope,
+    "none": _none,
     "su": _longrope,  # its name in older checkpoints
     "yarn": _yarn,
 }

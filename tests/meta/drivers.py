@@ -46,6 +46,7 @@ from fd_mycalls.parser import MyCallsParser
 from fd_mychip.device import MyChipDevice
 from fd_mydraft.drafter import MyDraftDrafter
 from fd_myformat.quantizer import MyFormatQuantizer
+from fd_mymodel.model import MyModelForCausalLM
 from fd_parsers.deepseek import DeepSeekToolParser
 from fd_parsers.hermes import HermesToolParser
 from fd_parsers.think import DeepSeekR1Parser, ErnieX1Parser, ThinkParser
@@ -191,6 +192,7 @@ models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     MiniMaxM2ForCausalLM,
     MistralForCausalLM,
     MixtralForCausalLM,
+    MyModelForCausalLM,
     Olmo2ForCausalLM,
     Phi3ForCausalLM,
     Qwen2ForCausalLM,
