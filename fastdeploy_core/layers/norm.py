@@ -50,12 +50,8 @@ class DividedRMSNorm:
         self.size, self.eps = size // piece.count, eps
         self.weight = build.zeros((self.size,), build.xp.dtype(build.dtype))
         self._build, self._norm = build, build.kernels["rms_norm"]
-        build.weights.add(
-            Placement(f"{name}.weight", (size,), (piece.of(size),), self._accept, fill=1.0)
-        )
-
-    def _accept(self, tensor: Tensor) -> None:
-        self.weight[:] = tensor.to(self.weight.dtype)
+        accept = partial(LayerNorm._accept, self.weight)
+        build.weights.add(Placement(f"{name}.weight", (size,), (piece.of(size),), accept, fill=1.0))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, heads of this rank, dim], model dtype; so is the result."""

@@ -103,19 +103,14 @@ class ConfigReader:
         base = scaling.get("rope_theta")
         if not isinstance(base, int | float):
             base = self.number("rope_theta", default=theta)
-        # Phi-3 has it beside the rule instead of in it.
-        trained = {
-            key: self.config[key]
-            for key in ("original_max_position_embeddings",)
-            if self.config.get(key) is not None
-        }
+        beside = ("original_max_position_embeddings",)  # Phi-3 has it beside the rule, not in it
         spec = RotarySpec(
             dim=dim,
             theta=float(base),
             interleaved=interleaved,
             max_position_embeddings=self.size("max_position_embeddings", default=2048),
             kind=str(scaling.get("rope_type", scaling.get("type")) or "default"),
-            parameters=trained | dict(scaling),
+            parameters={k: self.config[k] for k in beside if self.config.get(k)} | dict(scaling),
         )
         check_rotary(spec)
         return spec

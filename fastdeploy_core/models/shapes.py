@@ -54,8 +54,7 @@ def model_class(hf_config: Mapping[str, Any]) -> Any:
     except PluginNotFound:
         from fastdeploy_core.plugins.known import providers
 
-        if name in providers("model"):
-            provider = providers("model")[name]
+        if provider := providers("model").get(name):
             raise UnsupportedModel(
                 f"architecture {name!r} is served by {provider}, which is not installed; "
                 f"run: pip install {provider}"
