@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_core import layers, quantization
+from fastdeploy_core import layers, models, quantization
 from fastdeploy_core.plugins.known import providers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -261,7 +261,11 @@ def test_nothing_unpickles_or_evaluates() -> None:
 
 PUBLIC = {"contracts", "devices", "types", "errors", "tensor", "__version__"}
 # Rooms of which the names in `__all__` are public and nothing else is.
-PUBLIC_NAMES = {"layers": layers.__all__, "quantization": quantization.__all__}
+PUBLIC_NAMES = {
+    "layers": layers.__all__,
+    "models": models.__all__,
+    "quantization": quantization.__all__,
+}
 # Parts of the core that few deployments need, as distributions of their own: they are released
 # with the core and require exactly its version, so they may import these private rooms.
 PRIVATE = {
