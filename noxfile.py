@@ -64,6 +64,7 @@ LIGHT = {
     "plugins/fd-parsers": (),
     "plugins/fd-quant-hub": (),
     "plugins/fd-quant-wint2": (),
+    "plugins/fd-router": (),
     # Most of its tests are in one file, and they wait more than they compute.
     "plugins/fd-sched-redis": ("--dist=load",),
     "plugins/fd-spec-mtp": (),
