@@ -252,19 +252,21 @@ class PowerOfTwo(Policy):
 
 
 class RoundRobin(Policy):
-    """Each in its turn, whatever its load."""
+    """Each in its turn, whatever its load. The first is random, for routers that start together."""
 
     name = "round-robin"
 
     def __init__(self, index: PrefixIndex | None = None) -> None:
         super().__init__(index)
-        self._next = 0
+        self._next: int | None = None
 
     def _choose(
         self, request: RequestView, instances: Sequence[InstanceView], rng: Random, now: float
     ) -> Choice | None:
+        if self._next is None and instances:
+            self._next = rng.randrange(len(instances))
         for step in range(len(instances)):
-            place = (self._next + step) % len(instances)
+            place = ((self._next or 0) + step) % len(instances)
             one = instances[place]
             if one.usable:
                 self._next = place + 1
