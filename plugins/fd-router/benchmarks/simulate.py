@@ -159,12 +159,12 @@ def conversations(instances: int, count: int, speed: float) -> list[Arrival]:
     """Conversations of several turns, of the published averages of Mooncake's trace.
 
     Those are 12,031 requests in an hour on what are eight instances here, 12,035 prompt tokens
-    and 343 generated ones each, and 40 % of the prompt blocks seen before, of which a cache of 16
-    million tokens (here: 400 s) still has nearly all, one of 4 million half.
+    and 343 generated ones each, and 40 % of the prompt blocks seen before. Arrivals here are
+    Poisson, and pauses between turns are 150 s on average: both are assumptions.
     """
     rng = np.random.default_rng(11)
     per_s = 12_031 / 3_540 * instances / 8 * speed
-    turns_on_average = 1.9
+    turns_on_average = 1.65
     arrivals: list[Arrival] = []
     # (when, session, turn, tokens so far), the earliest first
     waiting: list[tuple[float, int, int, int]] = []
@@ -177,7 +177,7 @@ def conversations(instances: int, count: int, speed: float) -> list[Arrival]:
             continue
         at, owner, turn, before = heappop(waiting)
         # A long document at the beginning, shorter questions after it.
-        mean = 9_000 if turn == 0 else 3_600
+        mean = 10_300 if turn == 0 else 4_000
         new = int(np.clip(rng.lognormal(np.log(mean) - 0.605, 1.1), 16, 60_000))
         tokens = min(before + new, 120_000)
         # All begin with the same block, a system prompt.
@@ -219,7 +219,7 @@ def conversation_table(divisor: int) -> None:
     mean = np.mean([arrival.tokens for arrival in arrivals])
     print(f"\nConversations: {mean:.0f} prompt tokens on average, {again / blocks:.0%} of the")
     print("blocks seen before. Hit rate: mean / p99 TTFT in s. One router.\n")
-    cases = [(8, 12_031, 1.0, 0.05), (8, 12_031, 2.0, 0.05)]
+    cases = [(8, 12_031, speed, 0.05) for speed in (1.0, 2.0, 3.0)]
     cases += [(100, 24_000, 1.25, age) for age in AGES_S]
     heads = [f"{n} at {speed:g}x, {age * 1000:.0f} ms" for n, _, speed, age in cases]
     print(f"| policy | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
