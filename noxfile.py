@@ -24,6 +24,7 @@ TEST_TOOLS = (
     "pytest-timeout>=2.3",
     "pytest-asyncio>=1.0",
     "pytest-xdist>=3.7",
+    "aiohttp>=3.11",
     "hypothesis>=6.120",
     "llguidance>=1.3",
     "compressed-tensors>=0.12",
