@@ -181,4 +181,4 @@ def stopped() -> Iterator[Callable[[Process], None]]:
 
     yield freeze
     for process in frozen:
-        process.signal(signal.SIGCONT)
+        process.signal(signal.SIGCONT)  # without effect on one that is dead
