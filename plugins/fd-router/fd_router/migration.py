@@ -25,10 +25,11 @@ _KEPT = (
     *("allowed_token_ids", "skip_special_tokens", "priority", "cache_salt", "stream_interval"),
     *("max_streaming_response_tokens", "user"),
 )
-# Fields that are about more than token by token, where they are neither null, false, 0 nor empty:
-# state that would begin anew in the middle, or a form of answer that cannot be put together.
+_PENALTIES = ("presence_penalty", "frequency_penalty")
+# Fields that are about more than token by token: state that would begin anew in the middle, or a
+# form of answer that cannot be put together.
 _REFUSED = (
-    *("presence_penalty", "frequency_penalty", "bad_words", "bad_words_token_ids", "tools"),
+    *(*_PENALTIES, "bad_words", "bad_words_token_ids", "tools"),
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
     *("guided_grammar", "guided_json_object", "structural_tag", "thinking_token_budget"),
     *("reasoning_max_tokens", "logits_processors_args", "logprobs", "top_logprobs", "echo"),
@@ -65,7 +66,7 @@ class Transcript:
         fields = asked.fields
         if asked.path not in (COMPLETIONS, CHAT) or not asked.streams:
             return None
-        if fields.get("n") not in (None, 1) or any(fields.get(name) for name in _REFUSED):
+        if fields.get("n") not in (None, 1) or any(_asks(name, fields) for name in _REFUSED):
             return None
         prompt = fields.get("prompt")
         if isinstance(prompt, list) and not all(type(item) is int for item in prompt):
@@ -230,3 +231,12 @@ class Transcript:
         prompt, answer = len(self._prompt), len(self._tokens)
         counts = {"prompt_tokens": prompt, "completion_tokens": answer}
         return {**usage, **counts, "total_tokens": prompt + answer}
+
+
+def _asks(name: str, fields: dict[str, Any]) -> bool:
+    """Whether a field asks for something; 0 does, but for penalties: 0 log-probabilities are those
+    of the tokens themselves."""
+    value = fields.get(name)
+    if value is None or value is False or value in ("", [], {}):
+        return False
+    return name not in _PENALTIES or value != 0

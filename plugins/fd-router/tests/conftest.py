@@ -64,8 +64,9 @@ class Process:
         """Where it listens; waits until it does."""
 
         def found() -> re.Match[str] | None:
-            assert self.process.poll() is None, self.log
-            return _URL.search(self.log)
+            match = _URL.search(self.log)
+            assert match or self.process.poll() is None, self.log
+            return match
 
         return wait_for(found, "the process to listen", 60)[1]
 
