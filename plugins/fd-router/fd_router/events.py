@@ -16,9 +16,8 @@ MAX_EVENT_BYTES = 16 * 2**20
 
 def frame(event: Mapping[str, Any]) -> bytes:
     """One event."""
-    return (
-        b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-    )
+    text = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+    return b"data: " + text.encode("utf-8", "replace") + b"\n\n"
 
 
 class Events:

@@ -45,6 +45,8 @@ class Call:
                 async with asyncio.timeout(self._timeout_s) as self._scope:
                     return await make()
             except TimeoutError:
+                if self._scope is not None and not self._scope.expired():
+                    raise InstanceFailed("accepted no connection in time") from None
                 self._lost = self._lost or f"sent nothing for {self._timeout_s:g} s"
             finally:
                 self._scope = None

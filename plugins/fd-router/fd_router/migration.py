@@ -9,11 +9,13 @@ in another way, so `Transcript.of` is choosy.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from .asked import Asked
 from .events import frame, parsed
+from .instances import InstanceFailed
 from .policies import RequestView
 
 COMPLETIONS = "/v1/completions"
@@ -86,7 +88,18 @@ class Transcript:
         return json.dumps({**self._asked, "return_token_ids": True}).encode()
 
     def take(self, events: bytes) -> bytes:
-        """Events of the first instance, as the client gets them."""
+        """Events of the first instance, as the client gets them; InstanceFailed for what are no
+        events of an answer."""
+        return self._checked(self._take, events)
+
+    def _checked(self, take: Callable[[bytes], bytes], events: bytes) -> bytes:
+        try:
+            return take(events)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            self._plain = False  # what was taken down of these events has not been shown
+            raise InstanceFailed("sent an event of an unknown form") from None
+
+    def _take(self, events: bytes) -> bytes:
         shown = b""
         for event in parsed(events):
             if not self._frame:
@@ -187,7 +200,10 @@ class Transcript:
         del self._tokens[self._kept :]
 
     def take_rest(self, events: bytes) -> bytes:
-        """Events of the rest, as the client gets them."""
+        """Events of the rest, as the client gets them; InstanceFailed as in `take`."""
+        return self._checked(self._take_rest, events)
+
+    def _take_rest(self, events: bytes) -> bytes:
         shown = b""
         for event in parsed(events):
             for choice in event.get("choices", ()):

@@ -7,6 +7,7 @@ without one, and never with a text twice.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import secrets
@@ -29,6 +30,7 @@ from .options import RouterOptions
 logger = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 256 * 2**20  # of an answer that is no stream
+CLIENT_STALL_S = 15.0
 RETRY_AFTER = {"Retry-After": "1"}
 # "Not here, not now", or the engine died of it: another instance may answer.
 _ELSEWHERE = (429, 500, 502, 503)
@@ -166,12 +168,12 @@ class Proxy:
             # Nothing comes between taking events down and sending them, so what a transcript has
             # is what the client gets.
             if data:
-                await response.write(data)
+                await _write(response, data)
             data = await events.next()
             if transcript is not None and data:
                 data = transcript.take(data)
         if transcript is not None:
-            await response.write(DONE)
+            await _write(response, DONE)
         return response
 
     async def _carry_on(
@@ -179,12 +181,12 @@ class Proxy:
     ) -> None:
         """Sends the rest of a stream from other instances, or the error that ends it."""
         response, transcript = shown.response, shown.transcript
-        if transcript is None or not transcript.movable:
+        if transcript is None:
             await _end_with_error(response, f"the answer broke off: {reason}")
             return
-        while len(excluded) <= self._options.max_retries:
+        while transcript.movable and len(excluded) <= self._options.max_retries:
             if transcript.ended:
-                await response.write(transcript.end() + DONE)
+                await _write(response, transcript.end() + DONE)
                 return
             choice = self._fleet.choose(transcript.view(), excluded)
             if choice.instance is None:
@@ -200,7 +202,7 @@ class Proxy:
                         reason = "what was sent does not end where a token does"
                         break
                     if transcript.left < 1:
-                        await response.write(transcript.end() + DONE)
+                        await _write(response, transcript.end() + DONE)
                         return
                     self._metrics.migrations.labels(name).inc()
                     await self._send_rest(response, call, headers, transcript)
@@ -245,9 +247,9 @@ class Proxy:
             transcript.begin_rest()
             while data:
                 if rest := transcript.take_rest(data):
-                    await response.write(rest)
+                    await _write(response, rest)
                 data = await events.next()
-            await response.write(DONE)
+            await _write(response, DONE)
         finally:
             answer.close()
 
@@ -274,8 +276,18 @@ def error_body(status: int, message: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
+async def _write(response: web.StreamResponse, data: bytes) -> None:
+    """Sends to a client; one that does not read is taken for gone, before the instance, which
+    waits as well, is taken for broken."""
+    try:
+        async with asyncio.timeout(CLIENT_STALL_S):
+            await response.write(data)
+    except TimeoutError:
+        raise ConnectionResetError("the client does not read") from None
+
+
 async def _end_with_error(response: web.StreamResponse, message: str) -> None:
-    await response.write(frame(error_body(503, message)) + DONE)
+    await _write(response, frame(error_body(503, message)) + DONE)
 
 
 async def _read_all(call: Call, answer: aiohttp.ClientResponse) -> bytes:

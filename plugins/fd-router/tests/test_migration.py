@@ -138,5 +138,11 @@ def test_events_after_which_an_instance_has_failed() -> None:
     for events in (b"data: nonsense\n\n", b"data: [1]\n\n", frame({"error": {"code": 500}})):
         with pytest.raises(InstanceFailed):
             _transcript().take(events)
+    for event in ({"choices": 3}, {"choices": ["x"]}, {"choices": [{"delta": None, "text": 5}]}):
+        transcript = _transcript()
+        transcript.take(frame(_piece("a", [5], prompt_token_ids=[1])))
+        with pytest.raises(InstanceFailed, match="unknown form"):
+            transcript.take(frame(event))
+        assert not transcript.movable
     # A deadline that passed is the request's own end.
     assert _transcript().take(frame({"error": {"code": 504}}))
