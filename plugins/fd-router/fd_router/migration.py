@@ -60,6 +60,7 @@ class Transcript:
         self._text = ""
         self._kept = 0  # of the tokens, those that a continuation takes over
         self._ended = False
+        self._counted = False  # the event with the usage of all was shown
         self._plain = True  # nothing but content so far: no thinking, no tool calls
 
     @staticmethod
@@ -112,6 +113,7 @@ class Transcript:
     def _take_one(self, event: dict[str, Any]) -> bytes:
         if ids := event.get("prompt_token_ids"):
             self._prompt = ids
+        self._counted = self._counted or (not event.get("choices") and bool(event.get("usage")))
         for choice in event.get("choices", ()):
             part = choice.get("delta", choice)
             text = part.get("content" if self._is_chat else "text")
@@ -216,14 +218,16 @@ class Transcript:
                     shown += self._chunk(text, tokens, reason, choice.get("stop_reason"))
             if (usage := event.get("usage")) and not event.get("choices") and self._shows_usage:
                 shown += frame({**self._frame, "choices": [], "usage": self._usage(usage)})
+                self._counted = True
         return shown
 
     def end(self) -> bytes:
         """The end of an answer that has all its tokens, where only the last events were lost."""
         shown = b"" if self._ended else self._chunk("", [], "length", None)
         self._ended = True
-        if self._shows_usage:
+        if self._shows_usage and not self._counted:
             shown += frame({**self._frame, "choices": [], "usage": self._usage({})})
+            self._counted = True
         return shown
 
     def _chunk(self, text: str, tokens: list[int], reason: Any, stop: Any) -> bytes:

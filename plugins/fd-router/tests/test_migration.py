@@ -134,6 +134,19 @@ def test_usage_counts_the_whole_answer() -> None:
     }
 
 
+def test_only_what_was_lost_of_an_end_is_sent() -> None:
+    transcript = _transcript(stream_options={"include_usage": True})
+    transcript.take(frame(_piece("a", [5], prompt_token_ids=[1], finish_reason="stop")))
+    assert transcript.ended
+    (usage,) = parsed(transcript.end())
+    assert usage["usage"] == {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    assert transcript.end() == b""
+    whole = _transcript(stream_options={"include_usage": True})
+    whole.take(frame(_piece("a", [5], prompt_token_ids=[1], finish_reason="stop")))
+    whole.take(frame({"id": "cmpl-1", "choices": [], "usage": {"prompt_tokens": 1}}))
+    assert whole.end() == b""
+
+
 def test_events_after_which_an_instance_has_failed() -> None:
     for events in (b"data: nonsense\n\n", b"data: [1]\n\n", frame({"error": {"code": 500}})):
         with pytest.raises(InstanceFailed):
