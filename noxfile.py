@@ -24,6 +24,7 @@ TEST_TOOLS = (
     "pytest-timeout>=2.3",
     "pytest-asyncio>=1.0",
     "pytest-xdist>=3.7",
+    "aiohttp>=3.11",
     "hypothesis>=6.120",
     "llguidance>=1.3",
     "compressed-tensors>=0.12",
@@ -68,6 +69,7 @@ LIGHT = {
     "plugins/fd-quant-formats": (),
     "plugins/fd-quant-hub": (),
     "plugins/fd-quant-wint2": (),
+    "plugins/fd-router": (),
     # Most of its tests are in one file, and they wait more than they compute.
     "plugins/fd-sched-redis": ("--dist=load", "-m", "not slow"),
     "plugins/fd-spec-mtp": (),

@@ -58,6 +58,7 @@ from fd_quant_hub.compressed import CompressedTensors
 from fd_quant_hub.gptq import Awq, Gptq
 from fd_quant_wint2.published import Wint2
 from fd_quant_wint2.trellis import Tet2, Tet3, Tet4
+from fd_router.command import main as router
 from fd_sched_redis.scheduler import GlobalScheduler, SplitwiseScheduler
 from fd_spec_mtp.drafter import MTPDrafter
 from fd_speculative.draft_model import DraftModel
@@ -227,6 +228,7 @@ commands: list[Command] = [
     new_plugin,
     chat,
     complete,
+    router,
     run_batch,
     tokenizer,
     collect_env,
