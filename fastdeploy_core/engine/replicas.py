@@ -1,8 +1,8 @@
 """The link of a front end to several engines that serve the same model (--data-parallel-size).
 
-One place chooses an engine for each request (balance.py). When an engine ends, its requests that
-had shown nothing run again on another one, once; the others end. The rest of the front end sees one
-engine.
+One place chooses an engine for each request (balance.py). When an engine ends, its requests of
+which no token had come run again on another one, once; the others end. The rest of the front end
+sees one engine.
 """
 
 from __future__ import annotations
@@ -323,8 +323,8 @@ class Replicas:
         lost = [sent.put.request.request_id for sent in held if not self._repeat(sent)]
         if held:
             logger.warning(
-                "engine %d held %d requests: %d had shown output or cannot run elsewhere and end, "
-                "the rest runs again",
+                "engine %d held %d requests: %d had output or cannot run elsewhere and end, the "
+                "rest runs again",
                 *(engine, len(held), len(lost)),
             )
         if lost:
@@ -348,7 +348,7 @@ class Replicas:
         self._begin()
 
     def _repeat(self, sent: _Sent) -> bool:
-        """Run a request again, if that was not done before and its client has seen nothing."""
+        """Run a request again, if that was not done before and no output of it came."""
         if sent.has_output or sent.is_repeated:
             return False
         try:
