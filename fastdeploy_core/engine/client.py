@@ -26,9 +26,10 @@ from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
 from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
 
 from .balance import Balance
+from .common import config_of
 from .core import EngineCore
 from .observer import Observer
-from .replicas import Replicas, config_of
+from .replicas import Replicas
 from .stream import OutputStream
 
 if TYPE_CHECKING:

@@ -10,12 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
-
-from msgspec import structs
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.engine.processes import wire
@@ -26,6 +23,7 @@ from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
 from fastdeploy_core.types.request import split_branch_id
 
 from .balance import Balance, Placement
+from .common import common_health, common_info, named, total
 
 if TYPE_CHECKING:
     from .client import EngineLink
@@ -35,76 +33,13 @@ logger = logging.getLogger(__name__)
 ANSWER_S = 1.0  # numbers of an engine that needs longer are left out
 
 
-class CommonHealth(EngineHealth, kw_only=True):
-    """The health of several engines together: ready while one of them is."""
-
-    engines: dict[int, EngineHealth]
-
-
-class CommonStats(EngineStats, kw_only=True):
-    """Sums over several engines; for the duration of the last step the longest."""
-
-    engines: dict[int, EngineStats]  # those that answered
-
-
-def config_of(config: EngineConfig, rank: int) -> EngineConfig:
-    """The configuration of one of the engines."""
-    if config.parallel.data_parallel_size == 1:
-        return config
-    scheduling = config.request_scheduler
-    if scheduling.instance:
-        scheduling = replace(scheduling, instance=f"{scheduling.instance}-{rank}")
-    parallel = replace(config.parallel, data_parallel_rank=rank)
-    return replace(config, parallel=parallel, request_scheduler=scheduling)
-
-
-def named(error: FastDeployError, rank: int) -> FastDeployError:
-    """The same error, with the engine that it is about."""
-    return type(error)(f"engine {rank}: {error}")
-
-
-def common_health(engines: Mapping[int, EngineHealth]) -> EngineHealth:
-    """The only engine's own, or CommonHealth."""
-    if len(engines) == 1:
-        return next(iter(engines.values()))
-    each = engines.values()
-    is_ready = any(health.ready for health in each)
-    reasons = [f"engine {n}: {health.reason}" for n, health in engines.items() if health.reason]
-    return CommonHealth(
-        alive=any(health.alive for health in each),
-        ready=is_ready,
-        last_progress_age_s=max(health.last_progress_age_s for health in each),
-        reason="" if is_ready else "; ".join(reasons),
-        num_restarts=sum(health.num_restarts for health in each),
-        engines=dict(engines),
-    )
-
-
-def total(engines: Mapping[int, EngineStats]) -> CommonStats:
-    """The numbers of all engines as one."""
-    result = CommonStats(engines=dict(engines))
-    for name in EngineStats.__struct_fields__:
-        values: list[Any] = [getattr(stats, name) for stats in engines.values()]
-        if name == "last_step_s":
-            summed: Any = max(values)
-        elif isinstance(values[0], list):
-            summed = [sum(column) for column in zip_longest(*values, fillvalue=0)]
-        elif isinstance(values[0], dict):
-            keys = dict.fromkeys(key for value in values for key in value)
-            summed = {key: sum(value.get(key, 0) for value in values) for key in keys}
-        else:
-            summed = sum(values)
-        setattr(result, name, summed)
-    return result
-
-
 @dataclass(slots=True, eq=False)
 class _Sent:
     """A request that an engine answers."""
 
     put: wire.Put
     hashes: list[int]
-    placement: Placement
+    placement: Placement | None = None  # None: between two engines
     has_output: bool = False
     is_repeated: bool = False
 
@@ -157,7 +92,7 @@ class Replicas:
     def send(self, message: wire.ToEngine) -> None:
         """A request goes to one engine, what follows it to the same one, the rest to all."""
         if isinstance(message, wire.Put):
-            self._put(message, self._balance.hashes(message.request))
+            self._put(_Sent(message, self._balance.hashes(message.request)))
         elif isinstance(message, wire.Abort):
             self._abort(message.request_ids)
         elif isinstance(message, wire.AskStats):
@@ -186,25 +121,35 @@ class Replicas:
 
     # -- requests ---------------------------------------------------------------------------------
 
-    def _put(self, put: wire.Put, hashes: list[int], *, is_repeated: bool = False) -> None:
+    def _put(self, sent: _Sent) -> None:
         """Send to an engine that is ready; Unavailable when none is."""
-        request_id = put.request.request_id
+        request = sent.put.request
+        name = request.request_id
         ready = {n for n, link in enumerate(self._links) if link.health().ready}
         while ready:
             with self._lock:
-                placement = self._balance.place(put.request, hashes, ready)
-                sent = _Sent(put, hashes, placement, is_repeated=is_repeated)
-                self._sent[request_id] = sent
+                if sent.is_repeated and self._sent.get(name) is not sent:
+                    return  # its client left meanwhile
+                placement = self._balance.place(request, sent.hashes, ready)
+                sent.placement = placement
+                self._sent[name] = sent
+            link = self._links[placement.engine]
             try:
-                self._links[placement.engine].send(put)
+                link.send(sent.put)
             except WorkerError:
                 ready.discard(placement.engine)
                 with self._lock:
-                    if self._sent.get(request_id) is not sent:
+                    if sent.placement is not placement:
                         return  # `down` was faster and has taken care of it
-                    self._forget(request_id)
-            else:
-                return
+                    self._leave_engine(sent)
+                continue
+            if sent.is_repeated and self._sent.get(name) is not sent:
+                # its client left, perhaps before the engine knew the request
+                with contextlib.suppress(WorkerError):
+                    link.send(wire.Abort([name]))
+            return
+        with self._lock:
+            self._sent.pop(name, None)
         raise Unavailable(NOT_READY)
 
     def _abort(self, names: Sequence[str]) -> None:
@@ -215,7 +160,8 @@ class Replicas:
                 sent = self._sent.get(request_id)
                 if sent is None:
                     continue
-                by_engine.setdefault(sent.placement.engine, []).append(name)
+                if sent.placement is not None:
+                    by_engine.setdefault(sent.placement.engine, []).append(name)
                 if branch is None:
                     self._forget(request_id)
         for engine, found in by_engine.items():
@@ -225,7 +171,12 @@ class Replicas:
     def _forget(self, request_id: str) -> None:
         sent = self._sent.pop(request_id, None)
         if sent is not None:
+            self._leave_engine(sent)
+
+    def _leave_engine(self, sent: _Sent) -> None:
+        if sent.placement is not None:
             self._balance.ended(sent.placement)
+            sent.placement = None
 
     # -- questions --------------------------------------------------------------------------------
 
@@ -302,7 +253,7 @@ class Replicas:
                     continue
                 if output.finished:
                     self._forget(output.request_id)
-                else:
+                elif sent.placement is not None:
                     sent.has_output = True
                     self._balance.first_token(sent.placement)
         self._listener.on_message(message)
@@ -313,9 +264,13 @@ class Replicas:
             self._up.discard(engine)
             if not self._owns_engines:
                 self._unknown.discard(engine)
-            held = [sent for sent in self._sent.values() if sent.placement.engine == engine]
+            held = [
+                sent
+                for sent in self._sent.values()
+                if sent.placement is not None and sent.placement.engine == engine
+            ]
             for sent in held:
-                self._forget(sent.put.request.request_id)
+                self._leave_engine(sent)
             self._balance.forget(engine)
             asked = [n for n, question in self._questions.items() if engine in question.waits_for]
         for number in asked:
@@ -350,9 +305,12 @@ class Replicas:
     def _repeat(self, sent: _Sent) -> bool:
         """Run a request again, if that was not done before and no output of it came."""
         if sent.has_output or sent.is_repeated:
+            with self._lock:
+                self._sent.pop(sent.put.request.request_id, None)
             return False
+        sent.is_repeated = True
         try:
-            self._put(sent.put, sent.hashes, is_repeated=True)
+            self._put(sent)
         except WorkerError:
             return False
         return True
@@ -363,21 +321,8 @@ class Replicas:
             if self._unknown or not self._up:
                 return
             self._has_begun = True
-            info = _common_info(self._infos.values(), len(self._links))
+            info = common_info(self._infos.values(), len(self._links))
         self._listener.on_ready(info)
-
-
-def _common_info(infos: Iterable[EngineInfo], count: int) -> EngineInfo:
-    """Room of all together; the longest request is one that any of them can take."""
-    known = list(infos)
-    return structs.replace(
-        known[0],
-        num_blocks=sum(info.num_blocks for info in known),
-        num_host_blocks=sum(info.num_host_blocks for info in known),
-        max_num_seqs=known[0].max_num_seqs * count,
-        max_request_tokens=min(info.max_request_tokens for info in known),
-        startup_s=max(info.startup_s for info in known),
-    )
 
 
 class _Member(Listener):

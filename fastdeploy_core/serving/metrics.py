@@ -23,7 +23,7 @@ from prometheus_client import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from fastdeploy_core.engine.replicas import CommonHealth, CommonStats
+from fastdeploy_core.engine.common import CommonHealth, CommonStats
 
 if TYPE_CHECKING:
     from fastdeploy_core.types import Request, RequestOutput

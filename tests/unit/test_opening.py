@@ -11,7 +11,7 @@ import pytest
 
 from fastdeploy_core.config import DeviceConfig, ParallelConfig
 from fastdeploy_core.contracts.device import DeviceLimits, DeviceOptions
-from fastdeploy_core.engine.replicas import config_of
+from fastdeploy_core.engine.common import config_of
 from fastdeploy_core.plugins.opening import open_device
 from tests.null_engine import make_config
 

@@ -10,9 +10,10 @@ import pytest
 from fastdeploy_core.config import EngineConfig, ParallelConfig
 from fastdeploy_core.engine.balance import Balance
 from fastdeploy_core.engine.client import LocalEngine
+from fastdeploy_core.engine.common import CommonHealth, CommonStats, config_of, total
 from fastdeploy_core.engine.processes import wire
 from fastdeploy_core.engine.processes.supervisor import Listener
-from fastdeploy_core.engine.replicas import CommonHealth, CommonStats, Replicas, config_of, total
+from fastdeploy_core.engine.replicas import Replicas
 from fastdeploy_core.errors import (
     ConfigError,
     FastDeployError,
@@ -214,6 +215,24 @@ def test_only_requests_that_showed_nothing_run_again_and_once(group: Group) -> N
     other.fall()  # the silent one was run again before
     assert group.heard.lost == ["shown", "silent"]
     assert owner.requests() == ["shown", "silent", "new", "bystander"]
+
+
+def test_a_client_that_leaves_while_its_request_changes_engines_ends_it(group: Group) -> None:
+    owner = group.put("r", [1, 2, 3])
+    other = group.links[1 - group.links.index(owner)]
+    take = other.send
+
+    def send(message: wire.ToEngine) -> None:
+        if isinstance(message, wire.Put):  # the abort overtakes the request
+            group.replicas.send(wire.Abort(["r"]))
+        take(message)
+
+    other.send = send  # type: ignore[method-assign]
+    owner.fall()
+    assert isinstance(other.sent[-1], wire.Abort)
+    assert other.requests() == ["r"]
+    assert group.heard.lost == []
+    assert [group.balance.load(engine) for engine in (0, 1)] == [0, 0]
 
 
 def test_late_words_of_an_engine_that_fell_are_not_mixed_into_the_second_run(group: Group) -> None:

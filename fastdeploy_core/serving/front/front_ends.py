@@ -28,10 +28,10 @@ import zmq
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.balance import Balance
+from fastdeploy_core.engine.common import common_health, config_of, named
 from fastdeploy_core.engine.processes import child, wire
 from fastdeploy_core.engine.processes.egress import connect
 from fastdeploy_core.engine.processes.supervisor import Listener, Supervisor
-from fastdeploy_core.engine.replicas import common_health, config_of, named
 from fastdeploy_core.errors import FastDeployError, WorkerError, error_named
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.serving.asking import Plugins

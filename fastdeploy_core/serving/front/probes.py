@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastdeploy_core.engine.replicas import CommonHealth
+from fastdeploy_core.engine.common import CommonHealth
 from fastdeploy_core.serving.http.errors import sanitise
 from fastdeploy_core.types.engine import EngineHealth
 
