@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -32,9 +33,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_null_model(tmp_path_factory.mktemp("null"), step_s=0.005, num_blocks=512)
 
 
+@pytest.fixture(scope="module")
+def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Answers of 400 tokens take 12 seconds: long enough to be looked at."""
+    return write_null_model(tmp_path_factory.mktemp("slow"), step_s=0.03, num_blocks=512)
+
+
 @pytest.fixture(scope="module", params=["1", "2"], ids=["one_api_server", "two_api_servers"])
-def server(model: Path, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    with serving(model, *NULL, "--api-server-count", request.param) as process:
+def server(slow_model: Path, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    with serving(slow_model, *NULL, "--api-server-count", request.param) as process:
         assert process.url
         yield process
 
@@ -52,6 +59,43 @@ def tokens_of(answer: httpx.Response) -> list[int]:
     assert answer.status_code == 200, answer.text
     found: list[int] = answer.json()["choices"][0]["token_ids"]
     return found
+
+
+class Stream:
+    """A client that reads a streamed answer in a thread of its own; its first token has come."""
+
+    def __init__(self, server: ServerProcess, prompt: list[int], max_tokens: int = 400) -> None:
+        self._url = server.url + "/v1/completions"
+        self._body = {**BODY, "prompt": prompt, "max_tokens": max_tokens, "stream": True}
+        self._lines: list[str] = []
+        self._has_begun, self._leaving = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        assert self._has_begun.wait(30)
+
+    def _read(self) -> None:
+        with httpx.stream("POST", self._url, json=self._body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                self._lines.append(line)
+                self._has_begun.set()
+                if self._leaving.is_set():
+                    return
+
+    def leave(self) -> None:
+        """Close the connection."""
+        self._leaving.set()
+        self._thread.join()
+
+    def events(self) -> list[dict[str, Any]]:
+        """All of the answer."""
+        self._thread.join()
+        lines = [line.removeprefix("data: ") for line in self._lines if line]
+        assert lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
+
+    def tokens(self) -> list[int]:
+        choices = [choice for event in self.events() for choice in event["choices"]]
+        return [token for choice in choices for token in choice["token_ids"]]
 
 
 def metric(server: ServerProcess, name: str, engine: int | None = None) -> float:
@@ -78,12 +122,11 @@ def states(server: ServerProcess) -> tuple[int, str]:
 
 def test_parallel_requests_leave_no_engine_idle(server: ServerProcess) -> None:
     before = of_each(server, "generation_tokens_total")
-    with ThreadPoolExecutor(8) as threads:
-        answers = [threads.submit(post, server, prompt=[1, 2, n], max_tokens=200) for n in range(8)]
-        wait_for(lambda: of_each(server, "num_requests_running") == [4, 4], "four on each engine")
-        assert metric(server, "num_requests_running") == 8
-        for number, answer in enumerate(answers):
-            assert tokens_of(answer.result()) == expected([1, 2, number], 200)
+    streams = [Stream(server, [1, 2, number], 200) for number in range(8)]
+    assert of_each(server, "num_requests_running") == [4, 4]
+    assert metric(server, "num_requests_running") == 8
+    for number, stream in enumerate(streams):
+        assert stream.tokens() == expected([1, 2, number], 200)
     after = of_each(server, "generation_tokens_total")
     assert [new - old for new, old in zip(after, before, strict=True)] == [800, 800]
     assert metric(server, "generation_tokens_total") == sum(after)
@@ -142,49 +185,41 @@ def test_conversations_find_their_cache_as_often_as_on_one_engine(
 
 @pytest.mark.parametrize("api_servers", ["1", "2"])
 def test_an_engine_that_is_killed_ends_its_own_streams_only(
-    tmp_path: Path, api_servers: str
+    slow_model: Path, api_servers: str
 ) -> None:
-    model = write_null_model(tmp_path / "slower", step_s=0.015, num_blocks=512)
     options = (*NULL, "--max-num-seqs", "4", "--api-server-count", api_servers)
-    with serving(model, *options) as server, ThreadPoolExecutor(40) as threads:
-        url = server.url
+    with serving(slow_model, *options) as server, ThreadPoolExecutor(12) as threads:
         assert states(server) == (200, {"0": "ready", "1": "ready"})
         # Both engines are full of running streams, then requests wait behind them.
-        streams = [
-            threads.submit(post, server, prompt=[1, 2, n], max_tokens=400, stream=True)
-            for n in range(8)
-        ]
-        wait_for(lambda: of_each(server, "num_requests_running") == [4, 4], "full engines")
-        wait_for(lambda: min(of_each(server, "generation_tokens_total")) > 40, "shown tokens")
+        streams = [Stream(server, [1, 2, number]) for number in range(8)]
         waiting = [threads.submit(post, server, prompt=[7, n], max_tokens=10) for n in range(12)]
         wait_for(lambda: metric(server, "requests_number_total") == 20, "all requests")
-        victim = engine_processes(server)[0]
-        os.kill(victim, signal.SIGKILL)
-        wait_for(lambda: 0.0 in of_each(server, "engine_ready"), "the metrics to say so")
-        (fallen,) = [n for n, ready in enumerate(of_each(server, "engine_ready")) if not ready]
+        assert of_each(server, "num_requests_running") == [4, 4]
+        os.kill(engine_processes(server)[0], signal.SIGKILL)
+        wait_for(lambda: "SIGKILL" in str(states(server)), "health to say so")
         status, engines = states(server)
         assert status == 200
+        (fallen,) = [n for n in (0, 1) if "SIGKILL" in engines[str(n)]]
         assert engines[str(1 - fallen)] == "ready"
-        assert "SIGKILL" in engines[str(fallen)]
-        # New requests, and those that waited, are answered as if nothing had happened.
+        # Requests that waited are answered as if nothing had happened, and so are new ones.
         assert tokens_of(post(server, max_tokens=5)) == expected([1, 2, 3], 5)
         for number, answer in enumerate(waiting):
             assert tokens_of(answer.result()) == expected([7, number], 10)
-        texts = [stream.result().text for stream in streams]
-        whole = [text for text in texts if '"finish_reason":"length"' in text]
-        broken = [text for text in texts if "this request was running" in text]
-        assert (len(whole), len(broken)) == (4, 4), texts
-        for text in whole:
-            assert text.endswith("data: [DONE]\n\n")
+        broken = [s for s in streams if "error" in s.events()[-1]]
+        assert len(broken) == 4
+        for stream in broken:
+            assert stream.events()[-1]["error"]["code"] == 503
+        for number, stream in enumerate(streams):
+            assert stream in broken or stream.tokens() == expected([1, 2, number], 400)
         wait_for(lambda: of_each(server, "engine_ready") == [1.0, 1.0], "its return", 60)
         assert metric(server, "engine_restarts_total", fallen) == 1
         assert metric(server, "engine_restarts_total") == 1
         assert metric(server, "num_requests_running") == 0
-        answers = [threads.submit(post, server, prompt=[1, n], max_tokens=100) for n in range(8)]
-        wait_for(lambda: of_each(server, "num_requests_running") == [4, 4], "its share of load")
-        for number, answer in enumerate(answers):
-            assert tokens_of(answer.result()) == expected([1, number], 100)
-        assert httpx.get(url + "/load").json() == {"server_load": 0}
+        again = [Stream(server, [1, number], 100) for number in range(4)]
+        assert of_each(server, "num_requests_running") == [2, 2]
+        for number, stream in enumerate(again):
+            assert stream.tokens() == expected([1, number], 100)
+        assert httpx.get(server.url + "/load").json() == {"server_load": 0}
     assert "Traceback" not in server.log
 
 
@@ -208,24 +243,14 @@ def test_an_api_server_that_is_started_again_knows_which_engines_live(model: Pat
 
 
 @pytest.mark.parametrize("api_servers", EITHER)
-def test_sigterm_lets_the_streams_of_all_engines_end(model: Path, api_servers: str) -> None:
-    with (
-        serving(model, *NULL, "--api-server-count", api_servers) as server,
-        ThreadPoolExecutor(6) as threads,
-    ):
-        assert server.url
-        answers = [
-            threads.submit(post, server, prompt=[1, n], max_tokens=300, stream=True)
-            for n in range(6)
-        ]
-        wait_for(lambda: of_each(server, "num_requests_running") == [3, 3], "streams on both")
+def test_sigterm_lets_the_streams_of_all_engines_end(slow_model: Path, api_servers: str) -> None:
+    with serving(slow_model, *NULL, "--api-server-count", api_servers) as server:
+        streams = [Stream(server, [1, number], 150) for number in range(4)]
         server.signal()
         wait_for(lambda: "shutting down" in server.log, "draining")
         assert httpx.get(server.url + "/health/ready").status_code == 503
-        for answer in answers:
-            text = answer.result().text
-            assert '"finish_reason":"length"' in text
-            assert text.endswith("data: [DONE]\n\n")
+        for number, stream in enumerate(streams):
+            assert stream.tokens() == expected([1, number], 150)
         assert server.wait() == 0
     assert not re.search(r"Traceback|ERROR|CRITICAL|Warning", server.log)
 
@@ -295,25 +320,13 @@ def test_the_same_client_gets_the_same_answers_from_one_engine_and_two() -> None
 
 
 def test_clients_that_leave_free_their_engine(server: ServerProcess) -> None:
-    leave = threading.Event()
-
-    def read(number: int) -> None:
-        body = {**BODY, "prompt": [9, number], "max_tokens": 400, "stream": True}
-        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            leave.wait(30)
-
-    with ThreadPoolExecutor(4) as threads:
-        readers = [threads.submit(read, number) for number in range(4)]
-        wait_for(lambda: of_each(server, "num_requests_running") == [2, 2], "two on each")
-        leave.set()
-        for reader in readers:
-            reader.result()
+    streams = [Stream(server, [9, number]) for number in range(4)]
+    assert of_each(server, "num_requests_running") == [2, 2]
+    for stream in streams:
+        stream.leave()
     wait_for(lambda: metric(server, "num_requests_running") == 0, "free engines")
-    # what is counted against an engine has ended, too: the next four are shared out again
-    with ThreadPoolExecutor(4) as threads:
-        jobs = [threads.submit(post, server, prompt=[8, n], max_tokens=150) for n in range(4)]
-        wait_for(lambda: of_each(server, "num_requests_running") == [2, 2], "two on each again")
-        for number, job in enumerate(jobs):
-            assert tokens_of(job.result()) == expected([8, number], 150)
+    # What counts against an engine has ended, too: the next four are shared out again.
+    streams = [Stream(server, [8, number], 100) for number in range(4)]
+    assert of_each(server, "num_requests_running") == [2, 2]
+    for number, stream in enumerate(streams):
+        assert stream.tokens() == expected([8, number], 100)

@@ -31,7 +31,9 @@ def _answer_about_engine(
 
 
 def _state(engine: EngineHealth) -> str:
-    return "ready" if engine.ready else f"not ready: {sanitise(engine.reason)}"
+    if engine.ready:
+        return "ready"
+    return f"not ready: {sanitise(engine.reason)}" if engine.reason else "not ready"
 
 
 def _answer(well: bool, word: str, reason: str) -> tuple[int, dict[str, Any]]:
