@@ -75,7 +75,7 @@ def _serve_by_many(
     engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket
 ) -> int:
     """Run API servers in processes of their own; this process only supervises them and the
-    engine."""
+    engines."""
     from fastdeploy_core.serving.front.front_ends import FrontEnds
 
     _log_model(engine_config)
@@ -177,7 +177,8 @@ async def running_app(
         app,
         engine,
     ):
-        _log_engine(engine.info, time.monotonic() - started_at)
+        num_engines = engine_config.parallel.data_parallel_size
+        _log_engine(engine.info, num_engines, time.monotonic() - started_at)
         yield app, engine
 
 
@@ -284,13 +285,11 @@ def _prepare_app(
     return tokenizer, plugin_routes(resolved.result())
 
 
-def _log_engine(info: EngineInfo, seconds: float) -> None:
+def _log_engine(info: EngineInfo, num_engines: int, seconds: float) -> None:
     # The engine process has already logged its own decisions (info.report).
-    logger.info(
-        "engine ready after %.1f s, KV cache %s",
-        seconds,
-        _size(info.num_blocks * info.bytes_per_block),
-    )
+    size = _size(info.num_blocks * info.bytes_per_block)
+    count = f"{num_engines} engines" if num_engines > 1 else "engine"
+    logger.info("%s ready after %.1f s, KV cache %s", count, seconds, size)
 
 
 def _size(num_bytes: int) -> str:
