@@ -338,6 +338,42 @@ _SCHEDULER = group(
     ),
 )
 
+_MEDIA = group(
+    "pictures",
+    "engine",
+    row(
+        "limit_mm_per_prompt",
+        "json",
+        None,
+        'most pictures of a prompt, such as {"image": 4}; 0: none; default: what the model\'s plugin '
+        "takes",
+    ),
+    row("allowed_media_domains", "list", None, "hosts that image URLs may name; default: none"),
+    row(
+        "allowed_local_media_path",
+        "str",
+        None,
+        "folder below which file: URLs may be read; default: none may",
+    ),
+    row(
+        "max_encoder_cache",
+        "int",
+        16384,
+        "vectors of pictures that a device keeps for later requests",
+        low=0,
+        high=2**31,
+    ),
+    row(
+        "max_encode_tokens",
+        "int",
+        0,
+        "vectors of pictures made in one step, at least one picture; 0: a quarter of "
+        "--max-num-batched-tokens",
+        low=0,
+        high=2**24,
+    ),
+)
+
 _STRUCTURED = group(
     "structured output",
     "engine",
@@ -539,6 +575,7 @@ ENGINE_ROWS: tuple[Argument, ...] = (
     *_BATCH,
     *_DEVICE,
     *_SCHEDULER,
+    *_MEDIA,
     *_STRUCTURED,
     *_WATCHDOG,
 )

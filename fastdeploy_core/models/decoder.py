@@ -6,7 +6,7 @@ A family's file says what is its own; nothing here depends on a family.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastdeploy_core.contracts.model import ModelShapes, StoredTensor
@@ -153,6 +153,7 @@ class GroupedQueryLM(DecoderLM):
     mlp_bias: ClassVar[str | bool] = False
     head_bias: ClassVar[str | bool] = False
     tied: ClassVar[bool] = False
+    offsets: ClassVar[bool] = False  # AttentionSpec.offsets
 
     @classmethod
     def check(cls, read: ConfigReader) -> None:
@@ -172,12 +173,14 @@ class GroupedQueryLM(DecoderLM):
         read.rotary(read.head_dim(), theta=cls.rope_theta, interleaved=cls.interleaved)
         read.divided("intermediate_size", read.size("intermediate_size"))
         spec = read.gqa(dtype, interleaved=cls.interleaved, head_norms=cls.head_norms)
+        spec = replace(spec, offsets=cls.offsets)
         return read.shapes(spec, cls.moe(read, dtype))
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
         read = ConfigReader(config, build.tp_size)
         heads = read.heads()
         spec = read.gqa(build.dtype, interleaved=self.interleaved, head_norms=self.head_norms)
+        spec = replace(spec, offsets=self.offsets)
         rotary = read.rotary(read.head_dim(), theta=self.rope_theta, interleaved=self.interleaved)
         qkv, output = _has(read, self.qkv_bias), _has(read, self.output_bias)
         eps = read.number("rms_norm_eps", default=1e-6) if self.head_norms else None

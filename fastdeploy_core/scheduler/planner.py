@@ -52,7 +52,9 @@ class StepPlanner:
         self._num_rows = self._kind = 0
         self._prefills_first = True
         self._keeps_back = False  # prompts have let drafts go first
-        self._step = StepBuilder(roster.columns, settings.max_num_batched_tokens)
+        self._step = StepBuilder(
+            roster.columns, settings.max_num_batched_tokens, settings.max_encode_tokens
+        )
         self._admission = Admission(roster, settings, counters, self._step, on_stuck)
 
     def plan(self) -> ScheduledStep | None:
@@ -240,7 +242,7 @@ class StepPlanner:
 
     def _continue_prefill(self, seq: Sequence, grow: Callable[[Sequence, int], bool]) -> bool:
         """False if it got no room."""
-        chunk = self._admission.chunk(seq.num_known_at_start - seq.num_computed)
+        chunk = self._admission.chunk(seq, seq.num_computed, seq.num_known_at_start)
         if chunk < 1 or not self._admission.has_prefill_slot():
             return True
         has_room = grow(seq, seq.num_computed + chunk)

@@ -15,6 +15,7 @@ from fastdeploy_core.types.worker import WorkerInfo
 LONG_PREFILL_SHARE = 0.04
 # Decodes after prompts before steps that are queued ahead decode several times.
 BEFORE_SEVERAL = 16
+NO_LIMIT = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class SchedulerSettings:
     max_num_partial_prefills: int = 1
     max_long_partial_prefills: int = 1
     long_prefill_token_threshold: int = 0
+    max_encode_tokens: int = 0  # vectors of pictures in a step, but one picture at least
     policy: Literal["fcfs", "priority"] = "fcfs"
     block_sharing: bool = True
     mixed_batches: bool = True
@@ -72,6 +74,10 @@ def make_settings(
         max_num_partial_prefills=batch.max_num_partial_prefills,
         max_long_partial_prefills=batch.max_long_partial_prefills,
         long_prefill_token_threshold=threshold,
+        # Without chunks a prompt's pictures come in one step.
+        max_encode_tokens=(config.media.max_encode_tokens or batch.max_num_batched_tokens // 4)
+        if batch.enable_chunked_prefill
+        else NO_LIMIT,
         policy=batch.policy,
         block_sharing=info.block_sharing,
         mixed_batches=info.mixed_batches,

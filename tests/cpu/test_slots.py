@@ -138,7 +138,7 @@ def test_every_step_is_what_the_book_keeper_says(
             batch.num_drafts[slot] = len(row.drafts)
             batch.draft_ids[slot, : len(row.drafts)] = row.drafts
         made = batch.exact(batch.rows(make_step(*rows)))
-        attention, ids = layout.lay_out(made)
+        attention, ids = layout.lay_out(made)[:2]
         input_ids = device.to_host(ids).tolist()
         expected_ids, expected_slots, sampled = [], [], []
         for seq_id, start, end, drafts, last in plan:
@@ -297,7 +297,7 @@ def test_blocks_far_into_a_large_pool_do_not_overflow(device: CpuDevice) -> None
     far = 2**30
     batch.add(new_sequence(1, [5, 6], [far]))
     rows = batch.rows(make_step(Row(1, 0, 2)))
-    attention, _ = HostLayout(device, batch).lay_out(rows)
+    attention = HostLayout(device, batch).lay_out(rows).attention
     assert device.to_host(attention.slot_mapping).tolist() == [far * 4, far * 4 + 1]
 
 
