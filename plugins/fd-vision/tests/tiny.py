@@ -80,6 +80,17 @@ def picture(width: int, height: int, seed: int) -> Image.Image:
     return Image.fromarray(np.stack(planes, -1).astype(np.uint8))
 
 
+def prompt_of(count: int, words: str = "What") -> str:
+    """A turn of a user in which a place stands for each of so many pictures."""
+    places = "".join(f"{PLACE} and " for _ in range(count))
+    return f"<|im_start|>user\n{words} {places}?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def runner_of(llm: Any) -> Any:
+    """The model runner of rank 0, which lives in this process."""
+    return llm._engine._core._executor._worker._runner
+
+
 class Oracle:
     """transformers' model and Pillow processor on the same folder."""
 
