@@ -16,10 +16,10 @@ import struct
 import sys
 import warnings
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import msgspec
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from fastdeploy_core.errors import InvalidRequest
 
@@ -49,7 +49,7 @@ class Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
     error: str = ""
 
 
-def read_frame(stream: BinaryIO) -> bytes:
+def read_frame(stream: IO[bytes]) -> bytes:
     """Read one frame; empty at the end of the stream."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
@@ -59,7 +59,7 @@ def read_frame(stream: BinaryIO) -> bytes:
     return body if len(body) == size else b""
 
 
-def write_frame(stream: BinaryIO, body: bytes) -> None:
+def write_frame(stream: IO[bytes], body: bytes) -> None:
     """Write one frame."""
     stream.write(HEADER.pack(len(body)))
     stream.write(body)
@@ -75,7 +75,7 @@ def prepare(job: Job) -> Answer:
     else:
         try:
             opened = Image.open(io.BytesIO(job.source), formats=FORMATS)
-        except Image.UnidentifiedImageError:
+        except UnidentifiedImageError:
             raise InvalidRequest(_unknown(job.source)) from None
         width, height = opened.size
         _check_size(width, height, job)  # the header's, before anything is decoded

@@ -11,6 +11,7 @@ import numpy as np
 
 from fastdeploy_core.contracts.model import MediaRules, ModelShapes
 from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.layers import Attention
 from fastdeploy_core.models.qwen import Qwen2ForCausalLM
 
 from .processor import ImageProcessor
@@ -55,7 +56,9 @@ class Qwen2_5_VLForConditionalGeneration(Qwen2ForCausalLM):  # noqa: N801 (as in
         super().__init__(plain, build)
         self._build = build
         self._tower = VisionTower(build, "visual", VisionShape(plain))
-        self._table = self.layers[0].attention.paged.cos_sin
+        attention = self.layers[0].attention
+        assert isinstance(attention, Attention)
+        self._table = attention.paged.cos_sin
         self._axis_of_column = build.device.to_device(_axes(config, plain))
 
     def encode(self, items: Sequence[MediaItem]) -> Tensor:
@@ -101,7 +104,6 @@ def _decoder(config: Mapping[str, Any]) -> dict[str, Any]:
     theta = rope.get("rope_theta", config.get("rope_theta"))
     plain = {"rope_type": "default"} | ({} if theta is None else {"rope_theta": theta})
     without = {k: v for k, v in config.items() if k not in ("rope_scaling", "rope_parameters")}
-    # Windows of some releases' files are switched off; a layer list says the same.
     return {**without, "rope_parameters": plain}
 
 

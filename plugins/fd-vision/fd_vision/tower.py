@@ -121,22 +121,22 @@ class Block:
         q, k, v = turned[:, :heads], turned[:, heads:], parts[:, 2 * heads :]
         result = xp.empty([total, heads * dim], dtype=qkv.dtype, device=qkv.device)
         for index in runs:
-            number, length = int(index.shape[0]), int(index.shape[1])
+            sizes = int(index.shape[0]), int(index.shape[1])
             flat = index.reshape([-1])
 
-            def pick(x: Tensor) -> Tensor:
-                rows = xp.index_select(x, 0, flat).reshape([number, length, heads, dim])
-                return rows.transpose(1, 2)
+            def pick(x: Tensor, flat: Tensor = flat, sizes: tuple[int, int] = sizes) -> Tensor:
+                return xp.index_select(x, 0, flat).reshape([*sizes, heads, dim]).transpose(1, 2)
 
-            own = [pick(x).float() for x in (q, k, v)]
-            attended = _attention(xp, *own, dim**-0.5).to(qkv.dtype)
+            own = pick(q).float(), pick(k).float(), pick(v).float()
+            attended = _attention(xp, own, dim**-0.5).to(qkv.dtype)
             xp.index_copy_(result, 0, flat, attended.transpose(1, 2).reshape([-1, heads * dim]))
         return result
 
 
-def _attention(xp: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _attention(xp: Any, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> Tensor:
     """q, k, v: [runs, heads, length, dim] float32; every query sees its whole run. Queries come in
     parts, so that the logits of a large picture need not be held at once."""
+    q, k, v = qkv
     runs, heads, length, _ = (int(n) for n in q.shape)
     step = max(1, MAX_SCORES // (runs * heads * length))
     keys = k.transpose(2, 3).contiguous()
