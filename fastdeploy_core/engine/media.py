@@ -84,7 +84,7 @@ def check_media(request: Request) -> None:
     rows = {item.digest: item.num_rows for item in extras.media}
     end, whole = 0, len(rows) == len(extras.media)
     for span in extras.embeddings:
-        has_rows = 0 <= span.first_row and span.first_row + span.count <= rows.get(span.digest, 0)
+        has_rows = span.first_row >= 0 and span.first_row + span.count <= rows.get(span.digest, 0)
         whole &= has_rows and span.count > 0 and span.start >= end
         end = span.start + span.count
     whole &= end <= length and len(extras.positions) == 3 * 4 * length

@@ -52,8 +52,12 @@ def model_class(hf_config: Mapping[str, Any]) -> Any:
 
         return lookup("model", name)
     except PluginNotFound:
+        from fastdeploy_core.plugins.known import providers
+
+        of = providers("model").get(name)
+        run = f"pip install {of}" if of else "fastdeploy plugins list --kind model"
         raise UnsupportedModel(
             f"no installed model family serves architecture {name!r}; possible: "
             f"{', '.join(sorted(ARCHITECTURES))}, or one that a plugin registers in group "
-            "fastdeploy.models; run: fastdeploy plugins list --kind model"
+            f"fastdeploy.models; run: {run}"
         ) from None

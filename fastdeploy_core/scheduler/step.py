@@ -103,7 +103,8 @@ def _begun_in(seq: Sequence, first: int, end: int, *, is_new: bool) -> list[Embe
     return [
         span
         for span in seq.table.embeddings
-        if span.start < end and (span.start >= first or (is_new and span.start + span.count > first))
+        if span.start < end
+        and (span.start >= first or (is_new and span.start + span.count > first))
     ]
 
 

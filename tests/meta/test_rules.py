@@ -274,6 +274,7 @@ PRIVATE = {
         "tokenizer",
     },
     "fd-tools": {"cli", "config", "plugins", "serving", "tokenizer"},
+    "fd-vision": {"models"},
 }
 # For tests alone: it may use the conformance kit.
 PRIVATE_OF_TESTS = {"fd-simdevice": {"fastdeploy_testing"}}

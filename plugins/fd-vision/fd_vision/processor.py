@@ -133,9 +133,7 @@ class ImageProcessor:
         digest = digest_of(source, self._identity, salt)
         return MediaItem(digest, num_rows, grid, made.patches, numbers), made.num_pixels
 
-    def _expand(
-        self, ids: list[int], items: list[MediaItem]
-    ) -> tuple[list[int], SequenceExtras]:
+    def _expand(self, ids: list[int], items: list[MediaItem]) -> tuple[list[int], SequenceExtras]:
         expanded: list[int] = []
         spans: list[EmbeddedSpan] = []
         runs: list[Run] = []

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.types import MediaItem
 
 
-class Qwen2_5_VLForConditionalGeneration(Qwen2ForCausalLM):  # noqa: N801 (as in config.json)
+class Qwen2_5_VLForConditionalGeneration(Qwen2ForCausalLM):
     """One instance per rank."""
 
     features = frozenset({"embeddings", "positions"})

@@ -49,7 +49,9 @@ class VisionShape:
         if vision.get("in_channels", vision.get("in_chans", 3)) != 3:
             raise ConfigError("vision_config asks for other channels than 3")
         if vision.get("hidden_act", "silu") != "silu":
-            raise ConfigError(f"vision_config has hidden_act={vision['hidden_act']!r}; possible: silu")
+            raise ConfigError(
+                f"vision_config has hidden_act={vision['hidden_act']!r}; possible: silu"
+            )
         if self.hidden % self.heads or self.head % 4 or self.window < 1:
             raise ConfigError(
                 f"vision_config has {self.heads} heads of {self.hidden} and windows of "
@@ -97,9 +99,7 @@ class Block:
     def __init__(self, build: ModelBuilder, prefix: str, shape: VisionShape) -> None:
         self._xp, self._shape = build.xp, shape
         hidden, wide = shape.hidden, shape.intermediate
-        self._norms: list[RMSNorm] = [
-            build.norm(f"{prefix}.norm{n}", hidden, EPS) for n in (1, 2)
-        ]
+        self._norms: list[RMSNorm] = [build.norm(f"{prefix}.norm{n}", hidden, EPS) for n in (1, 2)]
         self._qkv = _linear(build, f"{prefix}.attn.qkv", hidden, 3 * hidden)
         self._output = _linear(build, f"{prefix}.attn.proj", hidden, hidden)
         self._gate, self._up = (
@@ -211,9 +211,7 @@ class VisionTower:
 def _runs(lengths: np.ndarray) -> list[np.ndarray]:
     """For each length that occurs [runs, length] int64: which patches its runs have."""
     starts = np.cumsum(lengths) - lengths
-    return [
-        starts[lengths == length][:, None] + np.arange(length) for length in np.unique(lengths)
-    ]
+    return [starts[lengths == length][:, None] + np.arange(length) for length in np.unique(lengths)]
 
 
 def _linear(build: ModelBuilder, name: str, inputs: int, outputs: int) -> Linear:

@@ -50,7 +50,9 @@ def mixes(number: int) -> list[tuple[str, list[Image.Image]]]:
     found = []
     for _ in range(number):
         images = [draw.choice(pool) for _ in range(draw.choice((0, 1, 1, 2, 3)))]
-        words = " ".join(draw.choice(("What", "is", "here", "and")) for _ in range(draw.randrange(30)))
+        words = " ".join(
+            draw.choice(("What", "is", "here", "and")) for _ in range(draw.randrange(30))
+        )
         found.append((prompt_of(len(images), words or "What"), images))
     return found
 
@@ -186,7 +188,9 @@ def test_near_collisions_have_digests_of_their_own() -> None:
     a setting, a salt."""
     rule = PatchRule(14, 2, 3136, 50176, (0.5,) * 3, (0.5,) * 3)
     raw = np.zeros((12, 16, 3), np.uint8)
-    sources = [Source(raw.tobytes(), (w, 192 // w)) for w in (1, 2, 3, 4, 6, 8, 12, 16, 24, 96, 192)]
+    sources = [
+        Source(raw.tobytes(), (w, 192 // w)) for w in (1, 2, 3, 4, 6, 8, 12, 16, 24, 96, 192)
+    ]
     for place in range(raw.size):
         changed = raw.copy()
         changed.reshape(-1)[place] = 1

@@ -88,7 +88,17 @@ def test_features_are_transformers(llm: LLM, oracle: Oracle, folder: Path) -> No
 
 @pytest.mark.parametrize(
     "size",
-    [(1, 1), (1, 200), (3, 50), (42, 70), (60, 90), (199, 10), (768, 1024), (4000, 20), (700, 2000)],
+    [
+        (1, 1),
+        (1, 200),
+        (3, 50),
+        (42, 70),
+        (60, 90),
+        (199, 10),
+        (768, 1024),
+        (4000, 20),
+        (700, 2000),
+    ],
 )
 def test_patches_are_transformers_bit_by_bit(oracle: Oracle, folder: Path, size) -> None:
     rule = read_rule(folder, 14, 2)
@@ -117,7 +127,10 @@ def test_positions_are_transformers(oracle: Oracle, folder: Path) -> None:
     types, at = [0] * len(ids), 0
     for count, grid in runs:
         if grid is not None:
-            ids[at : at + count], types[at : at + count] = [config.image_token_id] * count, [1] * count
+            ids[at : at + count], types[at : at + count] = (
+                [config.image_token_id] * count,
+                [1] * count,
+            )
             ids[at - 1] = config.vision_start_token_id
         at += count
     theirs, delta = oracle.model.model.get_rope_index(
@@ -161,7 +174,9 @@ def test_older_folders_read_the_same(folder: Path, tmp_path: Path, fd_tensor: st
 
 
 def test_a_folder_without_a_preprocessor_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no processor_config\.json or preprocessor_config\.json"):
+    with pytest.raises(
+        ConfigError, match=r"no processor_config\.json or preprocessor_config\.json"
+    ):
         read_rule(tmp_path, 14, 2)
 
 

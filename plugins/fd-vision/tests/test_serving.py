@@ -60,14 +60,15 @@ def create(api: openai.OpenAI, messages: list[Any], **more: Any) -> Any:
 
 def expected(oracle: Oracle, messages: list[Any], images: list[Image.Image]) -> str:
     turns = [
-        {**m, "content": [{"type": "image"} if p["type"] == "image_url" else p for p in m["content"]]}
+        {
+            **m,
+            "content": [{"type": "image"} if p["type"] == "image_url" else p for p in m["content"]],
+        }
         if isinstance(m["content"], list)
         else m
         for m in messages
     ]
-    prompt = oracle.tokenizer.apply_chat_template(
-        turns, tokenize=False, add_generation_prompt=True
-    )
+    prompt = oracle.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     ids = oracle.greedy(prompt, images, 16)
     return str(oracle.tokenizer.decode(ids, skip_special_tokens=True))
 

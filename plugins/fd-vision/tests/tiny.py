@@ -36,18 +36,18 @@ def make(folder: Path, seed: int = 0) -> Path:
     )
     tokenizer.chat_template = TEMPLATE
     start, end, image, video = map(tokenizer.convert_tokens_to_ids, SPECIAL)
-    text = dict(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
-        bos_token_id=None, eos_token_id=4,
-        rope_parameters={
+    text = {
+        "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+        "bos_token_id": None, "eos_token_id": 4,
+        "rope_parameters": {
             "rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [2, 3, 3]
         },
-    )  # fmt: skip
-    vision = dict(
-        depth=3, hidden_size=32, num_heads=2, intermediate_size=48, patch_size=14, window_size=56,
-        fullatt_block_indexes=[1], out_hidden_size=64, tokens_per_second=2,
-    )  # fmt: skip
+    }  # fmt: skip
+    vision = {
+        "depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "patch_size": 14, "window_size": 56,
+        "fullatt_block_indexes": [1], "out_hidden_size": 64, "tokens_per_second": 2,
+    }  # fmt: skip
     config = hf.Qwen2_5_VLConfig(
         text_config=text, vision_config=vision, tie_word_embeddings=False, image_token_id=image,
         video_token_id=video, vision_start_token_id=start, vision_end_token_id=end,
