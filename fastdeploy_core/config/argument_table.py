@@ -345,8 +345,7 @@ _MEDIA = group(
         "limit_mm_per_prompt",
         "json",
         None,
-        'most pictures of a prompt, such as {"image": 4}; 0: none; default: what the model\'s plugin '
-        "takes",
+        'most pictures of a prompt, such as {"image": 4}; 0: none; default: as the plugin says',
     ),
     row("allowed_media_domains", "list", None, "hosts that image URLs may name; default: none"),
     row(

@@ -178,8 +178,8 @@ class StepBuilder:
 
     def within_encoding(self, seq: Sequence, start: int, num_tokens: int, *, is_new: bool) -> int:
         """How many of these tokens the step takes without making more vectors than it may: it ends
-        before a picture for which there is no room. is_new: the workers do not have the sequence, so
-        neither the picture in which it begins. One picture fits into a step without any."""
+        before a picture for which there is no room. is_new: the workers do not have the sequence,
+        so neither the picture in which it begins. One picture fits into a step without any."""
         num = self._num_encoded
         for span in _begun_in(seq, start, start + num_tokens, is_new=is_new):
             if num and num + span.count > self._max_encode_tokens:

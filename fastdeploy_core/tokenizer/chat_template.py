@@ -312,8 +312,8 @@ def prepare_messages(
 ) -> list[dict[str, Any]]:
     """Check a conversation and bring it into the form that templates expect.
 
-    Content in parts becomes text (parts joined by line breaks) unless `keep_parts`. Parts of `kinds`
-    stay {"type": kind}, for a template that writes something in their place. Arguments of
+    Content in parts becomes text (parts joined by line breaks) unless `keep_parts`. Parts of
+    `kinds` stay {"type": kind}, for a template that writes something in their place. Arguments of
     earlier tool calls become objects. Reasoning is stored under every name that templates read.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):

@@ -218,7 +218,8 @@ class Tokenizer:
         `template_kwargs`: a request's chat_template_kwargs, checked against the names that the
         template reads. `chat_template`: a template from the request; the caller has decided that
         requests may bring one. Unless it is `trusted`, it renders in a child process under limits.
-        `kinds`: of parts beside text that messages may have, as engine.media.take_media leaves them.
+        `kinds`: of parts beside text that messages may have, as engine.media.take_media leaves
+        them.
         Encode the prompt with add_special_tokens=False, because the template writes special tokens.
         """
         if continue_final_message and add_generation_prompt:

@@ -39,8 +39,8 @@ def graph_sizes(
     has_offsets: bool = False,
 ) -> tuple[tuple[int, ...], str]:
     """Batch sizes to capture, none if the device cannot or shall not, and a line for the report.
-    `can_sample`: whether sampling at random can be captured. `has_offsets`: AttentionSpec.offsets of
-    a layer; captured steps count positions by themselves."""
+    `can_sample`: whether sampling at random can be captured. `has_offsets`: AttentionSpec.offsets
+    of a layer; captured steps count positions by themselves."""
     unable, long = [], False
     for driver in drivers:
         if not driver.can_capture_decode:

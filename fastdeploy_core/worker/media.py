@@ -46,11 +46,10 @@ class SequenceMedia:
         self._vectors: OrderedDict[bytes, Tensor] = OrderedDict()  # least recently used first
         self._used_by: Counter[bytes] = Counter()  # spans that have yet to be fed
         self.num_encoded = 0  # items so far
+        self.features = FEATURES & model.features  # what sequences may bring
 
-    def add(self, slot: int, extras: SequenceExtras | None) -> None:
-        """A sequence has got this slot."""
-        if extras is None or not extras.needs:
-            return
+    def add(self, slot: int, extras: SequenceExtras) -> None:
+        """A sequence has got this slot, and brings something."""
         self._offsets[slot] = extras.position_offset
         positions = np.frombuffer(extras.positions, dtype=np.int32).reshape(3, -1)
         items = {item.digest: item for item in extras.media}

@@ -27,7 +27,6 @@ from .drafting import Drafting
 from .graph_sizes import prompt_sizes
 from .graphs import CapturedDecode, GraphPlan, Graphs, forward, max_decodes
 from .layout import HostLayout, StepShapes
-from .media import FEATURES as MEDIA_FEATURES
 from .media import SequenceMedia
 from .results import NO_TOKENS, NOT_KEPT, PendingOutput, Results
 from .sampling_step import (
@@ -74,7 +73,9 @@ class ModelRunner:
         self._state: SamplingState | None = None
         if rank == 0:
             self._state = SamplingState(config, device, kernels, self._columns, loaded.load_driver)
+        self._media = self._make_media(loaded.model)
         parts: list[Any] = [self._columns, *(self._state.parts if self._state else ())]
+        parts += [] if self._media is None else [self._media]
         captured = CapturedSampling(device, kernels, self._columns, max_num_seqs)
         # One rank knows what all rows need.
         self._is_alone = communicator is None
@@ -89,20 +90,15 @@ class ModelRunner:
                 *(self._columns, self._state, communicator),
             )
         self._drafting = drafting
-        self._media, features = self._make_media(loaded.model)
-        if self._media is not None:
-            parts.append(self._media)
         slots = self.slots = Slots(
             *(device, kernels, config, self.vocab_size, parts),
             max_decodes=self.max_decodes,
             keeps_history=drafting is not None and drafting.reads_history and bool(graph_sizes),
             is_read=bool(graph_sizes) or (drafting is not None and drafting.on_device),
         )
-        slots.features = features
         if drafting is not None:
             drafting.attach(slots, captured)
-        buckets = device.limits.step_buckets
-        self._layout = HostLayout(device, slots, self._media)
+        buckets, self._layout = device.limits.step_buckets, HostLayout(device, slots, self._media)
         self.shapes = None if buckets is None else StepShapes(config, buckets)
         self._lock = threading.RLock()
         self._sampler = StepSampler(
@@ -118,22 +114,20 @@ class ModelRunner:
         self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
         self.caches = Caches(device, kernels, loaded)
 
-    def _make_media(self, model: Any) -> tuple[SequenceMedia | None, frozenset[str]]:
-        """Where pictures of sequences are kept, and what sequences may bring. ConfigError for what
-        cannot be had together with them."""
-        config, limits = self._config, self._device.limits
-        features = frozenset(getattr(model, "features", ())) & MEDIA_FEATURES
-        if not features or not hasattr(model, "encode"):
-            return None, frozenset()
+    def _make_media(self, model: Any) -> SequenceMedia | None:
+        """Where pictures of sequences are kept; None: they bring none. ConfigError for what cannot
+        be had together with them."""
+        config = self._config
+        # Steps of fixed shapes have no place for vectors.
+        if not hasattr(model, "encode") or self._device.limits.step_buckets is not None:
+            return None
         if config.speculative is not None:
             raise ConfigError(
                 f"{type(model).__name__} takes pictures, and drafting behind these is not part of "
                 "this version; leave out --speculative-config"
             )
-        if limits.step_buckets is not None:
-            return None, frozenset()  # steps of fixed shapes have no place for vectors
         num_slots, max_rows = config.batch.max_num_seqs, config.media.max_encoder_cache
-        return SequenceMedia(self._device, model, num_slots, max_rows), features
+        return SequenceMedia(self._device, model, num_slots, max_rows)
 
     def _graph_plan(self, sizes: tuple[int, ...]) -> GraphPlan:
         config, drafting, loaded = self._config, self._drafting, self._loaded
@@ -156,7 +150,7 @@ class ModelRunner:
         # Kept results have no place for drafts; posted ones do.
         takes_drafts = captures_drafting and self.slots.postbox is not None
         return {
-            "features": self.slots.features,
+            "features": frozenset() if self._media is None else self._media.features,
             "captures_drafts": drafting is not None,
             "captures_drafting": captures_drafting,
             "max_decodes": self.max_decodes,
@@ -420,8 +414,14 @@ class ModelRunner:
             self._drafting.forget(seq_id)
 
     def _add(self, new: NewSequence) -> None:
+        needs = new.extras.needs if new.extras is not None else frozenset()
+        if needs and (self._media is None or needs - self._media.features):
+            raise WorkerError(
+                f"sequence {new.seq_id} brings {', '.join(sorted(needs))}, which this worker does "
+                "not report among its features"
+            )
         slot = self.slots.add(new)
-        if self._media is not None:
+        if self._media is not None and needs:
             self._media.add(slot, new.extras)
         self._is_simple[slot] = is_simple(new, self._config)
         self._refused.pop(new.seq_id, None)

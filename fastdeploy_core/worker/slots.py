@@ -86,7 +86,6 @@ class Slots:
         self.max_drafts = 0 if speculative is None else speculative.num_speculative_tokens
         self._xp, self._device, self._uploads = device.xp, device, Uploads(device)
         self._parts, self._is_read = tuple(parts), is_read
-        self.features = frozenset[str]()  # what sequences may bring; see WorkerInfo
         max_blocks = -(-(self.max_model_len + self.max_drafts) // self.block_size) + 1
         # Host entries, one row per slot. Zeroed pages cost nothing until they are written.
         longest = self.max_model_len + 2 + self.max_drafts
@@ -158,12 +157,6 @@ class Slots:
         if not self._free:
             raise WorkerError(
                 f"sequence {new.seq_id} does not fit: all {self.max_num_seqs} slots are taken"
-            )
-        missing = new.extras.needs - self.features if new.extras is not None else None
-        if missing:
-            raise WorkerError(
-                f"sequence {new.seq_id} brings {', '.join(sorted(missing))}, which this worker does "
-                "not report among its features"
             )
         length, num_blocks = len(new.token_ids), len(new.block_ids)
         if length > self.max_model_len or num_blocks > self.block_tables.shape[1]:

@@ -1,5 +1,5 @@
-"""Pictures on their way through the core: parts of messages, what requests bring, and how much of it
-a step encodes. The families that take pictures are in plugins, and so are tests with one."""
+"""Pictures on their way through the core: parts of messages, what requests bring, and how much of
+it a step encodes. The families that take pictures are in plugins, and so are tests with one."""
 
 from __future__ import annotations
 

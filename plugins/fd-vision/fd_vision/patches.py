@@ -46,8 +46,8 @@ def read_rule(folder: Path, patch: int, merge: int) -> PatchRule:
     path = next((folder / name for name in FILES if (folder / name).is_file()), None)
     if path is None:
         raise ConfigError(
-            f"{folder} has no {' or '.join(FILES)}, so it is not known how large pictures are shown "
-            "to the model; copy the file from where the model came from"
+            f"{folder} has no {' or '.join(FILES)}, so it is not known how large pictures are "
+            "shown to the model; copy the file from where the model came from"
         )
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import subprocess
@@ -72,10 +73,9 @@ class DecodingPool:
         timer = threading.Timer(job.time_limit_s, child.kill)
         timer.start()
         try:
-            assert child.stdin is not None and child.stdout is not None
-            write_frame(child.stdin, msgspec.msgpack.encode(job))
-            body = read_frame(child.stdout)
-            if body:
+            if child.stdin is not None:
+                write_frame(child.stdin, msgspec.msgpack.encode(job))
+            if child.stdout is not None and (body := read_frame(child.stdout)):
                 return msgspec.msgpack.decode(body, type=Answer)
         except OSError:
             pass  # a pipe to a process that is gone
@@ -89,7 +89,7 @@ class DecodingPool:
 
     def _start(self) -> subprocess.Popen[bytes]:
         environment = {k: v for k, v in os.environ.items() if k in _ENVIRONMENT}
-        return subprocess.Popen(
+        return subprocess.Popen(  # noqa: S603 - our own interpreter and module
             [sys.executable, "-P", "-m", "fd_vision.child", str(self._memory_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -102,7 +102,5 @@ def _reap(child: subprocess.Popen[bytes]) -> None:
     child.wait()
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
-            try:
+            with contextlib.suppress(OSError):  # what was not written yet goes to nobody
                 pipe.close()
-            except OSError:
-                pass  # what was not written yet goes to nobody

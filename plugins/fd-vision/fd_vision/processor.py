@@ -1,5 +1,5 @@
-"""What a front end does with pictures: check, read, decode in a process of its own, hash, and put as
-many placeholders into the prompt as the model has vectors.
+"""What a front end does with pictures: check, read, decode in a process of its own, hash, and put
+as many placeholders into the prompt as the model has vectors.
 """
 
 from __future__ import annotations

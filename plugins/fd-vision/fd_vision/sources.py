@@ -1,5 +1,5 @@
-"""From what a request names to bytes: data: URLs; http(s) from hosts that the operator allows; files
-below a folder that the operator allows.
+"""From what a request names to bytes: data: URLs; http(s) from hosts that the operator allows;
+files below a folder that the operator allows.
 
 One parser reads a URL for the check and for the fetch; a host is resolved once, and the connection
 goes to the address that was checked; redirects are not followed.
@@ -56,7 +56,7 @@ def read_source(value: Any, rules: MediaRules) -> Source:
         if rules.is_trusted:
             return Source(_read(Path(value)))
         raise InvalidRequest(
-            "a picture is named by a data: URL, or by http(s): or file: where the operator allows it"
+            "a picture is named by a data: URL, or http(s): or file: where the operator allows it"
         )
     if rules.is_trusted:
         return _from_object(value)
@@ -130,8 +130,8 @@ def _from_object(value: Any) -> Source:
         rgb = as_rgb(value)
         return Source(rgb.tobytes(), rgb.size)
     raise InvalidRequest(
-        f"a {type(value).__name__} is no picture; possible: a Pillow image, an array [height, width, "
-        "3] of uint8, bytes of a file, a path, a URL"
+        f"a {type(value).__name__} is no picture; possible: a Pillow image, an array [height, "
+        "width, 3] of uint8, bytes of a file, a path, a URL"
     )
 
 

@@ -1,8 +1,8 @@
 """Qwen2.5-VL's vision tower over the core's layers: patches to vectors for the decoder.
 
-Every rank holds all of it. Patches attend to those of the same picture, in most layers of the same
-window. Attention is computed for all runs of one length together; lengths come from the grids, which
-the host knows, so nothing waits for the device.
+Every rank holds all of it. Patches attend to those of the same picture, in most layers of the
+same window. Attention is computed for all runs of one length together; lengths come from the
+grids, which the host knows, so nothing waits for the device.
 """
 
 from __future__ import annotations

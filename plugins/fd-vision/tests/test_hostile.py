@@ -1,4 +1,4 @@
-"""What strangers send instead of pictures: each is refused with a reason, and the next one works."""
+"""What strangers send instead of pictures: each is refused with a reason; the next one works."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_files_are_read_below_one_folder(tmp_path: Path) -> None:
     rules = MediaRules(allowed_local_path=inside)
     assert read_source(f"file://{inside}/a%20b.png", rules).data == GOOD
     for bad in (
-        f"{outside}/a%20b.png", f"{inside}/../in-not/a%20b.png", f"{inside}/%2e%2e/in-not/a%20b.png",
+        f"{outside}/a%20b.png", f"{inside}/../in-not/a%20b.png", f"{inside}/%2e%2e/in-not/a.png",
         f"{inside}/link.png", f"{inside}/none.png", f"{inside}", f"{inside}/pipe",
         f"{inside}/a%20b.png%00", f"host{inside}/a%20b.png", "/etc/passwd",
     ):  # fmt: skip
@@ -380,7 +380,7 @@ def test_a_process_has_no_more_memory_than_it_may() -> None:
     pool = DecodingPool(1, memory_bytes=16 * 2**20)
     try:
         large = encoded(Image.new("RGB", (5000, 5000)), "PNG", compress_level=9)
-        with pytest.raises(InvalidRequest, match="memory|too long"):
+        with pytest.raises(InvalidRequest, match=r"memory|too long"):
             pool.run(job(source=large, max_pixels=10**8))
         assert pool.run(job()).grid[0] == 1
     finally:
@@ -389,7 +389,7 @@ def test_a_process_has_no_more_memory_than_it_may() -> None:
 
 def test_many_pictures_leave_nothing_behind(processor: ImageProcessor) -> None:
     def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
+        return len(list(Path("/proc/self/fd").iterdir()))
 
     ask(processor, url_of(GOOD))
     before = descriptors()

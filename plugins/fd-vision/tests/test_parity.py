@@ -141,7 +141,7 @@ def test_positions_are_transformers(oracle: Oracle, folder: Path) -> None:
 
 
 def test_older_folders_read_the_same(folder: Path, tmp_path: Path, fd_tensor: str) -> None:
-    """config.json flat with rope_scaling, preprocessor_config.json, names without language_model."""
+    """Flat config.json, rope_scaling, preprocessor_config.json, no language_model in names."""
     old = tmp_path / "old"
     old.mkdir()
     for file in folder.iterdir():

@@ -45,8 +45,9 @@ def make(folder: Path, seed: int = 0) -> Path:
         },
     }  # fmt: skip
     vision = {
-        "depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "patch_size": 14, "window_size": 56,
-        "fullatt_block_indexes": [1], "out_hidden_size": 64, "tokens_per_second": 2,
+        "depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "patch_size": 14,
+        "window_size": 56, "fullatt_block_indexes": [1], "out_hidden_size": 64,
+        "tokens_per_second": 2,
     }  # fmt: skip
     config = hf.Qwen2_5_VLConfig(
         text_config=text, vision_config=vision, tie_word_embeddings=False, image_token_id=image,
