@@ -24,7 +24,7 @@ from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.sampling.columns import SamplingColumns
 from fastdeploy_core.sampling.state import SamplingState
-from fastdeploy_core.types import NewSequence, SamplingParams, SequenceExtras
+from fastdeploy_core.types import NewSequence, SamplingParams
 from fastdeploy_core.worker.layout import HostLayout, place
 from fastdeploy_core.worker.slots import Slots
 from fastdeploy_core.worker.step import StepRows
@@ -64,15 +64,6 @@ def make_slots(
         speculative=SpeculativeConfig("any", num_drafts) if num_drafts else None,
     )
     return Slots(device, build_kernel_table("cpu"), config, 131, parts, is_read=True)
-
-
-def test_what_a_worker_does_not_serve_is_refused(device: CpuDevice) -> None:
-    batch = make_slots(device)
-    new = new_sequence(1, [3, 4], [0])
-    new.extras = SequenceExtras(adapter="legal@1")
-    with pytest.raises(WorkerError, match="adapter"):
-        batch.add(new)
-    assert 1 not in batch.slot_of
 
 
 class Book:
