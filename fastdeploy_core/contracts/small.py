@@ -267,7 +267,8 @@ class GrammarMatcher(Protocol):
         ...
 
     def fill_mask(self, mask: np.ndarray) -> None:
-        """mask: [ceil(vocab_size / 32)] int32; bit t % 32 of word t // 32 set: token t is possible.
+        """mask: [ceil(vocab_size / 32)] int32, written whole; bit t % 32 of word t // 32 set: token t
+        is possible. At least one is, the end of text behind the end of the grammar.
 
         InvalidRequest ends the request: the grammar cannot go on from here."""
         ...

@@ -172,7 +172,8 @@ class EngineProcess:
 
     def _rearm(self) -> None:
         """Arm a timer: if the main thread does not come back in time, a thread outside the
-        interpreter writes all stacks to the log and ends the process."""
+        interpreter writes all stacks to the log and ends the process. It needs no interpreter lock,
+        so threads that run meanwhile may spoil what it writes; see _show_stall."""
         timeout_s = self._config.watchdog.progress_timeout_s
         now = time.monotonic()
         if timeout_s > 0 and now - self._armed_s > min(REARM_S, timeout_s / 4):
@@ -203,6 +204,7 @@ class EngineProcess:
         replies = [connect(self._context, address) for address in self._front_ends]
         decode = wire.decoder(wire.ToEngine)
         next_report_s = 0.0
+        shown = 0
         while not self._stopping.is_set():
             if requests.poll(int(IDLE_TICK_S * 1000)):
                 try:
@@ -211,6 +213,7 @@ class EngineProcess:
                     logger.exception("an unreadable message was dropped")
                 except Exception:
                     logger.exception("a message could not be handled")
+            shown = self._show_stall(shown)
             if time.monotonic() >= next_report_s:
                 next_report_s = time.monotonic() + self._config.request_scheduler.lease_s / 8
                 self._report_load()
@@ -256,6 +259,17 @@ class EngineProcess:
         delta = refusal(request, error_of(reason))
         self._core.count_rejection(delta.error_type)
         return delta
+
+    def _show_stall(self, shown: int) -> int:
+        """Write all stacks to the log, once for each stall, when half of the time is over after
+        which the engine is ended. `shown`: the count of progress at the last stall; returns it."""
+        count, age_s = self._progress.count, self._progress.age_s
+        timeout_s = self._config.watchdog.progress_timeout_s
+        if not 0 < timeout_s / 2 < age_s or count == shown:
+            return shown
+        logger.warning("the engine has made no progress for %.1f s; its threads are at", age_s)
+        faulthandler.dump_traceback()  # no other thread moves meanwhile: this one holds the lock
+        return count
 
     def _report_load(self) -> None:
         timeout_s = self._config.watchdog.progress_timeout_s

@@ -29,6 +29,7 @@ KINDS_WITH_SUITE = (
     "model",
     "reasoning_parser",
     "tool_parser",
+    "grammar",
 )
 # Kinds whose suites make tensors.
 KINDS_THAT_COMPUTE = frozenset(KINDS_WITH_SUITE) - {
@@ -36,6 +37,7 @@ KINDS_THAT_COMPUTE = frozenset(KINDS_WITH_SUITE) - {
     "kv_transport",
     "reasoning_parser",
     "tool_parser",
+    "grammar",
 } | {"kernels"}
 
 
