@@ -18,7 +18,7 @@ from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.errors import WorkerError
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.device import CpuDevice
-from fastdeploy_core.types import BlockCopies, SequenceExtras, SamplingParams
+from fastdeploy_core.types import BlockCopies, SamplingParams, SequenceExtras
 from fastdeploy_core.worker.caches import BlockMover
 from tests.worker_steps import (
     VOCAB,
