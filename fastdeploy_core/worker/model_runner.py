@@ -414,15 +414,15 @@ class ModelRunner:
             self._drafting.forget(seq_id)
 
     def _add(self, new: NewSequence) -> None:
-        needs = new.extras.needs if new.extras is not None else frozenset()
-        if needs and (self._media is None or needs - self._media.features):
+        extras = new.extras if new.extras is not None and new.extras.needs else None
+        if extras and (self._media is None or extras.needs - self._media.features):
             raise WorkerError(
-                f"sequence {new.seq_id} brings {', '.join(sorted(needs))}, which this worker does "
-                "not report among its features"
+                f"sequence {new.seq_id} brings {', '.join(sorted(extras.needs))}, which this "
+                "worker does not report among its features"
             )
         slot = self.slots.add(new)
-        if self._media is not None and needs:
-            self._media.add(slot, new.extras)
+        if self._media is not None and extras:
+            self._media.add(slot, extras)
         self._is_simple[slot] = is_simple(new, self._config)
         self._refused.pop(new.seq_id, None)
         self._columns.add(slot, new.sampling, new.seed)

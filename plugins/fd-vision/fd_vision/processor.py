@@ -41,7 +41,7 @@ class TokenIds:
 class ImageProcessor:
     """A contracts.model.MediaProcessor for families whose pictures become patches on a grid."""
 
-    kinds = ("image",)
+    kinds: Sequence[str] = ("image",)
 
     def __init__(self, rule: PatchRule, tokens: TokenIds, rules: MediaRules) -> None:
         self.rule, self._tokens, self._rules = rule, tokens, rules
