@@ -236,6 +236,24 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def dist(session: nox.Session) -> None:
-    """Build the wheel and the source distribution of the core."""
-    session.install("build")
-    session.run("python", "-m", "build", "--outdir", "dist", ".")
+    """Build the wheel and the source distribution of the core and of every plugin, into dist/."""
+    session.install("build", "hatchling>=1.27", "scikit-build-core>=0.10", "nanobind>=2.4")
+    for folder in (".", *PLUGINS):
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", "dist", folder)
+
+
+@nox.session(default=False, python=["3.11", "3.12", "3.13"])
+def installed(session: nox.Session) -> None:
+    """The first run from the wheels in dist/ (session `dist`), on the reference device, with what
+    is usually installed beside the core. fd-cpu's wheel is for the Python that built it."""
+    session.install(
+        *("--find-links", "dist", "fastdeploy-core[paddle]", "fd-tools", "fd-parsers"),
+        *("fd-grammar-llguidance", "fd-speculative", "fd-bench"),
+    )
+    first_run = Path("examples/first_run.py").resolve()
+    with session.chdir(session.create_tmp()):
+        session.run("fastdeploy", "version")
+        session.run("fastdeploy", "plugins", "list")
+        answer = session.run("python", "-P", str(first_run), silent=True)
+    if "Beijing" not in str(answer):
+        session.error(f"the first run did not answer: {answer}")

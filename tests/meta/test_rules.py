@@ -332,6 +332,20 @@ def test_who_imports_private_rooms_requires_exactly_this_core(name: str) -> None
     assert own["version"] == core["version"]
 
 
+@pytest.mark.parametrize(
+    "folder", [".", *sorted(p.parent.name for p in ROOT.glob("plugins/*/pyproject.toml"))]
+)
+def test_distributions_say_what_an_index_shows(folder: str) -> None:
+    """A licence that travels in the wheel, and classifiers."""
+    own = ROOT if folder == "." else ROOT / "plugins" / folder
+    project = tomllib.loads((own / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["license-files"] == ["LICENSE"]
+    assert (own / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    core = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert set(project["classifiers"]) | {"Typing :: Typed"} == set(core["classifiers"])
+    assert project["description"] and (own / project["readme"]).exists()
+
+
 def test_every_public_contract_item_is_documented() -> None:
     missing: list[str] = []
     core = ROOT / "fastdeploy_core"
