@@ -35,6 +35,7 @@ TEST_TOOLS = (
     "hatchling>=1.27",
     "anthropic>=2",
     "openai>=2",
+    "pillow>=11",
     "pip>=24",  # tests install wheels with it, and environments made by uv have none
     "scipy>=1.14",
     "transformers>=5,<6",
@@ -75,6 +76,7 @@ LIGHT = {
     "plugins/fd-spec-mtp": (),
     "plugins/fd-speculative": ("-m", "not slow"),
     "plugins/fd-tools": (),
+    "plugins/fd-vision": (),
 }
 # Tested by session `vendors`, on simulated devices.
 SIMULATED = ("simdevice", "gcu", "iluvatar", "metax", "gaudi", "xpu", "dcu")

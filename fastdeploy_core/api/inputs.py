@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastdeploy_core.contracts.model import MediaPart
 from fastdeploy_core.errors import InvalidRequest
 
 # str, {"prompt": ...}, {"prompt_token_ids": ...}, [ids], or a list of these
 Prompts = str | Mapping[str, Any] | Sequence[Any]
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Prompt:
     token_ids: list[int] | None = None
     cache_salt: str = ""
     add_special_tokens: bool = True
+    media: Sequence[MediaPart] = ()
 
 
 def normalise_prompts(prompts: Prompts) -> list[Prompt]:
@@ -83,4 +85,17 @@ def _prompt(value: Any, where: str) -> Prompt:
         )
     if not isinstance(text, str | None) or not (ids is None or isinstance(ids, Sequence)):
         raise InvalidRequest(f"{where}: prompt is text, prompt_token_ids a list", param="prompts")
-    return Prompt(text, None if ids is None else list(ids), str(value.get("cache_salt") or ""))
+    media = _media(value.get("multi_modal_data") or {}, where)
+    salt = str(value.get("cache_salt") or "")
+    return Prompt(text, None if ids is None else list(ids), salt, media=media)
+
+
+def _media(data: Any, where: str) -> list[MediaPart]:
+    """multi_modal_data as vLLM spells it: {"image": one or a list}."""
+    if not isinstance(data, Mapping):
+        raise InvalidRequest(f"{where}: multi_modal_data is an object", param="prompts")
+    return [
+        MediaPart(str(kind), item, f"{where}.multi_modal_data.{kind}")
+        for kind, items in data.items()
+        for item in (items if isinstance(items, list | tuple) else [items])
+    ]

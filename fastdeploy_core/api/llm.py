@@ -18,6 +18,7 @@ from fastdeploy_core.engine.input import (
     default_sampling_values,
     grammar_start,
 )
+from fastdeploy_core.engine.media import media_processor, take_media
 from fastdeploy_core.engine.output import OutputKind, OutputProcessor
 from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.errors import ConfigError, InvalidRequest, WorkerError, error_named
@@ -92,6 +93,7 @@ class LLM:
             self._resolved = resolve_plugins(self.config)
         self._parsers = parsers.result()
         self._engine: LocalEngine | None = LocalEngine(self.config, self._resolved)
+        self._media = media_processor(self.config, self._resolved, is_trusted=True)
         self._limits = RequestLimits.of(self.config, self._tokenizer, self._engine.info)
 
     def generate(
@@ -105,7 +107,9 @@ class LLM:
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """Continue prompts; outputs come in the order of the prompts.
 
-        A prompt is text, a list of token ids, or {"prompt": ...} or {"prompt_token_ids": ...}.
+        A prompt is text, a list of token ids, or {"prompt": ...} or {"prompt_token_ids": ...}, to a
+        model that takes pictures also with "multi_modal_data": {"image": one or a list}, and in the
+        text a placeholder for each.
         `sampling_params`: one for all, or a list with one for each; None: what the model's
         generation_config.json says, up to the end of the context. With stream=True the result is an
         iterator of new pieces instead: each RequestOutput holds only what was added.
@@ -132,7 +136,9 @@ class LLM:
         if continue_final_message:
             add_generation_prompt = False
         prompts = []
-        for conversation in conversations(messages):
+        kinds = () if self._media is None else self._media.kinds
+        for given in conversations(messages):
+            conversation, parts = take_media(given, kinds)
             text = tokenizer.apply_chat_template(
                 conversation,
                 tools,
@@ -141,9 +147,10 @@ class LLM:
                 template_kwargs=chat_template_kwargs,
                 chat_template=chat_template,
                 trusted=True,  # the template comes from this program, not from a client
+                kinds=kinds,
             )
             # The template writes the special tokens; adding them again would double <s>.
-            prompts.append(Prompt(text, add_special_tokens=False))
+            prompts.append(Prompt(text, add_special_tokens=False, media=parts))
         reader = None
         if self._parsers is not None:
             reader = ChatReader(self._parsers, tools, chat_template_kwargs)
@@ -176,6 +183,8 @@ class LLM:
         compiler, self._compiler = self._compiler, None
         if compiler is not None:
             compiler.close()
+        if self._media is not None:
+            self._media.close()
         if engine is not None:
             engine.close()
 
@@ -220,6 +229,12 @@ class LLM:
                 f"sampling_params must be SamplingParams, got {type(params).__name__}",
                 param="sampling_params",
             )
+        if prompt.media and self._media is None:
+            raise InvalidRequest(
+                f"{self.config.model.architecture} takes text only; "
+                f"{prompt.media[0].where} cannot be served",
+                param="prompts",
+            )
         request = build_request(
             prompt.token_ids if prompt.token_ids is not None else prompt.text or "",
             params,
@@ -229,6 +244,8 @@ class LLM:
                 add_special_tokens=prompt.add_special_tokens,
                 priority=priority,
                 cache_salt=prompt.cache_salt,
+                media=self._media,
+                media_parts=prompt.media,
             ),
         )
         if params.structured_outputs is not None:

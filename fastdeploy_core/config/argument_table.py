@@ -349,6 +349,41 @@ _SCHEDULER = group(
     ),
 )
 
+_MEDIA = group(
+    "pictures",
+    "engine",
+    row(
+        "limit_mm_per_prompt",
+        "json",
+        None,
+        'most pictures of a prompt, such as {"image": 4}; 0: none; default: as the plugin says',
+    ),
+    row("allowed_media_domains", "list", None, "hosts that image URLs may name; default: none"),
+    row(
+        "allowed_local_media_path",
+        "str",
+        None,
+        "folder below which file: URLs may be read; default: none may",
+    ),
+    row(
+        "max_encoder_cache",
+        "int",
+        16384,
+        "vectors of pictures that a device keeps for later requests",
+        low=0,
+        high=2**31,
+    ),
+    row(
+        "max_encode_tokens",
+        "int",
+        0,
+        "vectors of pictures made in one step, at least one picture; 0: a quarter of "
+        "--max-num-batched-tokens",
+        low=0,
+        high=2**24,
+    ),
+)
+
 # FastDeploy 2.x spells parts of --scheduler-config out. Their values stay as written: only the
 # driver that declares a part knows its type, and refuses what it does not declare.
 PART_SPELLINGS: dict[str, tuple[str, str]] = {
@@ -566,6 +601,7 @@ ENGINE_ROWS: tuple[Argument, ...] = (
     *_BATCH,
     *_DEVICE,
     *_SCHEDULER,
+    *_MEDIA,
     *_STRUCTURED,
     *_WATCHDOG,
 )

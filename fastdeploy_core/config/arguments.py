@@ -22,6 +22,7 @@ from .engine import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    MediaConfig,
     ModelConfig,
     ParallelConfig,
     RequestSchedulerConfig,
@@ -78,6 +79,7 @@ def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder
         graphs=read_graphs(v),
         request_scheduler=_scheduler_config(v),
         structured_outputs=_structured_config(v),
+        media=_media_config(v),
         speculative=read_speculative(_mapping(v, "speculative_config"), v["tensor_parallel_size"]),
         watchdog=_record(
             WatchdogConfig,
@@ -86,6 +88,26 @@ def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder
             startup_timeout_s=v["startup_timeout"],
         ),
         logits_processors=tuple(v["logits_processors"] or ()),
+    )
+
+
+def _media_config(v: Mapping[str, Any]) -> MediaConfig:
+    limits = _mapping(v, "limit_mm_per_prompt")
+    for kind, most in limits.items():
+        if kind not in ("image", "video") or type(most) is not int or most < 0:
+            raise ConfigError(
+                f"--limit-mm-per-prompt has {kind!r}: {most!r:.40}; expected image or video with a "
+                'number, such as {"image": 4}'
+            )
+    folder = v["allowed_local_media_path"]
+    if folder is not None and not Path(folder).is_dir():
+        raise ConfigError(f"--allowed-local-media-path {folder!r} is not a folder on this machine")
+    return _record(
+        MediaConfig,
+        v,
+        limit_mm_per_prompt=limits,
+        allowed_media_domains=tuple(v["allowed_media_domains"] or ()),
+        allowed_local_media_path=None if folder is None else Path(folder),
     )
 
 

@@ -121,6 +121,17 @@ class RequestSchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MediaConfig:
+    """Pictures in requests, for a model that takes them."""
+
+    limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)  # by kind
+    allowed_media_domains: tuple[str, ...] = ()
+    allowed_local_media_path: Path | None = None
+    max_encoder_cache: int = 16384  # vectors kept on the device for later requests
+    max_encode_tokens: int = 0  # vectors made in a step; 0: a quarter of its tokens
+
+
+@dataclass(frozen=True, slots=True)
 class StructuredOutputsConfig:
     """Limits on compiling grammars; reliability rule S-08."""
 
@@ -170,6 +181,7 @@ class EngineConfig:
     graphs: GraphConfig = field(default_factory=GraphConfig)
     request_scheduler: RequestSchedulerConfig = field(default_factory=RequestSchedulerConfig)
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
+    media: MediaConfig = field(default_factory=MediaConfig)
     speculative: SpeculativeConfig | None = None
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     logits_processors: tuple[str, ...] = ()

@@ -99,7 +99,7 @@ def read_model_config(
             f"unknown model setting {', '.join(unknown)}; possible: {', '.join(sorted(_OVERRIDES))}"
         )
     found = find(Path(path).expanduser(), asked)
-    hf_config = {**found.hf_config, **_mapping(asked, "hf_overrides")}
+    hf_config = _flat({**found.hf_config, **_mapping(asked, "hf_overrides")})
     _check_architectures(hf_config, found.path)
     load_format = asked.get("load_format", "auto")
     if load_format not in _LOAD_FORMATS:
@@ -133,6 +133,13 @@ def read_model_config(
         weight_cache=weight_cache,
         checkpoint_format=found.checkpoint_format,
     )
+
+
+def _flat(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of a model that takes more than text may hold what concerns its decoder in a
+    text_config: the same keys, read as if they stood beside the others, which go before."""
+    text = hf_config.get("text_config")
+    return {**text, **hf_config} if isinstance(text, Mapping) else {**hf_config}
 
 
 def fit_dtype(

@@ -21,7 +21,7 @@ class Refused:
 
 _LOCAL_ONLY = "models are read from a local folder and nothing is downloaded; give the folder"
 _NO_PORT = "processes talk over sockets in a private folder; there is no such port"
-_MULTIMODAL = "only text models are served"
+_MULTIMODAL = "models answer with text; which take pictures is their plugin's to say"
 _DISAGGREGATION = "prefill/decode disaggregation is not part of this version"
 _NO_READERS = "output goes to front ends directly; nothing reads or writes it in Redis"
 _WARMUP = (
@@ -53,11 +53,12 @@ REFUSED: dict[str, Refused] = {
     **_many("only text generation is served", "task", "runner", harmless=("auto", "generate")),
     **_many("only text generation is served", "convert", harmless=("auto", "none")),
     **_many("only text generation is served", "override_pooler_config", "pooler_config"),
-    **_many(_MULTIMODAL, "limit_mm_per_prompt", "mm_processor_kwargs", "media_io_kwargs",
-        "allowed_local_media_path", "allowed_media_domains"),
-    **_many(_MULTIMODAL, "max_encoder_cache", "max_processor_cache", harmless=("0", "-1")),
+    **_many("the model's own files say how pictures are prepared", "mm_processor_kwargs",
+        "media_io_kwargs"),
+    **_many("prepared pictures are not kept", "max_processor_cache", harmless=("0", "-1")),
     **_many(_MULTIMODAL, "deploy_modality", harmless=("text", "mixed")),
-    **_many(_MULTIMODAL, "enable_mm", "enable_mm_output", "disable_chunked_mm_input",
+    **_many(_MULTIMODAL, "enable_mm_output", takes_value=False),
+    **_many("a picture is encoded once however its prompt is cut", "disable_chunked_mm_input",
         takes_value=False),
     **_many("weights are loaded once", "dynamic_load_weight", takes_value=False),
     **_many("weights are loaded once", "load_strategy", harmless=("normal",)),
@@ -131,6 +132,7 @@ REFUSED: dict[str, Refused] = {
 # Switches for what always happens here. Their --no- form asks for something impossible and is
 # refused.
 ALWAYS: dict[str, str] = {
+    "enable_mm": "a model whose plugin takes pictures is given them",
     "enable_logprob": "log-probabilities are always available",
     "enable_auto_tool_choice": "tool_choice auto works whenever --tool-call-parser is set",
     "enable_request_id_headers": "X-Request-Id is always answered",

@@ -7,8 +7,10 @@ its `needs`: a driver that does not declare them in `features` is declined befor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
 from fastdeploy_core.errors import ConfigError
 
@@ -16,6 +18,7 @@ from .moe import MoESpec
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
+    from fastdeploy_core.types import SequenceExtras
 
 # What an attention layer may need beyond plain attention over all earlier tokens, and the kinds of
 # layers that keep a state. Drivers declare those they implement in `features`.
@@ -183,4 +186,50 @@ class StoredTensor(Protocol):
 
     def read(self, *region: slice | int) -> Tensor:
         """The region (all of it without arguments), on the device, in the stored dtype."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRules:
+    """What an operator, or the program that holds an LLM, lets requests bring. Added in contract
+    1.1."""
+
+    limits: Mapping[str, int] = field(default_factory=dict)  # items of a prompt by kind
+    allowed_domains: tuple[str, ...] = ()  # hosts that http(s) URLs may name; empty: none
+    allowed_local_path: Path | None = None  # below it file: URLs may be read; None: nowhere
+    is_trusted: bool = False  # parts come from this program: it may read any file
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPart:
+    """A part of a message, or an entry of multi_modal_data, that is no text. Added in contract
+    1.1."""
+
+    kind: str  # "image"
+    value: Any  # a URL; of a trusted program also bytes, a path, or an object of a library
+    where: str  # its place in the request, for errors: "messages[0].content[1]"
+
+
+@runtime_checkable
+class MediaProcessor(Protocol):
+    """What a front end asks of a multimodal family; made by small.MultimodalLM.media, one per front
+    end. Thread safe; it needs no tensor library. Added in contract 1.1."""
+
+    kinds: Sequence[str]  # of parts that it takes: "image"
+
+    def prepare(
+        self, token_ids: Sequence[int], parts: Sequence[MediaPart], salt: str
+    ) -> tuple[list[int], SequenceExtras | None]:
+        """The prompt with as many placeholder tokens as each part has vectors, and what the engine
+        needs beside it: spans, items and positions. `token_ids` has one placeholder for each part,
+        where its template or its writer put it; other numbers are InvalidRequest, and so is a part
+        that is malformed, too large or not allowed.
+
+        A digest covers the source, the settings that its patches depend on, and `salt`. It may take
+        seconds, and is called in a thread of its own. Called without parts, too: then the prompt may
+        hold no placeholder, and the second result is None."""
+        ...
+
+    def close(self) -> None:
+        """End the processes that it has started."""
         ...

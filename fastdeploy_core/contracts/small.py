@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-from .model import ModelShapes, StoredTensor
+from .model import MediaProcessor, MediaRules, ModelShapes, StoredTensor
 
 if TYPE_CHECKING:
     import numpy as np
 
     from fastdeploy_core.tensor import Tensor, TensorLibrary
-    from fastdeploy_core.types import SamplingParams, StructuredOutputsParams
+    from fastdeploy_core.types import MediaItem, SamplingParams, StructuredOutputsParams
 
     from .device import DeviceBackend
 
@@ -59,6 +59,27 @@ class GreedyLM(CausalLM, Protocol):
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[num_rows, hidden] to the likeliest ids [num_rows] int64 (the smallest among equals) and their
         logits [num_rows] float32, NaN where the row has one; the same on every rank."""
+        ...
+
+
+@runtime_checkable
+class MultimodalLM(CausalLM, Protocol):
+    """A family that also takes pictures. Its `features` hold "embeddings", and "positions" if tokens
+    have positions of three axes; then its attention layers need "offsets".
+
+    In a step that has vectors, `context.embedded` (layers.EmbeddedRows) says which tokens' embeddings
+    they replace. In a step whose positions are not the same on all axes, forward() gets [3, num_tokens],
+    and makes of them the table `context.rotary`, whose row n is token n's. Added in contract 1.1."""
+
+    @staticmethod
+    def media(config: Mapping[str, Any], folder: Path, rules: MediaRules) -> MediaProcessor:
+        """The processor for a front end. `folder`: the model's, with the files of its processor.
+        ConfigError if they are missing or cannot be served. Needs no tensor library."""
+        ...
+
+    def encode(self, items: Sequence[MediaItem]) -> Tensor:
+        """The vectors of all items, one item's rows after the other's, [sum of num_rows, hidden] in
+        the model's dtype. No item's rows depend on another item."""
         ...
 
 

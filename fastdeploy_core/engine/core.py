@@ -24,6 +24,7 @@ from fastdeploy_core.types.sampling import check_logprobs
 from fastdeploy_core.types.worker import WorkerInfo
 
 from .executor import Executor, StepResult
+from .media import check_media
 
 if TYPE_CHECKING:
     from fastdeploy_core.plugins.resolved import ResolvedPlugins
@@ -202,6 +203,8 @@ class EngineCore:
                 f"beside token ids: {', '.join(sorted(self._features)) or 'nothing'}",
                 param=min(missing),
             )
+        if self._features:
+            check_media(request)
 
     def _check_tokens(self, request: Request) -> None:
         prompt, sampling = request.prompt_token_ids, request.sampling

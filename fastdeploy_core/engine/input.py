@@ -18,10 +18,11 @@ from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.errors import InvalidRequest, RequestTooLong
 from fastdeploy_core.tokenizer import Tokenizer
 from fastdeploy_core.tokenizer.files import as_id_list
-from fastdeploy_core.types import GrammarStart, Request, SamplingParams
+from fastdeploy_core.types import GrammarStart, Request, SamplingParams, SequenceExtras
 from fastdeploy_core.types.sampling import check_logprobs
 
 if TYPE_CHECKING:
+    from fastdeploy_core.contracts.model import MediaPart, MediaProcessor
     from fastdeploy_core.parsers.answer import Thinking
     from fastdeploy_core.types.engine import EngineInfo
 
@@ -110,6 +111,8 @@ class RequestOptions:
     cache_salt: str = ""  # the client's
     salt_scope: str = ""  # requests share cached prefixes only within one scope
     log_id: str = ""  # begins the engine's id of the request, so that logs can be matched
+    media: MediaProcessor | None = None  # of a family that takes pictures
+    media_parts: Sequence[MediaPart] = ()
 
 
 def grammar_start(thinking: Thinking | None, tokenizer: Tokenizer) -> GrammarStart | None:
@@ -156,6 +159,15 @@ def build_request(
     token_ids = _token_ids(prompt, tokenizer, limits, sampling.max_tokens, options)
     # No client can name another tenant's salt: "@" is not possible in a salt of a request.
     salt = f"{options.salt_scope}@{options.cache_salt}" if options.salt_scope else ""
+    extras: SequenceExtras | None = None
+    if options.media is not None:
+        if options.media_parts and options.truncation is not None:
+            raise InvalidRequest(
+                "a prompt with pictures is not truncated; leave out truncate_prompt_tokens",
+                param="truncate_prompt_tokens",
+            )
+        shared = salt or options.cache_salt
+        token_ids, extras = options.media.prepare(token_ids, options.media_parts, shared)
     return Request(
         request_id=f"{options.log_id or 'request'}-{secrets.token_hex(8)}",
         prompt_token_ids=token_ids,
@@ -166,6 +178,7 @@ def build_request(
         priority=options.priority,
         cache_salt=salt or options.cache_salt,
         tenant=options.tenant,
+        extras=extras,
     )
 
 

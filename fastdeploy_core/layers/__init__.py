@@ -7,7 +7,7 @@ No file imports a tensor library: the device brings it (`device.xp`).
 
 from .attention import Attention, HeadShape
 from .builder import DriverFactories, ModelBuilder, ModelRanks, WeightFormats
-from .context import ForwardContext
+from .context import EmbeddedRows, ForwardContext
 from .embedding import Embedding, LMHead
 from .linear import Linear
 from .mla import LatentAttention, LatentShape
@@ -15,10 +15,12 @@ from .mlp import GatedMLP
 from .moe import MoEBlock, SharedExperts
 from .norm import LayerNorm, RMSNorm
 from .rotary import RotarySpec
+from .weight_map import Placement
 
 __all__ = [
     "Attention",
     "DriverFactories",
+    "EmbeddedRows",
     "Embedding",
     "ForwardContext",
     "GatedMLP",
@@ -31,6 +33,7 @@ __all__ = [
     "MoEBlock",
     "ModelBuilder",
     "ModelRanks",
+    "Placement",
     "RMSNorm",
     "RotarySpec",
     "SharedExperts",

@@ -54,11 +54,12 @@ class PagedAttention:
         self._scales = CacheScales(build, prefix, spec, kv_piece) if spec.kv_static else None
         self._select_rows = build.kernels["select_rows"]
 
-    def rotate(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """q: [num_tokens, heads, dim], k: [num_tokens, kv_heads, dim]."""
-        turned: tuple[Tensor, Tensor] = self._rotary(
-            q, k, positions, self.cos_sin, self._interleaved
-        )
+    def rotate(
+        self, q: Tensor, k: Tensor, positions: Tensor, table: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """q: [num_tokens, heads, dim], k: [num_tokens, kv_heads, dim]. table: ForwardContext's."""
+        table = self.cos_sin if table is None else table
+        turned: tuple[Tensor, Tensor] = self._rotary(q, k, positions, table, self._interleaved)
         return turned
 
     def select(self, rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -80,7 +81,9 @@ class PagedAttention:
         """Write `rows` to the cache and attend; see AttentionBackend.forward for the shapes.
         `norms`: query and key norms that the driver applies itself."""
         cache, metadata = context.caches[self.index], context.metadata[self.spec]
-        rotary = self.cos_sin if self.rotates else None
+        rotary = None
+        if self.rotates:
+            rotary = self.cos_sin if context.rotary is None else context.rotary
         # A driver takes only the parameters of what it claims.
         own: dict[str, Any] = {}
         if self._is_quantized:
@@ -226,7 +229,7 @@ class Attention:
             self._projections,
             context.caches[paged.index],
             context.metadata[paged.spec],
-            paged.cos_sin,
+            paged.cos_sin if context.rotary is None else context.rotary,
         )
         (y,) = paged.select(rows, y)
         return self.output.finish(y)
@@ -242,6 +245,6 @@ class Attention:
         if self._norms is not None and not self._driver_norms:
             q, k = self._qk_norm(q, k, self._norms.q, self._norms.k, self._norms.eps)
         if not self.paged.rotates:
-            q, k = self.paged.rotate(q, k, positions)
+            q, k = self.paged.rotate(q, k, positions, context.rotary)
         norms = self._norms if self._driver_norms else None
         return self.paged.attend(q, k, v, (k, v), context, norms)

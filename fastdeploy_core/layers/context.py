@@ -12,6 +12,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
+class EmbeddedRows:
+    """Vectors that stand in the place of some tokens' embeddings."""
+
+    tokens: Tensor  # [n] int64: which of the step's tokens
+    vectors: Tensor  # [n, hidden], model dtype
+
+
+@dataclass(slots=True)
 class ForwardContext:
     """The batch, what each attention driver prepared for it, and the cache of each layer."""
 
@@ -21,3 +29,7 @@ class ForwardContext:
     # [n] int64: tokens whose hidden states are read after the model, an index for select_rows;
     # None: all.
     rows: Tensor | None = None
+    embedded: EmbeddedRows | None = None  # None: every token has its own embedding
+    # [num_tokens, dim] float32 as ModelBuilder.cos_sin: the step's own, made by a family with
+    # positions of three axes; None: the layers' table.
+    rotary: Tensor | None = None

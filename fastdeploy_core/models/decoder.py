@@ -158,6 +158,7 @@ class GroupedQueryLM(DecoderLM):
     mlp_bias: ClassVar[str | bool] = False
     head_bias: ClassVar[str | bool] = False
     tied: ClassVar[bool] = False
+    offsets: ClassVar[bool] = False  # AttentionSpec.offsets
 
     @classmethod
     def check(cls, read: ConfigReader) -> None:
@@ -179,7 +180,8 @@ class GroupedQueryLM(DecoderLM):
     def attention(cls, read: ConfigReader, dtype: str) -> AttentionSpec:
         """One rank's attention, of every layer."""
         norms = _has(read, cls.head_norms)
-        return read.gqa(dtype, interleaved=cls.interleaved, head_norms=norms)
+        spec = read.gqa(dtype, interleaved=cls.interleaved, head_norms=norms)
+        return replace(spec, offsets=cls.offsets)
 
     @classmethod
     def shapes(cls, config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:

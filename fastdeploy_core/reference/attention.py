@@ -88,7 +88,7 @@ class ReferenceAttention:
     # saves.
     max_recorded_len = 4096
     can_capture_mixed = False
-    features = frozenset[str]()
+    features = frozenset({"offsets"})  # layers rotate before it
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable

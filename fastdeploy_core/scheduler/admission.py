@@ -72,8 +72,8 @@ class Admission:
         if not request.wants_prompt_logprobs:
             match = self._kv.match(seq.table, seq.token_ids)
         num_left = len(seq.token_ids) - match.num_tokens
-        chunk = self.chunk(num_left)
-        if chunk < num_left and not self._may_run_in_parts():
+        chunk = self.chunk(seq, match.num_tokens, len(seq.token_ids), is_new=True)
+        if chunk < 1 or (chunk < num_left and not self._may_run_in_parts()):
             return False
         if not self._has_room(seq, match):
             return self._refuse(seq)
@@ -98,11 +98,14 @@ class Admission:
             self._on_stuck(seq)
         return False
 
-    def chunk(self, num_left: int) -> int:
-        """How many of a prompt's tokens that are left may run in this step."""
-        chunk = min(num_left, self._step.budget)
+    def chunk(self, seq: Sequence, start: int, end: int, *, is_new: bool = False) -> int:
+        """How many of a prompt's tokens from `start` to `end` may run in this step."""
+        chunk = min(end - start, self._step.budget)
         threshold = self._batch.long_prefill_token_threshold
-        return min(chunk, threshold) if threshold else chunk
+        chunk = min(chunk, threshold) if threshold else chunk
+        if not seq.table.embeddings:
+            return chunk
+        return self._step.within_encoding(seq, start, chunk, is_new=is_new)
 
     def has_prefill_slot(self) -> bool:
         """Whether the device takes one more prefill in this step."""

@@ -56,7 +56,9 @@ class StepPlanner:
         self._num_rows = self._kind = 0
         self._prefills_first = True
         self._keeps_back = False  # prompts have let drafts go first
-        self._step = StepBuilder(roster.columns, settings.batch.max_num_batched_tokens)
+        self._step = StepBuilder(
+            roster.columns, settings.batch.max_num_batched_tokens, settings.max_encode_tokens
+        )
         self._admission = Admission(roster, settings, counters, self._step, on_stuck)
 
     def plan(self) -> ScheduledStep | None:
@@ -244,7 +246,7 @@ class StepPlanner:
             self._step.put(seq, 1)
 
     def _continue_prefill(self, seq: Sequence) -> None:
-        chunk = self._admission.chunk(seq.num_known_at_start - seq.num_computed)
+        chunk = self._admission.chunk(seq, seq.num_computed, seq.num_known_at_start)
         has_turn = chunk > 0 and self._admission.has_prefill_slot()
         if has_turn and self._grow(seq, seq.num_computed + chunk):
             self._step.put(seq, chunk)

@@ -12,6 +12,7 @@ from fastdeploy_core.types.worker import WorkerInfo
 # Share of max_model_len above which a prompt counts as long, when prompts may overtake each other
 # and no threshold is given (FastDeploy's and vLLM's default).
 LONG_PREFILL_SHARE = 0.04
+NO_LIMIT = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class SchedulerSettings:
     device: WorkerInfo
     speculative: SpeculativeConfig | None = None
     lookahead_tokens: int = 0  # of the speculative method; see contracts.Requirements
+    max_encode_tokens: int = 0  # vectors of pictures in a step, but one picture at least
     seed: int = 0
 
     @property
@@ -48,6 +50,10 @@ def make_settings(
         info,
         config.speculative,
         lookahead_tokens=0 if needs is None else needs.lookahead_tokens,
+        # Without chunks a prompt's pictures come in one step.
+        max_encode_tokens=(config.media.max_encode_tokens or batch.max_num_batched_tokens // 4)
+        if batch.enable_chunked_prefill
+        else NO_LIMIT,
         seed=config.model.seed,
     )
 

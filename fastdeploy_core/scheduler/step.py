@@ -8,7 +8,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fastdeploy_core.types import BatchRows, BlockCopies, NewSequence, SchedulerOutput
+from fastdeploy_core.types import (
+    BatchRows,
+    BlockCopies,
+    EmbeddedSpan,
+    NewSequence,
+    SchedulerOutput,
+)
 
 from .columns import Columns
 from .sequence import Sequence
@@ -93,12 +99,22 @@ class ScheduledStep(NamedTuple):
         return [*self.cohort.seqs, *(row.seq for row in self.rows)]
 
 
+def _begun_in(seq: Sequence, first: int, end: int, *, is_new: bool) -> list[EmbeddedSpan]:
+    """The spans that begin among these tokens; with `is_new`, also that in which the first lies."""
+    return [
+        span
+        for span in seq.table.embeddings
+        if span.start < end
+        and (span.start >= first or (is_new and span.start + span.count > first))
+    ]
+
+
 class StepBuilder:
     """Collects one step after the other within a token budget."""
 
-    def __init__(self, columns: Columns, max_num_tokens: int) -> None:
+    def __init__(self, columns: Columns, max_num_tokens: int, max_encode_tokens: int = 0) -> None:
         self._columns = columns
-        self._max_num_tokens = max_num_tokens
+        self._max_num_tokens, self._max_encode_tokens = max_num_tokens, max_encode_tokens
         self._cohort = NO_COHORT
         # Rows of the step before, if they can simply go on: every one sampled, none had drafts.
         self._last_seq_ids = NO_COHORT.seq_ids
@@ -110,6 +126,7 @@ class StepBuilder:
         """Start over with an empty step."""
         self.budget = self._max_num_tokens
         self.num_prefills = 0
+        self._num_encoded = 0  # vectors of pictures that the step makes, at most
         self.is_stalled = False  # a running sequence got no room: nobody new may start
         self.has_drafts = False  # rows are fed drafts
         self._has_cohort = False
@@ -160,9 +177,23 @@ class StepBuilder:
         columns.step[places] = self._number
         self.budget -= self._decodes.num_tokens
 
-    def put(self, seq: Sequence, num_tokens: int) -> None:
+    def within_encoding(self, seq: Sequence, start: int, num_tokens: int, *, is_new: bool) -> int:
+        """How many of these tokens the step takes without making more vectors than it may: it ends
+        before a picture for which there is no room. is_new: the workers do not have the sequence,
+        so neither the picture in which it begins. One picture fits into a step without any."""
+        num = self._num_encoded
+        for span in _begun_in(seq, start, start + num_tokens, is_new=is_new):
+            if num and num + span.count > self._max_encode_tokens:
+                return max(0, span.start - start)
+            num += span.count
+        return num_tokens
+
+    def put(self, seq: Sequence, num_tokens: int, *, is_new: bool = False) -> None:
         """A row of its own."""
         start = seq.num_computed
+        if seq.table.embeddings:
+            spans = _begun_in(seq, start, start + num_tokens, is_new=is_new)
+            self._num_encoded += sum(span.count for span in spans)
         end, at_start = start + num_tokens, seq.num_known_at_start
         if start < at_start:
             self.num_prefills += 1
@@ -192,7 +223,7 @@ class StepBuilder:
                 extras=request.extras,
             )
         )
-        self.put(seq, num_tokens)
+        self.put(seq, num_tokens, is_new=True)
 
     def add_blocks(self, seq: Sequence, blocks: list[int]) -> None:
         """The sequence got these for its row."""

@@ -31,6 +31,7 @@ from .service_routes import service_router
 from .state import ServerState
 
 if TYPE_CHECKING:
+    from fastdeploy_core.contracts.model import MediaProcessor
     from fastdeploy_core.engine.client import AsyncEngine
     from fastdeploy_core.engine.input import RequestLimits
     from fastdeploy_core.grammar.compiler import GrammarCompiler
@@ -53,13 +54,14 @@ def create_app(
     compiler: GrammarCompiler | None = None,
     plugins: Sequence[PluginRoutes] = (),
     occupancy: OwnOccupancy | None = None,
+    media: MediaProcessor | None = None,
 ) -> FastAPI:
     """An app that serves this engine, with the routes that plugins add.
 
     The caller owns the engine and the grammar compiler and closes them. `app.state.server` is the
     ServerState.
     """
-    state = ServerState(engine, tokenizer, config, limits, compiler, occupancy)
+    state = ServerState(engine, tokenizer, config, limits, compiler, occupancy, media)
     app = FastAPI(
         title="FastDeploy",
         version=__version__,

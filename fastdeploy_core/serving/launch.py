@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core import __version__
-from fastdeploy_core.config import EngineConfig, ModelConfig
+from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.config.arguments import (
     build_engine_config,
     build_server_config,
@@ -28,6 +28,7 @@ from fastdeploy_core.config.arguments import (
 )
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.client import AsyncEngine
+from fastdeploy_core.engine.media import media_processor
 from fastdeploy_core.parsers.answer import parser_named
 from fastdeploy_core.plugins.checkpoints import find_model
 from fastdeploy_core.plugins.drivers import find
@@ -40,6 +41,7 @@ from .asking import Plugins
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from fastdeploy_core.contracts.model import MediaProcessor
     from fastdeploy_core.plugins.resolve import ResolvedPlugins
     from fastdeploy_core.serving.front.door import FrontDoor
     from fastdeploy_core.serving.front.front_end import FrontEndInit
@@ -210,8 +212,8 @@ async def _app_around(
     async with contextlib.AsyncExitStack() as stack:
         engine_task = asyncio.create_task(starting)
         try:
-            tokenizer, plugins = await asyncio.to_thread(
-                _prepare_app, model, server_config, resolved
+            tokenizer, plugins, media = await asyncio.to_thread(
+                _prepare_app, engine_config, server_config, resolved
             )
         except BaseException:
             engine_task.cancel()
@@ -241,6 +243,7 @@ async def _app_around(
             compiler=compiler,
             plugins=plugins,
             occupancy=occupancy,
+            media=media,
         )
         yield app, engine
 
@@ -266,9 +269,10 @@ def _log_model(config: EngineConfig) -> None:
 
 
 def _prepare_app(
-    model: ModelConfig, server_config: ServerConfig, resolved: Future[ResolvedPlugins]
-) -> tuple[Tokenizer, list[PluginRoutes]]:
+    config: EngineConfig, server_config: ServerConfig, resolved: Future[ResolvedPlugins]
+) -> tuple[Tokenizer, list[PluginRoutes], MediaProcessor | None]:
     """The slow parts of an app that need no engine."""
+    model = config.model
     importlib.import_module(".app", __package__)
     importlib.import_module(".server", __package__)
     importlib.import_module("fastdeploy_core.grammar.compiler")
@@ -282,7 +286,8 @@ def _prepare_app(
         chat_template=model.chat_template,
         trust_special_tokens=model.trust_special_tokens,
     )
-    return tokenizer, plugin_routes(resolved.result())
+    media = media_processor(config, resolved.result())
+    return tokenizer, plugin_routes(resolved.result()), media
 
 
 def _log_engine(info: EngineInfo, num_engines: int, seconds: float) -> None:

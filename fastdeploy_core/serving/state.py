@@ -17,6 +17,7 @@ from fastdeploy_core.tokenizer.template_process import MAX_PROCESSES
 from .metrics import Metrics
 
 if TYPE_CHECKING:
+    from fastdeploy_core.contracts.model import MediaProcessor
     from fastdeploy_core.engine.client import AsyncEngine
     from fastdeploy_core.grammar.compiler import GrammarCompiler
     from fastdeploy_core.tokenizer import Tokenizer
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 DRAINING_RETRY_S = 5.0
 MAX_WAITING_TEMPLATES = 16
+MEDIA_THREADS = 4
 
 
 class Admission:
@@ -94,11 +96,13 @@ class ServerState:
         limits: RequestLimits,
         compiler: GrammarCompiler | None = None,
         occupancy: OwnOccupancy | None = None,
+        media: MediaProcessor | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.config = config
         self.compiler = compiler
+        self.media = media  # of a family that takes pictures
         self.metrics = Metrics(config.served_names[0] if config.served_names else "model")
         self.occupancy = occupancy or OwnOccupancy()
         self.admission = Admission(engine, config, self.metrics, self.occupancy)
@@ -110,6 +114,8 @@ class ServerState:
         self.threads = Threads(config.tokenizer_threads, config.max_concurrency, "tokenizer")
         # A template of a request may take as long as its process may live.
         self.template_threads = Threads(MAX_PROCESSES, MAX_WAITING_TEMPLATES, "template")
+        # Pictures are fetched and decoded for seconds, which no other prompt shall wait for.
+        self.media_threads = Threads(MEDIA_THREADS, config.max_concurrency, "media")
 
     async def add_grammar(self, request: Request) -> None:
         """Compile the request's constraint, if it has one, beside the event loop."""
@@ -136,3 +142,6 @@ class ServerState:
         """Stop helper threads and processes; the engine belongs to its creator."""
         self.threads.close()
         self.template_threads.close()
+        self.media_threads.close()
+        if self.media is not None:
+            self.media.close()

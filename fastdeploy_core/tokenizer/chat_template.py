@@ -164,7 +164,7 @@ class TextParts(list[dict[str, Any]]):
     is its texts, joined by line breaks: many iterate in the messages of users only."""
 
     def __str__(self) -> str:
-        return "\n".join(str(part["text"]) for part in self)
+        return "\n".join(str(part["text"]) for part in self if "text" in part)
 
     def __add__(self, other: Any) -> Any:
         return str(self) + other if isinstance(other, str | TextParts) else super().__add__(other)
@@ -308,31 +308,34 @@ def plain_data(value: Any, depth: int = 0) -> Any:
 
 
 def prepare_messages(
-    messages: Sequence[Mapping[str, Any]], keep_parts: bool = False
+    messages: Sequence[Mapping[str, Any]], keep_parts: bool = False, kinds: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """Check a conversation and bring it into the form that templates expect.
 
-    Content in parts becomes text (parts joined by line breaks) unless `keep_parts`. Arguments of
+    Content in parts becomes text (parts joined by line breaks) unless `keep_parts`. Parts of
+    `kinds` stay {"type": kind}, for a template that writes something in their place. Arguments of
     earlier tool calls become objects. Reasoning is stored under every name that templates read.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
         raise InvalidRequest("messages must be a list of messages", param="messages")
     prepared = [
-        _prepare_message(plain_data(message), i, keep_parts) for i, message in enumerate(messages)
+        _prepare_message(plain_data(message), i, keep_parts, kinds)
+        for i, message in enumerate(messages)
     ]
     if not prepared:
         raise InvalidRequest("messages must not be empty", param="messages")
     return prepared
 
 
-def _prepare_message(given: Any, index: int, keep_parts: bool) -> dict[str, Any]:
+def _prepare_message(
+    given: Any, index: int, keep_parts: bool, kinds: Sequence[str]
+) -> dict[str, Any]:
     where = f"messages[{index}]"
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise InvalidRequest(f"{where} must be an object with a role", param="messages")
     message: dict[str, Any] = given
     if isinstance(message.get("content"), list):
-        texts = _part_texts(message["content"], where)
-        parts = TextParts({"type": "text", "text": text} for text in texts)
+        parts = TextParts(_parts(message["content"], where, kinds if keep_parts else ()))
         message["content"] = parts if keep_parts else str(parts)
     elif not isinstance(message.get("content"), str | None):
         raise InvalidRequest(f"{where}.content must be text or a list of parts", param="messages")
@@ -350,20 +353,21 @@ def _prepare_message(given: Any, index: int, keep_parts: bool) -> dict[str, Any]
     return message
 
 
-def _part_texts(parts: list[Any], where: str) -> list[str]:
-    texts = []
+def _parts(parts: list[Any], where: str, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
     for part in parts:
         if isinstance(part, str):
-            texts.append(part)
+            yield {"type": "text", "text": part}
         elif isinstance(part, dict) and isinstance(part.get("text"), str):
-            texts.append(part["text"])
+            yield {"type": "text", "text": part["text"]}
+        elif isinstance(part, dict) and part.get("type") in kinds:
+            yield {"type": part["type"]}
         else:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise InvalidRequest(
-                f"{where}.content has a part of type {kind!r:.40}; this model takes text",
+                f"{where}.content has a part of type {kind!r:.40}; this model takes "
+                f"{', '.join(('text', *kinds))}",
                 param="messages",
             )
-    return texts
 
 
 def _open_arguments(call: Any, where: str) -> None:

@@ -211,12 +211,15 @@ class Tokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
         trusted: bool = False,
+        kinds: Sequence[str] = (),
     ) -> str:
         """The prompt of a conversation; InvalidRequest says what is wrong with it.
 
         `template_kwargs`: a request's chat_template_kwargs, checked against the names that the
         template reads. `chat_template`: a template from the request; the caller has decided that
         requests may bring one. Unless it is `trusted`, it renders in a child process under limits.
+        `kinds`: of parts beside text that messages may have, as engine.media.take_media leaves
+        them.
         Encode the prompt with add_special_tokens=False, because the template writes special tokens.
         """
         if continue_final_message and add_generation_prompt:
@@ -229,7 +232,8 @@ class Tokenizer:
             own = self._own_template(bool(tools))
         elif trusted:
             own = _given(chat_template)
-        prepared = prepare_messages(messages, keep_parts=own is not None and own.reads_parts)
+        keeps = own is not None and own.reads_parts
+        prepared = prepare_messages(messages, keep_parts=keeps, kinds=kinds)
         mark = self._special_text.mark if self._special_text else lambda value: value
         role = own.role if own is not None else str
         # roles come from a short list, and templates write special tokens with them

@@ -42,13 +42,23 @@ class EmbeddedSpan(msgspec.Struct, frozen=True, array_like=True):
     first_row: int = 0  # which of the item's vectors stands in the place of the first token
 
 
+class MediaItem(msgspec.Struct, frozen=True, array_like=True):
+    """One picture or video as a model's encoder takes it (contracts.model.MediaProcessor)."""
+
+    digest: bytes  # that of the spans where its vectors stand
+    num_rows: int  # vectors that the encoder makes of it
+    grid: tuple[int, int, int]  # patches: in time, rows, columns
+    data: bytes = b""  # uint8 patches; their order is the family's
+    numbers: list[float] = []  # what its encoder needs beside them, such as the channels' means
+
+
 class SequenceExtras(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a sequence asks of model and worker beyond token ids and sampling.
 
-    Reserved: an engine refuses a request with `needs` that its workers do not report
-    (WorkerInfo.features), and the core's workers report none yet. `adapter` and `embeddings` are
-    part of the block hash already, so the prefix cache can never mix two of them; positions follow
-    from the token ids and from what `embeddings` digests.
+    An engine refuses a request with `needs` that its workers do not report (WorkerInfo.features).
+    They report "embeddings" and "positions" for a family that has them; `adapter` and `pooling` are
+    reserved. `adapter` and `embeddings` are part of the block hash, so the prefix cache can never
+    mix two of them; positions follow from the token ids and from what `embeddings` digests.
     """
 
     adapter: str = ""  # a LoRA adapter: its name and the generation of its weights
@@ -58,6 +68,7 @@ class SequenceExtras(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     positions: bytes = b""
     position_offset: int = 0  # added to the index of every token after the prompt
     pooling: str = ""  # how the hidden states become one vector; empty: tokens are sampled
+    media: list[MediaItem] = []  # what `embeddings` digest, each once
 
     @property
     def needs(self) -> frozenset[str]:

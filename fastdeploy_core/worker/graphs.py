@@ -25,7 +25,7 @@ from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.layers.context import ForwardContext
 
 from .graph_sizes import unlike
-from .layout import DecodeBuffers, PromptBuffers
+from .layout import DecodeBuffers, LaidOut, PromptBuffers
 from .sampling_step import has_processors
 from .step import StepRows, TargetStep, padded
 
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import CapturedGraph, DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.contracts.small import CausalLM
+    from fastdeploy_core.layers.context import EmbeddedRows
     from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.memory.postbox import Posted
     from fastdeploy_core.sampling.captured import CapturedSampling
@@ -552,25 +553,29 @@ def forward(
     loaded: LoadedModel,
     caches: list[tuple[Tensor, ...]],
     rows: StepRows,
-    batch: AttentionBatch,
-    input_ids: Tensor,
+    laid_out: LaidOut,
     read: np.ndarray | None,
+    embedded: EmbeddedRows | None = None,
 ) -> TargetStep:
     """Queue a step laid out on the host, as a captured graph or operation by operation. read:
     StepRows.read_tokens, or None: hidden states of all tokens are wanted."""
+    batch, input_ids, axes = laid_out
     captured = None if graphs is None else graphs.find_prompt(rows, reads_all=read is None)
     if captured is not None:
         return captured.run(batch, input_ids, read)
     metadata = {spec: driver.prepare(batch) for spec, driver in loaded.attention.items()}
     index = None if read is None else loaded.builder.device.to_device(read)
-    context = ForwardContext(batch, metadata, caches, index)
-    return TargetStep(batch, context, input_ids, run_model(loaded.model, input_ids, context))
+    context = ForwardContext(batch, metadata, caches, index, embedded)
+    return TargetStep(batch, context, input_ids, run_model(loaded.model, input_ids, context, axes))
 
 
-def run_model(model: CausalLM, input_ids: Tensor, context: ForwardContext) -> Tensor:
-    """Hidden states of context.rows, or of all tokens. WorkerError: the model returns others than
-    it should."""
-    hidden, rows = model.forward(input_ids, context.batch.positions, context), context.rows
+def run_model(
+    model: CausalLM, input_ids: Tensor, context: ForwardContext, axes: Tensor | None = None
+) -> Tensor:
+    """Hidden states of context.rows, or of all tokens. axes: see LaidOut. WorkerError: the model
+    returns others than it should."""
+    positions = context.batch.positions if axes is None else axes
+    hidden, rows = model.forward(input_ids, positions, context), context.rows
     if rows is not None and hidden.shape[0] != rows.shape[0]:
         raise WorkerError(
             f"{type(model).__name__}.forward returned {int(hidden.shape[0])} hidden states where "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend, StepBuckets
     from fastdeploy_core.tensor import Tensor
 
+    from .media import SequenceMedia
     from .slots import Slots
     from .step import StepRows
 
@@ -39,23 +40,36 @@ def place(rows: StepRows, slots: Slots) -> tuple[np.ndarray, np.ndarray, np.ndar
     return token_slots, positions, blocks * slots.block_size + offset
 
 
+class LaidOut(NamedTuple):
+    """A step in memory."""
+
+    attention: AttentionBatch
+    input_ids: Tensor  # [T] int64
+    axes: Tensor | None = None  # [3, T] int64: positions, where they differ between the axes
+
+
 class HostLayout:
     """Lays a step out on the host."""
 
-    def __init__(self, device: DeviceBackend, slots: Slots) -> None:
-        self._device, self._xp, self._slots = device, device.xp, slots
+    def __init__(
+        self, device: DeviceBackend, slots: Slots, media: SequenceMedia | None = None
+    ) -> None:
+        self._device, self._xp, self._slots, self._media = device, device.xp, slots, media
         self._offsets: dict[int, tuple[np.ndarray, Tensor]] = {}
         # Block tables of the last step: slots, their version, width; kept while these stay.
         self._tables: tuple[np.ndarray, int, int, np.ndarray, Tensor] | None = None
 
-    def lay_out(self, rows: StepRows) -> tuple[AttentionBatch, Tensor]:
-        """What attention drivers see, and [T] int64 input ids."""
+    def lay_out(self, rows: StepRows) -> LaidOut:
+        """The step as attention drivers and the model see it."""
         token_slots, positions, cache_slots = place(rows, self._slots)
+        input_ids = self._input_ids(rows, token_slots, positions)
         if rows.shape is not None:
-            batch = self._rectangle(rows, rows.shape, positions, cache_slots)
-        else:
-            batch = self._exact(rows, positions, cache_slots)
-        return batch, self._input_ids(rows, token_slots, positions)
+            return LaidOut(self._rectangle(rows, rows.shape, positions, cache_slots), input_ids)
+        axes = None
+        if self._media is not None:
+            positions, axes = self._media.positions(token_slots, positions)
+        batch = self._exact(rows, positions, cache_slots)
+        return LaidOut(batch, input_ids, None if axes is None else self._device.to_device(axes))
 
     def _exact(
         self, rows: StepRows, positions: np.ndarray, cache_slots: np.ndarray

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastdeploy_core.config import EngineConfig
-from fastdeploy_core.errors import RequestError, ResourceError, WorkerError
+from fastdeploy_core.errors import ConfigError, RequestError, ResourceError, WorkerError
 from fastdeploy_core.memory.transfers import wait_for
 from fastdeploy_core.sampling.captured import CAPTURED, CapturedSampling
 from fastdeploy_core.sampling.columns import FILTER, SamplingColumns
@@ -27,6 +27,7 @@ from .drafting import Drafting
 from .graph_sizes import prompt_sizes
 from .graphs import CapturedDecode, GraphPlan, Graphs, forward, max_decodes
 from .layout import HostLayout, StepShapes
+from .media import SequenceMedia
 from .results import NO_TOKENS, NOT_KEPT, PendingOutput, Results
 from .sampling_step import (
     StepSampler,
@@ -72,7 +73,9 @@ class ModelRunner:
         self._state: SamplingState | None = None
         if rank == 0:
             self._state = SamplingState(config, device, kernels, self._columns, loaded.load_driver)
+        self._media = self._make_media(loaded.model)
         parts: list[Any] = [self._columns, *(self._state.parts if self._state else ())]
+        parts += [] if self._media is None else [self._media]
         captured = CapturedSampling(device, kernels, self._columns, max_num_seqs)
         # One rank knows what all rows need.
         self._is_alone = communicator is None
@@ -95,7 +98,7 @@ class ModelRunner:
         )
         if drafting is not None:
             drafting.attach(slots, captured)
-        buckets, self._layout = device.limits.step_buckets, HostLayout(device, slots)
+        buckets, self._layout = device.limits.step_buckets, HostLayout(device, slots, self._media)
         self.shapes = None if buckets is None else StepShapes(config, buckets)
         self._lock = threading.RLock()
         self._sampler = StepSampler(
@@ -110,6 +113,21 @@ class ModelRunner:
         self._is_simple = np.zeros(max_num_seqs, dtype=bool)  # see is_simple()
         self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
         self.caches = Caches(device, kernels, loaded)
+
+    def _make_media(self, model: Any) -> SequenceMedia | None:
+        """Where pictures of sequences are kept; None: they bring none. ConfigError for what cannot
+        be had together with them."""
+        config = self._config
+        # Steps of fixed shapes have no place for vectors.
+        if not hasattr(model, "encode") or self._device.limits.step_buckets is not None:
+            return None
+        if config.speculative is not None:
+            raise ConfigError(
+                f"{type(model).__name__} takes pictures, and drafting behind these is not part of "
+                "this version; leave out --speculative-config"
+            )
+        num_slots, max_rows = config.batch.max_num_seqs, config.media.max_encoder_cache
+        return SequenceMedia(self._device, model, num_slots, max_rows)
 
     def _graph_plan(self, sizes: tuple[int, ...]) -> GraphPlan:
         config, drafting, loaded = self._config, self._drafting, self._loaded
@@ -132,6 +150,7 @@ class ModelRunner:
         # Kept results have no place for drafts; posted ones do.
         takes_drafts = captures_drafting and self.slots.postbox is not None
         return {
+            "features": frozenset() if self._media is None else self._media.features,
             "captures_drafts": drafting is not None,
             "captures_drafting": captures_drafting,
             "max_decodes": self.max_decodes,
@@ -303,9 +322,10 @@ class ModelRunner:
         """A step laid out on the host: logits of the sampled positions, if there are any."""
         rows = launched.rows
         with self._lock:
-            attention, input_ids = self._layout.lay_out(rows)
+            laid_out = self._layout.lay_out(rows)
+            embedded = None if self._media is None else self._media.embedded(rows)
         read, reads_all = rows.read_tokens(), self._reads_all_hidden(rows)
-        step = rows, attention, input_ids, None if reads_all else read
+        step = rows, laid_out, None if reads_all else read, embedded
         launched.target = forward(self._graphs, self._loaded, self.caches.tensors, *step)
         hidden = launched.target.hidden
         launched.prompt_logprobs = self._sampler.prompt_logprobs(hidden, rows)
@@ -394,7 +414,15 @@ class ModelRunner:
             self._drafting.forget(seq_id)
 
     def _add(self, new: NewSequence) -> None:
+        extras = new.extras if new.extras is not None and new.extras.needs else None
+        if extras and (self._media is None or extras.needs - self._media.features):
+            raise WorkerError(
+                f"sequence {new.seq_id} brings {', '.join(sorted(extras.needs))}, which this "
+                "worker does not report among its features"
+            )
         slot = self.slots.add(new)
+        if self._media is not None and extras:
+            self._media.add(slot, extras)
         self._is_simple[slot] = is_simple(new, self._config)
         self._refused.pop(new.seq_id, None)
         self._columns.add(slot, new.sampling, new.seed)

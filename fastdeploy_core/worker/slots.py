@@ -158,11 +158,6 @@ class Slots:
             raise WorkerError(
                 f"sequence {new.seq_id} does not fit: all {self.max_num_seqs} slots are taken"
             )
-        if new.extras is not None and new.extras.needs:
-            raise WorkerError(
-                f"sequence {new.seq_id} brings {', '.join(sorted(new.extras.needs))}, which this "
-                "worker does not report among its features"
-            )
         length, num_blocks = len(new.token_ids), len(new.block_ids)
         if length > self.max_model_len or num_blocks > self.block_tables.shape[1]:
             raise WorkerError(

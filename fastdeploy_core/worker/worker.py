@@ -102,6 +102,7 @@ class Worker:
         sizes, about_graphs = graph_sizes(
             *(self.config, device.limits, loaded.attention.values(), self.world_size),
             can_sample=can_capture_sampling(device, kernels),
+            has_offsets=any(spec.offsets for spec in loaded.attention),
         )
         drafters = None
         if self.config.speculative is not None:

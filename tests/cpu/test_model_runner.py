@@ -18,7 +18,7 @@ from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.errors import WorkerError
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.device import CpuDevice
-from fastdeploy_core.types import BlockCopies, SamplingParams
+from fastdeploy_core.types import BlockCopies, SamplingParams, SequenceExtras
 from fastdeploy_core.worker.caches import BlockMover
 from tests.worker_steps import (
     VOCAB,
@@ -419,6 +419,14 @@ def test_messages_that_make_no_sense_are_worker_errors_and_harm_nobody(steps: St
             steps.launch([], copies)
     run_row(steps, 1, 3)
     assert steps.tokens[1][3:] == truth
+    clear(steps)
+
+
+def test_what_a_worker_does_not_serve_is_refused(steps: Steps) -> None:
+    steps.add(1, [5, 6], extras=SequenceExtras(adapter="legal@1"))
+    with pytest.raises(WorkerError, match="brings adapter"):
+        steps.launch([steps.row(1)])
+    assert 1 not in steps.worker._runner.slots.slot_of
     clear(steps)
 
 

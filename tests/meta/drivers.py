@@ -71,6 +71,7 @@ from fd_tools.plugins_show import main as plugins_show
 from fd_tools.plugins_why import main as plugins_why
 from fd_tools.run_batch import main as run_batch
 from fd_tools.tokenizer import main as tokenizer
+from fd_vision.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
 from fd_xpu.attention import XpuAttention
 from fd_xpu.device import XpuDevice
 from fd_xpu.moe import XpuMoE
@@ -89,6 +90,7 @@ from fastdeploy_core.contracts.small import (
     CheckpointFormat,
     GrammarBackend,
     LogitsProcessor,
+    MultimodalLM,
     ProcessorContext,
     ReasoningParser,
     ToolParser,
@@ -203,6 +205,9 @@ models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     Qwen2MoeForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
+]
+multimodal: list[Callable[[Mapping[str, Any], ModelBuilder], MultimodalLM]] = [
+    Qwen2_5_VLForConditionalGeneration,
 ]
 checkpoint_formats: list[Callable[[Path], CheckpointFormat]] = [
     GGUFCheckpoint,

@@ -280,6 +280,7 @@ PRIVATE = {
     },
     "fd-quant-formats": {"quantization"},
     "fd-tools": {"cli", "config", "envs", "models", "plugins", "serving", "tokenizer"},
+    "fd-vision": {"models"},
 }
 # For tests alone: it may use the conformance kit.
 PRIVATE_OF_TESTS = {"fd-simdevice": {"fastdeploy_testing"}}

@@ -7,8 +7,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
+from fastdeploy_core.contracts.model import MediaPart
 from fastdeploy_core.contracts.small import ParsedDelta
 from fastdeploy_core.engine.input import build_request, grammar_start
+from fastdeploy_core.engine.media import num_media_tokens, take_media
 from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.parsers.answer import (
     AnswerReader,
@@ -59,6 +61,9 @@ class ChatJob:
         if as_ids is None:
             as_ids = state.config.return_tokens_as_token_ids
         self._names = TokenNames(state.tokenizer, as_ids)
+        self._messages, self._parts = body.messages, list[MediaPart]()
+        if state.media is not None and body.messages is not None:
+            self._messages, self._parts = take_media(body.messages, state.media.kinds)
         self._constraint: StructuredOutputsParams | None = None
         self._prompt_tail = ""
         self._request: Request | None = None
@@ -68,7 +73,11 @@ class ChatJob:
     async def prepare(self) -> None:
         """Render, tokenize, compile the grammar."""
         body, state, tenant = self._body, self._state, self._call.tenant
-        if body.chat_template is not None:
+        if self._parts:
+            render = state.template_threads if body.chat_template is not None else state.threads
+            prompt = await render.run(tenant, self.render)
+            request = await state.media_threads.run(tenant, self.make_request, prompt)
+        elif body.chat_template is not None:
             prompt = await state.template_threads.run(tenant, self.render)
             request = await state.threads.run(tenant, self.make_request, prompt)
         elif self._call.is_short and not isinstance(prompt := self.render(), MarkedText):
@@ -98,12 +107,14 @@ class ChatJob:
             state.default_sampling, structured_outputs=self._constraint, **wanted
         )
         own = body.add_special_tokens or body.raw_prompt() is not None
+        options = request_options(state, body, self._call, own)
+        options.media_parts = self._parts
         return build_request(
             prompt,
             sampling,
             tokenizer=state.tokenizer,
             limits=state.limits,
-            options=request_options(state, body, self._call, own),
+            options=options,
         )
 
     def render(self) -> str | list[int]:
@@ -119,13 +130,14 @@ class ChatJob:
                 param="chat_template",
             )
         return self._state.tokenizer.apply_chat_template(
-            body.messages,
+            self._messages,
             body.tools if body.wants_tools() else None,
             body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             documents=body.documents,
             template_kwargs=self._kwargs,
             chat_template=body.chat_template,
+            kinds=() if self._state.media is None else self._state.media.kinds,
         )
 
     async def complete(self) -> dict[str, Any]:
@@ -193,7 +205,7 @@ class ChatJob:
         num = self._engine_request().sampling.n
         max_calls = 1 if self._body.parallel_tool_calls is False else None
         answers = {index: Answer(self._parser(), max_calls) for index in range(num)}
-        return Usage(len(self._prompt_ids())), answers
+        return Usage(len(self._prompt_ids()), num_media_tokens(self._engine_request())), answers
 
     def _parser(self) -> TextParser:
         body, state = self._body, self._state

@@ -15,8 +15,9 @@ from fastdeploy_core.types import RequestOutput, SpeculateMetrics
 class Usage:
     """Counts tokens as outputs arrive."""
 
-    def __init__(self, num_prompt_tokens: int) -> None:
+    def __init__(self, num_prompt_tokens: int, num_image_tokens: int = 0) -> None:
         self.num_prompt_tokens = num_prompt_tokens
+        self.num_image_tokens = num_image_tokens  # of these, in whose places pictures stand
         self.num_completion_tokens = 0
         self.num_reasoning_tokens = 0
         # by request, because each output repeats the request's own number
@@ -45,6 +46,8 @@ class Usage:
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
+        if self.num_image_tokens:
+            usage["prompt_tokens_details"]["image_tokens"] = self.num_image_tokens
         details = {}
         if self.num_reasoning_tokens:
             details["reasoning_tokens"] = self.num_reasoning_tokens
@@ -107,4 +110,5 @@ def request_options(
         cache_salt=body.cache_salt or "",
         salt_scope="" if state.config.share_prefix_cache else call.tenant,
         log_id=call.id,
+        media=state.media,
     )

@@ -1,0 +1,97 @@
+"""Pictures in requests: the family's processor, parts taken out of messages, and what is checked.
+
+The family says what it takes (contracts.small.MultimodalLM); nothing here names one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.contracts.model import MediaPart, MediaProcessor, MediaRules
+from fastdeploy_core.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from fastdeploy_core.plugins.resolve import ResolvedPlugins
+    from fastdeploy_core.types import Request
+
+
+def media_processor(
+    config: EngineConfig, resolved: ResolvedPlugins, *, is_trusted: bool = False
+) -> MediaProcessor | None:
+    """The processor of this model's family; None: it takes text only. is_trusted: see
+    MediaRules."""
+    family = resolved.load("model", config.model.architecture)
+    make = getattr(family, "media", None)
+    if make is None:
+        return None
+    asked = config.media
+    rules = MediaRules(
+        asked.limit_mm_per_prompt,
+        asked.allowed_media_domains,
+        asked.allowed_local_media_path,
+        is_trusted,
+    )
+    processor: MediaProcessor = make(config.model.hf_config, config.model.path, rules)
+    return processor
+
+
+def take_media(
+    messages: Sequence[Any], kinds: Sequence[str]
+) -> tuple[Sequence[Any], list[MediaPart]]:
+    """The conversation with {"type": kind} in the place of every part of these kinds, and those
+    parts in order. A part is {"type": "image_url", "image_url": URL or {"url": URL}} or {"type":
+    "image", "image": ...}, and the same of other kinds."""
+    parts: list[MediaPart] = []
+    names = {name: kind for kind in kinds for name in (kind, f"{kind}_url", f"{kind}_pil")}
+
+    def taken(part: Any, where: str) -> Any:
+        name = part.get("type") if isinstance(part, Mapping) else None
+        kind = names.get(name) if isinstance(name, str) else None
+        if kind is None:
+            return part
+        value = part.get(str(name))
+        if isinstance(value, Mapping):
+            value = value.get("url")
+        if value is None:
+            raise InvalidRequest(f"{where} has no {name}", param=where)
+        parts.append(MediaPart(kind, value, where))
+        return {"type": kind}
+
+    changed = []
+    for number, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list | tuple):
+            where = f"messages[{number}].content"
+            found = [taken(part, f"{where}[{n}]") for n, part in enumerate(content)]
+            message = {**message, "content": found}
+        changed.append(message)
+    return (changed, parts) if parts else (messages, parts)
+
+
+def num_media_tokens(request: Request) -> int:
+    """Prompt tokens in whose places vectors stand."""
+    return 0 if request.extras is None else sum(s.count for s in request.extras.embeddings)
+
+
+def check_media(request: Request) -> None:
+    """InvalidRequest if a request's spans, items and positions do not belong together: they come
+    from another process, and a worker relies on them."""
+    extras, length = request.extras, len(request.prompt_token_ids)
+    if extras is None or not (extras.embeddings or extras.media or extras.positions):
+        return
+    rows = {item.digest: item.num_rows for item in extras.media}
+    end, whole = 0, len(rows) == len(extras.media)
+    for span in extras.embeddings:
+        has_rows = span.first_row >= 0 and span.first_row + span.count <= rows.get(span.digest, 0)
+        whole &= has_rows and span.count > 0 and span.start >= end
+        end = span.start + span.count
+    whole &= end <= length and len(extras.positions) == 3 * 4 * length
+    whole &= all(len(digest) == 32 for digest in rows)
+    if not whole:
+        raise InvalidRequest(
+            "the request's pictures, their places in the prompt and the positions do not belong "
+            "together; a front end makes them with the family's processor",
+            param="prompt",
+        )

@@ -1,0 +1,154 @@
+"""Pictures of sequences on one rank: their vectors, and positions that are not tokens' indices.
+
+A picture is encoded in the step whose tokens first need it. Its vectors stay until its last token
+was fed, and after that until others need their place; so it is encoded once however its prompt is
+cut. Every rank encodes by itself, and all decide alike: the step's message decides.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastdeploy_core.errors import WorkerError
+from fastdeploy_core.layers.context import EmbeddedRows
+from fastdeploy_core.types import EmbeddedSpan, MediaItem, SequenceExtras
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.tensor import Tensor
+
+    from .step import StepRows
+
+FEATURES = frozenset({"embeddings", "positions"})  # of contracts.model.MODEL_FEATURES, served here
+
+
+@dataclass(slots=True)
+class _Brought:
+    """What one sequence brings, as far as it has yet to be fed."""
+
+    spans: list[EmbeddedSpan]
+    items: dict[bytes, MediaItem]
+    positions: np.ndarray  # [3, num_prompt_tokens]
+
+
+class SequenceMedia:
+    """By slot what sequences bring; and the vectors of pictures, by digest. `max_rows` vectors are
+    kept for other sequences; what running ones still need is kept in any case."""
+
+    def __init__(self, device: DeviceBackend, model: Any, num_slots: int, max_rows: int) -> None:
+        self._device, self._xp, self._model, self._max_rows = device, device.xp, model, max_rows
+        self._brought: dict[int, _Brought] = {}
+        self._offsets = np.zeros(num_slots, dtype=np.int64)
+        self._vectors: OrderedDict[bytes, Tensor] = OrderedDict()  # least recently used first
+        self._used_by: Counter[bytes] = Counter()  # spans that have yet to be fed
+        self.num_encoded = 0  # items so far
+        self.features = FEATURES & model.features  # what sequences may bring
+
+    def add(self, slot: int, extras: SequenceExtras) -> None:
+        """A sequence has got this slot, and brings something."""
+        self._offsets[slot] = extras.position_offset
+        positions = np.frombuffer(extras.positions, dtype=np.int32).reshape(3, -1)
+        items = {item.digest: item for item in extras.media}
+        self._brought[slot] = _Brought(list(extras.embeddings), items, positions)
+        self._used_by.update(span.digest for span in extras.embeddings)
+
+    def reset(self, slot: int) -> None:
+        """The slot is free."""
+        self._offsets[slot] = 0
+        gone = self._brought.pop(slot, None)
+        if gone is not None:
+            self._let_go(gone.spans)
+
+    def positions(
+        self, token_slots: np.ndarray, indices: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """[T] of each token that is fed, from its place in its sequence; and [3, T] where they are
+        not the same on all axes: the first are row numbers of a table of this step then."""
+        moved: np.ndarray = indices + self._offsets[token_slots]
+        axes: np.ndarray | None = None
+        for slot, brought in self._brought.items():
+            own = brought.positions
+            where = np.flatnonzero((token_slots == slot) & (indices < own.shape[1]))
+            if where.size:
+                axes = np.tile(moved, (3, 1)) if axes is None else axes
+                axes[:, where] = own[:, indices[where]]
+        if axes is None:
+            return moved, None
+        if (axes == axes[0]).all():
+            return axes[0], None
+        return np.arange(moved.size), axes
+
+    def embedded(self, rows: StepRows) -> EmbeddedRows | None:
+        """Vectors for this step's tokens, encoded now where they are not there; None: it needs
+        none. What the step feeds is forgotten here."""
+        if not self._brought:
+            return None
+        wanted: list[tuple[int, bytes, int, int]] = []  # step's token, digest, first row, count
+        missing: dict[bytes, MediaItem] = {}
+        fed: list[EmbeddedSpan] = []
+        for slot, start, count, token in zip(
+            *(x.tolist() for x in (rows.slots, rows.starts, rows.counts, rows.first_tokens())),
+            strict=True,
+        ):
+            brought, end = self._brought.get(slot), start + count
+            if brought is None:
+                continue
+            for span in brought.spans:
+                first, last = max(start, span.start), min(end, span.start + span.count)
+                if first >= last:
+                    continue
+                nth = span.first_row + first - span.start
+                wanted.append((token + first - start, span.digest, nth, last - first))
+                if span.digest not in self._vectors:
+                    missing[span.digest] = brought.items[span.digest]
+            fed += [span for span in brought.spans if span.start + span.count <= end]
+            brought.spans = [span for span in brought.spans if span.start + span.count > end]
+            if end >= brought.positions.shape[1]:
+                del self._brought[slot]
+        found = self._gather(wanted, list(missing.values())) if wanted else None
+        self._let_go(fed)
+        self._drop_unused()
+        return found
+
+    def _gather(
+        self, wanted: list[tuple[int, bytes, int, int]], missing: list[MediaItem]
+    ) -> EmbeddedRows:
+        self._encode(missing)
+        for _, digest, _, _ in wanted:
+            self._vectors.move_to_end(digest)
+        parts = [self._vectors[digest][nth : nth + count] for _, digest, nth, count in wanted]
+        tokens = np.concatenate([np.arange(t, t + count) for t, _, _, count in wanted])
+        return EmbeddedRows(self._device.to_device(tokens), self._xp.cat(parts))
+
+    def _encode(self, items: list[MediaItem]) -> None:
+        if not items:
+            return
+        rows, expected = self._model.encode(items), sum(item.num_rows for item in items)
+        if int(rows.shape[0]) != expected:
+            raise WorkerError(
+                f"{type(self._model).__name__}.encode returned {int(rows.shape[0])} vectors for "
+                f"items of {expected}"
+            )
+        self.num_encoded += len(items)
+        first = 0
+        for item in items:
+            # A copy: a part would keep the vectors of all items of the call.
+            self._vectors[item.digest] = rows[first : first + item.num_rows].clone()
+            first += item.num_rows
+
+    def _drop_unused(self) -> None:
+        num_rows = sum(int(vectors.shape[0]) for vectors in self._vectors.values())
+        for digest in [d for d in self._vectors if d not in self._used_by]:
+            if num_rows <= self._max_rows:
+                break
+            num_rows -= int(self._vectors.pop(digest).shape[0])
+
+    def _let_go(self, spans: list[EmbeddedSpan]) -> None:
+        for span in spans:
+            self._used_by[span.digest] -= 1
+            if not self._used_by[span.digest]:
+                del self._used_by[span.digest]

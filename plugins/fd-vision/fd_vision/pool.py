@@ -1,0 +1,106 @@
+"""A bounded number of processes that decode pictures; one that takes too long is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+
+import msgspec
+
+from fastdeploy_core.errors import InvalidRequest
+
+from .child import Answer, Job, read_frame, write_frame
+
+NUM_CHILDREN = 2
+MEMORY_BYTES = 2**30  # that a picture may take
+# What Python needs to start; nothing here can hold a secret.
+_ENVIRONMENT = frozenset({"LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH"})
+
+
+@dataclass(slots=True)
+class _Place:
+    """One process, started when it is first needed."""
+
+    child: subprocess.Popen[bytes] | None = None
+
+
+class DecodingPool:
+    """Runs jobs in child processes. Thread safe; a caller waits for a free process."""
+
+    def __init__(self, num_children: int = NUM_CHILDREN, memory_bytes: int = MEMORY_BYTES) -> None:
+        self._memory_bytes = memory_bytes
+        self._places: queue.SimpleQueue[_Place] = queue.SimpleQueue()
+        self._all = [_Place() for _ in range(num_children)]
+        for place in self._all:
+            self._places.put(place)
+        self.num_deaths = 0  # children that were killed or ended by themselves
+        self._is_closed = False
+
+    def run(self, job: Job) -> Answer:
+        """The picture's patches; InvalidRequest if there are none."""
+        place = self._places.get()
+        try:
+            made = self._ask(place, job)
+        finally:
+            self._places.put(place)
+        if made is None:
+            raise InvalidRequest("the picture takes too long or too much memory to decode")
+        if made.error:
+            raise InvalidRequest(made.error)
+        return made
+
+    def close(self) -> None:
+        """End all processes; callers that wait get an error."""
+        self._is_closed = True
+        for place in self._all:
+            child, place.child = place.child, None
+            if child is not None:
+                child.kill()
+                _reap(child)
+
+    def _ask(self, place: _Place, job: Job) -> Answer | None:
+        """None: the process is gone."""
+        if self._is_closed:
+            raise InvalidRequest("the server is shutting down")
+        child = place.child
+        if child is None or child.poll() is not None:
+            child = place.child = self._start()
+        timer = threading.Timer(job.time_limit_s, child.kill)
+        timer.start()
+        try:
+            if child.stdin is not None:
+                write_frame(child.stdin, msgspec.msgpack.encode(job))
+            if child.stdout is not None and (body := read_frame(child.stdout)):
+                return msgspec.msgpack.decode(body, type=Answer)
+        except OSError:
+            pass  # a pipe to a process that is gone
+        finally:
+            timer.cancel()
+        self.num_deaths += 1
+        place.child = None
+        child.kill()
+        _reap(child)
+        return None
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = {k: v for k, v in os.environ.items() if k in _ENVIRONMENT}
+        return subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            [sys.executable, "-P", "-m", "fd_vision.child", str(self._memory_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**environment, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+
+
+def _reap(child: subprocess.Popen[bytes]) -> None:
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # what was not written yet goes to nobody
+                pipe.close()

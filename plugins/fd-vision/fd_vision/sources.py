@@ -1,0 +1,219 @@
+"""From what a request names to bytes: data: URLs; http(s) from hosts that the operator allows;
+files below a folder that the operator allows.
+
+One parser reads a URL for the check and for the fetch; a host is resolved once, and the connection
+goes to the address that was checked; redirects are not followed.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import http.client
+import ipaddress
+import re
+import socket
+import ssl
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+from PIL import Image
+
+from fastdeploy_core.contracts.model import MediaRules
+from fastdeploy_core.errors import InvalidRequest
+
+from .patches import as_rgb
+
+MAX_BYTES = 20 * 2**20  # of one picture as it comes
+FETCH_LIMIT_S = 10.0  # for all of a fetch
+CHUNK_BYTES = 64 * 1024
+# A URL has no others; an unusual character is where two parsers differ.
+_URL = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+(/[A-Za-z0-9\-._~!$&'()*+,;=:@%/?]*)?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A picture as it comes: a file's bytes, or RGB pixels with their width and height."""
+
+    data: bytes
+    size: tuple[int, int] | None = None
+
+
+def read_source(value: Any, rules: MediaRules) -> Source:
+    """The bytes that a part stands for; InvalidRequest if it is malformed or not allowed."""
+    if isinstance(value, str):
+        scheme = value[:8].partition(":")[0].lower()
+        if scheme == "data":
+            return Source(_from_data(value))
+        if scheme in ("http", "https"):
+            return Source(fetch(value, rules.allowed_domains))
+        if scheme == "file":
+            return Source(_from_file(value, rules))
+        if rules.is_trusted:
+            return Source(_read(Path(value)))
+        raise InvalidRequest(
+            "a picture is named by a data: URL, or http(s): or file: where the operator allows it"
+        )
+    if rules.is_trusted:
+        return _from_object(value)
+    raise InvalidRequest('a picture is given as {"url": "data:image/png;base64,..."}')
+
+
+def _from_data(url: str) -> bytes:
+    head, comma, body = url.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise InvalidRequest("a data: URL of a picture reads data:image/png;base64,...")
+    kind = head[5:].partition(";")[0].lower()
+    if kind and not kind.startswith("image/"):
+        raise InvalidRequest(f"the data: URL is of {kind:.40}; possible: image/...")
+    if len(body) * 3 // 4 > MAX_BYTES + 2:
+        raise InvalidRequest(_too_large())
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidRequest("the data: URL is not valid base64") from None
+
+
+def _from_file(url: str, rules: MediaRules) -> bytes:
+    refusal = InvalidRequest(
+        "file: is read only below the folder that the operator allows (--allowed-local-media-path)"
+    )
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
+        raise refusal
+    path = Path(unquote(parts.path))
+    if rules.is_trusted:
+        return _read(path)
+    if rules.allowed_local_path is None or "\0" in str(path):
+        raise refusal
+    try:
+        # Links are followed before the check, and what is read is what was checked.
+        found = path.resolve(strict=True)
+    except (OSError, RuntimeError):
+        raise refusal from None
+    if not found.is_relative_to(rules.allowed_local_path.resolve()):
+        raise refusal
+    return _read(found)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        if not path.is_file():
+            raise InvalidRequest("there is no such picture file")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError:
+        raise InvalidRequest("the picture file cannot be read") from None
+    if len(data) > MAX_BYTES:
+        raise InvalidRequest(_too_large())
+    return data
+
+
+def _from_object(value: Any) -> Source:
+    """Of a program that holds an LLM."""
+    if isinstance(value, bytes | bytearray):
+        return Source(bytes(value))
+    if isinstance(value, Path):
+        return Source(_read(value))
+    if isinstance(value, np.ndarray):
+        if value.dtype != np.uint8 or value.ndim != 3 or value.shape[2] != 3:
+            raise InvalidRequest(
+                f"an array of {value.dtype} {list(value.shape)} is no picture; possible: uint8 "
+                "[height, width, 3]"
+            )
+        return Source(value.tobytes(), (value.shape[1], value.shape[0]))
+    if isinstance(value, Image.Image):
+        rgb = as_rgb(value)
+        return Source(rgb.tobytes(), rgb.size)
+    raise InvalidRequest(
+        f"a {type(value).__name__} is no picture; possible: a Pillow image, an array [height, "
+        "width, 3] of uint8, bytes of a file, a path, a URL"
+    )
+
+
+def _too_large() -> str:
+    return f"the picture is larger than {MAX_BYTES // 2**20} MiB"
+
+
+# -- http(s) --------------------------------------------------------------------------------------
+
+
+def fetch(url: str, allowed_domains: tuple[str, ...]) -> bytes:
+    """The body behind a URL; InvalidRequest unless its host is allowed and answers with a file that
+    is not too large, in time."""
+    deadline = time.monotonic() + FETCH_LIMIT_S
+    if not _URL.fullmatch(url):
+        raise InvalidRequest("the URL of the picture has characters that are not taken in one")
+    try:
+        parts = urlsplit(url)
+        host, port = (parts.hostname or "").rstrip("."), parts.port
+    except ValueError:
+        raise InvalidRequest("the URL of the picture is malformed") from None
+    allowed = {domain.lower().rstrip(".") for domain in allowed_domains}
+    if host not in allowed:
+        possible = ", ".join(sorted(allowed)) or "none (--allowed-media-domains)"
+        raise InvalidRequest(f"pictures are not fetched from this host; possible: {possible}")
+    is_secure = parts.scheme == "https"
+    target = parts.path or "/"
+    target += f"?{parts.query}" if parts.query else ""
+    try:
+        address = _address(host, port or (443 if is_secure else 80))
+        return _get(host, address, target, deadline, is_secure=is_secure)
+    except (OSError, http.client.HTTPException):
+        raise InvalidRequest("the picture could not be fetched") from None
+
+
+def _address(host: str, port: int) -> tuple[str, int]:
+    """Where to connect. Private addresses are refused, whatever name leads there; one that the
+    operator allows by its number is not."""
+    try:
+        return str(ipaddress.ip_address(host)), port
+    except ValueError:
+        pass
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = [ipaddress.ip_address(str(entry[4][0]).partition("%")[0]) for entry in found]
+    for address in addresses:
+        inner = getattr(address, "ipv4_mapped", None) or address
+        if not inner.is_global or inner.is_multicast:
+            raise InvalidRequest("pictures are not fetched from private addresses")
+    return str(addresses[0]), port
+
+
+def _get(
+    host: str, address: tuple[str, int], target: str, deadline: float, *, is_secure: bool
+) -> bytes:
+    connection = http.client.HTTPConnection(host, address[1], timeout=FETCH_LIMIT_S)
+    raw = socket.create_connection(address, timeout=_left(deadline))
+    try:
+        if is_secure:
+            raw = ssl.create_default_context().wrap_socket(raw, server_hostname=host)
+        connection.sock = raw
+        connection.request("GET", target, headers={"Accept": "image/*", "User-Agent": "fastdeploy"})
+        answer = connection.getresponse()
+        if 300 <= answer.status < 400:
+            raise InvalidRequest("the picture's host redirects, which is not followed")
+        if answer.status != 200:
+            raise InvalidRequest(f"the picture's host answers with status {answer.status}")
+        body = bytearray()
+        while True:
+            raw.settimeout(_left(deadline))
+            piece = answer.read1(CHUNK_BYTES)
+            if not piece:
+                return bytes(body)
+            body += piece
+            if len(body) > MAX_BYTES:
+                raise InvalidRequest(_too_large())
+    finally:
+        raw.close()
+        connection.close()
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left

@@ -1,0 +1,178 @@
+"""Pictures on their way through the core: parts of messages, what requests bring, and how much of
+it a step encodes. The families that take pictures are in plugins, and so are tests with one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdeploy_core import plugins
+from fastdeploy_core.config.arguments import build_engine_config
+from fastdeploy_core.contracts.model import MediaPart
+from fastdeploy_core.engine.media import check_media, num_media_tokens, take_media
+from fastdeploy_core.errors import ConfigError, InvalidRequest, PluginNotFound, UnsupportedModel
+from fastdeploy_core.kvcache import KVCacheManager
+from fastdeploy_core.models.shapes import model_class
+from fastdeploy_core.scheduler import BatchScheduler
+from fastdeploy_core.scheduler.settings import SchedulerSettings
+from fastdeploy_core.tokenizer.chat_template import prepare_messages
+from fastdeploy_core.types import (
+    EmbeddedSpan,
+    MediaItem,
+    Request,
+    SamplingParams,
+    SequenceExtras,
+)
+
+
+def test_parts_are_taken_out_in_order_and_leave_their_place() -> None:
+    picture = object()
+    messages = [
+        {"role": "system", "content": "S"},
+        {
+            "role": "user",
+            "content": [
+                "one",
+                {"type": "image_url", "image_url": {"url": "data:a", "detail": "low"}},
+                {"type": "text", "text": "two"},
+                {"type": "image", "image": picture},
+                {"type": "image_url", "image_url": "data:b"},
+            ],
+        },
+    ]
+    kept = json.dumps(messages, default=str)
+    changed, parts = take_media(messages, ("image",))
+    assert json.dumps(messages, default=str) == kept
+    assert parts == [
+        MediaPart("image", "data:a", "messages[1].content[1]"),
+        MediaPart("image", picture, "messages[1].content[3]"),
+        MediaPart("image", "data:b", "messages[1].content[4]"),
+    ]
+    (_, user) = prepare_messages(changed, keep_parts=True, kinds=("image",))
+    assert [part["type"] for part in user["content"]] == ["text", "image", "text", "image", "image"]
+
+
+def test_parts_that_nobody_takes_are_refused() -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:a"}}
+    messages = [{"role": "user", "content": [part]}]
+    assert take_media(messages, ()) == (messages, [])
+    with pytest.raises(InvalidRequest, match=r"'image_url'; this model takes text$"):
+        prepare_messages(messages, keep_parts=True)
+    changed, _ = take_media(messages, ("image",))
+    with pytest.raises(InvalidRequest, match=r"'image'; this model takes text$"):
+        prepare_messages(changed, keep_parts=False, kinds=("image",))
+    with pytest.raises(InvalidRequest, match=r"messages\[0\]\.content\[0\] has no image_url"):
+        take_media([{"role": "user", "content": [{"type": "image_url"}]}], ("image",))
+
+
+A, B = b"a" * 32, b"b" * 32
+
+
+def request(
+    spans: list[EmbeddedSpan], rows: dict[bytes, int], length: int = 40, **more: Any
+) -> Request:
+    extras = SequenceExtras(
+        embeddings=spans,
+        media=[MediaItem(digest, count, (1, 2, 2 * count)) for digest, count in rows.items()],
+        positions=more.pop("positions", bytes(12 * length)),
+    )
+    sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+    return Request(request_id=more.pop("name", "r"), prompt_token_ids=list(range(length)),
+                   sampling=sampling, extras=extras)  # fmt: skip
+
+
+def test_spans_items_and_positions_have_to_belong_together() -> None:
+    good = request([EmbeddedSpan(2, 8, A), EmbeddedSpan(12, 8, A), EmbeddedSpan(30, 10, B)],
+                   {A: 8, B: 10})  # fmt: skip
+    check_media(good)
+    assert num_media_tokens(good) == 26
+    for bad in (
+        request([EmbeddedSpan(2, 8, A)], {B: 8}),
+        request([EmbeddedSpan(2, 9, A)], {A: 8}),
+        request([EmbeddedSpan(2, 8, A, 1)], {A: 8}),
+        request([EmbeddedSpan(2, 8, A, -1)], {A: 8}),
+        request([EmbeddedSpan(2, 0, A)], {A: 8}),
+        request([EmbeddedSpan(2, 8, A), EmbeddedSpan(9, 8, A)], {A: 8}),
+        request([EmbeddedSpan(35, 8, A)], {A: 8}),
+        request([EmbeddedSpan(2, 8, b"short")], {b"short": 8}),
+        request([EmbeddedSpan(2, 8, A)], {A: 8}, positions=b""),
+        request([EmbeddedSpan(2, 8, A)], {A: 8}, positions=bytes(12 * 39)),
+    ):
+        with pytest.raises(InvalidRequest, match="do not belong together"):
+            check_media(bad)
+
+
+def planned(budget: int, requests: list[Request], **more: Any) -> list[dict[int, tuple[int, int]]]:
+    """Start and number of tokens of every prompt's row, step by step, without running them."""
+    batch = BatchConfig(
+        max_num_seqs=8, max_num_batched_tokens=64, max_num_partial_prefills=4, **more
+    )
+    settings = SchedulerSettings(128, batch, worker_info(), max_encode_tokens=budget)
+    scheduler = BatchScheduler(settings, KVCacheManager(64, 8, enable_prefix_caching=False))
+    for each in requests:
+        scheduler.add(each)
+    steps = []
+    for _ in range(12):
+        step = scheduler.schedule()
+        if step is None:
+            break
+        rows = {row.seq.seq_id: (row.start, row.num_tokens) for row in step.rows}
+        steps.append({k: v for k, v in rows.items() if v[0] < 40})
+    return [step for step in steps if step]
+
+
+def test_a_step_stops_before_the_picture_for_which_it_has_no_room() -> None:
+    two = [EmbeddedSpan(4, 10, A), EmbeddedSpan(20, 10, B)]
+    rows = {A: 10, B: 10}
+    assert planned(20, [request(two, rows)]) == [{0: (0, 40)}]
+    # The second picture would be one vector too many; a picture larger than the budget goes alone.
+    assert planned(19, [request(two, rows)]) == [{0: (0, 20)}, {0: (20, 20)}]
+    assert planned(1, [request(two, rows)]) == [{0: (0, 20)}, {0: (20, 20)}]
+    # Of several prompts a step has the pictures together; who has no room comes in the next.
+    both = [request([EmbeddedSpan(0, 10, d)], {d: 10}, name=d.decode()) for d in (A, B)]
+    assert planned(20, both) == [{0: (0, 40), 1: (0, 24)}, {1: (24, 16)}]
+    assert planned(15, both) == [{0: (0, 40)}, {1: (0, 40)}]
+    # A prompt that was cut inside a picture has encoded all of it.
+    first = request([EmbeddedSpan(4, 10, A), EmbeddedSpan(16, 10, B)], rows)
+    assert planned(10, [first], long_prefill_token_threshold=8) == [
+        *({0: (0, 8)}, {0: (8, 8)}, {0: (16, 8)}, {0: (24, 8)}, {0: (32, 8)}),
+    ]
+
+
+def test_text_ignores_the_budget() -> None:
+    plain = Request(request_id="t", prompt_token_ids=list(range(40)),
+                    sampling=SamplingParams(max_tokens=2))  # fmt: skip
+    assert planned(0, [plain]) == [{0: (0, 40)}]
+
+
+def test_what_concerns_the_decoder_may_stand_in_a_text_config(tmp_path: Path) -> None:
+    text = {"vocab_size": 9, "max_position_embeddings": 77, "tie_word_embeddings": True}
+    config = {"architectures": ["X"], "dtype": "float32", "text_config": text}
+    config |= {"transformers_version": "5.0.0", "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = build_engine_config({"model": str(tmp_path)}).model
+    assert (model.max_model_len, model.hf_config["vocab_size"]) == (77, 9)
+    assert model.hf_config["tie_word_embeddings"] is False
+    for given, reason in (
+        ({"limit_mm_per_prompt": {"sound": 1}}, "expected image or video"),
+        ({"limit_mm_per_prompt": {"image": -1}}, "expected image or video"),
+        ({"limit_mm_per_prompt": {"image": True}}, "expected image or video"),
+        ({"allowed_local_media_path": str(tmp_path / "none")}, "is not a folder"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            build_engine_config({"model": str(tmp_path), **given})
+
+
+def test_a_model_of_another_distribution_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(kind: str, name: str) -> None:
+        raise PluginNotFound(name)
+
+    monkeypatch.setattr(plugins, "lookup", missing)
+    config = {"architectures": ["Qwen2_5_VLForConditionalGeneration"]}
+    with pytest.raises(UnsupportedModel, match=r"run: pip install fd-vision$"):
+        model_class(config)
