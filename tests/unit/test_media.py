@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fastdeploy_core import plugins
+from fastdeploy_core.config import BatchConfig
 from fastdeploy_core.config.arguments import build_engine_config
 from fastdeploy_core.contracts.model import MediaPart
 from fastdeploy_core.engine.media import check_media, num_media_tokens, take_media
@@ -26,6 +27,7 @@ from fastdeploy_core.types import (
     SamplingParams,
     SequenceExtras,
 )
+from tests.null_engine import worker_info
 
 
 def test_parts_are_taken_out_in_order_and_leave_their_place() -> None:
