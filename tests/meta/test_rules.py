@@ -49,6 +49,7 @@ LARGER_RECORDS = {
     "fastdeploy_core/serving/openai/schemas/chat.py ChatCompletionRequest",
     "fastdeploy_core/serving/openai/schemas/common.py SamplingFields",
     "fastdeploy_core/types/request.py Request",
+    "plugins/fd-agent-apis/fd_agent_apis/responses_request.py ResponsesRequest",
     "fastdeploy_core/types/sampling.py SamplingParams",
     # One field for each number that a report shows.
     "fastdeploy_core/types/engine.py EngineInfo",
@@ -61,7 +62,6 @@ LARGER_RECORDS = {
     "fastdeploy_core/contracts/speculative.py DraftBatch",
     # Being redesigned.
     "plugins/fd-kv-shm/fd_kv_shm/link.py Link",
-    "fastdeploy_core/scheduler/settings.py SchedulerSettings",
     "plugins/fastdeploy-testing/fastdeploy_testing/null_worker.py NullOptions",
     "fastdeploy_core/types/step.py ModelRunnerOutput",
     "fastdeploy_core/worker/step.py Launched",
@@ -272,12 +272,14 @@ PRIVATE = {
     "fastdeploy-testing": {
         *("api", "config", "engine", "plugins", "reference"),
     },
+    "fd-agent-apis": {"serving", "tokenizer"},
     "fd-bench": {"fastdeploy", "cli"},
     "fd-calibrate": {
         *("cli", "config", "envs", "layers", "loading", "models", "plugins", "reference"),
         "tokenizer",
     },
-    "fd-tools": {"cli", "config", "plugins", "serving", "tokenizer"},
+    "fd-quant-formats": {"quantization"},
+    "fd-tools": {"cli", "config", "envs", "models", "plugins", "serving", "tokenizer"},
 }
 # For tests alone: it may use the conformance kit.
 PRIVATE_OF_TESTS = {"fd-simdevice": {"fastdeploy_testing"}}
