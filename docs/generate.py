@@ -130,6 +130,12 @@ def metrics() -> str:
     return (
         "# Metrics\n\n`GET /metrics`, Prometheus text format. Counters carry the suffix `_total`, "
         "histograms `_bucket`, `_sum` and `_count`. Labels come from closed sets.\n\n"
+        "With `--data-parallel-size` above 1, every series about an engine is there once for each, "
+        'with a label `engine` (`engine="0"`), and once without that label for all together: a '
+        "sum, for shares the share of the sums, for `last_step_seconds` and "
+        '`engine_last_progress_seconds` the longest. `{engine=""}` selects the latter and '
+        '`{engine!=""}` the former. Counters of an engine begin at 0 when it is started again, '
+        "so take rates from the series with the label.\n\n"
         + table(("name", "type", "meaning"), sorted(rows))
     )
 

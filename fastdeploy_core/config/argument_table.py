@@ -285,6 +285,17 @@ _DEVICE = group(
         high=1024,
     ),
     row(
+        "data_parallel_size",
+        "int",
+        1,
+        "engines behind the port, each with devices (or processors), weights and a KV cache of its "
+        "own",
+        aliases=("dp_size",),
+        short=("-dp",),
+        low=1,
+        high=64,
+    ),
+    row(
         "enable_expert_parallel",
         "bool",
         False,
@@ -447,7 +458,7 @@ _SERVER = group(
         "api_server_count",
         "int",
         1,
-        "API server processes of the port; they share one engine",
+        "API server processes of the port; they share its engines",
         low=1,
         high=64,
         aliases=("workers",),

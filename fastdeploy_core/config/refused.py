@@ -29,7 +29,7 @@ _WARMUP = (
 )
 _EXPERTS = "experts stay where they are: --enable-expert-parallel, --expert-communicator"
 _NO_LORA = "LoRA adapters are not part of this version"
-_NO_DP = "data parallelism is not part of this version; start one server per replica"
+_ONE_COMMAND = "one command starts all engines, on this machine: --data-parallel-size"
 _ENTRY_POINT = "parsers are found through entry points: install the plugin and name it with --{}"
 _DECLARED = "block lifetimes need no tuning here"
 
@@ -78,8 +78,13 @@ REFUSED: dict[str, Refused] = {
     **_many("repetition stops are not part of this version", "early_stop_config"),
     **_many("logits are always float32", "lm_head_fp32", takes_value=False),
     **_many("there is one model implementation", "model_impl", harmless=("auto", "fastdeploy")),
-    **_many(_NO_DP, "data_parallel_size", "data_parallel_size_local", harmless=("1",)),
-    **_many(_NO_DP, "local_data_parallel_id", "data_parallel_rank", harmless=("0",)),
+    **_many(_ONE_COMMAND, "data_parallel_size_local", harmless=("1",)),
+    **_many(_ONE_COMMAND, "local_data_parallel_id", "data_parallel_rank",
+        "data_parallel_start_rank", harmless=("0",)),
+    **_many(_ONE_COMMAND, "data_parallel_address", "data_parallel_rpc_port"),
+    **_many(_ONE_COMMAND, "data_parallel_backend", harmless=("mp",)),
+    **_many("one place of this server chooses an engine for each request",
+        "data_parallel_hybrid_lb", "data_parallel_external_lb", takes_value=False),
     **_many("pipeline parallelism is not part of this version", "pipeline_parallel_size", "pp_size",
         harmless=("1",)),
     **_many("context parallelism is not part of this version", "decode_context_parallel_size",

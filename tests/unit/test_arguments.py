@@ -273,7 +273,7 @@ def test_a_yaml_file_lies_below_the_flags(tmp_path: Path) -> None:
         ("- 4", "must map argument names"),
         ("a: [", "not valid YAML"),
         ("max-num-seqs: many", "--max-num-seqs must be an integer"),
-        ("data_parallel_size: 4", "one server per replica"),
+        ("data_parallel_rank: 1", "one command starts all engines"),
         ("port: !!python/object/apply:os.system ['true']", "not valid YAML"),
     ],
 )
