@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ from fastdeploy_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from .options import Server
+
+logger = logging.getLogger(__name__)
 
 ANSWER_S = 0.3  # hooks have a second in all
 
@@ -31,6 +34,8 @@ def fd_scheduler_requirements(question: SchedulerQuestion) -> Requirements | Non
     if refusal:
         return Requirements(refusals=(refusal,))
     note = _advice(server)
+    if note:
+        logger.warning("%s", note)
     return Requirements(notes=(note,) if note else ())
 
 

@@ -227,7 +227,7 @@ def test_keys_are_pairs_of_one_secret(tmp_path: Path) -> None:
 
 
 def test_a_password_given_as_text_is_taken_with_one_line_that_names_the_file(
-    start_redis: Callable[..., RedisProcess], tmp_path: Path
+    start_redis: Callable[..., RedisProcess], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = start_redis("--requirepass", "1e5")
     spelled_out = {"scheduler-port": str(server.port), "scheduler-password": "1e5"}
@@ -241,6 +241,7 @@ def test_a_password_given_as_text_is_taken_with_one_line_that_names_the_file(
         assert [("password_file" in note, "1e5" in note) for note in needs.notes] == [
             (True, False)
         ] * count
+    assert [r.levelname for r in caplog.records if "password_file" in r.message] == ["WARNING"]
     front, engine = open_one(options), open_one(options, "e")
     assert [d.finished for d in answer_one(front, engine)] == [True]
     engine.close()
