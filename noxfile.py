@@ -41,12 +41,7 @@ PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("*/pyproject.
 # Files of tests/cpu about the engine: in `tests` on torch only, which needs half the time for them,
 # and on PaddlePaddle in session `engine`; the longer ones on both there.
 ONCE = (
-    *(
-        "engine_equality",
-        "engine_graphs",
-        "gguf_models",
-        "prompt_graphs",
-    ),
+    *("engine_equality", "engine_graphs", "gguf_models", "prompt_graphs"),
     *("quant_models", "serve_demo", "speculative_equality", "step_graphs"),
 )
 LONG = (
