@@ -12,7 +12,7 @@ from .embedding import Embedding, LMHead
 from .linear import Linear
 from .mla import LatentAttention, LatentShape
 from .mlp import GatedMLP
-from .moe import MoEBlock
+from .moe import MoEBlock, SharedExperts
 from .norm import LayerNorm, RMSNorm
 from .rotary import RotarySpec
 
@@ -33,5 +33,6 @@ __all__ = [
     "ModelRanks",
     "RMSNorm",
     "RotarySpec",
+    "SharedExperts",
     "WeightFormats",
 ]

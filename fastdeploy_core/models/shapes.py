@@ -52,6 +52,13 @@ def model_class(hf_config: Mapping[str, Any]) -> Any:
 
         return lookup("model", name)
     except PluginNotFound:
+        from fastdeploy_core.plugins.known import providers
+
+        if provider := providers("model").get(name):
+            raise UnsupportedModel(
+                f"architecture {name!r} is served by {provider}, which is not installed; "
+                f"run: pip install {provider}"
+            ) from None
         raise UnsupportedModel(
             f"no installed model family serves architecture {name!r}; possible: "
             f"{', '.join(sorted(ARCHITECTURES))}, or one that a plugin registers in group "

@@ -18,6 +18,7 @@ import msgspec
 
 from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, SchedulerCapabilities
+from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.types import (
     FinishReason,
     Request,
@@ -57,6 +58,12 @@ class LocalScheduler:
     def __init__(
         self, config: RequestSchedulerConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        if config.options:
+            raise ConfigError(
+                f"request scheduler 'local' has no options, got {', '.join(config.options)}; name "
+                "the scheduler that has them with --scheduler-name (`fastdeploy plugins list "
+                "--kind scheduler` shows what is installed)"
+            )
         self._config = config
         self._clock = clock
         self._lock = threading.Lock()

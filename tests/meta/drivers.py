@@ -36,10 +36,18 @@ from fd_iluvatar.device import IluvatarDevice
 from fd_kv_shm.shm import SharedMemoryTransport
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
+from fd_models.glm4_moe import Glm4MoeForCausalLM
+from fd_models.minimax_m2 import MiniMaxM2ForCausalLM
+from fd_models.mistral import MistralForCausalLM
+from fd_models.mixtral import MixtralForCausalLM
+from fd_models.olmo2 import Olmo2ForCausalLM
+from fd_models.phi3 import Phi3ForCausalLM
+from fd_models.qwen2_moe import Qwen2MoeForCausalLM
 from fd_mycalls.parser import MyCallsParser
 from fd_mychip.device import MyChipDevice
 from fd_mydraft.drafter import MyDraftDrafter
 from fd_myformat.quantizer import MyFormatQuantizer
+from fd_mymodel.model import MyModelForCausalLM
 from fd_parsers.deepseek import DeepSeekToolParser
 from fd_parsers.hermes import HermesToolParser
 from fd_parsers.think import DeepSeekR1Parser, ErnieX1Parser, ThinkParser
@@ -50,6 +58,7 @@ from fd_quant_hub.compressed import CompressedTensors
 from fd_quant_hub.gptq import Awq, Gptq
 from fd_quant_wint2.published import Wint2
 from fd_quant_wint2.trellis import Tet2, Tet3, Tet4
+from fd_router.command import main as router
 from fd_sched_redis.scheduler import GlobalScheduler, SplitwiseScheduler
 from fd_spec_mtp.drafter import MTPDrafter
 from fd_speculative.draft_model import DraftModel
@@ -182,8 +191,16 @@ models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     DeepseekV3ForCausalLM,
     Ernie4_5ForCausalLM,
     Ernie4_5_MoeForCausalLM,
+    Glm4MoeForCausalLM,
     LlamaForCausalLM,
+    MiniMaxM2ForCausalLM,
+    MistralForCausalLM,
+    MixtralForCausalLM,
+    MyModelForCausalLM,
+    Olmo2ForCausalLM,
+    Phi3ForCausalLM,
     Qwen2ForCausalLM,
+    Qwen2MoeForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
 ]
@@ -211,6 +228,7 @@ commands: list[Command] = [
     new_plugin,
     chat,
     complete,
+    router,
     run_batch,
     tokenizer,
     collect_env,
