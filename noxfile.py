@@ -24,6 +24,7 @@ TEST_TOOLS = (
     "pytest-timeout>=2.3",
     "pytest-asyncio>=1.0",
     "pytest-xdist>=3.7",
+    "aiohttp>=3.11",
     "hypothesis>=6.120",
     "llguidance>=1.3",
     "compressed-tensors>=0.12",
@@ -32,6 +33,7 @@ TEST_TOOLS = (
     "httpx>=0.28",
     "jsonschema>=4.23",
     "hatchling>=1.27",
+    "anthropic>=2",
     "openai>=2",
     "pillow>=11",
     "pip>=24",  # tests install wheels with it, and environments made by uv have none
@@ -42,7 +44,7 @@ PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("*/pyproject.
 # Files of tests/cpu about the engine: in `tests` on torch only, which needs half the time for them,
 # and on PaddlePaddle in session `engine`; the longer ones on both there.
 ONCE = (
-    *("engine_equality", "engine_graphs", "gguf_models", "prompt_graphs", "quant_checkpoints"),
+    *("engine_equality", "engine_graphs", "families_engine", "gguf_models", "prompt_graphs"),
     *("quant_models", "serve_demo", "speculative_equality", "step_graphs"),
 )
 LONG = (
@@ -54,6 +56,7 @@ LONG = (
 # interpreter takes minutes for is left to session `plugins`.
 INTERPRETED = ("test_quant*", "test_*_blocks", "test_attention*")
 LIGHT = {
+    "plugins/fd-agent-apis": (),
     "plugins/fd-accelerator": (),
     "plugins/fd-bench": (),
     "plugins/fd-calibrate": (),
@@ -62,11 +65,14 @@ LIGHT = {
     "plugins/fd-gguf": (),
     "plugins/fd-grammar-llguidance": (),
     "plugins/fd-kv-shm": (),
+    "plugins/fd-models": (),
     "plugins/fd-parsers": (),
+    "plugins/fd-quant-formats": (),
     "plugins/fd-quant-hub": (),
     "plugins/fd-quant-wint2": (),
+    "plugins/fd-router": (),
     # Most of its tests are in one file, and they wait more than they compute.
-    "plugins/fd-sched-redis": ("--dist=load",),
+    "plugins/fd-sched-redis": ("--dist=load", "-m", "not slow"),
     "plugins/fd-spec-mtp": (),
     "plugins/fd-speculative": ("-m", "not slow"),
     "plugins/fd-tools": (),
@@ -190,8 +196,10 @@ def plugins(session: nox.Session) -> None:
         if folder.removeprefix("plugins/fd-") in SIMULATED:
             continue
         for library in libraries:
+            # Its longest runs need no tensor library; session `slow` has them.
+            left = ("-m", "not slow") if folder.endswith("fd-sched-redis") else ()
             with session.chdir(folder):
-                session.run("pytest", "-q", "--fd-tensor", library, *arguments)
+                session.run("pytest", "-q", "--fd-tensor", library, *left, *arguments)
 
 
 @nox.session
@@ -211,12 +219,32 @@ def vendors(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def agents(session: nox.Session) -> None:
+    """Codex and Claude Code, unchanged from npm, on a real server without any other network (needs
+    node, npm and user namespaces)."""
+    _install_tests(session)
+    folder = session.create_tmp()
+    clis = ("@openai/codex", "@anthropic-ai/claude-code")
+    session.run("npm", "install", "--no-fund", "--prefix", folder, *clis, external=True)
+    test = "plugins/fd-agent-apis/tests/test_real_agents.py"
+    session.run(
+        *("unshare", "-rn", "sh", "-c"),
+        f"ip link set lo up && exec pytest -q --rootdir plugins/fd-agent-apis -c "
+        f"plugins/fd-agent-apis/pyproject.toml {test}",
+        env={"AGENT_CLIS": str(Path(folder, "node_modules", ".bin").resolve())},
+        external=True,
+    )
+
+
+@nox.session(default=False)
 def slow(session: nox.Session) -> None:
     """What takes minutes: large random mixes, fuzzing, soak."""
     _install_tests(session)
     libraries, arguments = _libraries(session)
     for library in libraries:
         session.run("pytest", "tests", "-q", "-m", "slow", "--tensor", library, *arguments)
+    with session.chdir("plugins/fd-sched-redis"):
+        session.run("pytest", "-q", "-m", "slow", "--fd-tensor", "torch", *arguments)
 
 
 @nox.session(default=False)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fastdeploy_core import envs
-from fastdeploy_core.config.argument_table import Argument
+from fastdeploy_core.config.argument_table import PART_SPELLINGS, Argument
 from fastdeploy_core.config.argument_values import ROWS
 from fastdeploy_core.config.refused import ALWAYS, REFUSED
 from fastdeploy_core.contracts import hookspecs
@@ -79,6 +79,8 @@ def names() -> str:
     mapped = [
         (_flag(other), _flag(row.name)) for row in ROWS for other in (*row.aliases, *row.negative)
     ]
+    parts = PART_SPELLINGS.items()
+    mapped += [(_flag(name), f"{_flag(whole)}.{part}") for name, (whole, part) in parts]
     refused = [(_flag(name), row.reason) for name, row in sorted(REFUSED.items())]
     always = [(_flag(name), str(reason)) for name, reason in sorted(dict(ALWAYS).items())]
     return "\n".join(
@@ -128,6 +130,12 @@ def metrics() -> str:
     return (
         "# Metrics\n\n`GET /metrics`, Prometheus text format. Counters carry the suffix `_total`, "
         "histograms `_bucket`, `_sum` and `_count`. Labels come from closed sets.\n\n"
+        "With `--data-parallel-size` above 1, every series about an engine is there once for each, "
+        'with a label `engine` (`engine="0"`), and once without that label for all together: a '
+        "sum, for shares the share of the sums, for `last_step_seconds` and "
+        '`engine_last_progress_seconds` the longest. `{engine=""}` selects the latter and '
+        '`{engine!=""}` the former. Counters of an engine begin at 0 when it is started again, '
+        "so take rates from the series with the label.\n\n"
         + table(("name", "type", "meaning"), sorted(rows))
     )
 

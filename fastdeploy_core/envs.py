@@ -82,7 +82,7 @@ VARIABLES: Final[dict[str, Variable]] = {
             "comma-separated distribution names",
             None,
             "Which installed plugins take part. Unset or `all`: all of them; a list: only these "
-            "(the core's own drivers always do); empty: the core alone.",
+            "(the core's own drivers and commands always do); empty: the core alone.",
             _names,
             keep_empty=True,
         ),

@@ -124,6 +124,103 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "deepseek-no-q-lora": {**_DEEPSEEK, "q_lora_rank": None, "attention_bias": True},
 }
+_EXPERTS = {"num_experts_per_tok": 3, "num_local_experts": 8}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.3, 1.7],
+    "long_factor": [2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 128,
+}
+# Saved when asked for by name: families of fd-models.
+FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
+    "mistral": {"architecture": "Mistral", "head_dim": 16, "sliding_window": None},
+    "mistral-yarn": {
+        "architecture": "Mistral",
+        "head_dim": 16,
+        "sliding_window": 256,
+        "max_position_embeddings": 512,
+        "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    },
+    "mixtral": {"architecture": "Mixtral", **_EXPERTS, "sliding_window": None},
+    "qwen2-moe": {
+        "architecture": "Qwen2Moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [1],
+    },
+    "qwen2-moe-norm": {
+        "architecture": "Qwen2Moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+        "tie_word_embeddings": True,
+    },
+    "olmo2": {"architecture": "Olmo2", "num_key_value_heads": 1},
+    "olmo2-bias": {
+        "architecture": "Olmo2",
+        "num_key_value_heads": 4,
+        "attention_bias": True,
+        "rope_parameters": _LLAMA3,
+    },
+    "phi3": {"architecture": "Phi3"},
+    "phi3-partial": {
+        "architecture": "Phi3",
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "phi3-longrope": {
+        "architecture": "Phi3",
+        "max_position_embeddings": 512,
+        "original_max_position_embeddings": 128,
+        "rope_parameters": _LONGROPE,
+    },
+    "glm4-moe": {
+        "architecture": "Glm4Moe",
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 2.5,
+        "num_mtp_layers": 0,
+    },
+    "glm4-moe-groups": {
+        "architecture": "Glm4Moe",
+        "head_dim": 16,
+        "moe_intermediate_size": 24,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": False,
+        "first_k_dense_replace": 2,
+        "num_mtp_layers": 0,
+    },
+    "minimax-m2": {
+        "architecture": "MiniMaxM2",
+        **_EXPERTS,
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+}
 # Saved when asked for by name: what a GGUF file can hold, in sizes that its blocks divide.
 GGUF_VARIANTS: dict[str, dict[str, Any]] = {
     "gguf-qwen3-moe": {**VARIANTS["qwen3-moe"], "mlp_only_layers": []},
@@ -296,7 +393,7 @@ def _save(name: str, folder: Path) -> None:
     import torch
     import transformers
 
-    settings = {**_COMMON, **(VARIANTS | GGUF_VARIANTS | WIDE_VARIANTS)[name]}
+    settings = {**_COMMON, **(VARIANTS | FAMILY_VARIANTS | GGUF_VARIANTS | WIDE_VARIANTS)[name]}
     family = settings.pop("architecture")
     config = getattr(transformers, f"{family}Config")(**settings)
     config._attn_implementation = "eager"

@@ -30,10 +30,19 @@ from fastdeploy_core.types import (
     TokenDeltas,
     each_delta,
 )
+from fastdeploy_core.types.worker import WorkerInfo
 from fastdeploy_testing.fakes import FaultyWorker, NullModel, null_hf_config
 
 VOCAB_SIZE = 64
 EOS = 3
+
+
+def worker_info(**limits: Any) -> WorkerInfo:
+    """What a worker says of itself, for tests of the batch scheduler alone."""
+    sizes = dict.fromkeys(
+        ("num_layers", "vocab_size", "max_model_len", "bytes_per_block", "available_bytes"), 1
+    )
+    return WorkerInfo(**sizes, **limits)
 
 
 class WatchedWorker(FaultyWorker):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fastdeploy_core.reference.expert_communicator import AllGatherExperts
 
 from fastdeploy_core.config import BatchConfig, CacheConfig, EngineConfig, ParallelConfig
 from fastdeploy_core.config.model import read_model_config
@@ -22,7 +23,6 @@ from fastdeploy_core.plugins import lookup
 from fastdeploy_core.plugins.checkpoints import find_model
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.attention import ReferenceAttention
-from fastdeploy_core.reference.expert_communicator import AllGatherExperts
 from fastdeploy_core.reference.moe import ReferenceMoE
 
 BLOCK_SIZE = 8

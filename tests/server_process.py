@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.server_support import wait_for
-
 REPOSITORY = Path(__file__).resolve().parents[1]
+START_S = 60.0
 _URL = re.compile(r"serving .* at (http://\S+)")
 
 
@@ -71,14 +71,12 @@ class ServerProcess:
     @property
     def url(self) -> str:
         """Where it listens; waits until it does."""
-
-        def found() -> str | None:
+        deadline = time.monotonic() + START_S
+        while not (match := _URL.search(self.log)):
             assert self.process.poll() is None, self.log
-            match = _URL.search(self.log)
-            return match[1] if match else None
-
-        wait_for(found, "the server to start", 60)
-        return found() or ""
+            assert time.monotonic() < deadline, f"waited {START_S} s for the server: {self.log}"
+            time.sleep(0.005)
+        return match[1]
 
     def children(self) -> list[int]:
         """Processes it started that still live."""

@@ -292,10 +292,10 @@ def server_config(**changes: Any) -> ServerConfig:
 def live(engine: Any, tokenizer: Tokenizer, **changes: Any) -> Iterator[LiveServer]:
     """A live server around an engine, ended afterwards."""
     compiler = changes.pop("compiler", None)
-    routers = changes.pop("routers", ())
+    plugins = changes.pop("plugins", ())
     config = server_config(**changes)
     limits = limits_of(engine, tokenizer)
-    app = create_app(engine, tokenizer, config, limits=limits, compiler=compiler, routers=routers)
+    app = create_app(engine, tokenizer, config, limits=limits, compiler=compiler, plugins=plugins)
     server = LiveServer(app, config)
     try:
         yield server

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fastdeploy_core.config.argument_table import Argument
+from fastdeploy_core.config.argument_table import PART_SPELLINGS, Argument
 from fastdeploy_core.config.argument_values import (
     BY_SPELLING,
     NEGATIVE,
@@ -149,12 +149,16 @@ def _prepare(argv: Sequence[str], own: set[str]) -> tuple[list[str], dict[str, d
         name = spelling(flag)
         following = argv[index] if index < len(argv) and not argv[index].startswith("--") else None
         match = _DOTTED.fullmatch(flag)
-        if match and spelling(match[1]) in BY_SPELLING:
+        is_dotted = match is not None and spelling(match[1]) in BY_SPELLING
+        if is_dotted or name in PART_SPELLINGS:
             if not equals:
                 if following is None:
                     raise ConfigError(f"{flag} needs a value")
                 value, index = following, index + 1
-            _put_dotted(dotted, spelling(match[1]), match[2], value)
+            if match is not None and is_dotted:
+                _put_dotted(dotted, spelling(match[1]), match[2], _json_or_text(value))
+            else:
+                _put_dotted(dotted, *PART_SPELLINGS[name], value)
         elif name in ALWAYS or name.removeprefix("no_") in ALWAYS:
             normalise({name.removeprefix("no_"): name in ALWAYS})
         elif _is_refused(name, flag, own):
@@ -176,14 +180,17 @@ def _is_refused(name: str, flag: str, own: set[str]) -> bool:
     return name in REFUSED or (switch in REFUSED and not REFUSED[switch].takes_value)
 
 
-def _put_dotted(dotted: dict[str, dict[str, Any]], name: str, path: str, text: str) -> None:
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _put_dotted(dotted: dict[str, dict[str, Any]], name: str, path: str, value: Any) -> None:
     row = BY_SPELLING[name]
     if row.type != "json":
         raise ConfigError(f"{row.flag} is not a JSON option and has no parts like .{path}")
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = text
     place = dotted.setdefault(row.name, {})
     *parents, last = path.split(".")
     for parent in (p.replace("-", "_") for p in parents):

@@ -285,6 +285,17 @@ _DEVICE = group(
         high=1024,
     ),
     row(
+        "data_parallel_size",
+        "int",
+        1,
+        "engines behind the port, each with devices (or processors), weights and a KV cache of its "
+        "own",
+        aliases=("dp_size",),
+        short=("-dp",),
+        low=1,
+        high=64,
+    ),
+    row(
         "enable_expert_parallel",
         "bool",
         False,
@@ -372,6 +383,22 @@ _MEDIA = group(
         high=2**24,
     ),
 )
+
+# FastDeploy 2.x spells parts of --scheduler-config out. Their values stay as written: only the
+# driver that declares a part knows its type, and refuses what it does not declare.
+PART_SPELLINGS: dict[str, tuple[str, str]] = {
+    f"scheduler_{part}": ("scheduler_config", part)
+    for part in (
+        "host",
+        "port",
+        "db",
+        "password",
+        "topic",
+        "min_load_score",
+        "load_shards_num",
+        "sync_period",
+    )
+}
 
 _STRUCTURED = group(
     "structured output",
@@ -466,7 +493,7 @@ _SERVER = group(
         "api_server_count",
         "int",
         1,
-        "API server processes of the port; they share one engine",
+        "API server processes of the port; they share its engines",
         low=1,
         high=64,
         aliases=("workers",),

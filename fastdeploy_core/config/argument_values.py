@@ -14,7 +14,7 @@ from typing import Any
 
 from fastdeploy_core.errors import ConfigError
 
-from .argument_table import ENGINE_ROWS, SERVER_ROWS, Argument
+from .argument_table import ENGINE_ROWS, PART_SPELLINGS, SERVER_ROWS, Argument
 from .graphs import GRAPH_ROWS
 from .refused import ALWAYS, REFUSED
 
@@ -35,7 +35,8 @@ def spelling(name: str) -> str:
 def unknown_argument(name: str, shown: str = "") -> ConfigError:
     """The error for an unknown name, with the nearest known ones."""
     as_flag = (shown or name).startswith("--")
-    near = difflib.get_close_matches(spelling(name), [*BY_SPELLING, *ALWAYS], n=3, cutoff=0.6)
+    known = [*BY_SPELLING, *PART_SPELLINGS, *ALWAYS]
+    near = difflib.get_close_matches(spelling(name), known, n=3, cutoff=0.6)
     names = ["--" + n.replace("_", "-") if as_flag else n for n in near]
     hint = f"did you mean {' or '.join(names)}?" if names else "see `fastdeploy serve --help`"
     return ConfigError(f"unknown argument {shown or name!r}; {hint}")
@@ -56,8 +57,12 @@ def refuse(name: str, value: Any, shown: str = "") -> None:
 def normalise(values: Mapping[str, Any]) -> dict[str, Any]:
     """Inside names and typed values for every argument given; the rest is left out."""
     result: dict[str, Any] = {}
+    parts: list[tuple[str, Any]] = []
     for given, value in values.items():
         name = spelling(given)
+        if name in PART_SPELLINGS:
+            parts.append((name, value))
+            continue
         if name in BY_SPELLING:
             row = BY_SPELLING[name]
         elif name in NEGATIVE:
@@ -74,7 +79,20 @@ def normalise(values: Mapping[str, Any]) -> dict[str, Any]:
         if row.name in result and result[row.name] != coerce(row, value):
             raise ConfigError(f"{row.name} is given twice with different values")
         result[row.name] = coerce(row, value)
+    for name, value in parts:
+        if value is not None:
+            _put_part(result, name, value)
     return result
+
+
+def _put_part(result: dict[str, Any], name: str, value: Any) -> None:
+    whole, part = PART_SPELLINGS[name]
+    section = result.get(whole) or {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{ARGUMENTS[whole].flag} must be a JSON object to take {name}")
+    if str(section.get(part, value)) != str(value):
+        raise ConfigError(f"{name} and {whole}.{part} are given with different values")
+    result[whole] = {**section, part: value}
 
 
 def coerce(row: Argument, value: Any) -> Any:

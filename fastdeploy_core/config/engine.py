@@ -70,6 +70,8 @@ class ParallelConfig:
     """Ranks. Worker rank 0 lives in the engine process."""
 
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1  # engines of this server, each with tensor_parallel_size ranks
+    data_parallel_rank: int = 0  # which of them has this configuration
     # Ranks hold whole experts, not a share of each.
     enable_expert_parallel: bool = False
     # Carries tokens to them in steps that hold prompts; empty: none does, ranks add up what they

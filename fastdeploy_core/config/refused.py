@@ -23,13 +23,13 @@ _LOCAL_ONLY = "models are read from a local folder and nothing is downloaded; gi
 _NO_PORT = "processes talk over sockets in a private folder; there is no such port"
 _MULTIMODAL = "models answer with text; which take pictures is their plugin's to say"
 _DISAGGREGATION = "prefill/decode disaggregation is not part of this version"
-_PLUGIN_SECTION = "options of a scheduler plugin go in its own section: --scheduler-config.{}"
+_NO_READERS = "output goes to front ends directly; nothing reads or writes it in Redis"
 _WARMUP = (
     "steps are warmed up at start-up when they are captured: --enforce-eager, --graph-capture-sizes"
 )
 _EXPERTS = "experts stay where they are: --enable-expert-parallel, --expert-communicator"
 _NO_LORA = "LoRA adapters are not part of this version"
-_NO_DP = "data parallelism is not part of this version; start one server per replica"
+_ONE_COMMAND = "one command starts all engines, on this machine: --data-parallel-size"
 _ENTRY_POINT = "parsers are found through entry points: install the plugin and name it with --{}"
 _DECLARED = "block lifetimes need no tuning here"
 
@@ -79,8 +79,13 @@ REFUSED: dict[str, Refused] = {
     **_many("repetition stops are not part of this version", "early_stop_config"),
     **_many("logits are always float32", "lm_head_fp32", takes_value=False),
     **_many("there is one model implementation", "model_impl", harmless=("auto", "fastdeploy")),
-    **_many(_NO_DP, "data_parallel_size", "data_parallel_size_local", harmless=("1",)),
-    **_many(_NO_DP, "local_data_parallel_id", "data_parallel_rank", harmless=("0",)),
+    **_many(_ONE_COMMAND, "data_parallel_size_local", harmless=("1",)),
+    **_many(_ONE_COMMAND, "local_data_parallel_id", "data_parallel_rank",
+        "data_parallel_start_rank", harmless=("0",)),
+    **_many(_ONE_COMMAND, "data_parallel_address", "data_parallel_rpc_port"),
+    **_many(_ONE_COMMAND, "data_parallel_backend", harmless=("mp",)),
+    **_many("one place of this server chooses an engine for each request",
+        "data_parallel_hybrid_lb", "data_parallel_external_lb", takes_value=False),
     **_many("pipeline parallelism is not part of this version", "pipeline_parallel_size", "pp_size",
         harmless=("1",)),
     **_many("context parallelism is not part of this version", "decode_context_parallel_size",
@@ -102,14 +107,10 @@ REFUSED: dict[str, Refused] = {
         "kv_transfer_config", "kv_events_config", "write_policy"),
     **_many(_DISAGGREGATION, "splitwise_role", harmless=("mixed",)),
     **_many(_DISAGGREGATION, "cache_transfer_protocol", "router"),
-    **{
-        f"scheduler_{key}": Refused(_PLUGIN_SECTION.format(key))
-        for key in (
-            "host", "port", "db", "password", "topic", "min_load_score", "load_shards_num",
-            "sync_period", "expire_period", "release_load_expire_period", "reader_parallel",
-            "writer_parallel", "reader_batch_size", "writer_batch_size",
-        )
-    },
+    **_many("an instance that was silent for --scheduler-lease seconds is dead, and its load is "
+        "released at once", "scheduler_expire_period", "scheduler_release_load_expire_period"),
+    **_many(_NO_READERS, "scheduler_reader_parallel", "scheduler_writer_parallel",
+        "scheduler_reader_batch_size", "scheduler_writer_batch_size"),
     **_many("schedulers are found through entry points: --scheduler-name", "scheduler_cls"),
     **_many("workers are not replaceable; write a device driver", "worker_cls",
         "worker_extension_cls"),

@@ -22,7 +22,7 @@ class ServerConfig:
     ssl_certfile: str | None = None
     served_names: tuple[str, ...] = ()
     verify_model_name: bool = False  # True when names were given: any other name is answered 404
-    api_server_count: int = 1  # processes; they share the port and one engine
+    api_server_count: int = 1  # processes; they share the port and its engines
     max_concurrency: int = 512  # of all API servers together
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 30.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -194,3 +194,19 @@ class Requirements:
     # family's plugin and the quantizer are then chosen with everything else.
     draft_model: str = ""
     draft_quantization: str = ""
+
+
+# (HTTP status, message, field at fault or None, request id) to the body of an error
+ErrorBody = Callable[[int, str, str | None, str], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ApiRoutes:
+    """Routes of one API. `router` is a fastapi.APIRouter with routes of its own, none included.
+
+    `error_body` writes errors on its paths in the shape of that API, also those of keys and limits,
+    which arise before the route is called; None: OpenAI's. Added in contract 1.1.
+    """
+
+    router: Any
+    error_body: ErrorBody | None = None

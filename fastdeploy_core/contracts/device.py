@@ -89,7 +89,8 @@ class DeviceOptions:
     tensor_library: str = ""  # empty: the driver's own choice
     num_threads: int = 0  # 0: the driver's own choice
     seed: int = 0
-    num_ranks: int = 1  # processes that work together; those of a host device divide its processors
+    # Processes of this server that use such devices; those of a host device divide its processors.
+    num_ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from .attention import AttentionQuestion
-    from .base import Candidate, Requirements
+    from .base import ApiRoutes, Candidate, Requirements
     from .device import DeviceQuestion
     from .kv_transport import TransportQuestion
     from .moe import ExpertQuestion, MoEQuestion
@@ -198,6 +198,15 @@ def fd_api_routes() -> list[Any] | None:
 
     Asked once when the API server starts. The routes stand behind the same authentication and limits
     as every other. Added in contract 1.0.
+    """
+
+
+@hookspec
+def fd_api_routes_at_root() -> list[ApiRoutes] | None:
+    """Routes at paths of their own, such as /v1/messages: another API than the core's.
+
+    Asked like fd_api_routes. A path and method that the core or another plugin serves is an error at
+    start-up; no plugin replaces another's route. Added in contract 1.1.
     """
 
 

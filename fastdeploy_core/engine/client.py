@@ -1,5 +1,5 @@
-"""Clients of an engine: AsyncEngine, for an event loop, with the engine in a process of its own;
-and LocalEngine, for the offline API, with the engine in this process."""
+"""Clients of an engine: AsyncEngine, for an event loop, with the engine, or several, in processes
+of their own; and LocalEngine, for the offline API, with the engine in this process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,21 @@ from fastdeploy_core.engine.processes import wire
 from fastdeploy_core.engine.processes.attachment import Attachment
 from fastdeploy_core.engine.processes.shared_queue import SharedQueue
 from fastdeploy_core.engine.processes.supervisor import NOT_READY, Listener, Supervisor
-from fastdeploy_core.errors import FastDeployError, QueueFull, Unavailable, WorkerError
+from fastdeploy_core.errors import (
+    ConfigError,
+    FastDeployError,
+    QueueFull,
+    Unavailable,
+    WorkerError,
+)
 from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
 from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
 
+from .balance import Balance
+from .common import config_of
 from .core import EngineCore
 from .observer import Observer
+from .replicas import Replicas
 from .stream import OutputStream
 
 if TYPE_CHECKING:
@@ -30,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 STATS_TIMEOUT_S = 5.0
 DRAIN_LOOK_S = 0.1
+STOPPED = "the engine stopped while it was answering this request"
 
 
 class EngineLink(Protocol):
@@ -57,7 +67,8 @@ class AsyncEngine:
 
     If the process dies or stands still, every stream ends with WorkerError, `health` says why, and
     the process is started again (WatchdogConfig.max_restarts). Where a queue is shared, the queue
-    decides about streams: they may go on in another engine.
+    decides about streams: they may go on in another engine. With --data-parallel-size, the engines
+    together are one here; see replicas.py.
     """
 
     info: EngineInfo
@@ -97,9 +108,16 @@ class AsyncEngine:
         else:
             plugins = Future()
             plugins.set_result(resolved)
-        return await cls(
-            config, lambda listener: Supervisor(config, plugins, listener)
-        )._wait_ready(plugins)
+
+        def connect(engine: int, listener: Listener) -> EngineLink:
+            return Supervisor(config_of(config, engine), plugins, listener)
+
+        def connect_all(listener: Listener) -> EngineLink:
+            if config.parallel.data_parallel_size == 1:
+                return connect(0, listener)
+            return Replicas(config, connect, listener, Balance(config), owns_engines=True)
+
+        return await cls(config, connect_all)._wait_ready(plugins)
 
     @classmethod
     async def attach(
@@ -110,15 +128,22 @@ class AsyncEngine:
         front_end: int,
         on_drain: Callable[[], None],
     ) -> AsyncEngine:
-        """Attach one front end to an engine that another process starts and ends, and wait until
-        the engine is ready. `folder` belongs to that process; its request to drain calls on_drain
-        from a thread."""
+        """Attach one front end to the engine, or engines, that another process starts and ends, and
+        wait until one is ready. `folder` belongs to that process; its request to drain calls
+        on_drain from a thread."""
         timeout_s = config.watchdog.progress_timeout_s
-        return await cls(
-            config,
-            lambda listener: Attachment(folder, front_end, timeout_s, listener, on_drain),
-            front_end,
-        )._wait_ready(resolved)
+
+        def connect(engine: int, listener: Listener) -> EngineLink:
+            own = wire.engine_folder(folder, engine)
+            return Attachment(own, front_end, timeout_s, listener, on_drain)
+
+        def connect_all(listener: Listener) -> EngineLink:
+            if config.parallel.data_parallel_size == 1:
+                return connect(0, listener)
+            balance = Balance(config, front_end, wire.balance_path(folder))
+            return Replicas(config, connect, listener, balance, owns_engines=False)
+
+        return await cls(config, connect_all, front_end)._wait_ready(resolved)
 
     async def _wait_ready(self, resolved: Future[ResolvedPlugins]) -> AsyncEngine:
         self._link.start()
@@ -148,7 +173,8 @@ class AsyncEngine:
         if not self._link.health().ready:
             raise Unavailable(NOT_READY)
         limits = self._config.request_scheduler
-        possible = limits.max_size + self._config.batch.max_num_seqs
+        num_engines = self._config.parallel.data_parallel_size
+        possible = (limits.max_size + self._config.batch.max_num_seqs) * num_engines
         if limits.max_size and len(self._streams) >= possible:
             raise QueueFull(
                 f"{len(self._streams)} requests are being answered or wait, {possible} may; "
@@ -211,8 +237,8 @@ class AsyncEngine:
         return health
 
     async def stats(self) -> EngineStats:
-        """Ask the engine process for its counters; WorkerError without an answer in five
-        seconds."""
+        """Ask the engine process for its counters, or all of them for theirs; WorkerError without
+        an answer in five seconds."""
         self._num_questions += 1
         number = self._num_questions
         answer: asyncio.Future[EngineStats] = self._loop.create_future()
@@ -302,14 +328,17 @@ class AsyncEngine:
 
     def _on_down(self) -> None:
         # The reason is for the operator: it is in the log and in `health`.
-        error = WorkerError("the engine stopped while it was answering this request")
         if not self._shares_queue:
-            for stream in self._streams.values():
-                if not stream.is_ended:
-                    stream.fail(error)
+            self._on_lost(list(self._streams))
         for answer in self._questions.values():
             if not answer.done():
-                answer.set_exception(error)
+                answer.set_exception(WorkerError(STOPPED))
+
+    def _on_lost(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            stream = self._streams.get(request_id)
+            if stream is not None and not stream.is_ended:
+                stream.fail(WorkerError(STOPPED))
 
     def _on_dead(self, error: FastDeployError) -> None:
         if not self._ready.done():
@@ -337,6 +366,10 @@ class _ToLoop(Listener):
         """The engine ended."""
         self._call(self._engine._on_down)
 
+    def on_lost(self, request_ids: Sequence[str]) -> None:
+        """These requests will not be answered any more."""
+        self._call(self._engine._on_lost, request_ids)
+
     def on_dead(self, error: FastDeployError) -> None:
         """No engine will be started any more."""
         self._call(self._engine._on_dead, error)
@@ -355,6 +388,13 @@ class LocalEngine:
 
     def __init__(self, config: EngineConfig, resolved: ResolvedPlugins) -> None:
         """Load the model; raises ConfigError, PluginError or WorkerError."""
+        count = config.parallel.data_parallel_size
+        if count > 1:
+            raise ConfigError(
+                f"data_parallel_size is {count}, and this engine runs inside its caller's process, "
+                "which has room for one; use one process for each, or run: fastdeploy serve "
+                f"{config.model.path} --data-parallel-size {count}"
+            )
         from fastdeploy_core.plugins.manager import hook_manager
 
         self._core = EngineCore(config, resolved)

@@ -276,7 +276,10 @@ class _Peers:
                 digest=resolved.digest,
             )
             target = "fastdeploy_core.engine.processes.worker_process:main"
-            self._processes.append(child.spawn(target, wire.encode(init), f"fd-rank{rank}"))
+            label = f"fd-rank{rank}"
+            if config.parallel.data_parallel_size > 1:
+                label = f"fd-engine{config.parallel.data_parallel_rank}-rank{rank}"
+            self._processes.append(child.spawn(target, wire.encode(init), label))
         self._watcher = threading.Thread(target=self._watch, name="fd-ranks", daemon=True)
         self._watcher.start()
 

@@ -118,7 +118,8 @@ class MemoryProfile:
     step_bytes: int
     utilization: float
     is_bound: bool = False  # step_bytes is an upper bound, not a measurement
-    shared_with: int = 0  # ranks that share this memory with the whole host; 0: device memory
+    # ranks of all engines that share this memory with the whole host; 0: device memory
+    shared_with: int = 0
     graph_bytes: int = 0
     most_bytes: int = 0  # all that the batch could ever hold; what is shared gives no more
 

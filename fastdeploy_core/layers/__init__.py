@@ -12,7 +12,7 @@ from .embedding import Embedding, LMHead
 from .linear import Linear
 from .mla import LatentAttention, LatentShape
 from .mlp import GatedMLP
-from .moe import MoEBlock
+from .moe import MoEBlock, SharedExperts
 from .norm import LayerNorm, RMSNorm
 from .rotary import RotarySpec
 from .weight_map import Placement
@@ -36,5 +36,6 @@ __all__ = [
     "Placement",
     "RMSNorm",
     "RotarySpec",
+    "SharedExperts",
     "WeightFormats",
 ]

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.contracts.attention import AttentionSpec, HeadNorms, Projections
 from fastdeploy_core.contracts.kv_formats import kv_format
+from fastdeploy_core.errors import UnsupportedModel
 
 from .cache_scales import CacheScales
 from .context import ForwardContext
 from .linear import Linear, LinearPart, LinearShape
-from .norm import RMSNorm
+from .norm import DividedRMSNorm, RMSNorm
 from .stored import WHOLE, Piece
 
 if TYPE_CHECKING:
@@ -101,11 +102,12 @@ class HeadShape:
     hidden: int
     num_heads: int
     num_kv_heads: int
+    norm_whole: bool = False  # norms of queries and keys, if there are any, are over all heads
 
 
 class Attention:
-    """x: [num_tokens, hidden]; so is the result. `norm_eps`: also normalise each query and key head
-    (Qwen3)."""
+    """x: [num_tokens, hidden]; so is the result. `norm_eps`: also normalise queries and keys, each
+    head (Qwen3) or, with shape.norm_whole, all heads of a token at once (OLMo 2)."""
 
     def __init__(
         self,
@@ -147,17 +149,44 @@ class Attention:
             ),
         )
         self._norms: HeadNorms | None = None
+        self._whole_norms: tuple[DividedRMSNorm, DividedRMSNorm] | None = None
         self._qk_norm = build.kernels["qk_norm"]
         if norm_eps is not None:
-            of_q, of_k = (RMSNorm(build, f"{prefix}.{n}_norm", dim, norm_eps) for n in "qk")
-            self._norms = HeadNorms(of_q.weight, of_k.weight, norm_eps)
+            self._make_norms(build, prefix, shape, dim, norm_eps, kv_piece)
         self.paged = PagedAttention(build, prefix, spec, rotary, kv_piece)
         self._driver_norms = self.paged.norms_heads
-        # A driver that also claims the projections, and the weights in its own layout.
+        # A driver that also claims the projections, and the weights in its own layout. It would
+        # leave these norms out.
+        if self.paged.backend.unit == "projections" and self._whole_norms is not None:
+            raise UnsupportedModel(
+                f"attention driver {self.paged.backend.name!r} computes projections itself, but "
+                f"{prefix} normalises all heads at once behind them; possible: a driver of another "
+                "unit; run: fastdeploy plugins why attention --model DIR"
+            )
         self._block: Any = self.paged.backend if self.paged.backend.unit == "projections" else None
         self._projections: Any = None
         self._heads, self._kv_heads, self._dim = spec.num_heads, spec.num_kv_heads, dim
         self._k_end = spec.num_heads + spec.num_kv_heads
+
+    def _make_norms(
+        self,
+        build: ModelBuilder,
+        prefix: str,
+        shape: HeadShape,
+        dim: int,
+        eps: float,
+        kv_piece: Piece,
+    ) -> None:
+        of_q, of_k = f"{prefix}.q_norm", f"{prefix}.k_norm"
+        if shape.norm_whole:
+            q_size, k_size = shape.num_heads * dim, shape.num_kv_heads * dim
+            self._whole_norms = (
+                DividedRMSNorm(build, of_q, q_size, eps, build.piece),
+                DividedRMSNorm(build, of_k, k_size, eps, kv_piece),
+            )
+            return
+        q, k = RMSNorm(build, of_q, dim, eps), RMSNorm(build, of_k, dim, eps)
+        self._norms = HeadNorms(q.weight, k.weight, eps)
 
     def __call__(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         """x: [num_tokens, hidden], model dtype; positions: [num_tokens] int64."""
@@ -211,6 +240,8 @@ class Attention:
         q = heads[:, : self._heads]
         k = heads[:, self._heads : self._k_end]
         v = heads[:, self._k_end :]
+        if self._whole_norms is not None:
+            q, k = self._whole_norms[0](q), self._whole_norms[1](k)
         if self._norms is not None and not self._driver_norms:
             q, k = self._qk_norm(q, k, self._norms.q, self._norms.k, self._norms.eps)
         if not self.paged.rotates:

@@ -27,7 +27,7 @@ from .expert_parallel import ExpertRanks, ExpertShare
 from .linear import Linear, LinearPart, LinearShape
 from .mla import LatentAttention, LatentShape
 from .mlp import GatedMLP
-from .moe import MoEBlock
+from .moe import MoEBlock, SharedExperts
 from .norm import LayerNorm, RMSNorm
 from .rotary import RotarySpec, cos_sin_table
 from .stored import WHOLE, Piece
@@ -313,7 +313,8 @@ class ModelBuilder:
         output_bias: bool = False,
         norm_eps: float | None = None,
     ) -> Attention:
-        """Grouped-query attention with its projections."""
+        """Grouped-query attention with its projections. `norm_eps`: queries and keys are
+        normalised, each head or, with shape.norm_whole, all heads of a token at once."""
         return Attention(
             self,
             prefix,
@@ -345,12 +346,13 @@ class ModelBuilder:
         *,
         shared_intermediate: int = 0,
         shared_bias: bool = False,
+        shared: SharedExperts | None = None,
         bias_name: str = "",
         bias_shape: tuple[int, ...] = (),
     ) -> MoEBlock:
         """Routed experts, and shared ones if they have a width. The MoE driver computes the shared
-        ones if it takes them."""
-        shared, count = None, shared_intermediate // intermediate
+        ones if it takes them. `shared`: the family's own in their place."""
+        count = shared_intermediate // intermediate
         can_join = self.quantizer is None and not shared_bias and self.expert_ranks is None
         if count and can_join and shared_intermediate == count * intermediate:
             joined = replace(spec, num_shared_experts=count)

@@ -7,14 +7,13 @@ over ranks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastdeploy_core.contracts.moe import MoEBlockBackend, MoESpec
 
 from .expert_parallel import DividedExperts, local_spec
 from .experts import DenseExperts, make_experts
 from .linear import Linear, LinearPart, LinearShape
-from .mlp import GatedMLP
 from .weight_map import Placement
 
 if TYPE_CHECKING:
@@ -22,6 +21,18 @@ if TYPE_CHECKING:
 
     from .builder import ModelBuilder
     from .norm import RMSNorm
+
+
+class SharedExperts(Protocol):
+    """What every token visits beside its routed experts, such as a GatedMLP without `reduce`."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, hidden] to this rank's part of the sum over ranks, as wide."""
+        ...
+
+    def add_to(self, total: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Two addends of total + self(x); the second is None if they were added already."""
+        ...
 
 
 class MoEBlock:
@@ -39,7 +50,7 @@ class MoEBlock:
         spec: MoESpec,
         intermediate: int,
         *,
-        shared: GatedMLP | None = None,
+        shared: SharedExperts | None = None,
         bias_name: str = "",
         bias_shape: tuple[int, ...] = (),
     ) -> None:

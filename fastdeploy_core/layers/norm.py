@@ -1,11 +1,12 @@
-"""Normalisation: by the root mean square, alone or fused with the residual sum before it, and
-LayerNorm."""
+"""Normalisation: by the root mean square, alone or fused with the residual sum before it, or over
+channels that ranks divide; and LayerNorm."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING
 
+from .stored import Piece
 from .weight_map import Placement
 
 if TYPE_CHECKING:
@@ -39,6 +40,30 @@ class RMSNorm:
             return self._norm(x, self.weight, self.eps), x
         both: tuple[Tensor, Tensor] = self._add_norm(x, residual, self.weight, self.eps)
         return both
+
+
+class DividedRMSNorm:
+    """RMSNorm over all channels of a column layer, of which each rank has `piece`. Ranks that hold
+    the same channels hold them equally often, so their common mean is the mean."""
+
+    def __init__(self, build: ModelBuilder, name: str, size: int, eps: float, piece: Piece) -> None:
+        self.size, self.eps = size // piece.count, eps
+        self.weight = build.zeros((self.size,), build.xp.dtype(build.dtype))
+        self._build, self._norm = build, build.kernels["rms_norm"]
+        accept = partial(LayerNorm._accept, self.weight)
+        build.weights.add(Placement(f"{name}.weight", (size,), (piece.of(size),), accept, fill=1.0))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, heads of this rank, dim], model dtype; so is the result."""
+        build, shape = self._build, x.shape
+        x = x.reshape(shape[0], self.size)
+        if build.tp_size == 1:
+            return self._norm(x.contiguous(), self.weight, self.eps).reshape(shape)
+        wide = x.float()
+        total = build.all_reduce((wide * wide).sum(dim=-1, keepdim=True))
+        mean = total / (self.size * build.tp_size)
+        normed = (wide * build.xp.rsqrt(mean + self.eps)).to(x.dtype)
+        return (normed * self.weight).reshape(shape)
 
 
 class LayerNorm:

@@ -2,7 +2,8 @@
 
 The rotation itself is the kernel `rotary_embedding`. Frequencies are float32, as in the training of
 the models. Rules: linear (position interpolation), llama3 (the Llama 3.1 release), yarn (arXiv
-2309.00071), factors (such a rule as one number per frequency).
+2309.00071), longrope (arXiv 2402.13753, within the trained length), factors (such a rule as one
+number per frequency).
 """
 
 from __future__ import annotations
@@ -53,6 +54,15 @@ def check_rotary(spec: RotarySpec) -> None:
 def cos_sin_table(spec: RotarySpec, num_positions: int) -> np.ndarray:
     """[num_positions, dim] float32: dim / 2 cosines, then dim / 2 sines."""
     check_rotary(spec)
+    if spec.kind in ("longrope", "su"):
+        trained = int(spec.number("original_max_position_embeddings"))
+        if num_positions > trained:
+            raise UnsupportedModel(
+                f"rope scaling {spec.kind!r} of config.json turns all tokens of a sequence by "
+                f"other factors once there are more than {trained}, which a cache of rotated keys "
+                f"cannot follow; possible: contexts of up to {trained} tokens; "
+                f"run with --max-model-len {trained}"
+            )
     frequencies, magnitude = _RULES[spec.kind](spec)
     positions = np.arange(num_positions, dtype=np.float32)
     angles = np.outer(positions, frequencies.astype(np.float32))
@@ -78,6 +88,10 @@ def _default(spec: RotarySpec) -> tuple[np.ndarray, float]:
     return _plain(spec), 1.0
 
 
+def _none(spec: RotarySpec) -> tuple[np.ndarray, float]:
+    return np.zeros(spec.dim // 2, np.float32), 1.0  # nothing turns: positions are learned
+
+
 def _linear(spec: RotarySpec) -> tuple[np.ndarray, float]:
     return _plain(spec) / np.float32(spec.number("factor")), 1.0
 
@@ -101,6 +115,20 @@ def _factors(spec: RotarySpec) -> tuple[np.ndarray, float]:
     if factors.shape != (spec.dim // 2,):
         raise ConfigError(f"rope scaling 'factors' has no list of {spec.dim // 2} numbers")
     return _plain(spec) / factors, 1.0
+
+
+def _longrope(spec: RotarySpec) -> tuple[np.ndarray, float]:
+    """Within the trained length: `short_factor`, and a magnitude for the extended one."""
+    original = spec.number("original_max_position_embeddings")
+    factor = spec.number("factor", spec.max_position_embeddings / original)
+    factors = np.asarray(spec.parameters.get("short_factor"), np.float32)
+    if factors.shape != (spec.dim // 2,):
+        raise ConfigError(
+            f"rope scaling {spec.kind!r} of config.json has no short_factor list of "
+            f"{spec.dim // 2} numbers"
+        )
+    stretch = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return _plain(spec) / factors, spec.number("attention_factor", stretch)
 
 
 def _yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
@@ -144,5 +172,8 @@ _RULES: Final[dict[str, Callable[[RotarySpec], tuple[np.ndarray, float]]]] = {
     "factors": _factors,
     "linear": _linear,
     "llama3": _llama3,
+    "longrope": _longrope,
+    "none": _none,
+    "su": _longrope,  # its name in older checkpoints
     "yarn": _yarn,
 }

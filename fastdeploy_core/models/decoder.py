@@ -19,16 +19,19 @@ from .reading import ConfigReader
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from fastdeploy_core.contracts.attention import AttentionSpec
     from fastdeploy_core.layers.attention import Attention
     from fastdeploy_core.layers.builder import ModelBuilder
     from fastdeploy_core.layers.mla import LatentAttention
     from fastdeploy_core.layers.mlp import GatedMLP
     from fastdeploy_core.layers.moe import MoEBlock
+    from fastdeploy_core.layers.rotary import RotarySpec
     from fastdeploy_core.tensor import Tensor
 
     Addends = tuple[Tensor, Tensor | None]
     AttentionLayer = Attention | LatentAttention
     FeedForward = GatedMLP | MoEBlock
+    Block = Callable[..., Addends]  # called as DecoderLayer is
     # Makes one block's part from its checkpoint prefix; the second also gets the number of the
     # block.
     MakeAttention = Callable[[ModelBuilder, str], AttentionLayer]
@@ -95,7 +98,7 @@ class DecoderLM:
             "lm_head", vocab, hidden, tied=self.embedding if is_tied else None, bias=head_bias
         )
 
-    def block(self, build: ModelBuilder, prefix: str, number: int) -> DecoderLayer:
+    def block(self, build: ModelBuilder, prefix: str, number: int) -> Block:
         """One block of this family with that checkpoint prefix, made like block `number`.
 
         Drafters use it for blocks after the last one, with a builder of their own.
@@ -142,18 +145,19 @@ class DecoderLM:
 class GroupedQueryLM(DecoderLM):
     """A family with grouped-query attention that is the same in every block.
 
-    Biases are constants, or keys of config.json that say whether there are any.
+    Biases and norms are constants, or keys of config.json that say whether there are any.
     """
 
     rope_theta: ClassVar[float] = 10000.0
     interleaved: ClassVar[bool] = False
-    head_norms: ClassVar[bool] = False
+    partial_rotary: ClassVar[float | None] = None  # share of a head; config.json may say another
+    head_norms: ClassVar[str | bool] = False
+    whole_norms: ClassVar[bool] = False  # queries and keys are normalised over all heads at once
     qkv_bias: ClassVar[str | bool] = "attention_bias"
     output_bias: ClassVar[str | bool] = "attention_bias"
     mlp_bias: ClassVar[str | bool] = False
     head_bias: ClassVar[str | bool] = False
     tied: ClassVar[bool] = False
-    offsets: ClassVar[bool] = False  # AttentionSpec.offsets
 
     @classmethod
     def check(cls, read: ConfigReader) -> None:
@@ -165,30 +169,47 @@ class GroupedQueryLM(DecoderLM):
         return None
 
     @classmethod
+    def rotary(cls, read: ConfigReader) -> RotarySpec:
+        """What of each head turns, and how."""
+        share = cls.partial_rotary
+        dim = read.head_dim() if share is None else read.rotary_dim(default=share)
+        return read.rotary(dim, theta=cls.rope_theta, interleaved=cls.interleaved)
+
+    @classmethod
+    def attention(cls, read: ConfigReader, dtype: str) -> AttentionSpec:
+        """One rank's attention, of every layer."""
+        norms = _has(read, cls.head_norms)
+        return read.gqa(dtype, interleaved=cls.interleaved, head_norms=norms)
+
+    @classmethod
     def shapes(cls, config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
         """Shapes of one rank."""
         read = ConfigReader(config, tp_size)
         read.require_silu()
         cls.check(read)
-        read.rotary(read.head_dim(), theta=cls.rope_theta, interleaved=cls.interleaved)
+        cls.rotary(read)
         read.divided("intermediate_size", read.size("intermediate_size"))
-        spec = read.gqa(dtype, interleaved=cls.interleaved, head_norms=cls.head_norms)
-        spec = replace(spec, offsets=cls.offsets)
+        spec = cls.attention(read, dtype)
         return read.shapes(spec, cls.moe(read, dtype))
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
         read = ConfigReader(config, build.tp_size)
-        heads = read.heads()
-        spec = read.gqa(build.dtype, interleaved=self.interleaved, head_norms=self.head_norms)
-        spec = replace(spec, offsets=self.offsets)
-        rotary = read.rotary(read.head_dim(), theta=self.rope_theta, interleaved=self.interleaved)
+        heads = replace(read.heads(), norm_whole=self.whole_norms)
+        spec, rotary = self.attention(read, build.dtype), self.rotary(read)
         qkv, output = _has(read, self.qkv_bias), _has(read, self.output_bias)
-        eps = read.number("rms_norm_eps", default=1e-6) if self.head_norms else None
+        has_norms = self.whole_norms or spec.head_norms
+        eps = read.number("rms_norm_eps", default=1e-6) if has_norms else None
         super().__init__(
             read,
             build,
             attention=lambda build, prefix: build.gqa(
-                prefix, heads, spec, rotary, qkv_bias=qkv, output_bias=output, norm_eps=eps
+                prefix,
+                heads,
+                spec,
+                rotary,
+                qkv_bias=qkv,
+                output_bias=output,
+                norm_eps=eps,
             ),
             feed_forward=self.make_feed_forward(read, build.dtype),
             tied=self.tied,

@@ -85,6 +85,16 @@ class ConfigReader:
         heads = self.size("num_attention_heads")
         return self.size("head_dim", default=max(1, self.size("hidden_size") // heads))
 
+    def rotary_dim(self, *, default: float = 1.0) -> int:
+        """How many dimensions of a head turn: the share that config.json names, or `default`."""
+        rope = self._find(("rope_parameters", "rope_scaling")) or {}
+        share = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+        if share is None:
+            share = self.number("partial_rotary_factor", default=default)
+        if not isinstance(share, int | float) or not 0 < share <= 1:
+            raise self._wrong(("partial_rotary_factor",), share, "a number above 0, up to 1")
+        return int(self.head_dim() * share)
+
     def rotary(self, dim: int, *, theta: float = 10000.0, interleaved: bool = False) -> RotarySpec:
         """Rotation of heads of width `dim`, from rope_parameters or rope_theta and rope_scaling."""
         scaling = self._find(("rope_parameters", "rope_scaling")) or {}
@@ -93,13 +103,14 @@ class ConfigReader:
         base = scaling.get("rope_theta")
         if not isinstance(base, int | float):
             base = self.number("rope_theta", default=theta)
+        beside = ("original_max_position_embeddings",)  # Phi-3 has it beside the rule, not in it
         spec = RotarySpec(
             dim=dim,
             theta=float(base),
             interleaved=interleaved,
             max_position_embeddings=self.size("max_position_embeddings", default=2048),
             kind=str(scaling.get("rope_type", scaling.get("type")) or "default"),
-            parameters=dict(scaling),
+            parameters={k: self.config[k] for k in beside if self.config.get(k)} | dict(scaling),
         )
         check_rotary(spec)
         return spec
@@ -122,9 +133,11 @@ class ConfigReader:
             moe=moe,
         )
 
-    def experts(self, routing: RoutingSpec, dtype: str) -> MoESpec:
+    def experts(
+        self, routing: RoutingSpec, dtype: str, *, width_key: str = "moe_intermediate_size"
+    ) -> MoESpec:
         """The experts as one rank holds them."""
-        width = self.divided("moe_intermediate_size", self.size("moe_intermediate_size"))
+        width = self.divided(width_key, self.size(width_key))
         return MoESpec(routing, self.size("hidden_size"), width, dtype)
 
     def gqa(

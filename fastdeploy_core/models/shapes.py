@@ -54,10 +54,13 @@ def model_class(hf_config: Mapping[str, Any]) -> Any:
     except PluginNotFound:
         from fastdeploy_core.plugins.known import providers
 
-        of = providers("model").get(name)
-        run = f"pip install {of}" if of else "fastdeploy plugins list --kind model"
+        if provider := providers("model").get(name):
+            raise UnsupportedModel(
+                f"architecture {name!r} is served by {provider}, which is not installed; "
+                f"run: pip install {provider}"
+            ) from None
         raise UnsupportedModel(
             f"no installed model family serves architecture {name!r}; possible: "
             f"{', '.join(sorted(ARCHITECTURES))}, or one that a plugin registers in group "
-            f"fastdeploy.models; run: {run}"
+            "fastdeploy.models; run: fastdeploy plugins list --kind model"
         ) from None

@@ -13,9 +13,6 @@ CORE_COMMANDS: Final[dict[str, tuple[str, str]]] = {
     for name, target, summary in (
         ("serve", "serve:main", "start the OpenAI-compatible server"),
         ("plugins.list", "plugins_list:main", "name, kind, distribution, version, status"),
-        ("plugins.show", "plugins_show:main", "drivers, hooks and capabilities of one plugin"),
-        ("plugins.why", "plugins_why:main", "every candidate, its answer, and the winner"),
-        ("plugins.doctor", "plugins_doctor:main", "load each plugin in a child process"),
         ("version", "version:main", "print the version"),
     )
 }

@@ -271,7 +271,8 @@ def _apply_choice(entry: PluginEntry, allow: set[str] | None, deny: set[str]) ->
     name = canonical(entry.distribution)
     if name in deny:
         return replace(entry, status=DISABLED, reason="named by FD_PLUGINS_DISABLED")
-    if allow is not None and name not in allow:
+    # The list says what serves; a command is what its user calls by name, to look into it, too.
+    if allow is not None and name not in allow and entry.kind != "command":
         return replace(entry, status=DISABLED, reason="not named by FD_PLUGINS")
     return entry
 

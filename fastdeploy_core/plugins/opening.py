@@ -16,19 +16,23 @@ if TYPE_CHECKING:
 def open_device(
     config: EngineConfig, resolved: ResolvedPlugins, rank: int, world_size: int
 ) -> DeviceBackend:
-    """CapabilityError: it does not join so many ranks, or has no KV blocks of that size."""
+    """Engines of one server take devices, or shares of the processors, in their order.
+
+    CapabilityError: it does not join so many ranks, or has no KV blocks of that size."""
+    parallel = config.parallel
+    num_processes = world_size * parallel.data_parallel_size
     num_threads = config.device.num_threads
-    if not num_threads and world_size > 1:
-        # Ranks of one host share its cores; each taking all of them would make them wait.
+    if not num_threads and num_processes > 1:
+        # Processes of one host share its cores; each taking all of them would make them wait.
         has_affinity = hasattr(os, "sched_getaffinity")
         cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-        num_threads = max(1, cores // world_size)
+        num_threads = max(1, cores // num_processes)
     options = DeviceOptions(
-        index=rank,
+        index=parallel.data_parallel_rank * world_size + rank,
         tensor_library=resolved.tensor_library or config.device.tensor_library,
         num_threads=num_threads,
         seed=config.model.seed,
-        num_ranks=world_size,
+        num_ranks=num_processes,
     )
     device: DeviceBackend = resolved.load("device")(options)
     limits, block_size = device.limits, config.cache.block_size

@@ -1,17 +1,14 @@
-"""Tables of what is installed and why something was chosen, as text and as data for JSON.
+"""Tables, and what is installed as one and as data for JSON.
 
-Used by the command line, the start-up log and the server's plugin page. Imports no plugin.
+Used by the command line and the server's plugin page. Imports no plugin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .discovery import Inventory, PluginEntry
-
-if TYPE_CHECKING:
-    from .negotiate import Decision
 
 INVENTORY_COLUMNS = ("name", "kind", "distribution", "version", "status")
 
@@ -50,46 +47,4 @@ def inventory_data(inventory: Inventory, entries: Sequence[PluginEntry]) -> dict
             for e in entries
         ],
         "problems": list(inventory.problems),
-    }
-
-
-def decision_table(decision: Decision) -> str:
-    """One question with every candidate's answer."""
-    rows = [
-        (
-            "->" if c.name == decision.winner else "",
-            c.name,
-            c.distribution,
-            "accept" if c.accepted else "decline",
-            c.score if c.accepted else "",
-            c.reason,
-        )
-        for c in decision.candidates
-    ]
-    winner = (
-        f"winner: {decision.winner} ({decision.why})"
-        if decision.winner
-        else (f"no winner: {decision.why}")
-    )
-    body = table(("", "candidate", "distribution", "answer", "score", "reason"), rows)
-    return f"{decision.kind}: {decision.question}\n{body}\n{winner}"
-
-
-def decision_data(decision: Decision) -> dict[str, Any]:
-    """The table's content as plain data."""
-    return {
-        "kind": decision.kind,
-        "question": decision.question,
-        "winner": decision.winner,
-        "why": decision.why,
-        "candidates": [
-            {
-                "name": c.name,
-                "distribution": c.distribution,
-                "accepted": c.accepted,
-                "score": c.score,
-                "reason": c.reason,
-            }
-            for c in decision.candidates
-        ],
     }

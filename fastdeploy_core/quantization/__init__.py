@@ -1,5 +1,5 @@
-"""Number formats of weights: packing, rounding, and one quantizer driver per format that a device
-multiplies. Checkpoint formats of other tools are the distribution `fd-quant-hub`.
+"""What quantizer drivers are made of: rounding, checks, their base class. The drivers themselves
+are plugins: `fd-quant-formats`, and `fd-quant-hub` for checkpoints of other tools.
 
 Every driver produces an internal format of contracts/quant_formats.py. Kernels and the reference
 products are elsewhere (reference/ops/quantized.py and device plugins). The names below are public:

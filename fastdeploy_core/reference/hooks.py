@@ -7,7 +7,7 @@ from fastdeploy_core.contracts.base import Accept, Candidate, Decline
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.contracts.hookspecs import hookimpl
 from fastdeploy_core.contracts.kv_formats import KV_ALIASES, KV_FORMATS
-from fastdeploy_core.contracts.moe import ExpertQuestion, MoEQuestion
+from fastdeploy_core.contracts.moe import MoEQuestion
 from fastdeploy_core.tensor import LIBRARIES, available
 
 # Lower than any accelerator's score: the reference is chosen when nothing better is there.
@@ -55,13 +55,3 @@ def fd_moe_backends(question: MoEQuestion) -> list[Candidate]:
     """The reference serves every mixture of experts; it dequantizes formats without a kernel."""
     note = f"experts in {question.quantization}" if question.quantization else "plain tensor code"
     return [Candidate("reference", Accept(_BACKEND_SCORE, note))]
-
-
-@hookimpl
-def fd_expert_communicators(question: ExpertQuestion) -> list[Candidate]:
-    """Runs over any device's own collectives."""
-    alone = Decline(f"serves one rank, there are {question.num_ranks}")
-    return [
-        Candidate("loopback", alone),
-        Candidate("all_gather", Accept(_BACKEND_SCORE, "plain tensor code")),
-    ]

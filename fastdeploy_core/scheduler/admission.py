@@ -29,7 +29,8 @@ class Admission:
     ) -> None:
         self._roster = roster
         self._kv = roster.kv
-        self._settings = settings
+        self._batch = settings.batch
+        self._max_prefills = settings.device.max_prefills_per_step
         self._counters = counters
         self._step = step
         self._on_stuck = on_stuck
@@ -42,7 +43,7 @@ class Admission:
         passed_over: set[Sequence] = set()
         while (
             self._step.budget > 0
-            and len(self._roster.running) < self._settings.max_num_seqs
+            and len(self._roster.running) < self._batch.max_num_seqs
             and self.has_prefill_slot()
             and len(passed_over) < MAX_PASSED_OVER
         ):
@@ -100,7 +101,7 @@ class Admission:
     def chunk(self, seq: Sequence, start: int, end: int, *, is_new: bool = False) -> int:
         """How many of a prompt's tokens from `start` to `end` may run in this step."""
         chunk = min(end - start, self._step.budget)
-        threshold = self._settings.long_prefill_token_threshold
+        threshold = self._batch.long_prefill_token_threshold
         chunk = min(chunk, threshold) if threshold else chunk
         if not seq.table.embeddings:
             return chunk
@@ -108,25 +109,23 @@ class Admission:
 
     def has_prefill_slot(self) -> bool:
         """Whether the device takes one more prefill in this step."""
-        limit = self._settings.max_prefills_per_step
+        limit = self._max_prefills
         return limit is None or self._step.num_prefills < limit
 
     def _may_run_in_parts(self) -> bool:
         """Never without chunked prefill: any sequence fits a step then, as settings.py checks."""
-        settings = self._settings
-        num_partial = len(self._roster.prefilling())
-        return settings.enable_chunked_prefill and num_partial < settings.max_num_partial_prefills
+        num_partial, batch = len(self._roster.prefilling()), self._batch
+        return batch.enable_chunked_prefill and num_partial < batch.max_num_partial_prefills
 
     def _must_let_pass(self, seq: Sequence) -> bool:
         """Whether shorter prompts may overtake this long one, since enough long ones run."""
-        settings = self._settings
-        threshold = settings.long_prefill_token_threshold
-        if not threshold or settings.max_num_partial_prefills == 1:
+        threshold = self._batch.long_prefill_token_threshold
+        if not threshold or self._batch.max_num_partial_prefills == 1:
             return False
         if len(seq.token_ids) <= threshold:
             return False
         num_long = sum(s.num_known_at_start > threshold for s in self._roster.prefilling())
-        return num_long >= settings.max_long_partial_prefills
+        return num_long >= self._batch.max_long_partial_prefills
 
     def _has_room(self, seq: Sequence, match: PrefixMatch) -> bool:
         """Room for all of the sequence and its next token, beside what running prompts still need:

@@ -17,6 +17,7 @@ from fastdeploy_core.types import (
     ModelRunnerOutput,
     Request,
     RequestOutputDelta,
+    RequestStatus,
     TokenDeltas,
     split_branch_id,
 )
@@ -47,12 +48,15 @@ class BatchScheduler:
         self._clock = clock
         self._roster = Roster(
             kv,
-            by_priority=settings.policy == "priority",
+            by_priority=settings.batch.policy == "priority",
             clock=clock,
             num_drafts=settings.num_speculative_tokens,
         )
         self._outcome = Outcome(self._roster, self.counters)
-        self._policy = DraftPolicy(settings) if settings.num_speculative_tokens else None
+        self._policy: DraftPolicy | None = None
+        if settings.speculative is not None:
+            is_captured = settings.device.captures_drafts
+            self._policy = DraftPolicy(settings.speculative, is_captured=is_captured)
         self._results_s: float | None = None  # when results came last, if there was more to do
         self._planner = StepPlanner(
             self._roster, settings, self.counters, self._fail_stuck, self._policy
@@ -163,7 +167,7 @@ class BatchScheduler:
             if request is not None and branch is not None:
                 self._outcome.end_branch(request, branch)
             elif request is not None:
-                self._roster.finish_request(request, FinishReason.ABORT)
+                self._roster.finish_request(request)
                 self.counters.num_finished[FinishReason.ABORT.value] += 1
                 self._outcome.discard(request_id)
 
@@ -179,17 +183,12 @@ class BatchScheduler:
         self._outcome.apply(step, output)
         self._planner.note(step, output)
         if self._policy is not None:
-            # Tokens that a step gives behind an answer's end count for nothing.
+            # From the results before to these, with everything in between, if there was something
+            # to do. Tokens that a step gives behind an answer's end count for nothing.
+            now, before = self._clock(), self._results_s
+            self._results_s = now if self._roster.running or self._roster.num_leaving else None
             num_tokens = self.counters.num_generated_tokens - num_before
-            self._measure(self._policy, step, num_tokens)
-
-    def _measure(self, policy: DraftPolicy, step: ScheduledStep, num_tokens: int) -> None:
-        """Tell how long the engine took over a step: from the results before to its own, with
-        everything in between. The time means nothing if there was nothing to do before."""
-        now, before = self._clock(), self._results_s
-        is_busy = self._roster.running or self._roster.num_leaving
-        self._results_s = now if is_busy else None
-        policy.observe(step, num_tokens, 0.0 if before is None else now - before)
+            self._policy.observe(step, num_tokens, 0.0 if before is None else now - before)
 
     def fail(self, steps: list[ScheduledStep], message: str) -> None:
         """The first of these steps failed, and the later ones, submitted before that was known, are
@@ -199,7 +198,7 @@ class BatchScheduler:
         failed = steps[0]
         seqs = failed.seqs()
         for seq in seqs:
-            if seq.finish_reason is None:
+            if seq.status is not RequestStatus.FINISHED:
                 self._roster.set_suspect(seq, True)
         for step in steps:
             self._outcome.undo(step)
@@ -278,7 +277,7 @@ class BatchScheduler:
             )
             self._next_seq_id += 1
         state.num_unfinished = sampling.n
-        state.followers_wait = sampling.n > 1 and self.settings.block_sharing
+        state.followers_wait = sampling.n > 1 and self.settings.device.block_sharing
 
     def _expire(self) -> None:
         now = self._clock()

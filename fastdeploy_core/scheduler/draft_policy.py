@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Iterable
 from statistics import median
 
-from .settings import SchedulerSettings
+from fastdeploy_core.config import SpeculativeConfig
+
 from .step import ScheduledStep
 
 logger = logging.getLogger(__name__)
@@ -100,9 +101,10 @@ def _averages(steps: Iterable[tuple[float, float]]) -> tuple[float, float]:
 class DraftPolicy:
     """Asked once per step, told of every step. Deterministic given what it is told."""
 
-    def __init__(self, settings: SchedulerSettings) -> None:
-        self._settings, most = settings, settings.num_speculative_tokens
-        numbers = settings.draft_numbers or [most >> n for n in range(most.bit_length())]
+    def __init__(self, config: SpeculativeConfig, *, is_captured: bool = False) -> None:
+        """is_captured: steps with drafts are captured graphs, of one or of all."""
+        self._config, most = config, config.num_speculative_tokens
+        numbers = {1, most} if is_captured else {most >> n for n in range(most.bit_length())}
         self._numbers = (*sorted(numbers, reverse=True), 0)
         self._regimes: dict[tuple[int, int], _Regime] = {}
         self._regime: _Regime | None = None  # of the step that was planned last
@@ -110,10 +112,10 @@ class DraftPolicy:
 
     def choose(self, num_rows: int, kind: int = 0) -> int:
         """Drafts to ask for after a step of so many rows whose sampling is of that kind."""
-        is_disabled = 0 < self._settings.disable_by_batch_size < num_rows
-        if is_disabled or not self._settings.adaptive_length:
+        is_disabled = 0 < self._config.disable_by_batch_size < num_rows
+        if is_disabled or not self._config.adaptive_length:
             self._regime = None
-            return 0 if is_disabled else self._settings.num_speculative_tokens
+            return 0 if is_disabled else self._config.num_speculative_tokens
         self._num_rows, key = num_rows, ((num_rows - 1).bit_length(), kind)  # 1, 2, 3-4, 5-8 rows
         if key not in self._regimes:
             self._regimes[key] = _Regime(self._numbers, self._regime)

@@ -7,16 +7,18 @@ on where it stopped. Deadlines and ttl_s are time that a client waits, so a paus
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, SchedulerCapabilities
+from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.types import (
     FinishReason,
     Request,
@@ -33,25 +35,17 @@ MAX_EARLY_ABORTS = 4096
 EARLY_ABORT_S = 60.0
 
 
+@dataclass(eq=False)
 class _Entry:
     """An unfinished request."""
 
-    __slots__ = (
-        "finished_indices",
-        "is_queued",
-        "position",
-        "queued_s",
-        "request",
-        "waited_s",
-    )
-
-    def __init__(self, request: Request, now: float) -> None:
-        self.request = request
-        self.is_queued = True
-        self.queued_s = now
-        self.waited_s = 0.0
-        self.position = 0  # of the next delta
-        self.finished_indices: set[int] = set()
+    request: Request
+    queued_s: float
+    expires_s: float  # nobody waits for its turn any longer
+    is_queued: bool = True
+    waited_s: float = 0.0
+    position: int = 0  # of the next delta
+    finished_indices: set[int] = field(default_factory=set)
 
 
 class LocalScheduler:
@@ -64,6 +58,12 @@ class LocalScheduler:
     def __init__(
         self, config: RequestSchedulerConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        if config.options:
+            raise ConfigError(
+                f"request scheduler 'local' has no options, got {', '.join(config.options)}; name "
+                "the scheduler that has them with --scheduler-name (`fastdeploy plugins list "
+                "--kind scheduler` shows what is installed)"
+            )
         self._config = config
         self._clock = clock
         self._lock = threading.Lock()
@@ -71,12 +71,11 @@ class LocalScheduler:
         self._has_results = threading.Condition(self._lock)
         self._entries: dict[str, _Entry] = {}
         self._queue: FairQueue[_Entry] = FairQueue()
-        self._by_age: OrderedDict[str, _Entry] = OrderedDict()  # queued ones, oldest first
         self._num_queued_tokens = 0
         self._results: list[RequestOutputDelta | TokenDeltas] = []
         self._aborts: list[str] = []
         self._early_aborts: OrderedDict[str, float] = OrderedDict()
-        self._deadlines: dict[str, float] = {}  # of queued requests that have one
+        self._sweep_s = math.inf  # no queued request expires before
         self._loads: dict[str, tuple[InstanceLoad, float]] = {}  # and when it was reported
         self._is_closed = False
 
@@ -128,21 +127,17 @@ class LocalScheduler:
     def abort(self, request_ids: Sequence[str]) -> None:
         """Cancel wherever the request is, and answer that; an abort may come before its request."""
         with self._lock:
-            for request_id in request_ids:
-                whole, branch = split_branch_id(request_id)
-                entry = self._entries.get(whole)
-                if branch is not None:
-                    if entry is not None and not entry.is_queued:
-                        self._aborts.append(request_id)
-                    continue
-                if entry is None:
+            for name in request_ids:
+                request_id, branch = split_branch_id(name)
+                entry = self._entries.get(request_id)
+                if entry is not None and not entry.is_queued:
+                    self._aborts.append(name)
+                if entry is not None and branch is None:
+                    self._answer(entry, None, "")
+                elif branch is None:
                     self._early_aborts[request_id] = self._clock()
                     if len(self._early_aborts) > MAX_EARLY_ABORTS:
                         self._early_aborts.popitem(last=False)
-                    continue
-                if not entry.is_queued:
-                    self._aborts.append(request_id)
-                self._answer(entry, None, "")
             self._has_requests.notify()  # an idle engine may have aborts to take
 
     def get_aborts(self) -> list[str]:
@@ -192,24 +187,22 @@ class LocalScheduler:
                     f"queue full: with this one {total} prompt tokens would wait, at most "
                     f"{config.max_tokens} may; try again later"
                 )
-        entry = _Entry(request, self._clock())
-        self._entries[request_id] = self._by_age[request_id] = entry
+        now, most_s = self._clock(), config.ttl_s
+        if request.deadline_s is not None:
+            most_s = min(most_s, request.deadline_s)
+        self._entries[request_id] = entry = _Entry(request, now, now + most_s)
+        self._sweep_s = min(self._sweep_s, entry.expires_s)
         self._queue.arrive(request.tenant)
         self._queue.push(entry, request.tenant, request.priority)
         self._num_queued_tokens += num_tokens
-        if request.deadline_s is not None:
-            self._deadlines[request_id] = entry.queued_s + request.deadline_s
         if self._early_aborts.pop(request_id, None) is not None:
             self._answer(entry, None, "")
         return None
 
     def _dequeue(self, entry: _Entry) -> None:
-        request = entry.request
         entry.is_queued = False
         self._queue.remove(entry)
-        del self._by_age[request.request_id]
-        self._num_queued_tokens -= len(request.prompt_token_ids)
-        self._deadlines.pop(request.request_id, None)
+        self._num_queued_tokens -= len(entry.request.prompt_token_ids)
 
     def _take(self, capacity: Capacity) -> list[Request]:
         now = self._clock()
@@ -311,22 +304,17 @@ class LocalScheduler:
     def _sweep(self) -> None:
         """Answer what waited too long."""
         now = self._clock()
-        while self._by_age:
-            entry = next(iter(self._by_age.values()))
-            if now - entry.queued_s < self._config.ttl_s:
-                break
-            self._answer(
-                entry,
-                f"the request waited {now - entry.queued_s:.1f} s, at most "
-                f"{self._config.ttl_s:g} s are allowed; try again later",
-                "RequestTimeout",
-            )
-        for request_id, deadline in list(self._deadlines.items()):
-            if deadline <= now:
-                self._answer(
-                    self._entries[request_id],
-                    "the request did not start within its deadline",
-                    "RequestTimeout",
-                )
+        if now >= self._sweep_s:
+            for entry in [entry for entry in self._queue if entry.expires_s <= now]:
+                self._expire(entry, now - entry.queued_s)
+            self._sweep_s = min((entry.expires_s for entry in self._queue), default=math.inf)
         while self._early_aborts and now - next(iter(self._early_aborts.values())) > EARLY_ABORT_S:
             self._early_aborts.popitem(last=False)
+
+    def _expire(self, entry: _Entry, waited_s: float) -> None:
+        ttl_s, deadline_s = self._config.ttl_s, entry.request.deadline_s
+        error = "the request did not start within its deadline"
+        if deadline_s is None or ttl_s <= deadline_s:
+            error = f"the request waited {waited_s:.1f} s, at most {ttl_s:g} s are allowed; "
+            error += "try again later"
+        self._answer(entry, error, "RequestTimeout")

@@ -24,7 +24,7 @@ from fastdeploy_core.types import (
 )
 
 from .counters import Counters
-from .results import RowResult, StepResults
+from .results import StepResults
 from .roster import Roster
 from .sequence import RequestState, Sequence
 from .step import Cohort, Row, ScheduledStep
@@ -81,7 +81,7 @@ class Outcome:
             seq.num_pending -= row.sample
             status = seq.status
             if status is not RequestStatus.FINISHED:
-                self._take(row, results.of_row(number))
+                self._take(row, results, number)
             # Ended within _take, it has left already: nothing was in flight any more.
             if status is not RequestStatus.RUNNING and not seq.num_in_flight:
                 self._roster.settle(seq)
@@ -129,10 +129,9 @@ class Outcome:
         for number, ran in zip(numbers, was_running, strict=True):
             seq = cohort.seqs[number]
             if seq.status is not RequestStatus.FINISHED:
-                result = results.of_row(number)
-                row = Row(seq, starts[number], len(result.token_ids), True)
+                row = Row(seq, starts[number], len(results.tokens_of(number)), True)
                 fared = [(int(fed[number]), int(accepted[number])) for fed, accepted in drafts]
-                self._take(row, result, fared)
+                self._take(row, results, number, fared)
             # One that ran until this very step has left already if it ended with it.
             if not ran and not seq.num_in_flight:
                 self._roster.settle(seq)
@@ -182,14 +181,14 @@ class Outcome:
             seqs = cohort.seqs if chosen is None else compress(cohort.seqs, chosen)
             tenants = shares = Counter[str]()
             for seq, number in zip(seqs, numbers or repeat(1), strict=False):
-                shares[seq.tenant] += number
+                shares[seq.request.tenant] += number
         for tenant, number in tenants.items():
             self._roster.arrived.charge(tenant, number)
 
     def undo(self, step: ScheduledStep) -> None:
         """The step failed or is void: its sequences start again from what they know, and workers
         are told once more whom to forget."""
-        self._roster.forget(step.output.finished_seq_ids)
+        self._roster.forgotten += step.output.finished_seq_ids
         drawn = [step.num_decodes] * len(step.cohort.seqs) + [int(row.sample) for row in step.rows]
         for seq, number in zip(step.seqs(), drawn, strict=True):
             seq.num_in_flight -= 1
@@ -202,11 +201,11 @@ class Outcome:
 
     def fail(self, request: RequestState, message: str, error_type: str) -> None:
         """End a request with an error its client may see."""
-        if request.is_finished:
+        if not request.num_unfinished:
             return
         delta = self._delta_of(request)
         delta.error, delta.error_type, delta.finished = message, error_type, True
-        self._roster.finish_request(request, FinishReason.ERROR)
+        self._roster.finish_request(request)
         self._counters.num_finished[FinishReason.ERROR.value] += 1
 
     def complete_empty(self, request: RequestState) -> None:
@@ -221,19 +220,20 @@ class Outcome:
             if seq.status is not RequestStatus.FINISHED:
                 self._end(seq, SequenceDelta(index=index), FinishReason.ABORT, None)
 
-    def _take(self, row: Row, result: RowResult, drafts: Iterable[tuple[int, int]] = ()) -> None:
-        """drafts: that the row was fed each time, and how many were accepted."""
-        seq = row.seq
-        request = seq.request
-        tokens = result.token_ids
-        if result.error is not None and not tokens:
-            self._fail_row(request, result.error)
+    def _take(
+        self, row: Row, results: StepResults, number: int, drafts: Iterable[tuple[int, int]] = ()
+    ) -> None:
+        """The row of this number. drafts: that it was fed each time, and how many were accepted."""
+        seq, output, tokens = row.seq, results.output, results.tokens_of(number)
+        request, error = seq.request, output.errors.get(number)
+        if error is not None and not tokens:
+            self._fail_row(request, error)
             return
         if row.sample and not tokens:
             self.fail(request, "the model runner returned no token", "FastDeployError")
             return
-        if result.prompt_logprobs is not None and request.wants_prompt_logprobs:
-            self._add_prompt_logprobs(request, row, result.prompt_logprobs)
+        if number in output.prompt_logprobs and request.wants_prompt_logprobs:
+            self._add_prompt_logprobs(request, row, output.prompt_logprobs[number])
         num_computed = row.start + row.num_tokens
         if not row.sample:
             self._commit(seq, num_computed)
@@ -241,6 +241,7 @@ class Outcome:
         if seq.num_output_tokens == 0 and request.followers_wait and seq.index == 0:
             self._roster.release_followers(request)
         reason, stop_reason, num_kept = self._append(seq, tokens)
+        seq.columns.known[seq.place] = len(seq.token_ids)
         if drafts:
             self._count_drafts_of(seq, drafts, num_kept if reason else None)
         if seq.is_suspect and row.start >= seq.num_known_at_start:
@@ -248,16 +249,16 @@ class Outcome:
         limit = len(seq.token_ids) if self._kv.caches_output else seq.num_prompt_tokens
         self._commit(seq, min(num_computed, limit))
         delta = SequenceDelta(index=seq.index, token_ids=tokens[:num_kept])
-        if result.logprobs is not None:
-            delta.logprobs = result.logprobs[:num_kept]
+        if number in output.logprobs:
+            delta.logprobs = output.logprobs[number][:num_kept]
         self._counters.num_generated_tokens += num_kept
         self._roster.arrived.charge(request.tenant, num_kept)
         if reason is not None:
             self._end(seq, delta, reason, stop_reason)
             return
         self._delta_of(request).sequences.append(delta)
-        if result.error is not None:  # behind these tokens
-            self._fail_row(request, result.error)
+        if error is not None:  # behind these tokens
+            self._fail_row(request, error)
 
     def _count_drafts_of(
         self, seq: Sequence, drafts: Iterable[tuple[int, int]], num_kept: int | None
@@ -284,13 +285,6 @@ class Outcome:
         self, seq: Sequence, tokens: list[int]
     ) -> tuple[FinishReason | None, int | None, int]:
         """Append tokens up to the first that ends the sequence: (why, stop token id, how many)."""
-        found = self._append_until(seq, tokens)
-        seq.columns.known[seq.place] = len(seq.token_ids)
-        return found
-
-    def _append_until(
-        self, seq: Sequence, tokens: list[int]
-    ) -> tuple[FinishReason | None, int | None, int]:
         known = seq.token_ids
         for count, token in enumerate(tokens, 1):
             if len(known) >= seq.max_total_tokens:  # it asked for no token, only for the prompt's
@@ -311,8 +305,8 @@ class Outcome:
         delta.drafts = seq.draft_stats()
         whole = self._delta_of(request)
         whole.sequences.append(delta)
-        self._roster.finish(seq, reason, stop_reason)
-        if request.is_finished:
+        self._roster.finish(seq)
+        if not request.num_unfinished:
             whole.finished = True
             self._counters.num_finished[reason.value] += 1
 

@@ -25,6 +25,8 @@ from .step import ScheduledStep, StepBuilder
 
 # Blocks that a sequence gets for later steps where many hold nothing.
 BLOCKS_AHEAD = 3
+# Decodes after prompts before steps that are queued ahead decode several times.
+BEFORE_SEVERAL = 16
 
 
 class StepPlanner:
@@ -41,11 +43,13 @@ class StepPlanner:
         self._policy = policy  # None: without speculation
         self._roster = roster
         self._kv = roster.kv
-        self._settings = settings
         self._on_stuck = on_stuck  # called with a sequence that cannot get the blocks it needs
+        self._batch, self._device = settings.batch, settings.device
+        begins_after = BEFORE_SEVERAL if settings.batch.overlap else 0
         self._count = DecodeCount(
-            settings.max_decodes, settings.decodes_before_several, on_host=settings.on_host
+            settings.device.max_decodes, begins_after, on_host=settings.device.on_host
         )
+        self._most_lookahead = settings.lookahead_tokens
         self._num_drafts = self._lookahead = 0  # to be made after the step, and tokens beside them
         # Running places and number of waiting sequences, and what drafts are chosen by for these.
         self._chosen_for: tuple[np.ndarray | None, int] = (None, 0)
@@ -53,7 +57,7 @@ class StepPlanner:
         self._prefills_first = True
         self._keeps_back = False  # prompts have let drafts go first
         self._step = StepBuilder(
-            roster.columns, settings.max_num_batched_tokens, settings.max_encode_tokens
+            roster.columns, settings.batch.max_num_batched_tokens, settings.max_encode_tokens
         )
         self._admission = Admission(roster, settings, counters, self._step, on_stuck)
 
@@ -62,10 +66,10 @@ class StepPlanner:
         step, roster = self._step, self._roster
         step.begin()
         self._num_drafts = 0 if self._policy is None else self._choose(self._policy)
-        self._lookahead = self._settings.lookahead_tokens if self._num_drafts else 0
+        self._lookahead = self._most_lookahead if self._num_drafts else 0
         if roster.num_suspects:
             self._plan_suspect()
-        elif self._settings.mixed_batches:
+        elif self._device.mixed_batches:
             self._plan_decodes()
             if not (self._keeps_back and step.has_drafts):
                 self._plan_prefills()
@@ -79,9 +83,10 @@ class StepPlanner:
             self._prefills_first = not step.num_prefills
         if step.is_empty:
             return None
-        is_costly = step.num_prefills and self._settings.captures_drafting
+        forgotten, roster.forgotten = roster.forgotten, []
+        is_costly = step.num_prefills and self._device.captures_drafting
         return step.finish(
-            roster.take_forgotten(),
+            forgotten,
             self._kv.take_copies(),
             0 if is_costly else self._num_drafts,
             fills=self._num_drafts > 0,
@@ -99,17 +104,17 @@ class StepPlanner:
         places, num_waiting = roster.running_places(), roster.num_waiting
         if places is not self._chosen_for[0] or num_waiting != self._chosen_for[1]:
             self._chosen_for = (places, num_waiting)
-            self._num_rows = max(1, min(self._settings.max_num_seqs, places.size + num_waiting))
+            self._num_rows = max(1, min(self._batch.max_num_seqs, places.size + num_waiting))
             self._kind = int(roster.columns.kind[places].max(initial=0))
         number = policy.choose(self._num_rows, self._kind)
-        if self._settings.captures_drafting:  # all that is made is fed, or nothing of it
-            number = min(number, self._settings.max_num_batched_tokens // self._num_rows - 1)
+        if self._device.captures_drafting:  # all that is made is fed, or nothing of it
+            number = min(number, self._batch.max_num_batched_tokens // self._num_rows - 1)
         return max(0, number)
 
     def _has_prompts(self) -> bool:
         """Whether prompts are to be computed, and not all of them wait for somebody's end."""
         roster = self._roster
-        has_place = len(roster.running) < self._settings.max_num_seqs
+        has_place = len(roster.running) < self._batch.max_num_seqs
         return bool(roster.num_waiting and has_place) or bool(roster.prefilling())
 
     def _grow_all(self, seqs: list[Sequence], places: np.ndarray, wanted: np.ndarray) -> bool:
@@ -172,15 +177,15 @@ class StepPlanner:
     ) -> np.ndarray | None:
         """[places] the most drafts that each row is fed; None: none has any. Every due row keeps a
         token of the budget; drafts get the rest. left: tokens up to a sequence's limit."""
-        settings, step = self._settings, self._step
+        device, step = self._device, self._step
         drafts: np.ndarray = np.where(is_due, self._roster.columns.asked[places], 0)
         has_drafts = bool(drafts.any())
         # A step with prompts is a captured graph only without drafts: they take turns.
-        if settings.captures_drafts and self._has_prompts():
+        if device.captures_drafts and self._has_prompts():
             self._keeps_back = not self._keeps_back and has_drafts
             has_drafts = has_drafts and self._keeps_back
         budget = step.budget - int(np.count_nonzero(is_due))
-        if settings.captures_drafting:  # a captured graph feeds all that the device holds, or none
+        if device.captures_drafting:  # a captured graph feeds all that the device holds, or none
             has_drafts = has_drafts and int(drafts.sum()) <= budget
         elif has_drafts:
             drafts = np.minimum(drafts, np.maximum(left - 1, 0))
@@ -204,14 +209,14 @@ class StepPlanner:
             return 1
         computed, limit = columns.computed[places], columns.limit[places]
         number = count.choose((int((limit - computed).min()) - 1) // width)
-        number = min(number, self._settings.max_drafted_decodes) if self._num_drafts else number
+        number = min(number, self._device.max_drafted_decodes) if self._num_drafts else number
         ends = np.minimum(computed + (number * width + self._lookahead), limit)
         return number if number > 1 and self._grow_all(seqs, places, ends) else 1
 
     def _plan_prefills(self) -> None:
         for seq in self._roster.prefilling():
             if seq.status is RequestStatus.RUNNING:
-                self._continue_prefill(seq, self._grow)
+                self._continue_prefill(seq)
         if not self._step.is_stalled:
             self._admission.admit()
 
@@ -234,21 +239,17 @@ class StepPlanner:
         if seq.num_in_flight:
             return
         if seq.is_prefill:
-            self._continue_prefill(seq, self._grow)
+            self._continue_prefill(seq)
         elif len(seq.token_ids) < seq.max_total_tokens and self._grow(
             seq, seq.num_computed + 1, may_yield=True
         ):
             self._step.put(seq, 1)
 
-    def _continue_prefill(self, seq: Sequence, grow: Callable[[Sequence, int], bool]) -> bool:
-        """False if it got no room."""
+    def _continue_prefill(self, seq: Sequence) -> None:
         chunk = self._admission.chunk(seq, seq.num_computed, seq.num_known_at_start)
-        if chunk < 1 or not self._admission.has_prefill_slot():
-            return True
-        has_room = grow(seq, seq.num_computed + chunk)
-        if has_room:
+        has_turn = chunk > 0 and self._admission.has_prefill_slot()
+        if has_turn and self._grow(seq, seq.num_computed + chunk):
             self._step.put(seq, chunk)
-        return has_room
 
     def _grow(self, seq: Sequence, num_tokens: int, *, may_yield: bool = False) -> bool:
         """Blocks so that num_tokens fit, preempting juniors; False if the sequence has to wait."""

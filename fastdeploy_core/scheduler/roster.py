@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import bisect
 import time
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 
 import numpy as np
 
 from fastdeploy_core.kvcache import KVCacheManager
-from fastdeploy_core.types import FinishReason, RequestStatus
+from fastdeploy_core.types import RequestStatus
 
 from .columns import Columns
 from .fair_queue import FairQueue
@@ -48,7 +48,8 @@ class Roster:
         self.num_preemptions_total = 0
         self._by_priority = by_priority
         self._admissions = 0
-        self._forgotten: list[int] = []  # the workers are told with the next step
+        # Ids that workers need not remember, told with the next step; twice does no harm.
+        self.forgotten: list[int] = []
         self._begun: list[Sequence] = []  # those of them that were being fed when last looked at
         self._places: np.ndarray | None = None  # of the running sequences, while these stay
 
@@ -93,7 +94,7 @@ class Roster:
         """Queue a request's first sequence; the others follow with `release_followers`."""
         self.requests[request.request_id] = request
         self.arrived.arrive(request.tenant)
-        self._arrive(request, request.sequences[: 1 if request.followers_wait else None])
+        self._arrive(request)
 
     def hold(self, request: RequestState) -> None:
         """Take a request that has not started out of the queue until `release`."""
@@ -109,7 +110,7 @@ class Roster:
         for seq in request.sequences:
             if seq.status is RequestStatus.WAITING_FOR_REMOTE_KV:
                 seq.status = RequestStatus.WAITING
-        self._arrive(request, request.sequences[: 1 if request.followers_wait else None])
+        self._arrive(request)
 
     def next_waiting(self, passed_over: Container[Sequence] = ()) -> Sequence | None:
         """Whose turn it is: among equal priorities, a preempted or forked sequence before a new
@@ -171,22 +172,21 @@ class Roster:
         self._stop(seq)
         seq.status = RequestStatus.PREEMPTED
         self.columns.asked[seq.place] = 0
-        self._forgotten.append(seq.seq_id)
+        self.forgotten.append(seq.seq_id)
         self.num_preemptions_total += 1
         self._leave(seq)
 
-    def finish(self, seq: Sequence, reason: FinishReason, stop_reason: int | None = None) -> None:
+    def finish(self, seq: Sequence) -> None:
         """End a sequence, and its request with the last one."""
         if seq.status is RequestStatus.FINISHED:
             return
         if seq.status is RequestStatus.RUNNING:
             self._stop(seq)
-            self._forgotten.append(seq.seq_id)
+            self.forgotten.append(seq.seq_id)
         elif not self.arrived.remove(seq) and seq in self.returning:
             self.returning.remove(seq)
         was_leaving = seq.status is RequestStatus.PREEMPTED and bool(seq.num_in_flight)
         seq.status = RequestStatus.FINISHED
-        seq.finish_reason, seq.stop_reason = reason, stop_reason
         self.set_suspect(seq, False)
         if not was_leaving:
             self._leave(seq)
@@ -194,21 +194,20 @@ class Roster:
         request.num_unfinished -= 1
         if request.num_unfinished == 0:
             self.drop_fork_source(request)
-            request.is_finished = True
             del self.requests[request.request_id]
             self.held.discard(request.request_id)
             self.arrived.depart(request.tenant)
         elif request.followers_wait and seq.index == 0:
             # It ended before the prompt was computed: the others find out for themselves.
             request.followers_wait = False
-            self._arrive(request, request.sequences[1:])
-        elif request.fork_source is not None and not self._has_followers(request):
-            self.drop_fork_source(request)
+            self._arrive(request)
+        else:
+            self.forked(request)
 
-    def finish_request(self, request: RequestState, reason: FinishReason) -> None:
+    def finish_request(self, request: RequestState) -> None:
         """End every sequence of a request."""
         for seq in request.sequences:
-            self.finish(seq, reason)
+            self.finish(seq)
 
     def settle(self, seq: Sequence) -> None:
         """No submitted step touches a stopped sequence any more: take its blocks back."""
@@ -222,21 +221,12 @@ class Roster:
         seq.show_plain()
 
     def forked(self, request: RequestState) -> None:
-        """One follower has taken its share of the prompt."""
+        """A sequence has taken its share of the prompt, or needs it no more."""
         if not self._has_followers(request):
             self.drop_fork_source(request)
 
-    def forget(self, seq_ids: Iterable[int]) -> None:
-        """Workers need not remember these; telling them twice does no harm."""
-        self._forgotten.extend(seq_ids)
-
-    def take_forgotten(self) -> list[int]:
-        """Sequences the workers need not remember."""
-        forgotten, self._forgotten = self._forgotten, []
-        return forgotten
-
-    def _arrive(self, request: RequestState, sequences: Iterable[Sequence]) -> None:
-        for seq in sequences:
+    def _arrive(self, request: RequestState) -> None:
+        for seq in request.sequences[: 1 if request.followers_wait else None]:
             if seq.status is RequestStatus.WAITING:
                 self.arrived.push(seq, request.tenant, self._priority(request))
 

@@ -6,7 +6,7 @@ Plain state. The batch scheduler changes it; nobody else does.
 from __future__ import annotations
 
 from fastdeploy_core.kvcache import BlockTable, ForkSource
-from fastdeploy_core.types import DraftStats, FinishReason, Request, RequestStatus, TokenLogprobs
+from fastdeploy_core.types import DraftStats, Request, RequestStatus, TokenLogprobs
 
 from .columns import Columns
 
@@ -51,29 +51,6 @@ class Sequence:
     all submitted steps, `num_pending` the sampled tokens that are still on their way.
     """
 
-    __slots__ = (
-        "attempt",
-        "columns",
-        "finish_reason",
-        "index",
-        "is_suspect",
-        "max_total_tokens",
-        "min_total_tokens",
-        "num_prompt_tokens",
-        "place",
-        "rank",
-        "request",
-        "request_id",
-        "seed",
-        "seq_id",
-        "status",
-        "stop_ids",
-        "stop_reason",
-        "table",
-        "tenant",
-        "token_ids",
-    )
-
     num_computed = _Number("computed")
     num_pending = _Number("pending")
     num_in_flight = _Number("in_flight")
@@ -95,9 +72,6 @@ class Sequence:
         self.seq_id = seq_id
         self.index = index
         self.request = request
-        self.request_id = request.request_id
-        self.attempt = request.request.attempt
-        self.tenant = request.tenant
         self.table = table
         self.seed = seed
         self.token_ids = list(request.request.prompt_token_ids)
@@ -113,8 +87,6 @@ class Sequence:
         # Order of seniority, fixed at the first admission: (priority, admission number, index).
         self.rank: tuple[int, int, int] = (0, 0, index)
         self.is_suspect = False  # was in a step that failed: runs alone until it has passed
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
         self.columns = columns
         self.place = columns.take(seq_id)
         columns.known[self.place] = self.num_prompt_tokens
@@ -157,23 +129,6 @@ class Sequence:
 class RequestState:
     """One request and what is collected for its client."""
 
-    __slots__ = (
-        "admission",
-        "arrival_s",
-        "deadline_s",
-        "followers_wait",
-        "fork_source",
-        "is_finished",
-        "num_cached_tokens",
-        "num_deltas",
-        "num_unfinished",
-        "prompt_logprobs",
-        "queue_s",
-        "request",
-        "sequences",
-        "tenant",
-    )
-
     def __init__(self, request: Request, arrival_s: float) -> None:
         self.request = request
         self.tenant = request.tenant
@@ -181,7 +136,6 @@ class RequestState:
         self.deadline_s = None if request.deadline_s is None else arrival_s + request.deadline_s
         self.sequences: list[Sequence] = []
         self.num_unfinished = 0
-        self.is_finished = False
         self.admission = -1  # number of the first admission of a sequence of it
         self.followers_wait = False  # sequences 1 to n-1 wait for the prompt that 0 computes
         self.fork_source: ForkSource | None = None

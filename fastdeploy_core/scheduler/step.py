@@ -20,7 +20,8 @@ from .columns import Columns
 from .sequence import Sequence
 
 _TOKEN_IDS, _STOP_IDS, _REQUEST_ID, _ATTEMPT, _TENANT = map(
-    attrgetter, ("token_ids", "stop_ids", "request_id", "attempt", "tenant")
+    attrgetter,
+    ("token_ids", "stop_ids", "request.request_id", "request.request.attempt", "request.tenant"),
 )
 
 

@@ -23,9 +23,10 @@ from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.errors import FastDeployError
 from fastdeploy_core.serving.front.occupancy import OwnOccupancy
 from fastdeploy_core.serving.http.errors import ApiError, to_api_error
-from fastdeploy_core.serving.http.middleware import Bodies, Guard, Hosts, Keys
+from fastdeploy_core.serving.http.middleware import Bodies, Guard, Hosts, Keys, route_path
 from fastdeploy_core.serving.openai.routes import body_schemas, openai_router
 
+from .plugin_routes import PluginRoutes, how_to_get, mount
 from .service_routes import service_router
 from .state import ServerState
 
@@ -51,11 +52,11 @@ def create_app(
     *,
     limits: RequestLimits,
     compiler: GrammarCompiler | None = None,
-    routers: Sequence[tuple[str, Any]] = (),
+    plugins: Sequence[PluginRoutes] = (),
     occupancy: OwnOccupancy | None = None,
     media: MediaProcessor | None = None,
 ) -> FastAPI:
-    """An app that serves this engine. `routers`: (distribution, APIRouter) pairs of plugins.
+    """An app that serves this engine, with the routes that plugins add.
 
     The caller owns the engine and the grammar compiler and closes them. `app.state.server` is the
     ServerState.
@@ -75,8 +76,7 @@ def create_app(
     app.include_router(openai)
     app.include_router(service_router(state))
     _describe_bodies(app)
-    for distribution, router in routers:
-        app.include_router(router, prefix=f"/plugins/{distribution}")
+    shapes = mount(app, plugins)
     for kind in (ApiError, FastDeployError, ValidationError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _error_response)
     # Middleware is added innermost first; Guard comes last, so nothing runs before it.
@@ -98,7 +98,7 @@ def create_app(
         )
     if config.allowed_hosts:
         app.add_middleware(Hosts, allowed=config.allowed_hosts)
-    app.add_middleware(Guard, observe=state.metrics.answered)
+    app.add_middleware(Guard, observe=state.metrics.answered, shapes=shapes)
     return app
 
 
@@ -143,15 +143,16 @@ def _describe_bodies(app: FastAPI) -> None:
     app.openapi = with_bodies  # type: ignore[method-assign]
 
 
-async def _error_response(_: Request, error: Exception) -> Response:
+async def _error_response(http: Request, error: Exception) -> Response:
     # raised by a plugin's route; routes of this project parse bodies themselves
     if isinstance(error, RequestValidationError):
         answer = to_api_error(ApiError(400, "the request does not fit this route"))
     else:
         answer = to_api_error(error)
-    return Response(
-        answer.encoded(), answer.status, headers=answer.headers, media_type="application/json"
-    )
+    if "route" not in http.scope and (hint := how_to_get(http.method, route_path(http.scope))):
+        answer = ApiError(404, hint)
+    body = answer.encoded(http.scope)
+    return Response(body, answer.status, headers=answer.headers, media_type="application/json")
 
 
 def _lifespan(state: ServerState) -> Any:

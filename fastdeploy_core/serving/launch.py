@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.tokenizer import Tokenizer
     from fastdeploy_core.types.engine import EngineInfo
 
+    from .plugin_routes import PluginRoutes
     from .server import ApiServer
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ def _serve_by_many(
     engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket
 ) -> int:
     """Run API servers in processes of their own; this process only supervises them and the
-    engine."""
+    engines."""
     from fastdeploy_core.serving.front.front_ends import FrontEnds
 
     _log_model(engine_config)
@@ -178,7 +179,8 @@ async def running_app(
         app,
         engine,
     ):
-        _log_engine(engine.info, time.monotonic() - started_at)
+        num_engines = engine_config.parallel.data_parallel_size
+        _log_engine(engine.info, num_engines, time.monotonic() - started_at)
         yield app, engine
 
 
@@ -210,7 +212,7 @@ async def _app_around(
     async with contextlib.AsyncExitStack() as stack:
         engine_task = asyncio.create_task(starting)
         try:
-            tokenizer, routers, media = await asyncio.to_thread(
+            tokenizer, plugins, media = await asyncio.to_thread(
                 _prepare_app, engine_config, server_config, resolved
             )
         except BaseException:
@@ -239,7 +241,7 @@ async def _app_around(
             server_config,
             limits=limits,
             compiler=compiler,
-            routers=routers,
+            plugins=plugins,
             occupancy=occupancy,
             media=media,
         )
@@ -268,7 +270,7 @@ def _log_model(config: EngineConfig) -> None:
 
 def _prepare_app(
     config: EngineConfig, server_config: ServerConfig, resolved: Future[ResolvedPlugins]
-) -> tuple[Tokenizer, list[tuple[str, Any]], MediaProcessor | None]:
+) -> tuple[Tokenizer, list[PluginRoutes], MediaProcessor | None]:
     """The slow parts of an app that need no engine."""
     model = config.model
     importlib.import_module(".app", __package__)
@@ -277,33 +279,22 @@ def _prepare_app(
     _each_parser(server_config, parser_named)  # so that the app finds them imported
     from fastdeploy_core.tokenizer import Tokenizer
 
+    from .plugin_routes import plugin_routes
+
     tokenizer = Tokenizer.load(
         model.tokenizer_path,
         chat_template=model.chat_template,
         trust_special_tokens=model.trust_special_tokens,
     )
     media = media_processor(config, resolved.result())
-    return tokenizer, plugin_routers(resolved.result()), media
+    return tokenizer, plugin_routes(resolved.result()), media
 
 
-def plugin_routers(resolved: ResolvedPlugins | None) -> list[tuple[str, Any]]:
-    """Routes that plugins add (hook fd_api_routes), with the distribution they came from."""
-    from fastdeploy_core.plugins.manager import hook_manager
-
-    return [
-        (answer.plugin.distribution, router)
-        for answer in hook_manager(resolved).ask("fd_api_routes")
-        for router in answer.value
-    ]
-
-
-def _log_engine(info: EngineInfo, seconds: float) -> None:
+def _log_engine(info: EngineInfo, num_engines: int, seconds: float) -> None:
     # The engine process has already logged its own decisions (info.report).
-    logger.info(
-        "engine ready after %.1f s, KV cache %s",
-        seconds,
-        _size(info.num_blocks * info.bytes_per_block),
-    )
+    size = _size(info.num_blocks * info.bytes_per_block)
+    count = f"{num_engines} engines" if num_engines > 1 else "engine"
+    logger.info("%s ready after %.1f s, KV cache %s", count, seconds, size)
 
 
 def _size(num_bytes: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from prometheus_client import (
@@ -20,9 +20,10 @@ from prometheus_client import (
     generate_latest,
     multiprocess,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+
+from fastdeploy_core.engine.common import CommonHealth, CommonStats
 
 if TYPE_CHECKING:
     from fastdeploy_core.types import Request, RequestOutput
@@ -71,69 +72,83 @@ _COUNTERS: dict[str, tuple[str, str]] = {
 
 
 class _EngineState(Collector):
-    """Turns the newest EngineStats into metrics when the registry is scraped."""
+    """Turns the newest EngineStats into metrics when the registry is scraped. With several engines,
+    a series without the label `engine` is about all of them, the others about one each."""
 
     def __init__(self, model_name: str) -> None:
-        self._labels = [model_name]
+        self._model_name = model_name
+        self._families: dict[str, Metric] = {}  # of the scrape in progress
         self.stats: EngineStats | None = None
         self.health: EngineHealth | None = None
-        self.info: EngineInfo | None = None
+        self.max_num_seqs = 0  # of all engines; 0: not known
 
     def collect(self) -> Iterator[Metric]:
         """Called by the registry."""
+        self._families = {}
         if self.health is not None:
-            yield self._gauge("engine_ready", "1 when ready", float(self.health.ready))
-            age = self.health.last_progress_age_s
-            yield self._gauge("engine_last_progress_seconds", "since the engine last moved", age)
-        if self.stats is None:
-            return
-        for name, (text, attribute) in _GAUGES.items():
-            yield self._gauge(name, text, float(getattr(self.stats, attribute)))
-        for name, (text, attribute) in _COUNTERS.items():
-            yield self._counter(name, text, float(getattr(self.stats, attribute)))
-        yield from self._derived(self.stats)
+            self._add_health(self.health, {})
+        if isinstance(self.health, CommonHealth):
+            for engine, health in self.health.engines.items():
+                self._add_health(health, {"engine": str(engine)})
+        if self.stats is not None:
+            self._add_stats(self.stats, {}, self.max_num_seqs)
+        if isinstance(self.stats, CommonStats) and isinstance(self.health, CommonHealth):
+            largest = self.max_num_seqs // len(self.health.engines)
+            for engine, stats in self.stats.engines.items():
+                self._add_stats(stats, {"engine": str(engine)}, largest)
+        yield from self._families.values()
 
-    def _derived(self, stats: EngineStats) -> Iterator[Metric]:
+    def _add_health(self, health: EngineHealth, labels: Mapping[str, str]) -> None:
+        self._gauge("engine_ready", "1 when ready", float(health.ready), labels)
+        age = health.last_progress_age_s
+        self._gauge("engine_last_progress_seconds", "since the engine last moved", age, labels)
+        text = "times the engine process was started again"
+        self._counter("engine_restarts", text, float(health.num_restarts), labels)
+
+    def _add_stats(self, stats: EngineStats, labels: Mapping[str, str], largest: int) -> None:
+        for name, (text, attribute) in _GAUGES.items():
+            self._gauge(name, text, float(getattr(stats, attribute)), labels)
+        for name, (text, attribute) in _COUNTERS.items():
+            self._counter(name, text, float(getattr(stats, attribute)), labels)
         total = max(1, stats.num_blocks_total)
         used = stats.num_blocks_used / total
-        yield self._gauge("gpu_cache_usage_perc", "share of KV blocks in use", used)
+        self._gauge("gpu_cache_usage_perc", "share of KV blocks in use", used, labels)
         free = stats.num_blocks_free / total
-        yield self._gauge("available_gpu_resource", "share of KV blocks that are free", free)
+        self._gauge("available_gpu_resource", "share of KV blocks that are free", free, labels)
         asked = max(1, stats.prefix_query_tokens_total)
         rate = stats.prefix_hit_tokens_total / asked
-        yield self._gauge("hit_token_rate", "share of prompt tokens found in a cache", rate)
-        if self.info is not None:
-            largest = self.info.max_num_seqs
-            yield self._gauge("max_batch_size", "most sequences in a step", float(largest))
+        self._gauge("hit_token_rate", "share of prompt tokens found in a cache", rate, labels)
+        if largest:
+            self._gauge("max_batch_size", "most sequences in a step", float(largest), labels)
             left = float(max(0, largest - stats.num_running))
-            yield self._gauge("available_batch_size", "places left in the batch", left)
+            self._gauge("available_batch_size", "places left in the batch", left, labels)
         device_hits = stats.prefix_hit_tokens_total - stats.host_hit_tokens_total
         text = "of the cached prompt tokens, found on the device"
-        yield self._counter("prefix_gpu_cache_token_num", text, float(device_hits))
-        yield from self._drafts(stats)
+        self._counter("prefix_gpu_cache_token_num", text, float(device_hits), labels)
+        self._add_drafts(stats, labels)
 
-    def _drafts(self, stats: EngineStats) -> Iterator[Metric]:
-        family = CounterMetricFamily(
-            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
-            "rows whose first drafts up to this position were right",
-            labels=["model_name", "position"],
-        )
+    def _add_drafts(self, stats: EngineStats, labels: Mapping[str, str]) -> None:
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        text = "rows whose first drafts up to this position were right"
+        self._family(name, text, "counter")
         for position, count in enumerate(stats.accepted_drafts_at_total):
-            family.add_metric([*self._labels, str(position)], float(count))
-        yield family
+            self._counter(name, text, float(count), {"position": str(position), **labels})
         rate = stats.accepted_draft_tokens_total / max(1, stats.draft_tokens_total)
         text = "share of draft tokens that were accepted"
-        yield self._gauge("spec_decode_draft_acceptance_rate", text, rate)
+        self._gauge("spec_decode_draft_acceptance_rate", text, rate, labels)
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric(self._labels, value)
-        return family
+    def _family(self, name: str, text: str, kind: str) -> Metric:
+        if name not in self._families:
+            self._families[name] = Metric(PREFIX + name, text, kind)
+        return self._families[name]
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
-        family.add_metric(self._labels, value)
-        return family
+    def _gauge(self, name: str, text: str, value: float, labels: Mapping[str, str]) -> None:
+        series = {"model_name": self._model_name, **labels}
+        self._family(name, text, "gauge").add_sample(PREFIX + name, series, value)
+
+    def _counter(self, name: str, text: str, value: float, labels: Mapping[str, str]) -> None:
+        series = {"model_name": self._model_name, **labels}
+        self._family(name, text, "counter").add_sample(f"{PREFIX}{name}_total", series, value)
 
 
 class Metrics:
@@ -195,9 +210,13 @@ class Metrics:
             self._limit.observe(request.sampling.max_tokens)
         return RequestTimer(self)
 
-    def render(self, stats: EngineStats | None, health: EngineHealth, info: EngineInfo) -> bytes:
+    def render(
+        self, stats: EngineStats | None, health: EngineHealth, info: EngineInfo | None
+    ) -> bytes:
         """The text that a scrape gets."""
-        self._state.stats, self._state.health, self._state.info = stats, health, info
+        self._state.stats, self._state.health = stats, health
+        if info is not None:
+            self._state.max_num_seqs = info.max_num_seqs
         return generate_latest(self._scraped)
 
     def first_token(self, seconds: float, queue_s: float | None) -> None:

@@ -27,6 +27,8 @@ from .state import ServerState
 logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+Events = AsyncGenerator[dict[str, Any], None]
+Frames = Callable[[dict[str, Any] | None, Events], AsyncGenerator[bytes, None]]
 
 
 class Job(Protocol):
@@ -52,8 +54,10 @@ class Job(Protocol):
         ...
 
 
-async def answer(http: Request, state: ServerState, job: Job) -> Response:
-    """Run a job and answer with its result."""
+async def answer(
+    http: Request, state: ServerState, job: Job, frames: Frames | None = None
+) -> Response:
+    """Run a job and answer with its result; `frames` writes the events of another API."""
     state.admission.enter(job.num_requests)
     handed_over = False
     try:
@@ -66,7 +70,7 @@ async def answer(http: Request, state: ServerState, job: Job) -> Response:
             handed_over = True
             stall_s = state.config.stream_stall_timeout_s
             leave = partial(state.admission.leave, job.num_requests)
-            return EventStream(framed(first, events), stall_s, leave)
+            return EventStream((frames or framed)(first, events), stall_s, leave)
         raise Aborted("the client left before the answer was complete")
     finally:
         if not handed_over:

@@ -296,6 +296,7 @@ class Worker:
         logits_bytes = PenaltyTables.num_bytes(self.config.batch.max_num_seqs, runner.vocab_size)
         peak = untouched - water.free_bytes - num_blocks * bytes_per_block
         limits, config = device.limits, self.config
+        num_processes = self.world_size * config.parallel.data_parallel_size
         per_sequence = -(-config.model.max_model_len // config.cache.block_size)
         return MemoryProfile(
             total_bytes=before.total_bytes,
@@ -306,7 +307,7 @@ class Worker:
             is_bound=part > 1,
             graph_bytes=graph_bytes,
             utilization=self.config.cache.memory_utilization,
-            shared_with=self.world_size if limits.shares_host_memory else 0,
+            shared_with=num_processes if limits.shares_host_memory else 0,
             most_bytes=config.batch.max_num_seqs * per_sequence * bytes_per_block,
         )
 

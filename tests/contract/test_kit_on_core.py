@@ -14,9 +14,6 @@ from fastdeploy_core.contracts.quantizer import LayerSpec, ParameterSpec
 from fastdeploy_testing.conformance.test_attention import AttentionConformance
 from fastdeploy_testing.conformance.test_device import DeviceConformance
 from fastdeploy_testing.conformance.test_end_to_end import EndToEndConformance
-from fastdeploy_testing.conformance.test_expert_communicator import (
-    ExpertCommunicatorConformance,
-)
 from fastdeploy_testing.conformance.test_hygiene import HygieneConformance
 from fastdeploy_testing.conformance.test_kv_formats import KVFormatConformance
 from fastdeploy_testing.conformance.test_moe import MoEConformance
@@ -57,14 +54,6 @@ class TestCpuQuantizedKernels(QuantizedOpsConformance):
 
 class TestReferenceMoE(MoEConformance):
     driver_name = "reference"
-
-
-class TestLoopbackExperts(ExpertCommunicatorConformance):
-    driver_name = "loopback"
-
-
-class TestAllGatherExperts(ExpertCommunicatorConformance):
-    driver_name = "all_gather"
 
 
 class TestLocalScheduler(RequestSchedulerConformance):
@@ -115,51 +104,3 @@ class TestIdentityQuantizer(QuantizerConformance):
     @pytest.fixture
     def max_relative_error(self) -> float:
         return 1e-5
-
-
-class TestWInt8(QuantizerConformance):
-    driver_name = "wint8"
-
-    @pytest.fixture
-    def max_relative_error(self) -> float:
-        return 0.02
-
-
-class TestWInt4(QuantizerConformance):
-    driver_name = "wint4"
-
-
-class TestW8A8(QuantizerConformance):
-    driver_name = "w8a8"
-
-    @pytest.fixture
-    def max_relative_error(self) -> float:
-        return 0.03
-
-
-class TestW4A8(QuantizerConformance):
-    driver_name = "w4a8"
-
-
-class TestMixed(QuantizerConformance):
-    driver_name = "mix_quant"
-
-    @pytest.fixture
-    def quantization_config(self) -> dict[str, Any]:
-        return {"dense_quant_type": "wint8", "moe_quant_type": "wint4"}
-
-
-class TestBlockFp8(QuantizerConformance):
-    driver_name = "block_wise_fp8"
-
-    @pytest.fixture
-    def max_relative_error(self) -> float:
-        return 0.08
-
-
-class TestWFp8AFp8(QuantizerConformance):
-    driver_name = "wfp8afp8"
-
-    @pytest.fixture
-    def max_relative_error(self) -> float:
-        return 0.08

@@ -181,7 +181,8 @@ class Bench:
             settings.apply(self.config, self.block_bytes), self._resolved, self._executor
         )
         core.scheduler._next_seq_id = self._num_seq_ids
-        core.scheduler._roster.forget(range(max(0, self._num_seq_ids - 200), self._num_seq_ids))
+        known = range(max(0, self._num_seq_ids - 200), self._num_seq_ids)
+        core.scheduler._roster.forgotten += known
         return core
 
     def run(

@@ -14,7 +14,7 @@ import pytest
 from fastdeploy_core.config import GraphConfig
 from fastdeploy_core.contracts.device import CapturedGraph
 from fastdeploy_core.plugins.kernels import build_kernel_table
-from fastdeploy_core.scheduler import decode_count, settings
+from fastdeploy_core.scheduler import decode_count, planner
 from fastdeploy_core.tensor import load
 from fastdeploy_testing.capturing import CapturingDevice, OnCapturingDevice
 from tests.cpu import engine_mixes
@@ -137,7 +137,7 @@ def posting(
     graphs = GraphConfig(sizes=(1, 2, 4, 8))
     bench = make(checkpoint, tensor_library, OnPostingDevice, graphs, overlap=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settings, "BEFORE_SEVERAL", 2)
+        patch.setattr(planner, "BEFORE_SEVERAL", 2)
         yield bench
     bench.worker.close()
 

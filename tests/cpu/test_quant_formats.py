@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from fastdeploy_core import tensor
 from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, pack_int4, unpack_int4
-from fastdeploy_core.quantization.feedback import quantize_int4_with_feedback
 from fastdeploy_testing.conformance.test_quantized_ops import make_packed
 
 FEW = settings(max_examples=25, deadline=None)
@@ -135,36 +134,6 @@ def test_block_activations_have_a_scale_for_each_128_inputs(xp):
         packed_weight(xp, "block_fp8", np.ones((4, 256), np.float32)).activate(xp.from_numpy(x))
     )
     assert np.allclose(got[0, 128:], 1, rtol=1e-6) and not np.allclose(got[0, 1:128], 1, rtol=0.1)
-
-
-def test_error_feedback_beats_rounding_where_it_counts(xp):
-    """The error of outputs on correlated inputs, group by group; scales are those of whole
-    groups."""
-    rng = np.random.default_rng(5)
-    mixing = rng.standard_normal((128, 128)) * 0.2 + np.eye(128)
-    inputs = rng.standard_normal((2000, 128)) @ mixing
-    hessian = (inputs.T @ inputs / 2000).astype(np.float32)
-    weight = rng.standard_normal((48, 128)).astype(np.float32)
-
-    def outputs(rounded):
-        error = weight - rounded
-        return np.trace(error @ hessian @ error.T) / np.trace(weight @ hessian @ weight.T)
-
-    for group in (0, 32):
-        number, scale = quantize_int4_with_feedback(weight, hessian, group)
-        assert number.max() <= 15 and scale.shape == (48, 128 // (group or 128))
-        fed = (number.astype(np.float32) - 8) * np.repeat(scale, group or 128, 1)
-        plain = host(packed_weight(xp, "wint4", weight, group).dequantize())
-        assert outputs(fed) < 0.7 * outputs(plain)
-
-
-def test_an_input_that_calibration_never_saw_does_no_harm():
-    hessian = np.eye(32, dtype=np.float32)
-    hessian[3, 3] = 0
-    weight = np.random.default_rng(6).standard_normal((8, 32)).astype(np.float32)
-    number, scale = quantize_int4_with_feedback(weight, hessian)
-    assert np.isfinite(scale).all()
-    assert np.abs((number.astype(np.float32) - 8) * scale - weight).max() < scale.max() * 1.6
 
 
 def test_experts_are_slices_of_one_weight(xp):

@@ -24,8 +24,7 @@ from fastdeploy_core.config import ParallelConfig, SpeculativeConfig
 from fastdeploy_core.engine.core import EngineCore
 from fastdeploy_core.engine.processes.worker_process import make_worker
 from fastdeploy_core.engine.selection import resolve_plugins
-from fastdeploy_core.scheduler import decode_count
-from fastdeploy_core.scheduler import settings as scheduler_settings
+from fastdeploy_core.scheduler import decode_count, planner
 from fastdeploy_core.types import SchedulerOutput
 from fastdeploy_core.worker import graph_sizes
 from fastdeploy_core.worker.draft_batch import DraftBatches
@@ -95,7 +94,7 @@ def bench(
 
             patch.setattr(CapturingDevice, "__init__", several)
             patch.setattr(decode_count, "most_at", lambda *step: 1e6)
-            patch.setattr(scheduler_settings, "BEFORE_SEVERAL", 2)
+            patch.setattr(planner, "BEFORE_SEVERAL", 2)
         patch.setattr(graph_sizes, "prompt_ladder", lambda most: PROMPT_SIZES)
         made = SpeculativeBench(
             folder, tensor_library, method, options, captures=True, processors=()
@@ -272,7 +271,7 @@ def test_histories_on_the_device_are_complete_whenever_they_are_read(
     """Drafting stops and begins again, prompts come in between, and nothing is missing."""
     requests, truth = world
     # Of several decodes without drafts that are on their way only the last token is there.
-    monkeypatch.setattr(scheduler_settings, "BEFORE_SEVERAL", 10**6)
+    monkeypatch.setattr(planner, "BEFORE_SEVERAL", 10**6)
     bench = SpeculativeBench(
         folder, tensor_library, "ngram_match", {"min_ngram_size": 1}, captures=True, processors=()
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fd_accelerator.expert_communicator import AllGatherExperts, LoopbackExperts
 from fd_bench.command import main as bench
 from fd_calibrate.command import main as quantize
 from fd_cpu.attention import X86Attention
@@ -35,17 +36,29 @@ from fd_iluvatar.device import IluvatarDevice
 from fd_kv_shm.shm import SharedMemoryTransport
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
+from fd_models.glm4_moe import Glm4MoeForCausalLM
+from fd_models.minimax_m2 import MiniMaxM2ForCausalLM
+from fd_models.mistral import MistralForCausalLM
+from fd_models.mixtral import MixtralForCausalLM
+from fd_models.olmo2 import Olmo2ForCausalLM
+from fd_models.phi3 import Phi3ForCausalLM
+from fd_models.qwen2_moe import Qwen2MoeForCausalLM
 from fd_mycalls.parser import MyCallsParser
 from fd_mychip.device import MyChipDevice
 from fd_mydraft.drafter import MyDraftDrafter
 from fd_myformat.quantizer import MyFormatQuantizer
+from fd_mymodel.model import MyModelForCausalLM
 from fd_parsers.deepseek import DeepSeekToolParser
 from fd_parsers.hermes import HermesToolParser
 from fd_parsers.think import DeepSeekR1Parser, ErnieX1Parser, ThinkParser
+from fd_quant_formats.fp8 import BlockFp8, WFp8AFp8
+from fd_quant_formats.integer import W4A8, W8A8, WInt4, WInt8
+from fd_quant_formats.mixed import MixedQuantizer
 from fd_quant_hub.compressed import CompressedTensors
 from fd_quant_hub.gptq import Awq, Gptq
 from fd_quant_wint2.published import Wint2
 from fd_quant_wint2.trellis import Tet2, Tet3, Tet4
+from fd_router.command import main as router
 from fd_sched_redis.scheduler import GlobalScheduler, SplitwiseScheduler
 from fd_spec_mtp.drafter import MTPDrafter
 from fd_speculative.draft_model import DraftModel
@@ -53,6 +66,9 @@ from fd_speculative.ngram import NgramDrafter
 from fd_speculative.suffix import SuffixDrafter
 from fd_tools.chat import chat, complete
 from fd_tools.collect_env import main as collect_env
+from fd_tools.plugins_doctor import main as plugins_doctor
+from fd_tools.plugins_show import main as plugins_show
+from fd_tools.plugins_why import main as plugins_why
 from fd_tools.run_batch import main as run_batch
 from fd_tools.tokenizer import main as tokenizer
 from fd_vision.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
@@ -85,12 +101,8 @@ from fastdeploy_core.models.deepseek_v3 import DeepseekV3ForCausalLM
 from fastdeploy_core.models.ernie import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
 from fastdeploy_core.models.llama import LlamaForCausalLM
 from fastdeploy_core.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
-from fastdeploy_core.quantization.fp8 import BlockFp8, WFp8AFp8
-from fastdeploy_core.quantization.integer import W4A8, W8A8, WInt4, WInt8
-from fastdeploy_core.quantization.mixed import MixedQuantizer
 from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.reference.device import CpuDevice
-from fastdeploy_core.reference.expert_communicator import AllGatherExperts, LoopbackExperts
 from fastdeploy_core.reference.moe import ReferenceMoE
 from fastdeploy_core.sampling.processors import LogitBiasLogitsProcessor
 from fastdeploy_core.sampling.thinking import ThinkingBudgetLogitsProcessor
@@ -181,8 +193,16 @@ models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     DeepseekV3ForCausalLM,
     Ernie4_5ForCausalLM,
     Ernie4_5_MoeForCausalLM,
+    Glm4MoeForCausalLM,
     LlamaForCausalLM,
+    MiniMaxM2ForCausalLM,
+    MistralForCausalLM,
+    MixtralForCausalLM,
+    MyModelForCausalLM,
+    Olmo2ForCausalLM,
+    Phi3ForCausalLM,
     Qwen2ForCausalLM,
+    Qwen2MoeForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
 ]
@@ -213,9 +233,13 @@ commands: list[Command] = [
     new_plugin,
     chat,
     complete,
+    router,
     run_batch,
     tokenizer,
     collect_env,
+    plugins_doctor,
+    plugins_show,
+    plugins_why,
 ]
 logits_processors: list[Callable[[ProcessorContext], LogitsProcessor]] = [
     LogitBiasLogitsProcessor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from pathlib import Path
 
@@ -12,6 +13,25 @@ ROOT = Path(__file__).resolve().parents[2]
 KNOWN = ROOT / "fastdeploy_core" / "plugins" / "known_plugins.json"
 KIND_OF_GROUP = {kind.group: kind.name for kind in KINDS.values()}
 NEVER_ASKED_FOR = {"kernels"}  # a device's table, found by the device's name
+
+
+def test_every_architecture_stands_in_the_table_of_models() -> None:
+    folders = [ROOT, *(path.parent for path in ROOT.glob("plugins/*/pyproject.toml"))]
+    there = {
+        name
+        for folder in folders
+        for name in tomllib.loads((folder / "pyproject.toml").read_text("utf-8"))["project"]
+        .get("entry-points", {})
+        .get("fastdeploy.models", {})
+    }
+    page = (ROOT / "docs" / "reference" / "models.md").read_text("utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    named = {
+        n
+        for row in rows
+        for n in re.findall(r"`(\w+For(?:CausalLM|ConditionalGeneration))`", row.split("|")[1])
+    }
+    assert named == there
 
 
 def test_every_driver_and_command_names_the_distribution_to_install() -> None:
@@ -25,5 +45,6 @@ def test_every_driver_and_command_names_the_distribution_to_install() -> None:
                 there.setdefault(kind, {}).update(dict.fromkeys(entries, project["name"]))
     known = json.loads(KNOWN.read_text("utf-8"))
     summaries = known.pop("command summary")
+    del known["route"]  # routes are no entry points; the plugin's own test compares them
     assert known == there
     assert set(summaries) == set(known["command"])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_core import layers, quantization
+from fastdeploy_core import layers, models, quantization
 from fastdeploy_core.plugins.known import providers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +49,7 @@ LARGER_RECORDS = {
     "fastdeploy_core/serving/openai/schemas/chat.py ChatCompletionRequest",
     "fastdeploy_core/serving/openai/schemas/common.py SamplingFields",
     "fastdeploy_core/types/request.py Request",
+    "plugins/fd-agent-apis/fd_agent_apis/responses_request.py ResponsesRequest",
     "fastdeploy_core/types/sampling.py SamplingParams",
     # One field for each number that a report shows.
     "fastdeploy_core/types/engine.py EngineInfo",
@@ -61,7 +62,6 @@ LARGER_RECORDS = {
     "fastdeploy_core/contracts/speculative.py DraftBatch",
     # Being redesigned.
     "plugins/fd-kv-shm/fd_kv_shm/link.py Link",
-    "fastdeploy_core/scheduler/settings.py SchedulerSettings",
     "plugins/fastdeploy-testing/fastdeploy_testing/null_worker.py NullOptions",
     "fastdeploy_core/types/step.py ModelRunnerOutput",
     "fastdeploy_core/worker/step.py Launched",
@@ -261,19 +261,25 @@ def test_nothing_unpickles_or_evaluates() -> None:
 
 PUBLIC = {"contracts", "devices", "types", "errors", "tensor", "__version__"}
 # Rooms of which the names in `__all__` are public and nothing else is.
-PUBLIC_NAMES = {"layers": layers.__all__, "quantization": quantization.__all__}
+PUBLIC_NAMES = {
+    "layers": layers.__all__,
+    "models": models.__all__,
+    "quantization": quantization.__all__,
+}
 # Parts of the core that few deployments need, as distributions of their own: they are released
 # with the core and require exactly its version, so they may import these private rooms.
 PRIVATE = {
     "fastdeploy-testing": {
         *("api", "config", "engine", "plugins", "reference"),
     },
+    "fd-agent-apis": {"serving", "tokenizer"},
     "fd-bench": {"fastdeploy", "cli"},
     "fd-calibrate": {
         *("cli", "config", "envs", "layers", "loading", "models", "plugins", "reference"),
         "tokenizer",
     },
-    "fd-tools": {"cli", "config", "plugins", "serving", "tokenizer"},
+    "fd-quant-formats": {"quantization"},
+    "fd-tools": {"cli", "config", "envs", "models", "plugins", "serving", "tokenizer"},
     "fd-vision": {"models"},
 }
 # For tests alone: it may use the conformance kit.

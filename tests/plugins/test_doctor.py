@@ -221,7 +221,8 @@ def test_doctor_skips_what_nothing_installed_examines(site: Path) -> None:
         "import sys\n"
         "from fastdeploy_core.plugins.discovery import Inventory\n"
         "named = Inventory.named\n"
-        "Inventory.named = lambda self, *of: [] if of[0] == 'command' else named(self, *of)\n"
+        "hidden = ('command', 'plugins.examine')\n"
+        "Inventory.named = lambda self, *of: [] if of == hidden else named(self, *of)\n"
         "from fastdeploy_core.cli.main import main\n"
         "sys.exit(main(['plugins', 'doctor', '--json']))\n"
     )

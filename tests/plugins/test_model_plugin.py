@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +13,18 @@ from tests.plugins.wheels import REPOSITORY, build_wheel, fastdeploy, install, p
 PAGE = REPOSITORY / "docs" / "how-to" / "write-a-model.md"
 
 
+EXAMPLE = REPOSITORY / "examples" / "fd-gpt-neox" / "fd_gpt_neox" / "model.py"
+
+
 def family() -> str:
     found = re.search(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
     assert found is not None
     return found[1]
+
+
+def test_the_page_shows_the_example() -> None:
+    source = EXAMPLE.read_text("utf-8")
+    assert family() == source and len(source.splitlines()) < 100
 
 
 def site_with(folder: Path, architecture: str, source: str) -> Path:
@@ -26,42 +35,71 @@ def site_with(folder: Path, architecture: str, source: str) -> Path:
     return site
 
 
-@pytest.mark.parametrize("is_right", [True, False])
-def test_the_documented_family_has_the_tokens_of_transformers(
-    is_right: bool, tmp_path: Path
-) -> None:
+# What the kit must see: a wrong activation, a forgotten bias, the norm of the other branch, parts
+# of the checkpoint's tensor in another order, a rotation as wide as the head.
+FAULTS = {
+    "self.gelu(self.up": "self.gelu(-self.up",
+    "qkv_bias=bias, output_bias=bias": "qkv_bias=bias",
+    "self.up(self.norm2(seen))": "self.up(self.norm1(seen))",
+    "parts[:, self._number]": "parts[:, (self._number + 1) % 3]",
+    "int(spec.head_dim * share)": "spec.head_dim",
+}
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["parallel", "in turn"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(5)
-    config = transformers.Starcoder2Config(
+    config = transformers.GPTNeoXConfig(
         vocab_size=96,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=256,
-        sliding_window=None,
+        rotary_pct=0.5,
+        use_parallel_residual=request.param,
         initializer_range=0.3,
     )
-    model = transformers.Starcoder2ForCausalLM(config)
+    model = transformers.GPTNeoXForCausalLM(config)
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(tmp_path / "model")
-    source = family()
-    assert "xp.gelu(" in source
-    if not is_right:
-        source = source.replace("xp.gelu(", "xp.silu(").replace(', "tanh")', ")")
-    site = site_with(tmp_path, "Starcoder2ForCausalLM", source)
-    done = fastdeploy(
-        site, "plugins", "check", "Starcoder2ForCausalLM", "--kind", "model",
-        "--model", str(tmp_path / "model"), "--tensor", "torch", timeout_s=300,
+    folder = tmp_path_factory.mktemp("neox")
+    model.save_pretrained(folder)
+    return folder
+
+
+def check(folder: Path, source: str, checkpoint: Path, tensor: str) -> Any:
+    site = site_with(folder, "GPTNeoXForCausalLM", source)
+    return fastdeploy(
+        site, "plugins", "check", "GPTNeoXForCausalLM", "--kind", "model",
+        "--model", str(checkpoint), "--tensor", tensor, timeout_s=300,
     )  # fmt: skip
-    if is_right:
-        assert re.search(r"TestModel +PASS +5 +0 +0", done.stdout), done.stdout[-3000:]
-    else:
-        assert done.returncode == 1 and "transformers prefers" in " ".join(done.stdout.split())
+
+
+@pytest.mark.timeout(300)
+def test_the_documented_family_is_transformers(
+    tmp_path: Path, checkpoint: Path, tensor_library: str
+) -> None:
+    done = check(tmp_path, family(), checkpoint, tensor_library)
+    assert re.search(r"TestModel +PASS +7 +0 +0", done.stdout), done.stdout[-3000:]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "right",
+    [pytest.param(f, marks=[] if "gelu" in f else [pytest.mark.slow]) for f in FAULTS],
+)
+@pytest.mark.parametrize("checkpoint", [True], ids=["parallel"], indirect=True)
+def test_the_kit_sees_a_family_with_a_fault(
+    right: str, tmp_path: Path, checkpoint: Path, tensor_library: str
+) -> None:
+    source = family()
+    assert source.count(right) == 1
+    done = check(tmp_path, source.replace(right, FAULTS[right]), checkpoint, tensor_library)
+    assert done.returncode == 1 and "transformers" in done.stdout, done.stdout[-3000:]
 
 
 def test_a_family_of_the_core_is_replaced_when_the_operator_prefers_the_plugin(

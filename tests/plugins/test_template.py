@@ -255,6 +255,24 @@ def test_new_tool_parser_passes_the_kit(stranger: Stranger, tmp_path: Path) -> N
 
 
 @pytest.mark.timeout(300)
+def test_new_model_passes_the_kit(stranger: Stranger, tensor_library: str) -> None:
+    """Its own tests: they write a checkpoint and compare with transformers."""
+    pytest.importorskip("transformers")
+    folder = stranger.bin.parent.parent
+    words = ("plugins", "new", "fd-wonder-lm", "--kind", "model", "--dir", folder)
+    made = stranger.fastdeploy(*words)
+    assert made.returncode == 0, made.stderr
+    assert "fastdeploy plugins check LmForCausalLM --kind model --model DIR" in made.stdout
+    stranger.install(build(folder / "fd-wonder-lm", folder / "wheels"))
+    done = run(
+        stranger.bin / "python", "-P", "-m", "pytest", "-q", "--fd-tensor", tensor_library,
+        cwd=folder / "fd-wonder-lm", timeout_s=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr
+    assert re.search(r"\b7 passed", done.stdout), done.stdout
+
+
+@pytest.mark.timeout(300)
 def test_new_quantizer_passes_the_kit_and_serves(
     stranger: Stranger, tensor_library: str, tmp_path: Path
 ) -> None:

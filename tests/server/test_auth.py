@@ -8,7 +8,9 @@ import fastapi
 import httpx
 import pytest
 
+from fastdeploy_core.contracts.base import ApiRoutes
 from fastdeploy_core.serving.http.middleware import OPEN_PATHS
+from fastdeploy_core.serving.plugin_routes import PluginRoutes
 from fastdeploy_core.tokenizer import Tokenizer
 from tests.server_support import LiveServer, ScriptedEngine, live, raw_request
 
@@ -28,8 +30,8 @@ def plugin_router() -> fastapi.APIRouter:
 
 @pytest.fixture
 def guarded(engine: ScriptedEngine, tokenizer: Tokenizer) -> Iterator[LiveServer]:
-    routers = [("fd-example", plugin_router())]
-    with live(engine, tokenizer, api_keys=(KEY, OTHER), routers=routers) as server:
+    routes = PluginRoutes("fd-example", "/plugins/fd-example", ApiRoutes(plugin_router()))
+    with live(engine, tokenizer, api_keys=(KEY, OTHER), plugins=[routes]) as server:
         yield server
 
 

@@ -12,6 +12,8 @@ import pytest
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from fastdeploy_core.contracts.base import ApiRoutes
+from fastdeploy_core.serving.plugin_routes import PluginRoutes
 from fastdeploy_core.tokenizer import Tokenizer
 from tests.server_support import LiveServer, ScriptedEngine, live, raw_request, wait_for
 
@@ -226,7 +228,8 @@ def test_an_answer_that_is_not_as_it_says_ends_its_connection(
     async def wrong() -> Response:
         return Response("five5", headers=headers[path])
 
-    with live(engine, tokenizer, routers=[("x", router)]) as server:
+    routes = PluginRoutes("x", "/plugins/x", ApiRoutes(router))
+    with live(engine, tokenizer, plugins=[routes]) as server:
         request = b"GET /plugins/x/wrong HTTP/1.1\r\nHost: x\r\n\r\n"
         answer = talk(server.port, request)  # which returns when the server has closed
     head, _, body = answer.partition(b"\r\n\r\n")

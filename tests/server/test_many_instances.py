@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -64,9 +65,13 @@ def ask(url: str, number: int, count: int) -> list[int]:
     return tokens
 
 
-def engine_of(process: ServerProcess) -> int:
+def engines_of(process: ServerProcess) -> list[int]:
     lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in process.children()}
-    (found,) = [pid for pid, line in lines.items() if b"fastdeploy-engine" in line]
+    return sorted(pid for pid, line in lines.items() if b"fastdeploy-engine" in line)
+
+
+def engine_of(process: ServerProcess) -> int:
+    (found,) = engines_of(process)
     return found
 
 
@@ -84,6 +89,35 @@ def test_two_servers_answer_as_one_does(model: Path, redis: local_server.RedisPr
         together = list(threads.map(lambda n: ask(urls[n % 2], n, 20), numbers))
     assert together == alone == [expected([1, 2, n], 20) for n in numbers]
     assert "failed" not in first.log + two.log
+
+
+def test_engines_of_one_server_are_instances_of_the_queue(
+    model: Path, redis: local_server.RedisProcess
+) -> None:
+    with on_redis(model, redis, "--data-parallel-size", "2") as server, ThreadPoolExecutor(8) as t:
+        url = server.url
+        body = {**BODY, "max_tokens": 300}
+        running = [
+            t.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60) for _ in range(8)
+        ]
+        name = r'^fastdeploy:num_requests_running{engine="\d",[^}]*} (\S+)$'
+
+        def runs_of_each() -> list[str]:
+            return re.findall(name, httpx.get(f"{url}/metrics").text, re.M)
+
+        wait_for(lambda: runs_of_each() == ["4.0", "4.0"], "four requests on each engine")
+        (victim, _) = engines_of(server)
+        os.kill(victim, signal.SIGKILL)
+        assert ask(url, 7, 10) == expected([1, 2, 7], 10)  # by the engine that lives
+        answers = [r.result() for r in running]
+        whole = [answer.json() for answer in answers if answer.status_code == 200]
+        # what the other engine ran, and what the queue could hand out again
+        assert len(whole) >= 4
+        assert {answer.status_code for answer in answers} <= {200, 503}
+        for answer in whole:
+            assert answer["choices"][0]["token_ids"] == expected([1, 2, 3], 300)
+        server.signal()
+        assert server.wait() == 0
 
 
 def test_requests_survive_the_engine_of_their_server(

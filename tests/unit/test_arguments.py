@@ -11,7 +11,7 @@ import pytest
 
 from fastdeploy_core.cli.parsing import parse_table
 from fastdeploy_core.config import BatchConfig, CacheConfig, EngineConfig, WatchdogConfig
-from fastdeploy_core.config.argument_table import Argument
+from fastdeploy_core.config.argument_table import PART_SPELLINGS, Argument
 from fastdeploy_core.config.argument_values import (
     ARGUMENTS,
     BY_SPELLING,
@@ -213,6 +213,34 @@ def test_json_options_have_a_dotted_form() -> None:
     }
     with pytest.raises(ConfigError, match="not a JSON option"):
         parse("--block-size.x", "1")
+
+
+@pytest.mark.parametrize("name", PART_SPELLINGS)
+def test_a_spelled_out_option_of_a_scheduler_is_a_part_of_its_section(name: str) -> None:
+    section, part = PART_SPELLINGS[name]
+    flag = "--" + name.replace("_", "-")
+    assert parse(flag, "1e5") == parse(f"--{name}=1e5") == {section: {part: "1e5"}}
+    assert normalise({name: "1e5"}) == {section: {part: "1e5"}}
+    assert normalise({name: None}) == {}
+    assert name not in {*BY_SPELLING, *REFUSED, *ALWAYS}
+    with pytest.raises(ConfigError, match="needs a value"):
+        parse(flag, "--model", "m")
+
+
+def test_spelled_out_options_join_what_the_section_holds(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("scheduler_host: a\nscheduler-port: 1\nscheduler_config: {topic: t}\n")
+    values = parse("--config", str(file), "--scheduler-host", "b", "--scheduler-config.db", "2")
+    assert values["scheduler_config"] == {"host": "b", "port": 1, "topic": "t", "db": 2}
+    both = {"scheduler_config": '{"host": "a"}', "scheduler_host": "b"}
+    with pytest.raises(
+        ConfigError, match=r"scheduler_host and scheduler_config\.host .* different"
+    ):
+        normalise(both)
+    with pytest.raises(ConfigError, match="must be a JSON object"):
+        normalise({"scheduler_config": "[1]", "scheduler_host": "b"})
+    with pytest.raises(ConfigError, match="--scheduler-topic"):
+        parse("--scheduler-topics", "x")
     with pytest.raises(ConfigError, match="needs a value"):
         parse("--speculative-config.method")
     with pytest.raises(ConfigError, match="cannot have parts"):
@@ -245,7 +273,7 @@ def test_a_yaml_file_lies_below_the_flags(tmp_path: Path) -> None:
         ("- 4", "must map argument names"),
         ("a: [", "not valid YAML"),
         ("max-num-seqs: many", "--max-num-seqs must be an integer"),
-        ("data_parallel_size: 4", "one server per replica"),
+        ("data_parallel_rank: 1", "one command starts all engines"),
         ("port: !!python/object/apply:os.system ['true']", "not valid YAML"),
     ],
 )

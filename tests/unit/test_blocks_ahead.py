@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from fastdeploy_core.config import BatchConfig
 from fastdeploy_core.kvcache import KVCacheManager
 from fastdeploy_core.scheduler import BatchScheduler
 from fastdeploy_core.scheduler.settings import SchedulerSettings
 from fastdeploy_core.types import ModelRunnerOutput, SamplingParams, each_delta
-from tests.null_engine import make_core, make_request, run
+from tests.null_engine import make_core, make_request, run, worker_info
 
 BLOCK, LENGTH, ROWS = 4, 100, 3
 
@@ -18,9 +19,8 @@ BLOCK, LENGTH, ROWS = 4, 100, 3
 def serve(num_blocks: int) -> tuple[BatchScheduler, int, int]:
     """Answers of LENGTH tokens: the scheduler, its steps, and those that give blocks to sequences
     that run."""
-    settings = SchedulerSettings(
-        max_num_seqs=ROWS, max_num_batched_tokens=64, max_model_len=128, max_decodes=2
-    )
+    batch = BatchConfig(max_num_seqs=ROWS, max_num_batched_tokens=64, overlap=False)
+    settings = SchedulerSettings(128, batch, worker_info(max_decodes=2))
     scheduler = BatchScheduler(settings, KVCacheManager(num_blocks, BLOCK))
     for row in range(ROWS):
         request = make_request(f"r{row}", [1] * (3 + row), max_tokens=LENGTH)

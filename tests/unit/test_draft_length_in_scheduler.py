@@ -8,11 +8,12 @@ from random import Random
 import numpy as np
 import pytest
 
+from fastdeploy_core.config import BatchConfig, SpeculativeConfig
 from fastdeploy_core.kvcache import KVCacheManager
 from fastdeploy_core.scheduler import BatchScheduler
 from fastdeploy_core.scheduler.settings import SchedulerSettings
 from fastdeploy_core.types import ModelRunnerOutput, SamplingParams
-from tests.null_engine import make_request
+from tests.null_engine import make_request, worker_info
 
 NUM_DRAFTS = 3
 PROMPT_S, STEP_S = 0.004, 0.001
@@ -28,10 +29,10 @@ class Device:
         self._chance, self._cost = chance, cost
         self.scheduler = BatchScheduler(
             SchedulerSettings(
-                max_num_seqs=16,
-                max_num_batched_tokens=most_tokens,
-                max_model_len=512,
-                num_speculative_tokens=num_drafts,
+                512,
+                BatchConfig(max_num_seqs=16, max_num_batched_tokens=most_tokens),
+                worker_info(),
+                SpeculativeConfig("ngram", num_drafts) if num_drafts else None,
             ),
             KVCacheManager(2000, 16),
             clock=lambda: self.now,

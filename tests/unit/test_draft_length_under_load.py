@@ -18,11 +18,12 @@ from statistics import median
 import numpy as np
 import pytest
 
+from fastdeploy_core.config import BatchConfig, SpeculativeConfig
 from fastdeploy_core.kvcache import KVCacheManager
 from fastdeploy_core.scheduler import BatchScheduler, ScheduledStep
 from fastdeploy_core.scheduler.settings import SchedulerSettings
 from fastdeploy_core.types import ModelRunnerOutput, SamplingParams
-from tests.null_engine import make_request
+from tests.null_engine import make_request, worker_info
 
 # Milliseconds of a decode step by rows, without drafts and with so many, about what a small model
 # takes on an accelerator; of a step with prompts; of the host per step.
@@ -66,12 +67,10 @@ class Accelerator:
         self._last: list[str] = []
         self._in_flight: deque[tuple[ScheduledStep, float]] = deque()
         settings = SchedulerSettings(
-            max_num_seqs=ROWS[-1],
-            max_num_batched_tokens=4096,
-            max_model_len=1024,
-            num_speculative_tokens=num_drafts,
-            captures_drafts=num_drafts > 0,
-            captures_drafting=num_drafts > 0,
+            1024,
+            BatchConfig(max_num_seqs=ROWS[-1], max_num_batched_tokens=4096),
+            worker_info(captures_drafts=num_drafts > 0, captures_drafting=num_drafts > 0),
+            SpeculativeConfig("mtp", num_drafts) if num_drafts else None,
         )
         self.scheduler = BatchScheduler(settings, KVCacheManager(12000, 16), lambda: self.now)
 
@@ -93,7 +92,7 @@ class Accelerator:
         step, done_at = self._in_flight.popleft()
         self.now = max(self.now, done_at) + HOST / 2
         right = [
-            self._right(seq.request_id, len(seq.token_ids), number)
+            self._right(seq.request.request_id, len(seq.token_ids), number)
             for seq, number in zip(step.cohort.seqs, step.drafts.tolist(), strict=True)
         ]
         counts = 1 + np.array(right + [0] * len(step.rows), dtype=np.int64)
@@ -115,7 +114,7 @@ class Accelerator:
 
     def _host_time(self, step: ScheduledStep) -> float:
         """Before a step is queued; as much as HOST says behind it."""
-        names, has_drafts = [seq.request_id for seq in step.cohort.seqs], bool(step.drafts.any())
+        names, has_drafts = step.cohort.request_ids, bool(step.drafts.any())
         costs = [BUSY[has_drafts]] if self._is_busy else []
         if names != self._last:
             costs.append(CHANGED[has_drafts])

@@ -11,20 +11,14 @@ from typing import Any
 
 import pytest
 
-from fastdeploy_core.scheduler import SchedulerSettings
+from fastdeploy_core.config import SpeculativeConfig
 from fastdeploy_core.scheduler.draft_policy import SHARE, DraftPolicy
 
 SEEDS = range(8)
 
 
 def make_policy(most: int, **settings: Any) -> DraftPolicy:
-    settings = {
-        "max_num_seqs": 256,
-        "max_num_batched_tokens": 1024,
-        "max_model_len": 1024,
-        **settings,
-    }
-    return DraftPolicy(SchedulerSettings(num_speculative_tokens=most, **settings))
+    return DraftPolicy(SpeculativeConfig("ngram", most, **settings))
 
 
 def decode(asked: int, num_decodes: int = 1, *, has_prompts: bool = False) -> Any:

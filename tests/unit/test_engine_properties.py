@@ -127,8 +127,8 @@ def check_step(core) -> None:
     batch = core.scheduler
     step = core._executor.steps[-1]
     num_tokens = step.rows.counts.sum() // step.num_decodes  # at once
-    assert 0 < num_tokens <= batch.settings.max_num_batched_tokens
-    assert step.rows.seq_ids.size <= batch.settings.max_num_seqs
+    assert 0 < num_tokens <= batch.settings.batch.max_num_batched_tokens
+    assert step.rows.seq_ids.size <= batch.settings.batch.max_num_seqs
     tables = {
         seq.seq_id: seq.table.blocks
         for request in batch._roster.requests.values()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fastdeploy_core import plugins
+from fastdeploy_core.config import BatchConfig
 from fastdeploy_core.config.arguments import build_engine_config
 from fastdeploy_core.contracts.model import MediaPart
 from fastdeploy_core.engine.media import check_media, num_media_tokens, take_media
@@ -26,6 +27,7 @@ from fastdeploy_core.types import (
     SamplingParams,
     SequenceExtras,
 )
+from fastdeploy_core.types.worker import WorkerInfo
 
 
 def test_parts_are_taken_out_in_order_and_leave_their_place() -> None:
@@ -107,10 +109,13 @@ def test_spans_items_and_positions_have_to_belong_together() -> None:
 
 def planned(budget: int, requests: list[Request], **more: Any) -> list[dict[int, tuple[int, int]]]:
     """Start and number of tokens of every prompt's row, step by step, without running them."""
-    settings = SchedulerSettings(
-        max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128, max_encode_tokens=budget,
-        max_num_partial_prefills=4, **more,
-    )  # fmt: skip
+    batch = BatchConfig(
+        max_num_seqs=8, max_num_batched_tokens=64, max_num_partial_prefills=4, **more
+    )
+    info = WorkerInfo(
+        num_layers=1, vocab_size=99, max_model_len=128, bytes_per_block=1, available_bytes=1
+    )
+    settings = SchedulerSettings(128, batch, info, max_encode_tokens=budget)
     scheduler = BatchScheduler(settings, KVCacheManager(64, 8, enable_prefix_caching=False))
     for each in requests:
         scheduler.add(each)
@@ -174,5 +179,5 @@ def test_a_model_of_another_distribution_says_what_to_install(
 
     monkeypatch.setattr(plugins, "lookup", missing)
     config = {"architectures": ["Qwen2_5_VLForConditionalGeneration"]}
-    with pytest.raises(UnsupportedModel, match=r"run: pip install fd-vision$"):
+    with pytest.raises(UnsupportedModel, match=r"run: pip install fd-vision"):
         model_class(config)

@@ -237,6 +237,16 @@ def test_a_known_reader_that_is_not_installed_is_named(world, method):
         resolve(replace(CONFIG, model=model), inventory=world())
 
 
+def test_a_format_whose_distribution_is_not_installed_is_answered_with_what_installs_it(world):
+    model = replace(CONFIG.model, quantization="w4a8")
+    with pytest.raises(PluginNotFound, match="pip install fd-quant-formats"):
+        resolve(replace(CONFIG, model=model), inventory=world())
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    model = replace(CONFIG.model, hf_config={"quantization_config": stored})
+    with pytest.raises(UnsupportedModel, match="run: pip install fd-quant-formats"):
+        resolve(replace(CONFIG, model=model), inventory=world())
+
+
 def test_quantizer_by_name(world):
     model = replace(CONFIG.model, quantization="fp3")
     assert resolve(replace(CONFIG, model=model), inventory=world()).name("quantizer") == "fp3"

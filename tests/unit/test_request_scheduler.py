@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, RequestScheduler, error_of
-from fastdeploy_core.errors import InvalidRequest, QueueFull, Unavailable
+from fastdeploy_core.errors import ConfigError, InvalidRequest, QueueFull, Unavailable
 from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.types import (
     FinishReason,
@@ -258,6 +258,11 @@ def test_the_last_report_of_load_is_kept_with_its_age():
         scheduler.report_load(InstanceLoad("me", epoch=1, num_running=num_running))
         clock.now += 4
     assert [(x.num_running, x.age_s) for x in scheduler.loads()] == [(3, 4.0)]
+
+
+def test_options_that_it_does_not_have_are_refused():
+    with pytest.raises(ConfigError, match=r"'local' has no options, got host; .*--scheduler-name"):
+        make(options={"host": "h"})
 
 
 def test_close_answers_everybody_and_wakes_who_waits():

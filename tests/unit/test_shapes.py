@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fastdeploy_core.errors import ConfigError, UnsupportedModel
+from fastdeploy_core.errors import ConfigError, PluginNotFound, UnsupportedModel
 from fastdeploy_core.models.shapes import ARCHITECTURES, read_shapes
 
 QWEN2: dict[str, Any] = {
@@ -111,6 +111,17 @@ def test_an_unknown_architecture_is_told_what_there_is() -> None:
         read_shapes({**QWEN2, "architectures": ["GrokForCausalLM"]})
 
 
+def test_a_family_of_a_distribution_that_is_missing_names_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nothing(kind: str, name: str) -> Any:
+        raise PluginNotFound(f"{kind} {name}")
+
+    monkeypatch.setattr("fastdeploy_core.plugins.lookup", nothing)
+    with pytest.raises(UnsupportedModel, match=r"MixtralForCausalLM.*pip install fd-models$"):
+        read_shapes({**QWEN2, "architectures": ["MixtralForCausalLM"]})
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -118,8 +129,8 @@ def test_an_unknown_architecture_is_told_what_there_is() -> None:
         ({"use_sliding_window": True}, "sliding-window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
         (
-            {"rope_scaling": {"rope_type": "longrope"}},
-            r"longrope.*possible: default, factors, linear",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+            r"dynamic.*possible: default, factors, linear",
         ),
     ],
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fastdeploy_core.config import BatchConfig, SpeculativeConfig
 from fastdeploy_core.engine.output import OutputKind, OutputProcessor
 from fastdeploy_core.kvcache import KVCacheManager
 from fastdeploy_core.scheduler import BatchScheduler, planner
@@ -14,7 +15,7 @@ from fastdeploy_core.serving.metrics import Metrics
 from fastdeploy_core.serving.openai.usage import Usage
 from fastdeploy_core.types import ModelRunnerOutput, each_delta
 from fastdeploy_core.types.engine import EngineHealth, EngineStats
-from tests.null_engine import make_request
+from tests.null_engine import make_request, worker_info
 
 NUM_DRAFTS = 3
 
@@ -23,15 +24,15 @@ class Script:
     """A scheduler whose workers answer as told: tokens per row, of which those after the first are
     accepted drafts, and how many drafts each row was fed."""
 
-    def __init__(self, **settings) -> None:
+    def __init__(self, lookahead_tokens: int = 0, budget: int = 64, **limits) -> None:
         self.kv = KVCacheManager(64, 4)
         self.scheduler = BatchScheduler(
             SchedulerSettings(
-                max_num_seqs=4,
-                max_model_len=64,
-                num_speculative_tokens=NUM_DRAFTS,
-                adaptive_length=False,
-                **({"max_num_batched_tokens": 64} | settings),
+                64,
+                BatchConfig(max_num_seqs=4, max_num_batched_tokens=budget, overlap=False),
+                worker_info(**limits),
+                SpeculativeConfig("ngram", NUM_DRAFTS, adaptive_length=False),
+                lookahead_tokens,
             ),
             self.kv,
         )
@@ -121,7 +122,7 @@ def test_a_sequence_is_not_fed_beyond_the_least_that_it_may_have() -> None:
 
 
 def test_no_drafts_are_wanted_where_the_policy_wants_none() -> None:
-    resting = Script(disable_by_batch_size=0)
+    resting = Script()
     resting.scheduler._policy.choose = lambda num_rows, kind: 0
     resting.scheduler.add(make_request("a", [1, 2, 3], max_tokens=30))
     ahead = [resting.scheduler.schedule() for _ in range(3)]
@@ -259,8 +260,7 @@ def test_no_more_captured_drafts_are_made_than_the_budget_holds(
     budget: int, num_drafts: int
 ) -> None:
     """All drafts that were made are fed, or none: of four rows with three each, 16 tokens."""
-    settings = {"captures_drafts": True, "captures_drafting": True}
-    scheduler = Script(**settings, max_num_batched_tokens=budget).scheduler
+    scheduler = Script(budget=budget, captures_drafts=True, captures_drafting=True).scheduler
     for name in "abcd":
         scheduler.add(make_request(name, [1], max_tokens=9))
     fed = []

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,15 +41,15 @@ class Late:
         )
         self.worker = NullWorker(config)
         limits = make_settings(config, self.worker.load())
+        device = msgspec.structs.replace(
+            limits.device,
+            captures_drafts=captures,
+            captures_drafting=captures,
+            max_decodes=3 if several else 1,
+        )
         self.worker.initialize_cache(num_blocks)
         self.scheduler = BatchScheduler(
-            replace(
-                limits,
-                captures_drafts=captures,
-                captures_drafting=captures,
-                max_decodes=3 if several else 1,
-                decodes_before_several=0,
-            ),
+            replace(limits, batch=replace(limits.batch, overlap=False), device=device),
             KVCacheManager(num_blocks, config.cache.block_size),
             clock=lambda: 0.0,
         )

@@ -6,10 +6,12 @@ the CPU from the first moment of the process on.
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -118,3 +120,29 @@ def test_the_log_tells_of_a_detour(panels: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert "missing gcu kernel: cholesky" in done.stderr and FALLBACK_LINE in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_engines_of_one_server_take_one_chip_each(
+    panels: Path, checkpoints: dict[str, Any]
+) -> None:
+    folder, answers = checkpoints["demo"]
+    prompts = [answer["prompt"].tolist() for answer in answers]
+    expected = [answer["greedy"].tolist() for answer in answers]
+    environment = single_root(panels, DEVICES["dcu"])
+    two = (*SMALL, "--data-parallel-size", "2")
+    with (
+        server_on("dcu", folder, *two, **environment) as server,
+        ThreadPoolExecutor(2 * len(prompts)) as pool,
+    ):
+        found = list(pool.map(lambda p: complete(server, p, NUM_GREEDY), [*prompts, *prompts]))
+        assert found == [*expected, *expected]
+        text = httpx.get(f"{server.url}/metrics").text
+        made = re.findall(r'^fastdeploy:generation_tokens_total{engine="\d",.*} (\S+)$', text, re.M)
+        assert len(made) == 2 and min(map(float, made)) > 0
+    # there are two chips, so the third engine is refused, and with it the start
+    three = (*SMALL, "--data-parallel-size", "3")
+    with server_on("dcu", folder, *three, **environment) as server:
+        assert server.wait(120) == 1
+        assert "engine 2: device 'dcu' has no chip 2: 2 visible" in server.log

@@ -120,6 +120,13 @@ def exit_descriptor(process: subprocess.Popen[bytes]) -> int | None:
         return None
 
 
+def name_in_log(name: str) -> None:
+    """Called by a child that learns only from its first record which of several it is."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler.formatter, LineFormatter):
+            handler.formatter.name_process(name)
+
+
 def end_startup() -> None:
     """Called by a child when it is ready. The garbage collector was off while start-up objects were
     made; they live for good, so it now skips them and its later pauses are short."""

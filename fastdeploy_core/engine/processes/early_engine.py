@@ -7,11 +7,13 @@ Its imports take longer than anything else at start-up. So the command starts th
 from __future__ import annotations
 
 import subprocess
+import threading
 
 from fastdeploy_core.tensor import early_import
 
 from . import child
 
+_lock = threading.Lock()
 _prepared: list[tuple[str, subprocess.Popen[bytes]]] = []
 
 
@@ -23,8 +25,9 @@ def prepare(tensor_library: str) -> None:
 
 def spawn(tensor_library: str) -> subprocess.Popen[bytes]:
     """The process prepared for this library, or a new one; it has not read its first record yet."""
-    if _prepared and _prepared[0][0] == tensor_library and _prepared[0][1].poll() is None:
-        return _prepared.pop()[1]
+    with _lock:  # several supervisors may ask at once
+        if _prepared and _prepared[0][0] == tensor_library and _prepared[0][1].poll() is None:
+            return _prepared.pop()[1]
     return _start(tensor_library)
 
 

@@ -44,6 +44,8 @@ UNBOUNDED = 2**62
 def main(data: bytes) -> int:
     """Run an engine until told to stop; returns the exit status."""
     init: wire.EngineInit = wire.decoder(wire.EngineInit).decode(data)
+    if init.config.parallel.data_parallel_size > 1:
+        child.name_in_log(f"engine{init.config.parallel.data_parallel_rank}")
     context = zmq.Context()
     output = context.socket(zmq.PUSH)
     output.connect(wire.output_address(init.folder))

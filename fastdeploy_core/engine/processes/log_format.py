@@ -28,6 +28,10 @@ class LineFormatter(logging.Formatter):
         super().__init__(fmt, TIME)
         self._process = process.removeprefix("fastdeploy-")
 
+    def name_process(self, name: str) -> None:
+        """Later lines carry this name of the process."""
+        self._process = name
+
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Called by format()."""
         room = record.name.removeprefix("fastdeploy_core.").partition(".")[0]

@@ -65,6 +65,9 @@ class Listener:
         """The engine ended or is about to end; requests sent to it will not be answered any more.
         May be called twice for one end."""
 
+    def on_lost(self, request_ids: Sequence[str]) -> None:
+        """These requests will not be answered any more; others are not concerned."""
+
     def on_dead(self, error: FastDeployError) -> None:
         """No engine runs, and none will be started."""
 
@@ -161,6 +164,9 @@ class Supervisor:
         front_ends: Sequence[str] = (),
     ) -> None:
         self._config = _with_name(config)
+        parallel = config.parallel
+        is_alone = parallel.data_parallel_size == 1
+        self._name = "the engine" if is_alone else f"engine {parallel.data_parallel_rank}"
         self._resolved = resolved
         self._listener = listener
         self._front_ends = front_ends
@@ -261,7 +267,7 @@ class Supervisor:
                 self._life = None
             life.tidy(STOP_GRACE_S if self._stopping.is_set() else 0.5)
         if not self._stopping.is_set():
-            logger.error("the engine ended: %s", self._reason)
+            logger.error("%s ended: %s", self._name, self._reason)
         self._listener.on_down(self._reason)
         return as_error(life.failure, self._reason)
 
@@ -297,7 +303,7 @@ class Supervisor:
         try:
             message: Any = self._decode.decode(life.output.recv())
         except msgspec.MsgspecError:
-            logger.exception("the engine sent something unreadable; ignored")
+            logger.exception("%s sent something unreadable; ignored", self._name)
             return
         if isinstance(message, wire.Ready):
             life.is_ready = self._has_lived = True
@@ -324,7 +330,7 @@ class Supervisor:
     def _back_off(self) -> None:
         wait_s = min(MAX_BACKOFF_S, 0.5 * 2 ** len(self._restarts))
         self._restarts.append(time.monotonic())
-        logger.warning("the engine is restarted in %.1f s", wait_s)
+        logger.warning("%s is restarted in %.1f s", self._name, wait_s)
         self._reason = f"{self._reason}; being restarted"
         self._stopping.wait(wait_s)
 

@@ -1,9 +1,9 @@
-"""Several API server processes that share one port and one engine: starts them, gives them
+"""Several API server processes that share one port and its engines: starts them, gives them
 connections, ends them.
 
-This process neither tokenizes nor streams. Its front door hands out connections, its supervisor
-keeps the engine alive, and it tells every API server when the engine starts or ends. An API server
-that dies is started again; its requests are ended in the engine.
+This process neither tokenizes nor streams. Its front door hands out connections, a supervisor keeps
+each engine alive, and every API server is told when an engine starts or ends. An API server that
+dies is started again; its requests are ended in the engines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,12 +27,15 @@ import zmq
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.config.server import ServerConfig
+from fastdeploy_core.engine.balance import Balance
+from fastdeploy_core.engine.common import common_health, config_of, named
 from fastdeploy_core.engine.processes import child, wire
 from fastdeploy_core.engine.processes.egress import connect
 from fastdeploy_core.engine.processes.supervisor import Listener, Supervisor
 from fastdeploy_core.errors import FastDeployError, WorkerError, error_named
+from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.serving.asking import Plugins
-from fastdeploy_core.types.engine import EngineInfo
+from fastdeploy_core.types.engine import EngineHealth, EngineInfo
 
 from .door import FrontDoor
 from .front_end import METRICS_FOLDER, FrontEndInit, Hello, door_path, occupancy_path
@@ -46,7 +51,69 @@ RESTART_WINDOW_S = 60.0
 TARGET = "fastdeploy_core.serving.front.front_end:main"
 
 
-class FrontEnds(Listener):
+class _Engine(Listener):
+    """One engine, and the sockets on which API servers hear about it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        resolved: Future[ResolvedPlugins],
+        folder: str,
+        num_front_ends: int,
+        on_dead: Callable[[int, FastDeployError], None],
+    ) -> None:
+        self.number = config.parallel.data_parallel_rank
+        self._on_dead = on_dead
+        own = wire.engine_folder(folder, self.number)
+        Path(own).mkdir(mode=0o700)
+        addresses = [wire.front_end_address(own, n) for n in range(num_front_ends)]
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._sockets = [connect(self._context, address) for address in addresses]
+        self._lock = threading.Lock()  # guards the sockets
+        # the newest state, for API servers that start late
+        self._state: wire.ToFrontEnd | None = None
+        self.supervisor = Supervisor(config, resolved, self, addresses)
+
+    def on_ready(self, info: EngineInfo) -> None:
+        """An engine takes requests from now on."""
+        restarts = self.supervisor.health().num_restarts
+        self._tell_state(wire.Attached(self.supervisor.folder, info, restarts))
+
+    def on_down(self, reason: str) -> None:
+        """The engine ended."""
+        self._tell_state(wire.Detached(reason))
+
+    def on_dead(self, error: FastDeployError) -> None:
+        """No engine runs, and none will be started."""
+        self._tell_state(wire.Dead(type(error).__name__, str(error)))
+        self._on_dead(self.number, error)
+
+    def tell(self, message: wire.ToFrontEnd) -> None:
+        """Tell every API server."""
+        data = wire.encode(message)
+        with self._lock:
+            for target in self._sockets:
+                with contextlib.suppress(zmq.ZMQError):  # the socket is closed, or has no reader
+                    target.send(data, zmq.NOBLOCK)
+
+    def tell_state_to(self, number: int) -> None:
+        """Tell an API server that was started again."""
+        with self._lock:
+            if self._state is not None:
+                self._sockets[number].send(wire.encode(self._state))
+
+    def stop(self) -> None:
+        """End the engine; blocks until it is gone."""
+        self.supervisor.stop()
+        with self._lock:
+            self._context.destroy(linger=0)
+
+    def _tell_state(self, state: wire.ToFrontEnd) -> None:
+        self._state = state
+        self.tell(state)
+
+
+class FrontEnds:
     """All parts of a server with --api-server-count above 1."""
 
     def __init__(
@@ -62,18 +129,25 @@ class FrontEnds(Listener):
         self._folder = child.PrivateFolder("api")
         (self._folder.path / METRICS_FOLDER).mkdir(mode=0o700)
         folder = str(self._folder)
-        addresses = [wire.front_end_address(folder, n) for n in range(self._count)]
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._sockets = [connect(self._context, address) for address in addresses]
-        self._lock = threading.Lock()  # guards the sockets
-        # the newest state, for API servers that start late
-        self._state: wire.ToFrontEnd | None = None
+        if engine_config.parallel.data_parallel_size > 1:
+            Balance.create(engine_config, self._count, wire.balance_path(folder))
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._supervisor = Supervisor(engine_config, plugins.resolved, self, addresses)
+        self._dead: set[int] = set()  # engines that will not be started again
+        self._is_open = False
+        self._engines = [
+            _Engine(
+                config_of(engine_config, number),
+                plugins.resolved,
+                folder,
+                self._count,
+                self._engine_died,
+            )
+            for number in range(engine_config.parallel.data_parallel_size)
+        ]
         table = Occupancy(self._count, occupancy_path(folder), create=True)
         self._is_draining = False
         self.door = FrontDoor(
-            listener, server_config, self._supervisor.health, lambda: self._is_draining, table
+            listener, server_config, self._health, lambda: self._is_draining, table
         )
         self._hall = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._hall.bind(door_path(folder))
@@ -82,21 +156,16 @@ class FrontEnds(Listener):
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._starts: dict[int, list[float]] = {}
 
-    # -- reports of the supervisor's thread -------------------------------------------------------
+    def _health(self) -> EngineHealth:
+        return common_health({each.number: each.supervisor.health() for each in self._engines})
 
-    def on_ready(self, info: EngineInfo) -> None:
-        """An engine takes requests from now on."""
-        restarts = self._supervisor.health().num_restarts
-        self._tell(wire.Attached(self._supervisor.folder, info, restarts))
-
-    def on_down(self, reason: str) -> None:
-        """The engine ended."""
-        self._tell(wire.Detached(reason))
-
-    def on_dead(self, error: FastDeployError) -> None:
-        """No engine runs, and none will be started."""
-        self._tell(wire.Dead(type(error).__name__, str(error)))
-        self._events.put(error)
+    def _engine_died(self, number: int, error: FastDeployError) -> None:
+        """Called by supervisors' threads. All engines must start; later, one is enough to serve."""
+        self._dead.add(number)
+        if len(self._engines) > 1:
+            error = named(error, number)
+        if not self._is_open or len(self._dead) == len(self._engines):
+            self._events.put(error)
 
     # -- this process's main thread ---------------------------------------------------------------
 
@@ -105,7 +174,8 @@ class FrontEnds(Listener):
         called when the port answers."""
         for kind in (signal.SIGTERM, signal.SIGINT):
             signal.signal(kind, lambda *_: self._events.put("signal"))
-        self._supervisor.start()
+        for engine in self._engines:
+            engine.supervisor.start()
         threading.Thread(target=self._receive, name="fd-hall", daemon=True).start()
         try:
             for number in range(self._count):
@@ -114,6 +184,7 @@ class FrontEnds(Listener):
                 self._tell_first(number)
             if not self._wait_open():
                 return 0
+            self._is_open = True
             self.door.start()
             on_ready()
             return self._attend()
@@ -155,11 +226,11 @@ class FrontEnds(Listener):
     def _drain(self) -> int:
         """Let every API server finish its requests; a second signal ends them now."""
         self._is_draining = True
-        self._tell(wire.Drain())
+        self._engines[0].tell(wire.Drain())  # each API server has to hear it once
         deadline = time.monotonic() + self._server_config.grace_s + END_S
         while time.monotonic() < deadline and self._running():
             if self._next_event() == "signal":
-                self._tell(wire.Drain())
+                self._engines[0].tell(wire.Drain())
                 deadline = min(deadline, time.monotonic() + END_S)
         return 0
 
@@ -172,13 +243,15 @@ class FrontEnds(Listener):
         self.door.close()
         for process in self._processes.values():
             child.end(process, 0.0)
-        self._supervisor.stop()
+        stopping = [threading.Thread(target=engine.stop) for engine in self._engines]
+        for thread in stopping:
+            thread.start()
+        for thread in stopping:
+            thread.join()
         with contextlib.suppress(OSError):
             self._hall.shutdown(socket.SHUT_RDWR)
         for hall in (self._hall, *self._halls.values()):
             hall.close()
-        with self._lock:
-            self._context.destroy(linger=0)
         self._folder.remove()
 
     # -- processes --------------------------------------------------------------------------------
@@ -232,8 +305,9 @@ class FrontEnds(Listener):
                 self._halls.pop(number).close()
             for file in (self._folder.path / METRICS_FOLDER).glob(f"gauge_live*_{process.pid}.db"):
                 file.unlink(missing_ok=True)
-            with contextlib.suppress(WorkerError):
-                self._supervisor.send(wire.Gone(number))
+            for engine in self._engines:
+                with contextlib.suppress(WorkerError):
+                    engine.supervisor.send(wire.Gone(number))
             starts = self._starts[number] = [
                 t for t in self._starts[number] if now - t < RESTART_WINDOW_S
             ]
@@ -243,9 +317,8 @@ class FrontEnds(Listener):
             logger.error("API server %d %s; it is started again", number, ended)
             self._spawn(number)
             self._tell_first(number)
-            with self._lock:
-                if self._state is not None:
-                    self._sockets[number].send(wire.encode(self._state))
+            for engine in self._engines:
+                engine.tell_state_to(number)
         return True
 
     def _receive(self) -> None:
@@ -276,12 +349,3 @@ class FrontEnds(Listener):
 
         self.door.add(hello.number, hand_over)
         self._events.put("open")
-
-    def _tell(self, message: wire.ToFrontEnd) -> None:
-        data = wire.encode(message)
-        with self._lock:
-            if not isinstance(message, wire.Drain):
-                self._state = message
-            for target in self._sockets:
-                with contextlib.suppress(zmq.ZMQError):  # the socket is closed, or has no reader
-                    target.send(data, zmq.NOBLOCK)

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from fastdeploy_core.engine.common import CommonHealth
 from fastdeploy_core.serving.http.errors import sanitise
 from fastdeploy_core.types.engine import EngineHealth
 
 
-def answer_probe(path: str, health: EngineHealth, draining: bool) -> tuple[int, dict[str, str]]:
-    """Status and body for a probe."""
+def answer_probe(path: str, health: EngineHealth, draining: bool) -> tuple[int, dict[str, Any]]:
+    """Status and body for a probe; the state of each engine is in it if there are several."""
     if path == "/health/live":
         return 200, {"status": "live"}
+    status, body = _answer_about_engine(path, health, draining)
+    if isinstance(health, CommonHealth):
+        body["engines"] = {str(n): _state(each) for n, each in health.engines.items()}
+    return status, body
+
+
+def _answer_about_engine(
+    path: str, health: EngineHealth, draining: bool
+) -> tuple[int, dict[str, Any]]:
     if path == "/health/ready":
         if draining or health.draining:
             return 503, {"status": "draining"}
@@ -18,7 +30,13 @@ def answer_probe(path: str, health: EngineHealth, draining: bool) -> tuple[int, 
     return _answer(health.alive and (health.ready or health.draining), "healthy", health.reason)
 
 
-def _answer(well: bool, word: str, reason: str) -> tuple[int, dict[str, str]]:
+def _state(engine: EngineHealth) -> str:
+    if engine.ready:
+        return "ready"
+    return f"not ready: {sanitise(engine.reason)}" if engine.reason else "not ready"
+
+
+def _answer(well: bool, word: str, reason: str) -> tuple[int, dict[str, Any]]:
     if well:
         return 200, {"status": word}
     return 503, {"status": f"not {word}", "reason": sanitise(reason)}

@@ -85,9 +85,13 @@ class ApiError(Exception):
             }
         }
 
-    def encoded(self) -> bytes:
-        """The error object as JSON."""
-        return msgspec.json.encode(self.body())
+    def encoded(self, scope: Scope) -> bytes:
+        """The error object as JSON, in the shape of the API that the call is for."""
+        state = scope.get("state", {})
+        if (shape := state.get("error_body")) is None:
+            return msgspec.json.encode(self.body())
+        request_id = state.get("request_id", "")
+        return msgspec.json.encode(shape(self.status, self.message, self.param, request_id))
 
 
 def _phrase(status: int) -> str:
@@ -191,7 +195,7 @@ async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008})
         return
-    body = error.encoded()
+    body = error.encoded(scope)
     headers = {
         "content-type": "application/json",
         "content-length": str(len(body)),

@@ -14,7 +14,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -46,6 +47,12 @@ def _header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
+def route_path(scope: Scope) -> str:
+    """The path as routes know it, without the server's --root-path."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 def _name_list(names: Sequence[str]) -> bytes:
     """Names of fields that a client sent, as far as they fit into a header."""
     shown = [n if _FIELD_NAME.fullmatch(n) else "?" for n in names[:MAX_NAMES_SHOWN]]
@@ -56,9 +63,12 @@ class Guard:
     """Gives each request an id, echoes the client's, and answers errors that nothing else
     caught."""
 
-    def __init__(self, app: ASGIApp, observe: Observer | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, observe: Observer | None = None, shapes: Mapping[str, Any] | None = None
+    ) -> None:
         self.app = app
         self.observe = observe
+        self.shapes = shapes or {}  # of errors, by path; other paths have OpenAI's
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -72,6 +82,7 @@ class Guard:
         status = 0
         given = _header(scope, b"x-request-id") or b""
         scope.setdefault("state", {})["request_id"] = shown_id(given, secrets.token_hex(16))
+        scope["state"]["error_body"] = self.shapes.get(route_path(scope))
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -118,7 +129,8 @@ class Hosts:
 
 
 class Keys:
-    """Bearer authentication on every path but OPEN_PATHS, independent of the routes that exist."""
+    """A key on every path but OPEN_PATHS, independent of the routes that exist: as Bearer or, as
+    Anthropic's clients send it, in x-api-key."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self.app = app
@@ -130,10 +142,13 @@ class Keys:
             await self.app(scope, receive, send)
             return
         found = self._match(_header(scope, b"authorization"))
+        plain = _header(scope, b"x-api-key")
+        if found is None and plain is not None:
+            found = self._match(b"bearer " + plain)
         if found is None:
             error = ApiError(
                 401,
-                "a valid key is needed: send it as Authorization: Bearer KEY",
+                "a valid key is needed: send it as Authorization: Bearer KEY or X-Api-Key: KEY",
                 headers={"WWW-Authenticate": "Bearer"},
             )
             await send_error(error, scope, receive, send)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from fastdeploy_core.contracts.model import MediaPart
+from fastdeploy_core.contracts.small import ParsedDelta
 from fastdeploy_core.engine.input import build_request, grammar_start
 from fastdeploy_core.engine.media import num_media_tokens, take_media
 from fastdeploy_core.errors import InvalidRequest
@@ -34,6 +36,16 @@ from .usage import Call, Envelope, Usage, request_options
 
 CHUNK = "chat.completion.chunk"
 _PROMPT_TAIL_TOKENS = 64  # enough for a reasoning parser to see whether thinking has begun
+
+
+@dataclass(slots=True)
+class Piece:
+    """What a step added to an answer; `usage` counts all steps so far."""
+
+    said: ParsedDelta
+    usage: Usage
+    finish_reason: str | None
+    stop_reason: str | int | None
 
 
 class ChatJob:
@@ -175,6 +187,19 @@ class ChatJob:
         if at_end:
             usage.num_reasoning_tokens = sum(a.num_reasoning_tokens for a in answers.values())
             yield self._envelope(CHUNK, [], usage)
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """The answer of a call for one choice as it is made, for APIs of other shapes."""
+        usage, answers = self._begin()
+        async with aclosing(self._outputs()) as outputs:
+            async for output in outputs:
+                usage.add(output)
+                for part in output.outputs:
+                    answer = answers[part.index]
+                    said = answer.push(part.text, len(part.token_ids), part.finished)
+                    usage.num_reasoning_tokens = answer.num_reasoning_tokens
+                    reason = answer.finish_reason(part.finish_reason)
+                    yield Piece(said, usage, reason, part.stop_reason)
 
     def _begin(self) -> tuple[Usage, dict[int, Answer]]:
         num = self._engine_request().sampling.n

@@ -62,12 +62,12 @@ def openai_router(state: ServerState) -> APIRouter:
     @router.post("/v1/chat/completions", openapi_extra=_body_of(ChatCompletionRequest))
     async def chat_completions(http: Request) -> Response:
         body = await read_model(http, ChatCompletionRequest, state.threads)
-        return await answer(http, state, ChatJob(state, body, _call(http, body)))
+        return await answer(http, state, ChatJob(state, body, call_of(http, body)))
 
     @router.post("/v1/completions", openapi_extra=_body_of(CompletionRequest))
     async def completions(http: Request) -> Response:
         body = await read_model(http, CompletionRequest, state.threads)
-        return await answer(http, state, CompletionJob(state, body, _call(http, body)))
+        return await answer(http, state, CompletionJob(state, body, call_of(http, body)))
 
     @router.get("/v1/models")
     async def models() -> Response:
@@ -115,7 +115,7 @@ def openai_router(state: ServerState) -> APIRouter:
     return router
 
 
-def _call(http: Request, body: SamplingFields) -> Call:
+def call_of(http: Request, body: SamplingFields) -> Call:
     """What is known of a call besides its sampling. Its id is the client's, if it gave one in the
     body or in X-Request-Id, and shows in the answer, its headers and in logs."""
     if body.request_id is not None:

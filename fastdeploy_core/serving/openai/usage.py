@@ -33,13 +33,18 @@ class Usage:
         if output.metrics.speculate_metrics is not None:
             self._drafts[output.request_id] = output.metrics.speculate_metrics
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache held."""
+        return sum(self._cached.values())
+
     def render(self) -> dict[str, Any]:
         """OpenAI's usage object."""
         usage: dict[str, Any] = {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached.values())},
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
         if self.num_image_tokens:
             usage["prompt_tokens_details"]["image_tokens"] = self.num_image_tokens

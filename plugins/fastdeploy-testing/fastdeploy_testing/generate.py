@@ -31,17 +31,20 @@ def sampled_tokens(
     samplings: list[dict[str, Any]],
     *,
     max_tokens: int = 16,
+    num_logprobs: int = 0,
     **engine_args: Any,
 ) -> dict[str, Any]:
     """{"runs": one result like greedy_tokens' per sampling, "metrics": ...}, from a new process,
     because a process has one tensor library. An empty sampling is greedy; seeds are the prompts'
-    indices."""
+    indices. `num_logprobs`: with "logprobs", of so many tokens at each greedy one, by their id (a
+    string)."""
     order = {
         "model": str(model),
         "args": {"num_threads": 1, "num_gpu_blocks_override": 128} | engine_args,
         "prompts": prompts,
         "max_tokens": max_tokens,
         "samplings": samplings,
+        "num_logprobs": num_logprobs,
     }
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     result = subprocess.run(
@@ -67,10 +70,11 @@ def main() -> int:
     llm = LLM(order["model"], skip_tokenizer_init=True, **order["args"])
     try:
         runs = [_run(llm, order, sampling) for sampling in order["samplings"]]
+        logprobs = _logprobs(llm, order) if order["num_logprobs"] else []
         metrics = llm.get_metrics()
     finally:
         llm.close()
-    sys.stdout.write(json.dumps({"runs": runs, "metrics": metrics}) + "\n")
+    sys.stdout.write(json.dumps({"runs": runs, "logprobs": logprobs, "metrics": metrics}) + "\n")
     return 0
 
 
@@ -93,6 +97,23 @@ def _run(llm: Any, order: dict[str, Any], sampling: dict[str, Any]) -> dict[str,
         for prompt, own in zip(prompts, params, strict=True)
     ]
     return {"together": together, "alone": alone}
+
+
+def _logprobs(llm: Any, order: dict[str, Any]) -> list[list[dict[int, float]]]:
+    """Of each prompt's greedy tokens: the log-probabilities of the likeliest tokens there."""
+    from fastdeploy_core.types import SamplingParams
+
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=order["max_tokens"],
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=order["num_logprobs"],
+    )
+    return [
+        [{n: one.logprob for n, one in at.items()} for at in o.outputs[0].logprobs]
+        for o in llm.generate(order["prompts"], params, False)
+    ]
 
 
 if __name__ == "__main__":

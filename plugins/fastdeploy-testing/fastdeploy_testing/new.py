@@ -24,10 +24,12 @@ class Template:
     placeholder: str
     class_name: str
     first_file: str
+    driver: str = "{name}"  # the name that it is registered under
 
 
 TEMPLATES: Final = {
     "device": Template("device", "mychip", "MyChip", "device.py"),
+    "model": Template("model", "mymodel", "MyModel", "model.py", "{class_name}ForCausalLM"),
     "drafter": Template("speculative", "mydraft", "MyDraft", "drafter.py"),
     "quantizer": Template("quantizer", "myformat", "MyFormat", "quantizer.py"),
     "tool_parser": Template("tool_parser", "mycalls", "MyCalls", "parser.py"),
@@ -41,11 +43,13 @@ def main(argv: Sequence[str]) -> int:
     folder = create(arguments.name, Path(arguments.dir), arguments.kind)
     name = driver_name(arguments.name)
     package = arguments.name.replace("-", "_")
+    driver = template.driver.format(name=name, class_name=name.capitalize())
+    with_model = " --kind model --model DIR" if template.kind == "model" else ""
     print(
         f"created {folder}\n\n"
         f"next:\n  pip install -e {folder}\n"
         f"  fastdeploy plugins list --kind {template.kind}\n"
-        f"  fastdeploy plugins check {name}\n"
+        f"  fastdeploy plugins check {driver}{with_model}\n"
         f"then open {folder / 'src' / package / template.first_file}"
     )
     return 0

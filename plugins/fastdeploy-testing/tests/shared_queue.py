@@ -14,6 +14,7 @@ import msgspec
 
 from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, SchedulerCapabilities
+from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.types import (
     Request,
     RequestOutputDelta,
@@ -53,7 +54,10 @@ class SharedQueue:
 
     def __init__(self, config: RequestSchedulerConfig) -> None:
         self._config = config
-        name = str((config.options or {}).get("topic", ""))
+        options = dict(config.options or {})
+        name = str(options.pop("topic", ""))
+        if options:
+            raise ConfigError(f"request scheduler 'shared' does not know {', '.join(options)}")
         self.topic = self.topics.setdefault(name, Topic()) if name else Topic()
         self._results: list[RequestOutputDelta | TokenDeltas] = []
         self._aborts: list[str] = []

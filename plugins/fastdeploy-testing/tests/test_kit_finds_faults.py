@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from fd_accelerator import expert_communicator
 from fd_parsers.hermes import HermesToolParser
 from shared_queue import SharedQueue
 
@@ -17,7 +18,6 @@ from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.contracts.quantizer import LayerSpec
 from fastdeploy_core.contracts.small import ParsedDelta, ToolCallDelta
 from fastdeploy_core.contracts.speculative import HostDraftInput
-from fastdeploy_core.reference import expert_communicator
 from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.tensor import load
 from fastdeploy_testing.conformance.test_attention import (

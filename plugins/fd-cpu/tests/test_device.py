@@ -320,6 +320,12 @@ def test_threads_that_would_wait_for_each_other_are_refused(fd_tensor):
         X86Device(DeviceOptions(tensor_library=fd_tensor, num_threads=4096))
 
 
+def test_more_processes_than_processors_are_refused(fd_tensor):
+    crowd = DeviceOptions(tensor_library=fd_tensor, num_threads=1, num_ranks=4096)
+    with pytest.raises(ConfigError, match=r"4096 processes .* are to share \d+ processors"):
+        X86Device(crowd)
+
+
 def test_why_steps_repeat_their_call_is_said_once(device, caplog):
     weight = random(device, 4, 4)
 

@@ -39,18 +39,18 @@ from fastdeploy_core.types import (
     each_delta,
 )
 
-LEASE_S = 1.5
 SLOTS = 4
+GIVE_UP_S = 5.0  # without an answer
 MIN_TASK_S, MAX_TASK_S = 0.02, 0.2
 
 
-def scheduler(port: int, instance: str = "") -> GlobalScheduler:
+def scheduler(port: int, lease_s: float, instance: str = "") -> GlobalScheduler:
     """A driver as an engine (with a name) or a front end has it."""
     epoch = secrets.randbits(63) if instance else 0
     options = {"port": port, "topic": "kill", "max_attempts": 20}
     return GlobalScheduler(
         RequestSchedulerConfig(
-            max_size=0, lease_s=LEASE_S, instance=instance, epoch=epoch, options=options
+            max_size=0, lease_s=lease_s, instance=instance, epoch=epoch, options=options
         )
     )
 
@@ -63,9 +63,9 @@ def last_delta(task: Request) -> RequestOutputDelta:
     )
 
 
-def work(port: int, name: str, die: str) -> None:
+def work(port: int, lease_s: float, name: str, die: str) -> None:
     """A worker. `die`: where it ends at its first task: after_take, in_mid_run, after_result."""
-    queue = scheduler(port, name)
+    queue = scheduler(port, lease_s, name)
     running: list[tuple[float, Request]] = []
     reported_s = 0.0
     while True:
@@ -88,17 +88,17 @@ def work(port: int, name: str, die: str) -> None:
                 os._exit(1)
         stopped = set(queue.get_aborts())
         running = [(until, task) for until, task in running if task.request_id not in stopped]
-        if now - reported_s > LEASE_S / 10:
+        if now - reported_s > lease_s / 10:
             reported_s = now
             queue.report_load(InstanceLoad(name, 1, num_running=len(running)))
         time.sleep(0.002)
 
 
-def front(port: int, share: int, shares: int, num_tasks: int, log: str) -> None:
+def front(port: int, lease_s: float, share: int, shares: int, num_tasks: int, log: str) -> None:
     """Put the tasks of one share that the log has no answer to, and log the answers."""
     answered = Counter(line.split()[0] for line in Path(log).read_text().splitlines())
     wanted = [f"t{n}" for n in range(share, num_tasks, shares) if f"t{n}" not in answered]
-    queue = scheduler(port)
+    queue = scheduler(port, lease_s)
     put_s: dict[str, float] = {}
     with Path(log).open("a", buffering=1) as file:
         while wanted or put_s:
@@ -114,7 +114,7 @@ def front(port: int, share: int, shares: int, num_tasks: int, log: str) -> None:
                 if delta.finished:
                     waited_s = time.monotonic() - put_s.pop(delta.request_id)
                     kind = delta.error_type or "ok"
-                    file.write(f"{delta.request_id} {kind} {waited_s:.3f}\n")
+                    file.write(f"{delta.request_id} {kind} {waited_s:.3f} {delta.attempt}\n")
     queue.close()
 
 
@@ -148,6 +148,7 @@ def spawn(target: Callable[..., None], *arguments: Any) -> BaseProcess:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """One run on a new server; what became of the tasks."""
+    lease_s = options.lease
     with tempfile.TemporaryDirectory() as folder:
         server = RedisProcess(Path(folder))
         server.start()
@@ -159,13 +160,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             number = int(name.removeprefix("front").removeprefix("work"))
             if name.startswith("front"):
                 more = (number, options.fronts, options.tasks, str(log))
-                processes[name] = spawn(front, server.port, *more)
+                processes[name] = spawn(front, server.port, lease_s, *more)
             elif options.design == "pops":
                 processes[name] = spawn(pop_worker, server.port)
             else:
                 # The first workers end at the fault points; those that follow live until killed.
                 die = options.die if name not in processes else ""
-                processes[name] = spawn(work, server.port, f"w{number}", die)
+                processes[name] = spawn(work, server.port, lease_s, f"w{number}", die)
 
         fronts = [] if options.design == "pops" else list(range(options.fronts))
         for n in range(options.workers):
@@ -181,11 +182,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         while time.monotonic() - began_s < options.limit:
             lines = log.read_text().splitlines()
             if options.design == "pops":
-                lines = [f"{x.decode()} ok 0" for x in client.lrange("results", 0, -1)]
+                lines = [f"{x.decode()} ok 0 1" for x in client.lrange("results", 0, -1)]
             num_answered = len({line.split()[0] for line in lines})
             if num_answered != seen:
                 seen, still_s = num_answered, time.monotonic()
-            if num_answered >= options.tasks or time.monotonic() - still_s > 6 * LEASE_S:
+            if (
+                num_answered >= options.tasks
+                or time.monotonic() - still_s > GIVE_UP_S + 6 * lease_s
+            ):
                 break
             if time.monotonic() >= next_s and kills < options.kills:
                 next_s += options.every
@@ -198,11 +202,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     start(name)
             time.sleep(0.05)
         took_s = time.monotonic() - began_s
-        time.sleep(2 * LEASE_S)  # whatever would come late or twice has come now
+        time.sleep(2 * lease_s)  # whatever would come late or twice has come now
         lines = log.read_text().splitlines() if fronts else lines
         result = _count(lines, options, kills, took_s)
         if fronts:
-            counters = scheduler(server.port).cells[0].counters()
+            counters = scheduler(server.port, lease_s).cells[0].counters()
             result["counters"] = counters
             ended = ("finished", "failed", "cancelled", "expired", "dead", "taken_over", "unread")
             result["unaccounted"] = counters.get("submitted", 0) - sum(
@@ -232,6 +236,7 @@ def _count(
         "p50_s": waits[len(waits) // 2],
         "p99_s": waits[int(len(waits) * 0.99)],
         "max_s": waits[-1],
+        "attempts": max((int(row[3]) for row in rows), default=0),
         "took_s": round(took_s, 1),
     }
 
@@ -242,6 +247,7 @@ def main() -> None:
     parser.add_argument("--tasks", type=int, default=2000)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--fronts", type=int, default=2)
+    parser.add_argument("--lease", type=float, default=1.5, help="seconds")
     parser.add_argument("--every", type=float, default=0.9, help="seconds between kills")
     parser.add_argument("--kills", type=int, default=16, help="at most")
     parser.add_argument("--kill", choices=("workers", "fronts"), default="workers")

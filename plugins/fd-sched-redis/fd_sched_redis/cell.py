@@ -32,7 +32,7 @@ class Beat(NamedTuple):
 
     status: str
     num_waiting: int = 0
-    aborts: tuple[str, ...] = ()
+    aborts: tuple[tuple[str, int], ...] = ()  # request or branch, and the attempt to stop
     version: str = "0"  # of the list of front ends
     fronts: dict[str, str] | None = None  # their addresses; None: as before
 
@@ -213,6 +213,10 @@ class Cell:
         if found is not None and _text(found[0]) == lists[1] and not is_wanted():
             client.rpush(lists[1], b"1")
 
+    def wake(self, instance: str) -> None:
+        """End its wait for work."""
+        self._client.rpush(f"{self.prefix}wake:{instance}", b"1")
+
     def beat(
         self,
         instance: str,
@@ -233,7 +237,7 @@ class Cell:
         newest = _text(newest)
         names = [_text(x) for x in pairs]
         fronts = dict(zip(names[::2], names[1::2], strict=True)) if newest != version else None
-        return Beat(status, num_waiting, tuple(map(_text, aborts)), newest, fronts)
+        return Beat(status, num_waiting, tuple(map(_abort, aborts)), newest, fronts)
 
     def held(self, instance: str, attempts: Sequence[tuple[str, int]]) -> list[int]:
         """What is true of requests that an instance believes to hold: see queue.lua."""
@@ -263,6 +267,11 @@ class Cell:
         found = {_text(k): int(float(v)) for k, v in raw.items()}
         found["waiting"] = int(self._client.zcard(f"{self.prefix}wait"))
         return found
+
+
+def _abort(entry: bytes) -> tuple[str, int]:
+    attempt, _, name = entry.decode().partition(":")
+    return name, int(attempt)
 
 
 def _text(value: bytes) -> str:

@@ -31,6 +31,7 @@ from fastdeploy_core.types import (
     split_branch_id,
 )
 
+from .bodies import Bodies
 from .cell import Cell, Notice, Reach
 from .link import Abort, FrontLink, Offer, Output
 from .options import Options
@@ -45,7 +46,6 @@ _chance = random.Random()  # noqa: S311, so that front ends do not beat in step
 LOST_ATTEMPTS = 1000
 CHUNK = 500  # ids of one question
 _LOST = "the instance that was answering this request was lost"
-_encode = msgspec.msgpack.Encoder().encode
 
 
 class Entry:
@@ -72,6 +72,7 @@ class FrontSide:
         self, config: RequestSchedulerConfig, options: Options, cells: list[Cell], reach: Reach
     ) -> None:
         self._config, self._options, self._cells, self._reach = config, options, cells, reach
+        self._bodies = Bodies(options)
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._put_lock = threading.RLock()
         self._lock = threading.Lock()
@@ -174,7 +175,13 @@ class FrontSide:
         entry.is_tracked = True  # its first delta may be here before the answer
         try:
             answer, number = self._cells[entry.cell].submit(
-                self.name, entry.nonce, request, _encode(request), wait_s, limits, first_attempt
+                self.name,
+                entry.nonce,
+                request,
+                self._bodies.seal(request),
+                wait_s,
+                limits,
+                first_attempt,
             )
         except redis.RedisError as error:
             logger.warning("%s does not answer: %s", self._options.server, error)

@@ -30,10 +30,20 @@ def fd_scheduler_requirements(question: SchedulerQuestion) -> Requirements | Non
         return Requirements(refusals=(str(error),))
     if refusal:
         return Requirements(refusals=(refusal,))
+    note = _advice(server)
+    return Requirements(notes=(note,) if note else ())
+
+
+def _advice(server: Server) -> str:
+    """What the operator should know of the login; one line for the start-up log, or nothing."""
+    if server.password:
+        return (
+            f"the password of {server} is given as text, and process lists show command lines; "
+            "write it into a file for --scheduler-config.password_file"
+        )
     if not server.secret and not _is_local(server.host):
-        note = f"{server} takes commands without a password: whoever reaches it reads all prompts"
-        return Requirements(notes=(note,))
-    return Requirements()
+        return f"{server} takes commands without a password: whoever reaches it reads all prompts"
+    return ""
 
 
 def _ask(server: Server) -> str:

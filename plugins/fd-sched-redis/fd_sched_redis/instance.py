@@ -32,6 +32,7 @@ from fastdeploy_core.types import (
     split_branch_id,
 )
 
+from .bodies import Bodies
 from .cell import Cell, Reach, Taken
 from .link import Abort, Deltas, InstanceLink, Offer, Output, Started
 from .options import CALL_TIMEOUT_S, Options
@@ -44,7 +45,6 @@ WAIT_S = 0.5  # for work, before other cells are looked at
 AWAY_S = 0.2  # between calls while Redis is away
 CHUNK = 500  # requests of one question
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Request).decode
 
 
 class Held:
@@ -79,6 +79,7 @@ class InstanceSide:
         self, config: RequestSchedulerConfig, options: Options, cells: list[Cell], reach: Reach
     ) -> None:
         self._config, self._options, self._cells, self._reach = config, options, cells, reach
+        self._bodies = Bodies(options)
         own = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self.name = config.instance or own
         self._epoch = f"{config.epoch:x}" if config.epoch else secrets.token_hex(8)
@@ -100,7 +101,7 @@ class InstanceSide:
         self._is_alive = threading.Event()  # the engine was heard since the last beat
         self._until_s = 0.0  # the lease is proven until then
         self._beat_lock = threading.Lock()
-        self._is_closed = False
+        self._closing = threading.Event()
         self._link = InstanceLink(
             options, self.name, self._epoch, self._period_s, self._route, self._on_message
         )
@@ -134,7 +135,7 @@ class InstanceSide:
                 lapse_s = min(MAX_ASK_S, self._config.lease_s / 4)
                 self._ask = None if taken or not has_room else (capacity, now + lapse_s)
                 self._changed.notify_all()
-                if taken or now >= deadline or self._is_closed or self._aborts:
+                if taken or now >= deadline or self._closing.is_set() or self._aborts:
                     return taken
                 self._changed.wait(min(deadline - now, lapse_s / 2))
 
@@ -167,12 +168,15 @@ class InstanceSide:
     def close(self) -> None:
         """Send what is left, give everything back, stop."""
         with self._lock:
-            if self._is_closed:
+            if self._closing.is_set():
                 return
-            self._is_closed = True
+            self._closing.set()
             self._changed.notify_all()
         self._link.close()
         self._is_alive.set()
+        if not self._reach.is_away:
+            with contextlib.suppress(redis.RedisError):
+                self._cells[self._home].wake(self.name)
         for thread in self._threads:
             thread.join()
         for number in self._my_cells():
@@ -204,7 +208,7 @@ class InstanceSide:
 
     def _feed(self) -> None:
         """The thread that takes requests for an engine that has room."""
-        while not self._is_closed:
+        while not self._closing.is_set():
             try:
                 with self._lock:
                     if self._room() is None:
@@ -228,7 +232,7 @@ class InstanceSide:
         return ask[0] if ask is not None and time.monotonic() < ask[1] else None
 
     def _has_room(self) -> bool:
-        return self._room() is not None and not self._is_closed
+        return self._room() is not None and not self._closing.is_set()
 
     def _take_from_any(self, capacity: Capacity) -> bool:
         """Take from the home cell, else steal from another one."""
@@ -272,8 +276,8 @@ class InstanceSide:
             if before.last is None:
                 self._aborts.append(request_id)
         try:
-            request = _decode(taken.body)
-        except msgspec.MsgspecError as error:
+            request = self._bodies.open(request_id, taken.body)
+        except ValueError as error:
             logger.error("request %r cannot be read and is not run: %s", request_id, error)
             self._held[request_id] = Held(number, taken.attempt, taken.front, 0, 0.0)
             self._link.put(
@@ -377,8 +381,8 @@ class InstanceSide:
 
     def _renew(self) -> None:
         """The thread that reports while the engine is heard."""
-        while not self._is_closed:
-            time.sleep(min(self._period_s, WAIT_S))
+        while not self._closing.is_set():
+            self._closing.wait(min(self._period_s, WAIT_S))
             try:
                 if self._is_alive.is_set():
                     self._beat()
@@ -436,8 +440,10 @@ class InstanceSide:
             self._know_fronts()
         if beat.aborts:
             with self._lock:
-                for name in beat.aborts:
-                    self._abort(name)
+                for name, attempt in beat.aborts:
+                    held = self._held.get(split_branch_id(name)[0])
+                    if held is not None and held.attempt <= attempt:
+                        self._abort(name)
                 self._changed.notify_all()
         return True
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 SERVERS = ("redis-server", "valkey-server")
 
@@ -57,8 +59,8 @@ class RedisProcess:
             self.process.wait()
 
     def client(self, **options: Any) -> redis.Redis:
-        """A plain client."""
-        return redis.Redis(port=self.port, **options)
+        """A plain client; a call that fails is not repeated."""
+        return redis.Redis(port=self.port, retry=Retry(NoBackoff(), 0), **options)
 
     def options(self, **more: Any) -> dict[str, Any]:
         """What --scheduler-config would hold."""

@@ -100,6 +100,13 @@ class Options:
     listen_port: int = 0  # 0: any free one
     key_file: str = ""  # secret of the internal sockets, the same for all processes
 
+    @property
+    def secret(self) -> bytes:
+        """32 bytes that only processes with the key file know; empty without one."""
+        if not self.key_file:
+            return b""
+        return _digest(b"bodies", _read(self.key_file, "key_file"))
+
     def cell(self, number: int) -> str:
         """What all keys of one cell begin with. Redis Cluster keeps what is in braces together."""
         return f"{{{self.topic}:{number}}}:"
@@ -141,7 +148,8 @@ def _typed(name: str, value: Any, kind: type) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not kind:
-        raise ConfigError(f"{_SECTION}.{name} must be of type {kind.__name__}, got {value!r:.60}")
+        shown = "a value of another type" if name == "password" else f"{value!r:.60}"
+        raise ConfigError(f"{_SECTION}.{name} must be of type {kind.__name__}, got {shown}")
     return value
 
 
@@ -211,10 +219,13 @@ class SocketKeys:
         return cls(_pair(b"front end", secret), _pair(b"instance", secret))
 
 
+def _digest(label: bytes, secret: bytes) -> bytes:
+    return hashlib.blake2b(secret, digest_size=32, person=b"fd-sched-redis", salt=label).digest()
+
+
 def _pair(label: bytes, secret: bytes) -> KeyPair:
     import zmq
     from zmq.utils import z85
 
-    digest = hashlib.blake2b(secret, digest_size=32, person=b"fd-sched-redis", salt=label).digest()
-    private = z85.encode(digest)
+    private = z85.encode(_digest(label, secret))
     return KeyPair(zmq.curve_public(private), private)

@@ -12,7 +12,8 @@
 -- lease      zset    instances that may hold requests; score: when the lease ends
 -- alive      zset    the same, only instances whose home is this cell
 -- load:p, load:d     zset  prompt tokens, or requests, that instances still have before them
--- x:<i>      list    requests that instance i must stop
+-- x:<i>      list    requests that instance i must stop: attempt, colon, id. The attempt is there since
+--                     the instance may have been given the next one in the meantime
 -- front, address     zset, hash  front ends: when their lease ends, where they listen
 -- f:<f>      stream  what front end f has to know of its requests
 -- early      zset    aborts that came before their request
@@ -33,6 +34,7 @@ local EARLY_MS, MAX_EARLY = 60000, 4096
 local FRESH_MS = 100        -- older load reports are not believed to the last token
 local MAX_WAKES = 64
 local KEEP_INSTANCE_MS = 3600000
+local MAX_ATTEMPT = 2^31
 local KEPT_ENDINGS, KEPT_DEAD, KEPT_NOTICES = 100000, 1000, 100000
 
 local function key(name) return prefix .. name end
@@ -54,6 +56,10 @@ local function record_end(id, how, attempt)
   call('XADD', key('ended'), 'MAXLEN', '~', KEPT_ENDINGS, '*', 'id', id, 'how', how,
     'attempt', attempt)
   call('HINCRBY', key('n'), how, 1)
+end
+
+local function stop_at(instance, id, attempt)
+  if instance ~= '' then call('RPUSH', key('x:' .. instance), attempt .. ':' .. id) end
 end
 
 local function wake(instance)
@@ -123,17 +129,34 @@ local function forget(id)
   if r[1] ~= '' then
     call('SREM', key('own:' .. r[1]), id)
   else
-    leave_line(id, r[2], r[3], tonumber(r[4]))
+    leave_line(id, r[2], r[3], tonumber(r[4]) or 0)
   end
   call('DEL', key('t:' .. id))
 end
 
-local function expire(id)
-  local r = call('HMGET', key('t:' .. id), 'front', 'attempt')
-  if not r[1] then
-    call('ZREM', key('wait'), id)
-    return
+-- A record whose numbers were spoilt would stop everything behind it.
+local function is_sound(id)
+  local r = call('HMGET', key('t:' .. id), 'tokens', 'deadline', 'attempt', 'queued', 'priority',
+    'failures')
+  for n = 1, 6 do
+    if not r[n] or not string.match(r[n], '^%-?%d+$') or #r[n] > 20 then return false end
   end
+  return true
+end
+
+local function put_spoilt_aside(id)
+  local r = call('HMGET', key('t:' .. id), 'front', 'owner')
+  call('ZREM', key('wait'), id)
+  if r[2] then call('SREM', key('own:' .. r[2]), id) end
+  if call('DEL', key('t:' .. id)) == 1 then
+    if r[1] then tell(r[1], 'dead', id, MAX_ATTEMPT) end
+    record_end(id, 'dead', 0)
+  end
+end
+
+local function expire(id)
+  if not is_sound(id) then return put_spoilt_aside(id) end
+  local r = call('HMGET', key('t:' .. id), 'front', 'attempt')
   forget(id)
   tell(r[1], 'expired', id, r[2])
   record_end(id, 'expired', r[2])
@@ -144,7 +167,7 @@ local function give_back(id, has_failed)
   local name = key('t:' .. id)
   local r = call('HMGET', name, 'front', 'attempt', 'tokens', 'member', 'priority', 'deadline',
     'owner')
-  if not r[1] then return end
+  if not is_sound(id) then return put_spoilt_aside(id) end
   call('SREM', key('own:' .. r[7]), id)
   local failures = has_failed and call('HINCRBY', name, 'failures', 1) or 0
   if failures >= max_failures then
@@ -237,14 +260,17 @@ function ops.submit(front, id, nonce, tokens, priority, tenant, wait_ms, max_siz
     first_attempt, body)
   local name, counters = key('t:' .. id), key('n')
   tokens, max_size, max_tokens = tonumber(tokens), tonumber(max_size), tonumber(max_tokens)
-  local attempt = tonumber(first_attempt)
-  local known = call('HMGET', name, 'front', 'nonce', 'attempt', 'owner')
+  local attempt, failures, member = tonumber(first_attempt), 0, nil
+  local known = call('HMGET', name, 'front', 'nonce', 'attempt', 'owner', 'failures', 'member')
   if known[1] then
     if known[1] == front and known[2] == nonce then return {'ok'} end
     if known[1] ~= front and not is_alive('front', known[1]) then
-      -- Its front end died: whoever puts it again takes it over.
+      -- Its front end died: whoever puts it again takes it over. That takes a lease each time, so
+      -- front ends that die fast have it run once a lease at most. It stands where it stood, else it
+      -- would never come to its turn; and what kills instances does not get new ones in this way.
+      failures, member = known[5], known[6]
       attempt = math.max(attempt, tonumber(known[3]))
-      if known[4] ~= '' then call('RPUSH', key('x:' .. known[4]), id) end
+      stop_at(known[4], id, known[3])
       forget(id)
       record_end(id, 'taken_over', attempt)
     else
@@ -262,15 +288,17 @@ function ops.submit(front, id, nonce, tokens, priority, tenant, wait_ms, max_siz
     record_end(id, 'cancelled', attempt)
     return {'cancelled'}
   end
-  -- Tenants take turns by prompt tokens: a request stands where its tenant's last one ended.
-  local start = math.max(tonumber(call('HGET', counters, 'served') or 0),
-    tonumber(call('HGET', key('fair'), tenant) or 0))
-  call('HSET', key('fair'), tenant, start + tokens + 1)
-  local number = call('HINCRBY', counters, 'number', 1)
-  local member = string.format('%015.0f:%012.0f:', start, number) .. id
+  if not member then
+    -- Tenants take turns by prompt tokens: a request stands where its tenant's last one ended.
+    local start = math.max(tonumber(call('HGET', counters, 'served') or 0),
+      tonumber(call('HGET', key('fair'), tenant) or 0))
+    call('HSET', key('fair'), tenant, start + tokens + 1)
+    local number = call('HINCRBY', counters, 'number', 1)
+    member = string.format('%015.0f:%012.0f:', start, number) .. id
+  end
   local deadline = now + tonumber(wait_ms)
   call('HSET', name, 'front', front, 'nonce', nonce, 'tokens', tokens, 'priority', priority,
-    'member', member, 'attempt', attempt, 'failures', 0, 'queued', now, 'deadline', deadline,
+    'member', member, 'attempt', attempt, 'failures', failures, 'queued', now, 'deadline', deadline,
     'body', body)
   line_up(id, tokens, member, priority, deadline)
   return {'ok'}
@@ -305,8 +333,9 @@ function ops.take(instance, epoch, ask, num_requests, num_blocks, block_size, nu
     local id = string.sub(first.member, 30)
     local record = key('t:' .. id)
     local r = call('HMGET', record, 'tokens', 'deadline', 'at')
-    if not r[1] then
+    if not is_sound(id) then
       call('ZREM', first.line, first.member)
+      put_spoilt_aside(id)
     elseif tonumber(r[2]) <= now then
       expire(id)
     else
@@ -318,6 +347,7 @@ function ops.take(instance, epoch, ask, num_requests, num_blocks, block_size, nu
       if not can_never_run then num_blocks = num_blocks - need end
       num_tokens = num_tokens - tokens
       leave_line(id, r[3], first.member, tokens)
+      call('ZREM', first.line, first.member)  -- whatever its record says
       call('HINCRBY', record, 'attempt', 1)
       call('HSET', record, 'owner', instance, 'taken', now)
       call('SADD', key('own:' .. instance), id)
@@ -402,7 +432,7 @@ end
 function ops.cancel(front, id, branch)
   local r = call('HMGET', key('t:' .. id), 'owner', 'attempt', 'front')
   if branch ~= '' then
-    if r[1] and r[1] ~= '' then call('RPUSH', key('x:' .. r[1]), branch) end
+    if r[1] then stop_at(r[1], branch, r[2]) end
     return {r[1] or ''}
   end
   if not r[1] then
@@ -411,7 +441,7 @@ function ops.cancel(front, id, branch)
     call('ZREMRANGEBYRANK', key('early'), 0, -MAX_EARLY - 1)
     return {''}
   end
-  if r[1] ~= '' then call('RPUSH', key('x:' .. r[1]), id) end
+  stop_at(r[1], id, r[2])
   forget(id)
   record_end(id, 'cancelled', r[2])
   if r[3] ~= front then tell(r[3], 'cancelled', id, r[2]) end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import secrets
 import threading
 import time
@@ -16,8 +17,10 @@ import pytest
 import redis
 import zmq
 from fd_sched_redis import link
+from fd_sched_redis.bodies import SEAL_BYTES, Bodies
 from fd_sched_redis.cell import Cell, Reach
 from fd_sched_redis.local_server import RedisProcess, free_port
+from fd_sched_redis.options import read_options
 from fd_sched_redis.scheduler import GlobalScheduler, SplitwiseScheduler
 
 from fastdeploy_core.config import RequestSchedulerConfig
@@ -96,6 +99,22 @@ class Engine(threading.Thread):
     def stop(self) -> None:
         self.stopping.set()
         self.join()
+
+
+@pytest.fixture
+def serve(make: Maker) -> Iterator[Callable[..., Engine]]:
+    """serve(scheduler, name, ...) starts an Engine; all stop at the end, before their drivers."""
+    started: list[Engine] = []
+
+    def start(*arguments: Any) -> Engine:
+        started.append(Engine(*arguments))
+        return started[-1]
+
+    yield start
+    for engine in started:
+        engine.stopping.set()
+    for engine in started:
+        engine.join()
 
 
 class Proxy(threading.Thread):
@@ -234,6 +253,12 @@ def test_a_step_of_the_hosts_clock_changes_nothing(
     assert len(collect(front, 2)) == 2
 
 
+def test_no_wall_clock_is_read() -> None:
+    sources = Path(link.__file__).parent.glob("*.py")
+    words = re.compile(r"\btime\.(time|time_ns|localtime|gmtime)\b|\bdatetime\b|CLOCK_REALTIME")
+    assert [path.name for path in sources if words.search(path.read_text())] == []
+
+
 def test_a_newer_engine_of_the_same_name_takes_over_at_once(make: Maker, port: int) -> None:
     front, old, new = make(port, lease_s=60.0), make(port, "x", lease_s=60.0), None
     front.put_requests([request("r")])
@@ -264,17 +289,17 @@ def test_a_request_that_kills_every_engine_is_put_aside(
     assert answer.finished and answer.error_type == "WorkerError"
     assert answer.error is not None and "not tried again" in answer.error
     ((_, dead),) = shared_redis.client().xrange(front.cells[0].prefix + "dead")
-    assert msgspec.msgpack.decode(dead[b"body"], type=Request).request_id == "poison"
+    assert msgspec.msgpack.decode(dead[b"body"][SEAL_BYTES:], type=Request).request_id == "poison"
     assert make(port, "c").get_requests(PLENTY, 0.2) == []
 
 
 def test_a_body_that_nobody_can_read_is_answered(
-    make: Maker, port: int, shared_redis: RedisProcess
+    make: Maker, serve: Callable[..., Engine], port: int, shared_redis: RedisProcess
 ) -> None:
     front, engine = make(port), make(port, "e")
     front.put_requests([request("r")])
     shared_redis.client().hset(front.cells[0].prefix + "t:r", "body", b"\x80\x04K\x01.")
-    Engine(engine, "e")
+    serve(engine, "e")
     answer = collect(front, 1)[0]
     assert answer.finished and answer.error is not None and "could not be read" in answer.error
 
@@ -284,12 +309,15 @@ def test_a_body_that_nobody_can_read_is_answered(
 
 @pytest.mark.parametrize("durability", ["no", "everysec", "always"])
 def test_redis_killed_under_load_loses_nothing(
-    make: Maker, start_redis: Callable[..., RedisProcess], durability: str
+    make: Maker,
+    serve: Callable[..., Engine],
+    start_redis: Callable[..., RedisProcess],
+    durability: str,
 ) -> None:
     settings = () if durability == "no" else ("--appendonly", "yes", "--appendfsync", durability)
     server = start_redis(*settings)
     front = make(server.port)
-    engines = [Engine(make(server.port, n), n, pause_s=0.01) for n in ("a", "b")]
+    engines = [serve(make(server.port, n), n, 2, 0.01) for n in ("a", "b")]
     names = [f"r{n}" for n in range(300)]
     shown: list[RequestOutputDelta] = []
     for start in range(0, len(names), 50):
@@ -309,7 +337,7 @@ def test_redis_killed_under_load_loses_nothing(
 
 
 def test_a_torn_end_of_the_append_only_file_is_survived(
-    make: Maker, start_redis: Callable[..., RedisProcess]
+    make: Maker, serve: Callable[..., Engine], start_redis: Callable[..., RedisProcess]
 ) -> None:
     server = start_redis("--appendonly", "yes", "--aof-load-truncated", "yes")
     front = make(server.port)
@@ -318,14 +346,17 @@ def test_a_torn_end_of_the_append_only_file_is_survived(
     (file,) = Path(server.folder).glob("appendonlydir/*.incr.aof")
     file.write_bytes(file.read_bytes()[:-300])
     server.start()
-    Engine(make(server.port, "a"), "a", num_deltas=1)
+    serve(make(server.port, "a"), "a", 1)
     assert Counter(d.request_id for d in collect(front, 20)) == Counter(f"r{n}" for n in range(20))
 
 
 def test_a_replica_without_the_last_second_gets_what_it_lacks(
-    make: Maker, start_redis: Callable[..., RedisProcess], proxy: Callable[[int], Proxy]
+    make: Maker,
+    serve: Callable[..., Engine],
+    start_redis: Callable[..., RedisProcess],
+    proxy: Callable[[int], Proxy],
 ) -> None:
-    primary = start_redis()
+    primary = start_redis("--repl-diskless-sync-delay", "0")
     replica = start_redis("--replicaof", "127.0.0.1", str(primary.port))
     way = proxy(primary.port)
     front = make(way.port)
@@ -339,7 +370,7 @@ def test_a_replica_without_the_last_second_gets_what_it_lacks(
     way.target = replica.port
     primary.kill()
     way.cut()
-    Engine(make(way.port, "a"), "a", num_deltas=1)
+    serve(make(way.port, "a"), "a", 1)
     names = [f"{kind}{n}" for kind in "rs" for n in range(5)]
     assert Counter(d.request_id for d in collect(front, 10)) == Counter(names)
 
@@ -349,10 +380,14 @@ def test_a_replica_without_the_last_second_gets_what_it_lacks(
 
 @pytest.mark.parametrize("driver", [GlobalScheduler, SplitwiseScheduler])
 def test_cancels_at_any_moment_leave_the_books_in_order(
-    make: Maker, port: int, shared_redis: RedisProcess, driver: type[GlobalScheduler]
+    make: Maker,
+    serve: Callable[..., Engine],
+    port: int,
+    shared_redis: RedisProcess,
+    driver: type[GlobalScheduler],
 ) -> None:
     front = make(port, driver=driver)
-    engines = [Engine(make(port, n, driver=driver), n, 3, 0.002) for n in ("a", "b", "c")]
+    engines = [serve(make(port, n, driver=driver), n, 3, 0.002) for n in ("a", "b", "c")]
     chance = random.Random(8)
     names = [f"r{n}" for n in range(300)]
     shown: list[RequestOutputDelta] = []
@@ -377,14 +412,14 @@ def test_cancels_at_any_moment_leave_the_books_in_order(
 
 
 def test_the_front_end_dies_and_its_requests_do_not(
-    make: Maker, port: int, shared_redis: RedisProcess
+    make: Maker, serve: Callable[..., Engine], port: int, shared_redis: RedisProcess
 ) -> None:
     dead = make(port)
     dead.put_requests([request(f"r{n}") for n in range(6)])
     dead.close()
     heir = make(port)
     assert heir.put_requests([request("r0")]) == [None], "nobody else reads it: it may be put again"
-    engine = Engine(make(port, "a"), "a", num_deltas=1)
+    engine = serve(make(port, "a"), "a", 1)
     assert [d.request_id for d in collect(heir, 1)] == ["r0"]
     deadline = time.monotonic() + PATIENCE_S
     while leftovers(heir, shared_redis.client()) and time.monotonic() < deadline:
@@ -393,6 +428,77 @@ def test_the_front_end_dies_and_its_requests_do_not(
     count = heir.cells[0].counters()
     assert (count["unread"], count["finished"], count["taken_over"]) == (5, 1, 1)
     assert sorted(set(engine.taken)) == [f"r{n}" for n in range(6)]
+
+
+def test_stopping_what_a_dead_front_end_wanted_does_not_stop_its_heirs_attempt(
+    make: Maker, port: int, shared_redis: RedisProcess
+) -> None:
+    dead, heir = make(port, lease_s=60.0), make(port, lease_s=60.0)
+    engine = make(port, "e", lease_s=60.0)
+    dead.put_requests([request("r")])
+    first = take(engine, 1)[0]
+    dead.close()
+    with engine._as_instance()._beat_lock:  # so it is given the next attempt before it hears
+        assert heir.put_requests([request("r")]) == [None]
+        deadline = time.monotonic() + PATIENCE_S
+        while not engine.get_aborts() and time.monotonic() < deadline:
+            engine.get_requests(PLENTY, 0.01)
+        second = take(engine, 1)[0]
+    told, deadline = heir.cells[0].prefix + "x:e", time.monotonic() + PATIENCE_S
+    while shared_redis.client().exists(told) and time.monotonic() < deadline:
+        engine.report_load(InstanceLoad("e", 1))
+        time.sleep(0.01)
+    time.sleep(0.1)  # what it heard has been read
+    engine.put_results([delta(first, 0), delta(second, 0, finished=True)])
+    assert [(d.attempt, d.finished) for d in collect(heir, 1)] == [(second.attempt, True)]
+
+
+def test_what_is_taken_over_stands_where_it_stood(make: Maker, port: int) -> None:
+    dead, other = make(port), make(port)
+    dead.put_requests([request("first"), request("second")])
+    other.put_requests([request("third")])
+    dead.close()
+    heir = make(port)
+    assert heir.put_requests([request("second"), request("first")]) == [None, None]
+    order = [r.request_id for r in take(make(port, "e"), 3)]
+    assert order == ["first", "second", "third"]
+
+
+def test_front_ends_that_die_fast_have_a_request_run_once_a_lease(
+    shared_redis: RedisProcess,
+) -> None:
+    lease_s = 0.25
+    cell = cell_of(shared_redis, False, lease_s)
+    began, puts, attempts, num = time.monotonic(), 0, [], 0
+    while num < 80:
+        num += 1
+        cell.front_beat(f"f{num}", "", "0-0")  # and is not heard of again
+        puts += cell.submit(f"f{num}", 1, request("r"), b"", 60.0, (0, 0), 0)[0] == "ok"
+        _, taken = cell.take("e", "1", num, PLENTY, 0, 0, False)
+        attempts += [one.attempt for one in taken]
+        time.sleep(lease_s / 10)
+    most = 1 + (time.monotonic() - began) / lease_s
+    assert 3 <= puts <= most
+    assert attempts == list(range(1, puts + 1))
+
+
+def test_what_kills_instances_gets_no_more_of_them_by_being_taken_over(
+    shared_redis: RedisProcess,
+) -> None:
+    cell = cell_of(shared_redis, False)  # three failures are too many
+    for number in (1, 2, 3):
+        front = f"f{number}"
+        cell.front_beat(front, "", "0-0")
+        assert cell.submit(front, 1, request("poison"), b"", 60.0, (0, 0), 0) == ("ok", 0)
+        _, taken = cell.take("e", f"{number}", number, PLENTY, 0, 0, False)
+        assert [one.attempt for one in taken] == [2 * number - 1]
+        # Another process has its name, gets the request too if it may, and leaves.
+        _, taken = cell.take("e", f"{number}+", 10 + number, PLENTY, 0, 0, False)
+        assert [one.attempt for one in taken] == ([2 * number] if number < 3 else [])
+        cell.leave("e", f"{number}+")
+        cell.front_leave(front)
+    assert cell.counters()["dead"] == 1
+    assert cell.take("e", "9", 99, PLENTY, 0, 0, False)[1] == []
 
 
 # -- T11: strangers' bytes ------------------------------------------------------------------------
@@ -434,6 +540,57 @@ def test_ten_thousand_mutated_frames_change_nothing(make: Maker, port: int) -> N
     context.destroy(linger=0)
 
 
+def mutate(chance: random.Random, data: bytes) -> bytes:
+    changed = bytearray(data)
+    while bytes(changed) == data:
+        for _ in range(chance.randint(1, 6)):
+            place, kind = chance.randrange(len(changed) or 1), chance.randrange(3)
+            if kind == 0 and changed:
+                changed[place] = chance.randrange(256)
+            elif kind == 1:
+                del changed[place:]
+            else:
+                changed.insert(place, chance.randrange(256))
+    return bytes(changed)
+
+
+def test_no_mutated_body_is_taken_for_a_request(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(b"k" * 32)
+    for options in ({}, {"key_file": str(key)}):
+        bodies, chance = Bodies(read_options(options)), random.Random(1)
+        sent = request("r", tokens=20)
+        sealed = bodies.seal(sent)
+        assert bodies.open("r", sealed) == sent
+        for _ in range(10_000):
+            with pytest.raises(ValueError, match=r"not as its front end"):
+                bodies.open("r", mutate(chance, sealed))
+    with pytest.raises(ValueError, match="another request"):
+        bodies.open("s", sealed)
+    with pytest.raises(ValueError, match="not as its front end"):  # of who lacks the key
+        bodies.open("r", Bodies(read_options({})).seal(sent))
+
+
+def test_spoilt_records_stop_nothing_behind_them_and_are_answered(
+    make: Maker, serve: Callable[..., Engine], port: int, shared_redis: RedisProcess
+) -> None:
+    front, engine = make(port, lease_s=60.0), make(port, "e", lease_s=60.0)
+    client, prefix, chance = shared_redis.client(), front.cells[0].prefix, random.Random(2)
+    fields = ("tokens", "deadline", "attempt", "queued", "priority", "failures", "member", "at",
+              "body")  # fmt: skip
+    names = [f"{field}{n}" for field in fields for n in range(20)]
+    front.put_requests([request(name) for name in [*names, "behind"]])
+    for name in names:
+        record, field = f"{prefix}t:{name}", name.rstrip("0123456789")
+        client.hset(record, field, mutate(chance, client.hget(record, field) or b""))
+    serve(engine, "e", 1)
+    ends = collect(front, len(names) + 1)
+    assert Counter(d.request_id for d in ends) == dict.fromkeys([*names, "behind"], 1)
+    right = {d.request_id for d in ends if d.error is None}
+    assert "behind" in right
+    assert not [name for name in right if name.startswith("body")]
+
+
 # -- T12: order -----------------------------------------------------------------------------------
 
 
@@ -465,11 +622,11 @@ def test_tenants_take_turns(make: Maker, port: int) -> None:
 def test_idle_instances_steal_from_other_cells(make: Maker, port: int) -> None:
     cells = {"load_shards_num": 4, "min_load_score": 1}
     front, engine = make(port, **cells), make(port, "only", **cells)
+    side = front._as_front()
     for n in range(12):
-        front.cells[n % 4].submit(
-            front._as_front().name, n, request(f"r{n}"), msgspec.msgpack.encode(request(f"r{n}")),
-            60.0, (0, 0), 0,
-        )  # fmt: skip
+        sent = request(f"r{n}")
+        body = side._bodies.seal(sent)
+        front.cells[n % 4].submit(side.name, n, sent, body, 60.0, (0, 0), 0)
     assert sorted(r.request_id for r in take(engine, 12)) == sorted(f"r{n}" for n in range(12))
 
 
@@ -507,13 +664,15 @@ def test_push_on_old_reports_is_not_a_rush_to_the_minimum(shared_redis: RedisPro
     assert sum(queued[:5]) > sum(queued[5:])
 
 
-def test_what_waits_for_a_dead_instance_gets_another(make: Maker, port: int) -> None:
+def test_what_waits_for_a_dead_instance_gets_another(
+    make: Maker, serve: Callable[..., Engine], port: int
+) -> None:
     front = make(port, driver=SplitwiseScheduler)
     dead = make(port, "dead", driver=SplitwiseScheduler)
     dead.report_load(InstanceLoad("dead", 1, num_total_blocks=100))
     time.sleep(0.1)
     front.put_requests([request(f"r{n}") for n in range(4)])
-    alive = Engine(make(port, "alive", driver=SplitwiseScheduler), "alive", num_deltas=1)
+    alive = serve(make(port, "alive", driver=SplitwiseScheduler), "alive", 1)
     assert Counter(d.request_id for d in collect(front, 4)) == Counter(f"r{n}" for n in range(4))
     alive.stop()
 

@@ -20,6 +20,7 @@ from fd_sched_redis.scheduler import GlobalScheduler
 from zmq.utils import z85
 
 from fastdeploy_core.config import RequestSchedulerConfig
+from fastdeploy_core.config.arguments import normalise
 from fastdeploy_core.contracts.scheduler import InstanceLoad, SchedulerQuestion
 from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.types import RequestOutputDelta, each_delta
@@ -223,6 +224,30 @@ def test_keys_are_pairs_of_one_secret(tmp_path: Path) -> None:
     assert one == two and one is not None
     assert one.front.secret != one.instance.secret
     assert len(z85.decode(one.front.secret)) == 32
+
+
+def test_a_password_given_as_text_is_taken_with_one_line_that_names_the_file(
+    start_redis: Callable[..., RedisProcess], tmp_path: Path
+) -> None:
+    server = start_redis("--requirepass", "1e5")
+    spelled_out = {"scheduler-port": str(server.port), "scheduler-password": "1e5"}
+    options = normalise(spelled_out)["scheduler_config"]
+    file = tmp_path / "password"
+    file.write_text("1e5\n")
+    for given, count in ((options, 1), (server.options(password_file=str(file)), 0)):
+        question = SchedulerQuestion(RequestSchedulerConfig(name="global", options=given))
+        needs = hooks.fd_scheduler_requirements(question)
+        assert needs is not None and needs.refusals == ()
+        assert [("password_file" in note, "1e5" in note) for note in needs.notes] == [
+            (True, False)
+        ] * count
+    front, engine = open_one(options), open_one(options, "e")
+    assert [d.finished for d in answer_one(front, engine)] == [True]
+    engine.close()
+    front.close()
+    with pytest.raises(ConfigError, match="password must be of type str") as caught:
+        read_options({"password": 1.5e300})
+    assert "300" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

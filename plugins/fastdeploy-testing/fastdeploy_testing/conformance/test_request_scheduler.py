@@ -14,6 +14,7 @@ import pytest
 
 from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad
+from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.types import (
     Request,
     RequestOutputDelta,
@@ -42,13 +43,16 @@ class RequestSchedulerConformance(Conformance):
         """make(instance="a", max_size=...) opens a scheduler; all are closed at the end. Objects of
         one test share a queue where the driver can do that."""
         opened: list[Any] = []
-        topic = f"check-{random.getrandbits(64):016x}"
+        options: dict[str, str] = {}
+        if driver.capabilities.shared_queue:
+            options["topic"] = f"check-{random.getrandbits(64):016x}"
+        options.update(fd_options)
 
         def open_one(**settings: Any) -> Any:
             values: dict[str, Any] = {
                 "name": driver.name,
                 "lease_s": self.lease_s,
-                "options": {"topic": topic, **fd_options},
+                "options": options or None,
                 **settings,
             }
             scheduler = driver(RequestSchedulerConfig(**values))
@@ -95,6 +99,13 @@ class RequestSchedulerConformance(Conformance):
         for _ in range(3):
             assert scheduler.get_requests(PLENTY, 0.02) == []
             assert scheduler.get_results(0.02) == []
+
+    def test_unknown_options_are_refused_by_name(
+        self, driver: Any, fd_options: dict[str, str]
+    ) -> None:
+        options = {**fd_options, "no_such_option": "1"}
+        with pytest.raises(ConfigError, match="no_such_option"):
+            driver(RequestSchedulerConfig(name=driver.name, options=options)).close()
 
     def test_empty_scheduler_gives_nothing_within_its_timeout(self, make: Maker) -> None:
         scheduler = make()

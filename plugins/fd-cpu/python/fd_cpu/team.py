@@ -84,7 +84,13 @@ class Team:
     ) -> None:
         from . import _native
 
-        cpus = processors_of(rank, num_ranks, sorted(os.sched_getaffinity(0)))
+        allowed = sorted(os.sched_getaffinity(0))
+        if num_ranks > len(allowed):
+            raise ConfigError(
+                f"{num_ranks} processes (--tensor-parallel-size times --data-parallel-size) are to "
+                f"share {len(allowed)} processors; possible: one process for each at most"
+            )
+        cpus = processors_of(rank, num_ranks, allowed)
         most = MOST_PER_PROCESSOR * len(cpus)
         if num_threads > most:
             raise ConfigError(

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fd_quant_formats import interleaved
+from paged import PagedModel, with_quantizer
 from safetensors.numpy import load_file, save_file
 
 from fastdeploy_core import tensor
-from fastdeploy_core.quantization import interleaved
 from fastdeploy_testing.tiny_model import CONFIG, write_tiny_model
-from tests.paged import PagedModel, with_quantizer
 
 PROMPT = [3, 9, 77, 14, 50, 2, 91, 33, 64, 8, 120]
 

@@ -21,7 +21,7 @@ from fastdeploy_core.plugins.negotiate import (
     ask_layer_drivers,
     decide,
 )
-from fastdeploy_core.plugins.report import decision_data, decision_table
+from fastdeploy_core.plugins.report import table
 
 from .plugins_output import answer, asking_plugins
 
@@ -35,10 +35,10 @@ def main(argv: Sequence[str]) -> int:
     with asking_plugins():
         decisions, problems = _decide(arguments)
     if arguments.json:
-        data = [decision_data(d) for d in decisions]
+        data = [_as_data(d) for d in decisions]
         answer(json.dumps({"decisions": data, "problems": problems}, indent=2))
     else:
-        answer("\n\n".join(decision_table(d) for d in decisions))
+        answer("\n\n".join(_as_table(d) for d in decisions))
     return 0 if decisions and all(d.winner for d in decisions) else 1
 
 
@@ -254,10 +254,10 @@ def _kernels(
         facts = kernel_facts(model, library)
     elif arguments.dtype != "auto":
         facts["dtype"] = arguments.dtype
-    table = build_kernel_table(device, facts)
+    cells = build_kernel_table(device, facts).cells
     rows = [
         CandidateRow(cell.operation, cell.distribution, cell.is_used, 0, cell.reason)
-        for cell in sorted(table.cells, key=lambda c: (c.operation, not c.is_used))
+        for cell in sorted(cells, key=lambda c: (c.operation, not c.is_used))
     ]
     own = sum(row.accepted and row.distribution != DISTRIBUTION for row in rows)
     used = sum(row.accepted for row in rows)
@@ -299,6 +299,48 @@ def _by_name(
     decision = decide(arguments.kind, "chosen by name in the configuration or request", rows)
     why = "any of these, by name" if decision.winner else decision.why
     return [Decision(decision.kind, decision.question, decision.winner, why, decision.candidates)]
+
+
+def _as_table(decision: Decision) -> str:
+    """One question with every candidate's answer."""
+    rows = [
+        (
+            "->" if c.name == decision.winner else "",
+            c.name,
+            c.distribution,
+            "accept" if c.accepted else "decline",
+            c.score if c.accepted else "",
+            c.reason,
+        )
+        for c in decision.candidates
+    ]
+    winner = (
+        f"winner: {decision.winner} ({decision.why})"
+        if decision.winner
+        else (f"no winner: {decision.why}")
+    )
+    body = table(("", "candidate", "distribution", "answer", "score", "reason"), rows)
+    return f"{decision.kind}: {decision.question}\n{body}\n{winner}"
+
+
+def _as_data(decision: Decision) -> dict[str, Any]:
+    """A stable form."""
+    return {
+        "kind": decision.kind,
+        "question": decision.question,
+        "winner": decision.winner,
+        "why": decision.why,
+        "candidates": [
+            {
+                "name": c.name,
+                "distribution": c.distribution,
+                "accepted": c.accepted,
+                "score": c.score,
+                "reason": c.reason,
+            }
+            for c in decision.candidates
+        ],
+    }
 
 
 _EXPLAIN: dict[str, Callable[[argparse.Namespace, Inventory, HookManager], list[Decision]]] = {

@@ -1,4 +1,4 @@
-"""Which of the core's quantizer drivers serves a method. Imports no tensor library."""
+"""Which of these quantizer drivers serves a method. Imports no tensor library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastdeploy_core.contracts.hookspecs import hookimpl
 from fastdeploy_core.contracts.quantizer import QuantizationQuestion
 
 _SCORE: Final = 10
-# Names of FastDeploy 2.x, vLLM and transformers for drivers of the core.
+# Names of FastDeploy 2.x, vLLM and transformers for these drivers.
 _ALIASES: Final[dict[str, str]] = {
     "weight_only_int8": "wint8",
     "weight_only_int4": "wint4",

@@ -23,9 +23,14 @@ from fastdeploy_core.contracts.quant_formats import (
 )
 from fastdeploy_core.contracts.quantizer import Calibration, ParameterSpec
 from fastdeploy_core.errors import ConfigError
-
-from .base import CALIBRATING, PackedQuantizer, largest_scale, spread_parts
-from .rounding import quantize_block_fp8, quantize_fp8
+from fastdeploy_core.quantization import (
+    PackedQuantizer,
+    largest_scale,
+    quantize_block_fp8,
+    quantize_fp8,
+    spread_parts,
+)
+from fastdeploy_core.quantization.base import CALIBRATING
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fd_quant_formats.hooks import fd_quantizer_for
 
 from fastdeploy_core.config import ModelConfig
 from fastdeploy_core.config.quantization import (
@@ -17,7 +18,6 @@ from fastdeploy_core.contracts.kv_formats import KV_FORMATS, kv_format
 from fastdeploy_core.contracts.quant_formats import FORMATS
 from fastdeploy_core.contracts.quantizer import QuantizationQuestion
 from fastdeploy_core.errors import ConfigError
-from fastdeploy_core.quantization.hooks import fd_quantizer_for
 
 
 def model(asked="", architecture="LlamaForCausalLM", **quantization_config):

@@ -1,0 +1,1 @@
+"""Model family `MyModelForCausalLM` for FastDeploy."""

@@ -1,0 +1,81 @@
+"""An answer as blocks (thinking, texts, tool calls), of which one ends before the next begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from fastdeploy_core.contracts.small import ParsedDelta
+
+Kind = Literal["thinking", "text", "call"]
+
+
+@dataclass(slots=True)
+class Block:
+    """`text` is what there is so far: of a call, its arguments."""
+
+    kind: Kind
+    index: int
+    text: str = ""
+    name: str = ""
+    call_id: str = ""
+
+
+Step = tuple[Literal["start", "more", "stop"], Block, str]  # the text is that of "more"
+
+
+class Blocks:
+    """Takes what is said and tells what happens to blocks. Space around calls makes no block."""
+
+    def __init__(self) -> None:
+        self.all: list[Block] = []
+        self._open: Block | None = None
+        self._call = -1
+        self._space: tuple[Kind, str] = ("text", "")  # said, but not yet known to belong to a block
+
+    def add(self, said: ParsedDelta) -> Iterator[Step]:
+        """The next piece of the answer."""
+        if said.reasoning:
+            yield from self._text("thinking", said.reasoning)
+        if said.content:
+            yield from self._text("text", said.content)
+        for call in said.tool_calls:
+            if self._open is None or self._open.kind != "call" or self._call != call.index:
+                yield from self._begin("call", call.name or "", call.id or "")
+                self._call = call.index
+            if call.arguments:
+                yield self._more(call.arguments)
+
+    def close(self) -> Iterator[Step]:
+        """The answer has ended; one of space alone is a block of its own."""
+        kind, space = self._space
+        if space and not self.all:
+            yield from self._begin(kind)
+            yield self._more(space)
+        if self._open is not None:
+            yield "stop", self._open, ""
+            self._open = None
+
+    def _text(self, kind: Kind, text: str) -> Iterator[Step]:
+        if self._open is None or self._open.kind != kind:
+            if self._space[0] == kind:
+                text = self._space[1] + text
+            if not text.strip():
+                self._space = (kind, text)
+                return
+            yield from self._begin(kind)
+        yield self._more(text)
+
+    def _begin(self, kind: Kind, name: str = "", call_id: str = "") -> Iterator[Step]:
+        if self._open is not None:
+            yield "stop", self._open, ""
+        self._space = ("text", "")
+        self._open = Block(kind, len(self.all), name=name, call_id=call_id)
+        self.all.append(self._open)
+        yield "start", self._open, ""
+
+    def _more(self, text: str) -> Step:
+        block = self.all[-1]
+        block.text += text
+        return "more", block, text

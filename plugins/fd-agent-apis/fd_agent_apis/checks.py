@@ -1,0 +1,95 @@
+"""Reads parts of a body; an error names the field."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import ValidationError
+
+from fastdeploy_core.errors import InvalidRequest, RequestTooLong
+from fastdeploy_core.serving.http.errors import ApiError, to_api_error
+
+_KINDS = {str: "text", dict: "an object", list: "a list", bool: "true or false", int: "a number"}
+# Parts of a conversation that carry more than text, in both APIs' names.
+_NOT_TEXT = {
+    "image": "a picture",
+    "input_image": "a picture",
+    "image_url": "a picture",
+    "document": "a document",
+    "input_file": "a file",
+    "input_audio": "sound",
+}
+
+
+def _kind_of(value: Any) -> str:
+    return "nothing" if value is None else _KINDS.get(type(value), "a number")
+
+
+def _check(value: Any, kind: type, where: str) -> Any:
+    if type(value) is not kind:
+        raise InvalidRequest(f"{where} must be {_KINDS[kind]}, got {_kind_of(value)}", param=where)
+    return value
+
+
+def text(value: Any, where: str) -> str:
+    """A text; InvalidRequest for anything else, as in all functions here."""
+    checked: str = _check(value, str, where)
+    return checked
+
+
+def record(value: Any, where: str) -> dict[str, Any]:
+    """An object."""
+    checked: dict[str, Any] = _check(value, dict, where)
+    return checked
+
+
+def records(value: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a list, each with its place; nothing for null."""
+    for number, item in enumerate([] if value is None else _check(value, list, where)):
+        yield f"{where}.{number}", record(item, f"{where}.{number}")
+
+
+def name(value: Any, where: str) -> str:
+    """A text that is not empty."""
+    if not text(value, where):
+        raise InvalidRequest(f"{where} must not be empty", param=where)
+    return str(value)
+
+
+def one_of(value: Any, possible: tuple[str, ...], where: str) -> str:
+    """One of the texts that are possible."""
+    if value not in possible:
+        raise InvalidRequest(
+            f"{where} is {value!r:.40}; possible: {', '.join(possible)}", param=where
+        )
+    return str(value)
+
+
+def refuse_what_is_not_text(kind: Any, where: str) -> None:
+    """InvalidRequest for pictures, files and sounds, which no model here reads yet."""
+    if isinstance(kind, str) and kind in _NOT_TEXT:
+        raise InvalidRequest(
+            f"{where} is {_NOT_TEXT[kind]} ({kind}); that is not supported yet, only text is; "
+            "send what it says as text",
+            param=where,
+        )
+
+
+@contextmanager
+def named_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors of the chat path, with its fields named as this API has them."""
+    try:
+        yield
+    except RequestTooLong:
+        raise
+    except (InvalidRequest, ValidationError) as error:
+        answer = to_api_error(error)
+        first = re.split(r"[.\[]", answer.param or "", maxsplit=1)[0]
+        param = names.get(first, answer.param)
+        message = answer.message
+        if param and param not in message:
+            message = f"{param}: {message}"
+        raise ApiError(answer.status, message, param=param) from error

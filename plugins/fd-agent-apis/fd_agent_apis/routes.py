@@ -1,0 +1,120 @@
+"""POST /v1/responses, /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from fastdeploy_core.contracts.base import ApiRoutes
+from fastdeploy_core.serving.http.json_body import BIG_BODY_BYTES, read_model, tenant_of
+from fastdeploy_core.serving.openai.chat import ChatJob
+from fastdeploy_core.serving.openai.routes import call_of
+from fastdeploy_core.serving.openai.schemas import ChatCompletionRequest
+from fastdeploy_core.serving.openai.usage import Call
+from fastdeploy_core.serving.respond import answer, json_response
+from fastdeploy_core.serving.state import ServerState
+
+from . import messages_request, responses_request
+from .checks import named_as
+from .conversation import Conversation, placed, shows_system_in_place
+from .job import AgentJob, frames
+from .messages_answer import MessageWriter, error_body
+from .messages_request import CountRequest, MessagesRequest
+from .responses_answer import ResponseWriter
+from .responses_request import ResponsesRequest
+from .tools import Tools
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def responses_routes() -> ApiRoutes:
+    """OpenAI's. Its errors have the same shape as those of chat."""
+    router = APIRouter()
+
+    @router.post("/v1/responses", openapi_extra=_body_of(ResponsesRequest))
+    async def responses(http: Request) -> Response:
+        state = _state(http)
+        body = await read_model(http, ResponsesRequest, state.threads)
+        call, chat, tools = await _chat(http, body, responses_request.read, responses_request.NAMES)
+        writer = ResponseWriter(body, tools, call.id, state.check_model(body.model))
+        return await answer(http, state, AgentJob(state, call.tenant, chat, writer), frames)
+
+    return ApiRoutes(router)
+
+
+def messages_routes() -> ApiRoutes:
+    """Anthropic's."""
+    router = APIRouter()
+
+    @router.post("/v1/messages", openapi_extra=_body_of(MessagesRequest))
+    async def messages(http: Request) -> Response:
+        state = _state(http)
+        body = await read_model(http, MessagesRequest, state.threads)
+        call, chat, tools = await _chat(http, body, messages_request.read, messages_request.NAMES)
+        model = state.check_model(body.model)
+        writer = MessageWriter(tools, call.id, model, body.max_tokens)
+        response = await answer(http, state, AgentJob(state, call.tenant, chat, writer), frames)
+        response.headers["request-id"] = call.id
+        return response
+
+    @router.post("/v1/messages/count_tokens", openapi_extra=_body_of(CountRequest))
+    async def count_tokens(http: Request) -> Response:
+        """Neither the engine nor a queue is asked: agents send dozens of these at once."""
+        state = _state(http)
+        body = await read_model(http, CountRequest, state.threads)
+        _, chat, _ = await _chat(http, body, messages_request.read, messages_request.NAMES)
+        with named_as(messages_request.NAMES):
+            count = await state.threads.run(tenant_of(http), _count, state, chat)
+        return json_response({"input_tokens": count})
+
+    return ApiRoutes(router, error_body)
+
+
+def _body_of(model: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI entry of a body that read_model parses, since FastAPI does not see it."""
+    schema = model.model_json_schema()
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _state(http: Request) -> ServerState:
+    state: ServerState = http.app.state.server
+    return state
+
+
+async def _chat(
+    http: Request,
+    body: Body,
+    read: Callable[[Body, bool], tuple[dict[str, Any], Conversation, Tools]],
+    names: Mapping[str, str],
+) -> tuple[Call, ChatJob, Tools]:
+    """The chat job that a body asks for. A large one is read beside the event loop, as it was
+    parsed."""
+    state = _state(http)
+
+    def make() -> tuple[Call, ChatJob, Tools]:
+        fields, conversation, tools = read(body, state.reasoning_parser is not None)
+        if conversation.ignored:
+            known = getattr(http.state, "ignored_fields", [])
+            http.state.ignored_fields = [*known, *conversation.ignored]
+        messages = placed(conversation.messages, shows_system_in_place(state.tokenizer))
+        given = {name: value for name, value in fields.items() if value is not None}
+        with named_as(names):
+            chat = ChatCompletionRequest(messages=messages, **given)
+            call = call_of(http, chat)
+            return call, ChatJob(state, chat, call), tools
+
+    if http.state.num_body_bytes > BIG_BODY_BYTES:
+        return await state.threads.run(tenant_of(http), make)
+    return make()
+
+
+def _count(state: ServerState, chat: ChatJob) -> int:
+    prompt = chat.render()
+    if not isinstance(prompt, str):
+        raise TypeError("a conversation renders as text")
+    state.limits.check_text(prompt, "prompt")
+    return len(state.tokenizer.encode(prompt, False))

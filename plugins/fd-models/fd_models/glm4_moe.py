@@ -1,0 +1,76 @@
+"""GLM-4.5, 4.6 and 4.7 (transformers: Glm4MoeForCausalLM).
+
+Weights of multi-token-prediction blocks, numbered after the last block, are kept in `mtp_weights`
+for a drafter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
+from fastdeploy_core.models.reading import ConfigReader
+
+from .fields import StrictLM
+
+if TYPE_CHECKING:
+    from fastdeploy_core.layers import ModelBuilder
+    from fastdeploy_core.models.decoder import FeedForward, MakeFeedForward
+
+
+class Glm4MoeForCausalLM(StrictLM):
+    """Half of each head turns; sigmoid routing with a correction bias and shared experts after the
+    first dense blocks; the large model normalises query and key heads."""
+
+    output_bias = False
+    head_norms = "use_qk_norm"
+    partial_rotary = 0.5
+    reads = frozenset(
+        {
+            *("n_routed_experts", "n_shared_experts", "norm_topk_prob", "partial_rotary_factor"),
+            *("routed_scaling_factor", "use_qk_norm"),
+        }
+    )
+
+    def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
+        read = ConfigReader(config, build.tp_size)
+        layers = read.size("num_hidden_layers")
+        for number in range(read.count("num_nextn_predict_layers", "num_mtp_layers", default=0)):
+            build.weights.keep(f"model.layers.{layers + number}.")
+        super().__init__(config, build)
+
+    @classmethod
+    def moe(cls, read: ConfigReader, dtype: str) -> MoESpec:
+        """One rank's experts."""
+        routing = RoutingSpec(
+            num_experts=read.size("n_routed_experts", "num_local_experts"),
+            top_k=read.size("num_experts_per_tok"),
+            scoring="sigmoid",
+            renormalize=read.flag("norm_topk_prob", default=True),
+            scaling_factor=read.number("routed_scaling_factor", default=1.0),
+            num_groups=read.size("n_group", default=1),
+            top_k_groups=read.size("topk_group", default=1),
+            has_correction_bias=True,
+        )
+        return read.experts(routing, dtype)
+
+    def make_feed_forward(self, read: ConfigReader, dtype: str) -> MakeFeedForward:
+        """Experts with shared ones, or a dense block."""
+        moe, width = self.moe(read, dtype), read.size("moe_intermediate_size")
+        dense = super().make_feed_forward(read, dtype)
+        shared = width * read.count("n_shared_experts", default=1)
+        first_moe = read.count("first_k_dense_replace", default=1)
+
+        def make(build: ModelBuilder, prefix: str, number: int) -> FeedForward:
+            if number < first_moe:
+                return dense(build, prefix, number)
+            return build.moe_block(
+                prefix,
+                moe,
+                width,
+                shared_intermediate=shared,
+                bias_name=f"{prefix}.gate.e_score_correction_bias",
+            )
+
+        return make

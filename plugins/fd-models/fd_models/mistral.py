@@ -1,0 +1,10 @@
+"""Mistral, without windows (transformers: MistralForCausalLM)."""
+
+from .fields import StrictLM
+
+
+class MistralForCausalLM(StrictLM):
+    """Llama without biases."""
+
+    qkv_bias = output_bias = False
+    only = {"attention_bias": (False,)}  # noqa: RUF012 - never changed

@@ -1,0 +1,127 @@
+"""What of config.json is refused by its name, and what is not; no tensor library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fastdeploy_core.errors import ConfigError, UnsupportedModel
+from fastdeploy_core.models.shapes import read_shapes
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "num_experts_per_tok": 2,
+}
+# Fields as released folders have them.
+RELEASED: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"sliding_window": 4096, "rope_theta": 10000.0, "attention_dropout": 0.0},
+    "MixtralForCausalLM": {"num_local_experts": 8, "router_aux_loss_coef": 0.02},
+    "Qwen2MoeForCausalLM": {
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 48,
+        "use_sliding_window": False,
+        "sliding_window": 131072,
+        "max_window_layers": 28,
+        "norm_topk_prob": False,
+    },
+    "Olmo2ForCausalLM": {"attention_bias": False},
+    "Phi3ForCausalLM": {
+        "sliding_window": 2047,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+        "embd_pdrop": 0.0,
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+    },
+    "Glm4MoeForCausalLM": {
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "partial_rotary_factor": 0.5,
+        "routed_scaling_factor": 1.0,
+        "num_nextn_predict_layers": 1,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 1,
+    },
+    "MiniMaxM2ForCausalLM": {
+        "attn_type_list": [1, 1, 1, 1],
+        "layernorm_mlp_alpha": 1.0,
+        "mtp_transformer_layers": 1,
+        "num_local_experts": 8,
+        "qk_norm_type": "per_layer",
+        "rotary_dim": 4,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "shared_moe_mode": "sigmoid",
+        "swa_rope_theta": -1.0,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    },
+}
+
+
+def config(architecture: str, **fields: Any) -> dict[str, Any]:
+    return {**SIZES, **RELEASED[architecture], "architectures": [architecture], **fields}
+
+
+@pytest.mark.parametrize("architecture", RELEASED)
+def test_released_fields_are_known(architecture: str) -> None:
+    assert read_shapes(config(architecture)).num_layers == 4
+
+
+@pytest.mark.parametrize("architecture", RELEASED)
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("final_logit_softcapping", 30.0, "final_logit_softcapping=30.0"),
+        ("attention_multiplier", 0.2, "attention_multiplier=0.2"),
+        ("attention_chunk_size", 8192, "attention_chunk_size=8192"),
+        ("use_parallel_residual", True, "use_parallel_residual=True"),
+        ("a_norm_of_next_year", "double", "a_norm_of_next_year='double'"),
+        (
+            "rope_scaling",
+            {"rope_type": "linear", "factor": 2.0, "low_freq_factor": 1.0},
+            "rope_parameters.low_freq_factor=1.0",
+        ),
+        ("rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "rope scaling 'dynamic'"),
+        ("layer_types", ["full_attention", "linear_attention"], "layer_types"),
+        ("hidden_act", "gelu", "hidden_act 'gelu'"),
+    ],
+)
+def test_a_field_that_changes_the_answers_is_refused_by_name(
+    architecture: str, key: str, value: Any, named: str
+) -> None:
+    with pytest.raises(UnsupportedModel) as refused:
+        read_shapes(config(architecture, **{key: value}))
+    assert named in str(refused.value) and "possible:" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "name"),
+    [
+        ("MiniMaxM2ForCausalLM", {"scoring_func": "softmax"}, "scoring_func"),
+        ("MiniMaxM2ForCausalLM", {"shared_intermediate_size": 64}, "shared_intermediate_size"),
+        ("MiniMaxM2ForCausalLM", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list"),
+        ("MiniMaxM2ForCausalLM", {"qk_norm_type": "per_head"}, "qk_norm_type"),
+        ("MistralForCausalLM", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial"),
+        ("MistralForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("Qwen2MoeForCausalLM", {"qkv_bias": False}, "qkv_bias"),
+    ],
+)
+def test_what_one_family_does_not_compute(
+    architecture: str, fields: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=name):
+        read_shapes(config(architecture, **fields))
+
+
+@pytest.mark.parametrize("share", [0, 1.5, "half"])
+def test_a_share_of_a_head_is_a_number_up_to_1(share: Any) -> None:
+    with pytest.raises(ConfigError, match="partial_rotary_factor"):
+        read_shapes(config("Glm4MoeForCausalLM", partial_rotary_factor=share))

@@ -1,0 +1,1 @@
+"""Routing of requests to instances: policies, and `fastdeploy router`."""

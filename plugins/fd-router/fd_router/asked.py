@@ -1,0 +1,89 @@
+"""What a client asks for, as far as routing needs to know."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from .policies import RequestView
+from .prefix_index import chained_keys
+
+BLOCK_TOKENS = 64
+BYTES_PER_TOKEN = 4  # of text, estimated; token ids are written in as many
+MAX_BLOCKS = 2048  # of a prompt have keys
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, read once."""
+
+    path: str  # with its query
+    body: bytes  # what instances get
+    fields: dict[str, Any]  # empty where the body is no JSON object, which instances refuse
+    view: RequestView
+
+    @property
+    def streams(self) -> bool:
+        """Whether events are asked for."""
+        return self.fields.get("stream") is True
+
+
+def read_request(path: str, headers: Mapping[str, str], body: bytes) -> Asked:
+    """Reads a request. ValueError for JSON that nests too deeply."""
+    fields = _fields(body)
+    session = headers.get("X-Session-Id", "")
+    if "session_id" in fields:  # for routers; instances refuse it
+        session = session or str(fields.pop("session_id"))
+        body = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode(
+            "utf-8", "surrogatepass"
+        )
+    for name in ("prompt_cache_key", "user", "safety_identifier"):
+        session = session or str(fields.get(name) or "")
+    prompt = _prompt(fields)
+    # Instances share cached prefixes within a key, a model and a salt.
+    scope = f"{headers.get('Authorization')}\0{fields.get('model')}\0{fields.get('cache_salt')}"
+    salt = blake2b(scope.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    keys = chained_keys(prompt, BLOCK_TOKENS * BYTES_PER_TOKEN, salt, MAX_BLOCKS)
+    tokens = len(prompt) // BYTES_PER_TOKEN + bool(prompt)
+    return Asked(path, body, fields, RequestView(tokens, keys, BLOCK_TOKENS, session[:256]))
+
+
+def _fields(body: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(body) if body else {}
+    except RecursionError:
+        raise ValueError("the body nests too deeply") from None
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _prompt(fields: Mapping[str, Any]) -> bytes:
+    """The prompt, so that equal beginnings of prompts are equal bytes."""
+    if ids := _as_ids(fields.get("prompt_token_ids")):
+        return ids
+    prompt = fields.get("prompt")
+    if isinstance(prompt, str):
+        return prompt.encode("utf-8", "surrogatepass")
+    if isinstance(prompt, list):
+        return _as_ids(prompt) or _as_text(prompt)
+    messages = fields.get("messages")
+    if not isinstance(messages, list):
+        return b""
+    tools = fields.get("tools")
+    return (_as_text(tools) if tools else b"") + b"\0".join(map(_as_text, messages))
+
+
+def _as_ids(value: Any) -> bytes:
+    try:
+        return array("I", value).tobytes() if isinstance(value, list) else b""
+    except (TypeError, OverflowError):
+        return b""
+
+
+def _as_text(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")

@@ -1,0 +1,114 @@
+"""The options of `fastdeploy router`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from fastdeploy_core.errors import ConfigError
+
+from .policies import DEFAULT_POLICY, POLICIES
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Bearer keys; empty: none."""
+
+    own: str = ""  # clients send it
+    admin: str = ""  # for /admin; without it these routes do not exist
+    instances: str = ""  # sent to instances in place of the client's
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    """What the command line says."""
+
+    instances: tuple[str, ...]  # base URLs
+    policy: str = DEFAULT_POLICY
+    host: str = "127.0.0.1"
+    port: int = 8100
+    keys: Keys = Keys()
+    max_body_bytes: int = 16 * 2**20
+    max_retries: int = 2  # other instances tried for a request that has shown nothing
+    probe_interval_s: float = 1.0
+    probe_timeout_s: float = 2.0
+    answer_timeout_s: float = 600.0  # the longest silence of an instance within an answer
+    drain_timeout_s: float = 60.0
+
+
+def parse(arguments: Sequence[str]) -> RouterOptions:
+    """Options from the words after `fastdeploy router`; ConfigError for what cannot work."""
+    given = _parser().parse_args(arguments)
+    urls = tuple(_base_url(url) for word in given.instances for url in word.split(",") if url)
+    if not urls:
+        raise ConfigError("--instances names no instance; give one URL or more")
+    if len(set(urls)) < len(urls):
+        raise ConfigError(f"--instances names one twice: {', '.join(urls)}")
+    for name in ("max_body_mb", "probe_interval", "probe_timeout", "answer_timeout"):
+        if not getattr(given, name) > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be above 0")
+    if given.max_retries < 0 or given.drain_timeout < 0:
+        raise ConfigError("--max-retries and --drain-timeout must not be negative")
+    return RouterOptions(
+        instances=urls,
+        policy=given.policy,
+        host=given.host,
+        port=given.port,
+        keys=Keys(given.api_key, given.admin_key, given.instance_api_key),
+        max_body_bytes=int(given.max_body_mb * 2**20),
+        max_retries=given.max_retries,
+        probe_interval_s=given.probe_interval,
+        probe_timeout_s=given.probe_timeout,
+        answer_timeout_s=given.answer_timeout,
+        drain_timeout_s=given.drain_timeout,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fastdeploy router",
+        description="One OpenAI API in front of several servers of the same model.",
+        epilog="An argument @FILE stands for the arguments in that file, one a line: so keys do "
+        "not show in process lists.",
+        fromfile_prefix_chars="@",
+    )
+    defaults = RouterOptions(())
+    add = parser.add_argument
+    add("--instances", nargs="+", required=True, metavar="URL[,URL...]", help="base URLs")
+    add("--policy", choices=list(POLICIES), default=defaults.policy, help="default: %(default)s")
+    add("--host", default=defaults.host, help="default: %(default)s")
+    add("--port", type=int, default=defaults.port, help="0: any; default: %(default)s")
+    add("--api-key", default="", help="clients must send it; else keys pass to the instances")
+    add("--instance-api-key", default="", help="sent to instances in place of the client's")
+    add("--admin-key", default="", help="turns on the routes below /admin")
+    add("--max-body-mb", type=float, default=defaults.max_body_bytes / 2**20, help="MiB")
+    add("--max-retries", type=int, default=defaults.max_retries, help="other instances to try")
+    add("--probe-interval", type=float, default=defaults.probe_interval_s, help="seconds")
+    add("--probe-timeout", type=float, default=defaults.probe_timeout_s, help="seconds")
+    add(
+        "--answer-timeout",
+        type=float,
+        default=defaults.answer_timeout_s,
+        help="seconds without a byte after which an instance has failed a request",
+    )
+    add("--drain-timeout", type=float, default=defaults.drain_timeout_s, help="after SIGTERM")
+    return parser
+
+
+def _base_url(text: str) -> str:
+    """The URL without a slash, or `/v1`, at its end."""
+    url = text.strip()
+    url = url if "://" in url else f"http://{url}"
+    url = url.rstrip("/").removesuffix("/v1")
+    try:
+        parts = urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid or parts.query or parts.fragment or parts.username or parts.path:
+        raise ConfigError(
+            f"--instances: {text!r} is no base URL; give http://HOST:PORT, several with commas"
+        )
+    return url

@@ -1,0 +1,48 @@
+"""The families of fd-models through the real engine: tokens of transformers, in a batch, with
+prompts in chunks and the prefix cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdeploy_testing.generate import sampled_tokens
+from tests.checkpoints import NUM_GREEDY, build, reference
+
+# One of each family; `LIMITS` are the contexts that the checkpoint asks for.
+VARIANTS = (
+    *("mistral", "mixtral", "qwen2-moe", "olmo2", "phi3-longrope", "glm4-moe", "minimax-m2"),
+)
+LIMITS: dict[str, dict[str, Any]] = {"phi3-longrope": {"max_model_len": 128}}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("families"), list(VARIANTS))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_engine_gives_the_tokens_of_transformers(
+    checkpoints: Path, variant: str, tensor_library: str
+) -> None:
+    """All prompts at once, a step has at most 9 tokens; then each alone, which finds its blocks."""
+    answers = reference(checkpoints / variant)
+    result = sampled_tokens(
+        checkpoints / variant,
+        [answer["prompt"].tolist() for answer in answers],
+        [{}],
+        max_tokens=NUM_GREEDY,
+        device="cpu",
+        dtype="float32",
+        tensor_library=tensor_library,
+        block_size=8,
+        max_num_batched_tokens=9,
+        max_num_seqs=4,
+        **LIMITS.get(variant, {}),
+    )
+    (run,) = result["runs"]
+    expected = [answer["greedy"].tolist() for answer in answers]
+    assert run["together"] == expected and run["alone"] == expected
+    assert result["metrics"]["prefix_hit_tokens_total"] > 0, result["metrics"]
