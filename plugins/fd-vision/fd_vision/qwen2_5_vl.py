@@ -12,7 +12,6 @@ import numpy as np
 
 from fastdeploy_core.contracts.model import AttentionSpec, MediaRules, ModelShapes
 from fastdeploy_core.errors import ConfigError
-from fastdeploy_core.layers import Attention
 from fastdeploy_core.models.qwen import Qwen2ForCausalLM
 from fastdeploy_core.models.reading import ConfigReader
 
@@ -62,9 +61,7 @@ class Qwen2_5_VLForConditionalGeneration(Qwen2ForCausalLM):
         super().__init__(plain, build)
         self._build = build
         self._tower = VisionTower(build, "visual", VisionShape(plain))
-        attention = self.layers[0].attention
-        assert isinstance(attention, Attention)
-        self._table = attention.paged.cos_sin
+        self._table = build.cos_sin(self.rotary(ConfigReader(plain, build.tp_size)))
         self._axis_of_column = build.device.to_device(_axes(config, plain))
 
     def encode(self, items: Sequence[MediaItem]) -> Tensor:
