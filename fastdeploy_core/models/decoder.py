@@ -158,7 +158,6 @@ class GroupedQueryLM(DecoderLM):
     mlp_bias: ClassVar[str | bool] = False
     head_bias: ClassVar[str | bool] = False
     tied: ClassVar[bool] = False
-    offsets: ClassVar[bool] = False  # AttentionSpec.offsets
 
     @classmethod
     def check(cls, read: ConfigReader) -> None:

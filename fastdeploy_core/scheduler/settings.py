@@ -24,7 +24,7 @@ class SchedulerSettings:
     device: WorkerInfo
     speculative: SpeculativeConfig | None = None
     lookahead_tokens: int = 0  # of the speculative method; see contracts.Requirements
-    max_encode_tokens: int = 0  # vectors of pictures in a step, but one picture at least
+    max_encode_tokens: int = NO_LIMIT  # vectors of pictures in a step, or one picture
     seed: int = 0
 
     @property

@@ -4,15 +4,16 @@ tower, with positions on three axes."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastdeploy_core.contracts.model import MediaRules, ModelShapes
+from fastdeploy_core.contracts.model import AttentionSpec, MediaRules, ModelShapes
 from fastdeploy_core.errors import ConfigError
-from fastdeploy_core.layers import Attention
 from fastdeploy_core.models.qwen import Qwen2ForCausalLM
+from fastdeploy_core.models.reading import ConfigReader
 
 from .processor import ImageProcessor
 from .tower import VisionShape, VisionTower
@@ -28,7 +29,11 @@ class Qwen2_5_VLForConditionalGeneration(Qwen2ForCausalLM):
 
     features = frozenset({"embeddings", "positions"})
     rope_theta = 1000000.0
-    offsets = True
+
+    @classmethod
+    def attention(cls, read: ConfigReader, dtype: str) -> AttentionSpec:
+        """As Qwen2's, at positions that are not the tokens' indices."""
+        return replace(super().attention(read, dtype), offsets=True)
 
     @staticmethod
     def media(config: Mapping[str, Any], folder: Path, rules: MediaRules) -> ImageProcessor:
@@ -56,9 +61,7 @@ class Qwen2_5_VLForConditionalGeneration(Qwen2ForCausalLM):
         super().__init__(plain, build)
         self._build = build
         self._tower = VisionTower(build, "visual", VisionShape(plain))
-        attention = self.layers[0].attention
-        assert isinstance(attention, Attention)
-        self._table = attention.paged.cos_sin
+        self._table = build.cos_sin(self.rotary(ConfigReader(plain, build.tp_size)))
         self._axis_of_column = build.device.to_device(_axes(config, plain))
 
     def encode(self, items: Sequence[MediaItem]) -> Tensor:
