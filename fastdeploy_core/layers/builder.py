@@ -20,6 +20,7 @@ from fastdeploy_core.contracts.quantizer import (
     Quantizer,
     make_quantizer,
 )
+from fastdeploy_core.errors import PluginNotFound
 
 from .attention import Attention, HeadShape
 from .embedding import Embedding, LMHead
@@ -223,7 +224,10 @@ class ModelBuilder:
         """The one that rounds an embedding shared with the head; None where none was resolved."""
         if self._quantizers is None:
             return None
-        return make_quantizer(HEAD_QUANTIZER, {}, self.device, self.kernels, self._quantizers)
+        try:
+            return make_quantizer(HEAD_QUANTIZER, {}, self.device, self.kernels, self._quantizers)
+        except PluginNotFound:  # its distribution is not installed: the head stays as it is
+            return None
 
     def is_stored(self, layer: LayerSpec) -> bool:
         """Whether the layer's quantized tensors are read, instead of made from a full-precision

@@ -179,8 +179,7 @@ class GroupedQueryLM(DecoderLM):
     def attention(cls, read: ConfigReader, dtype: str) -> AttentionSpec:
         """One rank's attention, of every layer."""
         norms = _has(read, cls.head_norms)
-        spec = read.gqa(dtype, interleaved=cls.interleaved, head_norms=norms)
-        return replace(spec, offsets=cls.offsets)
+        return read.gqa(dtype, interleaved=cls.interleaved, head_norms=norms)
 
     @classmethod
     def shapes(cls, config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:

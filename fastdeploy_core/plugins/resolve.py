@@ -288,7 +288,8 @@ class _Resolver:
 
     def _inner_quantizers(self, outer: Candidate, question: QuantizationQuestion) -> None:
         """Those that the chosen one is made of (details["inner"]), and the one for shared heads."""
-        self._add(find("quantizer", HEAD_QUANTIZER, self._inventory))
+        if HEAD_QUANTIZER in available("quantizer", self._inventory):
+            self._add(find("quantizer", HEAD_QUANTIZER, self._inventory))
         for name in filter(None, outer.details.get("inner", "").split(",")):
             entry = find("quantizer", name, self._inventory)
             key = (entry.kind, entry.name, entry.distribution)

@@ -80,7 +80,7 @@ class Probes:
             body = await answer.content.read(4096)
         text = body.decode("utf-8", "replace")
         instance.state = "ready" if answer.status == 200 else f"not ready: {text[:200]!r}"
-        return answer.status == 200
+        return bool(answer.status == 200)
 
     async def _read_load(self, instance: Instance) -> None:
         async with self._session.get(
