@@ -131,7 +131,7 @@ def test_an_unknown_command_names_what_is_near(site: Path) -> None:
     assert "did you mean 'count'?" in fastdeploy(site, "cuont").stderr
     assert "did you mean 'plugins count'?" in fastdeploy(site, "plugins", "cuont").stderr
     far = fastdeploy(site, "plugins", "qqq")
-    assert far.returncode == 1 and "possible: list, show" in far.stderr and "count" in far.stderr
+    assert far.returncode == 1 and "possible: list, check" in far.stderr and "count" in far.stderr
 
 
 def test_known_commands_are_not_the_cores() -> None:
