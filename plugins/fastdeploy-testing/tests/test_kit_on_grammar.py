@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -183,8 +184,7 @@ def run(tokenizer: Tokenizer, matcher: type[ChoiceMatcher], test: str) -> None:
     backend.matcher_class = matcher
     words = {"backend": backend, "kind": "choice", "tokenizer": tokenizer}
     method = getattr(GrammarConformance(), test)
-    names = method.__func__.__code__.co_varnames[1 : method.__func__.__code__.co_argcount]
-    method(**{name: words[name] for name in names})
+    method(**{name: words[name] for name in signature(method).parameters})
 
 
 @pytest.mark.parametrize(("matcher", "test"), BROKEN)
