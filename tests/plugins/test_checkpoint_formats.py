@@ -120,10 +120,11 @@ def test_the_operators_lists_hold_for_formats(site: Path, tmp_path: Path, tiny_m
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Stranger:
-    """An environment where the core alone is installed."""
+    """An environment with the core and fd-tools, whose `doctor` the test asks."""
     folder = tmp_path_factory.mktemp("gguf")
     environment = Stranger(folder / "venv")
     environment.install(build(REPOSITORY, folder))
+    environment.install(build(REPOSITORY / "plugins" / "fd-tools", folder))
     return environment
 
 
@@ -142,7 +143,8 @@ def test_fd_gguf_is_asked_for_and_once_installed_serves(
     served = stranger.fastdeploy("serve", str(file))
     assert served.returncode == 1 and served.stderr.startswith(f"fastdeploy: error: {missing}")
     assert served.stderr.rstrip().endswith(install_it)
-    stranger.install(build(REPOSITORY / "plugins" / "fd-gguf", tmp_path))
+    for distribution in ("fd-gguf", "fd-quant-formats"):  # the second: what the first depends on
+        stranger.install(build(REPOSITORY / "plugins" / distribution, tmp_path))
     answered = run(*chat)
     assert answered.returncode == 0, answered.stderr[-3000:]
     assert "42" in json.loads(answered.stdout.splitlines()[-1])

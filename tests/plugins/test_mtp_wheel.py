@@ -34,7 +34,8 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Stranger:
     wheels.mkdir()
     environment = Stranger(folder / "venv")
     environment.install(build(REPOSITORY, wheels))
-    environment.install(build(REPOSITORY / "plugins" / "fd-spec-mtp", wheels))
+    for distribution in ("fd-tools", "fd-spec-mtp"):
+        environment.install(build(REPOSITORY / "plugins" / distribution, wheels))
     return environment
 
 

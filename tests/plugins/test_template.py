@@ -82,14 +82,15 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Stranger:
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Stranger:
-    """An environment with the core, fastdeploy-testing and a plugin made by `plugins new`, all from
-    wheels."""
+    """An environment with the core, fastdeploy-testing, fd-tools and a plugin made by `plugins
+    new`, all from wheels."""
     folder = tmp_path_factory.mktemp("stranger")
     wheels = folder / "wheels"
     wheels.mkdir()
     environment = Stranger(folder / "venv")
     environment.install(build(REPOSITORY, wheels))
-    environment.install(build(REPOSITORY / "plugins" / "fastdeploy-testing", wheels))
+    for distribution in ("fastdeploy-testing", "fd-tools"):
+        environment.install(build(REPOSITORY / "plugins" / distribution, wheels))
     made = environment.fastdeploy("plugins", "new", "fd-wonder", "--dir", folder)
     assert made.returncode == 0, made.stderr
     environment.install(build(folder / "fd-wonder", wheels))

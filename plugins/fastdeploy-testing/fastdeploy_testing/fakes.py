@@ -175,11 +175,10 @@ class FaultyWorker(NullWorker):
         due = [f for f in self._faults if f.step == self.num_steps and self._is_due(f)]
         due += [f for f in self._faults if self._is_hit(f, step) and self._is_due(f)]
         for fault in due:
-            if fault.kind == "slow":
-                time.sleep(fault.seconds)
-            elif fault.kind != "nan":
-                self.num_steps += 1
-                _fire(fault)
+            if fault.kind == "nan":
+                continue
+            self.num_steps += fault.kind != "slow"  # a slow step is counted where it runs
+            _fire(fault)
         pending = super().launch(step)
         for fault in due:
             if fault.kind == "nan":
@@ -219,7 +218,9 @@ def _break(output: ModelRunnerOutput, row: int) -> None:
 
 
 def _fire(fault: Fault) -> None:
-    if fault.kind == "hang":
+    if fault.kind == "slow":
+        time.sleep(fault.seconds)
+    elif fault.kind == "hang":
         while True:
             time.sleep(3600)
     elif fault.kind == "die":
