@@ -222,6 +222,11 @@ FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 # Saved when asked for by name: what a GGUF file can hold, in sizes that its blocks divide.
+# The longest context that these promise to compute as transformers does.
+FAMILY_LIMITS: dict[str, dict[str, Any]] = {
+    "mistral-yarn": {"max_model_len": 256},
+    "phi3-longrope": {"max_model_len": 128},
+}
 GGUF_VARIANTS: dict[str, dict[str, Any]] = {
     "gguf-qwen3-moe": {**VARIANTS["qwen3-moe"], "mlp_only_layers": []},
     "gguf-deepseek": {

@@ -4,18 +4,16 @@ prompts in chunks and the prefix cache."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fastdeploy_testing.generate import sampled_tokens
-from tests.checkpoints import NUM_GREEDY, build, reference
+from tests.checkpoints import FAMILY_LIMITS, NUM_GREEDY, build, reference
 
-# One of each family; `LIMITS` are the contexts that the checkpoint asks for.
+# One of each family.
 VARIANTS = (
     *("mistral", "mixtral", "qwen2-moe", "olmo2", "phi3-longrope", "glm4-moe", "minimax-m2"),
 )
-LIMITS: dict[str, dict[str, Any]] = {"phi3-longrope": {"max_model_len": 128}}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +38,7 @@ def test_the_engine_gives_the_tokens_of_transformers(
         block_size=8,
         max_num_batched_tokens=9,
         max_num_seqs=4,
-        **LIMITS.get(variant, {}),
+        **FAMILY_LIMITS.get(variant, {}),
     )
     (run,) = result["runs"]
     expected = [answer["greedy"].tolist() for answer in answers]

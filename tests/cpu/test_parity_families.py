@@ -4,22 +4,15 @@ float32; on one rank and on two."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from fastdeploy_core.errors import UnsupportedModel
-from tests.checkpoints import FAMILY_VARIANTS, NUM_GREEDY, build, reference
+from tests.checkpoints import FAMILY_LIMITS, FAMILY_VARIANTS, NUM_GREEDY, build, reference
 from tests.paged import PagedModel
 from tests.parity import check_chunks_beside_a_decode, check_prompts_and_greedy, relative_error
 from tests.tp_rank import run_ranks
-
-# The longest context that these variants promise to compute as transformers does.
-LIMITS: dict[str, dict[str, Any]] = {
-    "mistral-yarn": {"max_model_len": 256},
-    "phi3-longrope": {"max_model_len": 128},
-}
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +32,7 @@ def variant(request: pytest.FixtureRequest) -> str:
 
 
 def model_of(checkpoints: Path, variant: str, library: str) -> PagedModel:
-    return PagedModel(checkpoints / variant, library, **LIMITS.get(variant, {}))
+    return PagedModel(checkpoints / variant, library, **FAMILY_LIMITS.get(variant, {}))
 
 
 def test_prompt_logits_and_64_greedy_tokens_equal_transformers(

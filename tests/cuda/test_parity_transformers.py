@@ -17,7 +17,15 @@ import pytest
 from fastdeploy_core.config.arguments import build_engine_config
 from fastdeploy_core.models.shapes import read_shapes
 from fastdeploy_core.plugins.resolve import resolve
-from tests.checkpoints import NUM_GREEDY, VARIANTS, VOCAB, WIDE_VARIANTS, build
+from tests.checkpoints import (
+    FAMILY_LIMITS,
+    FAMILY_VARIANTS,
+    NUM_GREEDY,
+    VARIANTS,
+    VOCAB,
+    WIDE_VARIANTS,
+    build,
+)
 from tests.paged import PagedModel
 
 pytestmark = pytest.mark.device("cuda")
@@ -31,9 +39,12 @@ FLOAT32_TOLERANCE = 1e-4
 BFLOAT16_RATIO = 1.5
 BFLOAT16_TOLERANCE = {"dense": 0.06, "experts": 0.3}
 PROMPT_LENGTHS = (5, 23, 150)
+# Families of fd-models, but for the one whose context is shorter than the longest prompt.
+FAMILIES = [name for name in FAMILY_VARIANTS if name != "phi3-longrope"]
+WITH_EXPERTS = ("moe", "deepseek", "mixtral", "minimax")
 
 
-@pytest.fixture(scope="module", params=[*VARIANTS, *WIDE_VARIANTS])
+@pytest.fixture(scope="module", params=[*VARIANTS, *WIDE_VARIANTS, *FAMILIES])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made anew, or kept in the folder FD_TEST_CHECKPOINTS, since transformers takes its time."""
     kept = os.environ.get("FD_TEST_CHECKPOINTS")
@@ -89,10 +100,11 @@ class Theirs:
 
 def ours(folder: Path, dtype: str) -> PagedModel:
     values = {"model": str(folder), "device": "cuda", "tensor_library": "torch", "dtype": dtype}
-    config = build_engine_config(values)
+    limits = FAMILY_LIMITS.get(folder.name, {})
+    config = build_engine_config({**values, **limits})
     shapes = read_shapes(config.model.hf_config, 1)
     resolved = resolve(config, layers=shapes.layers, moe=[] if shapes.moe is None else [shapes.moe])
-    return PagedModel(folder, "torch", device="cuda", dtype=dtype, drivers=resolved.load)
+    return PagedModel(folder, "torch", device="cuda", dtype=dtype, drivers=resolved.load, **limits)
 
 
 def logits_of(model: PagedModel, prompts: dict[str, list[int]]) -> dict[str, np.ndarray]:
@@ -115,7 +127,7 @@ def median_error(found: dict[str, np.ndarray], true: dict[str, np.ndarray]) -> f
 
 
 def tolerance(checkpoint: Path) -> float:
-    has_experts = "moe" in checkpoint.name or "deepseek" in checkpoint.name
+    has_experts = any(word in checkpoint.name for word in WITH_EXPERTS)
     return BFLOAT16_TOLERANCE["experts" if has_experts else "dense"]
 
 
