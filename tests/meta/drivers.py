@@ -36,6 +36,7 @@ from fd_iluvatar.device import IluvatarDevice
 from fd_kv_shm.shm import SharedMemoryTransport
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
+from fd_models.deepseek_v3 import DeepseekV3ForCausalLM
 from fd_models.glm4_moe import Glm4MoeForCausalLM
 from fd_models.minimax_m2 import MiniMaxM2ForCausalLM
 from fd_models.mistral import MistralForCausalLM
@@ -97,7 +98,6 @@ from fastdeploy_core.contracts.small import (
 )
 from fastdeploy_core.contracts.speculative import DeviceDrafter, DrafterContext, HostDrafter
 from fastdeploy_core.layers import ModelBuilder
-from fastdeploy_core.models.deepseek_v3 import DeepseekV3ForCausalLM
 from fastdeploy_core.models.ernie import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
 from fastdeploy_core.models.llama import LlamaForCausalLM
 from fastdeploy_core.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
