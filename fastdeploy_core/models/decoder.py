@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Block = Callable[..., Addends]  # called as DecoderLayer is
     # Makes one block's part from its checkpoint prefix; the second also gets the number of the
     # block.
-    MakeAttention = Callable[[ModelBuilder, str], AttentionLayer]
+    MakeAttention = Callable[[ModelBuilder, str], "AttentionLayer"]
     MakeFeedForward = Callable[[ModelBuilder, str, int], FeedForward]
 
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.quantizer import LayerSpec
-
 from fastdeploy_core.layers import (
     ForwardContext,
     Linear,
