@@ -128,6 +128,13 @@ KINDS: Final[dict[str, Kind]] = {
             versioned=False,
         ),
         Kind(
+            "scale_out",
+            "fastdeploy.scale_out",
+            "several engines, or several API servers, of one server",
+            "",
+            versioned=False,
+        ),
+        Kind(
             "kernels",
             "fastdeploy.kernels",
             "table of operations one device implements",

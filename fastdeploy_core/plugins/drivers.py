@@ -78,6 +78,17 @@ def find(kind: str, name: str, inventory: Inventory | None = None) -> PluginEntr
     raise PluginNotFound(_not_found(kind, name, inventory))
 
 
+def scale_out(name: str, flag: str) -> Any:
+    """What makes a server of several processes: `engines` (config, resolved plugins, listener), or
+    `api-servers` (both configurations, plugins, listener). The operator asked for it with `flag`,
+    and it is a distribution of the core's own: no child process tries the import first."""
+    try:
+        entry = find("scale_out", name)
+    except PluginNotFound as error:
+        raise PluginNotFound(f"{flag} above 1 needs a plugin: {error}") from None
+    return load(entry, preflight=False)
+
+
 def available(kind: str, inventory: Inventory | None = None) -> list[str]:
     """Every usable name of a kind, sorted."""
     inventory = discover() if inventory is None else inventory

@@ -5,7 +5,9 @@ with the entry points.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,8 @@ from fd_quant_hub.gptq import Awq, Gptq
 from fd_quant_wint2.published import Wint2
 from fd_quant_wint2.trellis import Tet2, Tet3, Tet4
 from fd_router.command import main as router
+from fd_scale_out.front_ends import FrontEnds
+from fd_scale_out.links import engines
 from fd_sched_redis.scheduler import GlobalScheduler, SplitwiseScheduler
 from fd_spec_mtp.drafter import MTPDrafter
 from fd_speculative.draft_model import DraftModel
@@ -77,7 +81,8 @@ from fd_xpu.attention import XpuAttention
 from fd_xpu.device import XpuDevice
 from fd_xpu.moe import XpuMoE
 
-from fastdeploy_core.config import RequestSchedulerConfig
+from fastdeploy_core.config import EngineConfig, RequestSchedulerConfig
+from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
 from fastdeploy_core.contracts.command import Command
 from fastdeploy_core.contracts.device import DeviceBackend, DeviceOptions
@@ -97,16 +102,20 @@ from fastdeploy_core.contracts.small import (
     ToolParser,
 )
 from fastdeploy_core.contracts.speculative import DeviceDrafter, DrafterContext, HostDrafter
+from fastdeploy_core.engine.client import EngineLink
+from fastdeploy_core.engine.processes.supervisor import Listener
 from fastdeploy_core.layers import ModelBuilder
 from fastdeploy_core.models.ernie import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
 from fastdeploy_core.models.llama import LlamaForCausalLM
 from fastdeploy_core.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
+from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.reference.moe import ReferenceMoE
 from fastdeploy_core.sampling.processors import LogitBiasLogitsProcessor
 from fastdeploy_core.sampling.thinking import ThinkingBudgetLogitsProcessor
 from fastdeploy_core.scheduler.local import LocalScheduler
+from fastdeploy_core.serving.asking import Plugins
 from fastdeploy_testing.check import main as check_plugin
 from fastdeploy_testing.examine import main as examine_device
 from fastdeploy_testing.fakes import FaultyDevice, NullDevice
@@ -245,3 +254,9 @@ logits_processors: list[Callable[[ProcessorContext], LogitsProcessor]] = [
     LogitBiasLogitsProcessor,
     ThinkingBudgetLogitsProcessor,
 ]
+several_engines: list[Callable[[EngineConfig, Future[ResolvedPlugins], Listener], EngineLink]] = [
+    engines
+]
+several_api_servers: list[
+    Callable[[EngineConfig, ServerConfig, Plugins, socket.socket], FrontEnds]
+] = [FrontEnds]

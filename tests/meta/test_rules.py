@@ -279,6 +279,7 @@ PRIVATE = {
         "tokenizer",
     },
     "fd-quant-formats": {"quantization"},
+    "fd-scale-out": {"config", "engine", "plugins", "serving"},
     "fd-tools": {"cli", "config", "envs", "models", "plugins", "serving", "tokenizer"},
     "fd-vision": {"models"},
 }

@@ -1,0 +1,1 @@
+"""Several engines, or several API server processes, behind one port."""
