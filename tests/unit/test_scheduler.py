@@ -510,7 +510,6 @@ def test_token_scheduled_beyond_an_unforeseen_end_is_dropped():
     [
         ({"max_num_batched_tokens": 4}, "smaller than max_num_seqs"),
         ({"enable_chunked_prefill": False}, "without chunked prefill"),
-        ({"max_long_partial_prefills": 2}, "max_long_partial_prefills"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(batch, reason):

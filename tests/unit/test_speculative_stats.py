@@ -76,8 +76,7 @@ def test_drafts_are_fed_verified_and_counted() -> None:
     assert step.output.rows.num_drafts.tolist() == [1, 3]
     step, deltas = script.step([[34], [80]], [0, 0])
     assert step.output.rows.num_drafts.tolist() == [0, 3]
-    stats = EngineStats()
-    script.scheduler.fill_stats(stats)
+    stats = script.scheduler.stats()
     assert (stats.drafts_total, stats.draft_tokens_total) == (3, 6)
     assert stats.accepted_draft_tokens_total == 4
     assert stats.accepted_drafts_at_total == [2, 2, 0]
