@@ -24,12 +24,13 @@ from fastdeploy_core.types import (
     split_branch_id,
 )
 from fastdeploy_core.types.engine import EngineStats
+from fastdeploy_core.types.sampling import mix64, sequence_seed
 
 from .draft_policy import DraftPolicy
 from .outcome import Outcome
 from .planner import StepPlanner
 from .roster import Roster
-from .sequence import RequestState, Sequence, mix64, sequence_seed
+from .sequence import RequestState, Sequence
 from .settings import SchedulerSettings
 from .step import ScheduledStep
 
@@ -79,14 +80,9 @@ class BatchScheduler:
         return len(self._roster.requests)
 
     @property
-    def num_running(self) -> int:
-        """Sequences in the batch."""
-        return len(self._roster.running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that wait for room."""
-        return self._roster.num_waiting
+    def num_sequences(self) -> int:
+        """Sequences in the batch, and those that wait for room."""
+        return len(self._roster.running) + self._roster.num_waiting
 
     @property
     def num_free_blocks(self) -> int:
@@ -225,8 +221,8 @@ class BatchScheduler:
         stats, pool, host = copy.copy(self.counters), self.kv.pool, self.kv.host
         stats.requests_finished_total = dict(stats.requests_finished_total)
         stats.requests_rejected_total = dict(stats.requests_rejected_total)
-        stats.num_running = self.num_running
-        stats.num_waiting = self.num_waiting
+        stats.num_running = len(self._roster.running)
+        stats.num_waiting = self._roster.num_waiting
         stats.num_requests = self.num_requests
         stats.num_blocks_total = pool.num_blocks
         stats.num_blocks_free = pool.num_available

@@ -176,7 +176,7 @@ def test_prompts_take_turns_with_captured_drafts(captures_drafting: bool) -> Non
         prompts_draft = step.output.max_drafts > 0 or not step.rows
         assert prompts_draft or captures_drafting, "drafting after prompts is what costs"
     assert fed[0] == (3, 1) and fed[1][0] == 0 and fed[1][1] > 1, fed
-    assert scheduler.num_waiting <= 1
+    assert scheduler.stats().num_waiting <= 1
 
 
 def test_prompts_go_beside_drafts_where_nothing_is_captured() -> None:
