@@ -130,7 +130,7 @@ KINDS: Final[dict[str, Kind]] = {
         Kind(
             "scale_out",
             "fastdeploy.scale_out",
-            "several engines, or several API servers, of one server",
+            "engines, API servers or experts of one server in several processes",
             "",
             versioned=False,
         ),

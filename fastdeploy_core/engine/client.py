@@ -110,7 +110,7 @@ class AsyncEngine:
         def connect(listener: Listener) -> EngineLink:
             if config.parallel.data_parallel_size == 1:
                 return Supervisor(config, plugins, listener)
-            link: EngineLink = scale_out("engines", "--data-parallel-size")(
+            link: EngineLink = scale_out("engines", "--data-parallel-size above 1")(
                 config, plugins, listener
             )
             return link

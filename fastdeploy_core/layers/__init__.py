@@ -9,6 +9,7 @@ from .attention import Attention, HeadShape, PagedAttention
 from .builder import DriverFactories, ModelBuilder, ModelRanks, WeightFormats
 from .context import EmbeddedRows, ForwardContext
 from .embedding import Embedding, LMHead
+from .experts import ExpertShare
 from .linear import Linear, LinearPart, LinearShape
 from .mlp import GatedMLP
 from .moe import MoEBlock, SharedExperts
@@ -22,6 +23,7 @@ __all__ = [
     "DriverFactories",
     "EmbeddedRows",
     "Embedding",
+    "ExpertShare",
     "ForwardContext",
     "GatedMLP",
     "HeadShape",

@@ -24,7 +24,7 @@ from fastdeploy_core.errors import PluginNotFound
 
 from .attention import Attention, HeadShape
 from .embedding import Embedding, LMHead
-from .expert_parallel import ExpertRanks, ExpertShare
+from .experts import ExpertRanks, ExpertShare
 from .linear import Linear, LinearPart, LinearShape
 from .mlp import GatedMLP
 from .moe import MoEBlock, SharedExperts

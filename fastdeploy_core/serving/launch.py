@@ -77,7 +77,7 @@ def _serve_by_many(
 ) -> int:
     """Run API servers in processes of their own; this process only supervises them and the
     engines."""
-    front_ends = scale_out("api-servers", "--api-server-count")
+    front_ends = scale_out("api-servers", "--api-server-count above 1")
     _log_model(engine_config)
     _each_parser(server_config, find)  # PluginNotFound, before a model is loaded
     started_at = time.monotonic()

@@ -62,6 +62,7 @@ from fd_quant_hub.gptq import Awq, Gptq
 from fd_quant_wint2.published import Wint2
 from fd_quant_wint2.trellis import Tet2, Tet3, Tet4
 from fd_router.command import main as router
+from fd_scale_out.experts import ExpertRanks as WholeExperts
 from fd_scale_out.front_ends import FrontEnds
 from fd_scale_out.links import engines
 from fd_sched_redis.scheduler import GlobalScheduler, SplitwiseScheduler
@@ -85,7 +86,7 @@ from fastdeploy_core.config import EngineConfig, RequestSchedulerConfig
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
 from fastdeploy_core.contracts.command import Command
-from fastdeploy_core.contracts.device import DeviceBackend, DeviceOptions
+from fastdeploy_core.contracts.device import Communicator, DeviceBackend, DeviceOptions
 from fastdeploy_core.contracts.kv_transport import KVTransport, TransportOptions
 from fastdeploy_core.contracts.moe import ExpertCommunicator, ExpertGroup, MoEBackend, MoESpec
 from fastdeploy_core.contracts.ops import KernelTable
@@ -105,6 +106,7 @@ from fastdeploy_core.contracts.speculative import DeviceDrafter, DrafterContext,
 from fastdeploy_core.engine.client import EngineLink
 from fastdeploy_core.engine.processes.supervisor import Listener
 from fastdeploy_core.layers import ModelBuilder
+from fastdeploy_core.layers.experts import ExpertRanks
 from fastdeploy_core.models.ernie import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
 from fastdeploy_core.models.llama import LlamaForCausalLM
 from fastdeploy_core.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
@@ -260,3 +262,4 @@ several_engines: list[Callable[[EngineConfig, Future[ResolvedPlugins], Listener]
 several_api_servers: list[
     Callable[[EngineConfig, ServerConfig, Plugins, socket.socket], FrontEnds]
 ] = [FrontEnds]
+divided_experts: list[Callable[[DeviceBackend, Communicator], ExpertRanks]] = [WholeExperts]

@@ -31,4 +31,4 @@ def test_several_engines_name_the_command_that_installs_them() -> None:
 
 def test_several_api_servers_name_it_too() -> None:
     with pytest.raises(PluginNotFound, match=r"--api-server-count above 1 .*pip install fd-scale"):
-        drivers.scale_out("api-servers", "--api-server-count")
+        drivers.scale_out("api-servers", "--api-server-count above 1")

@@ -1,1 +1,1 @@
-"""Several engines, or several API server processes, behind one port."""
+"""Several engines or API server processes behind one port; whole experts on each rank."""
