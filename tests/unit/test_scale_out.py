@@ -1,4 +1,5 @@
-"""Several engines or API servers, where the distribution that makes them is not installed."""
+"""Several engines, API servers or divided experts, where the distribution that makes them is not
+installed."""
 
 from __future__ import annotations
 
@@ -32,3 +33,8 @@ def test_several_engines_name_the_command_that_installs_them() -> None:
 def test_several_api_servers_name_it_too() -> None:
     with pytest.raises(PluginNotFound, match=r"--api-server-count above 1 .*pip install fd-scale"):
         drivers.scale_out("api-servers", "--api-server-count above 1")
+
+
+def test_whole_experts_on_each_rank_name_it_too() -> None:
+    with pytest.raises(PluginNotFound, match=r"--enable-expert-parallel .*pip install fd-scale"):
+        drivers.find_scale_out("experts", "--enable-expert-parallel", drivers.discover())
