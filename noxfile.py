@@ -71,6 +71,7 @@ LIGHT = {
     "plugins/fd-quant-hub": (),
     "plugins/fd-quant-wint2": (),
     "plugins/fd-router": (),
+    "plugins/fd-scale-out": (),
     # Most of its tests are in one file, and they wait more than they compute.
     "plugins/fd-sched-redis": ("--dist=load", "-m", "not slow"),
     "plugins/fd-spec-mtp": (),

@@ -259,15 +259,15 @@ class Streams:
             ready.append(self._make())
         scheduler._results_s = None  # no step ran since the last round
         counters = scheduler.counters
-        num_before = counters.num_generated_tokens
+        num_before = counters.generation_tokens_total
         before, began = self._llm.get_metrics(), self._clock()
-        while counters.num_generated_tokens - num_before < tokens:
+        while counters.generation_tokens_total - num_before < tokens:
             for output in engine.step():
                 outputs.append(output)
                 if not isinstance(output, TokenDeltas) and output.finished:
                     engine.add(ready.popleft() if ready else self._make())
         seconds, after = self._clock() - began, self._llm.get_metrics()
-        made, num_answers = counters.num_generated_tokens - num_before, len(self.answers)
+        made, num_answers = counters.generation_tokens_total - num_before, len(self.answers)
         for delta in each_delta(outputs):
             number = self._numbers[delta.request_id]
             for sequence in delta.sequences:

@@ -13,9 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fastdeploy_core import envs
-from fastdeploy_core.config.argument_table import PART_SPELLINGS, Argument
-from fastdeploy_core.config.argument_values import ROWS
-from fastdeploy_core.config.refused import ALWAYS, REFUSED
+from fastdeploy_core.config.argument_table import ALWAYS, PART_SPELLINGS, REFUSED, ROWS, Argument
 from fastdeploy_core.contracts import hookspecs
 from fastdeploy_core.contracts.base import CONTRACT, HOOK_GROUP, KINDS
 from fastdeploy_core.contracts.ops import OPERATIONS, QUANTIZED_OPERATIONS

@@ -20,7 +20,6 @@ from fastdeploy_core.config import (
 )
 from fastdeploy_core.engine.core import EngineCore
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
-from fastdeploy_core.scheduler import sequence_seed
 from fastdeploy_core.types import (
     BatchRows,
     Request,
@@ -30,6 +29,7 @@ from fastdeploy_core.types import (
     TokenDeltas,
     each_delta,
 )
+from fastdeploy_core.types.sampling import sequence_seed
 from fastdeploy_core.types.worker import WorkerInfo
 from fastdeploy_testing.fakes import FaultyWorker, NullModel, null_hf_config
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from fd_accelerator.expert_communicator import AllGatherExperts
+from fd_scale_out.experts import ExpertRanks
 
 from fastdeploy_core.config import BatchConfig, CacheConfig, EngineConfig, ParallelConfig
 from fastdeploy_core.config.model import read_model_config
@@ -30,9 +31,11 @@ NUM_BLOCKS = 96
 
 
 def load_driver(kind: str, name: str) -> Any:
-    """The reference drivers, and the core's own model families."""
+    """The reference drivers, and installed model families."""
     if kind == "model":
         return model_class({"architectures": [name]})
+    if kind == "scale_out":
+        return ExpertRanks
     if kind == "expert_communicator":
         return AllGatherExperts
     if kind == "checkpoint_format":

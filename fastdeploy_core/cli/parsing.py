@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fastdeploy_core.config.argument_table import PART_SPELLINGS, Argument
+from fastdeploy_core.config.argument_table import ALWAYS, PART_SPELLINGS, REFUSED, Argument
 from fastdeploy_core.config.argument_values import (
     BY_SPELLING,
     NEGATIVE,
@@ -23,7 +23,6 @@ from fastdeploy_core.config.argument_values import (
     spelling,
     unknown_argument,
 )
-from fastdeploy_core.config.refused import ALWAYS, REFUSED
 from fastdeploy_core.errors import ConfigError
 
 _DOTTED = re.compile(r"--([A-Za-z][\w-]*)\.([\w.-]+)")

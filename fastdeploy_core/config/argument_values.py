@@ -14,11 +14,7 @@ from typing import Any
 
 from fastdeploy_core.errors import ConfigError
 
-from .argument_table import ENGINE_ROWS, PART_SPELLINGS, SERVER_ROWS, Argument
-from .graphs import GRAPH_ROWS
-from .refused import ALWAYS, REFUSED
-
-ROWS: tuple[Argument, ...] = (*ENGINE_ROWS, *GRAPH_ROWS, *SERVER_ROWS)
+from .argument_table import ALWAYS, PART_SPELLINGS, REFUSED, ROWS, Argument
 
 ARGUMENTS: dict[str, Argument] = {row.name: row for row in ROWS}
 BY_SPELLING: dict[str, Argument] = {s: row for row in ROWS for s in row.spellings}

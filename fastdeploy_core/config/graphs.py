@@ -1,6 +1,5 @@
-"""Which steps are captured as graphs: FastDeploy's and vLLM's spellings of the arguments,
-and their meaning here. No other file of the core contains another project's spelling that names a
-vendor."""
+"""Which steps are captured as graphs: what FastDeploy's and vLLM's arguments mean here. No other
+module of the core contains another project's spelling that names a vendor."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ from typing import Any
 
 from fastdeploy_core.errors import ConfigError
 
-from .argument_table import Argument, group, row
 from .engine import GraphConfig
 
 MAX_SIZE = 65536
@@ -20,48 +18,6 @@ _PREFILL = (
 )
 _ALWAYS = (
     "captured graphs share one memory, cover the whole model, and are warmed up as they need it"
-)
-
-GRAPH_ROWS: tuple[Argument, ...] = group(
-    "graph capture",
-    "engine",
-    row("enforce_eager", "bool", False, "run every step operation by operation, record none"),
-    row(
-        "graph_capture_sizes",
-        "ints",
-        None,
-        "batch sizes for which decode steps are captured; smaller batches are padded; default: 1, "
-        "2, 4, then steps of 8, 16 and 32 up to --max-num-seqs",
-        aliases=("cudagraph_capture_sizes",),
-    ),
-    row(
-        "max_graph_capture_size",
-        "int",
-        None,
-        "largest batch size for which decode steps are captured; default: --max-num-seqs, at most "
-        "512",
-        aliases=("max_cudagraph_capture_size",),
-        low=1,
-        high=MAX_SIZE,
-    ),
-    row(
-        "cuda_graph_sizes",
-        "ints",
-        None,
-        "as vLLM had it: one number is --max-graph-capture-size, several are --graph-capture-sizes",
-    ),
-    row(
-        "graph_optimization_config",
-        "json",
-        None,
-        "FastDeploy's section: use_cudagraph and cudagraph_capture_sizes",
-    ),
-    row(
-        "compilation_config",
-        "json",
-        None,
-        "vLLM's section: cudagraph_mode, cudagraph_capture_sizes, max_cudagraph_capture_size",
-    ),
 )
 
 # Options of the two sections that change nothing here: the values they may have, and why only

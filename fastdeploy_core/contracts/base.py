@@ -128,6 +128,13 @@ KINDS: Final[dict[str, Kind]] = {
             versioned=False,
         ),
         Kind(
+            "scale_out",
+            "fastdeploy.scale_out",
+            "engines, API servers or experts of one server in several processes",
+            "",
+            versioned=False,
+        ),
+        Kind(
             "kernels",
             "fastdeploy.kernels",
             "table of operations one device implements",

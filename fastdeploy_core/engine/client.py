@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.engine.processes import wire
-from fastdeploy_core.engine.processes.attachment import Attachment
 from fastdeploy_core.engine.processes.shared_queue import SharedQueue
 from fastdeploy_core.engine.processes.supervisor import NOT_READY, Listener, Supervisor
 from fastdeploy_core.errors import (
@@ -22,14 +21,12 @@ from fastdeploy_core.errors import (
     Unavailable,
     WorkerError,
 )
+from fastdeploy_core.plugins.drivers import scale_out
 from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
 from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
 
-from .balance import Balance
-from .common import config_of
 from .core import EngineCore
 from .observer import Observer
-from .replicas import Replicas
 from .stream import OutputStream
 
 if TYPE_CHECKING:
@@ -68,7 +65,7 @@ class AsyncEngine:
     If the process dies or stands still, every stream ends with WorkerError, `health` says why, and
     the process is started again (WatchdogConfig.max_restarts). Where a queue is shared, the queue
     decides about streams: they may go on in another engine. With --data-parallel-size, the engines
-    together are one here; see replicas.py.
+    together are one here.
     """
 
     info: EngineInfo
@@ -79,7 +76,8 @@ class AsyncEngine:
         connect: Callable[[Listener], EngineLink],
         front_end: int = 0,
     ) -> None:
-        """Use `start` or `attach`."""
+        """Use `start`, or `when_ready` with a link of one's own. front_end: the number of this one
+        among several that share the engine."""
         self._config = config
         self._front_end = front_end
         self._loop = asyncio.get_running_loop()
@@ -109,43 +107,18 @@ class AsyncEngine:
             plugins = Future()
             plugins.set_result(resolved)
 
-        def connect(engine: int, listener: Listener) -> EngineLink:
-            return Supervisor(config_of(config, engine), plugins, listener)
-
-        def connect_all(listener: Listener) -> EngineLink:
+        def connect(listener: Listener) -> EngineLink:
             if config.parallel.data_parallel_size == 1:
-                return connect(0, listener)
-            return Replicas(config, connect, listener, Balance(config), owns_engines=True)
+                return Supervisor(config, plugins, listener)
+            link: EngineLink = scale_out("engines", "--data-parallel-size above 1")(
+                config, plugins, listener
+            )
+            return link
 
-        return await cls(config, connect_all)._wait_ready(plugins)
+        return await cls(config, connect).when_ready(plugins)
 
-    @classmethod
-    async def attach(
-        cls,
-        config: EngineConfig,
-        resolved: Future[ResolvedPlugins],
-        folder: str,
-        front_end: int,
-        on_drain: Callable[[], None],
-    ) -> AsyncEngine:
-        """Attach one front end to the engine, or engines, that another process starts and ends, and
-        wait until one is ready. `folder` belongs to that process; its request to drain calls
-        on_drain from a thread."""
-        timeout_s = config.watchdog.progress_timeout_s
-
-        def connect(engine: int, listener: Listener) -> EngineLink:
-            own = wire.engine_folder(folder, engine)
-            return Attachment(own, front_end, timeout_s, listener, on_drain)
-
-        def connect_all(listener: Listener) -> EngineLink:
-            if config.parallel.data_parallel_size == 1:
-                return connect(0, listener)
-            balance = Balance(config, front_end, wire.balance_path(folder))
-            return Replicas(config, connect, listener, balance, owns_engines=False)
-
-        return await cls(config, connect_all, front_end)._wait_ready(resolved)
-
-    async def _wait_ready(self, resolved: Future[ResolvedPlugins]) -> AsyncEngine:
+    async def when_ready(self, resolved: Future[ResolvedPlugins]) -> AsyncEngine:
+        """Start the link; returns this object once an engine is ready, or closes it and raises."""
         self._link.start()
         try:
             self.info = await self._ready

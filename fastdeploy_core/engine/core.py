@@ -6,7 +6,6 @@ for the scheduler. A step scheduled early assumes that every running sequence co
 
 from __future__ import annotations
 
-import copy
 import logging
 import secrets
 import time
@@ -76,7 +75,7 @@ class EngineCore:
         self._has_logprobs = worker.logprobs
         self._num_failures = 0
         self._num_idle_plans = 0
-        self._stats = EngineStats()
+        self._stats = self.scheduler.counters
         self.info = self._describe(infos, plan, overlap, caching, time.monotonic() - started)
         for line in self.info.report:
             logger.info("%s", line)
@@ -98,7 +97,7 @@ class EngineCore:
 
     def count_rejection(self, error_type: str) -> None:
         """For the metrics: a request was refused."""
-        self.scheduler.counters.num_rejected[error_type] += 1
+        self._stats.requests_rejected_total[error_type] += 1
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests without a further delta; unknown ids are ignored."""
@@ -117,9 +116,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Gauges and counters; may be called from another thread."""
-        stats = copy.copy(self._stats)
-        self.scheduler.fill_stats(stats)
-        return stats
+        return self.scheduler.stats()
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False, and nothing is forgotten, while there is work."""

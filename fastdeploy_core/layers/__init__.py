@@ -5,16 +5,17 @@ The names below are public: model families of plugins are made of them
 No file imports a tensor library: the device brings it (`device.xp`).
 """
 
-from .attention import Attention, HeadShape
+from .attention import Attention, HeadShape, PagedAttention
 from .builder import DriverFactories, ModelBuilder, ModelRanks, WeightFormats
 from .context import EmbeddedRows, ForwardContext
 from .embedding import Embedding, LMHead
-from .linear import Linear
-from .mla import LatentAttention, LatentShape
+from .experts import ExpertShare
+from .linear import Linear, LinearPart, LinearShape
 from .mlp import GatedMLP
 from .moe import MoEBlock, SharedExperts
 from .norm import LayerNorm, RMSNorm
-from .rotary import RotarySpec
+from .rotary import RotarySpec, yarn_magnitude
+from .stored import StoredLayer, StoredPart
 from .weight_map import Placement
 
 __all__ = [
@@ -22,20 +23,25 @@ __all__ = [
     "DriverFactories",
     "EmbeddedRows",
     "Embedding",
+    "ExpertShare",
     "ForwardContext",
     "GatedMLP",
     "HeadShape",
     "LMHead",
-    "LatentAttention",
-    "LatentShape",
     "LayerNorm",
     "Linear",
+    "LinearPart",
+    "LinearShape",
     "MoEBlock",
     "ModelBuilder",
     "ModelRanks",
+    "PagedAttention",
     "Placement",
     "RMSNorm",
     "RotarySpec",
     "SharedExperts",
+    "StoredLayer",
+    "StoredPart",
     "WeightFormats",
+    "yarn_magnitude",
 ]

@@ -24,9 +24,8 @@ from fastdeploy_core.errors import PluginNotFound
 
 from .attention import Attention, HeadShape
 from .embedding import Embedding, LMHead
-from .expert_parallel import ExpertRanks, ExpertShare
+from .experts import ExpertRanks, ExpertShare
 from .linear import Linear, LinearPart, LinearShape
-from .mla import LatentAttention, LatentShape
 from .mlp import GatedMLP
 from .moe import MoEBlock, SharedExperts
 from .norm import LayerNorm, RMSNorm
@@ -329,18 +328,6 @@ class ModelBuilder:
             output_bias=output_bias,
             norm_eps=norm_eps,
         )
-
-    def mla(
-        self,
-        prefix: str,
-        shape: LatentShape,
-        spec: AttentionSpec,
-        rotary: RotarySpec,
-        *,
-        bias: bool = False,
-    ) -> LatentAttention:
-        """Multi-head latent attention with its projections."""
-        return LatentAttention(self, prefix, shape, spec, rotary, bias=bias)
 
     def moe_block(
         self,

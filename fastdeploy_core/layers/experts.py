@@ -1,25 +1,24 @@
 """Weights of all experts of a block: collected expert by expert, passed to the MoE driver when
-complete."""
+complete; and which experts are this rank's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from fastdeploy_core.contracts.moe import MoESpec
+from fastdeploy_core.contracts.moe import MoEBackend, MoESpec, RoutingSpec
 from fastdeploy_core.contracts.quantizer import LayerPart, LayerSpec, Quantizer
 
 from .linear import joined_names
-from .stored import StoredLayer, StoredPart
+from .stored import WHOLE, Piece, StoredLayer, StoredPart
 from .weight_map import FusedPart, Placement
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
     from .builder import ModelBuilder
-    from .expert_parallel import ExpertShare
 
 # (expert, counted from this rank's first; first row, None for down; tensor)
 Accept = Callable[[int, int | None, "Tensor"], None]
@@ -50,6 +49,64 @@ def expert_specs(
         parts=(LayerPart(f"{name}.down_proj", hidden),),
     )
     return gate_up, down
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShare:
+    """A rank's part of a block's experts: `count` of `total` from `first` on, and of each expert a
+    piece."""
+
+    first: int
+    count: int
+    total: int
+    piece: Piece = WHOLE
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The number of experts on other ranks."""
+        mine = range(self.first, self.first + self.count)
+        return tuple(expert for expert in range(self.total) if expert not in mine)
+
+
+class DividedExperts(Protocol):
+    """The experts of one block that this rank holds whole. What is called gets x [num_tokens,
+    hidden], their prepared weights, the router's matrix and the correction bias."""
+
+    def exchange(self, num_tokens: int) -> Callable[..., Tensor] | None:
+        """Computes the whole result, on every rank, of steps in which tokens travel; None: add_own
+        serves this one."""
+        ...
+
+    def add_own(self, x: Tensor, weights: Any, router: Tensor, bias: Tensor | None) -> Tensor:
+        """What this rank's experts add for all tokens."""
+        ...
+
+
+class ExpertRanks(Protocol):
+    """Ranks that hold whole experts, each some of them: `experts` of kind scale_out."""
+
+    @property
+    def most_recorded(self) -> int | None:
+        """Tokens of the largest step that can be captured; None: any."""
+        ...
+
+    def words(self) -> str:
+        """A line for the start-up report."""
+        ...
+
+    def share(self, num_experts: int) -> ExpertShare:
+        """This rank's experts of a block with so many."""
+        ...
+
+    def local(self, spec: MoESpec, intermediate: int) -> MoESpec:
+        """The spec of what this rank holds of a block whose experts are so wide."""
+        ...
+
+    def divide(
+        self, build: ModelBuilder, routing: RoutingSpec, driver: MoEBackend
+    ) -> DividedExperts:
+        """This rank's experts of a block."""
+        ...
 
 
 def make_experts(

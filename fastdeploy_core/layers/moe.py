@@ -1,7 +1,7 @@
 """A mixture-of-experts block: router, experts through the chosen driver, optional shared experts.
 
 Tensor parallel: every rank holds all experts with its share of their intermediate width, or
-(expert_parallel.py) its share of the experts. Routed and shared parts are added before the one sum
+(ExpertRanks) its share of the experts. Routed and shared parts are added before the one sum
 over ranks.
 """
 
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fastdeploy_core.contracts.moe import MoEBlockBackend, MoESpec
 
-from .expert_parallel import DividedExperts, local_spec
-from .experts import DenseExperts, make_experts
+from .experts import DenseExperts, DividedExperts, make_experts
 from .linear import Linear, LinearPart, LinearShape
 from .weight_map import Placement
 
@@ -74,8 +73,8 @@ class MoEBlock:
         ranks, share = build.expert_ranks, build.expert_share(routing.num_experts)
         self._divided: DividedExperts | None = None
         if ranks is not None:
-            spec = local_spec(spec, share, intermediate)
-            self._divided = DividedExperts(build, ranks, routing, build.moe(spec))
+            spec = ranks.local(spec, intermediate)
+            self._divided = ranks.divide(build, routing, build.moe(spec))
         self._driver = build.moe(spec)
         self._experts = make_experts(
             build,

@@ -70,14 +70,6 @@ def cos_sin_table(spec: RotarySpec, num_positions: int) -> np.ndarray:
     return table * np.float32(magnitude)
 
 
-def yarn_softmax_scale(spec: RotarySpec) -> float:
-    """The factor YaRN puts on the attention scale when config.json gives mscale_all_dim."""
-    all_dim = spec.parameters.get("mscale_all_dim")
-    if spec.kind == "default" or not all_dim:
-        return 1.0
-    return _yarn_magnitude(spec.number("factor"), spec.number("mscale_all_dim")) ** 2
-
-
 def _plain(spec: RotarySpec) -> np.ndarray:
     exponents = np.arange(0, spec.dim, 2, dtype=np.float32) / np.float32(spec.dim)
     powers: np.ndarray = np.power(np.float32(spec.theta), exponents)
@@ -131,7 +123,8 @@ def _longrope(spec: RotarySpec) -> tuple[np.ndarray, float]:
     return _plain(spec) / factors, spec.number("attention_factor", stretch)
 
 
-def _yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """By what YaRN multiplies cosines and sines when it stretches the context `factor` times."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -163,8 +156,8 @@ def _yarn_attention_factor(spec: RotarySpec, factor: float) -> float:
         return spec.number("attention_factor")
     mscale, all_dim = spec.parameters.get("mscale"), spec.parameters.get("mscale_all_dim")
     if mscale and all_dim:
-        return _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, all_dim)
-    return _yarn_magnitude(factor)
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
+    return yarn_magnitude(factor)
 
 
 _RULES: Final[dict[str, Callable[[RotarySpec], tuple[np.ndarray, float]]]] = {

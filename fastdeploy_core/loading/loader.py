@@ -25,7 +25,7 @@ from fastdeploy_core.contracts.small import CausalLM, CheckpointFormat
 from fastdeploy_core.errors import UnsupportedModel, WeightError
 from fastdeploy_core.layers import DriverFactories, ModelBuilder, ModelRanks, WeightFormats
 from fastdeploy_core.layers.cache_scales import CACHE_SCALE_NAMES
-from fastdeploy_core.layers.expert_parallel import ExpertRanks
+from fastdeploy_core.layers.experts import ExpertRanks
 from fastdeploy_core.tensor import DTYPE_BYTES
 
 from .read_ahead import ReadAhead
@@ -78,7 +78,9 @@ def load_model(
     report += settings.notes
     checkpoint = _checkpoint(model_config, load_driver)
     keeping = weight_cache(config.parallel, model_config, settings, device, tp_rank, checkpoint)
-    experts = _expert_ranks(config, device, communicator, load_driver)
+    experts = None
+    if shapes.moe is not None and config.parallel.divides_experts:
+        experts = _expert_ranks(config, device, communicator, load_driver)
     formats = _weight_formats(model_config, settings, device, kernels, load_driver)
     with device.xp.no_grad(), keeping as cache:
         build = ModelBuilder(
@@ -98,7 +100,7 @@ def load_model(
         model = family(hf_config, build)
         _check_layers(shapes, build)
         fill_model(model, build, model_config.path, hf_config, model_config, checkpoint)
-    report += [*cache.report, *_unquantized_lines(build), *_expert_lines(build)]
+    report += [*cache.report, *_unquantized_lines(build), *_expert_lines(config, build)]
     return LoadedModel(
         model=model,
         shapes=shapes,
@@ -170,21 +172,20 @@ def _expert_ranks(
     device: DeviceBackend,
     communicator: Communicator | None,
     load_driver: LoadDriver,
-) -> ExpertRanks | None:
-    """The ranks that divide experts among them; None without expert parallelism."""
-    if communicator is None or not config.parallel.divides_experts:
-        return None
+) -> ExpertRanks:
+    """The ranks that divide experts among them."""
     make = None
     if config.parallel.expert_communicator:
         make = load_driver("expert_communicator", "")
-    return ExpertRanks(device, communicator, make, config.most_decode_tokens)
+    divided: Callable[..., ExpertRanks] = load_driver("scale_out", "experts")
+    return divided(device, communicator, make, config.most_decode_tokens)
 
 
-def _expert_lines(build: ModelBuilder) -> list[str]:
+def _expert_lines(config: EngineConfig, build: ModelBuilder) -> list[str]:
     """Start-up report: where experts are, if ranks divide them."""
-    if build.expert_ranks is None:
+    if not config.parallel.divides_experts:
         return []
-    if not build.moe_drivers:
+    if build.expert_ranks is None:
         return ["turned off: expert parallelism; this model has no experts"]
     return [build.expert_ranks.words()]
 

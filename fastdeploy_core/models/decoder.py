@@ -7,7 +7,7 @@ A family's file says what is its own; nothing here depends on a family.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from fastdeploy_core.contracts.model import ModelShapes, StoredTensor
 from fastdeploy_core.contracts.moe import MoESpec
@@ -20,22 +20,40 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from fastdeploy_core.contracts.attention import AttentionSpec
-    from fastdeploy_core.layers.attention import Attention
     from fastdeploy_core.layers.builder import ModelBuilder
-    from fastdeploy_core.layers.mla import LatentAttention
     from fastdeploy_core.layers.mlp import GatedMLP
     from fastdeploy_core.layers.moe import MoEBlock
     from fastdeploy_core.layers.rotary import RotarySpec
     from fastdeploy_core.tensor import Tensor
 
     Addends = tuple[Tensor, Tensor | None]
-    AttentionLayer = Attention | LatentAttention
     FeedForward = GatedMLP | MoEBlock
     Block = Callable[..., Addends]  # called as DecoderLayer is
     # Makes one block's part from its checkpoint prefix; the second also gets the number of the
     # block.
-    MakeAttention = Callable[[ModelBuilder, str], AttentionLayer]
+    MakeAttention = Callable[[ModelBuilder, str], "AttentionLayer"]
     MakeFeedForward = Callable[[ModelBuilder, str, int], FeedForward]
+
+
+class AttentionLayer(Protocol):
+    """Attention with its projections: `build.gqa`'s, or a family's own."""
+
+    def __call__(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
+        """x: [num_tokens, hidden], so is the result; positions: [num_tokens] int64."""
+        ...
+
+    def after(
+        self,
+        norm: RMSNorm,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        context: ForwardContext,
+        rows: Tensor | None = None,
+    ) -> Addends:
+        """Two addends of t + attention(norm(t)), [num_tokens, hidden] each, with t = x + residual;
+        the second may be None. rows: [n] int64, the tokens that the result is needed for."""
+        ...
 
 
 @dataclass(slots=True)

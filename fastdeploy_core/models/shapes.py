@@ -14,7 +14,6 @@ __all__ = ["ARCHITECTURES", "ModelShapes", "model_class", "read_shapes"]
 
 # The core's own families; group fastdeploy.models has the same entries.
 ARCHITECTURES: Final[dict[str, str]] = {
-    "DeepseekV3ForCausalLM": "fastdeploy_core.models.deepseek_v3:DeepseekV3ForCausalLM",
     "Ernie4_5ForCausalLM": "fastdeploy_core.models.ernie:Ernie4_5ForCausalLM",
     "Ernie4_5_ForCausalLM": "fastdeploy_core.models.ernie:Ernie4_5ForCausalLM",
     "Ernie4_5_MoeForCausalLM": "fastdeploy_core.models.ernie:Ernie4_5_MoeForCausalLM",

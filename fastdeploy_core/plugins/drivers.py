@@ -78,6 +78,22 @@ def find(kind: str, name: str, inventory: Inventory | None = None) -> PluginEntr
     raise PluginNotFound(_not_found(kind, name, inventory))
 
 
+def find_scale_out(name: str, asked: str, inventory: Inventory | None = None) -> PluginEntry:
+    """What makes a server of several processes: `engines` (config, resolved plugins, listener),
+    `api-servers` (both configurations, plugins, listener), or `experts` (device, communicator,
+    maker of an ExpertCommunicator, most tokens in place). asked: the arguments that need it."""
+    try:
+        return find("scale_out", name, inventory)
+    except PluginNotFound as error:
+        raise PluginNotFound(f"{asked} needs a plugin: {error}") from None
+
+
+def scale_out(name: str, asked: str) -> Any:
+    """The same, loaded. The operator asked for it, and it is a distribution of the core's own: no
+    child process tries the import first."""
+    return load(find_scale_out(name, asked), preflight=False)
+
+
 def available(kind: str, inventory: Inventory | None = None) -> list[str]:
     """Every usable name of a kind, sorted."""
     inventory = discover() if inventory is None else inventory

@@ -16,7 +16,7 @@ import threading
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -120,16 +120,6 @@ class HookManager:
     def notify(self, hook: str, **arguments: Any) -> None:
         """Tell every plugin that something happened."""
         self.ask(hook, **arguments)
-
-    @property
-    def hook(self) -> HookCalls:
-        """The same calls in pluggy's form, for callers that do not need to know who answered."""
-        return HookCalls(self)
-
-    def is_first_result(self, hook: str) -> bool:
-        """Whether the hook's result is its first answer."""
-        caller = getattr(self._manager.hook, hook)
-        return bool(caller.spec is not None and caller.spec.opts.get("firstresult"))
 
     def complain(self, plugin: PluginEntry, hook: str, what: str) -> None:
         """Record and log an error of a plugin."""
@@ -289,25 +279,6 @@ class HookManager:
                 f"failed: {problem}" + (", it is not called again" if silenced else ""),
             )
         return value
-
-
-class HookCalls:
-    """`calls.fd_x(argument=...)`: a list of values, or one value for a first-result hook."""
-
-    def __init__(self, manager: HookManager) -> None:
-        self._manager = manager
-
-    def __getattr__(self, hook: str) -> Callable[..., Any]:
-        if hook not in hook_names():
-            raise AttributeError(f"no hook {hook!r}; there are: {', '.join(sorted(hook_names()))}")
-
-        def call(**arguments: Any) -> Any:
-            if self._manager.is_first_result(hook):
-                answer = self._manager.first(hook, **arguments)
-                return None if answer is None else answer.value
-            return [a.value for a in self._manager.ask(hook, **arguments)]
-
-        return call
 
 
 def hook_manager(

@@ -44,7 +44,7 @@ class Job:
     limit_s: float
     calls: tuple[str, ...] = ()
     question: dict[str, Any] = field(default_factory=dict)
-    describe: bool = False  # also report what the target declares
+    report: str = ""  # "module:function" that is called with the target; see Outcome.facts
     group: str = ""
 
 
@@ -57,7 +57,7 @@ class Outcome:
     contract: tuple[int, ...] | None = None
     features: frozenset[str] = frozenset()  # of a driver of layers
     answers: dict[str, Any] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)  # what Job.report returned
 
 
 def run(jobs: Sequence[Job], *, budget_s: float = _NO_BUDGET, at_once: int = 0) -> list[Outcome]:
@@ -126,7 +126,7 @@ def _encoded(index: int, job: Job) -> dict[str, Any]:
         "limit_s": job.limit_s,
         "calls": job.calls,
         "question": job.question,
-        "describe": job.describe,
+        "report": job.report,
     }
 
 

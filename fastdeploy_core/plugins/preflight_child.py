@@ -22,19 +22,6 @@ import threading
 import time
 from typing import Any
 
-# Class attributes that drivers declare; `option_docs` maps the driver's own settings to their
-# meaning.
-_SHOWN = (
-    "contract",
-    "unit",
-    "capabilities",
-    "limits",
-    "can_capture_decode",
-    "can_capture_mixed",
-    "norms_heads",
-    "features",
-    "option_docs",
-)
 # A fork that neither computes nor reads for so long waits for something that does not come.
 IDLE_S = 2.0
 _LOOK_S = 0.1  # how often clocks are looked at
@@ -286,8 +273,9 @@ def _do(job: dict[str, Any], result: dict[str, Any]) -> None:
     features = getattr(target, "features", ())
     if isinstance(features, frozenset | set | tuple | list):
         result["features"] = sorted(map(str, features))
-    if job.get("describe"):
-        result["facts"] = _facts(target)
+    if job.get("report"):
+        module_name, _, function = job["report"].partition(":")
+        result["facts"] = getattr(importlib.import_module(module_name), function)(target)
     for hook in job.get("calls", []):
         function = getattr(target, hook, None)
         if function is None or not hasattr(function, "fastdeploy_impl"):
@@ -305,56 +293,6 @@ def _check_threads(before: set[threading.Thread]) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError(f"importing it leaves threads running: {', '.join(left)}")
         time.sleep(0.01)
-
-
-def _facts(target: Any) -> dict[str, Any]:
-    """The facts for `plugins show`: declared attributes, a table's operations, a module's hooks."""
-    import dataclasses
-    from collections.abc import Mapping
-
-    if isinstance(target, Mapping):
-        missing = _missing_modules(target)
-        return {"operations": sorted(map(str, target))} | (
-            {"missing modules": missing} if missing else {}
-        )
-    facts: dict[str, Any] = {}
-    summary = (getattr(target, "__doc__", None) or "").strip().splitlines()
-    if summary:
-        facts["summary"] = summary[0]
-    for name in _SHOWN:
-        value = getattr(target, name, None)
-        if value is None or isinstance(value, property):
-            continue
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            facts[name] = dataclasses.asdict(value)
-        elif isinstance(value, frozenset):
-            facts[name] = sorted(map(str, value))
-        elif isinstance(value, str | int | float | bool | tuple | list | dict):
-            facts[name] = value
-    hooks = [n for n in dir(target) if hasattr(getattr(target, n, None), "fastdeploy_impl")]
-    if hooks:
-        facts["hooks"] = hooks
-    return facts
-
-
-def _missing_modules(table: Any) -> dict[str, str]:
-    """Operations of a kernel table whose module does not exist; the modules are not imported, for
-    that may need hardware."""
-    import importlib.util
-
-    missing: dict[str, str] = {}
-    for operation, cell in table.items():
-        behind = getattr(cell, "behind", {})
-        parts = (getattr(cell, name, "") for name in ("target", "predicate", "prepare"))
-        targets = [cell] if isinstance(cell, str) else [*parts, *behind.values()]
-        for module in (target.partition(":")[0] for target in targets if target):
-            try:
-                found = importlib.util.find_spec(module)
-            except ModuleNotFoundError:
-                found = None
-            if found is None:
-                missing[str(operation)] = module
-    return missing
 
 
 def _ask(function: Any, hook: str, question: dict[str, Any]) -> Any:

@@ -36,7 +36,7 @@ from fastdeploy_core.errors import (
 )
 
 from .discovery import Inventory, PluginEntry, discover
-from .drivers import available, broken, find, without_broken
+from .drivers import available, broken, find, find_scale_out, without_broken
 from .known import providers
 from .manager import HookManager, hook_manager
 from .negotiate import ASKED, CandidateRow, Decision, ask_candidates, ask_layer_drivers, decide
@@ -225,7 +225,9 @@ class _Resolver:
             for spec in dict.fromkeys(specs)
         ]
         self._layer_driver("moe", "fd_moe_backends", questions, self._config.device.moe_backend)
-        if questions:
+        if questions and self._config.parallel.divides_experts:
+            asked = "--enable-expert-parallel"
+            self._add(find_scale_out("experts", asked, self._inventory))
             self._expert_communicator()
 
     def _expert_communicator(self) -> None:
@@ -233,7 +235,7 @@ class _Resolver:
         from fastdeploy_core.contracts.moe import ExpertQuestion
 
         parallel = self._config.parallel
-        if not (parallel.divides_experts and parallel.expert_communicator):
+        if not parallel.expert_communicator:
             return
         question = ExpertQuestion(
             device=self._chosen["device"],

@@ -1,7 +1,9 @@
-"""The start-up table: what a device can do, whose kernels run, and what was asked for in vain."""
+"""The start-up table: what a device can do, whose kernels run, what was asked for in vain; and how
+long the parts of a start took."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -84,3 +86,20 @@ def _bucket_words(buckets: StepBuckets | None) -> str:
 
 def _numbers(values: Sequence[int] | None) -> str:
     return ", ".join(map(str, values or ()))
+
+
+class Stopwatch:
+    """Where the seconds of a start go, for the log."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._laps: list[str] = []
+
+    def lap(self, what: str) -> None:
+        """Since the lap before."""
+        now = time.perf_counter()
+        self._laps.append(f"{what} {now - self._last:.1f} s")
+        self._last = now
+
+    def __str__(self) -> str:
+        return ", ".join(self._laps)

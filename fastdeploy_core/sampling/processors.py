@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastdeploy_core import plugins
+from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.small import LogitsProcessor, ProcessorContext
 from fastdeploy_core.errors import FastDeployError, InvalidRequest, PluginLoadError
-from fastdeploy_core.types import SamplingParams
+from fastdeploy_core.types import NewSequence, SamplingParams
 from fastdeploy_core.types.sampling import MAX_LOGIT_BIAS
 
 from .columns import PROCESSOR, SamplingColumns, SamplingPlan
@@ -211,3 +212,21 @@ class LogitBiasLogitsProcessor:
 BUILTIN_PROCESSORS: dict[str, ProcessorDriver] = {
     c.__name__: c for c in (ThinkingBudgetLogitsProcessor, LogitBiasLogitsProcessor)
 }
+
+
+def has_processors(config: EngineConfig) -> bool:
+    """Whether there are logits processors of plugins, which may look at any text."""
+    return any(name not in BUILTIN_PROCESSORS for name in config.logits_processors)
+
+
+def is_simple(new: NewSequence, config: EngineConfig) -> bool:
+    """Whether a sequence wants its likeliest tokens and nothing else, by what every rank knows of
+    it."""
+    params = new.sampling
+    return (
+        params.is_greedy
+        and params.is_unconstrained
+        and params.logprobs is None
+        and new.grammar is None
+        and not has_processors(config)
+    )

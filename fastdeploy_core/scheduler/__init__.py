@@ -2,7 +2,7 @@
 request)."""
 
 from .batch import BatchScheduler
-from .sequence import RequestState, Sequence, sequence_seed
+from .sequence import RequestState, Sequence
 from .settings import SchedulerSettings, make_settings
 from .step import Row, ScheduledStep
 
@@ -14,5 +14,4 @@ __all__ = [
     "SchedulerSettings",
     "Sequence",
     "make_settings",
-    "sequence_seed",
 ]

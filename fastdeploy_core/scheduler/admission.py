@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fastdeploy_core.kvcache import NO_MATCH, PrefixMatch
+from fastdeploy_core.types.engine import EngineStats
 
-from .counters import Counters
 from .roster import Roster
 from .sequence import Sequence
 from .settings import SchedulerSettings
@@ -23,7 +23,7 @@ class Admission:
         self,
         roster: Roster,
         settings: SchedulerSettings,
-        counters: Counters,
+        counters: EngineStats,
         step: StepBuilder,
         on_stuck: Callable[[Sequence], None],
     ) -> None:
@@ -81,9 +81,9 @@ class Admission:
         if request.num_cached_tokens is None:
             request.num_cached_tokens = match.num_tokens
             self._roster.arrived.charge(request.tenant, num_left)
-            self._counters.num_prefix_query_tokens += seq.num_prompt_tokens
-            self._counters.num_prefix_hit_tokens += match.num_tokens
-        self._counters.num_host_hit_tokens += match.num_host_tokens
+            self._counters.prefix_query_tokens_total += seq.num_prompt_tokens
+            self._counters.prefix_hit_tokens_total += match.num_tokens
+        self._counters.host_hit_tokens_total += match.num_host_tokens
         self._roster.start(seq, match.num_tokens)
         self._step.put_new(seq, chunk)
         return True

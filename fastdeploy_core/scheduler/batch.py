@@ -6,8 +6,10 @@ the step before (overlap); results are taken in the order of the steps."""
 
 from __future__ import annotations
 
+import copy
 import heapq
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from fastdeploy_core.errors import InvalidRequest, RequestTooLong
@@ -22,13 +24,13 @@ from fastdeploy_core.types import (
     split_branch_id,
 )
 from fastdeploy_core.types.engine import EngineStats
+from fastdeploy_core.types.sampling import mix64, sequence_seed
 
-from .counters import Counters
 from .draft_policy import DraftPolicy
 from .outcome import Outcome
 from .planner import StepPlanner
 from .roster import Roster
-from .sequence import RequestState, Sequence, mix64, sequence_seed
+from .sequence import RequestState, Sequence
 from .settings import SchedulerSettings
 from .step import ScheduledStep
 
@@ -44,7 +46,10 @@ class BatchScheduler:
     ) -> None:
         self.settings = settings
         self.kv = kv
-        self.counters = Counters()
+        # The engine counts here, too; gauges are filled in when somebody asks.
+        self.counters = EngineStats(
+            requests_finished_total=Counter(), requests_rejected_total=Counter()
+        )
         self._clock = clock
         self._roster = Roster(
             kv,
@@ -75,14 +80,9 @@ class BatchScheduler:
         return len(self._roster.requests)
 
     @property
-    def num_running(self) -> int:
-        """Sequences in the batch."""
-        return len(self._roster.running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that wait for room."""
-        return self._roster.num_waiting
+    def num_sequences(self) -> int:
+        """Sequences in the batch, and those that wait for room."""
+        return len(self._roster.running) + self._roster.num_waiting
 
     @property
     def num_free_blocks(self) -> int:
@@ -119,8 +119,8 @@ class BatchScheduler:
             self.abort([request.request_id])
         state = RequestState(request, self._clock())
         self._make_sequences(state)
-        self.counters.num_requests += 1
-        self.counters.num_prompt_tokens += state.num_prompt_tokens
+        self.counters.requests_total += 1
+        self.counters.prompt_tokens_total += state.num_prompt_tokens
         self._roster.add(state)
         if request.sampling.max_tokens == 0 and not state.wants_prompt_logprobs:
             self._outcome.complete_empty(state)
@@ -168,7 +168,7 @@ class BatchScheduler:
                 self._outcome.end_branch(request, branch)
             elif request is not None:
                 self._roster.finish_request(request)
-                self.counters.num_finished[FinishReason.ABORT.value] += 1
+                self.counters.requests_finished_total[FinishReason.ABORT.value] += 1
                 self._outcome.discard(request_id)
 
     def schedule(self) -> ScheduledStep | None:
@@ -179,7 +179,7 @@ class BatchScheduler:
 
     def update(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
         """Take in a step's results; `take_deltas` has the answers."""
-        num_before = self.counters.num_generated_tokens
+        num_before = self.counters.generation_tokens_total
         self._outcome.apply(step, output)
         self._planner.note(step, output)
         if self._policy is not None:
@@ -187,7 +187,7 @@ class BatchScheduler:
             # to do. Tokens that a step gives behind an answer's end count for nothing.
             now, before = self._clock(), self._results_s
             self._results_s = now if self._roster.running or self._roster.num_leaving else None
-            num_tokens = self.counters.num_generated_tokens - num_before
+            num_tokens = self.counters.generation_tokens_total - num_before
             self._policy.observe(step, num_tokens, 0.0 if before is None else now - before)
 
     def fail(self, steps: list[ScheduledStep], message: str) -> None:
@@ -216,11 +216,13 @@ class BatchScheduler:
         """What clients must be told since the last call."""
         return self._outcome.take_deltas()
 
-    def fill_stats(self, stats: EngineStats) -> None:
-        """Write this scheduler's gauges and counters."""
-        counters, pool, host = self.counters, self.kv.pool, self.kv.host
-        stats.num_running = self.num_running
-        stats.num_waiting = self.num_waiting
+    def stats(self) -> EngineStats:
+        """The counters as they are, with the gauges of now; from any thread."""
+        stats, pool, host = copy.copy(self.counters), self.kv.pool, self.kv.host
+        stats.requests_finished_total = dict(stats.requests_finished_total)
+        stats.requests_rejected_total = dict(stats.requests_rejected_total)
+        stats.num_running = len(self._roster.running)
+        stats.num_waiting = self._roster.num_waiting
         stats.num_requests = self.num_requests
         stats.num_blocks_total = pool.num_blocks
         stats.num_blocks_free = pool.num_available
@@ -231,20 +233,13 @@ class BatchScheduler:
             stats.num_host_blocks_total = host.num_blocks
             stats.num_host_blocks_used = host.num_used
             stats.host_saved_blocks_total = host.num_saved_total
-        stats.requests_total = counters.num_requests
-        stats.requests_finished_total = dict(counters.num_finished)
-        stats.requests_rejected_total = dict(counters.num_rejected)
         stats.preemptions_total = self._roster.num_preemptions_total
-        stats.prompt_tokens_total = counters.num_prompt_tokens
-        stats.generation_tokens_total = counters.num_generated_tokens
-        stats.prefix_query_tokens_total = counters.num_prefix_query_tokens
-        stats.prefix_hit_tokens_total = counters.num_prefix_hit_tokens
-        stats.host_hit_tokens_total = counters.num_host_hit_tokens
         tally = self._roster.columns.tally
         stats.drafts_total = tally.num_steps
         stats.accepted_drafts_at_total = tally.accepted_at.tolist()
         stats.draft_tokens_total = tally.num_drafted
         stats.accepted_draft_tokens_total = int(tally.accepted_at.sum())
+        return stats
 
     def check_idle(self) -> None:
         """Raise AssertionError unless the pool is as it began; call without unfinished requests."""

@@ -22,8 +22,8 @@ from fastdeploy_core.types import (
     TokenDeltas,
     TokenLogprobs,
 )
+from fastdeploy_core.types.engine import EngineStats
 
-from .counters import Counters
 from .results import StepResults
 from .roster import Roster
 from .sequence import RequestState, Sequence
@@ -36,7 +36,7 @@ NAN_MESSAGE = "the model produced numbers that are not finite for this request (
 class Outcome:
     """Applies step results to a roster."""
 
-    def __init__(self, roster: Roster, counters: Counters) -> None:
+    def __init__(self, roster: Roster, counters: EngineStats) -> None:
         self._roster = roster
         self._kv = roster.kv
         self._counters = counters
@@ -167,7 +167,7 @@ class Outcome:
         else:
             deque(map(list.extend, histories, given.pieces()), maxlen=0)
         self._charge(cohort, len(tokens), numbers, chosen)
-        self._counters.num_generated_tokens += len(tokens)
+        self._counters.generation_tokens_total += len(tokens)
         self._given.append(given)
 
     def _charge(
@@ -206,7 +206,7 @@ class Outcome:
         delta = self._delta_of(request)
         delta.error, delta.error_type, delta.finished = message, error_type, True
         self._roster.finish_request(request)
-        self._counters.num_finished[FinishReason.ERROR.value] += 1
+        self._counters.requests_finished_total[FinishReason.ERROR.value] += 1
 
     def complete_empty(self, request: RequestState) -> None:
         """Answer a request that asks for no token at all."""
@@ -251,7 +251,7 @@ class Outcome:
         delta = SequenceDelta(index=seq.index, token_ids=tokens[:num_kept])
         if number in output.logprobs:
             delta.logprobs = output.logprobs[number][:num_kept]
-        self._counters.num_generated_tokens += num_kept
+        self._counters.generation_tokens_total += num_kept
         self._roster.arrived.charge(request.tenant, num_kept)
         if reason is not None:
             self._end(seq, delta, reason, stop_reason)
@@ -308,7 +308,7 @@ class Outcome:
         self._roster.finish(seq)
         if not request.num_unfinished:
             whole.finished = True
-            self._counters.num_finished[reason.value] += 1
+            self._counters.requests_finished_total[reason.value] += 1
 
     def _delta_of(self, request: RequestState) -> RequestOutputDelta:
         """The request's delta of this step; the first one carries what is known only once."""

@@ -13,9 +13,9 @@ from itertools import compress
 import numpy as np
 
 from fastdeploy_core.types import ModelRunnerOutput, RequestStatus
+from fastdeploy_core.types.engine import EngineStats
 
 from .admission import Admission
-from .counters import Counters
 from .decode_count import DecodeCount
 from .draft_policy import DraftPolicy
 from .roster import Roster
@@ -36,7 +36,7 @@ class StepPlanner:
         self,
         roster: Roster,
         settings: SchedulerSettings,
-        counters: Counters,
+        counters: EngineStats,
         on_stuck: Callable[[Sequence], None],
         policy: DraftPolicy | None = None,
     ) -> None:

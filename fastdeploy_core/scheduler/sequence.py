@@ -10,25 +10,9 @@ from fastdeploy_core.types import DraftStats, Request, RequestStatus, TokenLogpr
 
 from .columns import Columns
 
-_MASK = 2**64 - 1
-MAX_SEED = 2**63 - 1
 # Kinds of sampling whose steps differ in what they cost; a batch is of the greatest of its rows'
 # kinds. OTHER may depend on what only the host knows.
 GREEDY, RANDOM, OTHER = 0, 1, 2
-
-
-def mix64(value: int) -> int:
-    """A bijection of 64-bit numbers without visible pattern (the finalizer of splitmix64,
-    Steele, Lea and Flood 2014)."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
-def sequence_seed(seed: int, index: int) -> int:
-    """The seed of one of a request's n sequences, at most 63 bits; it depends on nothing else."""
-    return mix64(mix64(seed) + index) & MAX_SEED
 
 
 class _Number:

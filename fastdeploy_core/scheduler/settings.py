@@ -71,8 +71,7 @@ def _within(batch: BatchConfig, info: WorkerInfo) -> BatchConfig:
 
 
 def _check(batch: BatchConfig, max_model_len: int) -> None:
-    if batch.max_num_seqs < 1:
-        raise ConfigError(f"max_num_seqs must be at least 1, got {batch.max_num_seqs}")
+    """What only the device's limits may have made impossible; the rest was checked as arguments."""
     if batch.max_num_batched_tokens < batch.max_num_seqs:
         raise ConfigError(
             f"max_num_batched_tokens ({batch.max_num_batched_tokens}) is smaller than max_num_seqs "
@@ -84,9 +83,4 @@ def _check(batch: BatchConfig, max_model_len: int) -> None:
             f"({batch.max_num_batched_tokens}) is smaller than max_model_len ({max_model_len}); "
             "raise the former, lower the latter, or enable chunked prefill where the device can do "
             "it"
-        )
-    if not 1 <= batch.max_long_partial_prefills <= batch.max_num_partial_prefills:
-        raise ConfigError(
-            f"max_long_partial_prefills ({batch.max_long_partial_prefills}) must be between 1 and "
-            f"max_num_partial_prefills ({batch.max_num_partial_prefills})"
         )

@@ -31,7 +31,7 @@ from fastdeploy_core.engine.client import AsyncEngine
 from fastdeploy_core.engine.media import media_processor
 from fastdeploy_core.parsers.answer import parser_named
 from fastdeploy_core.plugins.checkpoints import find_model
-from fastdeploy_core.plugins.drivers import find
+from fastdeploy_core.plugins.drivers import find, scale_out
 from fastdeploy_core.serving.http import event_loop
 from fastdeploy_core.serving.http.listening import bind_socket, url_of
 
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.model import MediaProcessor
     from fastdeploy_core.plugins.resolve import ResolvedPlugins
     from fastdeploy_core.serving.front.door import FrontDoor
-    from fastdeploy_core.serving.front.front_end import FrontEndInit
     from fastdeploy_core.serving.front.occupancy import OwnOccupancy
     from fastdeploy_core.tokenizer import Tokenizer
     from fastdeploy_core.types.engine import EngineInfo
@@ -78,8 +77,7 @@ def _serve_by_many(
 ) -> int:
     """Run API servers in processes of their own; this process only supervises them and the
     engines."""
-    from fastdeploy_core.serving.front.front_ends import FrontEnds
-
+    front_ends = scale_out("api-servers", "--api-server-count above 1")
     _log_model(engine_config)
     _each_parser(server_config, find)  # PluginNotFound, before a model is loaded
     started_at = time.monotonic()
@@ -90,7 +88,7 @@ def _serve_by_many(
         _log_ready(listener, server_config)
 
     plugins = Plugins(engine_config)
-    status = FrontEnds(engine_config, server_config, plugins, listener).run(on_ready)
+    status: int = front_ends(engine_config, server_config, plugins, listener).run(on_ready)
     logger.info("stopped")
     return status
 
@@ -175,7 +173,7 @@ async def running_app(
     _each_parser(server_config, find)  # PluginNotFound, before a model is loaded
     plugins = Plugins(engine_config)
     starting = AsyncEngine.start(engine_config, plugins.resolved)
-    async with _app_around(starting, engine_config, server_config, plugins.resolved) as (
+    async with app_around(starting, engine_config, server_config, plugins.resolved) as (
         app,
         engine,
     ):
@@ -185,29 +183,14 @@ async def running_app(
 
 
 @contextlib.asynccontextmanager
-async def attached_app(
-    init: FrontEndInit, occupancy: OwnOccupancy, on_drain: Callable[[], None]
-) -> AsyncIterator[tuple[FastAPI, AsyncEngine]]:
-    """The app of one of several API servers; another process starts and ends their engine."""
-    config = init.engine_config
-    plugins: Future[ResolvedPlugins] = Future()
-    plugins.set_result(init.resolved)
-    starting = AsyncEngine.attach(config, plugins, init.folder, init.number, on_drain)
-    async with _app_around(
-        starting, config, init.server_config, plugins, occupancy
-    ) as app_and_engine:
-        yield app_and_engine
-
-
-@contextlib.asynccontextmanager
-async def _app_around(
+async def app_around(
     starting: Coroutine[Any, Any, AsyncEngine],
     engine_config: EngineConfig,
     server_config: ServerConfig,
     resolved: Future[ResolvedPlugins],
     occupancy: OwnOccupancy | None = None,
 ) -> AsyncIterator[tuple[FastAPI, AsyncEngine]]:
-    """Make what the app needs while the engine starts."""
+    """Make what the app needs while the engine starts. occupancy: of one of several API servers."""
     model = engine_config.model
     async with contextlib.AsyncExitStack() as stack:
         engine_task = asyncio.create_task(starting)

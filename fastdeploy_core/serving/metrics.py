@@ -23,14 +23,19 @@ from prometheus_client import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from fastdeploy_core.engine.common import CommonHealth, CommonStats
+from fastdeploy_core.types.engine import (
+    CommonHealth,
+    CommonStats,
+    EngineHealth,
+    EngineInfo,
+    EngineStats,
+)
 
 if TYPE_CHECKING:
     from fastdeploy_core.types import Request, RequestOutput
-    from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
 
 PREFIX = "fastdeploy:"
-# prometheus_client's own variable; front/front_end.py sets it before this module is imported.
+# prometheus_client's own variable; an API server of several sets it before it imports this module.
 SHARED_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 FINISH_REASONS = ("stop", "length", "abort", "error")
 _SECONDS = (

@@ -92,3 +92,15 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     model_s: float = 0.0  # seconds of these in the model's forward pass
     last_step_s: float = 0.0
     last_step_num_seqs: int = 0
+
+
+class CommonHealth(EngineHealth, kw_only=True):
+    """The health of several engines of one server: ready while one of them is."""
+
+    engines: dict[int, EngineHealth]
+
+
+class CommonStats(EngineStats, kw_only=True):
+    """Sums over several engines; for the duration of the last step the longest."""
+
+    engines: dict[int, EngineStats]  # those that answered

@@ -20,6 +20,7 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_BAD_WORD_TOKENS = 2**16  # of all bad_words_token_ids together
 MAX_SEED = 2**63 - 1
+_WORD = 2**64 - 1
 
 
 def _token_id(key: Any) -> int | None:
@@ -276,3 +277,17 @@ def check_logprobs(params: SamplingParams, vocab_size: int, most: int) -> None:
             "--max-logprobs",
             param=name,
         )
+
+
+def mix64(value: int) -> int:
+    """A bijection of 64-bit numbers without visible pattern (the finalizer of splitmix64,
+    Steele, Lea and Flood 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & _WORD
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _WORD
+    return value ^ (value >> 31)
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """The seed of one of a request's n sequences, at most 63 bits; it depends on nothing else."""
+    return mix64(mix64(seed) + index) & MAX_SEED

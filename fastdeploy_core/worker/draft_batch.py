@@ -8,6 +8,7 @@ lengths on the host.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -155,12 +156,10 @@ class DraftBatches:
         self, places: Callable[[], _Places], context: ForwardContext
     ) -> Callable[[Tensor], tuple[AttentionBatch, ForwardContext]]:
         """DraftBatch.decode. places: asked at its first call."""
-        known: list[_Places] = []
+        known = cache(places)
 
         def decode(positions: Tensor) -> tuple[AttentionBatch, ForwardContext]:
-            if not known:
-                known.append(places())
-            attention = self._one_token_each(positions, *known[0])
+            attention = self._one_token_each(positions, *known())
             return attention, self._context(attention, context.caches)
 
         return decode

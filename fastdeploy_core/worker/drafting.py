@@ -134,13 +134,21 @@ class Drafting:
 
     def _propose(self, drafter: Drafter, launched: Launched, target: TargetStep) -> Tensor | None:
         rows, slots, limit = launched.rows, self._slots, launched.max_drafts
-        sample = _Sample(self, self._plan_of(rows.slots))
-        batch = self._batches.make(rows, target, launched.sampling, limit, sample)
-        sample.positions = self._xp.index_select(batch.attention.positions, 0, batch.last)
+        plan = self._plan_of(rows.slots)
+
+        def draw(logits: Tensor, step: int) -> Tensor:
+            # The token sampled now stands one after the last verified one, the first draft two.
+            ids = positions = verified + (2 + step)
+            if self._state is not None:
+                ids = self._state.sampler.draw_at(logits, plan, positions)
+            return ids if self._communicator is None else self._communicator.broadcast(ids, 0)
+
+        batch = self._batches.make(rows, target, launched.sampling, limit, draw)
+        verified = self._xp.index_select(batch.attention.positions, 0, batch.last)
         if slots.state.history is not None:
             batch.history = slots.state.history
             batch.history_rows = self._device.to_device(rows.slots)
-            batch.num_known = sample.positions + 2
+            batch.num_known = verified + 2
         try:
             drafts = drafter.propose(batch)
             return self._checked(drafts, rows.slots.size, limit) if limit else None
@@ -195,14 +203,6 @@ class Drafting:
         if plan is None or not plan.matches(self._columns, slots):
             plan = self._plan = SamplingPlan(self._columns, slots, self._device)
         return plan
-
-    def sample(self, logits: Tensor, plan: SamplingPlan, positions: Tensor) -> Tensor:
-        """What the target would sample from these logits at these positions; the same on all
-        ranks."""
-        ids = positions
-        if self._state is not None:
-            ids = self._state.sampler.draw_at(logits, plan, positions)
-        return ids if self._communicator is None else self._communicator.broadcast(ids, 0)
 
     def _checked(self, drafts: Any, num_rows: int, max_drafts: int) -> Tensor:
         """A drafter's answer, without what is no token."""
@@ -264,15 +264,3 @@ class Drafting:
         for drafter in (self._drafter, self._follower):
             if drafter is not None:
                 self.guard.forget(drafter, seq_id)
-
-
-class _Sample:
-    """DraftBatch.draw of one step."""
-
-    def __init__(self, drafting: Drafting, plan: SamplingPlan) -> None:
-        self._drafting, self._plan = drafting, plan
-        self.positions: Tensor = None  # [B]: of each row's last verified token
-
-    def __call__(self, logits: Tensor, step: int) -> Tensor:
-        """The token sampled now stands one after the last verified one, the first draft two."""
-        return self._drafting.sample(logits, self._plan, self.positions + (2 + step))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.config import EngineConfig
     from fastdeploy_core.contracts.attention import AttentionBackend
     from fastdeploy_core.contracts.device import DeviceLimits
-    from fastdeploy_core.layers.expert_parallel import ExpertRanks
+    from fastdeploy_core.layers.experts import ExpertRanks
 
 MAX_CAPTURED_ROWS = 512
 # Beyond, a step keeps an accelerator busy for longer than any host needs to queue it.

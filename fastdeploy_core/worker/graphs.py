@@ -23,10 +23,10 @@ from fastdeploy_core.contracts.device import PostingDevice, RepeatingDevice, Siz
 from fastdeploy_core.contracts.small import GreedyLM
 from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.layers.context import ForwardContext
+from fastdeploy_core.sampling.processors import has_processors
 
 from .graph_sizes import unlike
 from .layout import DecodeBuffers, LaidOut, PromptBuffers
-from .sampling_step import has_processors
 from .step import StepRows, TargetStep, padded
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ class GraphPlan:
     widths: tuple[int, ...]  # tokens per row: 1, and with speculation 1 + drafts
     draft_numbers: tuple[int, ...]  # drafts made after a step; none: by nobody, or on the host
     prompt_sizes: tuple[int, ...]  # tokens of steps with prompts
-    max_model_len: int
     num_decodes: int = 1  # see WorkerInfo.max_decodes
 
 
@@ -97,14 +96,14 @@ class Graphs:
         self.fill = None if drafting is None else drafting.captured_fill
         tables, most = slots.block_tables.shape[1], max(plan.sizes)
         self.buffers = {
-            width: DecodeBuffers(device, most, width, tables, plan.max_model_len + width - 1)
+            width: DecodeBuffers(device, most, width, tables, slots.max_model_len + width - 1)
             for width in plan.widths
         }
         self.prompt_buffers: PromptBuffers | None = None
         if plan.prompt_sizes:
             tokens = max(plan.prompt_sizes)
             rows = min(slots.max_num_seqs, tokens)
-            self.prompt_buffers = PromptBuffers(device, tokens, rows, tables, plan.max_model_len)
+            self.prompt_buffers = PromptBuffers(device, tokens, rows, tables, slots.max_model_len)
         # Where decodes follow each other and nothing is posted, each leaves its results here; the
         # host reads those of the last few at once.
         self.kept: Tensor = None
@@ -349,11 +348,6 @@ class CapturedDecode:
         self._queue(self._greedy)
         return self._buffers.results_of(num_rows)
 
-    def replay_greedy_and_draft(self, number: int) -> Tensor:
-        """Queue what `replay_greedy` does and then, in the same graph, what `replay_drafts`
-        does."""
-        return self._replay_drafts(number, is_greedy=True)
-
     @property
     def samples_at_random(self) -> bool:
         """Whether replay_random is possible."""
@@ -367,13 +361,10 @@ class CapturedDecode:
         self._queue(self._random[filters])
         return self._buffers.results_of(slots.size)
 
-    def replay_drafts(self, number: int) -> Tensor:
-        """Queue the drafts after `replay_random` or `write_back`: those of the smallest captured
-        number, of which the slots take no more than is asked. [size, width + n]: results, then
-        drafts."""
-        return self._replay_drafts(number, is_greedy=False)
-
-    def _replay_drafts(self, number: int, *, is_greedy: bool) -> Tensor:
+    def replay_drafts(self, number: int, *, is_greedy: bool = False) -> Tensor:
+        """Queue the drafts after `replay_random` or `write_back`, or what `replay_greedy` does and
+        then drafts, in one graph: those of the smallest captured number, of which the slots take no
+        more than is asked. [size, width + n]: results, then drafts."""
         key = (is_greedy, next(n for n in self._graphs.plan.draft_numbers if n >= number))
         self._queue(self._drafting[key])
         return self._drafts[key]

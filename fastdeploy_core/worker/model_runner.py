@@ -17,8 +17,10 @@ import numpy as np
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.errors import ConfigError, RequestError, ResourceError, WorkerError
 from fastdeploy_core.memory.transfers import wait_for
+from fastdeploy_core.models.media import SequenceMedia
 from fastdeploy_core.sampling.captured import CAPTURED, CapturedSampling
 from fastdeploy_core.sampling.columns import FILTER, SamplingColumns
+from fastdeploy_core.sampling.processors import has_processors, is_simple
 from fastdeploy_core.sampling.state import SamplingState
 from fastdeploy_core.types import ModelRunnerOutput, NewSequence, SchedulerOutput
 
@@ -27,14 +29,8 @@ from .drafting import Drafting
 from .graph_sizes import prompt_sizes
 from .graphs import CapturedDecode, GraphPlan, Graphs, forward, max_decodes
 from .layout import HostLayout, StepShapes
-from .media import SequenceMedia
 from .results import NO_TOKENS, NOT_KEPT, PendingOutput, Results
-from .sampling_step import (
-    StepSampler,
-    can_capture_sampling,
-    has_processors,
-    is_simple,
-)
+from .sampling_step import StepSampler, can_capture_sampling
 from .slots import Slots
 from .step import Launched, Sampling, StepRows
 
@@ -138,7 +134,6 @@ class ModelRunner:
             prompt_sizes=prompt_sizes(
                 config, self._device.limits, loaded.attention.values(), loaded.builder.expert_ranks
             ),
-            max_model_len=config.model.max_model_len,
             num_decodes=self.max_decodes,
         )
 
@@ -323,7 +318,10 @@ class ModelRunner:
         rows = launched.rows
         with self._lock:
             laid_out = self._layout.lay_out(rows)
-            embedded = None if self._media is None else self._media.embedded(rows)
+            embedded = None
+            if self._media is not None:
+                where = rows.starts, rows.counts, rows.first_tokens()
+                embedded = self._media.embedded(rows.slots, *where)
         read, reads_all = rows.read_tokens(), self._reads_all_hidden(rows)
         step = rows, laid_out, None if reads_all else read, embedded
         launched.target = forward(self._graphs, self._loaded, self.caches.tensors, *step)
@@ -373,7 +371,7 @@ class ModelRunner:
         # Ranks must agree on it, although rank 0 alone knows everything.
         if plan.is_plain if self._is_alone else self._is_simple[rows.slots].all():
             if drafting is not None and drafting.drafts_after(launched):
-                both = captured.replay_greedy_and_draft(launched.max_drafts)
+                both = captured.replay_drafts(launched.max_drafts, is_greedy=True)
                 return both, both
             return captured.replay_greedy(num_rows), None
         if captured.samples_at_random and not plan.flags & ~CAPTURED:

@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.speculative import NO_DRAFT
 from fastdeploy_core.reference.ops import sampling as ops_sampling
 from fastdeploy_core.sampling import columns as bits
 from fastdeploy_core.sampling.columns import SamplingColumns, SamplingPlan
 from fastdeploy_core.sampling.logprobs import LogprobTensors, gather
-from fastdeploy_core.sampling.processors import BUILTIN_PROCESSORS
 from fastdeploy_core.sampling.sampler import SamplingStep
 from fastdeploy_core.sampling.state import SamplingState
-from fastdeploy_core.types import NewSequence
 
 from .results import FOUND_BEFORE
 from .step import Sampling, StepRows
@@ -89,13 +86,16 @@ class StepSampler:
             marked = xp.zeros((plan.num_rows,), dtype=xp.int64, device=self._device.device)
         else:
             marked = self._lead(sampling, logits, rows, read_before, fed, positions)
+        return sampling, self._agreed(sampling, marked)
+
+    def _agreed(self, sampling: Sampling, marked: Tensor) -> Tensor:
+        """Rank 0's marked tokens, on every rank: what is broken ends a row of drafts on all."""
         if self._communicator is not None:
-            # Every rank has to know what is broken, since it ends a row of drafts.
             marked = self._communicator.broadcast(marked, 0)
             sampling.token_ids = marked * (marked >= 0).to(marked.dtype)
         elif sampling.token_ids is None:
             sampling.token_ids = marked
-        return sampling, marked
+        return marked
 
     def sample_padded(self, logits: Tensor, plan: SamplingPlan) -> tuple[Sampling, Tensor, Tensor]:
         """The likeliest token of every row of a padded step, the same on every rank; and where each
@@ -106,9 +106,7 @@ class StepSampler:
             sampled = self._state.sampler.greedy(logits)
             marked = self._mark(sampled.token_ids, sampled.peak.reshape([-1]), None)
             sampling.token_ids = sampled.token_ids
-        if self._communicator is not None:
-            marked = self._communicator.broadcast(marked, 0)
-            sampling.token_ids = marked * (marked >= 0).to(marked.dtype)
+        marked = self._agreed(sampling, marked)
         slots = np.full(logits.shape[0], self._slots.max_num_seqs, dtype=np.int64)
         slots[: plan.num_rows] = plan.slots
         return sampling, marked, self._device.to_device(slots)
@@ -206,21 +204,3 @@ def can_capture_sampling(device: DeviceBackend, kernels: KernelTable) -> bool:
         return True
     own = kernels["sample"], kernels["filter_logits"]
     return ops_sampling.sample not in own and ops_sampling.filter_logits not in own
-
-
-def has_processors(config: EngineConfig) -> bool:
-    """Whether there are logits processors of plugins, which may look at any text."""
-    return any(name not in BUILTIN_PROCESSORS for name in config.logits_processors)
-
-
-def is_simple(new: NewSequence, config: EngineConfig) -> bool:
-    """Whether a sequence wants its likeliest tokens and nothing else, by what every rank knows of
-    it."""
-    params = new.sampling
-    return (
-        params.is_greedy
-        and params.is_unconstrained
-        and params.logprobs is None
-        and new.grammar is None
-        and not has_processors(config)
-    )

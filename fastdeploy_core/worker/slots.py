@@ -118,7 +118,7 @@ class Slots:
         self._sent: tuple[np.ndarray | None, int, int] = (None, 0, 0)
         self._sent_limit = 0
         self._sent_rows = np.full(size, size, dtype=np.int64)
-        self._version = 0  # grows with whatever the device has to be told of
+        self.version = 0  # another number whenever a sequence, its blocks or its place changed
 
     def _make_state(self, max_blocks: int, max_decodes: int, *, keeps_history: bool) -> None:
         xp, device, num_slots = self._xp, self._device, self.max_num_seqs + 1
@@ -189,7 +189,7 @@ class Slots:
         self.is_held[slot] = self._has_history[slot] = False
         self.seq_ids[slot] = -1
         self.owner[slot] += 1
-        self._version += 1
+        self.version += 1
         for part in self._parts:
             part.reset(slot)
 
@@ -204,12 +204,7 @@ class Slots:
         self.block_tables[slot, first:last] = block_ids
         self.num_blocks[slot] = last
         self.room[slot] = min(last * self.block_size, self.max_model_len)
-        self._version += 1
-
-    @property
-    def version(self) -> int:
-        """Another number whenever a sequence, its blocks or its place changed."""
-        return self._version
+        self.version += 1
 
     def output_tokens(self, slot: int) -> np.ndarray:
         """What the sequence generated, as far as the host knows; a view."""
@@ -359,7 +354,7 @@ class Slots:
         limit, sent, old = max(0, max_drafts), self._sent, NO_SLOTS
         if self.max_drafts:
             old = rows.slots[self._drafts_are[rows.slots] == OLD]
-        is_same = rows.slots is sent[0] and size == sent[1] and self._version == sent[2]
+        is_same = rows.slots is sent[0] and size == sent[1] and self.version == sent[2]
         if not (is_same and limit == self._sent_limit and drafts is None and not old.size):
             self._send(
                 [
@@ -371,7 +366,7 @@ class Slots:
                     *(self._draft_updates(drafts) if drafts is not None else ()),
                 ]
             )
-            self._sent = (rows.slots, size, self._version)
+            self._sent = (rows.slots, size, self.version)
             self.is_held[rows.slots] = True
         if self.state.history is not None and not limit:
             # Nobody reads them after this step, and nobody goes on with them.
@@ -466,7 +461,7 @@ class Slots:
         """A step failed: what the device holds is not known."""
         if self.postbox is not None:
             self.postbox.forget()
-        self._sent, self._sent_limit, self._version = (None, 0, 0), -1, self._version + 1
+        self._sent, self._sent_limit, self.version = (None, 0, 0), -1, self.version + 1
         self._sent_rows[:] = -1
         self.is_held[:] = self._has_history[:] = False
         self._num_sent[:] = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.config import EngineConfig
@@ -19,21 +20,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Stopwatch:
-    """Where the seconds of a start go, for the log."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self._laps: list[str] = []
-
-    def lap(self, what: str) -> None:
-        """Since the lap before."""
-        now = time.perf_counter()
-        self._laps.append(f"{what} {now - self._last:.1f} s")
-        self._last = now
-
-    def __str__(self) -> str:
-        return ", ".join(self._laps)
+def _made_up(
+    config: EngineConfig,
+    step_id: int,
+    tables: Sequence[list[int]],
+    counts: Sequence[int],
+    sampling: SamplingParams,
+    start: int = 0,
+) -> SchedulerOutput:
+    """A step of new sequences, each with so many tokens after `start` cached ones, in these
+    blocks."""
+    first = step_id * config.batch.max_num_seqs
+    new = [
+        NewSequence(
+            seq_id=first + number,
+            token_ids=[0] * (start + count),
+            num_prompt_tokens=start + count,
+            block_ids=blocks,
+            sampling=sampling,
+            seed=number,
+        )
+        for number, (blocks, count) in enumerate(zip(tables, counts, strict=True))
+    ]
+    rows = BatchRows.of([n.seq_id for n in new], [start] * len(new), counts)
+    return SchedulerOutput(step_id=step_id, new_sequences=new, rows=rows)
 
 
 def dummy_step(
@@ -41,29 +51,14 @@ def dummy_step(
 ) -> SchedulerOutput:
     """A step of new sequences with so many tokens each, in blocks from 0 on that hold `room`
     more."""
-    params = SamplingParams(top_p=0.9, top_k=50, seed=0, logprobs=1)
-    new: list[NewSequence] = []
-    first_block = 0
-    for number, length in enumerate(lengths):
-        num_blocks = -(-(length + room) // config.cache.block_size)
-        new.append(
-            NewSequence(
-                seq_id=step_id * config.batch.max_num_seqs + number,
-                token_ids=[0] * length,
-                num_prompt_tokens=length,
-                block_ids=list(range(first_block, first_block + num_blocks)),
-                sampling=params,
-                seed=number,
-            )
-        )
-        first_block += num_blocks
-    return SchedulerOutput(
-        step_id=step_id,
-        new_sequences=new,
-        rows=BatchRows.of([n.seq_id for n in new], [0] * len(new), lengths),
-        finished_seq_ids=finished,
-        max_drafts=-1 if config.speculative is None else config.speculative.num_speculative_tokens,
-    )
+    ends = [0, *accumulate(-(-(length + room) // config.cache.block_size) for length in lengths)]
+    tables = [list(range(first, last)) for first, last in pairwise(ends)]
+    widest = SamplingParams(top_p=0.9, top_k=50, seed=0, logprobs=1)
+    step = _made_up(config, step_id, tables, lengths, widest)
+    step.finished_seq_ids = finished
+    if config.speculative is not None:
+        step.max_drafts = config.speculative.num_speculative_tokens
+    return step
 
 
 def drafted_step(config: EngineConfig, before: SchedulerOutput, num_drafts: int) -> SchedulerOutput:
@@ -102,19 +97,10 @@ def shaped_step(
     Rows may write over each other, since nobody needs what they write."""
     size, most = config.cache.block_size, min(shape.rows, config.batch.max_num_seqs)
     blocks = [i % num_blocks for i in range(-(-(start + count) // size))]
-    new = [
-        NewSequence(
-            seq_id=step_id * config.batch.max_num_seqs + number,
-            token_ids=[0] * (start + count),
-            num_prompt_tokens=start + count,
-            block_ids=blocks,
-            sampling=SamplingParams(temperature=0.0),
-            seed=0,
-        )
-        for number in range(most)
-    ]
-    rows = BatchRows.of([n.seq_id for n in new], [start] * most, [count] * most)
-    return SchedulerOutput(step_id=step_id, new_sequences=new, rows=rows, finished_seq_ids=finished)
+    greedy = SamplingParams(temperature=0.0)
+    step = _made_up(config, step_id, [blocks] * most, [count] * most, greedy, start)
+    step.finished_seq_ids = finished
+    return step
 
 
 def largest_padded_step(

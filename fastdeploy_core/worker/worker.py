@@ -23,6 +23,7 @@ from fastdeploy_core.memory.low_water import LowWater, give_back_freed, probe
 from fastdeploy_core.plugins.kernels import build_kernel_table, kernel_facts
 from fastdeploy_core.plugins.opening import open_device
 from fastdeploy_core.plugins.start_report import (
+    Stopwatch,
     device_lines,
     kernel_lines,
     several_lines,
@@ -38,7 +39,6 @@ from .model_runner import ModelRunner
 from .results import PendingOutput
 from .sampling_step import can_capture_sampling
 from .start_up import (
-    Stopwatch,
     drafted_step,
     dummy_step,
     largest_padded_step,

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fd_scale_out.experts import ExpertRanks
 
 from fastdeploy_core.cli.main import main
 from fastdeploy_core.errors import ConfigError
-from fastdeploy_core.layers.expert_parallel import ExpertRanks
 from fastdeploy_testing.generate import greedy_tokens
 from fastdeploy_testing.tiny_model import write_tiny_model
 from tests.checkpoints import NUM_GREEDY, build, reference

@@ -205,7 +205,7 @@ def test_a_row_with_nan_fails_alone_while_steps_are_ahead(
         collector.take(core.step())
     core.scheduler.check_idle()
     bench._num_seq_ids = core.scheduler._next_seq_id
-    name = broken.request_id
+    name = broken.request.request_id
     assert set(collector.errors) == {name}
     told = collector.tokens[name][0]
     assert told == truth.tokens[name][0][: len(told)]

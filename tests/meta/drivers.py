@@ -5,7 +5,9 @@ with the entry points.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from fd_iluvatar.device import IluvatarDevice
 from fd_kv_shm.shm import SharedMemoryTransport
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
+from fd_models.deepseek_v3 import DeepseekV3ForCausalLM
 from fd_models.glm4_moe import Glm4MoeForCausalLM
 from fd_models.minimax_m2 import MiniMaxM2ForCausalLM
 from fd_models.mistral import MistralForCausalLM
@@ -59,6 +62,9 @@ from fd_quant_hub.gptq import Awq, Gptq
 from fd_quant_wint2.published import Wint2
 from fd_quant_wint2.trellis import Tet2, Tet3, Tet4
 from fd_router.command import main as router
+from fd_scale_out.experts import ExpertRanks as WholeExperts
+from fd_scale_out.front_ends import FrontEnds
+from fd_scale_out.links import engines
 from fd_sched_redis.scheduler import GlobalScheduler, SplitwiseScheduler
 from fd_spec_mtp.drafter import MTPDrafter
 from fd_speculative.draft_model import DraftModel
@@ -76,10 +82,11 @@ from fd_xpu.attention import XpuAttention
 from fd_xpu.device import XpuDevice
 from fd_xpu.moe import XpuMoE
 
-from fastdeploy_core.config import RequestSchedulerConfig
+from fastdeploy_core.config import EngineConfig, RequestSchedulerConfig
+from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
 from fastdeploy_core.contracts.command import Command
-from fastdeploy_core.contracts.device import DeviceBackend, DeviceOptions
+from fastdeploy_core.contracts.device import Communicator, DeviceBackend, DeviceOptions
 from fastdeploy_core.contracts.kv_transport import KVTransport, TransportOptions
 from fastdeploy_core.contracts.moe import ExpertCommunicator, ExpertGroup, MoEBackend, MoESpec
 from fastdeploy_core.contracts.ops import KernelTable
@@ -96,17 +103,21 @@ from fastdeploy_core.contracts.small import (
     ToolParser,
 )
 from fastdeploy_core.contracts.speculative import DeviceDrafter, DrafterContext, HostDrafter
+from fastdeploy_core.engine.client import EngineLink
+from fastdeploy_core.engine.processes.supervisor import Listener
 from fastdeploy_core.layers import ModelBuilder
-from fastdeploy_core.models.deepseek_v3 import DeepseekV3ForCausalLM
+from fastdeploy_core.layers.experts import ExpertRanks
 from fastdeploy_core.models.ernie import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
 from fastdeploy_core.models.llama import LlamaForCausalLM
 from fastdeploy_core.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
+from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.reference.moe import ReferenceMoE
 from fastdeploy_core.sampling.processors import LogitBiasLogitsProcessor
 from fastdeploy_core.sampling.thinking import ThinkingBudgetLogitsProcessor
 from fastdeploy_core.scheduler.local import LocalScheduler
+from fastdeploy_core.serving.asking import Plugins
 from fastdeploy_testing.check import main as check_plugin
 from fastdeploy_testing.examine import main as examine_device
 from fastdeploy_testing.fakes import FaultyDevice, NullDevice
@@ -245,3 +256,10 @@ logits_processors: list[Callable[[ProcessorContext], LogitsProcessor]] = [
     LogitBiasLogitsProcessor,
     ThinkingBudgetLogitsProcessor,
 ]
+several_engines: list[Callable[[EngineConfig, Future[ResolvedPlugins], Listener], EngineLink]] = [
+    engines
+]
+several_api_servers: list[
+    Callable[[EngineConfig, ServerConfig, Plugins, socket.socket], FrontEnds]
+] = [FrontEnds]
+divided_experts: list[Callable[[DeviceBackend, Communicator], ExpertRanks]] = [WholeExperts]

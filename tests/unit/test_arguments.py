@@ -11,7 +11,7 @@ import pytest
 
 from fastdeploy_core.cli.parsing import parse_table
 from fastdeploy_core.config import BatchConfig, CacheConfig, EngineConfig, WatchdogConfig
-from fastdeploy_core.config.argument_table import PART_SPELLINGS, Argument
+from fastdeploy_core.config.argument_table import ALWAYS, PART_SPELLINGS, REFUSED, Argument
 from fastdeploy_core.config.argument_values import (
     ARGUMENTS,
     BY_SPELLING,
@@ -26,7 +26,6 @@ from fastdeploy_core.config.arguments import (
     normalise,
     of_scope,
 )
-from fastdeploy_core.config.refused import ALWAYS, REFUSED
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.errors import ConfigError
 

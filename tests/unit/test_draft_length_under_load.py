@@ -156,7 +156,7 @@ class Accelerator:
         """While all answers grow; tokens per millisecond."""
         for _ in range(num_rows):
             self.add(900)
-        while self.scheduler.num_waiting or self.now == 0.0:
+        while self.scheduler.stats().num_waiting or self.now == 0.0:
             self.step()
         began, made = self.now, self.num_made
         while self.num_made - made < num_rows * num_tokens:

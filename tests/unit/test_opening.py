@@ -11,7 +11,6 @@ import pytest
 
 from fastdeploy_core.config import DeviceConfig, ParallelConfig
 from fastdeploy_core.contracts.device import DeviceLimits, DeviceOptions
-from fastdeploy_core.engine.common import config_of
 from fastdeploy_core.plugins.opening import open_device
 from tests.null_engine import make_config
 
@@ -32,7 +31,12 @@ def options_of_all(engines: int, ranks: int, num_threads: int = 0) -> list[Devic
     config = replace(make_config(), parallel=parallel, device=DeviceConfig(num_threads=num_threads))
     plugins: Any = Plugins()
     opened: list[Any] = [
-        open_device(config_of(config, engine), plugins, rank, ranks)
+        open_device(
+            replace(config, parallel=replace(parallel, data_parallel_rank=engine)),
+            plugins,
+            rank,
+            ranks,
+        )
         for engine in range(engines)
         for rank in range(ranks)
     ]

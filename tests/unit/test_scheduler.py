@@ -9,7 +9,6 @@ import pytest
 
 from fastdeploy_core.engine.core import MAX_IDLE_PLANS
 from fastdeploy_core.errors import ConfigError, InvalidRequest, RequestTooLong
-from fastdeploy_core.scheduler import sequence_seed
 from fastdeploy_core.types import (
     EmbeddedSpan,
     SamplingParams,
@@ -17,6 +16,7 @@ from fastdeploy_core.types import (
     branch_id,
     each_delta,
 )
+from fastdeploy_core.types.sampling import sequence_seed
 from fastdeploy_testing.fakes import NullModel
 from tests.null_engine import (
     EOS,
@@ -510,7 +510,6 @@ def test_token_scheduled_beyond_an_unforeseen_end_is_dropped():
     [
         ({"max_num_batched_tokens": 4}, "smaller than max_num_seqs"),
         ({"enable_chunked_prefill": False}, "without chunked prefill"),
-        ({"max_long_partial_prefills": 2}, "max_long_partial_prefills"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(batch, reason):
@@ -587,7 +586,7 @@ def test_request_that_waits_for_remote_kv_lets_the_engine_sleep_and_others_run()
     core = make_core(max_num_seqs=1)
     core.add(make_request("held", prompt(4), max_tokens=2))
     core.scheduler.hold_for_remote_kv("held")
-    assert not core.has_work() and core.scheduler.num_waiting == 0
+    assert not core.has_work() and core.stats().num_waiting == 0
     for _ in range(2 * MAX_IDLE_PLANS):
         assert core.step() == []  # an engine that is woken for nothing gives up no request
     assert core.scheduler.num_requests == 1

@@ -76,8 +76,7 @@ def test_drafts_are_fed_verified_and_counted() -> None:
     assert step.output.rows.num_drafts.tolist() == [1, 3]
     step, deltas = script.step([[34], [80]], [0, 0])
     assert step.output.rows.num_drafts.tolist() == [0, 3]
-    stats = EngineStats()
-    script.scheduler.fill_stats(stats)
+    stats = script.scheduler.stats()
     assert (stats.drafts_total, stats.draft_tokens_total) == (3, 6)
     assert stats.accepted_draft_tokens_total == 4
     assert stats.accepted_drafts_at_total == [2, 2, 0]
@@ -177,7 +176,7 @@ def test_prompts_take_turns_with_captured_drafts(captures_drafting: bool) -> Non
         prompts_draft = step.output.max_drafts > 0 or not step.rows
         assert prompts_draft or captures_drafting, "drafting after prompts is what costs"
     assert fed[0] == (3, 1) and fed[1][0] == 0 and fed[1][1] > 1, fed
-    assert scheduler.num_waiting <= 1
+    assert scheduler.stats().num_waiting <= 1
 
 
 def test_prompts_go_beside_drafts_where_nothing_is_captured() -> None:

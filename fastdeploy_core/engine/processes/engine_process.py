@@ -138,7 +138,7 @@ class EngineProcess:
         is_idle = not core.has_work()
         batch = core.scheduler
         self._num_free_blocks = batch.num_free_blocks
-        free_slots = self._config.batch.max_num_seqs - batch.num_running - batch.num_waiting
+        free_slots = self._config.batch.max_num_seqs - batch.num_sequences
         if self._is_draining and is_idle:
             self._stopping.wait(IDLE_TICK_S)
         elif free_slots > 0 and not self._is_draining:

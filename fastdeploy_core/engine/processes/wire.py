@@ -33,16 +33,6 @@ def front_end_address(folder: Path | str, number: int) -> str:
     return f"ipc://{folder}/front{number}"
 
 
-def engine_folder(folder: Path | str, engine: int) -> str:
-    """Folder of one engine's sockets to front ends, inside the folder of all front ends."""
-    return f"{folder}/engine{engine}"
-
-
-def balance_path(folder: Path | str) -> Path:
-    """Path of the numbers by which front ends choose an engine (engine/balance.py)."""
-    return Path(folder) / "balance"
-
-
 class EngineInit(msgspec.Struct, kw_only=True):
     """What an engine process needs to start."""
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastdeploy_core.engine.common import CommonHealth
 from fastdeploy_core.serving.http.errors import sanitise
-from fastdeploy_core.types.engine import EngineHealth
+from fastdeploy_core.types.engine import CommonHealth, EngineHealth
 
 
 def answer_probe(path: str, health: EngineHealth, draining: bool) -> tuple[int, dict[str, Any]]:

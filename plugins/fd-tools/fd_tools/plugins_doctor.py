@@ -29,6 +29,7 @@ from fastdeploy_core.plugins.preflight import run as preflight
 from fastdeploy_core.plugins.report import table
 from fastdeploy_core.tensor import available
 
+from .facts import REPORT
 from .plugins_output import answer, asking_plugins
 
 PASS, FAIL, WARN, SKIP = "PASS", "FAIL", "WARN", "SKIP"
@@ -91,7 +92,7 @@ def plugin_rows(inventory: Inventory, timeout_s: float) -> list[dict[str, Any]]:
                 e.target,
                 timeout_s,
                 ("fd_doctor_checks",) if e.kind == HOOKS else (),
-                describe=e.kind == "kernels",
+                report=REPORT if e.kind == "kernels" else "",
                 group=e.distribution,
             )
             for e in loadable

@@ -14,6 +14,8 @@ from fastdeploy_core.plugins.discovery import OK, Inventory, PluginEntry, canoni
 from fastdeploy_core.plugins.preflight import Job
 from fastdeploy_core.plugins.preflight import run as preflight
 
+from .facts import REPORT
+
 
 def main(argv: Sequence[str]) -> int:
     """Print one plugin; exit code 1 when something of it cannot be imported."""
@@ -25,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     outcomes = dict(
         zip(
             usable,
-            preflight([Job(e.target, limit_s, describe=True, group=e.name) for e in usable]),
+            preflight([Job(e.target, limit_s, report=REPORT, group=e.name) for e in usable]),
             strict=True,
         )
     )

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.tensor import Tensor
 
-    from .step import StepRows
-
 FEATURES = frozenset({"embeddings", "positions"})  # of contracts.model.MODEL_FEATURES, served here
 
 
@@ -82,17 +80,19 @@ class SequenceMedia:
             return axes[0], None
         return np.arange(moved.size), axes
 
-    def embedded(self, rows: StepRows) -> EmbeddedRows | None:
+    def embedded(
+        self, slots: np.ndarray, starts: np.ndarray, counts: np.ndarray, first_tokens: np.ndarray
+    ) -> EmbeddedRows | None:
         """Vectors for this step's tokens, encoded now where they are not there; None: it needs
-        none. What the step feeds is forgotten here."""
+        none. What the step feeds is forgotten here. [B] each: the rows' slots, where in its
+        sequence each begins, its tokens, and which of the step's tokens is its first."""
         if not self._brought:
             return None
         wanted: list[tuple[int, bytes, int, int]] = []  # step's token, digest, first row, count
         missing: dict[bytes, MediaItem] = {}
         fed: list[EmbeddedSpan] = []
         for slot, start, count, token in zip(
-            *(x.tolist() for x in (rows.slots, rows.starts, rows.counts, rows.first_tokens())),
-            strict=True,
+            *(x.tolist() for x in (slots, starts, counts, first_tokens)), strict=True
         ):
             brought, end = self._brought.get(slot), start + count
             if brought is None:

@@ -13,20 +13,22 @@ from typing import TYPE_CHECKING
 
 from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.quantizer import LayerSpec
-
-from .attention import PagedAttention
-from .context import ForwardContext
-from .linear import Linear, LinearPart, LinearShape
-from .norm import RMSNorm
-from .stored import StoredLayer, StoredPart
-from .weight_map import Placement
+from fastdeploy_core.layers import (
+    ForwardContext,
+    Linear,
+    LinearPart,
+    LinearShape,
+    PagedAttention,
+    Placement,
+    RMSNorm,
+    StoredLayer,
+    StoredPart,
+)
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.quantizer import Quantizer
+    from fastdeploy_core.layers import ModelBuilder, RotarySpec
     from fastdeploy_core.tensor import Tensor
-
-    from .builder import ModelBuilder
-    from .rotary import RotarySpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,15 @@ import time
 from dataclasses import replace
 
 import pytest
+from fd_scale_out.balance import Balance
+from fd_scale_out.common import config_of, total
+from fd_scale_out.replicas import Replicas
+from null_engine import make_config, make_request
 
 from fastdeploy_core.config import EngineConfig, ParallelConfig
-from fastdeploy_core.engine.balance import Balance
 from fastdeploy_core.engine.client import LocalEngine
-from fastdeploy_core.engine.common import CommonHealth, CommonStats, config_of, total
 from fastdeploy_core.engine.processes import wire
 from fastdeploy_core.engine.processes.supervisor import Listener
-from fastdeploy_core.engine.replicas import Replicas
 from fastdeploy_core.errors import (
     ConfigError,
     FastDeployError,
@@ -23,9 +24,14 @@ from fastdeploy_core.errors import (
 )
 from fastdeploy_core.plugins.resolve import resolve
 from fastdeploy_core.types import RequestOutputDelta, TokenDeltas
-from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
+from fastdeploy_core.types.engine import (
+    CommonHealth,
+    CommonStats,
+    EngineHealth,
+    EngineInfo,
+    EngineStats,
+)
 from fastdeploy_core.types.request import branch_id
-from tests.null_engine import make_config, make_request
 
 
 class Link:

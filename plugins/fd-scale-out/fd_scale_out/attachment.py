@@ -1,4 +1,4 @@
-"""A front end's connection to an engine that another process keeps alive; see supervisor.py.
+"""An API server's connection to an engine that another process keeps alive.
 
 One thread receives messages of the supervisor and of the engine on one socket and reports to a
 listener, as a supervisor in the same process would.
@@ -15,13 +15,12 @@ from typing import Any
 import msgspec
 import zmq
 
+from fastdeploy_core.engine.processes import wire
+from fastdeploy_core.engine.processes.egress import connect
+from fastdeploy_core.engine.processes.progress import Progress
+from fastdeploy_core.engine.processes.supervisor import NOT_READY, POLL_MS, Listener, as_error
 from fastdeploy_core.errors import Unavailable, WorkerError
 from fastdeploy_core.types.engine import EngineHealth
-
-from . import wire
-from .egress import connect
-from .progress import Progress
-from .supervisor import NOT_READY, POLL_MS, Listener, as_error
 
 logger = logging.getLogger(__name__)
 

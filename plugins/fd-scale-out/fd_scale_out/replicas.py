@@ -12,9 +12,9 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.engine.client import EngineLink
 from fastdeploy_core.engine.processes import wire
 from fastdeploy_core.engine.processes.supervisor import NOT_READY, Listener
 from fastdeploy_core.errors import FastDeployError, Unavailable, WorkerError
@@ -24,9 +24,6 @@ from fastdeploy_core.types.request import split_branch_id
 
 from .balance import Balance, Placement
 from .common import common_health, common_info, named, total
-
-if TYPE_CHECKING:
-    from .client import EngineLink
 
 logger = logging.getLogger(__name__)
 

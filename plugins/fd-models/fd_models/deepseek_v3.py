@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.model import ModelShapes
 from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
-from fastdeploy_core.layers.mla import LatentShape
-from fastdeploy_core.layers.rotary import RotarySpec, yarn_softmax_scale
+from fastdeploy_core.layers import RotarySpec, yarn_magnitude
+from fastdeploy_core.models.decoder import DecoderLM
+from fastdeploy_core.models.reading import ConfigReader
 
-from .decoder import DecoderLM
-from .reading import ConfigReader
+from .latent_attention import LatentAttention, LatentShape
 
 if TYPE_CHECKING:
-    from fastdeploy_core.layers.builder import ModelBuilder
-
-    from .decoder import FeedForward
+    from fastdeploy_core.layers import ModelBuilder
+    from fastdeploy_core.models.decoder import FeedForward
 
 
 def _latent(read: ConfigReader) -> LatentShape:
@@ -43,6 +42,13 @@ def _rotary(read: ConfigReader) -> RotarySpec:
     return read.rotary(read.size("qk_rope_head_dim"), interleaved=interleaved)
 
 
+def _softmax_scale(spec: RotarySpec) -> float:
+    """The factor YaRN puts on the attention scale when config.json gives mscale_all_dim."""
+    if spec.kind == "default" or not spec.parameters.get("mscale_all_dim"):
+        return 1.0
+    return yarn_magnitude(spec.number("factor"), spec.number("mscale_all_dim")) ** 2
+
+
 def _attention(read: ConfigReader, dtype: str) -> AttentionSpec:
     shape, rotary = _latent(read), _rotary(read)
     q_dim = shape.qk_nope_head_dim + shape.qk_rope_head_dim
@@ -52,7 +58,7 @@ def _attention(read: ConfigReader, dtype: str) -> AttentionSpec:
         num_kv_heads=1,
         head_dim=shape.kv_lora_rank + shape.qk_rope_head_dim,
         v_head_dim=shape.kv_lora_rank,
-        scale=q_dim**-0.5 * yarn_softmax_scale(rotary),
+        scale=q_dim**-0.5 * _softmax_scale(rotary),
         dtype=dtype,
         kv_lora_rank=shape.kv_lora_rank,
         qk_rope_head_dim=shape.qk_rope_head_dim,
@@ -112,6 +118,8 @@ class DeepseekV3ForCausalLM(DecoderLM):
         super().__init__(
             read,
             build,
-            attention=lambda build, prefix: build.mla(prefix, latent, spec, rotary, bias=bias),
+            attention=lambda build, prefix: LatentAttention(
+                build, prefix, latent, spec, rotary, bias=bias
+            ),
             feed_forward=feed_forward,
         )

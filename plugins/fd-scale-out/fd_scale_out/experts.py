@@ -9,7 +9,7 @@ and back, and every rank gets all results.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.contracts.moe import (
@@ -22,36 +22,18 @@ from fastdeploy_core.contracts.moe import (
     RoutingSpec,
 )
 from fastdeploy_core.errors import CapabilityError, ConfigError
-
-from .stored import WHOLE, Piece
+from fastdeploy_core.layers import ExpertShare
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
+    from fastdeploy_core.layers import ModelBuilder
     from fastdeploy_core.tensor import Tensor
-
-    from .builder import ModelBuilder
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertShare:
-    """A rank's part of a block's experts: `count` of `total` from `first` on, and of each expert a
-    piece."""
-
-    first: int
-    count: int
-    total: int
-    piece: Piece
-
-    @property
-    def others(self) -> tuple[int, ...]:
-        """The number of experts on other ranks."""
-        mine = range(self.first, self.first + self.count)
-        return tuple(expert for expert in range(self.total) if expert not in mine)
 
 
 class ExpertRanks:
-    """The ranks of one model that divide its experts. `make` builds the communicator for steps of
-    more than `most_in_place` tokens; without it, all steps are computed in place."""
+    """Entry point `experts`: the ranks of one model that divide its experts. `make` builds the
+    communicator for steps of more than `most_in_place` tokens; without it, all steps are computed
+    in place."""
 
     def __init__(
         self,
@@ -87,7 +69,19 @@ class ExpertRanks:
                 "--tensor-parallel-size that divides them, or leave out --enable-expert-parallel"
             )
         count = num_experts // ranks
-        return ExpertShare(self.group.rank * count, count, num_experts, WHOLE)
+        return ExpertShare(self.group.rank * count, count, num_experts)
+
+    def local(self, spec: MoESpec, intermediate: int) -> MoESpec:
+        """The spec of what this rank holds of a block: some experts whole."""
+        count = self.share(spec.routing.num_experts).count
+        routing = RoutingSpec(count, min(count, spec.routing.top_k))
+        return replace(spec, routing=routing, intermediate_size=intermediate)
+
+    def divide(
+        self, build: ModelBuilder, routing: RoutingSpec, driver: MoEBackend
+    ) -> DividedExperts:
+        """This rank's experts of a block."""
+        return DividedExperts(build, self, routing, driver)
 
     def communicator(self, num_experts: int) -> ExpertCommunicator | None:
         """The communicator for blocks with num_experts."""
@@ -185,9 +179,3 @@ class Exchange:
         ones = xp.ones([num_rows, 1], dtype=xp.float32, device=x.device)
         ids = xp.where(ids < self._held, ids, unused)
         return self._driver.forward_routed(x, weights, ids, ones)
-
-
-def local_spec(spec: MoESpec, share: ExpertShare, intermediate: int) -> MoESpec:
-    """The spec of a rank that holds some experts whole."""
-    routing = RoutingSpec(share.count, min(share.count, spec.routing.top_k))
-    return replace(spec, routing=routing, intermediate_size=intermediate)

@@ -11,7 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from pathlib import Path
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,6 +22,8 @@ from fastdeploy_core.engine.processes import child, wire
 from fastdeploy_core.errors import FastDeployError
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.serving.http import event_loop
+
+from .paths import door_path, occupancy_path
 
 if TYPE_CHECKING:
     from fastdeploy_core.serving.server import ApiServer
@@ -52,16 +54,6 @@ class Hello(msgspec.Struct):
     message: str = ""
 
 
-def door_path(folder: Path | str) -> str:
-    """Path of the socket on which API servers receive their connections."""
-    return f"{folder}/door"
-
-
-def occupancy_path(folder: Path | str) -> Path:
-    """Path of the table of occupancy.py."""
-    return Path(folder) / "occupancy"
-
-
 def main(data: bytes) -> int:
     """Serve until told to stop; returns the exit status."""
     init: FrontEndInit = wire.decoder(FrontEndInit).decode(data)
@@ -83,10 +75,11 @@ def main(data: bytes) -> int:
 
 
 async def _serve(init: FrontEndInit, door: socket.socket) -> int:
-    from fastdeploy_core.serving.launch import attached_app, watch
+    from fastdeploy_core.serving.front.occupancy import Occupancy, OwnOccupancy
+    from fastdeploy_core.serving.launch import app_around, watch
     from fastdeploy_core.serving.server import ApiServer
 
-    from .occupancy import Occupancy, OwnOccupancy
+    from .links import attach
 
     loop = asyncio.get_running_loop()
     this = asyncio.current_task()
@@ -97,7 +90,11 @@ async def _serve(init: FrontEndInit, door: socket.socket) -> int:
     def on_drain() -> None:  # called from another thread
         loop.call_soon_threadsafe(lambda: stop[-1]())
 
-    async with attached_app(init, own, on_drain) as (app, engine):
+    plugins: Future[ResolvedPlugins] = Future()
+    plugins.set_result(init.resolved)
+    config = init.engine_config
+    starting = attach(config, plugins, init.folder, init.number, on_drain)
+    async with app_around(starting, config, init.server_config, plugins, own) as (app, engine):
         server = ApiServer(app, init.server_config)
         child.end_startup()
         stop.append(server.stop)

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fd_scale_out.balance import SEQUENCE_TOKENS, Balance, Placement
+from null_engine import make_config, make_request
 
 from fastdeploy_core.config import CacheConfig, EngineConfig, ParallelConfig
-from fastdeploy_core.engine.balance import SEQUENCE_TOKENS, Balance, Placement
-from tests.null_engine import make_config, make_request
 
 BLOCK = 4
 
@@ -107,7 +107,7 @@ def test_the_cache_of_an_engine_that_ended_is_forgotten() -> None:
 
 
 def test_newer_blocks_take_the_slots_of_older_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastdeploy_core.engine.balance.NUM_SLOTS", 256)
+    monkeypatch.setattr("fd_scale_out.balance.NUM_SLOTS", 256)
     balance = Balance(config_of())
     balance.ended(place(balance, tokens(0, 8), 0))
     for start in range(10**6, 10**6 + 80 * 400, 400):

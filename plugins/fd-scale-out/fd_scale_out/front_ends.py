@@ -27,19 +27,20 @@ import zmq
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.config.server import ServerConfig
-from fastdeploy_core.engine.balance import Balance
-from fastdeploy_core.engine.common import common_health, config_of, named
 from fastdeploy_core.engine.processes import child, wire
 from fastdeploy_core.engine.processes.egress import connect
 from fastdeploy_core.engine.processes.supervisor import Listener, Supervisor
 from fastdeploy_core.errors import FastDeployError, WorkerError, error_named
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.serving.asking import Plugins
+from fastdeploy_core.serving.front.door import FrontDoor
+from fastdeploy_core.serving.front.occupancy import Occupancy
 from fastdeploy_core.types.engine import EngineHealth, EngineInfo
 
-from .door import FrontDoor
-from .front_end import METRICS_FOLDER, FrontEndInit, Hello, door_path, occupancy_path
-from .occupancy import Occupancy
+from .balance import Balance
+from .common import common_health, config_of, named
+from .front_end import METRICS_FOLDER, FrontEndInit, Hello
+from .paths import balance_path, door_path, engine_folder, occupancy_path
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ POLL_S = 0.1
 END_S = 8.0
 MAX_RESTARTS = 3  # of one API server, within RESTART_WINDOW_S
 RESTART_WINDOW_S = 60.0
-TARGET = "fastdeploy_core.serving.front.front_end:main"
+TARGET = "fd_scale_out.front_end:main"
 
 
 class _Engine(Listener):
@@ -64,7 +65,7 @@ class _Engine(Listener):
     ) -> None:
         self.number = config.parallel.data_parallel_rank
         self._on_dead = on_dead
-        own = wire.engine_folder(folder, self.number)
+        own = engine_folder(folder, self.number)
         Path(own).mkdir(mode=0o700)
         addresses = [wire.front_end_address(own, n) for n in range(num_front_ends)]
         self._context: zmq.Context[Any] = zmq.Context()
@@ -130,7 +131,7 @@ class FrontEnds:
         (self._folder.path / METRICS_FOLDER).mkdir(mode=0o700)
         folder = str(self._folder)
         if engine_config.parallel.data_parallel_size > 1:
-            Balance.create(engine_config, self._count, wire.balance_path(folder))
+            Balance.create(engine_config, self._count, balance_path(folder))
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._dead: set[int] = set()  # engines that will not be started again
         self._is_open = False

@@ -11,19 +11,13 @@ from msgspec import structs
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.errors import FastDeployError
-from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
-
-
-class CommonHealth(EngineHealth, kw_only=True):
-    """The health of several engines together: ready while one of them is."""
-
-    engines: dict[int, EngineHealth]
-
-
-class CommonStats(EngineStats, kw_only=True):
-    """Sums over several engines; for the duration of the last step the longest."""
-
-    engines: dict[int, EngineStats]  # those that answered
+from fastdeploy_core.types.engine import (
+    CommonHealth,
+    CommonStats,
+    EngineHealth,
+    EngineInfo,
+    EngineStats,
+)
 
 
 def config_of(config: EngineConfig, rank: int) -> EngineConfig:

@@ -1,0 +1,1 @@
+"""Several engines or API server processes behind one port; whole experts on each rank."""

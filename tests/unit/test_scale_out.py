@@ -1,0 +1,40 @@
+"""Several engines, API servers or divided experts, where the distribution that makes them is not
+installed."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+
+from fastdeploy_core.config import ParallelConfig
+from fastdeploy_core.engine.client import AsyncEngine
+from fastdeploy_core.errors import PluginNotFound
+from fastdeploy_core.plugins import discovery, drivers
+from tests.null_engine import make_config
+
+
+@pytest.fixture(autouse=True)
+def without(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = discovery.discover()
+    others = tuple(e for e in there.entries if e.distribution != "fd-scale-out")
+    assert len(others) < len(there.entries)
+    monkeypatch.setattr(drivers, "discover", lambda: replace(there, entries=others))
+
+
+def test_several_engines_name_the_command_that_installs_them() -> None:
+    config = replace(make_config(), parallel=ParallelConfig(data_parallel_size=2))
+    with pytest.raises(PluginNotFound, match=r"--data-parallel-size above 1 .*pip install fd-sc"):
+        asyncio.run(AsyncEngine.start(config, Future()))
+
+
+def test_several_api_servers_name_it_too() -> None:
+    with pytest.raises(PluginNotFound, match=r"--api-server-count above 1 .*pip install fd-scale"):
+        drivers.scale_out("api-servers", "--api-server-count above 1")
+
+
+def test_whole_experts_on_each_rank_name_it_too() -> None:
+    with pytest.raises(PluginNotFound, match=r"--enable-expert-parallel .*pip install fd-scale"):
+        drivers.find_scale_out("experts", "--enable-expert-parallel", drivers.discover())
