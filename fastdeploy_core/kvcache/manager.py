@@ -1,4 +1,4 @@
-"""What the batch scheduler asks of the KV cache: match, start, grow, commit, fork, free.
+"""What the batch scheduler asks of the KV cache: match, start, grow, commit, let go, fork, free.
 
 Every call either happens as a whole or not at all. Copies between memories are collected and leave
 with the step under construction (`take_copies`); that step's forward pass comes after them.
@@ -12,6 +12,7 @@ from typing import NamedTuple
 from fastdeploy_core.types import BlockCopies, SequenceExtras
 
 from .blocks import BlockPool
+from .groups import BoundedGroup, GroupPlan, GroupTable, make_findable, num_resumable
 from .host_tier import HostTier
 from .prefix import BlockTable, CacheEntry, HashFunction, PrefixCache, sha256
 
@@ -23,16 +24,18 @@ class PrefixMatch(NamedTuple):
     num_tokens: int  # tokens that these blocks hold
     num_host_tokens: int  # of these, tokens held in host memory only
     num_blocks_taken: int  # free blocks that `start` removes from the pool to take these
+    anchors: tuple[int, ...] = ()  # blocks after which bounded groups are worth keeping
 
 
 class ForkSource:
     """A prompt's computed blocks, held so that the other answers to it (n > 1) can share them."""
 
-    __slots__ = ("blocks", "num_tokens")
+    __slots__ = ("blocks", "more", "num_tokens")
 
-    def __init__(self, blocks: list[int], num_tokens: int) -> None:
+    def __init__(self, blocks: list[int], num_tokens: int, more: list[GroupTable]) -> None:
         self.blocks = blocks
         self.num_tokens = num_tokens
+        self.more = more  # of bounded groups
 
 
 NO_MATCH = PrefixMatch([], 0, 0, 0)
@@ -40,7 +43,7 @@ NEVER = 2**62
 
 
 class KVCacheManager:
-    """The device pool, its prefix cache, and the host tier."""
+    """The device pool, its prefix cache, the host tier, and the pools of bounded groups."""
 
     def __init__(
         self,
@@ -53,7 +56,9 @@ class KVCacheManager:
         model_identity: str = "",
         hash_function: HashFunction = sha256,
         key_lookahead: int = 0,
+        bounded: Sequence[GroupPlan] = (),
     ) -> None:
+        assert not (bounded and num_host_blocks), "the host tier holds one group of layers"
         self.block_size = block_size
         self.caching = enable_prefix_caching
         self.caches_output = enable_output_caching
@@ -62,14 +67,39 @@ class KVCacheManager:
         self.prefix = PrefixCache(
             self.pool, block_size, model_identity, self.host, hash_function, key_lookahead
         )
+        self.bounded = [BoundedGroup(plan, block_size) for plan in bounded]
+        if self.bounded:
+            self.prefix.on_drop = self._on_drop
         self._device_to_device: list[tuple[int, int]] = []
+        self._more_copies: list[list[tuple[int, int]]] = [[] for _ in bounded]
         # Blocks that a copy of the step under construction reads. They become free when that step
         # is complete.
         self._release_after_step: list[int] = []
+        self._dropped: list[list[GroupTable]] = []  # the same of bounded groups
+
+    @property
+    def num_available(self) -> int:
+        """Blocks of tokens by which sequences could grow now: every group gives one for each."""
+        if not self.bounded:
+            return self.pool.num_available
+        return min(self.pool.num_available, *(g.pool.num_available for g in self.bounded))
+
+    @property
+    def num_empty(self) -> int:
+        """The same without evicting a cached prefix."""
+        pools = (self.pool, *(g.pool for g in self.bounded))
+        return min(pool.num_available - pool.num_cached for pool in pools)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks with a reference, of all groups."""
+        return self.pool.num_used + sum(group.pool.num_used for group in self.bounded)
 
     def new_table(self, cache_salt: str = "", extras: SequenceExtras | None = None) -> BlockTable:
         """A table without blocks."""
-        return self.prefix.new_table(cache_salt, extras)
+        table = self.prefix.new_table(cache_salt, extras)
+        table.more = [GroupTable() for _ in self.bounded]
+        return table
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold num_tokens."""
@@ -84,9 +114,13 @@ class KVCacheManager:
         if not self.caching or num_blocks == 0:
             return NO_MATCH
         self.prefix.extend_keys(table, token_ids, num_blocks)
-        entries = self.prefix.match(table, num_blocks)
+        entries, anchors = self.prefix.match(table, num_blocks), ()
+        if self.bounded:
+            # Worth keeping: where this sequence leaves what others had, and its prompt's end.
+            anchors = (len(entries), num_blocks)
+            entries = entries[: num_resumable(self.bounded, entries)]
         if not entries:
-            return NO_MATCH
+            return NO_MATCH._replace(anchors=anchors)
         num_host = num_taken = 0
         for entry in entries:
             if entry.block is None:
@@ -95,12 +129,23 @@ class KVCacheManager:
             elif self.pool.references(entry.block) == 0:
                 num_taken += 1
         size = self.block_size
-        return PrefixMatch(entries, len(entries) * size, num_host * size, num_taken)
+        return PrefixMatch(entries, len(entries) * size, num_host * size, num_taken, anchors)
 
     def num_needed(self, match: PrefixMatch, num_tokens: int) -> int:
         """Free blocks that `start` would use."""
         missing = self.num_blocks_for(num_tokens) - len(match.entries)
         return match.num_blocks_taken + max(0, missing)
+
+    def has_room(self, match: PrefixMatch, num_tokens: int, spare: int = 0) -> bool:
+        """Whether `start`, and growing up to num_tokens later, finds its blocks, and leaves `spare`
+        in the pool. Bounded groups are asked for no more than a sequence ever holds."""
+        if self.num_needed(match, num_tokens) + spare > self.pool.num_available:
+            return False
+        num_blocks = self.num_blocks_for(num_tokens)
+        return all(
+            group.num_needed(match.entries, num_blocks) <= group.pool.num_available
+            for group in self.bounded
+        )
 
     def start(self, table: BlockTable, match: PrefixMatch, num_tokens: int) -> None:
         """Give an empty table the matched blocks and new ones up to num_tokens. The caller has
@@ -123,30 +168,51 @@ class KVCacheManager:
             table.blocks.append(block)
         table.num_committed = len(match.entries)
         table.tail = match.entries[-1] if match.entries else None
+        table.anchors, table.num_passed = match.anchors, len(match.entries)
+        for group, own in zip(self.bounded, table.more, strict=True):
+            group.start(own, match.entries)
         self.grow(table, num_tokens)
 
     def grow(self, table: BlockTable, num_tokens: int) -> list[int] | None:
-        """Append blocks until num_tokens fit; returns them. Without room: None, and nothing
-        changes."""
+        """Append blocks until num_tokens fit; returns them, as BlockTable.interleaved has them.
+        Without room: None, and nothing changes."""
         missing = -(-num_tokens // self.block_size) - len(table.blocks)
         if missing <= 0:
             return []
-        if missing > self.pool.num_available:
+        if missing > self.num_available:
             return None
         blocks = self.pool.allocate(missing)
         table.blocks.extend(blocks)
-        return blocks
+        if not self.bounded:
+            return blocks
+        groups = zip(self.bounded, table.more, strict=True)
+        more = [group.extend(own, missing) for group, own in groups]
+        return [block for column in zip(blocks, *more, strict=True) for block in column]
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_tokens: int) -> None:
         """Keys and values of the first num_tokens tokens are computed: from now on the prefix cache
         finds their full blocks."""
         num_blocks = min(num_tokens // self.block_size, self.prefix.num_keyed(len(token_ids)))
         if num_blocks > table.num_committed and self.caching and table.is_cacheable:
+            before = table.num_committed
             self.prefix.extend_keys(table, token_ids, num_blocks)
             self.prefix.commit(table, num_blocks)
+            for anchor in table.anchors:
+                if before < anchor <= table.num_committed:
+                    self._make_findable(table, anchor)
+
+    def let_go(self, table: BlockTable, num_tokens: int) -> None:
+        """So many tokens are computed and certain: blocks that only they needed go back. Called
+        after `commit`; steps in flight begin behind these tokens."""
+        table.num_passed = max(table.num_passed, num_tokens // self.block_size)
+        for group, own in zip(self.bounded, table.more, strict=True):
+            group.let_go(own, table.num_passed)
 
     def next_commit(self, table: BlockTable, num_prompt_tokens: int) -> int:
-        """The number of computed tokens at which `commit` would take the next block."""
+        """The number of computed tokens at which `commit` would take the next block, or `let_go`
+        might release one."""
+        if self.bounded:
+            return (table.num_passed + 1) * self.block_size
         end = (table.num_committed + 1) * self.block_size
         ends_in_output = end > num_prompt_tokens and not self.caches_output
         if not self.caching or not table.is_cacheable or ends_in_output:
@@ -155,6 +221,10 @@ class KVCacheManager:
 
     def free(self, table: BlockTable) -> None:
         """Release the blocks. Those in the prefix cache can be hit until they are reallocated."""
+        if self.bounded and table.is_cacheable:
+            self._make_findable(table, table.num_committed)
+        for group, own in zip(self.bounded, table.more, strict=True):
+            group.release(own)
         self.pool.release(reversed(table.blocks))
         table.reset()
 
@@ -164,7 +234,14 @@ class KVCacheManager:
         blocks = table.blocks[: self.num_blocks_for(num_tokens)]
         for block in blocks:
             self.pool.share(block)
-        return ForkSource(blocks, num_tokens)
+        more = []
+        for group, own in zip(self.bounded, table.more, strict=True):
+            held = GroupTable()
+            held.blocks, held.num_gone = own.blocks[: len(blocks)], own.num_gone
+            for block in held.held:
+                group.pool.share(block)
+            more.append(held)
+        return ForkSource(blocks, num_tokens, more)
 
     def fork(self, source: ForkSource, table: BlockTable) -> bool:
         """Give an empty table all but the last of the held tokens: full blocks are shared, a
@@ -172,8 +249,17 @@ class KVCacheManager:
         changes."""
         assert not table.blocks, "a table is forked once"
         num_full, num_partial = divmod(source.num_tokens - 1, self.block_size)
-        if self.pool.num_available < 1:
+        if self.num_available < 1:
             return False
+        for number, group in enumerate(self.bounded):
+            own, held = table.more[number], source.more[number]
+            own.blocks, own.num_gone = held.blocks[:num_full], min(held.num_gone, num_full)
+            for block in own.held:
+                group.pool.share(block)
+            (new,) = group.extend(own, 1)
+            if num_partial:
+                self._more_copies[number].append((held.blocks[num_full], new))
+        table.num_passed = num_full
         table.blocks = source.blocks[:num_full]
         for block in table.blocks:
             self.pool.share(block)
@@ -186,6 +272,7 @@ class KVCacheManager:
     def drop(self, source: ForkSource) -> None:
         """End a ForkSource; its blocks stay until the step under construction is complete."""
         self._release_after_step.extend(reversed(source.blocks))
+        self._dropped.append(source.more)
         source.blocks = []
         if not self._device_to_device:
             self._release_dropped()
@@ -193,8 +280,11 @@ class KVCacheManager:
     def take_copies(self) -> BlockCopies:
         """The copies to do before the step that is now complete."""
         to_host, to_device = self.host.take_copies() if self.host is not None else ([], [])
-        copies = BlockCopies(to_host, to_device, self._device_to_device)
+        more = self._more_copies if any(self._more_copies) else []
+        copies = BlockCopies(to_host, to_device, self._device_to_device, more)
         self._device_to_device = []
+        if more:
+            self._more_copies = [[] for _ in self.bounded]
         self._release_dropped()
         return copies
 
@@ -209,13 +299,32 @@ class KVCacheManager:
     def clear_cache(self) -> None:
         """Forget every cached prefix: a step failed, so the content of blocks is unknown."""
         self.prefix.clear()
+        for group in self.bounded:
+            group.clear()
 
     def check(self) -> None:
         """Raise AssertionError if a block is leaked or owned twice; for tests and idle time."""
         self.pool.check()
+        for group in self.bounded:
+            group.check()
         if self.host is not None:
             self.host.check()
 
     def _release_dropped(self) -> None:
         self.pool.release(self._release_after_step)
         self._release_after_step = []
+        for more in self._dropped if self.bounded else ():
+            for group, held in zip(self.bounded, more, strict=True):
+                group.release(held)
+        self._dropped = []
+
+    def _make_findable(self, table: BlockTable, end: int) -> None:
+        """Bounded groups keep what resuming after the first `end` committed blocks takes."""
+        least = min(group.needed(end).start for group in self.bounded)
+        entries = self.prefix.last_entries(table, table.num_committed - least)
+        more = table.num_committed - end
+        make_findable(self.bounded, table, entries[: max(0, len(entries) - more)], end)
+
+    def _on_drop(self, entry: CacheEntry) -> None:
+        for group in self.bounded:
+            group.forget(entry)
