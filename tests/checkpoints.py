@@ -82,6 +82,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
     },
     "qwen2": {"architecture": "Qwen2", "tie_word_embeddings": True},
+    "qwen2-window": {
+        "architecture": "Qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+    },
     "qwen2-yarn": {"architecture": "Qwen2", "rope_parameters": _YARN},
     "qwen3": {
         "architecture": "Qwen3",
@@ -136,6 +142,17 @@ _LONGROPE = {
 # Saved when asked for by name: families of fd-models.
 FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
     "mistral": {"architecture": "Mistral", "head_dim": 16, "sliding_window": None},
+    "mistral-window": {"architecture": "Mistral", "head_dim": 16, "sliding_window": 12},
+    "qwen2-moe-window": {
+        "architecture": "Qwen2Moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 2,
+    },
     "mistral-yarn": {
         "architecture": "Mistral",
         "head_dim": 16,

@@ -75,7 +75,9 @@ class AttentionBatch:
 
     Row i feeds tokens cu_seqlens_q[i]:cu_seqlens_q[i+1]; these are the last ones of its
     seq_lens[i] tokens. Keys of this step are already counted in seq_lens. Slots that no sequence has
-    written may hold anything, NaN included: a driver must not let them into a result.
+    written may hold anything, NaN included: a driver must not let them into a result. Nor what lies in
+    front of the first token that a row still needs (AttentionSpec.retention): with a window or chunks,
+    entries of block_tables in front of it name blocks of others.
 
     A captured step (see AttentionBackend.prepare) has `is_exact` False: the device's numbers change from
     replay to replay, and of the host's arrays only cu_seqlens_q is right. seq_lens holds what each row
@@ -234,6 +236,27 @@ class NormingBackend(AttentionBackend, Protocol):
     ) -> Tensor:
         """`norms` are given exactly where spec.head_norms: each head of q and k is normed, and rounded to the
         model's dtype, before it is rotated."""
+        ...
+
+
+@runtime_checkable
+class SinkBackend(AttentionBackend, Protocol):
+    """A driver that declares "sinks" among its features. Added in contract 1.2."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: tuple[Tensor, ...],
+        metadata: AttentionMetadata,
+        rotary: Tensor | None = None,
+        scales: KVScales | None = None,
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """`sinks`, [num_heads] float32, are given exactly where spec.sinks: one more logit of each
+        head in every softmax, which no value belongs to."""
         ...
 
 

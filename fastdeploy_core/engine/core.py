@@ -52,7 +52,8 @@ class EngineCore:
             infos = self._executor.load()
             plan = plan_cache(infos, config.cache, config.batch, config.model.max_model_len)
             settings = make_settings(config, infos[0], resolved.speculative)
-            self._executor.initialize_cache(plan.num_blocks, plan.num_host_blocks)
+            more = [group.num_blocks for group in plan.bounded]
+            self._executor.initialize_cache(plan.num_blocks, plan.num_host_blocks, *more)
         except BaseException:
             self._executor.close()
             raise
@@ -66,6 +67,7 @@ class EngineCore:
             enable_output_caching=config.cache.enable_output_caching,
             model_identity=_model_identity(config),
             key_lookahead=resolved.speculative.key_lookahead,
+            bounded=plan.bounded,
         )
         self.scheduler = BatchScheduler(settings, kv)
         overlap = config.batch.overlap and worker.overlap

@@ -1,4 +1,8 @@
-"""How many KV blocks there will be; when they are too few, the message shows the arithmetic."""
+"""How many KV blocks there will be; when they are too few, the message shows the arithmetic.
+
+A bounded group of layers gets what max_num_seqs sequences can hold in it, which is known, and up to
+as much again for cached prefixes. The layers that need every token get the rest.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fastdeploy_core.config import BatchConfig, CacheConfig
+from fastdeploy_core.contracts.model import Retention
 from fastdeploy_core.errors import ResourceError
 from fastdeploy_core.types.worker import WorkerInfo
+
+from .groups import GroupPlan
 
 GIB, MIB = 2**30, 2**20
 # Where the pool and everything else share the host's memory, half of what is free stays free.
 SHARED_FRACTION = 0.5
+# Of the pool's bytes, the most that prefixes in bounded groups get beside what sequences need.
+PREFIX_FRACTION = 0.25
+# Chunks of one prompt that are on their way at once, with overlap.
+CHUNKS_IN_FLIGHT = 2
 
 
 class CachePlan(NamedTuple):
@@ -21,12 +32,15 @@ class CachePlan(NamedTuple):
     num_blocks: int
     num_host_blocks: int
     report: list[str]
+    bounded: tuple[GroupPlan, ...] = ()
 
 
 def plan_cache(
     workers: Sequence[WorkerInfo], cache: CacheConfig, batch: BatchConfig, max_model_len: int
 ) -> CachePlan:
     """Size the pool by the rank with the least memory; ResourceError says what would be enough."""
+    if workers[0].bounded:
+        return _plan_groups(workers, cache, batch, max_model_len)
     tightest = min(workers, key=lambda w: _budget(w, cache) // max(1, w.bytes_per_block))
     block_size = tightest.block_size
     needed = -(-max_model_len // block_size)
@@ -46,14 +60,87 @@ def plan_cache(
         f"{max_model_len} tokens; up to {batch.max_num_seqs} sequences run at once"
     ]
     if num_blocks < needed:
-        report.append(
-            f"a sequence may have at most {num_blocks * block_size} tokens, since the pool is "
-            f"smaller than max_model_len ({max_model_len})"
-        )
+        report.append(_smaller_than_context(num_blocks * block_size, max_model_len))
     num_host_blocks = 0
     if cache.swap_space_bytes:
         num_host_blocks = _host_blocks(tightest, len(workers), cache, report)
     return CachePlan(num_blocks, num_host_blocks, report)
+
+
+def _plan_groups(
+    workers: Sequence[WorkerInfo], cache: CacheConfig, batch: BatchConfig, max_model_len: int
+) -> CachePlan:
+    """The same for a model with bounded groups of layers."""
+    worker = min(workers, key=lambda w: _budget(w, cache))
+    size, budget = worker.block_size, _budget(worker, cache)
+    longest, seqs = -(-max_model_len // size), batch.max_num_seqs
+    step = CHUNKS_IN_FLIGHT * -(-batch.max_num_batched_tokens // size)
+    # Of one sequence between steps: its tokens may begin and end within a block, and what a step
+    # writes begins another; `step` blocks more while a prompt runs, for all sequences together.
+    held = [min(longest, -(-group.tokens // size) + 2) for group in worker.bounded]
+    most = [min(longest, own + step + 1) for own in held]
+    counts = [
+        min(seqs * longest, seqs * own + step + one) for own, one in zip(held, most, strict=True)
+    ]
+    num_bytes = [g.bytes_per_block for g in worker.bounded]
+    needed_bytes = sum(n * b for n, b in zip(counts, num_bytes, strict=True))
+    if cache.num_blocks_override is not None:
+        share, num_blocks = 1.0, cache.num_blocks_override
+    else:
+        one_bytes = longest * worker.bytes_per_block
+        if needed_bytes + one_bytes > budget:
+            raise ResourceError(_too_small_for_groups(worker, counts, seqs, budget, max_model_len))
+        spare = min(budget - needed_bytes - one_bytes, int(budget * PREFIX_FRACTION))
+        share = min(1.0, spare / max(1, needed_bytes))
+        num_blocks = 0  # below
+    counts = [n + int(n * share) for n in counts]
+    if not num_blocks:
+        left = budget - sum(n * b for n, b in zip(counts, num_bytes, strict=True))
+        # Without layers its blocks are numbers alone.
+        most_useful = 2 * seqs * longest
+        num_blocks = left // worker.bytes_per_block if worker.bytes_per_block else most_useful
+    report = [
+        f"KV cache: {num_blocks} blocks of {size} tokens for layers that need every token "
+        f"({worker.bytes_per_block} bytes each) hold {num_blocks * size} tokens, "
+        f"{num_blocks / longest:.2f} sequences of {max_model_len} tokens; up to {seqs} sequences "
+        "run at once"
+    ]
+    report += [
+        f"KV cache: {count} blocks of {size} tokens for layers with a {group.kind} of "
+        f"{group.tokens} tokens ({group.bytes_per_block} bytes each)"
+        for count, group in zip(counts, worker.bounded, strict=True)
+    ]
+    if num_blocks < longest:
+        report.append(_smaller_than_context(num_blocks * size, max_model_len))
+    if cache.swap_space_bytes:
+        report.append("host KV tier off: it holds blocks of models whose layers need every token")
+    rules = [Retention(group.kind, group.tokens) for group in worker.bounded]  # type: ignore[arg-type]
+    groups = [GroupPlan(*plan) for plan in zip(rules, counts, most, strict=True)]
+    return CachePlan(num_blocks, 0, report, tuple(groups))
+
+
+def _smaller_than_context(num_tokens: int, max_model_len: int) -> str:
+    return (
+        f"a sequence may have at most {num_tokens} tokens, since the pool is smaller than "
+        f"max_model_len ({max_model_len})"
+    )
+
+
+def _too_small_for_groups(
+    worker: WorkerInfo, counts: list[int], seqs: int, budget: int, max_model_len: int
+) -> str:
+    longest = -(-max_model_len // worker.block_size)
+    parts = [f"{longest} x {worker.bytes_per_block} for one sequence of {max_model_len} tokens"]
+    parts += [
+        f"{count} x {group.bytes_per_block} for the {group.kind} of {group.tokens} tokens of "
+        f"{seqs} sequences"
+        for count, group in zip(counts, worker.bounded, strict=True)
+    ]
+    text = f"too little memory for the KV cache: it needs {' and '.join(parts)} bytes, and "
+    text += f"{budget} are there"
+    if worker.memory_arithmetic:
+        text += f" ({worker.memory_arithmetic})"
+    return f"{text}; lower --max-num-seqs, --max-num-batched-tokens or --max-model-len"
 
 
 def _budget(worker: WorkerInfo, cache: CacheConfig) -> int:

@@ -112,6 +112,6 @@ class DeepseekV3ForCausalLM(DecoderLM):
         super().__init__(
             read,
             build,
-            attention=lambda build, prefix: build.mla(prefix, latent, spec, rotary, bias=bias),
+            attention=lambda build, prefix, _: build.mla(prefix, latent, spec, rotary, bias=bias),
             feed_forward=feed_forward,
         )

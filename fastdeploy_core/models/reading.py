@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastdeploy_core.contracts.attention import AttentionSpec
@@ -120,6 +120,21 @@ class ConfigReader:
         heads = self.size("num_attention_heads")
         kv_heads = self.size("num_key_value_heads", default=heads)
         return HeadShape(self.size("hidden_size"), heads, kv_heads)
+
+    def window(self, number: int, *, default: Callable[[int], bool]) -> int:
+        """Tokens that a query of that block sees, 0: all. layer_types of config.json says which
+        blocks have the window; `default` does where it does not."""
+        kinds = self._find(("layer_types",))
+        if kinds is not None and (not isinstance(kinds, list) or number >= len(kinds)):
+            raise self._wrong(("layer_types",), kinds, "a word for each layer")
+        windows = {"full_attention": False, "sliding_attention": True}
+        is_windowed = default(number) if kinds is None else windows.get(kinds[number])
+        if is_windowed is None:
+            raise UnsupportedModel(
+                f"config.json of this {self.architecture} has layer_types {kinds[number]!r}, which "
+                f"is not supported; possible: {', '.join(windows)}"
+            )
+        return self.size("sliding_window") if is_windowed else 0
 
     def shapes(self, attention: AttentionSpec, moe: MoESpec | None = None) -> ModelShapes:
         """The record planning works with; attention is the same in every layer."""

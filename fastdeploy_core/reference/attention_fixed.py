@@ -47,13 +47,22 @@ def prepare(xp: Any, batch: AttentionBatch, heads: Heads) -> FixedStep:
     )
     last = xp.clamp(ends - tokens + stored - 1, 0)  # later positions have not been written
     where = xp.minimum(position.reshape([1, num_keys]).expand([rows, num_keys]), last)
+    own = ends - tokens + xp.arange(tokens, dtype=xp.int64, device=device).reshape([1, tokens])
+    first = own
+    if heads.window:
+        first = xp.clamp(own - heads.window + 1, 0)
+    elif heads.chunk:
+        first = xp.clamp(own, 0) // heads.chunk * heads.chunk
+    if heads.is_bounded:  # what lies in front of it is not the row's
+        where = xp.minimum(xp.maximum(where, first[:, :1].expand([rows, num_keys])), last)
     tables = batch.block_tables_dev.to(xp.int64)
     block = xp.gather(tables, 1, where // heads.block_size)
     slots = block * heads.block_size + where % heads.block_size
     head = xp.arange(heads.num_kv_heads, dtype=xp.int64, device=device).reshape([1, -1, 1])
     kv_rows = slots.reshape([rows, 1, num_keys]) * heads.num_kv_heads + head
-    own = ends - tokens + xp.arange(tokens, dtype=xp.int64, device=device).reshape([1, tokens])
     hidden = position.reshape([1, 1, num_keys]) > own.reshape([rows, tokens, 1])
+    if heads.is_bounded:
+        hidden = hidden | (position.reshape([1, 1, num_keys]) < first.reshape([rows, tokens, 1]))
     return FixedStep(
         num_rows=rows,
         num_tokens=tokens,
@@ -70,9 +79,11 @@ def attend(
     queries: Tensor,
     read: Callable[[int, Tensor], Tensor],
     value_dim: int,
+    weigh: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """[tokens, num_heads * value_dim] float32. queries: [tokens, num_heads, dim] float32, scaled;
-    read(i, rows): rows of cache tensor i (0: keys, 1: values) as float32."""
+    read(i, rows): rows of cache tensor i (0: keys, 1: values) as float32; weigh(scores, mask):
+    their softmax."""
     rows, tokens, kv_heads = step.num_rows, step.num_tokens, heads.num_kv_heads
     lanes, dim = rows * kv_heads, queries.shape[-1]
     keys = read(0, step.kv_rows).reshape([lanes, -1, dim])
@@ -84,8 +95,8 @@ def attend(
         part = folded[:, :, begin : begin + count].reshape([lanes, count * heads.group, dim])
         scores = xp.matmul_nt(part, keys)
         shape = [rows, kv_heads, count, heads.group, keys.shape[1]]
-        scores = scores.reshape(shape) + step.mask[:, :, begin : begin + count]
-        weights = xp.softmax(scores, -1).reshape([lanes, count * heads.group, keys.shape[1]])
+        weights = weigh(scores.reshape(shape), step.mask[:, :, begin : begin + count])
+        weights = weights.reshape([lanes, count * heads.group, keys.shape[1]])
         out = xp.matmul(weights, values)[..., :value_dim]
         out = out.reshape([rows, kv_heads, count, heads.group, value_dim]).transpose(1, 2)
         parts.append(out.reshape([rows, count, heads.num_heads * value_dim]))

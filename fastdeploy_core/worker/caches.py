@@ -11,6 +11,7 @@ import numpy as np
 
 from fastdeploy_core.contracts.attention import cache_dtypes
 from fastdeploy_core.errors import WorkerError
+from fastdeploy_core.kvcache import bounded_rules
 from fastdeploy_core.tensor import DTYPE_BYTES
 from fastdeploy_core.types import BlockCopies
 
@@ -27,28 +28,50 @@ class Caches:
     def __init__(self, device: DeviceBackend, kernels: KernelTable, loaded: LoadedModel) -> None:
         self._device, self._kernels, self._loaded = device, kernels, loaded
         self.tensors: list[tuple[Tensor, ...]] = []  # of each layer
+        self.rules = bounded_rules(loaded.kv_layers)  # of groups of layers behind the first
+        # Of each layer, the number of its group.
+        self._groups = [
+            0 if spec.retention not in self.rules else 1 + self.rules.index(spec.retention)
+            for spec in loaded.kv_layers
+        ]
         self._mover: BlockMover | None = None
+        self._more: list[BlockMover] = []  # of the groups behind the first
 
-    def shapes(self, num_blocks: int) -> list[list[tuple[tuple[int, ...], str]]]:
-        """(shape, dtype) of each tensor of each layer's cache."""
+    def block_bytes(self) -> list[int]:
+        """Of each group, one block in all of its layers."""
+        found = [0] * (1 + len(self.rules))
+        for group, layer in zip(self._groups, self.shapes(*found), strict=True):
+            found[group] += sum(math.prod(shape[1:]) * DTYPE_BYTES[dtype] for shape, dtype in layer)
+        return found
+
+    def shapes(self, *num_blocks: int) -> list[list[tuple[tuple[int, ...], str]]]:
+        """(shape, dtype) of each tensor of each layer's cache. num_blocks: of each group."""
         layers = []
-        for spec in self._loaded.kv_layers:
-            shapes = self._loaded.attention[spec].cache_shapes(num_blocks)
+        for spec, group in zip(self._loaded.kv_layers, self._groups, strict=True):
+            shapes = self._loaded.attention[spec].cache_shapes(num_blocks[group])
             layers.append(list(zip(shapes, cache_dtypes(spec, len(shapes)), strict=True)))
         return layers
 
-    def allocate(self, num_blocks: int, num_host_blocks: int, *, is_touched: bool) -> None:
-        """Zeroed caches of every layer; those there were have been dropped. Without `is_touched`
+    def allocate(
+        self, num_blocks: int, num_host_blocks: int, *more_blocks: int, is_touched: bool
+    ) -> None:
+        """Zeroed caches of every layer; those there were have been dropped. more_blocks: of each
+        group behind the first; none: as many as that has. Without `is_touched`
         memory that is the host's comes page by page when it is used: clearing gigabytes takes
         seconds."""
         device = self._device
         make = self._zeros
         if device.limits.shares_host_memory and num_blocks and not is_touched:
             make = self._untouched
+        sizes = (num_blocks, *(more_blocks or [num_blocks] * len(self.rules)))
         self.tensors = [
-            tuple(make(shape, dtype) for shape, dtype in layer) for layer in self.shapes(num_blocks)
+            tuple(make(shape, dtype) for shape, dtype in layer) for layer in self.shapes(*sizes)
         ]
-        self._mover = BlockMover(device, self._kernels, self.tensors, num_host_blocks)
+        caches: list[list[tuple[Tensor, ...]]] = [[] for _ in sizes]
+        for group, cache in zip(self._groups, self.tensors, strict=True):
+            caches[group].append(cache)
+        self._mover = BlockMover(device, self._kernels, caches[0], num_host_blocks)
+        self._more = [BlockMover(device, self._kernels, group, 0) for group in caches[1:]]
 
     def _zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         xp = self._device.xp
@@ -66,7 +89,7 @@ class Caches:
 
     def drop(self) -> None:
         """Give the memory back, as far as nobody else holds the tensors."""
-        self._mover, self.tensors = None, []
+        self._mover, self._more, self.tensors = None, [], []
 
     def move(self, copies: BlockCopies) -> None:
         """Copy blocks as a step says."""
@@ -74,6 +97,9 @@ class Caches:
             if self._mover is None:
                 raise WorkerError("a step copies blocks before the cache was allocated")
             self._mover.apply(copies)
+        for mover, pairs in zip(self._more, copies.more, strict=False):
+            if pairs:
+                mover.apply(BlockCopies(device_to_device=pairs))
 
 
 Pairs = list[tuple[int, int]]
@@ -104,6 +130,8 @@ class BlockMover:
 
     def apply(self, copies: BlockCopies) -> None:
         """Device to host, host to device, then within the device."""
+        if not self._caches:
+            return  # a group without layers: its blocks are numbers alone
         if copies.device_to_host:
             self._to_host(copies.device_to_host)
         if copies.host_to_device:

@@ -6,7 +6,7 @@ puts them out of the slots: the device's counterpart of `place`, which tests com
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +19,7 @@ from fastdeploy_core.errors import WorkerError
 if TYPE_CHECKING:
     from fastdeploy_core.config import EngineConfig
     from fastdeploy_core.contracts.device import DeviceBackend, StepBuckets
+    from fastdeploy_core.contracts.model import Retention
     from fastdeploy_core.tensor import Tensor
 
     from .media import SequenceMedia
@@ -35,9 +36,17 @@ def place(rows: StepRows, slots: Slots) -> tuple[np.ndarray, np.ndarray, np.ndar
         token_slots = np.repeat(rows.slots, rows.counts)
         first = np.cumsum(rows.counts) - rows.counts
         positions = np.arange(token_slots.size) + np.repeat(rows.starts - first, rows.counts)
-    block, offset = np.divmod(positions, slots.block_size)
-    blocks = slots.block_tables[token_slots, block].astype(np.int64)
-    return token_slots, positions, blocks * slots.block_size + offset
+    where = cache_slots(slots.block_tables, token_slots, positions, slots.block_size)
+    return token_slots, positions, where
+
+
+def cache_slots(
+    tables: np.ndarray, token_slots: np.ndarray, positions: np.ndarray, block_size: int
+) -> np.ndarray:
+    """[T]: the places of tokens in the cache whose block tables these are."""
+    block, offset = np.divmod(positions, block_size)
+    where: np.ndarray = tables[token_slots, block].astype(np.int64) * block_size + offset
+    return where
 
 
 class LaidOut(NamedTuple):
@@ -45,6 +54,7 @@ class LaidOut(NamedTuple):
 
     attention: AttentionBatch
     input_ids: Tensor  # [T] int64
+    more: Mapping[Retention, AttentionBatch]  # the same for each bounded group of layers
     axes: Tensor | None = None  # [3, T] int64: positions, where they differ between the axes
 
 
@@ -61,15 +71,22 @@ class HostLayout:
 
     def lay_out(self, rows: StepRows) -> LaidOut:
         """The step as attention drivers and the model see it."""
-        token_slots, positions, cache_slots = place(rows, self._slots)
-        input_ids = self._input_ids(rows, token_slots, positions)
+        token_slots, indices, where = place(rows, self._slots)
+        input_ids = self._input_ids(rows, token_slots, indices)
         if rows.shape is not None:
-            return LaidOut(self._rectangle(rows, rows.shape, positions, cache_slots), input_ids)
-        axes = None
+            return LaidOut(self._rectangle(rows, rows.shape, indices, where), input_ids, {})
+        positions, axes = indices, None
         if self._media is not None:
-            positions, axes = self._media.positions(token_slots, positions)
-        batch = self._exact(rows, positions, cache_slots)
-        return LaidOut(batch, input_ids, None if axes is None else self._device.to_device(axes))
+            positions, axes = self._media.positions(token_slots, indices)
+        batch, more = self._exact(rows, positions, where), {}
+        for rule, tables in self._slots.more_tables.items():
+            mapping = cache_slots(tables, token_slots, indices, self._slots.block_size)
+            own = np.ascontiguousarray(tables[rows.slots, : batch.block_tables.shape[1]])
+            on_device = map(self._device.to_device, (own, mapping))
+            parts = zip(("block_tables_dev", "slot_mapping"), on_device, strict=True)
+            more[rule] = replace(batch, block_tables=own, **dict(parts))
+        axes = None if axes is None else self._device.to_device(axes)
+        return LaidOut(batch, input_ids, more, axes)
 
     def _exact(
         self, rows: StepRows, positions: np.ndarray, cache_slots: np.ndarray

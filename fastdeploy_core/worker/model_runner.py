@@ -113,6 +113,19 @@ class ModelRunner:
         self._is_simple = np.zeros(max_num_seqs, dtype=bool)  # see is_simple()
         self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
         self.caches = Caches(device, kernels, loaded)
+        for rule in self.caches.rules:
+            slots.more_tables[rule] = np.zeros_like(slots.block_tables)
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        """ConfigError for what layers with block tables of their own cannot be had with."""
+        if self.caches.rules and self._device.limits.step_buckets is not None:
+            raise ConfigError(
+                f"layers of this model have a {self.caches.rules[0].kind}, and steps of fixed "
+                f"shapes, which device {self._device.name} needs, have one block table for all "
+                f"layers; possible: contexts of up to {self.caches.rules[0].tokens} tokens "
+                f"(--max-model-len {self.caches.rules[0].tokens}), where that changes nothing"
+            )
 
     def _make_media(self, model: Any) -> SequenceMedia | None:
         """Where pictures of sequences are kept; None: they bring none. ConfigError for what cannot
@@ -160,12 +173,12 @@ class ModelRunner:
     # -- caches and graphs ------------------------------------------------------------------------
 
     def allocate_cache(
-        self, num_blocks: int, num_host_blocks: int, *, is_touched: bool = True
+        self, num_blocks: int, num_host_blocks: int, *more_blocks: int, is_touched: bool = True
     ) -> None:
         """Zeroed caches of every layer; what was there before is dropped first. See
         Caches.allocate."""
         self._drop_cache()
-        self.caches.allocate(num_blocks, num_host_blocks, is_touched=is_touched)
+        self.caches.allocate(num_blocks, num_host_blocks, *more_blocks, is_touched=is_touched)
 
     def free_cache(self) -> None:
         """Drop caches and every sequence."""
@@ -202,6 +215,8 @@ class ModelRunner:
         """Run steps one by one, with as many drafts as their rows can have."""
         for step in steps:
             self.slots.num_drafts[:] = self.slots.max_drafts
+            for new in step.new_sequences if self.caches.rules else ():
+                new.block_ids = np.repeat(new.block_ids, 1 + len(self.caches.rules)).tolist()
             self.launch(step).wait()
 
     # -- a step -----------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def test_two_ranks_equal_one(
 
 @pytest.mark.parametrize(
     ("variant", "field", "longest"),
-    [("mistral-yarn", "sliding_window", 256), ("phi3-longrope", "longrope", 128)],
+    [("phi3-longrope", "longrope", 128)],
 )
 def test_a_context_that_cannot_be_exact_is_refused_with_the_one_that_can(
     checkpoints: Path, variant: str, field: str, longest: int, tensor_library: str

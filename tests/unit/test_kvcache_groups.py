@@ -84,7 +84,7 @@ def play(kv: KVCacheManager, dice: Random) -> dict[str, int]:
             base = dice.choice(texts)
             text = base[: dice.randrange(4, len(base) + 1)]
             text = text + [dice.randrange(9) for _ in range(dice.randrange(1, 30))]
-            texts = texts[-5:] + [text]
+            texts = [*texts[-5:], text]
             table = kv.new_table()
             match = kv.match(table, text)
             chunk = min(len(text) - match.num_tokens, dice.randrange(1, 17))
@@ -156,7 +156,7 @@ def compute(kv, tokens, *, steps=8):
 
 
 def test_a_long_prompt_holds_no_more_than_its_window() -> None:
-    """400 tokens through a pool of 7 blocks: a window of 9 spans at most 3, a chunk of 8 takes 2."""
+    """400 tokens through a pool of 7 blocks: a window of 9 spans at most 3, each step takes 2."""
     kv = make_manager([Retention("window", 9)], num_blocks=101, most=7)
     table, _ = compute(kv, list(range(400)))
     (own,) = table.more
