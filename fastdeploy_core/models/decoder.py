@@ -157,6 +157,7 @@ class GroupedQueryLM(DecoderLM):
     mlp_bias: ClassVar[str | bool] = False
     head_bias: ClassVar[str | bool] = False
     tied: ClassVar[bool] = False
+    activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # words of config.json for its own
 
     @classmethod
     def check(cls, read: ConfigReader) -> None:
@@ -191,7 +192,7 @@ class GroupedQueryLM(DecoderLM):
     def shapes(cls, config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
         """Shapes of one rank."""
         read = ConfigReader(config, tp_size)
-        read.require_silu()
+        read.require_activation(*cls.activations)
         cls.check(read)
         rotary = cls.rotary(read)
         read.divided("intermediate_size", read.size("intermediate_size"))

@@ -81,7 +81,7 @@ class DeepseekV3ForCausalLM(DecoderLM):
     def shapes(config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
         """Shapes of one rank."""
         read = ConfigReader(config, tp_size)
-        read.require_silu()
+        read.require_activation("silu", "swish")
         read.divided("intermediate_size", read.size("intermediate_size"))
         return read.shapes(_attention(read, dtype), _moe(read, dtype))
 

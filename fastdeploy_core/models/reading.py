@@ -71,13 +71,13 @@ class ConfigReader:
             )
         return size // self.tp_size
 
-    def require_silu(self) -> None:
-        """UnsupportedModel unless the activation is silu, the only one here."""
-        activation = self._find(("hidden_act",))
-        if activation not in (None, "silu", "swish"):
+    def require_activation(self, *possible: str) -> None:
+        """UnsupportedModel unless the activation is one of these, or unnamed."""
+        activation = self._find(("hidden_activation", "hidden_act"))
+        if activation is not None and activation not in possible:
             raise UnsupportedModel(
                 f"hidden_act {activation!r} of this {self.architecture} is not supported; "
-                "possible: silu"
+                f"possible: {', '.join(possible)}"
             )
 
     def head_dim(self) -> int:

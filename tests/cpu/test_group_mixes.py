@@ -112,7 +112,8 @@ def test_the_report_says_what_the_worker_allocated(bench: Bench) -> None:
     core, _ = bench.run(Settings(), [])
     kv, caches = core.scheduler.kv, bench.worker._runner.caches
     sizes = [kv.pool.num_blocks, *(group.pool.num_blocks for group in kv.bounded)]
-    allocated = sum(tensor.nbytes for layer in caches.tensors for tensor in layer)
+    xp = bench.worker.device.xp
+    allocated = sum(xp.nbytes(tensor) for layer in caches.tensors for tensor in layer)
     assert allocated == sum(n * b for n, b in zip(sizes, caches.block_bytes(), strict=True))
     text = "\n".join(core.info.report)
     for group, num_bytes in zip(kv.bounded, caches.block_bytes()[1:], strict=True):
