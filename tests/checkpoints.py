@@ -175,6 +175,7 @@ FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
     },
     "gpt-oss": {
         "architecture": "GptOss",
+        "hidden_size": 64,
         "head_dim": 16,
         "num_hidden_layers": 4,
         "sliding_window": 8,

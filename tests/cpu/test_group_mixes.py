@@ -29,8 +29,8 @@ from tests.cpu.engine_mixes import (
 )
 from tests.null_engine import make_request
 
-# One group with layers and one without; two groups; every third block global.
-VARIANTS = ("mistral-window", "qwen2-window")
+# Windows alone; windows behind a full layer; windows and full layers in turn, with sinks.
+VARIANTS = ("mistral-window", "qwen2-window", "gpt-oss")
 NUM_MIXES = (15, pytest.param(110, marks=[pytest.mark.slow, pytest.mark.timeout(900)]))  # per model
 
 

@@ -172,6 +172,7 @@ quantizers: list[Callable[[Mapping[str, Any], DeviceBackend, KernelTable], Quant
     BlockFp8,
     CompressedTensors,
     Gptq,
+    Mxfp4,
     W4A8,
     W8A8,
     WFp8AFp8,

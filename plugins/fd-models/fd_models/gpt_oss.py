@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from fastdeploy_core.contracts.attention import AttentionSpec
+from fastdeploy_core.contracts.quantizer import LayerSpec
 from fastdeploy_core.layers import Placement
 from fastdeploy_core.models.reading import ConfigReader
 
@@ -34,19 +36,65 @@ class ClampedExperts:
         self._alpha = read.number("swiglu_alpha", default=1.702)
         count, hidden = read.size("num_local_experts"), read.size("hidden_size")
         width = read.size("intermediate_size")
-        both, own = build.piece.of(2 * width), build.piece.of(width)
-        experts, whole = slice(0, count), slice(0, hidden)
+        both, experts, whole = build.piece.of(2 * width), slice(0, count), slice(0, hidden)
         self._router = self._weight(f"{prefix}.router.weight", (count, hidden), (experts, whole))
         self._router_bias = self._weight(f"{prefix}.router.bias", (count,), (experts,))
         name = f"{prefix}.experts"
-        shape, region = (count, hidden, 2 * width), (experts, whole, both)
-        self._gate_up = self._weight(f"{name}.gate_up_proj", shape, region)
+        self._gate_up = self._matrices(f"{name}.gate_up_proj", count, hidden, 2 * width, "column")
         shape_2, region_2 = (count, 2 * width), (experts, both)
         self._gate_up_bias = self._weight(f"{name}.gate_up_proj_bias", shape_2, region_2)
-        shape, region = (count, width, hidden), (experts, own, whole)
-        self._down = self._weight(f"{name}.down_proj", shape, region)
+        self._down = self._matrices(f"{name}.down_proj", count, width, hidden, "row")
         bias = self._weight(f"{name}.down_proj_bias", (count, hidden), (experts, whole))
         self._down_bias = bias if build.tp_rank == 0 else None  # once in the sum over ranks
+
+    def _matrices(
+        self,
+        name: str,
+        count: int,
+        inputs: int,
+        outputs: int,
+        parallel: Literal["column", "row"],
+    ) -> Tensor:
+        """[experts, inputs, outputs] of this rank, in the model's dtype; the checkpoint's may be
+        quantized."""
+        build, quantizer = self._build, self._build.quantizer
+        share, whole = build.piece.of, lambda size: slice(0, size)
+        mine_in = (share if parallel == "row" else whole)(inputs)
+        mine_out = (share if parallel == "column" else whole)(outputs)
+        sizes = (mine_in.stop - mine_in.start, mine_out.stop - mine_out.start)
+        layer = LayerSpec(
+            name, "experts", *sizes, count, build.dtype, parallel=parallel, shards=build.tp_size
+        )
+        if quantizer is None or not quantizer.supports(layer):
+            region = (slice(0, count), mine_in, mine_out)
+            return self._weight(name, (count, inputs, outputs), region)
+        held = build.empty((count, *sizes), build.xp.dtype(build.dtype))
+        parameters, stored = quantizer.parameters(layer), dict[str, Any]()
+
+        def accept(suffix: str, tensor: Tensor) -> None:
+            stored[suffix] = tensor
+            if len(stored) == len(parameters):
+                for expert in range(count):
+                    one = {key: value[expert] for key, value in stored.items()}
+                    held[expert] = quantizer.dequantize(layer, one).transpose(0, 1).to(held.dtype)
+                stored.clear()
+
+        for suffix, own in parameters.items():
+            shape, region = list(own.shape), [slice(0, size) for size in own.shape]
+            if own.shard_dim is not None:
+                shape[own.shard_dim] *= build.tp_size
+                region[own.shard_dim] = build.piece.of(shape[own.shard_dim])
+            build.weights.add(
+                Placement(
+                    f"{name}_{suffix}",
+                    tuple(shape),
+                    tuple(region),
+                    partial(accept, suffix),
+                    fill="bits" if own.dummy is None else own.dummy,
+                    dtype=own.dtype,
+                )
+            )
+        return held
 
     def _weight(self, name: str, shape: tuple[int, ...], region: tuple[slice, ...]) -> Tensor:
         build = self._build

@@ -178,7 +178,7 @@ def test_who_reads_a_checkpoint_and_what_its_experts_are(config, driver, experts
     ("config", "words"),
     [
         ({"quant_method": "bitsandbytes"}, "wint8"),
-        ({"quant_method": "mxfp4"}, "possible"),
+        ({"quantization": "mxfp4"}, "possible while loading: wint4"),
     ],
 )
 def test_what_cannot_be_read_says_what_can(config, words):
