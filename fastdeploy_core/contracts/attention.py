@@ -155,7 +155,9 @@ class AttentionBackend(Protocol):
     not declare, so a field added to AttentionSpec with a word of its own cannot be overlooked.
 
     A driver with an attribute `max_recorded_len` is not recorded where sequences may be longer. One of unit
-    "rope_kv" with a true attribute `norms_heads` is called as NormingBackend says.
+    "rope_kv" with a true attribute `norms_heads` is called as NormingBackend says. One that declares
+    "sinks" is given `sinks`, [num_heads] float32, by that name exactly where spec.sinks: one more logit of
+    each head in every softmax, which no value belongs to (since contract 1.2).
     """
 
     name: str
@@ -236,27 +238,6 @@ class NormingBackend(AttentionBackend, Protocol):
     ) -> Tensor:
         """`norms` are given exactly where spec.head_norms: each head of q and k is normed, and rounded to the
         model's dtype, before it is rotated."""
-        ...
-
-
-@runtime_checkable
-class SinkBackend(AttentionBackend, Protocol):
-    """A driver that declares "sinks" among its features. Added in contract 1.2."""
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: tuple[Tensor, ...],
-        metadata: AttentionMetadata,
-        rotary: Tensor | None = None,
-        scales: KVScales | None = None,
-        *,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """`sinks`, [num_heads] float32, are given exactly where spec.sinks: one more logit of each
-        head in every softmax, which no value belongs to."""
         ...
 
 

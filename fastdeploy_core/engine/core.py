@@ -67,8 +67,8 @@ class EngineCore:
             enable_output_caching=config.cache.enable_output_caching,
             model_identity=_model_identity(config),
             key_lookahead=resolved.speculative.key_lookahead,
-            bounded=plan.bounded,
         )
+        kv.add_groups(plan.bounded)
         self.scheduler = BatchScheduler(settings, kv)
         overlap = config.batch.overlap and worker.overlap
         self._depth = 2 if overlap else 1

@@ -84,22 +84,12 @@ class BoundedGroup:
         for block in table.held:
             self.pool.share(block)
 
-    def extend(self, table: GroupTable, count: int) -> list[int]:
-        """Append so many blocks; the caller has compared with the pool."""
-        blocks = self.pool.allocate(count)
-        table.blocks.extend(blocks)
-        return blocks
-
     def let_go(self, table: GroupTable, num_blocks: int) -> None:
         """Release what no token after num_blocks full blocks reads."""
         first = min(self.needed(num_blocks).start, len(table.blocks))
         if first > table.num_gone:
             self.pool.release(reversed(table.blocks[table.num_gone : first]))
             table.num_gone = first
-
-    def release(self, table: GroupTable) -> None:
-        """Release all blocks, as BlockPool.release wants them."""
-        self.pool.release(reversed(table.held))
 
     def attach(self, entry: CacheEntry, block: int) -> None:
         """The entry's tokens can be found in this block, unless another one has them."""

@@ -30,12 +30,11 @@ class PrefixMatch(NamedTuple):
 class ForkSource:
     """A prompt's computed blocks, held so that the other answers to it (n > 1) can share them."""
 
-    __slots__ = ("blocks", "more", "num_tokens")
+    __slots__ = ("blocks", "num_tokens")
 
-    def __init__(self, blocks: list[int], num_tokens: int, more: list[GroupTable]) -> None:
+    def __init__(self, blocks: list[int], num_tokens: int) -> None:
         self.blocks = blocks
         self.num_tokens = num_tokens
-        self.more = more  # of bounded groups
 
 
 NO_MATCH = PrefixMatch([], 0, 0, 0)
@@ -56,9 +55,7 @@ class KVCacheManager:
         model_identity: str = "",
         hash_function: HashFunction = sha256,
         key_lookahead: int = 0,
-        bounded: Sequence[GroupPlan] = (),
     ) -> None:
-        assert not (bounded and num_host_blocks), "the host tier holds one group of layers"
         self.block_size = block_size
         self.caching = enable_prefix_caching
         self.caches_output = enable_output_caching
@@ -67,15 +64,20 @@ class KVCacheManager:
         self.prefix = PrefixCache(
             self.pool, block_size, model_identity, self.host, hash_function, key_lookahead
         )
-        self.bounded = [BoundedGroup(plan, block_size) for plan in bounded]
-        if self.bounded:
-            self.prefix.on_drop = self._on_drop
+        self.bounded: list[BoundedGroup] = []
         self._device_to_device: list[tuple[int, int]] = []
-        self._more_copies: list[list[tuple[int, int]]] = [[] for _ in bounded]
         # Blocks that a copy of the step under construction reads. They become free when that step
         # is complete.
         self._release_after_step: list[int] = []
-        self._dropped: list[list[GroupTable]] = []  # the same of bounded groups
+
+    def add_groups(self, plans: Iterable[GroupPlan]) -> None:
+        """The model has these bounded groups beside the first one; called before any table is
+        made. What is copied between blocks is the first group's, so the others have neither a host
+        tier nor forks."""
+        self.bounded = [BoundedGroup(plan, self.block_size) for plan in plans]
+        if self.bounded:
+            assert self.host is None, "the host tier holds one group of layers"
+            self.prefix.on_drop = self._on_drop
 
     @property
     def num_available(self) -> int:
@@ -114,7 +116,8 @@ class KVCacheManager:
         if not self.caching or num_blocks == 0:
             return NO_MATCH
         self.prefix.extend_keys(table, token_ids, num_blocks)
-        entries, anchors = self.prefix.match(table, num_blocks), ()
+        entries = self.prefix.match(table, num_blocks)
+        anchors: tuple[int, ...] = ()
         if self.bounded:
             # Worth keeping: where this sequence leaves what others had, and its prompt's end.
             anchors = (len(entries), num_blocks)
@@ -185,9 +188,9 @@ class KVCacheManager:
         table.blocks.extend(blocks)
         if not self.bounded:
             return blocks
-        groups = zip(self.bounded, table.more, strict=True)
-        more = [group.extend(own, missing) for group, own in groups]
-        return [block for column in zip(blocks, *more, strict=True) for block in column]
+        for group, own in zip(self.bounded, table.more, strict=True):
+            own.blocks += group.pool.allocate(missing)
+        return table.interleaved(len(table.blocks) - missing)
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_tokens: int) -> None:
         """Keys and values of the first num_tokens tokens are computed: from now on the prefix cache
@@ -224,7 +227,7 @@ class KVCacheManager:
         if self.bounded and table.is_cacheable:
             self._make_findable(table, table.num_committed)
         for group, own in zip(self.bounded, table.more, strict=True):
-            group.release(own)
+            group.pool.release(reversed(own.held))
         self.pool.release(reversed(table.blocks))
         table.reset()
 
@@ -234,14 +237,7 @@ class KVCacheManager:
         blocks = table.blocks[: self.num_blocks_for(num_tokens)]
         for block in blocks:
             self.pool.share(block)
-        more = []
-        for group, own in zip(self.bounded, table.more, strict=True):
-            held = GroupTable()
-            held.blocks, held.num_gone = own.blocks[: len(blocks)], own.num_gone
-            for block in held.held:
-                group.pool.share(block)
-            more.append(held)
-        return ForkSource(blocks, num_tokens, more)
+        return ForkSource(blocks, num_tokens)
 
     def fork(self, source: ForkSource, table: BlockTable) -> bool:
         """Give an empty table all but the last of the held tokens: full blocks are shared, a
@@ -249,17 +245,8 @@ class KVCacheManager:
         changes."""
         assert not table.blocks, "a table is forked once"
         num_full, num_partial = divmod(source.num_tokens - 1, self.block_size)
-        if self.num_available < 1:
+        if self.pool.num_available < 1:
             return False
-        for number, group in enumerate(self.bounded):
-            own, held = table.more[number], source.more[number]
-            own.blocks, own.num_gone = held.blocks[:num_full], min(held.num_gone, num_full)
-            for block in own.held:
-                group.pool.share(block)
-            (new,) = group.extend(own, 1)
-            if num_partial:
-                self._more_copies[number].append((held.blocks[num_full], new))
-        table.num_passed = num_full
         table.blocks = source.blocks[:num_full]
         for block in table.blocks:
             self.pool.share(block)
@@ -272,7 +259,6 @@ class KVCacheManager:
     def drop(self, source: ForkSource) -> None:
         """End a ForkSource; its blocks stay until the step under construction is complete."""
         self._release_after_step.extend(reversed(source.blocks))
-        self._dropped.append(source.more)
         source.blocks = []
         if not self._device_to_device:
             self._release_dropped()
@@ -280,11 +266,8 @@ class KVCacheManager:
     def take_copies(self) -> BlockCopies:
         """The copies to do before the step that is now complete."""
         to_host, to_device = self.host.take_copies() if self.host is not None else ([], [])
-        more = self._more_copies if any(self._more_copies) else []
-        copies = BlockCopies(to_host, to_device, self._device_to_device, more)
+        copies = BlockCopies(to_host, to_device, self._device_to_device)
         self._device_to_device = []
-        if more:
-            self._more_copies = [[] for _ in self.bounded]
         self._release_dropped()
         return copies
 
@@ -313,10 +296,6 @@ class KVCacheManager:
     def _release_dropped(self) -> None:
         self.pool.release(self._release_after_step)
         self._release_after_step = []
-        for more in self._dropped if self.bounded else ():
-            for group, held in zip(self.bounded, more, strict=True):
-                group.release(held)
-        self._dropped = []
 
     def _make_findable(self, table: BlockTable, end: int) -> None:
         """Bounded groups keep what resuming after the first `end` committed blocks takes."""

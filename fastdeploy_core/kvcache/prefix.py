@@ -107,13 +107,11 @@ class BlockTable:
         self.tail: CacheEntry | None = None  # cache entry of the last committed block
         self.is_cacheable = True  # False once its chain cannot be continued
 
-    def interleaved(self) -> list[int]:
-        """The blocks of all groups as messages have them: of each block of tokens the first
-        group's, then the others' in their order."""
-        if not self.more:
-            return self.blocks.copy()
-        columns = zip(self.blocks, *(own.blocks for own in self.more), strict=True)
-        return [block for column in columns for block in column]
+    def interleaved(self, first: int = 0) -> list[int]:
+        """The blocks of all groups, from that one on, as messages have them: of each block of
+        tokens the first group's, then the others' in their order."""
+        tables = (self.blocks[first:], *(own.blocks[first:] for own in self.more))
+        return [block for column in zip(*tables, strict=True) for block in column]
 
     def reset(self) -> None:
         """Forget the blocks; keys stay."""

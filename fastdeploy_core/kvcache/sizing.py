@@ -22,8 +22,7 @@ GIB, MIB = 2**30, 2**20
 SHARED_FRACTION = 0.5
 # Of the pool's bytes, the most that prefixes in bounded groups get beside what sequences need.
 PREFIX_FRACTION = 0.25
-# Chunks of one prompt that are on their way at once, with overlap.
-CHUNKS_IN_FLIGHT = 2
+CHUNKS_IN_FLIGHT = 2  # of one prompt, with overlap
 
 
 class CachePlan(NamedTuple):
@@ -39,108 +38,67 @@ def plan_cache(
     workers: Sequence[WorkerInfo], cache: CacheConfig, batch: BatchConfig, max_model_len: int
 ) -> CachePlan:
     """Size the pool by the rank with the least memory; ResourceError says what would be enough."""
-    if workers[0].bounded:
-        return _plan_groups(workers, cache, batch, max_model_len)
     tightest = min(workers, key=lambda w: _budget(w, cache) // max(1, w.bytes_per_block))
     block_size = tightest.block_size
     needed = -(-max_model_len // block_size)
+    bounded, bounded_bytes = _plan_bounded(tightest, cache, batch, needed)
+    left = _budget(tightest, cache) - bounded_bytes
     if cache.num_blocks_override is not None:
         num_blocks, origin = cache.num_blocks_override, "set by the operator"
+    elif bounded and not tightest.bytes_per_block:  # no layer has these: numbers alone
+        num_blocks = 2 * batch.max_num_seqs * needed if left >= 0 else 0
+        origin = "which no layer has"
     else:
-        num_blocks = _budget(tightest, cache) // max(1, tightest.bytes_per_block)
-        origin = (
-            f"{_budget(tightest, cache) / MIB:.1f} MiB / "
-            f"{tightest.bytes_per_block / MIB:.4g} MiB per block"
-        )
+        num_blocks = left // max(1, tightest.bytes_per_block)
+        origin = f"{left / MIB:.1f} MiB / {tightest.bytes_per_block / MIB:.4g} MiB per block"
     if num_blocks < 1 or (cache.num_blocks_override is None and num_blocks < needed):
-        raise ResourceError(_too_small(tightest, cache, num_blocks, needed, max_model_len))
+        sizes = (max(0, num_blocks), needed, bounded_bytes)
+        raise ResourceError(_too_small(tightest, cache, *sizes, max_model_len))
     report = [
         f"KV cache: {num_blocks} blocks of {block_size} tokens ({origin}) hold "
         f"{num_blocks * block_size} tokens, {num_blocks / needed:.2f} sequences of "
         f"{max_model_len} tokens; up to {batch.max_num_seqs} sequences run at once"
     ]
+    report += [
+        f"KV cache: {plan.num_blocks} blocks of {block_size} tokens for layers with a {group.kind} "
+        f"of {group.tokens} tokens ({group.bytes_per_block} bytes each)"
+        for plan, group in zip(bounded, tightest.bounded, strict=True)
+    ]
     if num_blocks < needed:
-        report.append(_smaller_than_context(num_blocks * block_size, max_model_len))
+        report.append(
+            f"a sequence may have at most {num_blocks * block_size} tokens, since the pool is "
+            f"smaller than max_model_len ({max_model_len})"
+        )
     num_host_blocks = 0
     if cache.swap_space_bytes:
         num_host_blocks = _host_blocks(tightest, len(workers), cache, report)
-    return CachePlan(num_blocks, num_host_blocks, report)
+    return CachePlan(num_blocks, num_host_blocks, report, bounded)
 
 
-def _plan_groups(
-    workers: Sequence[WorkerInfo], cache: CacheConfig, batch: BatchConfig, max_model_len: int
-) -> CachePlan:
-    """The same for a model with bounded groups of layers."""
-    worker = min(workers, key=lambda w: _budget(w, cache))
-    size, budget = worker.block_size, _budget(worker, cache)
-    longest, seqs = -(-max_model_len // size), batch.max_num_seqs
+def _plan_bounded(
+    worker: WorkerInfo, cache: CacheConfig, batch: BatchConfig, longest: int
+) -> tuple[tuple[GroupPlan, ...], int]:
+    """The pools of bounded groups, and their bytes. longest: blocks of the longest sequence."""
+    size, seqs, plans, needed_bytes = worker.block_size, batch.max_num_seqs, list[GroupPlan](), 0
     step = CHUNKS_IN_FLIGHT * -(-batch.max_num_batched_tokens // size)
-    # Of one sequence between steps: its tokens may begin and end within a block, and what a step
-    # writes begins another; `step` blocks more while a prompt runs, for all sequences together.
-    held = [min(longest, -(-group.tokens // size) + 2) for group in worker.bounded]
-    most = [min(longest, own + step + 1) for own in held]
-    counts = [
-        min(seqs * longest, seqs * own + step + one) for own, one in zip(held, most, strict=True)
-    ]
-    num_bytes = [g.bytes_per_block for g in worker.bounded]
-    needed_bytes = sum(n * b for n, b in zip(counts, num_bytes, strict=True))
-    if cache.num_blocks_override is not None:
-        share, num_blocks = 1.0, cache.num_blocks_override
-    else:
-        one_bytes = longest * worker.bytes_per_block
-        if needed_bytes + one_bytes > budget:
-            raise ResourceError(_too_small_for_groups(worker, counts, seqs, budget, max_model_len))
-        spare = min(budget - needed_bytes - one_bytes, int(budget * PREFIX_FRACTION))
+    for group in worker.bounded:
+        # Between steps: tokens may begin and end within a block, and another one is begun. While
+        # prompts run, their chunks beside it.
+        held = min(longest, -(-group.tokens // size) + 2)
+        most = min(longest, held + step + 1)
+        count = min(seqs * longest, seqs * held + step + most)
+        rule = Retention(group.kind, group.tokens)  # type: ignore[arg-type]
+        plans.append(GroupPlan(rule, count, most))
+        needed_bytes += count * group.bytes_per_block
+    share = 1.0
+    if cache.num_blocks_override is None:
+        budget = _budget(worker, cache)
+        spare = budget - needed_bytes - longest * worker.bytes_per_block
+        spare = max(0, min(spare, int(budget * PREFIX_FRACTION)))
         share = min(1.0, spare / max(1, needed_bytes))
-        num_blocks = 0  # below
-    counts = [n + int(n * share) for n in counts]
-    if not num_blocks:
-        left = budget - sum(n * b for n, b in zip(counts, num_bytes, strict=True))
-        # Without layers its blocks are numbers alone.
-        most_useful = 2 * seqs * longest
-        num_blocks = left // worker.bytes_per_block if worker.bytes_per_block else most_useful
-    report = [
-        f"KV cache: {num_blocks} blocks of {size} tokens for layers that need every token "
-        f"({worker.bytes_per_block} bytes each) hold {num_blocks * size} tokens, "
-        f"{num_blocks / longest:.2f} sequences of {max_model_len} tokens; up to {seqs} sequences "
-        "run at once"
-    ]
-    report += [
-        f"KV cache: {count} blocks of {size} tokens for layers with a {group.kind} of "
-        f"{group.tokens} tokens ({group.bytes_per_block} bytes each)"
-        for count, group in zip(counts, worker.bounded, strict=True)
-    ]
-    if num_blocks < longest:
-        report.append(_smaller_than_context(num_blocks * size, max_model_len))
-    if cache.swap_space_bytes:
-        report.append("host KV tier off: it holds blocks of models whose layers need every token")
-    rules = [Retention(group.kind, group.tokens) for group in worker.bounded]  # type: ignore[arg-type]
-    groups = [GroupPlan(*plan) for plan in zip(rules, counts, most, strict=True)]
-    return CachePlan(num_blocks, 0, report, tuple(groups))
-
-
-def _smaller_than_context(num_tokens: int, max_model_len: int) -> str:
-    return (
-        f"a sequence may have at most {num_tokens} tokens, since the pool is smaller than "
-        f"max_model_len ({max_model_len})"
-    )
-
-
-def _too_small_for_groups(
-    worker: WorkerInfo, counts: list[int], seqs: int, budget: int, max_model_len: int
-) -> str:
-    longest = -(-max_model_len // worker.block_size)
-    parts = [f"{longest} x {worker.bytes_per_block} for one sequence of {max_model_len} tokens"]
-    parts += [
-        f"{count} x {group.bytes_per_block} for the {group.kind} of {group.tokens} tokens of "
-        f"{seqs} sequences"
-        for count, group in zip(counts, worker.bounded, strict=True)
-    ]
-    text = f"too little memory for the KV cache: it needs {' and '.join(parts)} bytes, and "
-    text += f"{budget} are there"
-    if worker.memory_arithmetic:
-        text += f" ({worker.memory_arithmetic})"
-    return f"{text}; lower --max-num-seqs, --max-num-batched-tokens or --max-model-len"
+    made = tuple(p._replace(num_blocks=int(p.num_blocks * (1 + share))) for p in plans)
+    groups = zip(made, worker.bounded, strict=True)
+    return made, sum(plan.num_blocks * group.bytes_per_block for plan, group in groups)
 
 
 def _budget(worker: WorkerInfo, cache: CacheConfig) -> int:
@@ -150,6 +108,9 @@ def _budget(worker: WorkerInfo, cache: CacheConfig) -> int:
 
 
 def _host_blocks(worker: WorkerInfo, num_ranks: int, cache: CacheConfig, report: list[str]) -> int:
+    if worker.bounded:
+        report.append("host KV tier off: it holds blocks of layers that need every token, alone")
+        return 0
     if not worker.host_tier:
         report.append("host KV tier off: the device cannot move blocks to host memory")
         return 0
@@ -171,7 +132,12 @@ def _host_blocks(worker: WorkerInfo, num_ranks: int, cache: CacheConfig, report:
 
 
 def _too_small(
-    worker: WorkerInfo, cache: CacheConfig, num_blocks: int, needed: int, max_model_len: int
+    worker: WorkerInfo,
+    cache: CacheConfig,
+    num_blocks: int,
+    needed: int,
+    bounded_bytes: int,
+    max_model_len: int,
 ) -> str:
     possible = num_blocks * worker.block_size
     if cache.num_blocks_override is not None:
@@ -189,6 +155,12 @@ def _too_small(
     )
     if cache.kv_cache_memory_bytes is None and worker.memory_arithmetic:
         text += f" ({worker.memory_arithmetic})"
+    if bounded_bytes:
+        kinds = " and ".join(f"{group.kind} of {group.tokens} tokens" for group in worker.bounded)
+        text += (
+            f"; of them layers with a {kinds} take {bounded_bytes} for all sequences; lower "
+            "--max-num-seqs or --max-num-batched-tokens"
+        )
     if possible:
         return f"{text}; lower --max-model-len to {possible}, or give it more memory"
     return f"{text}; give it more memory"

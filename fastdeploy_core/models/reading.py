@@ -124,17 +124,19 @@ class ConfigReader:
     def window(self, number: int, *, default: Callable[[int], bool]) -> int:
         """Tokens that a query of that block sees, 0: all. layer_types of config.json says which
         blocks have the window; `default` does where it does not."""
-        kinds = self._find(("layer_types",))
-        if kinds is not None and (not isinstance(kinds, list) or number >= len(kinds)):
+        kinds, words = self._find(("layer_types",)), ("full_attention", "sliding_attention")
+        if kinds is None:
+            kind = words[default(number)]
+        elif isinstance(kinds, list) and number < len(kinds):
+            kind = kinds[number]
+        else:
             raise self._wrong(("layer_types",), kinds, "a word for each layer")
-        windows = {"full_attention": False, "sliding_attention": True}
-        is_windowed = default(number) if kinds is None else windows.get(kinds[number])
-        if is_windowed is None:
+        if kind not in words:
             raise UnsupportedModel(
-                f"config.json of this {self.architecture} has layer_types {kinds[number]!r}, which "
-                f"is not supported; possible: {', '.join(windows)}"
+                f"config.json of this {self.architecture} has layer_types {kind!r}, which is not "
+                f"supported; possible: {', '.join(words)}"
             )
-        return self.size("sliding_window") if is_windowed else 0
+        return self.size("sliding_window") if kind == words[1] else 0
 
     def shapes(self, attention: AttentionSpec, moe: MoESpec | None = None) -> ModelShapes:
         """The record planning works with; attention is the same in every layer."""

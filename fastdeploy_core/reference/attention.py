@@ -114,7 +114,7 @@ class ReferenceAttention:
             and self._heads.group <= _MAX_RAGGED_GROUP
             and not (spec.kv_format or spec.sinks or spec.softcap)
         )
-        self.can_capture_decode = device.limits.graph_capture
+        self.can_capture_decode = device.limits.graph_capture and not self._heads.is_bounded
         self._kv = kv_format(spec.kv_format)
         self._narrow = xp.dtype(spec.dtype) if spec.dtype != "float32" else None
 

@@ -47,22 +47,13 @@ def prepare(xp: Any, batch: AttentionBatch, heads: Heads) -> FixedStep:
     )
     last = xp.clamp(ends - tokens + stored - 1, 0)  # later positions have not been written
     where = xp.minimum(position.reshape([1, num_keys]).expand([rows, num_keys]), last)
-    own = ends - tokens + xp.arange(tokens, dtype=xp.int64, device=device).reshape([1, tokens])
-    first = own
-    if heads.window:
-        first = xp.clamp(own - heads.window + 1, 0)
-    elif heads.chunk:
-        first = xp.clamp(own, 0) // heads.chunk * heads.chunk
-    if heads.is_bounded:  # what lies in front of it is not the row's
-        where = xp.minimum(xp.maximum(where, first[:, :1].expand([rows, num_keys])), last)
     tables = batch.block_tables_dev.to(xp.int64)
     block = xp.gather(tables, 1, where // heads.block_size)
     slots = block * heads.block_size + where % heads.block_size
     head = xp.arange(heads.num_kv_heads, dtype=xp.int64, device=device).reshape([1, -1, 1])
     kv_rows = slots.reshape([rows, 1, num_keys]) * heads.num_kv_heads + head
+    own = ends - tokens + xp.arange(tokens, dtype=xp.int64, device=device).reshape([1, tokens])
     hidden = position.reshape([1, 1, num_keys]) > own.reshape([rows, tokens, 1])
-    if heads.is_bounded:
-        hidden = hidden | (position.reshape([1, 1, num_keys]) < first.reshape([rows, tokens, 1]))
     return FixedStep(
         num_rows=rows,
         num_tokens=tokens,

@@ -91,9 +91,8 @@ class Heads:
         that any token of a step sees may be another sequence's, or nothing."""
         if self.window:
             return np.maximum(positions - self.window + 1, 0)
-        if self.chunk:
-            return positions // self.chunk * self.chunk
-        return np.zeros_like(positions)
+        first: np.ndarray = positions * 0
+        return positions // self.chunk * self.chunk if self.chunk else first
 
     @property
     def is_bounded(self) -> bool:

@@ -61,7 +61,7 @@ class Admission:
         source = request.fork_source
         is_follower = seq.index > 0 and len(seq.token_ids) == seq.num_prompt_tokens
         if source is not None and is_follower:
-            if self._kv.num_available < 1 + self._num_watermark():
+            if self._kv.pool.num_available < 1 + self._num_watermark():
                 return self._refuse(seq)
             self._kv.fork(source, seq.table)
             self._roster.start(seq, source.num_tokens - 1)

@@ -159,8 +159,7 @@ class BlockCopies(msgspec.Struct, frozen=True, omit_defaults=True):
 
     device_to_host: list[tuple[int, int]] = []
     host_to_device: list[tuple[int, int]] = []
-    device_to_device: list[tuple[int, int]] = []  # of the first group of layers
-    more: list[list[tuple[int, int]]] = []  # within the device, of each further group
+    device_to_device: list[tuple[int, int]] = []
 
 
 class SchedulerOutput(msgspec.Struct, kw_only=True, omit_defaults=True):

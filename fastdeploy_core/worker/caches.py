@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastdeploy_core.contracts.attention import cache_dtypes
-from fastdeploy_core.errors import WorkerError
+from fastdeploy_core.errors import ConfigError, WorkerError
 from fastdeploy_core.kvcache import bounded_rules
 from fastdeploy_core.tensor import DTYPE_BYTES
 from fastdeploy_core.types import BlockCopies
@@ -29,13 +29,15 @@ class Caches:
         self._device, self._kernels, self._loaded = device, kernels, loaded
         self.tensors: list[tuple[Tensor, ...]] = []  # of each layer
         self.rules = bounded_rules(loaded.kv_layers)  # of groups of layers behind the first
-        # Of each layer, the number of its group.
-        self._groups = [
-            0 if spec.retention not in self.rules else 1 + self.rules.index(spec.retention)
-            for spec in loaded.kv_layers
-        ]
+        if self.rules and device.limits.step_buckets is not None:
+            raise ConfigError(
+                f"layers with a {self.rules[0].kind} have block tables of their own, and steps of "
+                f"fixed shapes, which device {device.name} needs, have one for all; possible: "
+                f"--max-model-len {self.rules[0].tokens}, where it changes nothing"
+            )
+        groups = {rule: number for number, rule in enumerate(self.rules, 1)}
+        self._groups = [groups.get(spec.retention, 0) for spec in loaded.kv_layers]
         self._mover: BlockMover | None = None
-        self._more: list[BlockMover] = []  # of the groups behind the first
 
     def block_bytes(self) -> list[int]:
         """Of each group, one block in all of its layers."""
@@ -67,11 +69,7 @@ class Caches:
         self.tensors = [
             tuple(make(shape, dtype) for shape, dtype in layer) for layer in self.shapes(*sizes)
         ]
-        caches: list[list[tuple[Tensor, ...]]] = [[] for _ in sizes]
-        for group, cache in zip(self._groups, self.tensors, strict=True):
-            caches[group].append(cache)
-        self._mover = BlockMover(device, self._kernels, caches[0], num_host_blocks)
-        self._more = [BlockMover(device, self._kernels, group, 0) for group in caches[1:]]
+        self._mover = BlockMover(device, self._kernels, self.tensors, num_host_blocks)
 
     def _zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         xp = self._device.xp
@@ -89,7 +87,7 @@ class Caches:
 
     def drop(self) -> None:
         """Give the memory back, as far as nobody else holds the tensors."""
-        self._mover, self._more, self.tensors = None, [], []
+        self._mover, self.tensors = None, []
 
     def move(self, copies: BlockCopies) -> None:
         """Copy blocks as a step says."""
@@ -97,9 +95,6 @@ class Caches:
             if self._mover is None:
                 raise WorkerError("a step copies blocks before the cache was allocated")
             self._mover.apply(copies)
-        for mover, pairs in zip(self._more, copies.more, strict=False):
-            if pairs:
-                mover.apply(BlockCopies(device_to_device=pairs))
 
 
 Pairs = list[tuple[int, int]]
@@ -130,8 +125,6 @@ class BlockMover:
 
     def apply(self, copies: BlockCopies) -> None:
         """Device to host, host to device, then within the device."""
-        if not self._caches:
-            return  # a group without layers: its blocks are numbers alone
         if copies.device_to_host:
             self._to_host(copies.device_to_host)
         if copies.host_to_device:

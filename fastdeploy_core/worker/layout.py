@@ -36,17 +36,9 @@ def place(rows: StepRows, slots: Slots) -> tuple[np.ndarray, np.ndarray, np.ndar
         token_slots = np.repeat(rows.slots, rows.counts)
         first = np.cumsum(rows.counts) - rows.counts
         positions = np.arange(token_slots.size) + np.repeat(rows.starts - first, rows.counts)
-    where = cache_slots(slots.block_tables, token_slots, positions, slots.block_size)
-    return token_slots, positions, where
-
-
-def cache_slots(
-    tables: np.ndarray, token_slots: np.ndarray, positions: np.ndarray, block_size: int
-) -> np.ndarray:
-    """[T]: the places of tokens in the cache whose block tables these are."""
-    block, offset = np.divmod(positions, block_size)
-    where: np.ndarray = tables[token_slots, block].astype(np.int64) * block_size + offset
-    return where
+    block, offset = np.divmod(positions, slots.block_size)
+    blocks = slots.block_tables[token_slots, block].astype(np.int64)
+    return token_slots, positions, blocks * slots.block_size + offset
 
 
 class LaidOut(NamedTuple):
@@ -78,13 +70,14 @@ class HostLayout:
         positions, axes = indices, None
         if self._media is not None:
             positions, axes = self._media.positions(token_slots, indices)
-        batch, more = self._exact(rows, positions, where), {}
+        batch, more, put = self._exact(rows, positions, where), {}, self._device.to_device
+        block, offset = np.divmod(indices, self._slots.block_size)
         for rule, tables in self._slots.more_tables.items():
-            mapping = cache_slots(tables, token_slots, indices, self._slots.block_size)
             own = np.ascontiguousarray(tables[rows.slots, : batch.block_tables.shape[1]])
-            on_device = map(self._device.to_device, (own, mapping))
-            parts = zip(("block_tables_dev", "slot_mapping"), on_device, strict=True)
-            more[rule] = replace(batch, block_tables=own, **dict(parts))
+            where = tables[token_slots, block].astype(np.int64) * self._slots.block_size + offset
+            tables_dev, mapping = put(own), put(where)
+            made = replace(batch, block_tables=own, block_tables_dev=tables_dev)
+            more[rule] = replace(made, slot_mapping=mapping)
         axes = None if axes is None else self._device.to_device(axes)
         return LaidOut(batch, input_ids, more, axes)
 

@@ -113,19 +113,7 @@ class ModelRunner:
         self._is_simple = np.zeros(max_num_seqs, dtype=bool)  # see is_simple()
         self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
         self.caches = Caches(device, kernels, loaded)
-        for rule in self.caches.rules:
-            slots.more_tables[rule] = np.zeros_like(slots.block_tables)
-        self._check_groups()
-
-    def _check_groups(self) -> None:
-        """ConfigError for what layers with block tables of their own cannot be had with."""
-        if self.caches.rules and self._device.limits.step_buckets is not None:
-            raise ConfigError(
-                f"layers of this model have a {self.caches.rules[0].kind}, and steps of fixed "
-                f"shapes, which device {self._device.name} needs, have one block table for all "
-                f"layers; possible: contexts of up to {self.caches.rules[0].tokens} tokens "
-                f"(--max-model-len {self.caches.rules[0].tokens}), where that changes nothing"
-            )
+        slots.add_groups(self.caches.rules)
 
     def _make_media(self, model: Any) -> SequenceMedia | None:
         """Where pictures of sequences are kept; None: they bring none. ConfigError for what cannot

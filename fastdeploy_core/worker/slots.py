@@ -152,6 +152,10 @@ class Slots:
             sizes = (self.max_num_seqs, self.max_drafts, max_decodes)
             self.postbox = Postbox(device, self.state.turn, *sizes)
 
+    def add_groups(self, rules: Iterable[Retention]) -> None:
+        """Layers of these rules have block tables of their own."""
+        self.more_tables = {rule: np.zeros_like(self.block_tables) for rule in rules}
+
     # -- sequences --------------------------------------------------------------------------------
 
     def add(self, new: NewSequence) -> int:

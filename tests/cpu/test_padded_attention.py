@@ -31,9 +31,8 @@ STEPS = {
 SPECS = {
     "gqa": gqa_spec("gqa 4:2", "float32"),
     "mla": mla_spec("float32"),
-    "window": replace(gqa_spec("gqa 4:2", "float32"), window=9),
-    "chunk and softcap": replace(gqa_spec("gqa 4:2", "float32"), chunk=6, softcap=2.0),
-    "sinks": replace(gqa_spec("gqa 4:2", "float32"), window=30, sinks=True),
+    "softcap": replace(gqa_spec("gqa 4:2", "float32"), softcap=2.0),
+    "sinks": replace(gqa_spec("gqa 4:2", "float32"), sinks=True),
     "int8": replace(gqa_spec("gqa 4:2", "float32"), kv_format="int8"),
     "mla float8": replace(mla_spec("float32"), kv_format="float8_e4m3fn"),
 }

@@ -54,6 +54,7 @@ from fd_parsers.think import DeepSeekR1Parser, ErnieX1Parser, ThinkParser
 from fd_quant_formats.fp8 import BlockFp8, WFp8AFp8
 from fd_quant_formats.integer import W4A8, W8A8, WInt4, WInt8
 from fd_quant_formats.mixed import MixedQuantizer
+from fd_quant_formats.mxfp4 import Mxfp4
 from fd_quant_hub.compressed import CompressedTensors
 from fd_quant_hub.gptq import Awq, Gptq
 from fd_quant_wint2.published import Wint2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.layers import ForwardContext, RMSNorm
@@ -122,7 +122,8 @@ class Gemma2ForCausalLM(StrictLM):
     def make_feed_forward(self, read: ConfigReader, dtype: str) -> MakeFeedForward:
         """Dense blocks."""
         hidden, width = read.size("hidden_size"), read.size("intermediate_size")
-        make: Any = lambda build, prefix, _: GeluMLP(build, prefix, hidden, width)  # noqa: E731
+        make: MakeFeedForward
+        make = lambda build, prefix, _: cast("Any", GeluMLP(build, prefix, hidden, width))  # noqa: E731
         return make
 
     def block(self, build: ModelBuilder, prefix: str, number: int) -> Block:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
@@ -58,16 +58,16 @@ class ClampedExperts:
         """[experts, inputs, outputs] of this rank, in the model's dtype; the checkpoint's may be
         quantized."""
         build, quantizer = self._build, self._build.quantizer
-        share, whole = build.piece.of, lambda size: slice(0, size)
-        mine_in = (share if parallel == "row" else whole)(inputs)
-        mine_out = (share if parallel == "column" else whole)(outputs)
+        mine_in = build.piece.of(inputs) if parallel == "row" else slice(0, inputs)
+        mine_out = build.piece.of(outputs) if parallel == "column" else slice(0, outputs)
         sizes = (mine_in.stop - mine_in.start, mine_out.stop - mine_out.start)
         layer = LayerSpec(
             name, "experts", *sizes, count, build.dtype, parallel=parallel, shards=build.tp_size
         )
         if quantizer is None or not quantizer.supports(layer):
-            region = (slice(0, count), mine_in, mine_out)
-            return self._weight(name, (count, inputs, outputs), region)
+            return self._weight(
+                name, (count, inputs, outputs), (slice(0, count), mine_in, mine_out)
+            )
         held = build.empty((count, *sizes), build.xp.dtype(build.dtype))
         parameters, stored = quantizer.parameters(layer), dict[str, Any]()
 
@@ -159,5 +159,6 @@ class GptOssForCausalLM(StrictLM):
 
     def make_feed_forward(self, read: ConfigReader, dtype: str) -> MakeFeedForward:
         """Experts."""
-        make: Any = lambda build, prefix, _: ClampedExperts(build, prefix, read)  # noqa: E731
+        make: MakeFeedForward
+        make = lambda build, prefix, _: cast("Any", ClampedExperts(build, prefix, read))  # noqa: E731
         return make
