@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from fastdeploy_core.contracts.model import StoredTensor
@@ -125,10 +124,6 @@ class _Part:
         return self._stored.read(*lead, *full)
 
 
-def _accept_shifted(accept: Callable[[Tensor], None], number: float, tensor: Tensor) -> None:
-    accept(tensor.float() + number)
-
-
 class WeightMap:
     """All placements of one model on one rank."""
 
@@ -140,7 +135,6 @@ class WeightMap:
         self._fused: dict[str, tuple[tuple[int, ...], list[FusedPart]]] = {}
         self._renames: list[tuple[str, str]] = []
         self._ignored: list[str] = []
-        self._shifts: list[tuple[str, float]] = []
         self._kept_prefixes: list[str] = []
         self._elsewhere: set[str] = set()
         self._finishers: list[Callable[[], None]] = []
@@ -150,16 +144,12 @@ class WeightMap:
         other = WeightMap()
         other.swap_linear = self.swap_linear
         other._renames, other._ignored = list(self._renames), list(self._ignored)
-        other._shifts = list(self._shifts)
         return other
 
     def add(self, placement: Placement) -> None:
         """Announce one checkpoint tensor."""
         if placement.name in self.placements:
             raise ValueError(f"two layers of one model are called {placement.name}")
-        for end, number in self._shifts:
-            if placement.name.endswith(end):
-                placement.accept = partial(_accept_shifted, placement.accept, number)
         self.placements[placement.name] = placement
 
     def add_fused(self, name: str, shape: tuple[int, ...], parts: Sequence[FusedPart]) -> None:
@@ -169,11 +159,6 @@ class WeightMap:
     def rename(self, old: str, new: str) -> None:
         """Checkpoint names may contain `old` where this model has `new`."""
         self._renames.append((old, new))
-
-    def shift(self, end: str, number: float) -> None:
-        """Checkpoints hold weights whose names end so as their difference from `number`; it is
-        added in float32. Called before the layers are made."""
-        self._shifts.append((end, number))
 
     def ignore(self, text: str) -> None:
         """The model needs no checkpoint tensor whose name contains this text."""

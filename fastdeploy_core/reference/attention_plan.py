@@ -91,8 +91,8 @@ class Heads:
         that any token of a step sees may be another sequence's, or nothing."""
         if self.window:
             return np.maximum(positions - self.window + 1, 0)
-        first: np.ndarray = positions * 0
-        return positions // self.chunk * self.chunk if self.chunk else first
+        first: np.ndarray = positions // self.chunk * self.chunk if self.chunk else positions * 0
+        return first
 
     @property
     def is_bounded(self) -> bool:
@@ -149,23 +149,14 @@ def plan_tiles(batch: AttentionBatch, heads: Heads) -> list[ShortGroup]:
     starts, lengths = _extents(batch)
     decodes = np.flatnonzero(lengths == 1)
     shorts = np.flatnonzero((lengths > 1) & (lengths <= MAX_SHORT))
+    # Tokens of each row from the tile on in which the first key lies that it sees.
+    spans = batch.seq_lens - heads.first_seen(batch.seq_lens - lengths) // TILE * TILE
     return [
         _plan_group(batch, heads, starts, lengths, part)
         for rows in (decodes, shorts)
         if len(rows)
-        for part in _similar(rows, _spans(batch, heads, lengths), heads.num_heads)
+        for part in _similar(rows, spans, heads.num_heads)
     ]
-
-
-def _first_tiles(batch: AttentionBatch, heads: Heads, lengths: np.ndarray) -> np.ndarray:
-    """The number of the tile in which the first key lies that a token of each row sees."""
-    return heads.first_seen(batch.seq_lens.astype(np.int64) - lengths) // TILE
-
-
-def _spans(batch: AttentionBatch, heads: Heads, lengths: np.ndarray) -> np.ndarray:
-    """Tokens of each row from that tile on."""
-    spans: np.ndarray = batch.seq_lens - _first_tiles(batch, heads, lengths) * TILE
-    return spans
 
 
 def _extents(batch: AttentionBatch) -> tuple[np.ndarray, np.ndarray]:

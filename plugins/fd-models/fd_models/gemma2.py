@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from fastdeploy_core.contracts.attention import AttentionSpec
@@ -78,6 +79,11 @@ class FourNormLayer:
         return x + self.post_feed_forward_norm(hidden), None
 
 
+def _accept_less_one(accept: Callable[[Tensor], None], stored: Tensor) -> None:
+    """Checkpoints hold w - 1; it is added in float32."""
+    accept(stored.float() + 1.0)
+
+
 class Gemma2ForCausalLM(StrictLM):
     """Windows in every other block, capped logits, norms stored as w - 1, scaled embeddings."""
 
@@ -112,8 +118,10 @@ class Gemma2ForCausalLM(StrictLM):
         return 0.0 if is_null else read.number(key, default=default)
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
-        build.weights.shift("norm.weight", 1.0)
         super().__init__(config, build)
+        for placement in build.weights.placements.values():
+            if placement.name.endswith("norm.weight"):
+                placement.accept = partial(_accept_less_one, placement.accept)
         read = ConfigReader(config, build.tp_size)
         self.embedding: Any = ScaledEmbedding(build, self.embedding, self._hidden)
         self._head_cap = self._cap(read, "final_logit_softcapping", self.default_caps[1])
