@@ -3,6 +3,7 @@ than the windows need."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from fastdeploy_core.engine import core as engine_core
 from fastdeploy_core.engine.client import LocalEngine
 from fastdeploy_core.engine.processes.worker_process import make_worker
 from fastdeploy_core.engine.selection import resolve_plugins
+from fastdeploy_core.errors import ConfigError
 from tests.checkpoints import build
 from tests.cpu.engine_mixes import (
     BLOCK_SIZE,
@@ -27,7 +29,12 @@ from tests.cpu.engine_mixes import (
     make_requests,
     play,
 )
+from tests.cpu.speculative_mixes import Oracle, SpeculativeBench, whole_texts
+from tests.cpu.speculative_mixes import answers_alone as alone_without_drafts
+from tests.cpu.speculative_mixes import check as check_speculated
+from tests.cpu.speculative_mixes import make_requests as make_speculated
 from tests.null_engine import make_request
+from tests.worker_steps import write_model
 
 # Windows alone; windows behind a full layer; windows and full layers in turn, with sinks.
 VARIANTS = ("mistral-window", "qwen2-window", "gpt-oss")
@@ -153,3 +160,56 @@ def test_two_ranks_give_the_tokens_of_one(checkpoints: Path, tensor_library: str
             check(collector, chosen, alone)
     finally:
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def speculating(tmp_path_factory: pytest.TempPathFactory, tensor_library: str) -> Any:
+    """A model with windows of 9 tokens, a model of the same size without, requests, and their
+    answers without speculation."""
+    folder = windowed(tmp_path_factory.mktemp("target"))
+    plain = SpeculativeBench(folder, tensor_library)
+    requests = make_speculated(Random(5), 16, folder, plain.vocab_size)
+    draft = write_model(tmp_path_factory.mktemp("draft"), with_tokenizer=True)
+    return folder, draft, requests, alone_without_drafts(plain, requests)
+
+
+def windowed(folder: Path) -> Path:
+    """write_model's, as a Mistral."""
+    path = write_model(folder, with_tokenizer=True) / "config.json"
+    config = json.loads(path.read_text("utf-8"))
+    own = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 9}
+    path.write_text(json.dumps(config | own), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("num_mixes", (6, pytest.param(60, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("method", ["oracle", "draft_model"])
+def test_refused_drafts_leave_windows_as_they_were(
+    speculating: Any, tensor_library: str, method: str, num_mixes: int
+) -> None:
+    folder, draft, requests, truth = speculating
+    options = {"model": str(draft)} if method == "draft_model" else {}
+    name = "suffix" if method == "oracle" else method
+    bench = SpeculativeBench(folder, tensor_library, name, options)
+    if method == "oracle":
+        texts = whole_texts(requests, truth)
+        bench.speculation._drafter = Oracle(Random(1), texts, bench.vocab_size)
+    seen: Counter[str] = Counter()
+    for seed in range(num_mixes):
+        random = Random(seed)
+        chosen = random.sample(requests, random.randrange(4, 9))
+        arrivals = [(random.randrange(10), r) for r in chosen]
+        core, collector = bench.run_varied(Settings.random(random), arrivals, random)
+        check_speculated(collector, chosen, truth)
+        stats = core.stats()
+        seen["refused"] += stats.draft_tokens_total - stats.accepted_draft_tokens_total
+        seen["accepted"] += stats.accepted_draft_tokens_total
+        assert not stats.draft_failures_total
+    assert seen["refused"] > 10 * num_mixes
+    assert method == "draft_model" or seen["accepted"] > 10 * num_mixes
+
+
+def test_a_drafter_with_windows_is_refused(speculating: Any, tensor_library: str) -> None:
+    folder, draft, _, _ = speculating
+    with pytest.raises(ConfigError, match=r"drafter has layers with a window of 9 .*possible:"):
+        SpeculativeBench(draft, tensor_library, "draft_model", {"model": str(folder)})
