@@ -89,10 +89,8 @@ class Heads:
     def first_seen(self, positions: np.ndarray) -> np.ndarray:
         """The first key that the queries at these positions see. What lies in front of the first
         that any token of a step sees may be another sequence's, or nothing."""
-        if self.window:
-            return np.maximum(positions - self.window + 1, 0)
         first: np.ndarray = positions // self.chunk * self.chunk if self.chunk else positions * 0
-        return first
+        return np.maximum(positions - self.window + 1, 0) if self.window else first
 
     @property
     def is_bounded(self) -> bool:
