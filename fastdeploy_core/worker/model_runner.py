@@ -65,9 +65,9 @@ class ModelRunner:
         drafters: Drafters | None = None,
     ) -> None:
         self._config, self._device, self._xp = config, device, device.xp
-        self.vocab_size = loaded.shapes.vocab_size
-        self._rank, self._loaded, self._model = rank, loaded, loaded.model
-        max_num_seqs = config.batch.max_num_seqs
+        self.vocab_size, self._rank = loaded.shapes.vocab_size, rank
+        self._loaded, self._model = loaded, loaded.model
+        self.caches, max_num_seqs = Caches(device, kernels, loaded), config.batch.max_num_seqs
         self._columns = SamplingColumns(max_num_seqs, self.vocab_size)
         # Ranks other than 0 only need the tokens that rank 0 samples.
         self._state: SamplingState | None = None
@@ -112,7 +112,6 @@ class ModelRunner:
             self._graphs = Graphs(device, kernels, loaded, slots, plan, drafting, sampling)
         self._is_simple = np.zeros(max_num_seqs, dtype=bool)  # see is_simple()
         self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
-        self.caches = Caches(device, kernels, loaded)
         slots.add_groups(self.caches.rules)
 
     def _make_media(self, model: Any) -> SequenceMedia | None:

@@ -36,7 +36,10 @@ from fd_iluvatar.device import IluvatarDevice
 from fd_kv_shm.shm import SharedMemoryTransport
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
+from fd_models.gemma2 import Gemma2ForCausalLM
+from fd_models.gemma3 import Gemma3ForCausalLM
 from fd_models.glm4_moe import Glm4MoeForCausalLM
+from fd_models.gpt_oss import GptOssForCausalLM
 from fd_models.minimax_m2 import MiniMaxM2ForCausalLM
 from fd_models.mistral import MistralForCausalLM
 from fd_models.mixtral import MixtralForCausalLM
@@ -195,7 +198,10 @@ models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     DeepseekV3ForCausalLM,
     Ernie4_5ForCausalLM,
     Ernie4_5_MoeForCausalLM,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
     Glm4MoeForCausalLM,
+    GptOssForCausalLM,
     LlamaForCausalLM,
     MiniMaxM2ForCausalLM,
     MistralForCausalLM,
