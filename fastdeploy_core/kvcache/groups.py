@@ -74,7 +74,7 @@ class BoundedGroup:
         have num_blocks blocks of tokens."""
         shared = [self._block_of[entries[i]] for i in self.needed(len(entries))]
         num_taken = sum(not self.pool.references(block) for block in shared)
-        return num_taken + min(max(0, num_blocks - len(entries)), self.most_blocks)
+        return min(num_taken + max(0, num_blocks - len(entries)), self.most_blocks)
 
     def start(self, table: GroupTable, entries: Sequence[CacheEntry]) -> None:
         """Give an empty table what it needs of the entries that it resumes after."""

@@ -71,8 +71,8 @@ class HostLayout:
         if self._media is not None:
             positions, axes = self._media.positions(token_slots, indices)
         batch, more, put = self._exact(rows, positions, where), {}, self._device.to_device
-        block, offset = np.divmod(indices, self._slots.block_size)
         for rule, tables in self._slots.more_tables.items():
+            block, offset = np.divmod(indices, self._slots.block_size)
             own = np.ascontiguousarray(tables[rows.slots, : batch.block_tables.shape[1]])
             where = tables[token_slots, block].astype(np.int64) * self._slots.block_size + offset
             tables_dev, mapping = put(own), put(where)

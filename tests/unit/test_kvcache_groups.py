@@ -212,3 +212,15 @@ def test_groups_follow_from_the_rules_of_the_layers_whatever_their_widths() -> N
     assert bounded_rules([spec, spec]) == ()
     rules = bounded_rules([windowed, spec, wider, chunked])
     assert rules == (Retention("window", 8), Retention("chunk", 8))
+
+
+def test_a_long_prompt_that_resumes_is_asked_for_no_more_than_it_ever_holds() -> None:
+    """Its window comes out of the pool of the same size that it could hold without the hit."""
+    kv = make_manager([Retention("window", 9)], num_blocks=100, most=6)
+    table, _ = compute(kv, list(range(60)))
+    kv.free(table)
+    match = kv.match(kv.new_table(), list(range(300)))
+    assert match.num_tokens == 60 and kv.has_room(match, 300)
+    (group,) = kv.bounded
+    assert group.num_needed(match.entries, 75) == 6
+    assert group.num_needed(match.entries, 16) == 2 + 1
