@@ -273,6 +273,11 @@ class EngineCore:
             prefix_caching=caching,
             weight_bytes=sum(info.weight_bytes for info in infos),
             bytes_per_block=sum(info.bytes_per_block for info in infos),
+            bounded_bytes=sum(
+                plan_of.num_blocks * group.bytes_per_block
+                for info in infos
+                for plan_of, group in zip(plan.bounded, info.bounded, strict=True)
+            ),
             startup_s=startup_s,
             epoch=config.request_scheduler.epoch or secrets.randbits(63),
             report=report,

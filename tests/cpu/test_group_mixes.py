@@ -122,7 +122,9 @@ def test_the_report_says_what_the_worker_allocated(bench: Bench) -> None:
     xp = bench.worker.device.xp
     allocated = sum(xp.nbytes(tensor) for layer in caches.tensors for tensor in layer)
     assert allocated == sum(n * b for n, b in zip(sizes, caches.block_bytes(), strict=True))
-    text = "\n".join(core.info.report)
+    info = core.info
+    assert allocated == info.num_blocks * info.bytes_per_block + info.bounded_bytes
+    text = "\n".join(info.report)
     for group, num_bytes in zip(kv.bounded, caches.block_bytes()[1:], strict=True):
         assert f"{group.pool.num_blocks} blocks of {BLOCK_SIZE} tokens for layers with a" in text
         assert f"window of {group.rule.tokens} tokens ({num_bytes} bytes each)" in text
