@@ -110,6 +110,8 @@ class BlockTable:
     def interleaved(self, first: int = 0) -> list[int]:
         """The blocks of all groups, from that one on, as messages have them: of each block of
         tokens the first group's, then the others' in their order."""
+        if not self.more:
+            return self.blocks[first:]
         tables = (self.blocks[first:], *(own.blocks[first:] for own in self.more))
         return [block for column in zip(*tables, strict=True) for block in column]
 
