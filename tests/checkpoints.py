@@ -82,6 +82,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
     },
     "qwen2": {"architecture": "Qwen2", "tie_word_embeddings": True},
+    "qwen2-window": {
+        "architecture": "Qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "max_window_layers": 1,
+    },
     "qwen2-yarn": {"architecture": "Qwen2", "rope_parameters": _YARN},
     "qwen3": {
         "architecture": "Qwen3",
@@ -136,6 +142,57 @@ _LONGROPE = {
 # Saved when asked for by name: families of fd-models.
 FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
     "mistral": {"architecture": "Mistral", "head_dim": 16, "sliding_window": None},
+    "mistral-window": {"architecture": "Mistral", "head_dim": 16, "sliding_window": 12},
+    "qwen2-moe-window": {
+        "architecture": "Qwen2Moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 2,
+    },
+    "gemma2": {
+        "architecture": "Gemma2",
+        "head_dim": 16,
+        "sliding_window": 9,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma3": {
+        "architecture": "Gemma3",
+        "config": "Gemma3TextConfig",
+        "head_dim": 16,
+        "sliding_window": 7,
+        "num_hidden_layers": 7,
+        "query_pre_attn_scalar": 24,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "gpt-oss": {
+        "architecture": "GptOss",
+        "hidden_size": 64,
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "sliding_window": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 1.5,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    },
     "mistral-yarn": {
         "architecture": "Mistral",
         "head_dim": 16,
@@ -400,7 +457,7 @@ def _save(name: str, folder: Path) -> None:
 
     settings = {**_COMMON, **(VARIANTS | FAMILY_VARIANTS | GGUF_VARIANTS | WIDE_VARIANTS)[name]}
     family = settings.pop("architecture")
-    config = getattr(transformers, f"{family}Config")(**settings)
+    config = getattr(transformers, settings.pop("config", f"{family}Config"))(**settings)
     config._attn_implementation = "eager"
     torch.manual_seed(sum(map(ord, name)))
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
@@ -441,7 +498,7 @@ def _randomize(model: Any) -> None:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith(("norm.weight", "layernorm.weight")):
                 tensor.copy_(1 + 0.2 * torch.randn_like(tensor))
-            elif "inv_freq" not in name:
+            elif "inv_freq" not in name and "embed_scale" not in name:
                 tensor.copy_(spread * torch.randn_like(tensor))
         model.tie_weights()
 

@@ -75,7 +75,9 @@ class AttentionBatch:
 
     Row i feeds tokens cu_seqlens_q[i]:cu_seqlens_q[i+1]; these are the last ones of its
     seq_lens[i] tokens. Keys of this step are already counted in seq_lens. Slots that no sequence has
-    written may hold anything, NaN included: a driver must not let them into a result.
+    written may hold anything, NaN included: a driver must not let them into a result. Nor what lies in
+    front of the first token that a row still needs (AttentionSpec.retention): with a window or chunks,
+    entries of block_tables in front of it name blocks of others.
 
     A captured step (see AttentionBackend.prepare) has `is_exact` False: the device's numbers change from
     replay to replay, and of the host's arrays only cu_seqlens_q is right. seq_lens holds what each row
@@ -153,7 +155,9 @@ class AttentionBackend(Protocol):
     not declare, so a field added to AttentionSpec with a word of its own cannot be overlooked.
 
     A driver with an attribute `max_recorded_len` is not recorded where sequences may be longer. One of unit
-    "rope_kv" with a true attribute `norms_heads` is called as NormingBackend says.
+    "rope_kv" with a true attribute `norms_heads` is called as NormingBackend says. One that declares
+    "sinks" is given `sinks`, [num_heads] float32, by that name exactly where spec.sinks: one more logit of
+    each head in every softmax, which no value belongs to (since contract 1.2).
     """
 
     name: str

@@ -8,7 +8,7 @@ its `needs`: a driver that does not declare them in `features` is declined befor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
@@ -124,6 +124,13 @@ class AttentionSpec:
         if self.window:
             return Retention("window", self.window)
         return Retention("chunk", self.chunk) if self.chunk else Retention("all")
+
+
+def spec_within(spec: AttentionSpec, max_model_len: int) -> AttentionSpec:
+    """The spec that computes the same for sequences of up to so many tokens: a window or chunk that
+    holds them all is none. Added in contract 1.2."""
+    is_idle = max(spec.window, spec.chunk) >= max_model_len
+    return replace(spec, window=0, chunk=0) if is_idle else spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,8 @@ class EngineCore:
             infos = self._executor.load()
             plan = plan_cache(infos, config.cache, config.batch, config.model.max_model_len)
             settings = make_settings(config, infos[0], resolved.speculative)
-            self._executor.initialize_cache(plan.num_blocks, plan.num_host_blocks)
+            more = [group.num_blocks for group in plan.bounded]
+            self._executor.initialize_cache(plan.num_blocks, plan.num_host_blocks, *more)
         except BaseException:
             self._executor.close()
             raise
@@ -66,6 +67,7 @@ class EngineCore:
             model_identity=_model_identity(config),
             key_lookahead=resolved.speculative.key_lookahead,
         )
+        kv.add_groups(plan.bounded)
         self.scheduler = BatchScheduler(settings, kv)
         overlap = config.batch.overlap and worker.overlap
         self._depth = 2 if overlap else 1
@@ -268,6 +270,11 @@ class EngineCore:
             prefix_caching=caching,
             weight_bytes=sum(info.weight_bytes for info in infos),
             bytes_per_block=sum(info.bytes_per_block for info in infos),
+            bounded_bytes=sum(
+                plan_of.num_blocks * group.bytes_per_block
+                for info in infos
+                for plan_of, group in zip(plan.bounded, info.bounded, strict=True)
+            ),
             startup_s=startup_s,
             epoch=config.request_scheduler.epoch or secrets.randbits(63),
             report=report,

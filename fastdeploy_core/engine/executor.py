@@ -113,11 +113,13 @@ class Executor:
         self._start_waiter(infos[0])
         return infos
 
-    def initialize_cache(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Allocate the KV pool on all ranks."""
+    def initialize_cache(self, num_blocks: int, num_host_blocks: int, *more_blocks: int) -> None:
+        """Allocate the KV pool on all ranks. more_blocks: of each bounded group of layers."""
         if self._peers is not None:
-            self._peers.send_call(wire.InitializeCache(num_blocks, num_host_blocks))
-        self._submit(lambda: self._worker.initialize_cache(num_blocks, num_host_blocks)).result()
+            call = wire.InitializeCache(num_blocks, num_host_blocks, list(more_blocks))
+            self._peers.send_call(call)
+        sizes = (num_blocks, num_host_blocks, *more_blocks)
+        self._submit(lambda: self._worker.initialize_cache(*sizes)).result()
         if self._peers is not None:
             for _ in range(1, self._world_size):
                 self._wait_peer(self._peers.cache_ready)

@@ -1,4 +1,4 @@
-"""What the batch scheduler asks of the KV cache: match, start, grow, commit, fork, free.
+"""What the batch scheduler asks of the KV cache: match, start, grow, commit, let go, fork, free.
 
 Every call either happens as a whole or not at all. Copies between memories are collected and leave
 with the step under construction (`take_copies`); that step's forward pass comes after them.
@@ -12,6 +12,7 @@ from typing import NamedTuple
 from fastdeploy_core.types import BlockCopies, SequenceExtras
 
 from .blocks import BlockPool
+from .groups import BoundedGroup, GroupPlan, GroupTable, make_findable, num_resumable
 from .host_tier import HostTier
 from .prefix import BlockTable, CacheEntry, HashFunction, PrefixCache, sha256
 
@@ -23,6 +24,7 @@ class PrefixMatch(NamedTuple):
     num_tokens: int  # tokens that these blocks hold
     num_host_tokens: int  # of these, tokens held in host memory only
     num_blocks_taken: int  # free blocks that `start` removes from the pool to take these
+    anchors: tuple[int, ...] = ()  # blocks after which bounded groups are worth keeping
 
 
 class ForkSource:
@@ -40,7 +42,7 @@ NEVER = 2**62
 
 
 class KVCacheManager:
-    """The device pool, its prefix cache, and the host tier."""
+    """The device pool, its prefix cache, the host tier, and the pools of bounded groups."""
 
     def __init__(
         self,
@@ -62,14 +64,44 @@ class KVCacheManager:
         self.prefix = PrefixCache(
             self.pool, block_size, model_identity, self.host, hash_function, key_lookahead
         )
+        self.bounded: list[BoundedGroup] = []
         self._device_to_device: list[tuple[int, int]] = []
         # Blocks that a copy of the step under construction reads. They become free when that step
         # is complete.
         self._release_after_step: list[int] = []
 
+    def add_groups(self, plans: Iterable[GroupPlan]) -> None:
+        """The model has these bounded groups beside the first one; called before any table is
+        made. What is copied between blocks is the first group's, so the others have neither a host
+        tier nor forks."""
+        self.bounded = [BoundedGroup(plan, self.block_size) for plan in plans]
+        if self.bounded:
+            assert self.host is None, "the host tier holds one group of layers"
+            self.prefix.on_drop = self._on_drop
+
+    @property
+    def num_available(self) -> int:
+        """Blocks of tokens by which sequences could grow now: every group gives one for each."""
+        if not self.bounded:
+            return self.pool.num_available
+        return min(self.pool.num_available, *(g.pool.num_available for g in self.bounded))
+
+    @property
+    def num_empty(self) -> int:
+        """The same without evicting a cached prefix."""
+        pools = (self.pool, *(g.pool for g in self.bounded))
+        return min(pool.num_available - pool.num_cached for pool in pools)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks with a reference, of all groups."""
+        return self.pool.num_used + sum(group.pool.num_used for group in self.bounded)
+
     def new_table(self, cache_salt: str = "", extras: SequenceExtras | None = None) -> BlockTable:
         """A table without blocks."""
-        return self.prefix.new_table(cache_salt, extras)
+        table = self.prefix.new_table(cache_salt, extras)
+        table.more = [GroupTable() for _ in self.bounded]
+        return table
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold num_tokens."""
@@ -85,8 +117,13 @@ class KVCacheManager:
             return NO_MATCH
         self.prefix.extend_keys(table, token_ids, num_blocks)
         entries = self.prefix.match(table, num_blocks)
+        anchors: tuple[int, ...] = ()
+        if self.bounded:
+            # Worth keeping: where this sequence leaves what others had, and its prompt's end.
+            anchors = (len(entries), num_blocks)
+            entries = entries[: num_resumable(self.bounded, entries)]
         if not entries:
-            return NO_MATCH
+            return NO_MATCH._replace(anchors=anchors)
         num_host = num_taken = 0
         for entry in entries:
             if entry.block is None:
@@ -95,12 +132,23 @@ class KVCacheManager:
             elif self.pool.references(entry.block) == 0:
                 num_taken += 1
         size = self.block_size
-        return PrefixMatch(entries, len(entries) * size, num_host * size, num_taken)
+        return PrefixMatch(entries, len(entries) * size, num_host * size, num_taken, anchors)
 
     def num_needed(self, match: PrefixMatch, num_tokens: int) -> int:
         """Free blocks that `start` would use."""
         missing = self.num_blocks_for(num_tokens) - len(match.entries)
         return match.num_blocks_taken + max(0, missing)
+
+    def has_room(self, match: PrefixMatch, num_tokens: int, spare: int = 0) -> bool:
+        """Whether `start`, and growing up to num_tokens later, finds its blocks, and leaves `spare`
+        in the pool. Bounded groups are asked for no more than a sequence ever holds."""
+        if self.num_needed(match, num_tokens) + spare > self.pool.num_available:
+            return False
+        num_blocks = self.num_blocks_for(num_tokens)
+        return all(
+            group.num_needed(match.entries, num_blocks) <= group.pool.num_available
+            for group in self.bounded
+        )
 
     def start(self, table: BlockTable, match: PrefixMatch, num_tokens: int) -> None:
         """Give an empty table the matched blocks and new ones up to num_tokens. The caller has
@@ -123,30 +171,51 @@ class KVCacheManager:
             table.blocks.append(block)
         table.num_committed = len(match.entries)
         table.tail = match.entries[-1] if match.entries else None
+        table.anchors, table.num_passed = match.anchors, len(match.entries)
+        for group, own in zip(self.bounded, table.more, strict=True):
+            group.start(own, match.entries)
         self.grow(table, num_tokens)
 
     def grow(self, table: BlockTable, num_tokens: int) -> list[int] | None:
-        """Append blocks until num_tokens fit; returns them. Without room: None, and nothing
-        changes."""
+        """Append blocks until num_tokens fit; returns them, as BlockTable.interleaved has them.
+        Without room: None, and nothing changes."""
         missing = -(-num_tokens // self.block_size) - len(table.blocks)
         if missing <= 0:
             return []
-        if missing > self.pool.num_available:
+        if missing > self.num_available:
             return None
         blocks = self.pool.allocate(missing)
         table.blocks.extend(blocks)
-        return blocks
+        if not self.bounded:
+            return blocks
+        for group, own in zip(self.bounded, table.more, strict=True):
+            own.blocks += group.pool.allocate(missing)
+        return table.interleaved(len(table.blocks) - missing)
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_tokens: int) -> None:
         """Keys and values of the first num_tokens tokens are computed: from now on the prefix cache
         finds their full blocks."""
         num_blocks = min(num_tokens // self.block_size, self.prefix.num_keyed(len(token_ids)))
         if num_blocks > table.num_committed and self.caching and table.is_cacheable:
+            before = table.num_committed
             self.prefix.extend_keys(table, token_ids, num_blocks)
             self.prefix.commit(table, num_blocks)
+            for anchor in table.anchors:
+                if before < anchor <= table.num_committed:
+                    self._make_findable(table, anchor)
+
+    def let_go(self, table: BlockTable, num_tokens: int) -> None:
+        """So many tokens are computed and certain: blocks that only they needed go back. Called
+        after `commit`; steps in flight begin behind these tokens."""
+        table.num_passed = max(table.num_passed, num_tokens // self.block_size)
+        for group, own in zip(self.bounded, table.more, strict=True):
+            group.let_go(own, table.num_passed)
 
     def next_commit(self, table: BlockTable, num_prompt_tokens: int) -> int:
-        """The number of computed tokens at which `commit` would take the next block."""
+        """The number of computed tokens at which `commit` would take the next block, or `let_go`
+        might release one."""
+        if self.bounded:
+            return (table.num_passed + 1) * self.block_size
         end = (table.num_committed + 1) * self.block_size
         ends_in_output = end > num_prompt_tokens and not self.caches_output
         if not self.caching or not table.is_cacheable or ends_in_output:
@@ -155,6 +224,10 @@ class KVCacheManager:
 
     def free(self, table: BlockTable) -> None:
         """Release the blocks. Those in the prefix cache can be hit until they are reallocated."""
+        if self.bounded and table.is_cacheable:
+            self._make_findable(table, table.num_committed)
+        for group, own in zip(self.bounded, table.more, strict=True):
+            group.pool.release(reversed(own.held))
         self.pool.release(reversed(table.blocks))
         table.reset()
 
@@ -209,13 +282,28 @@ class KVCacheManager:
     def clear_cache(self) -> None:
         """Forget every cached prefix: a step failed, so the content of blocks is unknown."""
         self.prefix.clear()
+        for group in self.bounded:
+            group.clear()
 
     def check(self) -> None:
         """Raise AssertionError if a block is leaked or owned twice; for tests and idle time."""
         self.pool.check()
+        for group in self.bounded:
+            group.check()
         if self.host is not None:
             self.host.check()
 
     def _release_dropped(self) -> None:
         self.pool.release(self._release_after_step)
         self._release_after_step = []
+
+    def _make_findable(self, table: BlockTable, end: int) -> None:
+        """Bounded groups keep what resuming after the first `end` committed blocks takes."""
+        least = min(group.needed(end).start for group in self.bounded)
+        entries = self.prefix.last_entries(table, table.num_committed - least)
+        more = table.num_committed - end
+        make_findable(self.bounded, table, entries[: max(0, len(entries) - more)], end)
+
+    def _on_drop(self, entry: CacheEntry) -> None:
+        for group in self.bounded:
+            group.forget(entry)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from fastdeploy_core.types import EmbeddedSpan, SequenceExtras
 
 from .blocks import BlockPool
+from .groups import GroupTable
 from .host_tier import HostTier
 
 HashFunction = Callable[[bytes], bytes]
@@ -74,15 +75,18 @@ class BlockTable:
     """The blocks of one sequence in the order of its tokens, and its state in the prefix cache.
 
     `keys` and `packed` describe full blocks of tokens and outlive the blocks themselves, so a
-    preempted sequence is not hashed again.
+    preempted sequence is not hashed again. `more` are the blocks of bounded groups (groups.py).
     """
 
     __slots__ = (
+        "anchors",
         "blocks",
         "embeddings",
         "is_cacheable",
         "keys",
+        "more",
         "num_committed",
+        "num_passed",
         "packed",
         "root",
         "scope",
@@ -94,16 +98,28 @@ class BlockTable:
         self.root = root
         self.embeddings = embeddings
         self.blocks: list[int] = []
+        self.more: list[GroupTable] = []
+        self.anchors: tuple[int, ...] = ()  # blocks after which others may resume
+        self.num_passed = 0  # blocks of tokens that are certain
         self.keys: list[bytes] = []
         self.packed: list[bytes] = []
         self.num_committed = 0  # leading blocks that were committed to the prefix cache
         self.tail: CacheEntry | None = None  # cache entry of the last committed block
         self.is_cacheable = True  # False once its chain cannot be continued
 
+    def interleaved(self, first: int = 0) -> list[int]:
+        """The blocks of all groups, from that one on, as messages have them: of each block of
+        tokens the first group's, then the others' in their order."""
+        if not self.more:
+            return self.blocks[first:]
+        tables = (self.blocks[first:], *(own.blocks[first:] for own in self.more))
+        return [block for column in zip(*tables, strict=True) for block in column]
+
     def reset(self) -> None:
         """Forget the blocks; keys stay."""
         self.blocks = []
-        self.num_committed = 0
+        self.more = [GroupTable() for _ in self.more]
+        self.num_committed = self.num_passed = 0
         self.tail = None
         self.is_cacheable = True
 
@@ -127,6 +143,7 @@ class PrefixCache:
         self._pack = struct.Struct(f"<{block_size + lookahead}I").pack
         self._block_size = block_size
         self._lookahead = lookahead
+        self.on_drop: Callable[[CacheEntry], None] | None = None  # an entry is no more
         self._by_key: dict[bytes, CacheEntry] = {}
         self._by_block: dict[int, CacheEntry] = {}
         pool.on_evict = self._on_evict
@@ -185,6 +202,15 @@ class PrefixCache:
             table.tail = entry
             table.num_committed = index + 1
 
+    def last_entries(self, table: BlockTable, count: int) -> list[CacheEntry]:
+        """Of the last `count` committed blocks, as far as they are still known without a gap."""
+        found: list[CacheEntry] = []
+        entry = table.tail
+        while entry is not None and len(found) < count and self._by_key.get(entry.key) is entry:
+            found.append(entry)
+            entry = entry.parent
+        return found[::-1]
+
     def attach(self, entry: CacheEntry, block: int) -> None:
         """The entry's content will also be in this device block."""
         entry.block = block
@@ -233,12 +259,16 @@ class PrefixCache:
         if is_intact and self._host is not None:
             self._host.save(entry, block)
         entry.block = None
-        if not entry.is_alive:
-            del self._by_key[entry.key]
+        self._on_host_drop(entry)
 
     def _on_host_drop(self, entry: CacheEntry) -> None:
         if not entry.is_alive:
-            del self._by_key[entry.key]
+            self._forget(entry)
+
+    def _forget(self, entry: CacheEntry) -> None:
+        del self._by_key[entry.key]
+        if self.on_drop is not None:
+            self.on_drop(entry)
 
     def _drop(self, entry: CacheEntry) -> None:
         if entry.block is not None:
@@ -247,4 +277,4 @@ class PrefixCache:
             entry.block = None
         if entry.host_block is not None and self._host is not None:
             self._host.forget(entry)
-        del self._by_key[entry.key]
+        self._forget(entry)

@@ -1,4 +1,8 @@
-"""How many KV blocks there will be; when they are too few, the message shows the arithmetic."""
+"""How many KV blocks there will be; when they are too few, the message shows the arithmetic.
+
+A bounded group of layers gets what max_num_seqs sequences can hold in it, which is known, and up to
+as much again for cached prefixes. The layers that need every token get the rest.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fastdeploy_core.config import BatchConfig, CacheConfig
+from fastdeploy_core.contracts.model import Retention
 from fastdeploy_core.errors import ResourceError
 from fastdeploy_core.types.worker import WorkerInfo
+
+from .groups import GroupPlan
 
 GIB, MIB = 2**30, 2**20
 # Where the pool and everything else share the host's memory, half of what is free stays free.
 SHARED_FRACTION = 0.5
+# Of the pool's bytes, the most that prefixes in bounded groups get beside what sequences need.
+PREFIX_FRACTION = 0.25
+CHUNKS_IN_FLIGHT = 2  # of one prompt, with overlap
 
 
 class CachePlan(NamedTuple):
@@ -21,6 +31,7 @@ class CachePlan(NamedTuple):
     num_blocks: int
     num_host_blocks: int
     report: list[str]
+    bounded: tuple[GroupPlan, ...] = ()
 
 
 def plan_cache(
@@ -30,20 +41,28 @@ def plan_cache(
     tightest = min(workers, key=lambda w: _budget(w, cache) // max(1, w.bytes_per_block))
     block_size = tightest.block_size
     needed = -(-max_model_len // block_size)
+    bounded, bounded_bytes = _plan_bounded(tightest, cache, batch, needed)
+    left = _budget(tightest, cache) - bounded_bytes
     if cache.num_blocks_override is not None:
         num_blocks, origin = cache.num_blocks_override, "set by the operator"
+    elif bounded and not tightest.bytes_per_block:  # no layer has these: numbers alone
+        num_blocks = 2 * batch.max_num_seqs * needed if left >= 0 else 0
+        origin = "which no layer has"
     else:
-        num_blocks = _budget(tightest, cache) // max(1, tightest.bytes_per_block)
-        origin = (
-            f"{_budget(tightest, cache) / MIB:.1f} MiB / "
-            f"{tightest.bytes_per_block / MIB:.4g} MiB per block"
-        )
+        num_blocks = left // max(1, tightest.bytes_per_block)
+        origin = f"{left / MIB:.1f} MiB / {tightest.bytes_per_block / MIB:.4g} MiB per block"
     if num_blocks < 1 or (cache.num_blocks_override is None and num_blocks < needed):
-        raise ResourceError(_too_small(tightest, cache, num_blocks, needed, max_model_len))
+        sizes = (max(0, num_blocks), needed, bounded_bytes)
+        raise ResourceError(_too_small(tightest, cache, *sizes, max_model_len))
     report = [
         f"KV cache: {num_blocks} blocks of {block_size} tokens ({origin}) hold "
         f"{num_blocks * block_size} tokens, {num_blocks / needed:.2f} sequences of "
         f"{max_model_len} tokens; up to {batch.max_num_seqs} sequences run at once"
+    ]
+    report += [
+        f"KV cache: {plan.num_blocks} blocks of {block_size} tokens for layers with a {group.kind} "
+        f"of {group.tokens} tokens ({group.bytes_per_block} bytes each)"
+        for plan, group in zip(bounded, tightest.bounded, strict=True)
     ]
     if num_blocks < needed:
         report.append(
@@ -53,7 +72,33 @@ def plan_cache(
     num_host_blocks = 0
     if cache.swap_space_bytes:
         num_host_blocks = _host_blocks(tightest, len(workers), cache, report)
-    return CachePlan(num_blocks, num_host_blocks, report)
+    return CachePlan(num_blocks, num_host_blocks, report, bounded)
+
+
+def _plan_bounded(
+    worker: WorkerInfo, cache: CacheConfig, batch: BatchConfig, longest: int
+) -> tuple[tuple[GroupPlan, ...], int]:
+    """The pools of bounded groups, and their bytes. longest: blocks of the longest sequence."""
+    size, seqs, plans, needed_bytes = worker.block_size, batch.max_num_seqs, list[GroupPlan](), 0
+    step = CHUNKS_IN_FLIGHT * -(-batch.max_num_batched_tokens // size)
+    for group in worker.bounded:
+        # Between steps: tokens may begin and end within a block, and another one is begun. While
+        # prompts run, their chunks beside it.
+        held = min(longest, -(-group.tokens // size) + 2)
+        most = min(longest, held + step + 1)
+        count = min(seqs * longest, seqs * held + step + most)
+        rule = Retention(group.kind, group.tokens)  # type: ignore[arg-type]
+        plans.append(GroupPlan(rule, count, most))
+        needed_bytes += count * group.bytes_per_block
+    share = 1.0
+    if cache.num_blocks_override is None:
+        budget = _budget(worker, cache)
+        spare = budget - needed_bytes - longest * worker.bytes_per_block
+        spare = max(0, min(spare, int(budget * PREFIX_FRACTION)))
+        share = min(1.0, spare / max(1, needed_bytes))
+    made = tuple(p._replace(num_blocks=int(p.num_blocks * (1 + share))) for p in plans)
+    groups = zip(made, worker.bounded, strict=True)
+    return made, sum(plan.num_blocks * group.bytes_per_block for plan, group in groups)
 
 
 def _budget(worker: WorkerInfo, cache: CacheConfig) -> int:
@@ -63,6 +108,9 @@ def _budget(worker: WorkerInfo, cache: CacheConfig) -> int:
 
 
 def _host_blocks(worker: WorkerInfo, num_ranks: int, cache: CacheConfig, report: list[str]) -> int:
+    if worker.bounded:
+        report.append("host KV tier off: it holds blocks of layers that need every token, alone")
+        return 0
     if not worker.host_tier:
         report.append("host KV tier off: the device cannot move blocks to host memory")
         return 0
@@ -84,7 +132,12 @@ def _host_blocks(worker: WorkerInfo, num_ranks: int, cache: CacheConfig, report:
 
 
 def _too_small(
-    worker: WorkerInfo, cache: CacheConfig, num_blocks: int, needed: int, max_model_len: int
+    worker: WorkerInfo,
+    cache: CacheConfig,
+    num_blocks: int,
+    needed: int,
+    bounded_bytes: int,
+    max_model_len: int,
 ) -> str:
     possible = num_blocks * worker.block_size
     if cache.num_blocks_override is not None:
@@ -102,6 +155,12 @@ def _too_small(
     )
     if cache.kv_cache_memory_bytes is None and worker.memory_arithmetic:
         text += f" ({worker.memory_arithmetic})"
+    if bounded_bytes:
+        kinds = " and ".join(f"{group.kind} of {group.tokens} tokens" for group in worker.bounded)
+        text += (
+            f"; of them layers with a {kinds} take {bounded_bytes} for all sequences; lower "
+            "--max-num-seqs or --max-num-batched-tokens"
+        )
     if possible:
         return f"{text}; lower --max-model-len to {possible}, or give it more memory"
     return f"{text}; give it more memory"

@@ -18,6 +18,7 @@ from .context import ForwardContext
 from .linear import Linear, LinearPart, LinearShape
 from .norm import DividedRMSNorm, RMSNorm
 from .stored import WHOLE, Piece
+from .weight_map import Placement
 
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
@@ -53,6 +54,19 @@ class PagedAttention:
             self._write = build.kernels["kv_write" if kind is None else kind.write]
         self._scales = CacheScales(build, prefix, spec, kv_piece) if spec.kv_static else None
         self._select_rows = build.kernels["select_rows"]
+        self._sinks = self._place_sinks(build, prefix) if spec.sinks else None
+
+    def _place_sinks(self, build: ModelBuilder, prefix: str) -> Tensor:
+        """[num_heads] float32, divided among ranks as query heads are."""
+        sinks = build.zeros((self.spec.num_heads,), build.xp.float32)
+
+        def accept(tensor: Tensor) -> None:
+            sinks[:] = tensor.float()
+
+        whole = self.spec.num_heads * build.piece.count
+        region = (build.piece.of(whole),)
+        build.weights.add(Placement(f"{prefix}.sinks", (whole,), region, accept))
+        return sinks
 
     def rotate(
         self, q: Tensor, k: Tensor, positions: Tensor, table: Tensor | None = None
@@ -89,9 +103,11 @@ class PagedAttention:
         if self._is_quantized:
             own["scales"] = None if self._scales is None else self._scales.value
         if not self.rotates:
-            self._write(rows, cache, context.batch.slot_mapping, *own.values())
+            self._write(rows, cache, context.batch_of(self.spec).slot_mapping, *own.values())
         if norms is not None:
             own["norms"] = norms
+        if self._sinks is not None:
+            own["sinks"] = self._sinks
         return self.backend.forward(q, k, v, cache, metadata, rotary, **own)
 
 

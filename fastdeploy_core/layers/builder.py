@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
+from fastdeploy_core.contracts.model import spec_within
 from fastdeploy_core.contracts.moe import MoEBackend, MoEBlockBackend, MoESpec
 from fastdeploy_core.contracts.quantizer import (
     HEAD_QUANTIZER,
@@ -173,7 +174,9 @@ class ModelBuilder:
         return x if self.communicator is None else self.communicator.all_gather(x, -1)
 
     def cache_spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """The attention shape with this model's cache format."""
+        """The attention shape with this model's cache format. A window or chunk that no sequence
+        exceeds is none."""
+        spec = spec_within(spec, self.max_positions)
         return replace(spec, kv_format=self.kv_format, kv_static=self.kv_static)
 
     def add_kv_layer(self, spec: AttentionSpec) -> int:

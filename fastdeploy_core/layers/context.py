@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
 
 if TYPE_CHECKING:
+    from fastdeploy_core.contracts.model import Retention
     from fastdeploy_core.tensor import Tensor
 
 
@@ -33,3 +35,9 @@ class ForwardContext:
     # [num_tokens, dim] float32 as ModelBuilder.cos_sin: the step's own, made by a family with
     # positions of three axes; None: the layers' table.
     rotary: Tensor | None = None
+    # The batch with tables and places of each bounded group of layers; others have `batch`.
+    more: Mapping[Retention, AttentionBatch] = field(default_factory=dict)
+
+    def batch_of(self, spec: AttentionSpec) -> AttentionBatch:
+        """The batch as layers of this spec see it."""
+        return self.more.get(spec.retention, self.batch) if self.more else self.batch

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     Addends = tuple[Tensor, Tensor | None]
     FeedForward = GatedMLP | MoEBlock
     Block = Callable[..., Addends]  # called as DecoderLayer is
-    # Makes one block's part from its checkpoint prefix; the second also gets the number of the
-    # block.
-    MakeAttention = Callable[[ModelBuilder, str], "AttentionLayer"]
+    # Makes one block's part from its checkpoint prefix and the number of the block.
+    MakeAttention = Callable[[ModelBuilder, str, int], "AttentionLayer"]
     MakeFeedForward = Callable[[ModelBuilder, str, int], FeedForward]
 
 
@@ -123,7 +122,7 @@ class DecoderLM:
         """
         return DecoderLayer(
             input_norm=build.norm(f"{prefix}.input_layernorm", self._hidden, self._eps),
-            attention=self._attention(build, f"{prefix}.self_attn"),
+            attention=self._attention(build, f"{prefix}.self_attn", number),
             post_attention_norm=build.norm(
                 f"{prefix}.post_attention_layernorm", self._hidden, self._eps
             ),
@@ -161,7 +160,7 @@ class DecoderLM:
 
 
 class GroupedQueryLM(DecoderLM):
-    """A family with grouped-query attention that is the same in every block.
+    """A family with grouped-query attention, whose blocks may differ in what they see.
 
     Biases and norms are constants, or keys of config.json that say whether there are any.
     """
@@ -176,6 +175,7 @@ class GroupedQueryLM(DecoderLM):
     mlp_bias: ClassVar[str | bool] = False
     head_bias: ClassVar[str | bool] = False
     tied: ClassVar[bool] = False
+    activations: ClassVar[tuple[str, ...]] = ("silu", "swish")  # words of config.json for its own
 
     @classmethod
     def check(cls, read: ConfigReader) -> None:
@@ -195,20 +195,29 @@ class GroupedQueryLM(DecoderLM):
 
     @classmethod
     def attention(cls, read: ConfigReader, dtype: str) -> AttentionSpec:
-        """One rank's attention, of every layer."""
+        """One rank's attention, of every layer but for what `layer` says."""
         norms = _has(read, cls.head_norms)
         return read.gqa(dtype, interleaved=cls.interleaved, head_norms=norms)
+
+    @classmethod
+    def layer(
+        cls, read: ConfigReader, number: int, spec: AttentionSpec, rotary: RotarySpec
+    ) -> tuple[AttentionSpec, RotarySpec]:
+        """Attention of one block, if it is not the same in all: what it sees, and how it turns."""
+        return spec, rotary
 
     @classmethod
     def shapes(cls, config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
         """Shapes of one rank."""
         read = ConfigReader(config, tp_size)
-        read.require_silu()
+        read.require_activation(*cls.activations)
         cls.check(read)
-        cls.rotary(read)
+        rotary = cls.rotary(read)
         read.divided("intermediate_size", read.size("intermediate_size"))
         spec = cls.attention(read, dtype)
-        return read.shapes(spec, cls.moe(read, dtype))
+        numbers = range(read.size("num_hidden_layers"))
+        layers = tuple(cls.layer(read, number, spec, rotary)[0] for number in numbers)
+        return replace(read.shapes(spec, cls.moe(read, dtype)), layers=layers)
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
         read = ConfigReader(config, build.tp_size)
@@ -220,11 +229,10 @@ class GroupedQueryLM(DecoderLM):
         super().__init__(
             read,
             build,
-            attention=lambda build, prefix: build.gqa(
+            attention=lambda build, prefix, number: build.gqa(
                 prefix,
                 heads,
-                spec,
-                rotary,
+                *self.layer(read, number, spec, rotary),
                 qkv_bias=qkv,
                 output_bias=output,
                 norm_eps=eps,

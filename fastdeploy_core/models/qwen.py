@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
-from fastdeploy_core.errors import UnsupportedModel
 
 from .decoder import GroupedQueryLM
 from .reading import ConfigReader
 
 if TYPE_CHECKING:
+    from fastdeploy_core.contracts.attention import AttentionSpec
     from fastdeploy_core.layers.builder import ModelBuilder
+    from fastdeploy_core.layers.rotary import RotarySpec
 
     from .decoder import FeedForward, MakeFeedForward
 
@@ -23,15 +25,15 @@ class Qwen2ForCausalLM(GroupedQueryLM):
     output_bias: ClassVar[str | bool] = False
 
     @classmethod
-    def check(cls, read: ConfigReader) -> None:
-        """UnsupportedModel if a sliding window is in use: attention covers the whole context."""
-        in_use = read.flag("use_sliding_window", default=False)
-        kinds = read.config.get("layer_types") or []
-        if in_use or any(kind != "full_attention" for kind in kinds):
-            raise UnsupportedModel(
-                f"this {read.architecture} uses sliding-window attention, which is not supported; "
-                "possible: full attention in every layer"
-            )
+    def layer(
+        cls, read: ConfigReader, number: int, spec: AttentionSpec, rotary: RotarySpec
+    ) -> tuple[AttentionSpec, RotarySpec]:
+        """With use_sliding_window, blocks from max_window_layers on see a window."""
+        if not read.flag("use_sliding_window", default=False):
+            return spec, rotary
+        first = read.count("max_window_layers", default=28)
+        window = read.window(number, default=lambda number: number >= first)
+        return replace(spec, window=window), rotary
 
 
 class Qwen3ForCausalLM(Qwen2ForCausalLM):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastdeploy_core.contracts.attention import AttentionSpec
@@ -71,13 +71,13 @@ class ConfigReader:
             )
         return size // self.tp_size
 
-    def require_silu(self) -> None:
-        """UnsupportedModel unless the activation is silu, the only one here."""
-        activation = self._find(("hidden_act",))
-        if activation not in (None, "silu", "swish"):
+    def require_activation(self, *possible: str) -> None:
+        """UnsupportedModel unless the activation is one of these, or unnamed."""
+        activation = self._find(("hidden_activation", "hidden_act"))
+        if activation is not None and activation not in possible:
             raise UnsupportedModel(
                 f"hidden_act {activation!r} of this {self.architecture} is not supported; "
-                "possible: silu"
+                f"possible: {', '.join(possible)}"
             )
 
     def head_dim(self) -> int:
@@ -120,6 +120,23 @@ class ConfigReader:
         heads = self.size("num_attention_heads")
         kv_heads = self.size("num_key_value_heads", default=heads)
         return HeadShape(self.size("hidden_size"), heads, kv_heads)
+
+    def window(self, number: int, *, default: Callable[[int], bool]) -> int:
+        """Tokens that a query of that block sees, 0: all. layer_types of config.json says which
+        blocks have the window; `default` does where it does not."""
+        kinds, words = self._find(("layer_types",)), ("full_attention", "sliding_attention")
+        if kinds is None:
+            kind = words[default(number)]
+        elif isinstance(kinds, list) and number < len(kinds):
+            kind = kinds[number]
+        else:
+            raise self._wrong(("layer_types",), kinds, "a word for each layer")
+        if kind not in words:
+            raise UnsupportedModel(
+                f"config.json of this {self.architecture} has layer_types {kind!r}, which is not "
+                f"supported; possible: {', '.join(words)}"
+            )
+        return self.size("sliding_window") if kind == words[1] else 0
 
     def shapes(self, attention: AttentionSpec, moe: MoESpec | None = None) -> ModelShapes:
         """The record planning works with; attention is the same in every layer."""

@@ -25,7 +25,7 @@ from fastdeploy_core.config.quantization import (
 from fastdeploy_core.contracts.base import Candidate, Decline, Requirements
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.contracts.kv_formats import kv_format
-from fastdeploy_core.contracts.model import AttentionSpec, StateSpec
+from fastdeploy_core.contracts.model import AttentionSpec, StateSpec, spec_within
 from fastdeploy_core.contracts.quantizer import HEAD_QUANTIZER, QuantizationQuestion
 from fastdeploy_core.errors import (
     CapabilityError,
@@ -135,6 +135,7 @@ def attention_questions(
     tensor_library: str,
     block_size: int,
     quantization: QuantizationSettings,
+    max_model_len: int,
 ) -> list[AttentionQuestion]:
     """What attention drivers are asked about a model: one question for each distinct layer.
     UnsupportedModel where a layer keeps a state, which the engine cannot keep yet."""
@@ -142,15 +143,16 @@ def attention_questions(
 
     kind = kv_format(quantization.kv_format)
     cache_format = kind.name if kind else ""
-    questions = []
-    for spec in dict.fromkeys(layers):
+    questions = {}
+    for spec in layers:
         if isinstance(spec, StateSpec):
             raise UnsupportedModel(
                 f"the model has layers that keep a state per sequence ({spec.kind}), and the "
                 "engine keeps cache entries per token only; possible: a model whose layers are all "
                 "attention"
             )
-        question = AttentionQuestion(
+        spec = spec_within(spec, max_model_len)
+        questions[spec] = AttentionQuestion(
             device=device,
             tensor_library=tensor_library,
             spec=replace(spec, kv_format=cache_format, kv_static=quantization.kv_static),
@@ -158,8 +160,7 @@ def attention_questions(
             kv_dtype=cache_format or "auto",
             plain_projections=not quantization.method,
         )
-        questions.append(question)
-    return questions
+    return list(questions.values())
 
 
 class _Resolver:
@@ -206,6 +207,7 @@ class _Resolver:
             tensor_library=self._tensor_library,
             block_size=self._config.cache.block_size,
             quantization=self._quantization,
+            max_model_len=self._config.model.max_model_len,
         )
         self._layer_driver(
             "attention", "fd_attention_backends", questions, self._config.device.attention_backend

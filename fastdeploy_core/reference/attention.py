@@ -22,6 +22,7 @@ from . import attention_fixed
 from .attention_plan import (
     MAX_CHUNK,
     TILE,
+    Chunk,
     Heads,
     ShortGroup,
     plan_longs,
@@ -63,7 +64,8 @@ class _Group:
 class _Chunk:
     query_rows: Tensor
     num_queries: int
-    num_keys: int
+    keys: slice  # of the row's, those that a query of the chunk sees
+    mask: Tensor  # [num_queries, keys]; None: a single query, which sees all of them
 
 
 @dataclass(slots=True)
@@ -88,7 +90,8 @@ class ReferenceAttention:
     # saves.
     max_recorded_len = 4096
     can_capture_mixed = False
-    features = frozenset({"offsets"})  # layers rotate before it
+    # Layers rotate before it, so positions are nothing to it.
+    features = frozenset({"offsets", "window", "chunk", "sinks", "softcap"})
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
@@ -96,7 +99,8 @@ class ReferenceAttention:
         self.spec = spec
         self.block_size = block_size
         self._device = device
-        self._heads = Heads(spec.num_heads, spec.num_kv_heads, block_size)
+        shape = (spec.num_heads, spec.num_kv_heads, block_size, spec.window, spec.chunk)
+        self._heads = Heads(*shape)
         # For mla the values are the first columns of the keys. The product takes whole rows and
         # drops the rest, which is cheaper than cutting every row.
         self._value_dim = spec.kv_lora_rank if spec.kind == "mla" else spec.v_head_dim
@@ -108,9 +112,9 @@ class ReferenceAttention:
             and device.device == "cpu"
             and spec.dtype == "float32"
             and self._heads.group <= _MAX_RAGGED_GROUP
-            and not spec.kv_format
+            and not (spec.kv_format or spec.sinks or spec.softcap)
         )
-        self.can_capture_decode = device.limits.graph_capture
+        self.can_capture_decode = device.limits.graph_capture and not self._heads.is_bounded
         self._kv = kv_format(spec.kv_format)
         self._narrow = xp.dtype(spec.dtype) if spec.dtype != "float32" else None
 
@@ -143,10 +147,7 @@ class ReferenceAttention:
             longs=[
                 (
                     to_device(long.kv_rows),
-                    [
-                        _Chunk(to_device(c.query_rows), c.num_queries, c.num_keys)
-                        for c in long.chunks
-                    ],
+                    [self._chunk(chunk) for chunk in long.chunks],
                 )
                 for long in plan_longs(batch, self._heads)
             ],
@@ -160,12 +161,23 @@ class ReferenceAttention:
         rows = None if plan.output_rows is None else self._device.to_device(plan.output_rows)
         return pattern, rows
 
+    def _chunk(self, chunk: Chunk) -> _Chunk:
+        keys = slice(chunk.first_key, chunk.num_keys)
+        mask = self._mask(self._device.xp, chunk.num_queries, chunk.num_keys - chunk.first_key)
+        if chunk.firsts is not None and mask is not None:
+            hidden = np.arange(int(mask.shape[1])) < chunk.firsts[:, None]
+            penalty = np.where(hidden, np.float32(-np.inf), np.float32(0))
+            mask = mask + self._device.to_device(penalty)
+        return _Chunk(self._device.to_device(chunk.query_rows), chunk.num_queries, keys, mask)
+
     def _upload(self, group: ShortGroup) -> _Group:
         def upload(rows: np.ndarray | None) -> Tensor | None:
             return None if rows is None else self._device.to_device(rows)
 
         width = group.max_tiles * TILE
         seen = np.arange(width) <= group.limits[:, :, None]
+        if group.firsts is not None:
+            seen &= np.arange(width) >= group.firsts[:, :, None]
         penalty = np.where(seen, np.float32(0), np.float32(-np.inf))
         mask = self._device.to_device(penalty[:, None, :, None, :])
         heads = self._heads
@@ -195,6 +207,7 @@ class ReferenceAttention:
         metadata: _Metadata,
         rotary: Tensor | None = None,
         scales: KVScales | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """[num_tokens, num_heads * value_dim]; k and v are read from the cache."""
         xp = self._device.xp
@@ -212,6 +225,7 @@ class ReferenceAttention:
                 *(xp, metadata.fixed, self._heads, queries),
                 lambda index, rows: self._rows(xp, pools[index], rows),
                 self._value_dim,
+                lambda scores, mask: self._weights(xp, scores, mask, sinks),
             )
             return out.to(q.dtype)
 
@@ -219,17 +233,19 @@ class ReferenceAttention:
             return self._lists(xp, metadata.ragged[0], queries, keys, values).reshape(whole)
         groups = metadata.groups
         if len(groups) == 1 and groups[0].output_rows is None:
-            return self._short(xp, groups[0], queries, keys, values).reshape(whole).to(q.dtype)
+            only = self._short(xp, groups[0], queries, keys, values, sinks)
+            return only.reshape(whole).to(q.dtype)
         out = xp.zeros(shape, dtype=xp.float32, device=q.device)
         if metadata.ragged is not None:
             pattern, own_rows = metadata.ragged
             own = xp.index_select(queries, 0, own_rows)
             xp.index_copy_(out, 0, own_rows, self._lists(xp, pattern, own, keys, values))
         for group in groups:
-            rows = self._short(xp, group, queries, keys, values).reshape([-1, self._value_dim])
+            rows = self._short(xp, group, queries, keys, values, sinks)
+            rows = rows.reshape([-1, self._value_dim])
             xp.index_copy_(out, 0, group.output_rows, rows)
         for kv_rows, chunks in metadata.longs:
-            self._long(xp, kv_rows, chunks, queries, keys, values, out)
+            self._long(xp, kv_rows, chunks, queries, keys, values, out, sinks)
         return out.view(whole).to(q.dtype)
 
     def _pool(
@@ -252,8 +268,31 @@ class ReferenceAttention:
         out = xp.attend_ragged(queries, keys, values, pattern)
         return out[:, : self._value_dim] if values is keys else out
 
+    def _weights(
+        self, xp: Any, scores: Tensor, mask: Tensor | None, sinks: Tensor | None
+    ) -> Tensor:
+        """Softmax over the last dimension. scores: [rows, kv heads, queries, group, keys], which
+        are overwritten; sinks: [num_heads], a logit of each head that no value belongs to."""
+        cap = self.spec.softcap
+        if cap:
+            scores = xp.tanh(scores / cap) * cap
+        if mask is not None:
+            scores = scores.add_(mask)
+        if sinks is None:
+            return xp.softmax(scores, -1)
+        rows, heads, queries, group, width = scores.shape
+        column = sinks.float().reshape([1, heads, 1, group, 1])
+        column = column.expand([rows, heads, queries, group, 1])
+        return xp.softmax(xp.cat((scores, column), -1), -1)[..., :width].contiguous()
+
     def _short(
-        self, xp: Any, group: _Group, queries: Tensor, keys: Tensor, values: Tensor
+        self,
+        xp: Any,
+        group: _Group,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        sinks: Tensor | None,
     ) -> Tensor:
         """[R, H, Q, G, value_dim], float32."""
         heads = self._heads
@@ -267,7 +306,7 @@ class ReferenceAttention:
             scores = xp.index_select(scores.view([-1, TILE]), 0, group.spread)
         width = group.max_tiles * TILE
         shape = [group.num_rows, heads.num_kv_heads, group.num_queries, heads.group, width]
-        weights = xp.softmax(scores.view(shape).add_(group.mask), -1)
+        weights = self._weights(xp, scores.view(shape), group.mask, sinks)
         if group.collect is not None:
             weights = xp.index_select(weights.view([-1, TILE]), 0, group.collect)
         if values is keys:
@@ -291,6 +330,7 @@ class ReferenceAttention:
         keys: Tensor,
         values: Tensor,
         out: Tensor,
+        sinks: Tensor | None,
     ) -> None:
         """One sequence: writes its rows of out, [T * num_heads, value_dim] float32."""
         heads = self._heads
@@ -301,15 +341,26 @@ class ReferenceAttention:
         for chunk in chunks:
             count = chunk.num_queries
             part = xp.index_select(queries, 0, chunk.query_rows)
-            result = xp.attend(
-                part.view([heads.num_kv_heads, heads.group, count, -1]),
-                own_keys[:, : chunk.num_keys],
-                own_values[:, : chunk.num_keys],
-                self._mask(xp, count, chunk.num_keys),
-                1.0,
-            )
+            part = part.view([heads.num_kv_heads, heads.group, count, -1])
+            some_keys, some_values = own_keys[:, chunk.keys], own_values[:, chunk.keys]
+            if self.spec.sinks or self.spec.softcap:
+                result = self._attend(xp, part, some_keys, some_values, chunk.mask, sinks)
+            else:
+                result = xp.attend(part, some_keys, some_values, chunk.mask, 1.0)
             result = result[..., : self._value_dim].reshape([-1, self._value_dim])
             xp.index_copy_(out, 0, chunk.query_rows, result)
+
+    def _attend(
+        self, xp: Any, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """TensorLibrary.attend with capped logits or sinks."""
+        heads, group, count, dim = q.shape
+        scores = xp.matmul_nt(q.reshape([heads, group * count, dim]), keys)
+        scores = scores.reshape([1, heads, group, count, keys.shape[1]]).transpose(2, 3)
+        mask = None if mask is None else mask.reshape([1, 1, count, 1, keys.shape[1]])
+        weights = self._weights(xp, scores.contiguous(), mask, sinks).transpose(2, 3)
+        out = xp.matmul(weights.reshape([heads, group * count, keys.shape[1]]), values)
+        return out.reshape([heads, group, count, values.shape[2]])
 
     def _mask(self, xp: Any, count: int, num_keys: int) -> Tensor | None:
         """[count, num_keys]: the last query sees every key, the one before it all but one, and so

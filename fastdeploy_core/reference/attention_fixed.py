@@ -70,9 +70,11 @@ def attend(
     queries: Tensor,
     read: Callable[[int, Tensor], Tensor],
     value_dim: int,
+    weigh: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """[tokens, num_heads * value_dim] float32. queries: [tokens, num_heads, dim] float32, scaled;
-    read(i, rows): rows of cache tensor i (0: keys, 1: values) as float32."""
+    read(i, rows): rows of cache tensor i (0: keys, 1: values) as float32; weigh(scores, mask):
+    their softmax."""
     rows, tokens, kv_heads = step.num_rows, step.num_tokens, heads.num_kv_heads
     lanes, dim = rows * kv_heads, queries.shape[-1]
     keys = read(0, step.kv_rows).reshape([lanes, -1, dim])
@@ -84,8 +86,8 @@ def attend(
         part = folded[:, :, begin : begin + count].reshape([lanes, count * heads.group, dim])
         scores = xp.matmul_nt(part, keys)
         shape = [rows, kv_heads, count, heads.group, keys.shape[1]]
-        scores = scores.reshape(shape) + step.mask[:, :, begin : begin + count]
-        weights = xp.softmax(scores, -1).reshape([lanes, count * heads.group, keys.shape[1]])
+        weights = weigh(scores.reshape(shape), step.mask[:, :, begin : begin + count])
+        weights = weights.reshape([lanes, count * heads.group, keys.shape[1]])
         out = xp.matmul(weights, values)[..., :value_dim]
         out = out.reshape([rows, kv_heads, count, heads.group, value_dim]).transpose(1, 2)
         parts.append(out.reshape([rows, count, heads.num_heads * value_dim]))

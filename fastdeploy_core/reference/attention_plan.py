@@ -42,7 +42,8 @@ class ShortGroup:
     spread: np.ndarray | None  # [R * H * Q * G * max_tiles] score rows; None: one tile per row
     collect: np.ndarray | None  # [N * H * Q * G] rows of the spread scores
     row_of_tile: np.ndarray  # [N]
-    limits: np.ndarray  # [R, Q]: the last key position each query sees
+    limits: np.ndarray  # [R, Q]: the last key each query sees, counted from its row's first tile
+    firsts: np.ndarray | None  # [R, Q]: the first one, likewise; None: the first of all
     output_rows: np.ndarray | None  # [R * H * Q * G] rows of the output; None: all of it, in order
 
 
@@ -53,6 +54,9 @@ class Chunk:
     query_rows: np.ndarray  # [H * G * num_queries] rows of q, and of the output
     num_queries: int
     num_keys: int  # the last query sees all of them, the one before it all but one, and so on
+    first_key: int  # the first that a query of the chunk sees
+    # [num_queries]: the first that each sees, counted from that; None: all see the same first one
+    firsts: np.ndarray | None
 
 
 @dataclass(slots=True)
@@ -79,6 +83,19 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     block_size: int
+    window: int = 0  # keys that a query sees, its own included; 0: all
+    chunk: int = 0  # a query sees the keys of its chunk of so many tokens alone; 0: all
+
+    def first_seen(self, positions: np.ndarray) -> np.ndarray:
+        """The first key that the queries at these positions see. What lies in front of the first
+        that any token of a step sees may be another sequence's, or nothing."""
+        first: np.ndarray = positions // self.chunk * self.chunk if self.chunk else positions * 0
+        return np.maximum(positions - self.window + 1, 0) if self.window else first
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a query may not see all keys before it."""
+        return bool(self.window or self.chunk)
 
     @property
     def group(self) -> int:
@@ -104,9 +121,11 @@ def plan_ragged(batch: AttentionBatch, heads: Heads) -> RaggedGroup | None:
     # One entry per query token, then one per position that it sees.
     row = np.repeat(rows, lengths[rows])
     step = np.arange(len(row)) - np.repeat(np.cumsum(lengths[rows]) - lengths[rows], lengths[rows])
-    seen = batch.seq_lens[row].astype(np.int64) - lengths[row] + step + 1
+    own = batch.seq_lens[row].astype(np.int64) - lengths[row] + step
+    first = heads.first_seen(own)
+    seen = own + 1 - first
     start = np.cumsum(seen) - seen
-    positions = np.arange(int(seen.sum())) - np.repeat(start, seen)
+    positions = np.arange(int(seen.sum())) - np.repeat(start - first, seen)
     slots = _slots(batch.block_tables, np.repeat(row, seen), positions, heads.block_size)
     # The same for every head. The lists of one head are consecutive, so heads of a group find the
     # keys that the previous head read still in the processor's cache.
@@ -128,11 +147,13 @@ def plan_tiles(batch: AttentionBatch, heads: Heads) -> list[ShortGroup]:
     starts, lengths = _extents(batch)
     decodes = np.flatnonzero(lengths == 1)
     shorts = np.flatnonzero((lengths > 1) & (lengths <= MAX_SHORT))
+    # Tokens of each row from the tile on in which the first key lies that it sees.
+    spans = batch.seq_lens - heads.first_seen(batch.seq_lens - lengths) // TILE * TILE
     return [
         _plan_group(batch, heads, starts, lengths, part)
         for rows in (decodes, shorts)
         if len(rows)
-        for part in _similar(rows, batch.seq_lens, heads.num_heads)
+        for part in _similar(rows, spans, heads.num_heads)
     ]
 
 
@@ -167,7 +188,9 @@ def _plan_group(
     rows: np.ndarray,
 ) -> ShortGroup:
     seq_lens = batch.seq_lens[rows].astype(np.int64)
-    tiles = -(-seq_lens // TILE)
+    first_keys = heads.first_seen(seq_lens - lengths[rows])
+    base = first_keys // TILE * TILE
+    tiles = -(-(seq_lens - base) // TILE)
     num_tiles, widest = int(tiles.sum()), int(tiles.max())
     num_queries = int(lengths[rows].max())
     group, kv_heads = heads.group, heads.num_kv_heads
@@ -176,9 +199,12 @@ def _plan_group(
     first = np.cumsum(tiles) - tiles
     row_of_tile = np.repeat(np.arange(len(rows)), tiles)
     tile_in_row = np.arange(num_tiles) - first[row_of_tile]
-    # Positions after the end repeat the last token: masked, and never unwritten memory.
-    positions = np.minimum(
-        tile_in_row[:, None] * TILE + np.arange(TILE), (seq_lens - 1)[row_of_tile][:, None]
+    # Positions after the end repeat the last token, those in front of what is seen the first one:
+    # masked, and never memory of others.
+    positions = np.clip(
+        (base[row_of_tile] + tile_in_row * TILE)[:, None] + np.arange(TILE),
+        first_keys[row_of_tile][:, None],
+        (seq_lens - 1)[row_of_tile][:, None],
     )
     slots = _slots(batch.block_tables[rows], row_of_tile[:, None], positions, heads.block_size)
     kv_rows = slots[:, None, :] * kv_heads + np.arange(kv_heads)[:, None]
@@ -195,6 +221,7 @@ def _plan_group(
         spread = (tile[:, None, :] * per_tile + score).reshape(-1)
         row = row_of_tile[:, None] * per_tile + np.arange(per_tile)
         collect = (row * widest + tile_in_row[:, None]).reshape(-1)
+    own = (seq_lens - lengths[rows])[:, None] + step
     alone = len(rows) == batch.num_tokens and num_queries == 1
     in_order = alone and bool((tokens[:, 0] == np.arange(len(rows))).all())
     return ShortGroup(
@@ -207,14 +234,18 @@ def _plan_group(
         spread=spread,
         collect=collect,
         row_of_tile=row_of_tile,
-        limits=(seq_lens - lengths[rows])[:, None] + step,
+        limits=own - base[:, None],
+        firsts=heads.first_seen(own) - base[:, None] if heads.is_bounded else None,
         output_rows=None if in_order else row_queries.reshape(-1),
     )
 
 
 def _plan_long(batch: AttentionBatch, heads: Heads, start: int, length: int, row: int) -> LongRow:
-    num_keys = int(batch.seq_lens[row])
-    slots = _slots(batch.block_tables, row, np.arange(num_keys), heads.block_size)
+    seq_len = int(batch.seq_lens[row])
+    begin_at = seq_len - length  # position of the first query
+    base = int(heads.first_seen(np.array(begin_at)))
+    num_keys = seq_len - base
+    slots = _slots(batch.block_tables, row, np.arange(base, seq_len), heads.block_size)
     kv_heads = np.arange(heads.num_kv_heads)[:, None]
     chunk = min(MAX_CHUNK, max(1, MAX_CHUNK_SCORES // (num_keys * heads.num_heads)))
     head = np.arange(heads.num_heads)[:, None]
@@ -222,11 +253,14 @@ def _plan_long(batch: AttentionBatch, heads: Heads, start: int, length: int, row
     for begin in range(0, length, chunk):
         end = min(begin + chunk, length)
         tokens = np.arange(start + begin, start + end)
+        seen = heads.first_seen(np.arange(begin_at + begin, begin_at + end)) - base
         chunks.append(
             Chunk(
                 query_rows=(tokens * heads.num_heads + head).reshape(-1),
                 num_queries=end - begin,
                 num_keys=num_keys - length + end,
+                first_key=int(seen[0]),
+                firsts=seen - seen[0] if heads.is_bounded else None,
             )
         )
     return LongRow(kv_rows=slots * heads.num_kv_heads + kv_heads, chunks=chunks)

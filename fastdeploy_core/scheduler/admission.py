@@ -131,11 +131,10 @@ class Admission:
         """Room for all of the sequence and its next token, beside what running prompts still need:
         to start it and preempt it again in mid-prompt would be wasted work."""
         kv = self._kv
-        available = kv.pool.num_available
         if not self._roster.running:
-            return kv.num_needed(match, len(seq.token_ids)) <= available
-        needed = kv.num_needed(match, len(seq.token_ids) + 1)
-        return needed + self._roster.num_promised_blocks + self._num_watermark() <= available
+            return kv.has_room(match, len(seq.token_ids))
+        spare = self._roster.num_promised_blocks + self._num_watermark()
+        return kv.has_room(match, len(seq.token_ids) + 1, spare)
 
     def _num_watermark(self) -> int:
         """Blocks left free at an admission, so that the next decodes do not preempt it at once."""

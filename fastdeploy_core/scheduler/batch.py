@@ -246,7 +246,7 @@ class BatchScheduler:
         assert not self._roster.requests, "requests are unfinished"
         assert not self._roster.num_leaving, "a step in flight still holds blocks"
         self.kv.check()
-        assert self.kv.pool.num_used == 0, f"{self.kv.pool.num_used} blocks are leaked"
+        assert self.kv.num_used == 0, f"{self.kv.num_used} blocks are leaked"
 
     def _make_sequences(self, state: RequestState) -> None:
         request, sampling = state.request, state.request.sampling

@@ -236,7 +236,7 @@ class Outcome:
             self._add_prompt_logprobs(request, row, output.prompt_logprobs[number])
         num_computed = row.start + row.num_tokens
         if not row.sample:
-            self._commit(seq, num_computed)
+            self._commit(seq, num_computed, num_computed)
             return
         if seq.num_output_tokens == 0 and request.followers_wait and seq.index == 0:
             self._roster.release_followers(request)
@@ -247,7 +247,7 @@ class Outcome:
         if seq.is_suspect and row.start >= seq.num_known_at_start:
             self._roster.set_suspect(seq, False)
         limit = len(seq.token_ids) if self._kv.caches_output else seq.num_prompt_tokens
-        self._commit(seq, min(num_computed, limit))
+        self._commit(seq, min(num_computed, limit), num_computed)
         delta = SequenceDelta(index=seq.index, token_ids=tokens[:num_kept])
         if number in output.logprobs:
             delta.logprobs = output.logprobs[number][:num_kept]
@@ -270,8 +270,9 @@ class Outcome:
             seq.columns.tally.add(seq.place, min(drafted, left), min(right, left))
             num_kept = None if num_kept is None else num_kept - right - 1
 
-    def _commit(self, seq: Sequence, num_tokens: int) -> None:
+    def _commit(self, seq: Sequence, num_tokens: int, num_certain: int) -> None:
         self._kv.commit(seq.table, seq.token_ids, num_tokens)
+        self._kv.let_go(seq.table, num_certain)
         seq.commit_at = self._kv.next_commit(seq.table, seq.num_prompt_tokens)
 
     def _fail_row(self, request: RequestState, code: str) -> None:

@@ -122,10 +122,10 @@ class StepPlanner:
         few for all. Telling the device of a block takes the host longer than a step: where many
         hold nothing, not even a cached prefix, all sequences get some for later steps, too."""
         kv, columns = self._kv, self._roster.columns
-        room, pool = columns.room[places], kv.pool
-        num_free, num_empty = pool.num_available, pool.num_available - pool.num_cached
+        room = columns.room[places]
         if not np.count_nonzero(wanted > room):
             return True
+        num_free, num_empty = kv.num_available, kv.num_empty
         later = np.minimum(wanted + BLOCKS_AHEAD * kv.block_size, columns.limit[places])
         later[wanted == 0] = 0  # not in this step
         for ends, most in ((np.maximum(wanted, later), num_empty // 2), (wanted, num_free)):

@@ -146,7 +146,7 @@ class Roster:
         """The prompt is computed: let the other sequences of the request wait for their turn."""
         request.followers_wait = False
         leader = request.sequences[0]
-        if leader.table.blocks:
+        if leader.table.blocks and not self.kv.bounded:  # else followers find the prompt cached
             request.fork_source = self.kv.hold(leader.table, leader.num_prompt_tokens)
         for seq in request.sequences[1:]:
             if seq.status is RequestStatus.WAITING:

@@ -213,7 +213,7 @@ class StepBuilder:
                 seq_id=seq.seq_id,
                 token_ids=seq.token_ids.copy(),
                 num_prompt_tokens=seq.num_prompt_tokens,
-                block_ids=seq.table.blocks.copy(),
+                block_ids=seq.table.interleaved(),
                 sampling=request.sampling,
                 seed=seq.seed,
                 eos_token_ids=request.eos_token_ids,

@@ -275,7 +275,7 @@ def _prepare_app(
 
 def _log_engine(info: EngineInfo, num_engines: int, seconds: float) -> None:
     # The engine process has already logged its own decisions (info.report).
-    size = _size(info.num_blocks * info.bytes_per_block)
+    size = _size(info.num_blocks * info.bytes_per_block + info.bounded_bytes)
     count = f"{num_engines} engines" if num_engines > 1 else "engine"
     logger.info("%s ready after %.1f s, KV cache %s", count, seconds, size)
 

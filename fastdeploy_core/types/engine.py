@@ -34,6 +34,7 @@ class EngineInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     startup_s: float = 0.0
     epoch: int = 0  # random 64 bit, new at every start
     report: list[str] = []  # one line per start-up decision
+    bounded_bytes: int = 0  # of the pools of layers that do not need every token
 
 
 class EngineHealth(msgspec.Struct, kw_only=True, omit_defaults=True):

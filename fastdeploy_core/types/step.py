@@ -88,6 +88,7 @@ class NewSequence(msgspec.Struct, kw_only=True, omit_defaults=True):
     seq_id: int
     token_ids: list[int]  # prompt, then what was generated before a preemption
     num_prompt_tokens: int
+    # Of each block of tokens one of every group of layers, as kvcache.BlockTable.interleaved says.
     block_ids: list[int]
     sampling: SamplingParams
     seed: int  # 64 bit; with the token position it determines the random stream of this sequence
@@ -173,7 +174,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     # Above 1: every row decodes, and does so that many times, each time fed what it sampled before,
     # and as many drafts as were made then.
     num_decodes: int = 1
-    new_block_ids: dict[int, list[int]] = {}  # by row: appended to its block table before this step
+    # By row: appended to its block table before this step; as in NewSequence.block_ids.
+    new_block_ids: dict[int, list[int]] = {}
     copies: BlockCopies = BlockCopies()
     # Drafts to make after this step for each row that samples; 0: drafters with a cache of their
     # own only keep it complete; -1: drafters rest.

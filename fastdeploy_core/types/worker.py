@@ -6,6 +6,14 @@ from __future__ import annotations
 import msgspec
 
 
+class LayerGroup(msgspec.Struct, frozen=True, array_like=True):
+    """Layers that need a bounded part of a sequence by one rule (contracts.model.Retention)."""
+
+    kind: str
+    tokens: int
+    bytes_per_block: int  # one block in all of them
+
+
 class WorkerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One rank's answer to `load()`. Bytes are this rank's."""
 
@@ -15,7 +23,7 @@ class WorkerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     max_model_len: int
     weight_bytes: int = 0
     # the KV pool
-    bytes_per_block: int  # one block in all layers
+    bytes_per_block: int  # one block in all layers that need every token
     available_bytes: int  # what the KV pool may take
     memory_arithmetic: str = ""  # how available_bytes came about, for messages
     # What the batch scheduler must respect; from the device's limits and the configuration.
@@ -45,3 +53,4 @@ class WorkerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     tensor_library: str = ""
     drivers: dict[str, str] = {}  # kind to driver name
     report: list[str] = []  # one line per start-up decision, for the log and for `info`
+    bounded: list[LayerGroup] = []  # layers that do not need every token

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastdeploy_core.contracts.attention import cache_dtypes
-from fastdeploy_core.errors import WorkerError
+from fastdeploy_core.errors import ConfigError, WorkerError
+from fastdeploy_core.kvcache import bounded_rules
 from fastdeploy_core.tensor import DTYPE_BYTES
 from fastdeploy_core.types import BlockCopies
 
@@ -27,26 +28,46 @@ class Caches:
     def __init__(self, device: DeviceBackend, kernels: KernelTable, loaded: LoadedModel) -> None:
         self._device, self._kernels, self._loaded = device, kernels, loaded
         self.tensors: list[tuple[Tensor, ...]] = []  # of each layer
+        self.rules = bounded_rules(loaded.kv_layers)  # of groups of layers behind the first
+        if self.rules and device.limits.step_buckets is not None:
+            raise ConfigError(
+                f"layers with a {self.rules[0].kind} have block tables of their own, and steps of "
+                f"fixed shapes, which device {device.name} needs, have one for all; possible: "
+                f"--max-model-len {self.rules[0].tokens}, where it changes nothing"
+            )
+        groups = {rule: number for number, rule in enumerate(self.rules, 1)}
+        self._groups = [groups.get(spec.retention, 0) for spec in loaded.kv_layers]
         self._mover: BlockMover | None = None
 
-    def shapes(self, num_blocks: int) -> list[list[tuple[tuple[int, ...], str]]]:
-        """(shape, dtype) of each tensor of each layer's cache."""
+    def block_bytes(self) -> list[int]:
+        """Of each group, one block in all of its layers."""
+        found = [0] * (1 + len(self.rules))
+        for group, layer in zip(self._groups, self.shapes(*found), strict=True):
+            found[group] += sum(math.prod(shape[1:]) * DTYPE_BYTES[dtype] for shape, dtype in layer)
+        return found
+
+    def shapes(self, *num_blocks: int) -> list[list[tuple[tuple[int, ...], str]]]:
+        """(shape, dtype) of each tensor of each layer's cache. num_blocks: of each group."""
         layers = []
-        for spec in self._loaded.kv_layers:
-            shapes = self._loaded.attention[spec].cache_shapes(num_blocks)
+        for spec, group in zip(self._loaded.kv_layers, self._groups, strict=True):
+            shapes = self._loaded.attention[spec].cache_shapes(num_blocks[group])
             layers.append(list(zip(shapes, cache_dtypes(spec, len(shapes)), strict=True)))
         return layers
 
-    def allocate(self, num_blocks: int, num_host_blocks: int, *, is_touched: bool) -> None:
-        """Zeroed caches of every layer; those there were have been dropped. Without `is_touched`
+    def allocate(
+        self, num_blocks: int, num_host_blocks: int, *more_blocks: int, is_touched: bool
+    ) -> None:
+        """Zeroed caches of every layer; those there were have been dropped. more_blocks: of each
+        group behind the first; none: as many as that has. Without `is_touched`
         memory that is the host's comes page by page when it is used: clearing gigabytes takes
         seconds."""
         device = self._device
         make = self._zeros
         if device.limits.shares_host_memory and num_blocks and not is_touched:
             make = self._untouched
+        sizes = (num_blocks, *(more_blocks or [num_blocks] * len(self.rules)))
         self.tensors = [
-            tuple(make(shape, dtype) for shape, dtype in layer) for layer in self.shapes(num_blocks)
+            tuple(make(shape, dtype) for shape, dtype in layer) for layer in self.shapes(*sizes)
         ]
         self._mover = BlockMover(device, self._kernels, self.tensors, num_host_blocks)
 

@@ -15,6 +15,8 @@ import numpy as np
 
 from fastdeploy_core.contracts.attention import AttentionBatch
 from fastdeploy_core.contracts.speculative import DraftBatch
+from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.kvcache import bounded_rules
 from fastdeploy_core.layers.context import ForwardContext
 
 from .layout import place
@@ -48,6 +50,12 @@ class DraftBatches:
         self._place = kernels["place_tokens"]
         self._device, self._xp, self._slots = device, device.xp, slots
         specs = list(dict.fromkeys(loaded.kv_layers[first_layer:]))
+        if rules := bounded_rules(specs):
+            raise ConfigError(
+                f"the drafter has layers with a {rules[0].kind} of {rules[0].tokens} tokens, and "
+                "its steps have one block table for all layers; possible: a drafter whose layers "
+                f"need every token, or --max-model-len {rules[0].tokens}"
+            )
         self._drivers = {spec: loaded.attention[spec] for spec in specs}
         self._needs_exact = not all(d.can_capture_decode for d in self._drivers.values())
         self._offsets: dict[int, tuple[np.ndarray, Tensor]] = {}

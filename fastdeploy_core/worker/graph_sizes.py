@@ -37,10 +37,12 @@ def graph_sizes(
     *,
     can_sample: bool = True,
     has_offsets: bool = False,
+    has_groups: bool = False,
 ) -> tuple[tuple[int, ...], str]:
     """Batch sizes to capture, none if the device cannot or shall not, and a line for the report.
     `can_sample`: whether sampling at random can be captured. `has_offsets`: AttentionSpec.offsets
-    of a layer; captured steps count positions by themselves."""
+    of a layer; captured steps count positions by themselves. `has_groups`: layers have block tables
+    of their own."""
     unable, long = [], False
     for driver in drivers:
         if not driver.can_capture_decode:
@@ -51,6 +53,7 @@ def graph_sizes(
         (not limits.graph_capture, "the device captures no graphs"),
         (bool(unable), f"attention driver {unable[0] if unable else ''} cannot be captured"),
         (has_offsets, "positions of this model are not its tokens' indices"),
+        (has_groups, "layers with a window or chunks have block tables of their own"),
         (long, f"sequences of {config.model.max_model_len} tokens are too long for it here"),
         (num_ranks > 1 and not limits.graph_collectives, "the device's collectives cannot"),
         (config.speculative and not can_sample, "the reference waits where drafts are sampled"),

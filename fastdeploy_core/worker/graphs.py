@@ -550,13 +550,16 @@ def forward(
 ) -> TargetStep:
     """Queue a step laid out on the host, as a captured graph or operation by operation. read:
     StepRows.read_tokens, or None: hidden states of all tokens are wanted."""
-    batch, input_ids, axes = laid_out
+    batch, input_ids, more, axes = laid_out
     captured = None if graphs is None else graphs.find_prompt(rows, reads_all=read is None)
     if captured is not None:
         return captured.run(batch, input_ids, read)
-    metadata = {spec: driver.prepare(batch) for spec, driver in loaded.attention.items()}
+    metadata = {
+        spec: driver.prepare(more.get(spec.retention, batch))
+        for spec, driver in loaded.attention.items()
+    }
     index = None if read is None else loaded.builder.device.to_device(read)
-    context = ForwardContext(batch, metadata, caches, index, embedded)
+    context = ForwardContext(batch, metadata, caches, index, embedded, more=more)
     return TargetStep(batch, context, input_ids, run_model(loaded.model, input_ids, context, axes))
 
 

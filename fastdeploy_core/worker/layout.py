@@ -6,7 +6,7 @@ puts them out of the slots: the device's counterpart of `place`, which tests com
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.config import EngineConfig
     from fastdeploy_core.contracts.device import DeviceBackend, StepBuckets
     from fastdeploy_core.models.media import SequenceMedia
+    from fastdeploy_core.contracts.model import Retention
     from fastdeploy_core.tensor import Tensor
 
     from .slots import Slots
@@ -45,6 +46,7 @@ class LaidOut(NamedTuple):
 
     attention: AttentionBatch
     input_ids: Tensor  # [T] int64
+    more: Mapping[Retention, AttentionBatch]  # the same for each bounded group of layers
     axes: Tensor | None = None  # [3, T] int64: positions, where they differ between the axes
 
 
@@ -61,15 +63,23 @@ class HostLayout:
 
     def lay_out(self, rows: StepRows) -> LaidOut:
         """The step as attention drivers and the model see it."""
-        token_slots, positions, cache_slots = place(rows, self._slots)
-        input_ids = self._input_ids(rows, token_slots, positions)
+        token_slots, indices, where = place(rows, self._slots)
+        input_ids = self._input_ids(rows, token_slots, indices)
         if rows.shape is not None:
-            return LaidOut(self._rectangle(rows, rows.shape, positions, cache_slots), input_ids)
-        axes = None
+            return LaidOut(self._rectangle(rows, rows.shape, indices, where), input_ids, {})
+        positions, axes = indices, None
         if self._media is not None:
-            positions, axes = self._media.positions(token_slots, positions)
-        batch = self._exact(rows, positions, cache_slots)
-        return LaidOut(batch, input_ids, None if axes is None else self._device.to_device(axes))
+            positions, axes = self._media.positions(token_slots, indices)
+        batch, more, put = self._exact(rows, positions, where), {}, self._device.to_device
+        for rule, tables in self._slots.more_tables.items():
+            block, offset = np.divmod(indices, self._slots.block_size)
+            own = np.ascontiguousarray(tables[rows.slots, : batch.block_tables.shape[1]])
+            where = tables[token_slots, block].astype(np.int64) * self._slots.block_size + offset
+            tables_dev, mapping = put(own), put(where)
+            made = replace(batch, block_tables=own, block_tables_dev=tables_dev)
+            more[rule] = replace(made, slot_mapping=mapping)
+        axes = None if axes is None else self._device.to_device(axes)
+        return LaidOut(batch, input_ids, more, axes)
 
     def _exact(
         self, rows: StepRows, positions: np.ndarray, cache_slots: np.ndarray

@@ -61,9 +61,9 @@ class ModelRunner:
         drafters: Drafters | None = None,
     ) -> None:
         self._config, self._device, self._xp = config, device, device.xp
-        self.vocab_size = loaded.shapes.vocab_size
-        self._rank, self._loaded, self._model = rank, loaded, loaded.model
-        max_num_seqs = config.batch.max_num_seqs
+        self.vocab_size, self._rank = loaded.shapes.vocab_size, rank
+        self._loaded, self._model = loaded, loaded.model
+        self.caches, max_num_seqs = Caches(device, kernels, loaded), config.batch.max_num_seqs
         self._columns = SamplingColumns(max_num_seqs, self.vocab_size)
         # Ranks other than 0 only need the tokens that rank 0 samples.
         self._state: SamplingState | None = None
@@ -108,7 +108,7 @@ class ModelRunner:
             self._graphs = Graphs(device, kernels, loaded, slots, plan, drafting, sampling)
         self._is_simple = np.zeros(max_num_seqs, dtype=bool)  # see is_simple()
         self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
-        self.caches = Caches(device, kernels, loaded)
+        slots.add_groups(self.caches.rules)
 
     def _make_media(self, model: Any) -> SequenceMedia | None:
         """Where pictures of sequences are kept; None: they bring none. ConfigError for what cannot
@@ -155,12 +155,12 @@ class ModelRunner:
     # -- caches and graphs ------------------------------------------------------------------------
 
     def allocate_cache(
-        self, num_blocks: int, num_host_blocks: int, *, is_touched: bool = True
+        self, num_blocks: int, num_host_blocks: int, *more_blocks: int, is_touched: bool = True
     ) -> None:
         """Zeroed caches of every layer; what was there before is dropped first. See
         Caches.allocate."""
         self._drop_cache()
-        self.caches.allocate(num_blocks, num_host_blocks, is_touched=is_touched)
+        self.caches.allocate(num_blocks, num_host_blocks, *more_blocks, is_touched=is_touched)
 
     def free_cache(self) -> None:
         """Drop caches and every sequence."""
@@ -197,6 +197,8 @@ class ModelRunner:
         """Run steps one by one, with as many drafts as their rows can have."""
         for step in steps:
             self.slots.num_drafts[:] = self.slots.max_drafts
+            for new in step.new_sequences if self.caches.rules else ():
+                new.block_ids = np.repeat(new.block_ids, 1 + len(self.caches.rules)).tolist()
             self.launch(step).wait()
 
     # -- a step -----------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from .step import SampledPositions, StepRows
 if TYPE_CHECKING:
     from fastdeploy_core.config import EngineConfig
     from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.contracts.model import Retention
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
 
@@ -91,6 +92,9 @@ class Slots:
         longest = self.max_model_len + 2 + self.max_drafts
         self.token_ids = np.zeros((size, longest), dtype=np.int32)
         self.block_tables = np.zeros((size, max_blocks), dtype=np.int32)
+        # The same of each bounded group of layers, whose entries in front of what it needs may be
+        # anybody's.
+        self.more_tables: dict[Retention, np.ndarray] = {}
         self.num_blocks, self.room, self.num_prompt, self.num_known, self.owner, self.num_drafts = (
             np.zeros(size, dtype=np.int64) for _ in range(6)
         )  # owner counts the slot's sequences; num_known: tokens that the host knows
@@ -148,6 +152,10 @@ class Slots:
             sizes = (self.max_num_seqs, self.max_drafts, max_decodes)
             self.postbox = Postbox(device, self.state.turn, *sizes)
 
+    def add_groups(self, rules: Iterable[Retention]) -> None:
+        """Layers of these rules have block tables of their own."""
+        self.more_tables = {rule: np.zeros_like(self.block_tables) for rule in rules}
+
     # -- sequences --------------------------------------------------------------------------------
 
     def add(self, new: NewSequence) -> int:
@@ -158,7 +166,8 @@ class Slots:
             raise WorkerError(
                 f"sequence {new.seq_id} does not fit: all {self.max_num_seqs} slots are taken"
             )
-        length, num_blocks = len(new.token_ids), len(new.block_ids)
+        length = len(new.token_ids)
+        num_blocks = len(new.block_ids) // (1 + len(self.more_tables))
         if length > self.max_model_len or num_blocks > self.block_tables.shape[1]:
             raise WorkerError(
                 f"sequence {new.seq_id} has {length} tokens and {num_blocks} blocks; this worker "
@@ -184,6 +193,8 @@ class Slots:
         """The one place where a slot is cleaned: every buffer and every part with state per
         slot."""
         self.token_ids[slot] = self.block_tables[slot] = self.draft_ids[slot] = 0
+        for table in self.more_tables.values():
+            table[slot] = 0
         self.num_blocks[slot] = self.num_prompt[slot] = self.num_known[slot] = self.room[slot] = 0
         self.num_drafts[slot] = self._num_sent[slot] = self._drafts_are[slot] = 0
         self.is_held[slot] = self._has_history[slot] = False
@@ -195,13 +206,16 @@ class Slots:
 
     def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
         first = int(self.num_blocks[slot])
-        last = first + len(block_ids)
+        columns = np.reshape(np.array(block_ids, np.int32), (-1, 1 + len(self.more_tables)))
+        last = first + len(columns)
         if last > self.block_tables.shape[1]:
             raise WorkerError(
                 f"sequence {self.seq_ids[slot]} would get {last} blocks; "
                 f"{self.block_tables.shape[1]} are the most for {self.max_model_len} tokens"
             )
-        self.block_tables[slot, first:last] = block_ids
+        self.block_tables[slot, first:last] = columns[:, 0]
+        for number, table in enumerate(self.more_tables.values(), 1):
+            table[slot, first:last] = columns[:, number]
         self.num_blocks[slot] = last
         self.room[slot] = min(last * self.block_size, self.max_model_len)
         self.version += 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.device import CompilingDevice, DeviceBackend
 from fastdeploy_core.errors import ResourceError, WorkerError
-from fastdeploy_core.kvcache import MemoryProfile
+from fastdeploy_core.kvcache import MemoryProfile, bounded_rules
 from fastdeploy_core.loading.drafters import DrafterMaker
 from fastdeploy_core.loading.loader import LoadedModel, load_model
 from fastdeploy_core.memory.low_water import LowWater, give_back_freed, probe
@@ -30,9 +29,8 @@ from fastdeploy_core.plugins.start_report import (
     turned_off_lines,
 )
 from fastdeploy_core.sampling.penalties import PenaltyTables
-from fastdeploy_core.tensor import DTYPE_BYTES
 from fastdeploy_core.types import SchedulerOutput
-from fastdeploy_core.types.worker import WorkerInfo
+from fastdeploy_core.types.worker import LayerGroup, WorkerInfo
 
 from .graph_sizes import graph_sizes
 from .model_runner import ModelRunner
@@ -103,6 +101,7 @@ class Worker:
             *(self.config, device.limits, loaded.attention.values(), self.world_size),
             can_sample=can_capture_sampling(device, kernels),
             has_offsets=any(spec.offsets for spec in loaded.attention),
+            has_groups=bool(bounded_rules(loaded.kv_layers)),
         )
         drafters = None
         if self.config.speculative is not None:
@@ -125,16 +124,20 @@ class Worker:
         logger.info("rank %d: %s", self.rank, clock)
         return info
 
-    def initialize_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+    def initialize_cache(
+        self, num_blocks: int, num_host_blocks: int = 0, *more_blocks: int
+    ) -> None:
         """Allocate the KV pool, and the host tier when num_host_blocks is above 0; then capture
-        graphs over it. All ranks at the same time, as in load()."""
+        graphs over it. more_blocks: of each bounded group of layers. All ranks at the same time,
+        as in load()."""
         runner, device = self._ready()
         try:
-            runner.allocate_cache(num_blocks, num_host_blocks, is_touched=False)
+            runner.allocate_cache(num_blocks, num_host_blocks, *more_blocks, is_touched=False)
         except Exception as error:
             if not device.is_oom(error):
                 raise
-            size = num_blocks * self._bytes_per_block(runner) / 1024**3
+            counts = zip((num_blocks, *more_blocks), runner.caches.block_bytes(), strict=True)
+            size = sum(count * one for count, one in counts) / 1024**3
             raise ResourceError(
                 f"the KV cache of {num_blocks} blocks ({size:.2f} GiB) does not fit into memory; "
                 "lower --gpu-memory-utilization or --num-gpu-blocks-override"
@@ -194,8 +197,9 @@ class Worker:
         about_graphs: str,
     ) -> WorkerInfo:
         runner, config, limits = self._ready()[0], self.config, device.limits
-        bytes_per_block = self._bytes_per_block(runner)
-        available, arithmetic = self._available(weight_bytes, bytes_per_block)
+        bytes_per_block, *more_bytes = runner.caches.block_bytes()
+        available, arithmetic = self._available(weight_bytes, bytes_per_block + sum(more_bytes))
+        rules = zip(runner.caches.rules, more_bytes, strict=True)
         report = [
             f"device {device.name} on {device.xp.name} {device.xp.version}, {loaded.dtype}",
             *kernel_lines(kernels),
@@ -212,6 +216,7 @@ class Worker:
             max_model_len=config.model.max_model_len,
             weight_bytes=weight_bytes,
             bytes_per_block=bytes_per_block,
+            bounded=[LayerGroup(rule.kind, rule.tokens, size) for rule, size in rules],
             available_bytes=available,
             memory_arithmetic=arithmetic,
             block_size=config.cache.block_size,
@@ -246,14 +251,6 @@ class Worker:
             runner.rehearse_graphs()
             runner.free_cache()
         return True
-
-    @staticmethod
-    def _bytes_per_block(runner: ModelRunner) -> int:
-        return sum(
-            math.prod(shape) * DTYPE_BYTES[dtype]
-            for layer in runner.caches.shapes(1)
-            for shape, dtype in layer
-        )
 
     def _available(self, weight_bytes: int, bytes_per_block: int) -> tuple[int, str]:
         """Bytes for the KV pool and how they came about."""

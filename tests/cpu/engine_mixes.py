@@ -91,8 +91,8 @@ class SharedExecutor:
     def load(self) -> list[Any]:
         return [self._info]
 
-    def initialize_cache(self, num_blocks: int, num_host_blocks: int) -> None:
-        self._worker.initialize_cache(num_blocks, num_host_blocks)
+    def initialize_cache(self, num_blocks: int, num_host_blocks: int, *more_blocks: int) -> None:
+        self._worker.initialize_cache(num_blocks, num_host_blocks, *more_blocks)
 
     def submit(self, step: SchedulerOutput) -> LateResult:
         before, self._last = self._last, None

@@ -31,6 +31,8 @@ STEPS = {
 SPECS = {
     "gqa": gqa_spec("gqa 4:2", "float32"),
     "mla": mla_spec("float32"),
+    "softcap": replace(gqa_spec("gqa 4:2", "float32"), softcap=2.0),
+    "sinks": replace(gqa_spec("gqa 4:2", "float32"), sinks=True),
     "int8": replace(gqa_spec("gqa 4:2", "float32"), kv_format="int8"),
     "mla float8": replace(mla_spec("float32"), kv_format="float8_e4m3fn"),
 }
@@ -64,12 +66,13 @@ def test_padding_changes_nothing(tensor_library: str, name: str, step: str) -> N
     spec, kernels = SPECS[name], build_kernel_table("cpu")
     driver = ReferenceAttention(spec, BLOCK, device, kernels)
     kind = QuantizedWorld if spec.kv_format else World
+    sinks = device.to_device(np.array([0.5, -1, 2, 0], np.float32)) if spec.sinks else None
     with device.xp.no_grad():
         world = kind(AttentionConformance(), device, kernels, spec, BLOCK, STEPS[step])
         inputs = world.write(driver)
         exact = world.batch()
         expected = device.to_host(
-            driver.forward(*inputs, world.cache, driver.prepare(exact), None, None)
+            driver.forward(*inputs, world.cache, driver.prepare(exact), None, None, sinks)
         ).copy()
         batch, where = padded(device, exact)
         spread = []
@@ -79,7 +82,7 @@ def test_padding_changes_nothing(tensor_library: str, name: str, step: str) -> N
             wide[where] = values
             spread.append(device.to_device(wide))
         got = device.to_host(
-            driver.forward(*spread, world.cache, driver.prepare(batch), None, None)
+            driver.forward(*spread, world.cache, driver.prepare(batch), None, None, sinks)
         )
         assert np.isfinite(got).all()
         assert np.abs(got[where] - expected).max() < 1e-5

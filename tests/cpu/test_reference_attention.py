@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -76,18 +76,24 @@ class Case:
         self.starts = np.cumsum([0, *self.query_lens]).astype(np.int32)
         shape = (int(self.starts[-1]), spec.num_heads, spec.head_dim)
         self.q = rng.standard_normal(shape).astype(np.float32)
+        self.sinks = rng.standard_normal(spec.num_heads).astype(np.float32)
 
     def slots(self, row):
         positions = np.arange(self.seq_lens[row])
         blocks = self.tables[row, positions // self.block_size]
         return blocks * self.block_size + positions % self.block_size
 
+    def first_needed(self, row):
+        """The first token that the cache still has to hold for this step."""
+        return self.spec.retention.first_needed(self.seq_lens[row] - self.query_lens[row])
+
     def pools(self):
-        """Keys and values [slots, kv heads, dim], NaN where no sequence has a token."""
+        """Keys and values [slots, kv heads, dim], NaN where no sequence has a token that it still
+        needs."""
         spec = self.spec
         used = np.zeros(self.num_blocks * self.block_size, bool)
         for row in range(len(self.seq_lens)):
-            used[self.slots(row)] = True
+            used[self.slots(row)[self.first_needed(row) :]] = True
         pools = []
         for pool in (self.keys, self.values)[: 1 if spec.kind == "mla" else 2]:
             pool = pool.reshape(len(used), spec.num_kv_heads, -1).copy()
@@ -105,12 +111,18 @@ class Case:
         for row, (length, queries) in enumerate(zip(self.seq_lens, self.query_lens, strict=True)):
             slots = self.slots(row)
             for i in range(queries):
-                seen = slots[: length - queries + i + 1]
+                at = length - queries + i
+                seen = slots[spec.retention.first_needed(at) : at + 1]
                 for head in range(spec.num_heads):
                     token = self.starts[row] + i
                     scores = keys[seen, head // group] @ self.q[token, head] * spec.scale
+                    if spec.softcap:
+                        scores = spec.softcap * np.tanh(scores / spec.softcap)
                     weights = np.exp(scores - scores.max())
-                    mean = weights @ values[seen, head // group] / weights.sum()
+                    total = weights.sum()
+                    if spec.sinks:  # one more summand, which no value belongs to
+                        total += np.exp(self.sinks[head] - scores.max())
+                    mean = weights @ values[seen, head // group] / total
                     out[token, head] = mean
         return out.reshape(len(self.q), -1)
 
@@ -139,7 +151,8 @@ class Case:
         )
         with device.xp.no_grad():
             metadata = driver.prepare(batch)
-            out = driver.forward(device.to_device(q), None, None, cache, metadata)
+            own = {"sinks": device.to_device(self.sinks)} if self.spec.sinks else {}
+            out = driver.forward(device.to_device(q), None, None, cache, metadata, **own)
             return np.array(device.to_host(out))
 
 
@@ -171,6 +184,26 @@ def test_attention_equals_a_loop(device, batch, block_size):
 @pytest.mark.parametrize("batch", ["decodes and chunks", "drafts to verify"])
 def test_head_ratios_and_kinds(device, spec, batch):
     case = Case(spec, 16, *BATCHES[batch])
+    np.testing.assert_allclose(case.run(device), case.expected(), rtol=1e-4, atol=2e-5)
+
+
+KINDS = {
+    "window": {"window": 40},
+    "window of one": {"window": 1},
+    "window over tiles": {"window": 130},
+    "chunk": {"chunk": 50},
+    "sinks": {"sinks": True},
+    "softcap": {"softcap": 2.0},
+    "window and sinks": {"window": 33, "sinks": True},
+    "all at once": {"chunk": 48, "sinks": True, "softcap": 1.5},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch", [*BATCHES])
+def test_layers_that_see_a_part_of_the_past_or_more_than_it(device, kind, batch):
+    """What lies in front of a window is another sequence's: here NaN."""
+    case = Case(replace(gqa(4, 2), **KINDS[kind]), 16, *BATCHES[batch])
     np.testing.assert_allclose(case.run(device), case.expected(), rtol=1e-4, atol=2e-5)
 
 

@@ -18,6 +18,7 @@ from fastdeploy_core.config import (
     SpeculativeConfig,
 )
 from fastdeploy_core.contracts.device import DeviceOptions
+from fastdeploy_core.contracts.model import Retention
 from fastdeploy_core.errors import WorkerError
 from fastdeploy_core.plugins import lookup
 from fastdeploy_core.plugins.kernels import build_kernel_table
@@ -313,8 +314,10 @@ def contents(thing: Any, device: CpuDevice, slot: int) -> dict[str, Any]:
     and sets."""
     found: dict[str, Any] = {}
     entries = dict(vars(thing))
-    for number, table in enumerate(entries.get("_tables") or ()):
-        entries[f"table {number}"] = table  # penalties keep their tensors in a tuple
+    # Penalties keep their tensors in a tuple, slots further block tables by their rule.
+    more = entries.pop("more_tables", {})
+    for number, table in enumerate((*(entries.get("_tables") or ()), *more.values())):
+        entries[f"table {number}"] = table
     for name, value in entries.items():
         if isinstance(value, device.xp.tensor_type):
             value = np.array(device.to_host(value))
@@ -361,6 +364,7 @@ def test_a_slot_given_back_holds_nothing(
     parts = [columns, *state.parts]
     members = [member for part in state.parts for member in getattr(part, "_members", [])]
     batch = make_slots(device, num_drafts=2, parts=parts)
+    batch.more_tables[Retention("window", 4)] = np.zeros_like(batch.block_tables)
 
     def everything(slot: int) -> list[dict[str, Any]]:
         processors = [vars_of_member(m) for m in members]
@@ -376,7 +380,7 @@ def test_a_slot_given_back_holds_nothing(
         }
 
     def arrive(seq_id: int, **fields: Any) -> int:
-        new = new_sequence(seq_id, [1, 2, 3, 5, 6], [7, 8])
+        new = new_sequence(seq_id, [1, 2, 3, 5, 6], [7, 9, 8, 10])  # of two groups of layers
         new.num_prompt_tokens, new.sampling = 3, SamplingParams(**fields)
         slot = batch.add(new)
         columns.add(slot, new.sampling, 99)

@@ -39,7 +39,10 @@ from fd_kv_shm.shm import SharedMemoryTransport
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
 from fd_models.deepseek_v3 import DeepseekV3ForCausalLM
+from fd_models.gemma2 import Gemma2ForCausalLM
+from fd_models.gemma3 import Gemma3ForCausalLM
 from fd_models.glm4_moe import Glm4MoeForCausalLM
+from fd_models.gpt_oss import GptOssForCausalLM
 from fd_models.minimax_m2 import MiniMaxM2ForCausalLM
 from fd_models.mistral import MistralForCausalLM
 from fd_models.mixtral import MixtralForCausalLM
@@ -57,6 +60,7 @@ from fd_parsers.think import DeepSeekR1Parser, ErnieX1Parser, ThinkParser
 from fd_quant_formats.fp8 import BlockFp8, WFp8AFp8
 from fd_quant_formats.integer import W4A8, W8A8, WInt4, WInt8
 from fd_quant_formats.mixed import MixedQuantizer
+from fd_quant_formats.mxfp4 import Mxfp4
 from fd_quant_hub.compressed import CompressedTensors
 from fd_quant_hub.gptq import Awq, Gptq
 from fd_quant_wint2.published import Wint2
@@ -183,6 +187,7 @@ quantizers: list[Callable[[Mapping[str, Any], DeviceBackend, KernelTable], Quant
     BlockFp8,
     CompressedTensors,
     Gptq,
+    Mxfp4,
     W4A8,
     W8A8,
     WFp8AFp8,
@@ -204,7 +209,10 @@ models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     DeepseekV3ForCausalLM,
     Ernie4_5ForCausalLM,
     Ernie4_5_MoeForCausalLM,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
     Glm4MoeForCausalLM,
+    GptOssForCausalLM,
     LlamaForCausalLM,
     MiniMaxM2ForCausalLM,
     MistralForCausalLM,

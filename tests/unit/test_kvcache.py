@@ -8,7 +8,7 @@ from fastdeploy_core.config import BatchConfig, CacheConfig
 from fastdeploy_core.errors import OutOfBlocks, ResourceError
 from fastdeploy_core.kvcache import BlockPool, KVCacheManager, plan_cache
 from fastdeploy_core.types import EmbeddedSpan, SequenceExtras
-from fastdeploy_core.types.worker import WorkerInfo
+from fastdeploy_core.types.worker import LayerGroup, WorkerInfo
 
 
 def make_manager(num_blocks=8, block_size=4, **options):
@@ -367,5 +367,57 @@ def test_host_tier_that_is_not_possible_is_turned_off_with_a_reason(limit):
     cache = CacheConfig(swap_space_bytes=10_000)
     assert plan_cache([info(9000)], cache, BatchConfig(), 64).num_host_blocks == 10
     plan = plan_cache([info(9000, **{limit: False})], cache, BatchConfig(), 64)
+    assert plan.num_host_blocks == 0
+    assert any("host KV tier off" in line for line in plan.report)
+
+
+def grouped(available, *, first=1000, window=500):
+    """Layers that need every token, and others with a window of 20."""
+    return info(available, first, bounded=[LayerGroup("window", 20, window)])
+
+
+SMALL_BATCH = BatchConfig(max_num_seqs=2, max_num_batched_tokens=16)
+
+
+def test_a_bounded_group_gets_what_all_sequences_hold_and_the_others_the_rest():
+    """Blocks of 16, sequences of 160: a window of 20 touches 2 blocks, of which it holds 2 more at
+    their ends; a step of 16 tokens is one block, twice with overlap."""
+    plan = plan_cache([grouped(100_000)], CacheConfig(), SMALL_BATCH, 160)
+    (group,) = plan.bounded
+    assert group.most_blocks == 4 + 2 + 1
+    needed = 2 * 4 + 2 + 7
+    assert group.num_blocks == 2 * needed  # as much again for prefixes, 8.5 of 100 KB
+    assert plan.num_blocks == (100_000 - 2 * needed * 500) // 1000
+    assert any("34 blocks of 16 tokens for layers with a window of 20" in x for x in plan.report)
+
+
+def test_prefixes_of_bounded_groups_get_no_more_than_is_left_over():
+    tight = 17 * 500 + 10 * 1000  # what two windows and one whole sequence need
+    plan = plan_cache([grouped(tight)], CacheConfig(), SMALL_BATCH, 160)
+    assert plan.num_blocks == 10 and plan.bounded[0].num_blocks == 17
+    with pytest.raises(ResourceError) as caught:
+        plan_cache([grouped(tight - 1)], CacheConfig(), SMALL_BATCH, 160)
+    text = str(caught.value)
+    assert "10 x 1000 = 10000 bytes" in text and f"{tight - 1} bytes are left" in text
+    assert "layers with a window of 20 tokens take 8500 for all sequences" in text
+    assert "lower --max-num-seqs" in text
+
+
+def test_a_short_sequence_bounds_what_a_window_holds():
+    plan = plan_cache([grouped(100_000)], CacheConfig(), SMALL_BATCH, 32)
+    assert plan.bounded[0].most_blocks == 2
+    assert plan.bounded[0].num_blocks == 2 * 4  # two sequences of two blocks, and prefixes
+
+
+def test_without_layers_that_need_every_token_blocks_are_numbers():
+    plan = plan_cache([grouped(8_500, first=0)], CacheConfig(), SMALL_BATCH, 160)
+    assert plan.num_blocks == 2 * 2 * 10 and plan.bounded[0].num_blocks == 17
+    with pytest.raises(ResourceError, match="window of 20 tokens take 8500"):
+        plan_cache([grouped(8_499, first=0)], CacheConfig(), SMALL_BATCH, 160)
+
+
+def test_the_host_tier_holds_one_group():
+    cache = CacheConfig(swap_space_bytes=100_000)
+    plan = plan_cache([grouped(100_000)], cache, SMALL_BATCH, 160)
     assert plan.num_host_blocks == 0
     assert any("host KV tier off" in line for line in plan.report)

@@ -16,6 +16,7 @@ from fastdeploy_core.config import (
     SpeculativeConfig,
     StructuredOutputsConfig,
 )
+from fastdeploy_core.config.quantization import QuantizationSettings
 from fastdeploy_core.contracts.base import Accept, Candidate, Decline
 from fastdeploy_core.contracts.model import AttentionSpec, StateSpec
 from fastdeploy_core.errors import (
@@ -27,8 +28,10 @@ from fastdeploy_core.errors import (
     PluginNotFound,
     UnsupportedModel,
 )
-from fastdeploy_core.plugins.negotiate import decide
-from fastdeploy_core.plugins.resolve import ResolvedPlugins, resolve
+from fastdeploy_core.plugins.discovery import discover
+from fastdeploy_core.plugins.manager import hook_manager
+from fastdeploy_core.plugins.negotiate import ask_layer_drivers, decide
+from fastdeploy_core.plugins.resolve import ResolvedPlugins, attention_questions, resolve
 from tests.plugin_modules import core_entry, entry, module_writer
 
 CONFIG = EngineConfig(model=ModelConfig(path=Path("m"), tokenizer_path=Path("m")))
@@ -426,3 +429,37 @@ def test_decision_by_score_then_name():
     assert decide("moe", "?", candidates[3:]).winner == ""
     assert decide("moe", "?", candidates, asked="b").winner == "b"
     assert decide("moe", "?", candidates, asked="no").winner == ""
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("needs", [{"window": 8}, {"chunk": 8}, {"sinks": True}, {"softcap": 30.0}])
+def test_installed_drivers_without_a_kind_of_layer_leave_it_to_the_reference(device, needs):
+    """Of every distribution that is installed, asked as for its own device."""
+    inventory = discover()
+    (question,) = attention_questions(
+        [replace(GQA, **needs)],
+        device=device,
+        tensor_library="torch",
+        block_size=64,
+        quantization=QuantizationSettings(),
+        max_model_len=1024,
+    )
+    hooks = hook_manager(inventory=inventory)
+    ask = (hooks, inventory, "attention", "fd_attention_backends", [question])
+    decision = ask_layer_drivers(*ask)
+    rows = {row.name: row.reason for row in decision.candidates if not row.accepted}
+    assert decision.winner == "reference"
+    for name in ("cuda_paged", "cpu_native"):
+        if any(entry.name == name for entry in inventory.of("attention")):
+            (word,) = needs
+            assert f"does not declare {word}" in rows[name]
+    assert "cuda_paged" in rows
+
+
+def test_a_window_that_no_sequence_exceeds_is_no_window():
+    asked = {"device": "cpu", "tensor_library": "torch", "block_size": 64}
+    asked |= {"quantization": QuantizationSettings()}
+    layers = [WINDOW, GQA, replace(GQA, chunk=8)]
+    (question,) = attention_questions(layers, **asked, max_model_len=8)
+    assert question.spec == GQA
+    assert len(attention_questions(layers, **asked, max_model_len=9)) == 3

@@ -96,8 +96,10 @@ def test_a_family_of_a_distribution_that_is_missing_names_it(
     ("change", "message"),
     [
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"use_sliding_window": True}, "sliding-window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        (
+            {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["linear"] * 64},
+            "layer_types 'linear'.*possible: full_attention, sliding_attention",
+        ),
         (
             {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
             r"dynamic.*possible: default, factors, linear",

@@ -151,6 +151,7 @@ class InitializeCache(msgspec.Struct, tag=True):
 
     num_blocks: int
     num_host_blocks: int
+    more_blocks: list[int] = []  # of each bounded group of layers
 
 
 class Close(msgspec.Struct, tag=True):

@@ -87,7 +87,7 @@ class DeepseekV3ForCausalLM(DecoderLM):
     def shapes(config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
         """Shapes of one rank."""
         read = ConfigReader(config, tp_size)
-        read.require_silu()
+        read.require_activation("silu", "swish")
         read.divided("intermediate_size", read.size("intermediate_size"))
         return read.shapes(_attention(read, dtype), _moe(read, dtype))
 
@@ -118,7 +118,7 @@ class DeepseekV3ForCausalLM(DecoderLM):
         super().__init__(
             read,
             build,
-            attention=lambda build, prefix: LatentAttention(
+            attention=lambda build, prefix, _: LatentAttention(
                 build, prefix, latent, spec, rotary, bias=bias
             ),
             feed_forward=feed_forward,

@@ -7,6 +7,7 @@ the answers would be those of another model.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from fastdeploy_core.errors import ConfigError, UnsupportedModel
@@ -14,7 +15,8 @@ from fastdeploy_core.models.decoder import GroupedQueryLM
 from fastdeploy_core.models.reading import ConfigReader
 
 if TYPE_CHECKING:
-    from fastdeploy_core.layers import ModelBuilder
+    from fastdeploy_core.contracts.attention import AttentionSpec
+    from fastdeploy_core.layers import RotarySpec
 
 _READ: Final = {
     "attention_bias",
@@ -88,6 +90,7 @@ class StrictLM(GroupedQueryLM):
 
     reads: ClassVar[frozenset[str]] = frozenset()
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    uses_window: ClassVar[bool] = True  # what a config.json without use_sliding_window means
 
     @classmethod
     def check(cls, read: ConfigReader) -> None:
@@ -100,30 +103,34 @@ class StrictLM(GroupedQueryLM):
             elif key not in known and not _is_neutral(value) and any(w in key for w in _WORDS):
                 raise _refused(read, key, value, f"no {key}, or null")
         kinds = read.config.get("layer_types") or []
-        allowed = {"full_attention"} | ({"sliding_attention"} if window(read) else set())
+        allowed = {"full_attention"} | ({"sliding_attention"} if cls._window(read) else set())
         other = sorted({str(kind) for kind in kinds} - allowed)
         if other:
             raise _refused(read, "layer_types", other, "full_attention in every layer")
         _check_rope(read, cls.partial_rotary is not None)
 
-    def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
-        read = ConfigReader(config, build.tp_size)
-        size = window(read)
-        if size and size < build.max_positions:
-            raise UnsupportedModel(
-                f"this {read.architecture} attends to the last {size} tokens (sliding_window), and "
-                f"the context may have {build.max_positions}: windows are not supported; possible: "
-                f"contexts of up to {size} tokens, which are the same with and without the window; "
-                f"run with --max-model-len {size}"
-            )
-        super().__init__(config, build)
+    @classmethod
+    def has_window(cls, read: ConfigReader, number: int) -> bool:
+        """Whether a block sees the window alone, where config.json has no layer_types."""
+        return True
 
+    @classmethod
+    def layer(
+        cls, read: ConfigReader, number: int, spec: AttentionSpec, rotary: RotarySpec
+    ) -> tuple[AttentionSpec, RotarySpec]:
+        """With the block's window."""
+        if not cls._window(read):
+            return spec, rotary
+        size = read.window(number, default=lambda number: cls.has_window(read, number))
+        return replace(spec, window=size), rotary
 
-def window(read: ConfigReader) -> int:
-    """Tokens that a query sees; 0: all. Some configs name a window that is not in use."""
-    if not read.flag("use_sliding_window", default=True):
-        return 0
-    return read.count("sliding_window", default=0)
+    @classmethod
+    def _window(cls, read: ConfigReader) -> int:
+        """Tokens that a query of windowed blocks sees; 0: there are none. Some configs name a
+        window that is not in use."""
+        if not read.flag("use_sliding_window", default=cls.uses_window):
+            return 0
+        return read.count("sliding_window", default=0)
 
 
 def _check_rope(read: ConfigReader, is_partial: bool) -> None:

@@ -1,4 +1,4 @@
-"""Mistral, without windows (transformers: MistralForCausalLM)."""
+"""Mistral, with one window for all blocks or none (transformers: MistralForCausalLM)."""
 
 from .fields import StrictLM
 

@@ -53,7 +53,7 @@ class Olmo2ForCausalLM(StrictLM):
         """One block with that checkpoint prefix."""
         size, eps = self._hidden, self._eps
         return PostNormLayer(
-            attention=self._attention(build, f"{prefix}.self_attn"),
+            attention=self._attention(build, f"{prefix}.self_attn", number),
             post_attention_norm=build.norm(f"{prefix}.post_attention_layernorm", size, eps),
             feed_forward=self._feed_forward(build, f"{prefix}.mlp", number),
             post_feed_forward_norm=build.norm(f"{prefix}.post_feedforward_layernorm", size, eps),

@@ -39,6 +39,7 @@ class Qwen2MoeForCausalLM(StrictLM):
 
     output_bias = False
     qkv_bias = True
+    uses_window = False
     only = {"attention_bias": (False,), "qkv_bias": (True,)}  # noqa: RUF012 - never changed
     reads = frozenset(
         {
@@ -46,6 +47,11 @@ class Qwen2MoeForCausalLM(StrictLM):
             *("num_experts", "shared_expert_intermediate_size", "use_sliding_window"),
         }
     )
+
+    @classmethod
+    def has_window(cls, read: ConfigReader, number: int) -> bool:
+        """Every other block below max_window_layers."""
+        return number % 2 == 0 and number < read.count("max_window_layers", default=28)
 
     @classmethod
     def moe(cls, read: ConfigReader, dtype: str) -> MoESpec:

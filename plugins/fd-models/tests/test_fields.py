@@ -49,6 +49,44 @@ RELEASED: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "first_k_dense_replace": 1,
     },
+    "Gemma2ForCausalLM": {
+        "attention_bias": False,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 128,
+    },
+    "Gemma3ForCausalLM": {
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "rope_theta": 1000000.0,
+        "sliding_window": 128,
+        "sliding_window_pattern": 6,
+    },
+    "GptOssForCausalLM": {
+        "attention_bias": True,
+        "experts_per_token": 4,
+        "initial_context_length": 4096,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_local_experts": 8,
+        "quantization_config": {"quant_method": "mxfp4"},
+        "rope_scaling": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        },
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+    },
     "MiniMaxM2ForCausalLM": {
         "attn_type_list": [1, 1, 1, 1],
         "layernorm_mlp_alpha": 1.0,
@@ -97,8 +135,13 @@ def test_released_fields_are_known(architecture: str) -> None:
 def test_a_field_that_changes_the_answers_is_refused_by_name(
     architecture: str, key: str, value: Any, named: str
 ) -> None:
+    fields = {key: value}
+    if architecture.startswith("Gemma"):  # computes one of them, and has another word for another
+        fields = {"final_logit_scale": 2.0} if key == "final_logit_softcapping" else fields
+        named = "final_logit_scale=2.0" if key == "final_logit_softcapping" else named
+        fields = {"hidden_activation": value} if key == "hidden_act" else fields
     with pytest.raises(UnsupportedModel) as refused:
-        read_shapes(config(architecture, **{key: value}))
+        read_shapes(config(architecture, **fields))
     assert named in str(refused.value) and "possible:" in str(refused.value)
 
 
@@ -125,3 +168,46 @@ def test_what_one_family_does_not_compute(
 def test_a_share_of_a_head_is_a_number_up_to_1(share: Any) -> None:
     with pytest.raises(ConfigError, match="partial_rotary_factor"):
         read_shapes(config("Glm4MoeForCausalLM", partial_rotary_factor=share))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "windows"),
+    [
+        ("MistralForCausalLM", {}, [4096] * 4),
+        ("MistralForCausalLM", {"sliding_window": None}, [0] * 4),
+        ("Qwen2MoeForCausalLM", {}, [0] * 4),
+        (
+            "Qwen2MoeForCausalLM",
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2},
+            [64, 0, 0, 0],
+        ),
+        ("Gemma2ForCausalLM", {}, [128, 0, 128, 0]),
+        ("Gemma3ForCausalLM", {}, [128, 128, 128, 128]),
+        ("Gemma3ForCausalLM", {"sliding_window_pattern": 2}, [128, 0, 128, 0]),
+        ("GptOssForCausalLM", {}, [128, 0, 128, 0]),
+        (
+            "GptOssForCausalLM",
+            {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]},
+            [0, 0, 0, 128],
+        ),
+    ],
+)
+def test_which_blocks_have_a_window(
+    architecture: str, fields: dict[str, Any], windows: list[int]
+) -> None:
+    layers = read_shapes(config(architecture, **fields)).layers
+    assert [layer.window for layer in layers] == windows
+
+
+def test_gemma_3_is_the_same_in_the_words_of_older_and_of_newer_transformers() -> None:
+    older = config("Gemma3ForCausalLM", num_hidden_layers=7)
+    newer = {k: v for k, v in older.items() if not k.startswith("rope") and "pattern" not in k}
+    newer["layer_types"] = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
+    newer["rope_parameters"] = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    assert read_shapes(newer) == read_shapes(older)
+    newer["rope_parameters"]["sliding_attention"]["rope_type"] = "yarn"
+    with pytest.raises(UnsupportedModel, match="'yarn' for blocks with a window"):
+        read_shapes(newer)

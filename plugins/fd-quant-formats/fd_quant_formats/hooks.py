@@ -16,7 +16,9 @@ _ALIASES: Final[dict[str, str]] = {
     "weight_only_int4": "wint4",
     "tensor_wise_fp8": "wfp8afp8",
 }
-_DRIVERS: Final = ("wint8", "wint4", "w8a8", "w4a8", "block_wise_fp8", "wfp8afp8", "mix_quant")
+_DRIVERS: Final = (
+    *("wint8", "wint4", "w8a8", "w4a8", "block_wise_fp8", "wfp8afp8", "mix_quant", "mxfp4"),
+)
 # Options of --quantization besides the method: of all formats that are made while loading, then of
 # each one.
 _SHARED_OPTIONS: Final = ("lm_head", "modules_to_not_convert", "ignored_layers")
@@ -34,7 +36,6 @@ _REFUSED: Final[dict[str, str]] = {
     "w4afp8": "int4 weights with fp8 activations; possible: w4a8, wint4",
     "wfp4afp8": "fp4 weights; possible: wint4, w4a8",
     "nvfp4": "fp4 weights; possible: wint4, wfp8afp8",
-    "mxfp4": "fp4 weights; possible: wint4, wfp8afp8",
     "modelopt": "checkpoints of that tool; possible: compressed-tensors, gptq, awq, fp8",
     "bitsandbytes": "checkpoints of that tool; possible: --quantization wint8 or wint4 on the "
     "original",
@@ -53,6 +54,9 @@ def fd_quantizer_for(question: QuantizationQuestion) -> Candidate | None:
         return Candidate(name, Decline(reason))
     if name not in _DRIVERS:
         return None
+    if name == "mxfp4" and not config.get("is_quantized"):
+        reason = "mxfp4 is read from checkpoints that have it; possible while loading: wint4, w4a8"
+        return Candidate(name, Decline(reason))
     if name == "mix_quant" and not any(_part(config, key) for key in _PARTS):
         reason = (
             "mix_quant without dense_quant_type and moe_quant_type leaves everything in full "
@@ -106,5 +110,7 @@ def _experts(name: str, config: Mapping[str, Any]) -> str:
             return ""
     if name == "block_wise_fp8":
         return "block_fp8"
+    if name == "mxfp4":
+        return ""  # families compute them in the model's dtype
     is_static = config.get("activation_scheme") == "static"
     return f"{name}_static" if is_static and name in ("w8a8", "w4a8", "wfp8afp8") else name

@@ -165,6 +165,7 @@ def test_unknown_cache_format_names_the_possible_ones():
         ({"quantization": "weight_only", "algo": "weight_only_int4"}, "wint4", "wint4"),
         ({"quantization": "mix_quant", "moe_quant_type": "w4a8"}, "mix_quant", "w4a8"),
         ({"quantization": "mix_quant", "dense_quant_type": "wint8"}, "mix_quant", ""),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, "mxfp4", ""),
     ],
 )
 def test_who_reads_a_checkpoint_and_what_its_experts_are(config, driver, experts):
@@ -178,7 +179,7 @@ def test_who_reads_a_checkpoint_and_what_its_experts_are(config, driver, experts
     ("config", "words"),
     [
         ({"quant_method": "bitsandbytes"}, "wint8"),
-        ({"quant_method": "mxfp4"}, "possible"),
+        ({"asked": "mxfp4"}, "possible while loading: wint4"),
     ],
 )
 def test_what_cannot_be_read_says_what_can(config, words):

@@ -148,6 +148,7 @@ def _attention(
         tensor_library=library,
         block_size=arguments.block_size,
         quantization=read_quantization(model, arguments.kv_cache_dtype),
+        max_model_len=model.max_model_len,
     )
     return [ask_layer_drivers(hooks, inventory, "attention", "fd_attention_backends", questions)]
 

@@ -1,0 +1,144 @@
+"""Groups of layers that need a bounded part of a sequence alone: windows and chunks.
+
+Layers with equal rules (contracts.model.Retention) form a group with blocks of its own numbers.
+Layers that need every token are in the first group, which is the manager's own pool and may have
+no layer at all; here are the others. Every table has one entry for each block of tokens, in all
+groups; entries in front of what a group needs are no blocks of the sequence any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from fastdeploy_core.contracts.model import Retention
+
+from .blocks import BlockPool
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.model import AttentionSpec
+
+    from .prefix import BlockTable, CacheEntry
+
+
+def bounded_rules(layers: Iterable[AttentionSpec]) -> tuple[Retention, ...]:
+    """The distinct rules of layers that do not need every token, in the order of the layers."""
+    return tuple(dict.fromkeys(s.retention for s in layers if s.retention.kind != "all"))
+
+
+class GroupPlan(NamedTuple):
+    """A bounded group's pool."""
+
+    rule: Retention
+    num_blocks: int
+    most_blocks: int  # that one sequence ever holds
+
+
+class GroupTable:
+    """One sequence's blocks in a bounded group."""
+
+    __slots__ = ("blocks", "num_gone")
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        self.num_gone = 0  # leading entries that went back to the pool, or never came
+
+    @property
+    def held(self) -> list[int]:
+        """The blocks that are the sequence's."""
+        return self.blocks[self.num_gone :]
+
+
+class BoundedGroup:
+    """The pool of one group, and the blocks in it that prefixes of the cache can be resumed with.
+
+    Blocks are findable only where somebody may resume: in front of an anchor, which is a block end
+    that the scheduler knows to be worth it, and in front of a sequence's end.
+    """
+
+    def __init__(self, plan: GroupPlan, block_size: int) -> None:
+        self.rule, self.most_blocks = plan.rule, plan.most_blocks
+        self.pool = BlockPool(plan.num_blocks)
+        self.pool.on_evict = self._on_evict
+        self._block_size = block_size
+        self._block_of: dict[CacheEntry, int] = {}
+        self._entry_of: dict[int, CacheEntry] = {}
+
+    def needed(self, num_blocks: int) -> range:
+        """Which blocks of a sequence of so many full ones its next tokens read."""
+        size = self._block_size
+        return range(self.rule.first_needed(num_blocks * size) // size, num_blocks)
+
+    def num_needed(self, entries: Sequence[CacheEntry], num_blocks: int) -> int:
+        """Free blocks that a sequence takes, at most, which resumes after these entries and will
+        have num_blocks blocks of tokens."""
+        shared = [self._block_of[entries[i]] for i in self.needed(len(entries))]
+        num_taken = sum(not self.pool.references(block) for block in shared)
+        return min(num_taken + max(0, num_blocks - len(entries)), self.most_blocks)
+
+    def start(self, table: GroupTable, entries: Sequence[CacheEntry]) -> None:
+        """Give an empty table what it needs of the entries that it resumes after."""
+        needed = self.needed(len(entries))
+        table.num_gone = needed.start
+        table.blocks = [0] * needed.start + [self._block_of[entries[i]] for i in needed]
+        for block in table.held:
+            self.pool.share(block)
+
+    def let_go(self, table: GroupTable, num_blocks: int) -> None:
+        """Release what no token after num_blocks full blocks reads."""
+        first = min(self.needed(num_blocks).start, len(table.blocks))
+        if first > table.num_gone:
+            self.pool.release(reversed(table.blocks[table.num_gone : first]))
+            table.num_gone = first
+
+    def attach(self, entry: CacheEntry, block: int) -> None:
+        """The entry's tokens can be found in this block, unless another one has them."""
+        if entry not in self._block_of and block not in self._entry_of:
+            self._block_of[entry], self._entry_of[block] = block, entry
+            self.pool.mark_cached(block)
+
+    def forget(self, entry: CacheEntry) -> None:
+        """The entry is no more."""
+        block = self._block_of.pop(entry, None)
+        if block is not None:
+            del self._entry_of[block]
+            self.pool.forget_cached(block)
+
+    def clear(self) -> None:
+        """Forget every entry."""
+        for entry in list(self._block_of):
+            self.forget(entry)
+
+    def has(self, entry: CacheEntry) -> bool:
+        """Whether a block holds the entry's tokens."""
+        return entry in self._block_of
+
+    def check(self) -> None:
+        """Raise AssertionError unless blocks and entries belong together."""
+        self.pool.check()
+        assert {b: e for e, b in self._block_of.items()} == self._entry_of, "entries differ"
+
+    def _on_evict(self, block: int, is_intact: bool) -> None:
+        del self._block_of[self._entry_of.pop(block)]
+
+
+def num_resumable(groups: Sequence[BoundedGroup], entries: Sequence[CacheEntry]) -> int:
+    """The most of these entries after which every group has all that it needs."""
+    runs, best = [0] * len(groups), 0
+    for number, entry in enumerate(entries, 1):
+        runs = [run + 1 if g.has(entry) else 0 for run, g in zip(runs, groups, strict=True)]
+        if all(run >= len(g.needed(number)) for run, g in zip(runs, groups, strict=True)):
+            best = number
+    return best
+
+
+def make_findable(
+    groups: Sequence[BoundedGroup], table: BlockTable, entries: Sequence[CacheEntry], end: int
+) -> None:
+    """A sequence can be resumed after its first `end` blocks from now on, as far as the table still
+    holds what that needs. entries: of these blocks, the last ones alone will do."""
+    first = end - len(entries)
+    for group, own in zip(groups, table.more, strict=True):
+        for index in group.needed(end):
+            if index >= max(first, own.num_gone):
+                group.attach(entries[index - first], own.blocks[index])
