@@ -19,8 +19,8 @@ from fastdeploy_core.errors import WorkerError
 if TYPE_CHECKING:
     from fastdeploy_core.config import EngineConfig
     from fastdeploy_core.contracts.device import DeviceBackend, StepBuckets
-    from fastdeploy_core.models.media import SequenceMedia
     from fastdeploy_core.contracts.model import Retention
+    from fastdeploy_core.models.media import SequenceMedia
     from fastdeploy_core.tensor import Tensor
 
     from .slots import Slots
