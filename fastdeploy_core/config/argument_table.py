@@ -198,6 +198,13 @@ _CACHE = group(
         "let generated tokens be reused as a prompt beginning too",
     ),
     row("kv_cache_dtype", "str", "auto", "number format of the KV cache"),
+    row(
+        "kv_events_config",
+        "json",
+        None,
+        "publish what is stored in the prefix cache and what is removed: enable_kv_cache_events, "
+        "endpoint, replay_endpoint, buffer_steps, hwm, topic",
+    ),
 )
 
 _BATCH = group(

@@ -104,7 +104,7 @@ REFUSED: dict[str, Refused] = {
         "1.0")),
     **_many(_DECLARED, "prealloc_dec_block_slot_num_threshold", "static_decode_blocks"),
     **_many("stores outside host memory are not part of this version", "kvcache_storage_backend",
-        "kv_transfer_config", "kv_events_config", "write_policy"),
+        "kv_transfer_config", "write_policy"),
     **_many(_DISAGGREGATION, "splitwise_role", harmless=("mixed",)),
     **_many(_DISAGGREGATION, "cache_transfer_protocol", "router"),
     **_many("an instance that was silent for --scheduler-lease seconds is dead, and its load is "
