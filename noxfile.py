@@ -65,6 +65,7 @@ LIGHT = {
     "plugins/fd-gguf": (),
     "plugins/fd-grammar-llguidance": (),
     "plugins/fd-kv-shm": (),
+    "plugins/fd-launch": (),
     "plugins/fd-models": (),
     "plugins/fd-parsers": (),
     "plugins/fd-quant-formats": (),
@@ -234,6 +235,15 @@ def agents(session: nox.Session) -> None:
         env={"AGENT_CLIS": str(Path(folder, "node_modules", ".bin").resolve())},
         external=True,
     )
+
+
+@nox.session(default=False)
+def ray(session: nox.Session) -> None:
+    """fd-launch-ray on a real local cluster."""
+    _install_tests(session)
+    session.install("ray>=2.9")
+    with session.chdir("plugins/fd-launch-ray"):
+        session.run("pytest", "-q", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(default=False)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 # (major, minor); docs/reference/contract.md says what a number promises. A driver declares the one
 # that it was written for as a literal, `contract = (1, 0)`, never this constant.
-CONTRACT: Final[tuple[int, int]] = (1, 1)
+CONTRACT: Final[tuple[int, int]] = (1, 2)
 # Drivers written for an older major are served from here on. A major raises it to the one before.
 OLDEST_MAJOR: Final = 1
 
@@ -119,6 +119,12 @@ KINDS: Final[dict[str, Kind]] = {
             "fastdeploy.grammars",
             "constrain output to a grammar",
             f"{_HERE}.small:GrammarBackend",
+        ),
+        Kind(
+            "launcher",
+            "fastdeploy.launchers",
+            "where servers run",
+            f"{_HERE}.small:Launcher",
         ),
         Kind(
             "command",
