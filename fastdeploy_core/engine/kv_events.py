@@ -48,7 +48,7 @@ class KVEvents:
 
     def note(self, entry: CacheEntry | None, is_stored: bool) -> None:
         """A block can be hit from now on, or cannot any more; None: no block can."""
-        last = self._events[-1] if self._events else [""]
+        last: list[Any] = self._events[-1] if self._events else [""]
         if entry is None:
             self._events.append(["AllBlocksCleared"])
         elif is_stored:

@@ -23,6 +23,42 @@ BLOCK = 4
 MODEL = Path(__file__).resolve().parents[2] / "models" / "ernie-tiny"
 
 
+class Event(msgspec.Struct, array_like=True, tag=True):
+    """Arrays, as vLLM's own readers decode them."""
+
+
+class BlockStored(Event):
+    """By the order of its fields."""
+
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+
+
+class BlockRemoved(Event):
+    """By the order of its fields."""
+
+    block_hashes: list[int | bytes]
+    medium: str | None
+
+
+class AllBlocksCleared(Event):
+    """Without any."""
+
+
+class Batch(msgspec.Struct, array_like=True):
+    """What a message holds."""
+
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
 class Reader:
     """A subscriber that knows the wire format alone: arrays as vLLM writes them."""
 
@@ -191,6 +227,19 @@ def test_replay_goes_back_as_many_batches_as_are_kept(
     (first, _), *_, (last, _) = kept = reader.replayed(0)
     assert len(kept) == 5
     assert int.from_bytes(last, "big") - int.from_bytes(first, "big") == 4
+    core.close()
+
+
+def test_records_as_vllm_declares_them_read_it(config: KVEventsConfig, reader: Reader) -> None:
+    core = make_core(num_blocks=24, block_size=BLOCK, events=config)
+    _run(core, Random(3), 40)
+    core.reset_prefix_cache()
+    decode = msgspec.msgpack.Decoder(Batch).decode
+    events = [one for _, payload in reader.replayed(0) for one in decode(payload).events]
+    assert {type(one) for one in events} == {BlockStored, BlockRemoved, AllBlocksCleared}
+    stored = [one for one in events if isinstance(one, BlockStored)]
+    assert {one.extra_keys[0] for one in stored if one.extra_keys} == {("s",)}
+    assert max(len(one.block_hashes) for one in stored) > 1
     core.close()
 
 

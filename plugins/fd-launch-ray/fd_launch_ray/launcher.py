@@ -26,7 +26,7 @@ class _Node:
     """An actor: runs one server on its node, and dies with it."""
 
     def __init__(self, spec: InstanceSpec) -> None:
-        self._host = ray.util.get_node_ip_address()
+        self._host: str = ray.util.get_node_ip_address()
         # Ray kills an actor without a word, so the kernel ends the server.
         self._process = subprocess.Popen(  # noqa: S603
             command_of(spec, self._host), preexec_fn=_end_with_parent

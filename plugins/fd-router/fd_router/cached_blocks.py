@@ -111,7 +111,7 @@ class EventIndex:
             return  # its beginning was missed
         for place, name in enumerate(map(_number, hashes)):
             block = data[place * size * TOKEN_BYTES : (place + 1) * size * TOKEN_BYTES]
-            covered = list(extra[place] or ()) if extra else []
+            covered: list[Any] = list(extra[place] or ()) if extra else []
             if last is None:
                 last = chained_keys(block, len(block), _salt(adapter, covered))[0]
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from array import array
 from collections.abc import Awaitable, Callable, Iterator
@@ -364,6 +365,68 @@ def test_hits_by_events_are_the_engines_own(tmp_path: Path, seed: int) -> None:
     assert [by_events for by_events, _ in hits] == [own for _, own in hits]
     assert sum(own > 0 for _, own in hits) > 15
     assert sum(own == 0 for _, own in hits) > 5
+
+
+def _engine_of(server: Process) -> int:
+    """One of the engine processes that a server started."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            words = stat.with_name("cmdline").read_bytes()
+        except OSError:
+            continue
+        if parent == server.process.pid and b"fastdeploy-engine" in words:
+            return int(stat.parent.name)
+    raise AssertionError("the server has no engine process")
+
+
+def test_each_engine_of_an_instance_is_followed_and_a_restarted_one_anew(tmp_path: Path) -> None:
+    server = _serve(tmp_path, "--data-parallel-size", "2", "--max-model-len", "256")
+    index = EventIndex()
+    publishers = [
+        Publisher("a", f"ipc://{tmp_path}/events{end}", f"ipc://{tmp_path}/replay{end}")
+        for end in ("", "_dp1")
+    ]
+
+    def blocks() -> list[int]:
+        return [len(index._keys.get(("a", engine), ())) for engine in (0, 1)]
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(60):
+            while not condition():
+                await asyncio.sleep(0.02)
+
+    async def main() -> None:
+        context = zmq.asyncio.Context()
+        tasks = [
+            asyncio.create_task(Follower(context, index, one, engine).run())
+            for engine, one in enumerate(publishers)
+        ]
+
+        async def ask(client: httpx.AsyncClient, first: int) -> None:
+            body = {"prompt": [first, *range(100, 140)], "max_tokens": 2}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            await asyncio.gather(*(ask(client, first) for first in range(100, 108)))
+            await until(lambda: min(blocks()) >= 5)
+            os.kill(_engine_of(server), signal.SIGKILL)
+            await until(lambda: 0 in blocks())
+            assert sum(blocks()) >= 5, "the other engine's blocks were forgotten, too"
+            # Those of the engine that is started again come, and nothing of before.
+            await until(lambda: len(index._engines["a"]) == 2)
+            while min(blocks()) < 5:
+                await asyncio.gather(*(ask(client, first) for first in range(200, 208)))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        context.destroy(0)
+
+    try:
+        assert server.url
+        asyncio.run(asyncio.wait_for(main(), 100))
+    finally:
+        server.stop()
 
 
 def test_a_router_sends_prompts_where_their_beginning_is(
