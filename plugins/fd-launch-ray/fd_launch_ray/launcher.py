@@ -78,10 +78,12 @@ class RayLauncher:
 
     def start(self, specs: Sequence[InstanceSpec]) -> list[str]:
         """Waits until the cluster has room for all of them."""
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address=self._address, log_to_driver=True, ignore_reinit_error=True)
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise WorkerError(f"no Ray cluster at {self._address}: {error}") from None
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own would end this process at once
         bundles = [{"CPU": self._cpus, "GPU": float(spec.num_devices)} for spec in specs]
         bundles = [{name: n for name, n in one.items() if n} for one in bundles]
         self._group = placement_group(bundles, strategy=self._strategy)

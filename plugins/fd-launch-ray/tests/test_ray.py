@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,10 +19,13 @@ from fd_launch_ray.launcher import RayLauncher  # noqa: E402
 from fastdeploy_core.errors import ConfigError, WorkerError  # noqa: E402
 from fastdeploy_testing.conformance.test_launcher import (  # noqa: E402
     LauncherConformance,
+    free_port,
     process_at,
     spec,
     wait_until,
 )
+
+MODEL = Path(__file__).resolve().parents[3] / "models" / "ernie-tiny"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,3 +71,38 @@ def test_options_that_cannot_work_are_refused() -> None:
     for options in ({"cpus": "many"}, {"strategy": "NEAR"}):
         with pytest.raises(ConfigError, match="launcher ray"):
             RayLauncher(options)
+
+
+def test_launch_serves_through_http_alone() -> None:
+    """`fastdeploy launch` with servers that Ray has placed; the router asks them directly."""
+    address = ray.get_runtime_context().gcs_address
+    words = ("launch", str(MODEL), "-n", "2", "--launcher", "ray", "--launcher-config")
+    ports = ("--port", str(free_port()), "--instance-port", str(free_port()))
+    command = [sys.executable, "-P", "-m", "fastdeploy_core.cli.main", *words]
+    command += [f"address={address}", "--max-num-seqs", "4", "--max-model-len", "256", *ports]
+    url = f"http://127.0.0.1:{ports[1]}"
+    launched = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+    def num_instances() -> int:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
+                return int(json.load(answer)["instances"])
+        except OSError:
+            return 0
+
+    try:
+        assert wait_until(lambda: num_instances() == 2, 100)
+        body = json.dumps({"prompt": "Once", "max_tokens": 8, "temperature": 0}).encode()
+        headers = {"Content-Type": "application/json"}
+        texts = set()
+        for _ in range(4):
+            request = urllib.request.Request(f"{url}/v1/completions", body, headers)
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                texts.add(json.load(answer)["choices"][0]["text"])
+        assert len(texts) == 1
+        assert texts != {""}
+    finally:
+        launched.terminate()
+        code = launched.wait(60)
+    assert code == 0
+    assert num_instances() == 0
