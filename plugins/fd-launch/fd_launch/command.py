@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 FASTDEPLOY = ("-m", "fastdeploy_core.cli.main")
 LOOK_EVERY_S = 0.5
+ROUTER_ENDS_S = 5.0  # what a router needs beyond the time that answers get
 RESTARTS, RESTARTS_WITHIN_S = 3, 600.0  # of all servers together
 
 
@@ -76,7 +77,7 @@ class _Launch:
         finally:
             # The router first: it lets running answers end, which servers still have to give.
             if self._router is not None:
-                end_all([self._router], self._given.grace)
+                end_all([self._router], self._given.grace + ROUTER_ENDS_S)
             self._launcher.stop(self._given.grace)
         return 0
 
@@ -114,7 +115,7 @@ class _Launch:
                 self._addresses[name] = moved
                 logger.info("%s is at %s now; the router starts anew", name, moved)
                 if self._router is not None:
-                    end_all([self._router], self._given.grace)
+                    end_all([self._router], self._given.grace + ROUTER_ENDS_S)
                     self._start_router()
                 return
 
