@@ -22,11 +22,8 @@ MAX_BLOCKS = 4096  # of a prompt are compared
 def token_keys(tokens: bytes, block_size: int, scope: str = "") -> list[Key]:
     """Keys of a prompt's full blocks. tokens: ids of four bytes each; scope: the salt of its
     first block, see EventIndex."""
-    if not block_size:
-        return []
-    return chained_keys(tokens, block_size * TOKEN_BYTES, _salt(None, [scope] if scope else []))[
-        :MAX_BLOCKS
-    ]
+    salt = _salt(None, [scope] if scope else [])
+    return chained_keys(tokens, block_size * TOKEN_BYTES, salt, MAX_BLOCKS)
 
 
 class EventIndex:
@@ -54,6 +51,11 @@ class EventIndex:
         left.discard(engine)
         if not left:
             self._engines.pop(instance, None)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any instance says what it has cached."""
+        return bool(self._engines and self.block_size)
 
     def follows(self, instance: str) -> bool:
         """Whether it is known what the instance has cached."""

@@ -109,8 +109,8 @@ class Proxy:
 
     async def _with_tokens(self, asked: Asked, headers: Mapping[str, str]) -> Asked:
         """Where engines say what they have cached: the prompt's tokens, to compare with that."""
-        size = self._fleet.events.block_size
-        if not size or not asked.view.prompt_tokens:
+        events = self._fleet.events
+        if not events.is_used or not asked.view.prompt_tokens:
             return asked
         tokens = asked.token_ids
         if not tokens and (body := asked.to_tokenize()):
@@ -121,7 +121,7 @@ class Proxy:
         if not tokens:
             return asked
         scopes = asked.scopes(headers.get("Authorization", ""))
-        chains = tuple(token_keys(tokens, size, scope) for scope in scopes)
+        chains = tuple(token_keys(tokens, events.block_size, scope) for scope in scopes)
         count = len(tokens) // BYTES_PER_TOKEN
         return replace(asked, view=replace(asked.view, prompt_tokens=count, token_keys=chains))
 

@@ -78,7 +78,7 @@ def test_hashes_as_numbers_or_as_whole_digests(index: EventIndex) -> None:
     assert index.cached_tokens("a", _keys(list(range(1, 9)))) == 8
 
 
-def test_two_blocks_with_the_same_tokens_are_both_needed_for_nothing(index: EventIndex) -> None:
+def test_a_prefix_that_is_there_twice_stays_until_both_are_removed(index: EventIndex) -> None:
     """An engine's hash may cover tokens behind the block, so one prefix can be there twice."""
     index.apply("a", 0, [_stored([1], None, [1, 2, 3, 4]), _stored([2], None, [1, 2, 3, 4])])
     index.apply("a", 0, [["BlockRemoved", [1], "GPU"]])
@@ -132,13 +132,17 @@ class FakeEngine:
 
     def __init__(self, folder: Path, kept: int = 100) -> None:
         self.publisher = Publisher("a", f"ipc://{folder}/events", f"ipc://{folder}/replay")
+        self.kept = kept
+        self.open()
+
+    def open(self) -> None:
+        """A process that has published nothing yet."""
         self._context = zmq.Context()
         self.events = self._context.socket(zmq.PUB)
         self.events.bind(self.publisher.endpoint)
         self.replay = self._context.socket(zmq.ROUTER)
         self.replay.bind(self.publisher.replay)
         self.sent: list[tuple[bytes, bytes]] = []
-        self.kept = kept
         self.asked: list[int] = []
 
     def publish(self, *events: list[Any], lose: bool = False) -> None:
@@ -249,7 +253,7 @@ def test_what_cannot_be_replayed_is_forgotten(engine: FakeEngine) -> None:
 
 
 def test_a_lost_engine_is_forgotten_and_another_begins_anew(
-    engine: FakeEngine, tmp_path: Path
+    engine: FakeEngine,
 ) -> None:
     index = EventIndex()
 
@@ -261,7 +265,7 @@ def test_a_lost_engine_is_forgotten_and_another_begins_anew(
             while index.follows("a"):
                 await asyncio.sleep(0.01)
         assert _known(index, 9) == []
-        engine.__init__(tmp_path)
+        engine.open()
         engine.publish(_block(5))
         await until(lambda: _known(index, 9) == [5])
 
