@@ -247,6 +247,14 @@ def ray(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def dynamo(session: nox.Session) -> None:
+    """KV events as Dynamo's own router reads them."""
+    _install_tests(session)
+    session.install("ai-dynamo-runtime")
+    session.run("pytest", "tests/unit/test_kv_events.py", "-q", *session.posargs)
+
+
+@nox.session(default=False)
 def deploy(session: nox.Session) -> None:
     """The files of deploy/, rendered by Go's template engine and held to Kubernetes' schemas."""
     _install_tests(session)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -241,6 +243,55 @@ def test_records_as_vllm_declares_them_read_it(config: KVEventsConfig, reader: R
     assert {one.extra_keys[0] for one in stored if one.extra_keys} == {("s",)}
     assert max(len(one.block_hashes) for one in stored) > 1
     core.close()
+
+
+def test_dynamos_router_finds_what_the_cache_holds() -> None:
+    """Its own subscriber, which comes late and asks for a replay, through evictions."""
+    reason = "needs ai-dynamo-runtime, which session `dynamo` of nox installs"
+    service = pytest.importorskip("dynamo._core", reason=reason).SelectionService()
+    ports = []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            ports.append(taken.getsockname()[1])
+    endpoint, replay = (f"tcp://127.0.0.1:{port}" for port in ports)
+    config = KVEventsConfig(True, endpoint=f"tcp://*:{ports[0]}", replay_endpoint=replay)
+    core = make_core(num_blocks=24, block_size=BLOCK, events=config)
+    rng = Random(4)
+    stems = [[rng.randrange(4, VOCAB_SIZE) for _ in range(24)] for _ in range(6)]
+
+    def ask(count: int) -> None:
+        for number in range(count):
+            prompt = [*stems[rng.randrange(6)][: rng.randrange(5, 25)], number % 40 + 4]
+            core.add(make_request(f"{number}", prompt, max_tokens=2))
+            while core.has_work():
+                core.step()
+
+    def cached(prompt: list[int]) -> int:
+        kv = core.scheduler.kv
+        return kv.match(kv.new_table(), [*prompt, 4]).num_tokens // BLOCK
+
+    async def found(prompt: list[int]) -> int:
+        scores = await service.overlap_scores({"model_name": "null", "token_ids": prompt})
+        return int(scores["workers"][0]["device_blocks"])
+
+    async def main() -> list[int]:
+        ask(20)
+        worker = {"worker_id": 1, "model_name": "null", "endpoint": "http://127.0.0.1:1"}
+        worker |= {"kv_events_endpoints": {0: endpoint}, "replay_endpoint": replay}
+        await service.upsert_worker({**worker, "block_size": BLOCK})
+        for attempt in range(100):  # until it is connected, and a batch shows it the gap
+            ask(3)
+            await asyncio.sleep(0.1)
+            expected = [cached(stem) for stem in stems]
+            if attempt > 10 and [await found(stem) for stem in stems] == expected:
+                return expected
+        raise AssertionError(f"{[await found(stem) for stem in stems]}, not {expected}")
+
+    expected = asyncio.run(main())
+    service.shutdown()
+    core.close()
+    assert max(expected) > 0
+    assert min(expected) < 6
 
 
 def test_garbage_is_answered_with_an_end(config: KVEventsConfig, reader: Reader) -> None:
