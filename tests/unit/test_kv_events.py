@@ -110,11 +110,12 @@ class Reader:
                 self.scopes[name] = more[0] and more[0][0]
 
     def read(self, timeout_ms: int) -> None:
-        """All events that come."""
+        """All events that come; batches that a replay has brought before come twice."""
         while self.events.poll(timeout_ms):
             topic, *message = self.events.recv_multipart()
             assert topic == b"kv@one@null"
-            self.take(*message)
+            if int.from_bytes(message[0], "big") >= self.next:
+                self.take(*message)
 
     def replayed(self, first: int) -> list[tuple[bytes, bytes]]:
         """The batches from this number on, up to the end."""
@@ -211,7 +212,7 @@ def test_a_subscriber_hears_each_step_and_asks_for_what_it_missed(
             break
     _, number, payload = reader.events.recv_multipart()
     missed = reader.replayed(reader.next)
-    assert missed[-1] == (number, payload)
+    assert (number, payload) in missed
     for batch in missed:
         reader.take(*batch)
     _run(core, Random(2), 10)
