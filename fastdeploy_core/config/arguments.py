@@ -22,6 +22,7 @@ from .engine import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    KVEventsConfig,
     MediaConfig,
     ModelConfig,
     ParallelConfig,
@@ -188,7 +189,23 @@ def _cache_config(v: Mapping[str, Any]) -> CacheConfig:
         memory_utilization=v["gpu_memory_utilization"],
         swap_space_bytes=int(v["swap_space"] * 2**30),
         kv_dtype=v["kv_cache_dtype"],
+        events=_kv_events(v),
     )
+
+
+def _kv_events(v: Mapping[str, Any]) -> KVEventsConfig | None:
+    flag, given = "--kv-events-config", _mapping(v, "kv_events_config")
+    events: KVEventsConfig = _from_section(KVEventsConfig, flag, given, {})
+    if not events.enable_kv_cache_events or events.publisher == "null":
+        return None
+    if not events.endpoint.startswith(("tcp://", "ipc://")) or events.publisher != "zmq":
+        raise ConfigError(
+            f"{flag} needs publisher zmq and an endpoint: tcp://*:5557 for other hosts (whoever "
+            "reaches it reads the token ids of prompts), or ipc://PATH for this machine"
+        )
+    if min(events.buffer_steps, events.hwm) < 1 or not v["enable_prefix_caching"]:
+        raise ConfigError(f"{flag} needs the prefix cache, and buffer_steps and hwm above 0")
+    return events
 
 
 def _batch_config(v: Mapping[str, Any], max_model_len: int) -> BatchConfig:

@@ -38,6 +38,20 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class KVEventsConfig:
+    """Where events of the prefix cache are published, by vLLM's names (engine/kv_events.py)."""
+
+    enable_kv_cache_events: bool = False
+    publisher: str = "zmq"
+    # With * or of ipc:// it is bound, else connected to; engine i adds i to the port.
+    endpoint: str = ""
+    replay_endpoint: str = ""  # always bound; empty: no replay
+    buffer_steps: int = 10_000  # batches kept for replay
+    hwm: int = 100_000  # batches that a slow subscriber may be behind before it misses some
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The KV pool and what may stay in it."""
 
@@ -49,6 +63,7 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     enable_output_caching: bool = True
     kv_dtype: str = "auto"
+    events: KVEventsConfig | None = None  # None: none
 
 
 @dataclass(frozen=True, slots=True)

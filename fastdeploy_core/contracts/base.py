@@ -121,6 +121,12 @@ KINDS: Final[dict[str, Kind]] = {
             f"{_HERE}.small:GrammarBackend",
         ),
         Kind(
+            "launcher",
+            "fastdeploy.launchers",
+            "where servers run",
+            f"{_HERE}.small:Launcher",
+        ),
+        Kind(
             "command",
             "fastdeploy.commands",
             "a command of `fastdeploy`",

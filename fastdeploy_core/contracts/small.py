@@ -1,5 +1,5 @@
 """The small kinds: model families, checkpoint formats, parsers, logits processors, grammar
-backends."""
+backends, launchers."""
 
 from __future__ import annotations
 
@@ -291,4 +291,46 @@ class GrammarBackend(Protocol):
 
     def matcher(self, compiled: bytes) -> GrammarMatcher:
         """A fresh state; cheap."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSpec:
+    """A server to start: words behind the Python interpreter, in which a launcher replaces the words
+    {host} and {port} by where it has to listen."""
+
+    name: str
+    command: tuple[str, ...]
+    port: int
+    num_devices: int = 0  # accelerators that it needs for itself
+
+
+@runtime_checkable
+class Launcher(Protocol):
+    """Starts servers on one host or several and ends them; requests never pass through it. One
+    thread calls it. Constructed as `Driver(options)`, the texts of --launcher-config; ConfigError
+    for one that it does not know. Added in contract 1.2."""
+
+    name: str
+    contract: tuple[int, int]
+    # Whether this process is the one that runs the router: one of all that were given these options.
+    is_head: bool
+
+    def start(self, specs: Sequence[InstanceSpec]) -> list[str]:
+        """Starts all of them, or none and raises ConfigError or WorkerError; called once. Returns HOST:PORT of
+        each, at which it may not answer yet."""
+        ...
+
+    def exit_code(self, name: str) -> int | None:
+        """How a server ended, negative for a signal; None while it runs, or where another process
+        is in charge of it. A lost host ends its servers."""
+        ...
+
+    def restart(self, name: str) -> str:
+        """Starts a server that has ended again; returns HOST:PORT, which may be another one."""
+        ...
+
+    def stop(self, grace_s: float) -> None:
+        """Ends all servers of this process: SIGTERM, and SIGKILL to what still runs after grace_s.
+        Idempotent, and called before `start` without effect."""
         ...

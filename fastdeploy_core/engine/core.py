@@ -23,6 +23,7 @@ from fastdeploy_core.types.sampling import check_logprobs
 from fastdeploy_core.types.worker import WorkerInfo
 
 from .executor import Executor, StepResult
+from .kv_events import KVEvents
 from .media import check_media
 
 if TYPE_CHECKING:
@@ -53,11 +54,17 @@ class EngineCore:
             settings = make_settings(config, infos[0], resolved.speculative)
             more = [group.num_blocks for group in plan.bounded]
             self._executor.initialize_cache(plan.num_blocks, plan.num_host_blocks, *more)
+            worker = infos[0]
+            caching = config.cache.enable_prefix_caching and worker.block_sharing
+            self._events: KVEvents | None = None
+            if config.cache.events is not None and caching:
+                self._events = KVEvents(
+                    *(config.cache.events, worker.block_size, resolved.speculative.key_lookahead),
+                    config.parallel.data_parallel_rank,
+                )
         except BaseException:
             self._executor.close()
             raise
-        worker = infos[0]
-        caching = config.cache.enable_prefix_caching and worker.block_sharing
         kv = KVCacheManager(
             plan.num_blocks,
             worker.block_size,
@@ -68,6 +75,8 @@ class EngineCore:
             key_lookahead=resolved.speculative.key_lookahead,
         )
         kv.add_groups(plan.bounded)
+        if self._events is not None:
+            kv.prefix.on_change = self._events.note
         self.scheduler = BatchScheduler(settings, kv)
         overlap = config.batch.overlap and worker.overlap
         self._depth = 2 if overlap else 1
@@ -114,6 +123,8 @@ class EngineCore:
         """Schedule, execute, update, answer. WorkerError means that the engine is dead."""
         self._submit_ahead()
         self._take_oldest()
+        if self._events is not None:
+            self._events.publish()
         return self.scheduler.take_deltas()
 
     def stats(self) -> EngineStats:
@@ -125,10 +136,14 @@ class EngineCore:
         if self.has_work():
             return False
         self.scheduler.kv.clear_cache()
+        if self._events is not None:
+            self._events.publish()
         return True
 
     def close(self) -> None:
         """End worker processes, give the device back; idempotent."""
+        if self._events is not None:
+            self._events.close()
         self._executor.close()
 
     def _submit_ahead(self) -> None:
@@ -248,6 +263,9 @@ class EngineCore:
         report = list(dict.fromkeys(line for info in infos for line in info.report)) + plan.report
         if config.cache.enable_prefix_caching and not caching:
             report.append("prefix cache off: the device cannot share blocks between sequences")
+        if config.cache.events is not None:
+            at = config.cache.events.endpoint if caching else "none, since the prefix cache is off"
+            report.append(f"KV events: {at}")
         return EngineInfo(
             num_blocks=plan.num_blocks,
             num_host_blocks=plan.num_host_blocks,

@@ -144,6 +144,8 @@ class PrefixCache:
         self._block_size = block_size
         self._lookahead = lookahead
         self.on_drop: Callable[[CacheEntry], None] | None = None  # an entry is no more
+        # Is told whether a block can be hit from now on; None: no block can.
+        self.on_change: Callable[[CacheEntry | None, bool], None] | None = None
         self._by_key: dict[bytes, CacheEntry] = {}
         self._by_block: dict[int, CacheEntry] = {}
         pool.on_evict = self._on_evict
@@ -227,6 +229,8 @@ class PrefixCache:
         self._by_block.clear()
         if self._host is not None:
             self._host.clear()
+        if self.on_change is not None:
+            self.on_change(None, False)
 
     def _insert(self, table: BlockTable, index: int) -> CacheEntry | None:
         """The cache entry of this block from now on; None if another entry has its key."""
@@ -246,6 +250,8 @@ class PrefixCache:
             entry = CacheEntry(key, parent, table.scope, packed, block)
             self._by_key[key] = entry
             self.attach(entry, block)
+            if self.on_change is not None:
+                self.on_change(entry, True)
         elif entry.block is None:
             self.attach(entry, block)
         return entry
@@ -259,16 +265,12 @@ class PrefixCache:
         if is_intact and self._host is not None:
             self._host.save(entry, block)
         entry.block = None
-        self._on_host_drop(entry)
+        if not entry.is_alive:
+            self._remove(entry)
 
     def _on_host_drop(self, entry: CacheEntry) -> None:
         if not entry.is_alive:
-            self._forget(entry)
-
-    def _forget(self, entry: CacheEntry) -> None:
-        del self._by_key[entry.key]
-        if self.on_drop is not None:
-            self.on_drop(entry)
+            self._remove(entry)
 
     def _drop(self, entry: CacheEntry) -> None:
         if entry.block is not None:
@@ -277,4 +279,11 @@ class PrefixCache:
             entry.block = None
         if entry.host_block is not None and self._host is not None:
             self._host.forget(entry)
-        self._forget(entry)
+        self._remove(entry)
+
+    def _remove(self, entry: CacheEntry) -> None:
+        del self._by_key[entry.key]
+        if self.on_drop is not None:
+            self.on_drop(entry)
+        if self.on_change is not None:
+            self.on_change(entry, False)

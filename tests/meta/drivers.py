@@ -36,6 +36,9 @@ from fd_grammar_llguidance.backend import LLGuidanceBackend
 from fd_iluvatar.attention import IluvatarAttention
 from fd_iluvatar.device import IluvatarDevice
 from fd_kv_shm.shm import SharedMemoryTransport
+from fd_launch.command import main as launch
+from fd_launch.processes import LocalLauncher, StaticLauncher
+from fd_launch_ray.launcher import RayLauncher
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
 from fd_models.deepseek_v3 import DeepseekV3ForCausalLM
@@ -51,6 +54,7 @@ from fd_models.phi3 import Phi3ForCausalLM
 from fd_models.qwen2_moe import Qwen2MoeForCausalLM
 from fd_mycalls.parser import MyCallsParser
 from fd_mychip.device import MyChipDevice
+from fd_mycluster.launcher import MyClusterLauncher
 from fd_mydraft.drafter import MyDraftDrafter
 from fd_myformat.quantizer import MyFormatQuantizer
 from fd_mymodel.model import MyModelForCausalLM
@@ -100,6 +104,7 @@ from fastdeploy_core.contracts.small import (
     CausalLM,
     CheckpointFormat,
     GrammarBackend,
+    Launcher,
     LogitsProcessor,
     MultimodalLM,
     ProcessorContext,
@@ -244,6 +249,12 @@ tool_parsers: list[Callable[[Sequence[Any]], ToolParser]] = [
 grammars: list[Callable[[str, int, list[int]], GrammarBackend]] = [
     LLGuidanceBackend,
 ]
+launchers: list[Callable[[Mapping[str, str]], Launcher]] = [
+    LocalLauncher,
+    MyClusterLauncher,
+    RayLauncher,
+    StaticLauncher,
+]
 commands: list[Command] = [
     bench,
     quantize,
@@ -256,6 +267,7 @@ commands: list[Command] = [
     run_batch,
     tokenizer,
     collect_env,
+    launch,
     plugins_doctor,
     plugins_show,
     plugins_why,

@@ -276,6 +276,7 @@ PRIVATE = {
         *("cli", "config", "envs", "layers", "loading", "models", "plugins", "reference"),
         "tokenizer",
     },
+    "fd-launch": {"plugins"},
     "fd-quant-formats": {"quantization"},
     "fd-scale-out": {"config", "engine", "plugins", "serving"},
     "fd-tools": {"cli", "config", "envs", "models", "plugins", "serving", "tokenizer"},

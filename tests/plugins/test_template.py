@@ -242,17 +242,22 @@ def test_new_drafter_drafts_in_an_engine(
     assert "fd-spec-wise" in refused.stderr and "unknown setting min_cuont" in refused.stderr
 
 
-def test_new_tool_parser_passes_the_kit(stranger: Stranger, tmp_path: Path) -> None:
-    folder = stranger.bin.parent.parent
-    words = ("plugins", "new", "fd-parse-loud", "--kind", "tool_parser", "--dir", folder)
-    made = stranger.fastdeploy(*words)
+@pytest.mark.parametrize(
+    ("kind", "suite"), [("tool_parser", "TestStreamParser"), ("launcher", "TestLauncher")]
+)
+def test_new_driver_passes_the_kit(
+    stranger: Stranger, tmp_path: Path, kind: str, suite: str
+) -> None:
+    folder, name = stranger.bin.parent.parent, f"fd-loud-{kind.replace('_', '')}"
+    made = stranger.fastdeploy("plugins", "new", name, "--kind", kind, "--dir", folder)
     assert made.returncode == 0, made.stderr
-    stranger.install(build(folder / "fd-parse-loud", folder / "wheels"))
+    stranger.install(build(folder / name, folder / "wheels"))
     report = tmp_path / "report.json"
-    done = stranger.fastdeploy("plugins", "check", "loud", "--report", report)
+    driver = name.rpartition("-")[2]
+    done = stranger.fastdeploy("plugins", "check", driver, "--report", report)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
     tests = json.loads(report.read_text())["tests"]
-    assert {t["suite"] for t in tests} == {"TestHygiene", "TestStreamParser"}
+    assert {t["suite"] for t in tests} == {"TestHygiene", suite}
 
 
 @pytest.mark.timeout(300)

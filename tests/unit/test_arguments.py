@@ -322,6 +322,7 @@ def test_every_argument_changes_a_configuration(model: Path) -> None:
         "structured_outputs_config": {"max_depth": 3},
         "default_chat_template_kwargs": {"enable_thinking": False},
         "scheduler_config": {"host": "h"},
+        "kv_events_config": {"enable_kv_cache_events": True, "endpoint": "ipc://x"},
         "limit_mm_per_prompt": {"image": 2},
         "allowed_local_media_path": str(model),
         "graph_capture_sizes": ["1", "4"],

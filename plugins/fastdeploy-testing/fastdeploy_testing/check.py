@@ -30,6 +30,7 @@ KINDS_WITH_SUITE = (
     "reasoning_parser",
     "tool_parser",
     "grammar",
+    "launcher",
 )
 # Kinds whose suites make tensors.
 KINDS_THAT_COMPUTE = frozenset(KINDS_WITH_SUITE) - {
@@ -38,6 +39,7 @@ KINDS_THAT_COMPUTE = frozenset(KINDS_WITH_SUITE) - {
     "reasoning_parser",
     "tool_parser",
     "grammar",
+    "launcher",
 } | {"kernels"}
 
 

@@ -32,6 +32,7 @@ TEMPLATES: Final = {
     "model": Template("model", "mymodel", "MyModel", "model.py", "{class_name}ForCausalLM"),
     "drafter": Template("speculative", "mydraft", "MyDraft", "drafter.py"),
     "quantizer": Template("quantizer", "myformat", "MyFormat", "quantizer.py"),
+    "launcher": Template("launcher", "mycluster", "MyCluster", "launcher.py"),
     "tool_parser": Template("tool_parser", "mycalls", "MyCalls", "parser.py"),
 }
 

@@ -70,7 +70,8 @@ def test_new_does_not_touch_what_exists(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"), [("device", 140), ("drafter", 140), ("quantizer", 110), ("tool_parser", 90)]
+    ("kind", "most"),
+    [("device", 140), ("drafter", 140), ("quantizer", 110), ("tool_parser", 90), ("launcher", 90)],
 )
 def test_templates_are_short(kind, most):
     folder = TEMPLATE_FOLDER / kind

@@ -11,11 +11,13 @@ import time
 from collections.abc import Awaitable, Callable
 
 import aiohttp
+import zmq.asyncio
 from aiohttp import web
 
 from fastdeploy_core.errors import ConfigError
 
 from .asked import read_request
+from .follower import Follower
 from .instances import Fleet, Instance
 from .metrics import RouterMetrics
 from .options import RouterOptions
@@ -68,6 +70,11 @@ class Router:
                     "choose another --port"
                 ) from None
             probes.start()
+            context = zmq.asyncio.Context()
+            followers = [
+                asyncio.create_task(Follower(context, self._fleet.events, one, number).run())
+                for number, one in enumerate(options.kv_events)
+            ]
             host, port = runner.addresses[0][:2]
             logger.info(
                 "routing at http://%s:%d to %d instances", host, port, len(self._fleet.instances)
@@ -75,6 +82,10 @@ class Router:
             await _stop_signal()
             await self._drain()
             await probes.stop()
+            for follower in followers:
+                follower.cancel()
+            await asyncio.gather(*followers, return_exceptions=True)
+            context.destroy(0)
             await runner.cleanup()
 
     async def _drain(self) -> None:

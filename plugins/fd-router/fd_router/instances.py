@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from .breaker import Breaker
+from .cached_blocks import EventIndex
 from .policies import Choice, InstanceView, Policy, RequestView, make_policy
 from .prefix_index import PrefixIndex
 
@@ -130,7 +131,8 @@ class Fleet:
     def __init__(self, urls: tuple[str, ...], policy: str) -> None:
         self.instances = {one.name: one for one in map(Instance, urls)}
         self.index = PrefixIndex()
-        self._policy: Policy = make_policy(policy, self.index)
+        self.events = EventIndex()
+        self._policy: Policy = make_policy(policy, self.index, self.events)
         self._rng = random.Random()  # noqa: S311, for balance
         self._mean_tokens = 512.0
 

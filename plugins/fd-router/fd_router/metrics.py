@@ -50,6 +50,14 @@ def _gauges(fleet: Fleet) -> bytes:
         ),
         "requests_in_flight": ("requests of this router there", lambda one: len(one.calls)),
         "queued_tokens": ("prompt tokens sent and not yet computed", lambda one: one.queued_tokens),
+        "kv_events_followed": (
+            "1 while its KV events are followed",
+            lambda one: fleet.events.follows(one.name),
+        ),
+        "kv_blocks": (
+            "cached blocks, by its KV events",
+            lambda one: fleet.events.num_blocks(one.name),
+        ),
         "prefill_rate": ("prompt tokens a second, estimated", lambda one: one.view.prefill_rate),
     }
     lines: list[str] = []

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from fastdeploy_core.errors import ConfigError
 
+from .follower import Publisher
 from .policies import DEFAULT_POLICY, POLICIES
 
 
@@ -36,6 +37,7 @@ class RouterOptions:
     probe_timeout_s: float = 2.0
     answer_timeout_s: float = 600.0  # the longest silence of an instance within an answer
     drain_timeout_s: float = 60.0
+    kv_events: tuple[Publisher, ...] = ()  # of each instance those of its engines
 
 
 def parse(arguments: Sequence[str]) -> RouterOptions:
@@ -63,6 +65,7 @@ def parse(arguments: Sequence[str]) -> RouterOptions:
         probe_timeout_s=given.probe_timeout,
         answer_timeout_s=given.answer_timeout,
         drain_timeout_s=given.drain_timeout,
+        kv_events=tuple(_publisher(word, urls) for word in given.kv_events),
     )
 
 
@@ -93,8 +96,32 @@ def _parser() -> argparse.ArgumentParser:
         default=defaults.answer_timeout_s,
         help="seconds without a byte after which an instance has failed a request",
     )
+    add(
+        "--kv-events",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="HOST:PORT=EVENTS[,REPLAY]",
+        help="an instance, and the endpoints of an engine's --kv-events-config as they are reached "
+        "from here; once for each engine",
+    )
     add("--drain-timeout", type=float, default=defaults.drain_timeout_s, help="after SIGTERM")
     return parser
+
+
+def _publisher(text: str, urls: Sequence[str]) -> Publisher:
+    name, _, addresses = text.partition("=")
+    endpoint, *replay = addresses.split(",")
+    known = [urlsplit(url).netloc for url in urls]
+    valid = all(
+        one.startswith(("tcp://", "ipc://")) and "*" not in one for one in (endpoint, *replay)
+    )
+    if name not in known or not valid or len(replay) > 1:
+        raise ConfigError(
+            f"--kv-events: {text!r:.100}; give INSTANCE=tcp://HOST:PORT,tcp://HOST:PORT, the "
+            f"second for replays; instances are: {', '.join(known)}"
+        )
+    return Publisher(name, endpoint, *replay)
 
 
 def _base_url(text: str) -> str:

@@ -15,6 +15,7 @@ from hashlib import blake2b
 from random import Random
 from typing import ClassVar
 
+from .cached_blocks import EventIndex
 from .prefix_index import Key, PrefixIndex
 
 FRESH_S = 0.010
@@ -31,6 +32,8 @@ class RequestView:
     prefix_keys: Sequence[Key] = ()  # of the prompt's full blocks, see prefix_index.chained_keys
     block_tokens: int = 0  # tokens that one key stands for
     session: str = ""  # requests of one conversation or user; empty: none
+    # Of the prompt's tokens, in each scope that they may have; see cached_blocks.token_keys.
+    token_keys: Sequence[Sequence[Key]] = ()
 
 
 @dataclass(slots=True)
@@ -84,9 +87,11 @@ class Policy:
 
     name: ClassVar[str]
 
-    def __init__(self, index: PrefixIndex | None = None) -> None:
-        """index: kept by the caller, who records each request that was sent."""
+    def __init__(self, index: PrefixIndex | None = None, events: EventIndex | None = None) -> None:
+        """index: kept by the caller, who records each request that was sent. events: what is
+        cached where, of instances that say so; their entries of `index` then do not count."""
         self._index = index or PrefixIndex()
+        self._events = events or EventIndex()
 
     def choose(
         self, request: RequestView, instances: Sequence[InstanceView], rng: Random, now: float
@@ -110,18 +115,29 @@ class Policy:
     ) -> list[InstanceView]:
         """Usable instances with the longest cached prefix."""
         names = self._index.owners(request.prefix_keys)
+        if request.token_keys:
+            sent = {name for name in names if not self._events.follows(name)}
+            names = sent | self._events.owners(request.token_keys)
         if not names:
             return []
         # In the order of `instances`: a set's order is another one in every process.
         found = [one for one in instances if one.name in names and one.usable]
+        if request.token_keys:  # what some say and what was sent to others may differ
+            cached = [self._cached(request, one) for one in found]
+            most = max(cached, default=0)
+            found = [one for one, tokens in zip(found, cached, strict=True) if tokens == most]
         return found if len(found) <= MAX_OWNERS else rng.sample(found, MAX_OWNERS)
 
     def _cached(self, request: RequestView, instance: InstanceView) -> int:
         """Tokens of the prompt that are probably cached; at least one is always computed."""
-        if not request.prefix_keys:
+        if request.token_keys and self._events.follows(instance.name):
+            tokens = self._events.cached_tokens(instance.name, request.token_keys)
+        elif request.prefix_keys:
+            blocks = self._index.cached_blocks(instance.name, request.prefix_keys)
+            tokens = blocks * request.block_tokens
+        else:
             return 0
-        blocks = self._index.cached_blocks(instance.name, request.prefix_keys)
-        return min(blocks * request.block_tokens, max(0, request.prompt_tokens - 1))
+        return min(tokens, max(0, request.prompt_tokens - 1))
 
     def _balance(
         self, request: RequestView, candidates: list[InstanceView], rng: Random, width: float = 0.0
@@ -256,8 +272,8 @@ class RoundRobin(Policy):
 
     name = "round-robin"
 
-    def __init__(self, index: PrefixIndex | None = None) -> None:
-        super().__init__(index)
+    def __init__(self, index: PrefixIndex | None = None, events: EventIndex | None = None) -> None:
+        super().__init__(index, events)
         self._next: int | None = None
 
     def _choose(
@@ -295,11 +311,13 @@ POLICIES: dict[str, type[Policy]] = {
 DEFAULT_POLICY = EstimatedTTFT.name
 
 
-def make_policy(name: str, index: PrefixIndex | None = None) -> Policy:
+def make_policy(
+    name: str, index: PrefixIndex | None = None, events: EventIndex | None = None
+) -> Policy:
     """The policy of a name. ValueError names those that exist."""
     if name not in POLICIES:
         raise ValueError(f"no routing policy {name!r}; there are: {', '.join(POLICIES)}")
-    return POLICIES[name](index)
+    return POLICIES[name](index, events)
 
 
 def _draw(instances: Sequence[InstanceView], rng: Random, now: float) -> list[InstanceView]:

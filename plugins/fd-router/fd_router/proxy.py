@@ -12,7 +12,7 @@ import json
 import logging
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any
 
@@ -20,7 +20,8 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
-from .asked import Asked
+from .asked import BYTES_PER_TOKEN, Asked, as_ids
+from .cached_blocks import token_keys
 from .events import DONE, Events, frame
 from .instances import Call, Fleet, InstanceFailed
 from .metrics import RouterMetrics
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ANSWER_BYTES = 256 * 2**20  # of an answer that is no stream
 CLIENT_STALL_S = 15.0
+TOKENIZE_S = 0.5  # for the tokens of a prompt; without them what was sent where counts
 RETRY_AFTER = {"Retry-After": "1"}
 # "Not here, not now", or the engine died of it: another instance may answer.
 _ELSEWHERE = (429, 500, 502, 503)
@@ -70,6 +72,7 @@ class Proxy:
     async def forward(self, request: web.Request, asked: Asked) -> web.StreamResponse:
         """The answer of an instance, or an error."""
         headers = self._request_headers(request)
+        asked = await self._with_tokens(asked, headers)
         excluded: set[str] = set()
         refusal: web.Response | None = None  # the last instance's own
         reason = ""
@@ -103,6 +106,38 @@ class Proxy:
             return refusal
         self._metrics.refused.inc()
         return error_response(503, f"no instance can answer now: {reason}", RETRY_AFTER)
+
+    async def _with_tokens(self, asked: Asked, headers: Mapping[str, str]) -> Asked:
+        """Where engines say what they have cached: the prompt's tokens, to compare with that."""
+        events = self._fleet.events
+        if not events.is_used or not asked.view.prompt_tokens:
+            return asked
+        tokens = asked.token_ids
+        if not tokens and (body := asked.to_tokenize()):
+            try:
+                tokens = await self._tokenize(body, headers)
+            except (aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError, TypeError):
+                logger.debug("no tokens for a prompt", exc_info=True)
+        if not tokens:
+            return asked
+        scopes = asked.scopes(headers.get("Authorization", ""))
+        chains = tuple(token_keys(tokens, events.block_size, scope) for scope in scopes)
+        count = len(tokens) // BYTES_PER_TOKEN
+        return replace(asked, view=replace(asked.view, prompt_tokens=count, token_keys=chains))
+
+    async def _tokenize(self, body: bytes, headers: Mapping[str, str]) -> bytes:
+        """A prompt's tokens, by the instance with the fewest requests; empty: none can tell."""
+        ready = [one for one in self._fleet.instances.values() if one.ready and not one.draining]
+        if not ready:
+            return b""
+        url = min(ready, key=lambda one: len(one.calls)).url + "/tokenize"
+        sent = {name: value for name, value in headers.items() if name != "Content-Type"}
+        sent["Content-Type"] = "application/json"
+        async with (
+            asyncio.timeout(TOKENIZE_S),
+            self._session.post(url, data=body, headers=sent, allow_redirects=False) as answer,
+        ):
+            return as_ids((await answer.json())["tokens"]) if answer.status == 200 else b""
 
     async def _ask(
         self,

@@ -472,11 +472,16 @@ def test_killed_instance(pair: Pair, stopped) -> None:
         wait_for(lambda: router.in_flight()[other.name] == 1, "a stream at the other")
         router.admin(one.name, "resume")
         router.admin(other.name, "drain")
-        streams = [start(*asked) for asked in bodies]
         cut = start(path, {**fixed, "max_tokens": 7000})
+        # Its client is shown nothing before the end, so it is asked again from the beginning.
+        whole_body = {"prompt": "A dog", "temperature": 0, "ignore_eos": True, "max_tokens": 2000}
+        whole = threads.submit(httpx.post, router.url + path, json=whole_body, timeout=60)
+        wait_for(lambda: router.in_flight()[one.name] == 2, "both requests")
+        streams = [start(*asked) for asked in bodies]
         assert all(event.wait(30) for event in begun)
         stopped(one)  # so that what is counted is what is cut
-        to_move = router.in_flight()[one.name] - 1
+        to_move = router.in_flight()[one.name] - 2
+        retries = router.metric("fastdeploy_router_retries_total", instance=other.name)
         router.admin(other.name, "resume")
         one.signal(signal.SIGKILL)
         for _ in range(5):
@@ -493,6 +498,10 @@ def test_killed_instance(pair: Pair, stopped) -> None:
         *shown, end = cut.result(60)
         assert end["error"]["code"] == 503
         assert _text(shown)[:50] == _text(expected[0])[: len(_text(shown))][:50] != ""
+        again = httpx.post(other.url + path, json=whole_body, timeout=60).json()
+        assert whole.result(60).json()["choices"] == again["choices"]
+        assert whole.result().json()["usage"]["completion_tokens"] == 2000
+    assert router.metric("fastdeploy_router_retries_total", instance=other.name) > retries
     moved = router.metric("fastdeploy_router_migrations_total", instance=other.name)
     assert moved >= to_move > 0
     port = int(one.url.rpartition(":")[2])

@@ -1,0 +1,1 @@
+"""Launcher `mycluster` for FastDeploy."""

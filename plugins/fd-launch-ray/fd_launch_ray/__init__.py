@@ -1,0 +1,1 @@
+"""Servers on a Ray cluster."""

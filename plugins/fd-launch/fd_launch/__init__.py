@@ -1,0 +1,1 @@
+"""Servers on one host or several, and a router in front of them: `fastdeploy launch`."""
