@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from fastdeploy_core import plugins
-from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser
+from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser, ToolCallDelta
 
 ReasoningDriver = Callable[[str, Mapping[str, Any]], ReasoningParser]
 
@@ -83,14 +83,27 @@ class AnswerReader:
         if self._tool:
             rest = self._tool.finish()
             delta.content += rest.content
-            delta.tool_calls += rest.tool_calls
+            delta.reasoning += rest.reasoning
+            delta.tool_calls = joined([*delta.tool_calls, *rest.tool_calls])
         return delta
 
     def _look_for_tools(self, delta: ParsedDelta) -> ParsedDelta:
         if self._tool is None or not delta.content:
             return delta
         found = self._tool.push(delta.content)
-        return ParsedDelta(found.content, delta.reasoning, [*delta.tool_calls, *found.tool_calls])
+        # A format of messages may hold thinking that no reasoning parser has taken out.
+        thinking = delta.reasoning + found.reasoning
+        return ParsedDelta(found.content, thinking, [*delta.tool_calls, *found.tool_calls])
+
+
+def joined(calls: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
+    """The calls with the pieces of each put together."""
+    found: dict[int, ToolCallDelta] = {}
+    for piece in calls:
+        call = found.setdefault(piece.index, ToolCallDelta(piece.index))
+        call.id, call.name = call.id or piece.id, call.name or piece.name
+        call.arguments += piece.arguments
+    return list(found.values())
 
 
 def shown_tokens(*parsers: type[Any] | None) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdeploy_core import plugins
-from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser, ToolParser
+from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser, ToolCallDelta, ToolParser
 from fastdeploy_core.parsers.answer import AnswerReader, shown_tokens, thinking_ahead
 
 THINKERS = [ThinkParser, DeepSeekR1Parser, ErnieX1Parser]
@@ -61,12 +61,17 @@ Result = tuple[str, str, list[tuple[int, str | None, str]]]
 
 def run(parser: ReasoningParser | ToolParser | AnswerReader, pieces: list[str]) -> Result:
     deltas: list[ParsedDelta] = [*(parser.push(piece) for piece in pieces), parser.finish()]
-    calls = [call for delta in deltas for call in delta.tool_calls]
-    assert len({call.id for call in calls}) == len(calls)
+    calls: dict[int, ToolCallDelta] = {}
+    for piece in (call for delta in deltas for call in delta.tool_calls):
+        assert (piece.index in calls) == (piece.name is None) == (piece.id is None)
+        assert piece.index in (len(calls), len(calls) - 1), "one call after the other"
+        calls.setdefault(piece.index, ToolCallDelta(piece.index, piece.id, piece.name))
+        calls[piece.index].arguments += piece.arguments
+    assert len({call.id for call in calls.values()}) == len(calls)
     return (
         "".join(delta.content for delta in deltas),
         "".join(delta.reasoning for delta in deltas),
-        [(call.index, call.name, call.arguments) for call in calls],
+        [(call.index, call.name, call.arguments) for call in calls.values()],
     )
 
 
@@ -159,7 +164,6 @@ def test_hermes_calls(text: str, content: str, calls: list[Any]) -> None:
         '{"name": "", "arguments": {}}',
         '{"name": 3, "arguments": {}}',
         '{"arguments": {}}',
-        '{"name": "a", "arguments": {"x": NaN}}',
         '{"name": "a\\u0000", "arguments": {}}',
         '{"name": "\\ud800", "arguments": {}}',
         '{"name": "a", "arguments": "{"}',
@@ -170,6 +174,43 @@ def test_hermes_calls(text: str, content: str, calls: list[Any]) -> None:
 def test_malformed_calls_are_content(body: str) -> None:
     text = f"before <tool_call>{body}</tool_call> after"
     assert run(HermesToolParser([]), [text]) == (text, "", [])
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{"x": NaN}}</tool_call>', '{"x": NaN}}'),
+        ('{"x": 1', '{"x": 1'),
+        ('{"x": "\\d"}}</tool_call>', '{"x": "\\d"}}'),
+        ('{"x":[1,]}}</tool_call>', '{"x": [1, ]}}'),
+        ('{"x": {"y": tru', '{"x": {"y": tru'),
+        ('{"x": "你', '{"x": "你'),
+        ('{"x": "a}}</tool_call>', '{"x": "a}}</tool_call>'),
+        ("{{{}}</tool_call>", "{{{}}"),
+    ],
+)
+def test_a_call_that_has_begun_keeps_what_is_no_json(written: str, arguments: str) -> None:
+    text = f'<tool_call>{{"name": "a", "arguments": {written}'
+    for pieces in ([text], list(text)):
+        assert run(HermesToolParser([]), pieces) == ("", "", [(0, "a", arguments)])
+
+
+@pytest.mark.parametrize("kind", TOOLS)
+def test_arguments_are_passed_on_while_they_arrive(kind: type[HermesToolParser]) -> None:
+    body = '{"path": "a.py", "text": "' + "line \\n" * 50 + '"}'
+    text = {
+        HermesToolParser: '<tool_call>{"name": "f", "arguments": ' + body + "}</tool_call>",
+        DeepSeekToolParser: f"{BEGIN}f{SEPARATOR}{body}{END}",
+    }[kind]
+    parser, sent, pieces = kind([]), "", 0
+    for count, char in enumerate(text):
+        for piece in parser.push(char).tool_calls:
+            sent, pieces = sent + piece.arguments, pieces + 1
+        known = text[: count + 1].partition(body[:9])
+        if known[1]:  # all but half an escape, or a comma before the next key
+            arrived = body[: 9 + len(known[2])]
+            assert arrived.startswith(sent) and len(arrived) - len(sent) <= 2
+    assert sent == body and pieces > 300
 
 
 def test_a_call_behind_a_malformed_one_is_found() -> None:
