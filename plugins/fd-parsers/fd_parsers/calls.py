@@ -39,6 +39,7 @@ class ToolCallStream:
         self._space: list[str] = []  # white space that is dropped if a call follows
         self._shown = False  # whether any text was shown
         self.num_calls = 0
+        self._ids: set[str] = set()
         self.only_known = False  # whether a name has to be one of the request's functions
         self._run = self._main()
         next(self._run)  # to where it waits for text
@@ -73,7 +74,9 @@ class ToolCallStream:
         """A call begins here for certain."""
         self.reader.release()
         self._space = []
-        call_id = call_id or self.new_id()
+        if not call_id or call_id in self._ids:  # models repeat themselves
+            call_id = self.new_id()
+        self._ids.add(call_id)
         self._delta.tool_calls.append(ToolCallDelta(self.num_calls, call_id, name))
         self.num_calls += 1
 

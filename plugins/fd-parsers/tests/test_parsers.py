@@ -15,9 +15,10 @@ from fd_parsers.hermes import HermesToolParser
 from fd_parsers.think import DeepSeekR1Parser, ErnieX1Parser, ThinkParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parsing import cut, run
 
 from fastdeploy_core import plugins
-from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser, ToolCallDelta, ToolParser
+from fastdeploy_core.contracts.small import ReasoningParser, ToolParser
 from fastdeploy_core.parsers.answer import AnswerReader, shown_tokens, thinking_ahead
 
 THINKERS = [ThinkParser, DeepSeekR1Parser, ErnieX1Parser]
@@ -56,28 +57,6 @@ PIECES = [
     "你好",
 ]
 TEXT = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
-Result = tuple[str, str, list[tuple[int, str | None, str]]]
-
-
-def run(parser: ReasoningParser | ToolParser | AnswerReader, pieces: list[str]) -> Result:
-    deltas: list[ParsedDelta] = [*(parser.push(piece) for piece in pieces), parser.finish()]
-    calls: dict[int, ToolCallDelta] = {}
-    for piece in (call for delta in deltas for call in delta.tool_calls):
-        assert (piece.index in calls) == (piece.name is None) == (piece.id is None)
-        assert piece.index in (len(calls), len(calls) - 1), "one call after the other"
-        calls.setdefault(piece.index, ToolCallDelta(piece.index, piece.id, piece.name))
-        calls[piece.index].arguments += piece.arguments
-    assert len({call.id for call in calls.values()}) == len(calls)
-    return (
-        "".join(delta.content for delta in deltas),
-        "".join(delta.reasoning for delta in deltas),
-        [(call.index, call.name, call.arguments) for call in calls.values()],
-    )
-
-
-def cut(text: str, places: list[int]) -> list[str]:
-    edges = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]  # noqa: RUF007
 
 
 def makers() -> list[Any]:
@@ -337,10 +316,21 @@ def test_parsers_evaluate_nothing() -> None:
             assert not (isinstance(node, ast.Attribute) and node.attr == "literal_eval"), file
 
 
-def test_parsers_are_found_by_name() -> None:
-    for name in ("qwen3", "deepseek-r1", "deepseek", "ernie-x1", "ernie-45-vl-thinking"):
+REASONING_NAMES = (
+    "deepseek_r1 deepseek_v3 ernie45 gemma4 glm45 glm47 granite kimi_k2 minimax_m2 mistral "
+    "openai_gptoss qwen3 deepseek-r1 deepseek ernie-x1 ernie-45-vl-thinking"
+).split()
+TOOL_NAMES = (
+    "deepseek_v3 deepseek_v31 deepseek_v32 ernie45 functiongemma gemma4 glm45 glm47 granite "
+    "granite4 hermes kimi_k2 llama3_json llama4_json llama4_pythonic minimax_m2 mistral openai "
+    "phi4_mini_json pythonic qwen3_coder qwen3_xml qwen3 deepseek ernie-x1"
+).split()
+
+
+def test_parsers_are_found_by_the_names_that_users_know() -> None:
+    for name in REASONING_NAMES:
         assert isinstance(plugins.lookup("reasoning_parser", name)("", {}), ReasoningParser)
-    for name in ("hermes", "qwen3", "deepseek", "ernie-x1"):
+    for name in TOOL_NAMES:
         assert isinstance(plugins.lookup("tool_parser", name)([]), ToolParser)
 
 
