@@ -22,6 +22,7 @@ from .scan import Reader, Steps, chunks, merge
 
 MAX_NAME_CHARS = 256
 _NAME = re.compile(r"[^\s<>{}()\[\]\"'\\]+")
+_KEYS = {"name", "arguments", "parameters", "id", "type", "index"}
 _CLOSERS = re.compile(r"[\s}\]`]*")
 
 
@@ -293,7 +294,9 @@ def dump_json(value: Any) -> str:
 def whole_call(value: Any) -> tuple[str, str]:
     """Name and arguments of {"name": ..., "arguments": {...}}; some models write the arguments as
     JSON in a string, or leave them out. Malformed for anything else."""
-    name = value.get("name") if isinstance(value, Mapping) else None
+    if not isinstance(value, Mapping) or not set(value) <= _KEYS:
+        raise Malformed
+    name = value.get("name")
     if not isinstance(name, str) or not checked_name(name):
         raise Malformed
     arguments = value.get("arguments", value.get("parameters"))

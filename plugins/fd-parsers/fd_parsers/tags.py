@@ -163,7 +163,7 @@ class DeepSeekV32ToolParser(TagToolParser):
 
     def _key(self, text: str) -> tuple[str, bool | None]:
         name, _, says = text.partition('" string="')
-        return name, {"true": True, "false": False}.get(says)
+        return (name, says == "true") if says in ("true", "false") else (text, None)
 
 
 def _types(schema: Any) -> set[str]:
