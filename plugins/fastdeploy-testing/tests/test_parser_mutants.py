@@ -229,3 +229,10 @@ def test_no_change_of_a_parser_lives(
     make: Callable[[type[Any]], type[Any]], kind: type[Any], sample: str
 ) -> None:
     assert failures(make(kind), sample)
+
+
+def test_the_template_passes_with_its_own_sample() -> None:
+    from fd_mycalls.parser import MyCallsParser
+
+    sample = 'Let me see. <call>{"name": "f", "arguments": {"q": "</call"}}</call> Done.'
+    assert failures(MyCallsParser, sample) == []
