@@ -539,8 +539,18 @@ _SERVER = group(
 _API = group(
     "API",
     "server",
-    row("reasoning_parser", "str", "", "parser that splits thinking from the answer"),
-    row("tool_call_parser", "str", "", "parser that finds tool calls"),
+    row(
+        "reasoning_parser",
+        "str",
+        "",
+        "parser that splits thinking from the answer; default: that of the model's type; or none",
+    ),
+    row(
+        "tool_call_parser",
+        "str",
+        "",
+        "parser that finds tool calls; default: that of the model's type; or none",
+    ),
     row(
         "default_chat_template_kwargs",
         "json",

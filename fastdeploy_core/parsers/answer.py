@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from fastdeploy_core import plugins
 from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser, ToolCallDelta
+from fastdeploy_core.plugins.discovery import OK, discover
 
 ReasoningDriver = Callable[[str, Mapping[str, Any]], ReasoningParser]
 
@@ -38,9 +39,21 @@ class TextParser(Protocol):
         ...
 
 
+NO_PARSER = "none"  # said by an operator who wants none
+
+
+def parser_for(kind: str, name: str, model_type: str) -> str:
+    """The name of the parser that serves: what the operator said, else the one that is named as the
+    model's type in config.json. Empty: none. Reads names alone and imports no parser."""
+    if name:
+        return "" if name == NO_PARSER else name
+    entries = discover().named(kind, model_type)
+    return model_type if any(entry.status == OK for entry in entries) else ""
+
+
 def parser_named(kind: str, name: str | None) -> Any:
-    """The class of a parser that the operator named; None without a name."""
-    return plugins.lookup(kind, name) if name else None
+    """The class of a parser by its name; None without one."""
+    return plugins.lookup(kind, name) if name and name != NO_PARSER else None
 
 
 def thinking_ahead(

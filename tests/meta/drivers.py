@@ -60,6 +60,7 @@ from fd_parsers.tags import (
     DeepSeekV32ToolParser,
     GlmToolParser,
     MiniMaxM2ToolParser,
+    QwenToolParser,
     TagToolParser,
 )
 from fd_parsers.think import (
@@ -256,6 +257,7 @@ tool_parsers: list[Callable[[Sequence[Any]], ToolParser]] = [
     MyCallsParser,
     Phi4MiniToolParser,
     PythonicToolParser,
+    QwenToolParser,
     TagToolParser,
 ]
 grammars: list[Callable[[str, int, list[int]], GrammarBackend]] = [

@@ -279,7 +279,7 @@ PRIVATE = {
         "tokenizer",
     },
     "fd-quant-formats": {"quantization"},
-    "fd-tools": {"cli", "config", "envs", "models", "plugins", "serving", "tokenizer"},
+    "fd-tools": {"cli", "config", "envs", "models", "parsers", "plugins", "serving", "tokenizer"},
     "fd-vision": {"models"},
 }
 # For tests alone: it may use the conformance kit.

@@ -257,7 +257,9 @@ def _function(tool: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     parameters = function.get("parameters")
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     name = function.get("name")
-    return name if isinstance(name, str) else "", properties if isinstance(properties, Mapping) else {}
+    return name if isinstance(name, str) else "", properties if isinstance(
+        properties, Mapping
+    ) else {}
 
 
 def checked_name(name: str) -> str:

@@ -59,9 +59,7 @@ class HarmonyToolParser(ToolCallStream):
         """A message from its header on, which is text if it is none."""
         reader = self.reader
         start = yield from reader.word(START)
-        header, stop = yield from reader.until(
-            MESSAGE, START, *_ENDS, limit=MAX_HEADER_CHARS
-        )
+        header, stop = yield from reader.until(MESSAGE, START, *_ENDS, limit=MAX_HEADER_CHARS)
         if stop != MESSAGE:
             if stop:
                 reader.back(len(stop))

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from .calls import MAX_NAME_CHARS, ToolCallStream, dump_json, load_json
+from .hermes import HermesToolParser
 from .literals import Malformed, quoted
 from .scan import Steps
 
@@ -110,6 +111,17 @@ class TagToolParser(ToolCallStream):
 
     def _trimmed(self, text: str) -> str:
         return text.removesuffix("\n") if self.trims_lines else text
+
+
+class QwenToolParser(TagToolParser, HermesToolParser):
+    """Reads both forms of Qwen's models, for those whose type does not tell which one they write."""
+
+    def call(self, start: str) -> Steps[None]:
+        yield from self.reader.space()
+        is_json = start == self.group and (yield from self.reader.char()) in ("{", "[")
+        yield from (
+            HermesToolParser.call(self, start) if is_json else TagToolParser.call(self, start)
+        )
 
 
 class GlmToolParser(TagToolParser):

@@ -82,6 +82,12 @@ class TestQwen3Coder(StreamParserConformance):
     samples = written("qwen3_coder", "qwen3_coder without a group")
 
 
+class TestQwen(StreamParserConformance):
+    kind = "tool_parser"
+    driver_name = "qwen3_moe"
+    samples = written("qwen3_moe", "hermes", "qwen3_coder")
+
+
 class TestGlm(StreamParserConformance):
     kind = "tool_parser"
     driver_name = "glm45"

@@ -22,6 +22,7 @@ from fd_parsers.tags import (
     DeepSeekV32ToolParser,
     GlmToolParser,
     MiniMaxM2ToolParser,
+    QwenToolParser,
     TagToolParser,
 )
 from fd_parsers.think import (
@@ -150,9 +151,9 @@ ANSWERS: dict[str, tuple[type[ToolCallStream], str, str, list[tuple[str, Any]]]]
     ),
     "qwen3_coder": (
         TagToolParser,
-        "I look.\n<tool_call>\n<function=get_weather>\n<parameter=location>\nParis, \"FR\"\n"
+        'I look.\n<tool_call>\n<function=get_weather>\n<parameter=location>\nParis, "FR"\n'
         "</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n"
-        '<function=get_time>\n<parameter=location>\n東京\n</parameter>\n<parameter=tags>\n'
+        "<function=get_time>\n<parameter=location>\n東京\n</parameter>\n<parameter=tags>\n"
         '["a", "<b>"]\n</parameter>\n</function>\n</tool_call>',
         "I look.",
         TWO,
@@ -163,6 +164,14 @@ ANSWERS: dict[str, tuple[type[ToolCallStream], str, str, list[tuple[str, Any]]]]
         "<parameter=exact>\nTrue\n</parameter>\n<parameter=location>\n7\n</parameter>\n</function>",
         "",
         [("get_time", {"note": "\n two\nlines \n", "exact": True, "location": "7"})],
+    ),
+    "qwen3_moe": (
+        QwenToolParser,
+        f'I look.\n<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>\n'
+        "<tool_call>\n<function=get_time>\n<parameter=location>\n東京\n</parameter>\n"
+        '<parameter=tags>\n["a", "<b>"]\n</parameter>\n</function>\n</tool_call>',
+        "I look.",
+        TWO,
     ),
     "glm45": (
         GlmToolParser,
@@ -273,7 +282,9 @@ def test_an_answer_that_is_cut_off_loses_no_word(name: str) -> None:
         for word in WORDS:
             count = text.count(word, 0, end)
             assert shown.count(word) >= count, text[:end]
-            begun = next((n for n in range(len(word) - 1, 1, -1) if text[:end].endswith(word[:n])), 0)
+            begun = next(
+                (n for n in range(len(word) - 1, 1, -1) if text[:end].endswith(word[:n])), 0
+            )
             assert word[:begun] in shown, text[:end]
 
 
