@@ -252,7 +252,7 @@ async def _app_around(
 def _with_parsers(config: ServerConfig, engine: EngineConfig) -> ServerConfig:
     """Parsers that the operator did not name are those of the model's type."""
     model_type = str(engine.model.hf_config.get("model_type", ""))
-    chosen = {
+    chosen: dict[str, Any] = {
         "reasoning_parser": parser_for("reasoning_parser", config.reasoning_parser, model_type),
         "tool_call_parser": parser_for("tool_parser", config.tool_call_parser, model_type),
     }

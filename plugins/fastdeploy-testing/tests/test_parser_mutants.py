@@ -13,7 +13,7 @@ from fastdeploy_core.contracts.small import ParsedDelta, ToolCallDelta
 from fastdeploy_testing.conformance.test_stream_parser import TOOL, StreamParserConformance
 
 JSON_SAMPLE = (
-    'Let me see.\n<tool_call>{"name": "f", "arguments": {"q": "a \\" b", "n": [1, 2]}}</tool_call>\n'
+    'Let me see.\n<tool_call>{"name": "f", "arguments": {"q": "a \\" b", "n": [1]}}</tool_call>\n'
     '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 )
 TAG_SAMPLE = (

@@ -1,7 +1,8 @@
 """gpt-oss: an answer of several messages, each with a channel and perhaps a recipient.
 
     <|channel|>analysis<|message|>thinking<|end|>
-    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
+    <|start|>assistant<|channel|>commentary to=functions.NAME <|constrain|>json
+        <|message|>{...}<|call|>
     <|start|>assistant<|channel|>final<|message|>answer<|return|>
 
 Analysis is thinking; final, and commentary without a recipient, are content; a message to a

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from .calls import MAX_NAME_CHARS, REFUSED, LeadingCallStream
+from .calls import MAX_NAME_CHARS, LeadingCallStream
 from .literals import PYTHON, Literal, Malformed
 from .scan import Steps
 
@@ -52,7 +52,7 @@ class PythonicToolParser(LeadingCallStream):
     def call(self, start: str) -> Steps[None]:
         reader = self.reader
         yield from reader.space()
-        is_good = yield from reader.word("[")
+        is_good = bool((yield from reader.word("[")))
         while is_good:
             yield from reader.space()
             is_good = yield from self._one()

@@ -23,15 +23,15 @@ _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 class TagToolParser(ToolCallStream):
-    """Qwen3-Coder: <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>.
-    Subclasses have other tags."""
+    """Qwen3-Coder: <function=NAME><parameter=KEY>VALUE</parameter></function>, each call between
+    <tool_call> and </tool_call>. Subclasses have other tags."""
 
     group, group_end = "<tool_call>", "</tool_call>"
     start, name_end, end = "<function=", ">", "</function>"
     key_start, key_end = "<parameter=", ">"
     value_start, value_end = "", "</parameter>"
-    starts = (group, start)
-    silent = (group_end,)
+    starts: ClassVar[tuple[str, ...]] = (group, start)
+    silent: ClassVar[tuple[str, ...]] = (group_end,)
     markers: ClassVar[tuple[str, ...]] = (group, group_end)
     trims_lines: ClassVar[bool] = True  # the line breaks inside a value's tags belong to the tags
 
@@ -114,7 +114,7 @@ class TagToolParser(ToolCallStream):
 
 
 class QwenToolParser(TagToolParser, HermesToolParser):
-    """Reads both forms of Qwen's models, for those whose type does not tell which one they write."""
+    """Reads both forms of Qwen's models: the type of a model does not tell which one it writes."""
 
     def call(self, start: str) -> Steps[None]:
         yield from self.reader.space()
@@ -131,8 +131,8 @@ class GlmToolParser(TagToolParser):
     key_start, key_end = "<arg_key>", "</arg_key>"
     value_start, value_end = "<arg_value>", "</arg_value>"
     group_end = end
-    starts = (start,)
-    silent = ()
+    starts: ClassVar[tuple[str, ...]] = (start,)
+    silent: ClassVar[tuple[str, ...]] = ()
     markers: ClassVar[tuple[str, ...]] = (
         start, end, key_start, key_end, value_start, value_end,
     )  # fmt: skip
@@ -154,8 +154,8 @@ class MiniMaxM2ToolParser(TagToolParser):
     group, group_end = "<minimax:tool_call>", "</minimax:tool_call>"
     start, name_end, end = '<invoke name="', '">', "</invoke>"
     key_start, key_end = '<parameter name="', '">'
-    starts = (group, start)
-    silent = (group_end,)
+    starts: ClassVar[tuple[str, ...]] = (group, start)
+    silent: ClassVar[tuple[str, ...]] = (group_end,)
     markers: ClassVar[tuple[str, ...]] = (group, group_end)
 
 
@@ -168,8 +168,8 @@ class DeepSeekV32ToolParser(TagToolParser):
     start, name_end, end = f'<{token}invoke name="', '">', f"</{token}invoke>"
     key_start, key_end = f'<{token}parameter name="', '">'
     value_end = f"</{token}parameter>"
-    starts = (group, start)
-    silent = (group_end,)
+    starts: ClassVar[tuple[str, ...]] = (group, start)
+    silent: ClassVar[tuple[str, ...]] = (group_end,)
     markers: ClassVar[tuple[str, ...]] = (token,)
     trims_lines = False
 

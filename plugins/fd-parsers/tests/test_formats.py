@@ -34,7 +34,7 @@ from fd_parsers.think import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parsing import Result, cut, run
+from parsing import cut, run
 
 from fastdeploy_core.parsers.answer import AnswerReader
 
@@ -178,7 +178,8 @@ ANSWERS: dict[str, tuple[type[ToolCallStream], str, str, list[tuple[str, Any]]]]
         "I look.\n<tool_call>get_weather\n<arg_key>location</arg_key>\n"
         '<arg_value>Paris, "FR"</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n'
         "</tool_call>\n<tool_call>get_time\n<arg_key>location</arg_key>\n"
-        '<arg_value>東京</arg_value>\n<arg_key>tags</arg_key>\n<arg_value>["a", "<b>"]</arg_value>\n'
+        "<arg_value>東京</arg_value>\n<arg_key>tags</arg_key>\n"
+        '<arg_value>["a", "<b>"]</arg_value>\n'
         "</tool_call>",
         "I look.",
         TWO,
@@ -293,8 +294,8 @@ def test_an_answer_that_is_cut_off_loses_no_word(name: str) -> None:
 @given(data=st.data())
 def test_any_split_gives_the_same(kind: type[ToolCallStream], data: st.DataObject) -> None:
     texts = [text for other, text, _, _ in ANSWERS.values() if other is kind]
-    words = [*kind.markers, "get_weather", "nobody", PARIS, "{", "}", "[", "]", '"', "\\", "\n", "(",
-             "a=1", ")", "call:", "ü", "\U0001f600", " ", "[ARGS]", "x"]  # fmt: skip
+    words = [*kind.markers, "get_weather", "nobody", PARIS, "{", "}", "[", "]", '"', "\\", "\n",
+             "(", "a=1", ")", "call:", "ü", "\U0001f600", " ", "[ARGS]", "x"]  # fmt: skip
     parts = st.sampled_from(texts).flatmap(
         lambda text: st.tuples(st.integers(0, len(text)), st.integers(0, len(text))).map(
             lambda ends: text[min(ends) : max(ends)]

@@ -317,15 +317,51 @@ def test_parsers_evaluate_nothing() -> None:
             assert not (isinstance(node, ast.Attribute) and node.attr == "literal_eval"), file
 
 
-REASONING_NAMES = (
-    "deepseek_r1 deepseek_v3 ernie45 gemma4 glm45 glm47 granite kimi_k2 minimax_m2 mistral "
-    "openai_gptoss qwen3 deepseek-r1 deepseek ernie-x1 ernie-45-vl-thinking"
-).split()
-TOOL_NAMES = (
-    "deepseek_v3 deepseek_v31 deepseek_v32 ernie45 functiongemma gemma4 glm45 glm47 granite "
-    "granite4 hermes kimi_k2 llama3_json llama4_json llama4_pythonic minimax_m2 mistral openai "
-    "phi4_mini_json pythonic qwen3_coder qwen3_xml qwen3 deepseek ernie-x1"
-).split()
+REASONING_NAMES = [
+    "deepseek_r1",
+    "deepseek_v3",
+    "ernie45",
+    "gemma4",
+    "glm45",
+    "glm47",
+    "granite",
+    "kimi_k2",
+    "minimax_m2",
+    "mistral",
+    "openai_gptoss",
+    "qwen3",
+    "deepseek-r1",
+    "deepseek",
+    "ernie-x1",
+    "ernie-45-vl-thinking",
+]
+TOOL_NAMES = [
+    "deepseek_v3",
+    "deepseek_v31",
+    "deepseek_v32",
+    "ernie45",
+    "functiongemma",
+    "gemma4",
+    "glm45",
+    "glm47",
+    "granite",
+    "granite4",
+    "hermes",
+    "kimi_k2",
+    "llama3_json",
+    "llama4_json",
+    "llama4_pythonic",
+    "minimax_m2",
+    "mistral",
+    "openai",
+    "phi4_mini_json",
+    "pythonic",
+    "qwen3_coder",
+    "qwen3_xml",
+    "qwen3",
+    "deepseek",
+    "ernie-x1",
+]
 
 
 def test_parsers_are_found_by_the_names_that_users_know() -> None:

@@ -26,8 +26,8 @@ WORDS = ("2 < 3", "</", "\n\n", '{"name": "f", "arguments": {"q": "a \\" }"}}', 
 
 
 class StreamParserConformance(Conformance):
-    """Add whole answers of your model to `samples`, with calls of the function `f` if it is a parser
-    of calls: they are cut and damaged everywhere, too."""
+    """Add whole answers of your model to `samples`, with calls of the function `f` for a parser of
+    calls: they are cut and damaged everywhere, too."""
 
     samples: ClassVar[tuple[str, ...]] = ()
 
