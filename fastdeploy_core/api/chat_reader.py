@@ -10,6 +10,7 @@ from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser, ToolPa
 from fastdeploy_core.parsers.answer import (
     AnswerReader,
     Thinking,
+    joined,
     parser_named,
     shown_tokens,
     thinking_ahead,
@@ -82,13 +83,11 @@ class ChatReader:
 
 
 def _tool_calls(parts: Sequence[ParsedDelta]) -> list[dict[str, Any]]:
-    return [
-        {
-            "index": call.index,
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for part in parts
-        for call in part.tool_calls
-    ]
+    """In OpenAI's form: id, type and name once, arguments in pieces."""
+    shown = []
+    for call in joined([call for part in parts for call in part.tool_calls]):
+        function = {} if call.name is None else {"name": call.name}
+        head = {} if call.id is None else {"id": call.id, "type": "function"}
+        function["arguments"] = call.arguments
+        shown.append({"index": call.index, **head, "function": function})
+    return shown

@@ -203,7 +203,11 @@ class ReasoningParser(Protocol):
 
 @runtime_checkable
 class ToolParser(Protocol):
-    """One instance per answer: `Driver(tools)`; push, finish and markers as in ReasoningParser."""
+    """One instance per answer: `Driver(tools)`; push, finish and markers as in ReasoningParser.
+
+    A call begins with its id and name, once its name is certain; until then it may still be content.
+    Its arguments follow in pieces, as they become certain, or at once. A call that has begun stays
+    one: where the model goes on with what is no JSON, or is cut off, its arguments carry the text."""
 
     markers: ClassVar[tuple[str, ...]]
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from fastdeploy_core import plugins
-from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser
+from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser, ToolCallDelta
+from fastdeploy_core.plugins.discovery import OK, discover
 
 ReasoningDriver = Callable[[str, Mapping[str, Any]], ReasoningParser]
 
@@ -38,9 +39,21 @@ class TextParser(Protocol):
         ...
 
 
+NO_PARSER = "none"  # said by an operator who wants none
+
+
+def parser_for(kind: str, name: str, model_type: str) -> str:
+    """The name of the parser that serves: what the operator said, else the one that is named as the
+    model's type in config.json. Empty: none. Reads names alone and imports no parser."""
+    if name:
+        return "" if name == NO_PARSER else name
+    entries = discover().named(kind, model_type)
+    return model_type if any(entry.status == OK for entry in entries) else ""
+
+
 def parser_named(kind: str, name: str | None) -> Any:
-    """The class of a parser that the operator named; None without a name."""
-    return plugins.lookup(kind, name) if name else None
+    """The class of a parser by its name; None without one."""
+    return plugins.lookup(kind, name) if name and name != NO_PARSER else None
 
 
 def thinking_ahead(
@@ -83,14 +96,27 @@ class AnswerReader:
         if self._tool:
             rest = self._tool.finish()
             delta.content += rest.content
-            delta.tool_calls += rest.tool_calls
+            delta.reasoning += rest.reasoning
+            delta.tool_calls = joined([*delta.tool_calls, *rest.tool_calls])
         return delta
 
     def _look_for_tools(self, delta: ParsedDelta) -> ParsedDelta:
         if self._tool is None or not delta.content:
             return delta
         found = self._tool.push(delta.content)
-        return ParsedDelta(found.content, delta.reasoning, [*delta.tool_calls, *found.tool_calls])
+        # A format of messages may hold thinking that no reasoning parser has taken out.
+        thinking = delta.reasoning + found.reasoning
+        return ParsedDelta(found.content, thinking, [*delta.tool_calls, *found.tool_calls])
+
+
+def joined(calls: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
+    """The calls with the pieces of each put together."""
+    found: dict[int, ToolCallDelta] = {}
+    for piece in calls:
+        call = found.setdefault(piece.index, ToolCallDelta(piece.index))
+        call.id, call.name = call.id or piece.id, call.name or piece.name
+        call.arguments += piece.arguments
+    return list(found.values())
 
 
 def shown_tokens(*parsers: type[Any] | None) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core import __version__
@@ -29,7 +30,7 @@ from fastdeploy_core.config.arguments import (
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.client import AsyncEngine
 from fastdeploy_core.engine.media import media_processor
-from fastdeploy_core.parsers.answer import parser_named
+from fastdeploy_core.parsers.answer import parser_for, parser_named
 from fastdeploy_core.plugins.checkpoints import find_model
 from fastdeploy_core.plugins.drivers import find, scale_out
 from fastdeploy_core.serving.http import event_loop
@@ -62,7 +63,7 @@ def serve(values: Mapping[str, Any]) -> int:
     config/arguments.py."""
     values = normalise(values)
     engine_config = build_engine_config(of_scope(values, "engine"), find_model)
-    server_config = build_server_config(values, engine_config)
+    server_config = _with_parsers(build_server_config(values, engine_config), engine_config)
     listener = bind_socket(server_config)
     try:
         if server_config.api_server_count > 1:
@@ -229,6 +230,20 @@ async def app_around(
             media=media,
         )
         yield app, engine
+
+
+def _with_parsers(config: ServerConfig, engine: EngineConfig) -> ServerConfig:
+    """Parsers that the operator did not name are those of the model's type."""
+    model_type = str(engine.model.hf_config.get("model_type", ""))
+    chosen: dict[str, Any] = {
+        "reasoning_parser": parser_for("reasoning_parser", config.reasoning_parser, model_type),
+        "tool_call_parser": parser_for("tool_parser", config.tool_call_parser, model_type),
+    }
+    for field, name in chosen.items():
+        if name and name != getattr(config, field):
+            flag = f"--{field.replace('_', '-')}"
+            logger.info("%s %s, as the model's type is; another one or none: by name", flag, name)
+    return replace(config, **chosen)
 
 
 def _each_parser(config: ServerConfig, use: Callable[[str, str], object]) -> None:

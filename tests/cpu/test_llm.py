@@ -167,7 +167,10 @@ def test_chat_with_parsers_splits_thinking_and_calls(tmp_path: Path, tensor_libr
         pieces = [p.outputs[0] for p in llm.chat(talk, params, tools=tools, stream=True)]
         assert "".join(piece.text for piece in pieces) == "I look."
         assert "".join(piece.reasoning_content or "" for piece in pieces) == "hm"
-        assert sum(len(piece.tool_calls or []) for piece in pieces) == 1
+        calls = [call for piece in pieces for call in piece.tool_calls or []]
+        assert [call["function"].get("name") for call in calls if "id" in call] == ["look"]
+        assert "".join(call["function"]["arguments"] for call in calls) == '{"x": 1}'
+        assert len(calls) > 1
         # Without tools a call is text.
         (output,) = llm.chat(talk, params, use_tqdm=False)
         assert output.outputs[0].tool_calls is None

@@ -59,8 +59,28 @@ from fd_mydraft.drafter import MyDraftDrafter
 from fd_myformat.quantizer import MyFormatQuantizer
 from fd_mymodel.model import MyModelForCausalLM
 from fd_parsers.deepseek import DeepSeekToolParser
+from fd_parsers.gemma import FunctionGemmaToolParser, Gemma4ToolParser
+from fd_parsers.harmony import HarmonyReasoningParser, HarmonyToolParser
 from fd_parsers.hermes import HermesToolParser
-from fd_parsers.think import DeepSeekR1Parser, ErnieX1Parser, ThinkParser
+from fd_parsers.kimi import KimiK2ToolParser
+from fd_parsers.lists import GraniteToolParser, Phi4MiniToolParser
+from fd_parsers.llama import Llama3JsonToolParser, PythonicToolParser
+from fd_parsers.mistral import MistralToolParser
+from fd_parsers.tags import (
+    DeepSeekV32ToolParser,
+    GlmToolParser,
+    MiniMaxM2ToolParser,
+    QwenToolParser,
+    TagToolParser,
+)
+from fd_parsers.think import (
+    DeepSeekR1Parser,
+    ErnieX1Parser,
+    Gemma4ThinkParser,
+    GraniteThinkParser,
+    MistralThinkParser,
+    ThinkParser,
+)
 from fd_quant_formats.fp8 import BlockFp8, WFp8AFp8
 from fd_quant_formats.integer import W4A8, W8A8, WInt4, WInt8
 from fd_quant_formats.mixed import MixedQuantizer
@@ -239,12 +259,30 @@ checkpoint_formats: list[Callable[[Path], CheckpointFormat]] = [
 reasoning_parsers: list[Callable[[str, Mapping[str, Any]], ReasoningParser]] = [
     DeepSeekR1Parser,
     ErnieX1Parser,
+    Gemma4ThinkParser,
+    GraniteThinkParser,
+    HarmonyReasoningParser,
+    MistralThinkParser,
     ThinkParser,
 ]
 tool_parsers: list[Callable[[Sequence[Any]], ToolParser]] = [
     DeepSeekToolParser,
+    DeepSeekV32ToolParser,
+    FunctionGemmaToolParser,
+    Gemma4ToolParser,
+    GlmToolParser,
+    GraniteToolParser,
+    HarmonyToolParser,
     HermesToolParser,
+    KimiK2ToolParser,
+    Llama3JsonToolParser,
+    MiniMaxM2ToolParser,
+    MistralToolParser,
     MyCallsParser,
+    Phi4MiniToolParser,
+    PythonicToolParser,
+    QwenToolParser,
+    TagToolParser,
 ]
 grammars: list[Callable[[str, int, list[int]], GrammarBackend]] = [
     LLGuidanceBackend,

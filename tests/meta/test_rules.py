@@ -279,7 +279,7 @@ PRIVATE = {
     "fd-launch": {"plugins"},
     "fd-quant-formats": {"quantization"},
     "fd-scale-out": {"config", "engine", "plugins", "serving"},
-    "fd-tools": {"cli", "config", "envs", "models", "plugins", "serving", "tokenizer"},
+    "fd-tools": {"cli", "config", "envs", "models", "parsers", "plugins", "serving", "tokenizer"},
     "fd-vision": {"models"},
 }
 # For tests alone: it may use the conformance kit.

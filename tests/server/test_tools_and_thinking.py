@@ -109,6 +109,35 @@ def test_a_call_is_found_and_ends_the_answer(engine: ScriptedEngine, client: htt
     same(choice, streamed(client))
 
 
+def test_arguments_stream_in_pieces(engine: ScriptedEngine, client: httpx.Client) -> None:
+    city = "Paris " * 20
+    engine.script = lambda prompt, index: f"So.\n{CALL.replace('Paris', city)}\nDone."
+    body = {**ASK, "stream": True}
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        deltas = [chunk["choices"][0]["delta"] for chunk in events_of(response)]
+    parts = [part for delta in deltas for part in delta.get("tool_calls", [])]
+    first, *others = parts
+    assert (first["id"], first["function"]["name"]) == (parts[0]["id"], "get_weather")
+    assert all(not {"id", "type"} & set(part) and "name" not in part["function"] for part in others)
+    assert len(others) > 20 and all(part["function"]["arguments"] for part in others)
+    arguments = "".join(part["function"]["arguments"] for part in parts)
+    assert json.loads(arguments) == {"city": city}
+    same(chat(client), streamed(client))
+
+
+def test_a_call_that_is_cut_off_is_text_in_a_whole_answer(
+    engine: ScriptedEngine, client: httpx.Client
+) -> None:
+    engine.script = lambda prompt, index: CALL
+    size = CALL.index("ris")
+    choice = chat(client, max_tokens=size)
+    assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
+    assert choice["message"]["content"] == '{"name": "get_weather", "arguments": {"city": "Pa'
+    assert streamed(client, max_tokens=size)["message"]["tool_calls"] == [
+        {"name": "get_weather", "arguments": '{"city": "Pa'}
+    ]
+
+
 def test_two_calls_keep_their_order(engine: ScriptedEngine, client: httpx.Client) -> None:
     engine.script = lambda prompt, index: CALL + "\n" + CALL.replace("Paris", "Rome")
     choice = chat(client)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastdeploy_core.contracts.small import ParsedDelta, ToolCallDelta
-from fastdeploy_core.parsers.answer import TextParser
+from fastdeploy_core.parsers.answer import TextParser, joined
 
 
 class Answer:
@@ -52,7 +52,7 @@ class Answer:
     def _checked(self, calls: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
         """Give each call an id when it begins; drop calls above the limit."""
         kept = []
-        for call in calls:
+        for call in joined(calls):
             if self._max_calls is not None and call.index >= self._max_calls:
                 continue
             if call.index not in self._known:
@@ -89,8 +89,11 @@ class Collected:
             call.arguments += part.arguments
 
     def drop_unfinished_calls(self) -> None:
-        """Forget calls whose arguments were cut off: nobody can make them."""
-        self.calls = {index: call for index, call in self.calls.items() if _is_json(call.arguments)}
+        """Calls whose arguments were cut off are text: nobody can make them."""
+        for index, call in list(self.calls.items()):
+            if not _is_json(call.arguments):
+                self.content += f'{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}'
+                del self.calls[index]
 
     def tool_calls(self) -> list[dict[str, Any]]:
         """The calls in OpenAI's form, in order."""

@@ -35,15 +35,20 @@ class Blocks:
         self._space: tuple[Kind, str] = ("text", "")  # said, but not yet known to belong to a block
 
     def add(self, said: ParsedDelta) -> Iterator[Step]:
-        """The next piece of the answer."""
+        """The next piece of the answer. The rest of a call comes before what follows it."""
+        open_call = self._call if self._open is not None and self._open.kind == "call" else None
+        for call in said.tool_calls:
+            if call.index == open_call and call.arguments:
+                yield self._more(call.arguments)
         if said.reasoning:
             yield from self._text("thinking", said.reasoning)
         if said.content:
             yield from self._text("text", said.content)
         for call in said.tool_calls:
-            if self._open is None or self._open.kind != "call" or self._call != call.index:
-                yield from self._begin("call", call.name or "", call.id or "")
-                self._call = call.index
+            if call.index == open_call:
+                continue
+            yield from self._begin("call", call.name or "", call.id or "")
+            self._call = call.index
             if call.arguments:
                 yield self._more(call.arguments)
 

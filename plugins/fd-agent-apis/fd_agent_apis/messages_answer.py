@@ -90,7 +90,7 @@ class MessageWriter:
                 self._message["content"].append(shown)
 
     def idle(self) -> Iterator[Event]:
-        """A sign of life, where a parser holds much back: a tool call until it is complete."""
+        """A sign of life, where a parser holds much back."""
         if time.monotonic() - self._shown_at > PING_S:
             yield self._ping()
 

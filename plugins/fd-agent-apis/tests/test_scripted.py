@@ -12,7 +12,9 @@ import httpx
 import openai
 import pytest
 from agent_shapes import CITY, CODEX_TOOLS, messages_stream, responses_stream, sse
+from fd_agent_apis.blocks import Blocks
 from fd_agent_apis.hooks import fd_api_routes_at_root
+from fd_parsers.hermes import HermesToolParser
 from server_support import LiveServer, ScriptedEngine, live, write_tokenizer
 
 from fastdeploy_core.errors import QueueFull, WorkerError
@@ -93,6 +95,44 @@ def test_thinking_text_and_two_calls(engine: ScriptedEngine, http: httpx.Client)
     assert [block["input"] for block in message["content"][2:]] == [{"city": "ä"}, {"city": "b"}]
     ids = {block["id"] for block in message["content"][2:]}
     assert len(ids) == 2 and message["stop_reason"] == "tool_use"
+
+
+def test_arguments_stream_in_pieces(engine: ScriptedEngine, http: httpx.Client) -> None:
+    city = "Paris " * 20
+    engine.script = lambda prompt, index: f"So: {call('Bash', city=city)} Done."
+    body = {"max_tokens": 400, "stream": True, "tools": TOOLS, "messages": HI}
+    with http.stream("POST", "/v1/messages", json=body) as stream:
+        deltas = [event["delta"] for event in sse(stream) if "delta" in event]
+    pieces = [d["partial_json"] for d in deltas if d.get("type") == "input_json_delta"]
+    assert json.loads("".join(pieces)) == {"city": city} and len(pieces) > 20
+    tools = [{"type": "function", "name": "Bash", "parameters": CITY}]
+    body = {"input": "Hi", "max_output_tokens": 400, "stream": True, "tools": tools}
+    with http.stream("POST", "/v1/responses", json=body) as stream:
+        events = [e for e in sse(stream) if e["type"] == "response.function_call_arguments.delta"]
+    assert json.loads("".join(e["delta"] for e in events)) == {"city": city} and len(events) > 20
+    ask_messages(http, tools=TOOLS)
+    ask_responses(http, tools=tools)
+
+
+def test_the_rest_of_a_call_comes_before_what_follows_it() -> None:
+    text = f"So: {call('a', x=1)} and {call('b', y=[2])} done"
+    first, second = text.index("1}"), text.index("[2]")
+    parser = HermesToolParser([])
+    said = [parser.push(part) for part in (text[:first], text[first:second], text[second:])]
+    both = [piece.name for piece in said[1].tool_calls]  # with text between the two
+    assert both == [None, "b"] and said[1].content.strip() == "and"
+    blocks = Blocks()
+    for delta in [*said, parser.finish()]:
+        list(blocks.add(delta))
+    list(blocks.close())
+    shown = [(block.kind, block.name, block.text.strip()) for block in blocks.all]
+    assert shown == [
+        ("text", "", "So:"),
+        ("call", "a", '{"x": 1}'),
+        ("text", "", "and"),
+        ("call", "b", '{"y": [2]}'),
+        ("text", "", "done"),
+    ]
 
 
 def _shown(http: httpx.Client, engine: ScriptedEngine) -> str:

@@ -71,12 +71,15 @@ class ThinkParser:
     """The model writes <think> itself, or the prompt ends with it (Qwen3, ERNIE VL). Subclasses set
     how else an answer begins and what wraps it."""
 
+    begin: ClassVar[str] = THINK
+    end: ClassVar[str] = END_THINK
     markers: ClassVar[tuple[str, ...]] = (THINK, END_THINK)
+    wrappers: ClassVar[tuple[str, ...]] = ()
     # Whether an answer begins in the thinking if the prompt does not say so.
     begins_thinking: ClassVar[bool] = False
 
     def __init__(self, prompt_text: str, chat_template_kwargs: Mapping[str, Any]) -> None:
-        self._scanner = MarkerScanner(self.markers)
+        self._scanner = MarkerScanner((self.begin, self.end, *self.wrappers))
         self._where = self._first_place(prompt_text or "", chat_template_kwargs)
         self._space = ""  # leading white space, which may precede <think>
         self._thinking = _Trimmer()
@@ -87,11 +90,11 @@ class ThinkParser:
     @property
     def thinking(self) -> Thinking | None:
         """What a grammar has to wait for; asked before any text has arrived."""
-        if self._where is _Where.ANSWER:
+        if self._where is _Where.ANSWER or not self.markers:  # a grammar waits for tokens
             return None
         if self._where is _Where.THINKING or self.begins_thinking:
-            return Thinking(END_THINK)
-        return Thinking(END_THINK, THINK)
+            return Thinking(self.end)
+        return Thinking(self.end, self.markers[0])
 
     def push(self, text: str) -> ParsedDelta:
         """Add newly generated text; ambiguous text is held back."""
@@ -128,20 +131,20 @@ class ThinkParser:
         if any(kwargs.get(name) is False for name in _SWITCHES):
             return _Where.ANSWER
         tail = prompt_text[-64:].rstrip()
-        if tail.endswith(THINK):
+        if tail.endswith(self.begin):
             return _Where.THINKING
-        if tail.endswith(END_THINK):
+        if tail.endswith(self.end):
             return _Where.ANSWER
         return _Where.START
 
     def _marker(self, marker: str, delta: ParsedDelta) -> bool:
         """Whether the marker acts as a marker here and is not just text."""
-        if marker == THINK and self._where is _Where.START:
+        if marker == self.begin and self._where is _Where.START:
             self._where = _Where.THINKING
             return True
-        if marker == THINK and self._where is _Where.THINKING and not self._thinking.begun:
+        if marker == self.begin and self._where is _Where.THINKING and not self._thinking.begun:
             return True  # the prompt ends with the marker and the model repeats it
-        if marker == END_THINK and self._where in (_Where.THINKING, _Where.START):
+        if marker == self.end and self._where in (_Where.THINKING, _Where.START):
             if self._where is _Where.START and not self.begins_thinking:
                 return False
             self._end_thinking()
@@ -177,7 +180,8 @@ class DeepSeekR1Parser(ThinkParser):
 class ErnieX1Parser(ThinkParser):
     """ERNIE X1: thinking, </think>, then <response>answer</response> and possibly tool calls."""
 
-    markers: ClassVar[tuple[str, ...]] = (THINK, END_THINK, RESPONSE, END_RESPONSE)
+    wrappers: ClassVar[tuple[str, ...]] = (RESPONSE, END_RESPONSE)
+    markers: ClassVar[tuple[str, ...]] = (THINK, END_THINK, *wrappers)
     begins_thinking = True
 
     def __init__(self, prompt_text: str, chat_template_kwargs: Mapping[str, Any]) -> None:
@@ -197,3 +201,24 @@ class ErnieX1Parser(ThinkParser):
             self._wrapped, self._answer = False, _Trimmer()
             return True
         return False
+
+
+class MistralThinkParser(ThinkParser):
+    """Magistral and later: [THINK] and [/THINK] are tokens."""
+
+    begin, end = "[THINK]", "[/THINK]"
+    markers: ClassVar[tuple[str, ...]] = (begin, end)
+
+
+class Gemma4ThinkParser(ThinkParser):
+    """Gemma 4: thinking is a channel of that name."""
+
+    begin, end = "<|channel>thought", "<channel|>"
+    markers: ClassVar[tuple[str, ...]] = ("<|channel>", end)
+
+
+class GraniteThinkParser(ThinkParser):
+    """Granite 3.2 and 3.3 announce both parts in words."""
+
+    begin, end = "Here is my thought process:", "Here is my response:"
+    markers: ClassVar[tuple[str, ...]] = ()

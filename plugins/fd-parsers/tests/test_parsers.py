@@ -15,9 +15,10 @@ from fd_parsers.hermes import HermesToolParser
 from fd_parsers.think import DeepSeekR1Parser, ErnieX1Parser, ThinkParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parsing import cut, run
 
 from fastdeploy_core import plugins
-from fastdeploy_core.contracts.small import ParsedDelta, ReasoningParser, ToolParser
+from fastdeploy_core.contracts.small import ReasoningParser, ToolParser
 from fastdeploy_core.parsers.answer import AnswerReader, shown_tokens, thinking_ahead
 
 THINKERS = [ThinkParser, DeepSeekR1Parser, ErnieX1Parser]
@@ -56,23 +57,6 @@ PIECES = [
     "你好",
 ]
 TEXT = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
-Result = tuple[str, str, list[tuple[int, str | None, str]]]
-
-
-def run(parser: ReasoningParser | ToolParser | AnswerReader, pieces: list[str]) -> Result:
-    deltas: list[ParsedDelta] = [*(parser.push(piece) for piece in pieces), parser.finish()]
-    calls = [call for delta in deltas for call in delta.tool_calls]
-    assert len({call.id for call in calls}) == len(calls)
-    return (
-        "".join(delta.content for delta in deltas),
-        "".join(delta.reasoning for delta in deltas),
-        [(call.index, call.name, call.arguments) for call in calls],
-    )
-
-
-def cut(text: str, places: list[int]) -> list[str]:
-    edges = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]  # noqa: RUF007
 
 
 def makers() -> list[Any]:
@@ -159,7 +143,7 @@ def test_hermes_calls(text: str, content: str, calls: list[Any]) -> None:
         '{"name": "", "arguments": {}}',
         '{"name": 3, "arguments": {}}',
         '{"arguments": {}}',
-        '{"name": "a", "arguments": {"x": NaN}}',
+        '{"name": "a", "argument": {"x": 1}}',
         '{"name": "a\\u0000", "arguments": {}}',
         '{"name": "\\ud800", "arguments": {}}',
         '{"name": "a", "arguments": "{"}',
@@ -170,6 +154,43 @@ def test_hermes_calls(text: str, content: str, calls: list[Any]) -> None:
 def test_malformed_calls_are_content(body: str) -> None:
     text = f"before <tool_call>{body}</tool_call> after"
     assert run(HermesToolParser([]), [text]) == (text, "", [])
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{"x": NaN}}</tool_call>', '{"x": NaN}}'),
+        ('{"x": 1', '{"x": 1'),
+        ('{"x": "\\d"}}</tool_call>', '{"x": "\\d"}}'),
+        ('{"x":[1,]}}</tool_call>', '{"x": [1, ]}}'),
+        ('{"x": {"y": tru', '{"x": {"y": tru'),
+        ('{"x": "你', '{"x": "你'),
+        ('{"x": "a}}</tool_call>', '{"x": "a}}</tool_call>'),
+        ("{{{}}</tool_call>", "{{{}}"),
+    ],
+)
+def test_a_call_that_has_begun_keeps_what_is_no_json(written: str, arguments: str) -> None:
+    text = f'<tool_call>{{"name": "a", "arguments": {written}'
+    for pieces in ([text], list(text)):
+        assert run(HermesToolParser([]), pieces) == ("", "", [(0, "a", arguments)])
+
+
+@pytest.mark.parametrize("kind", TOOLS)
+def test_arguments_are_passed_on_while_they_arrive(kind: type[HermesToolParser]) -> None:
+    body = '{"path": "a.py", "text": "' + "line \\n" * 50 + '"}'
+    text = {
+        HermesToolParser: '<tool_call>{"name": "f", "arguments": ' + body + "}</tool_call>",
+        DeepSeekToolParser: f"{BEGIN}f{SEPARATOR}{body}{END}",
+    }[kind]
+    parser, sent, pieces = kind([]), "", 0
+    for count, char in enumerate(text):
+        for piece in parser.push(char).tool_calls:
+            sent, pieces = sent + piece.arguments, pieces + 1
+        known = text[: count + 1].partition(body[:9])
+        if known[1]:  # all but half an escape, or a comma before the next key
+            arrived = body[: 9 + len(known[2])]
+            assert f"{arrived} ".startswith(sent) and len(arrived) - len(sent) <= 2
+    assert sent == body and pieces > 300
 
 
 def test_a_call_behind_a_malformed_one_is_found() -> None:
@@ -296,10 +317,57 @@ def test_parsers_evaluate_nothing() -> None:
             assert not (isinstance(node, ast.Attribute) and node.attr == "literal_eval"), file
 
 
-def test_parsers_are_found_by_name() -> None:
-    for name in ("qwen3", "deepseek-r1", "deepseek", "ernie-x1", "ernie-45-vl-thinking"):
+REASONING_NAMES = [
+    "deepseek_r1",
+    "deepseek_v3",
+    "ernie45",
+    "gemma4",
+    "glm45",
+    "glm47",
+    "granite",
+    "kimi_k2",
+    "minimax_m2",
+    "mistral",
+    "openai_gptoss",
+    "qwen3",
+    "deepseek-r1",
+    "deepseek",
+    "ernie-x1",
+    "ernie-45-vl-thinking",
+]
+TOOL_NAMES = [
+    "deepseek_v3",
+    "deepseek_v31",
+    "deepseek_v32",
+    "ernie45",
+    "functiongemma",
+    "gemma4",
+    "glm45",
+    "glm47",
+    "granite",
+    "granite4",
+    "hermes",
+    "kimi_k2",
+    "llama3_json",
+    "llama4_json",
+    "llama4_pythonic",
+    "minimax_m2",
+    "mistral",
+    "openai",
+    "phi4_mini_json",
+    "pythonic",
+    "qwen3_coder",
+    "qwen3_xml",
+    "qwen3",
+    "deepseek",
+    "ernie-x1",
+]
+
+
+def test_parsers_are_found_by_the_names_that_users_know() -> None:
+    for name in REASONING_NAMES:
         assert isinstance(plugins.lookup("reasoning_parser", name)("", {}), ReasoningParser)
-    for name in ("hermes", "qwen3", "deepseek", "ernie-x1"):
+    for name in TOOL_NAMES:
         assert isinstance(plugins.lookup("tool_parser", name)([]), ToolParser)
 
 

@@ -283,6 +283,27 @@ def _all_answers(
     return decide(kind, repr(question), rows)
 
 
+def _parser_of_model(
+    arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
+) -> list[Decision]:
+    """Where none is named, the parser that is named as the model's type."""
+    from fastdeploy_core.config.model import read_model_config
+    from fastdeploy_core.parsers.answer import parser_for
+    from fastdeploy_core.plugins.checkpoints import find_model
+
+    (decision,) = _by_name(arguments, inventory, hooks)
+    if not arguments.model:
+        return [decision]
+    config = read_model_config(arguments.model, {"dtype": arguments.dtype}, find_model).hf_config
+    model_type = str(config.get("model_type", ""))
+    winner = parser_for(arguments.kind, "", model_type)
+    flag = {"tool_parser": "--tool-call-parser"}.get(arguments.kind, "--reasoning-parser")
+    why = f"named as the model's type; {flag} names another one or none"
+    if not winner:
+        why = f"none is named as the model's type, {model_type!r}; {flag} names one"
+    return [Decision(decision.kind, f"model_type {model_type!r}", winner, why, decision.candidates)]
+
+
 def _by_name(
     arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
 ) -> list[Decision]:
@@ -352,6 +373,8 @@ _EXPLAIN: dict[str, Callable[[argparse.Namespace, Inventory, HookManager], list[
     "expert_communicator": _expert_communicator,
     "quantizer": _quantizer,
     "kv_transport": _kv_transport,
+    "reasoning_parser": _parser_of_model,
+    "tool_parser": _parser_of_model,
 }
 # Kinds in which the next candidate serves where the best one cannot be imported.
 _NEGOTIATED = ("device", "attention", "moe", "expert_communicator", "kv_transport")

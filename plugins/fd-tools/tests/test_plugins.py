@@ -68,6 +68,18 @@ def test_why_moe_as_json(capsys, stranger, model):
     assert decision["candidates"][0]["accepted"] is True
 
 
+@pytest.mark.parametrize("kind", ["tool_parser", "reasoning_parser"])
+def test_why_parsers_are_those_of_the_models_type(capsys, stranger, model, kind):
+    pytest.importorskip("fd_parsers")
+    (model / "config.json").write_text(json.dumps({**CONFIG, "model_type": "qwen3"}))
+    code, out = run(capsys, "why", kind, "--model", str(model))
+    assert code == 0 and "winner: qwen3 (named as the model's type" in out.out
+    (model / "config.json").write_text(json.dumps({**CONFIG, "model_type": "unheard"}))
+    code, out = run(capsys, "why", kind, "--model", str(model))
+    assert code == 1 and "no winner: none is named as the model's type, 'unheard'" in out.out
+    assert "-parser names one" in out.out
+
+
 def test_why_without_what_it_needs_says_so(stranger):
     with pytest.raises(ConfigError, match="--model DIR"):
         command("why", "attention")

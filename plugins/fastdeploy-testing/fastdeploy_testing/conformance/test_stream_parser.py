@@ -26,7 +26,8 @@ WORDS = ("2 < 3", "</", "\n\n", '{"name": "f", "arguments": {"q": "a \\" }"}}', 
 
 
 class StreamParserConformance(Conformance):
-    """Add whole answers of your model to `samples`: they are cut everywhere, too."""
+    """Add whole answers of your model to `samples`, with calls of the function `f` for a parser of
+    calls: they are cut and damaged everywhere, too."""
 
     samples: ClassVar[tuple[str, ...]] = ()
 
@@ -92,7 +93,59 @@ class StreamParserConformance(Conformance):
         for text in self.texts(driver):
             for call in collect(make(), list(text))["calls"]:
                 assert call["names"] == 1, f"{text!r}: a call's name comes once"
+                assert call["begun"], f"{text!r}: a call begins with its id and name"
+        for text in self.samples:
+            for call in collect(make(), list(text))["calls"]:
                 assert isinstance(json.loads(call["arguments"] or "{}"), dict), repr(text)
+
+    def test_calls_are_numbered_in_their_order(self, driver: Any, make: Any) -> None:
+        for text in self.texts(driver):
+            order = collect(make(), list(text))["order"]
+            assert order == sorted(order) and set(order) == set(range(len(set(order)))), (
+                f"{text!r}: calls are numbered 0, 1, .., one after the other, not {order}"
+            )
+
+    def test_samples_of_calls_hold_calls(self, fd_entry: PluginEntry, make: Any) -> None:
+        if fd_entry.kind != "tool_parser" or not self.samples:
+            pytest.skip("there are no samples of calls")
+        for text in self.samples:
+            for way in ([text], list(text)):
+                calls = collect(make(), way)["calls"]
+                assert calls and {call["name"] for call in calls} == {"f"}, repr(text)
+
+    def test_text_around_calls_stays(self, make: Any) -> None:
+        for text in self.samples:
+            for whole in (f"Before it. {text}", f"{text} After it."):
+                found = collect(make(), list(whole))
+                said = whole[:10] if whole.startswith("Before") else "After it."
+                assert said in shown(found), f"{said!r} is lost from {whole!r}"
+
+    def test_damaged_answers_lose_no_word(self, make: Any) -> None:
+        """Words that stand where none belong are content, thinking, or part of a call."""
+        for text in self.samples:
+            for place, words in itertools.product(range(len(text) + 1), (STRAY[:1], STRAY)):
+                damaged = f"{text[:place]}{' '.join(words)}{text[place:]}"
+                found = shown(collect(make(), [damaged]))
+                assert all(word in found for word in words), f"a word is lost from {damaged!r}"
+
+    def test_answers_that_are_cut_off_depend_on_no_split(self, driver: Any, make: Any) -> None:
+        for text in self.samples:
+            for end in range(len(text)):
+                found = collect(make(), [text[:end]])
+                assert collect(make(), list(text[:end])) == found, repr(text[:end])
+                rest = text[:end]
+                for marker in driver.markers:
+                    rest = rest.replace(marker, "")
+                assert not rest.strip() or shown(found).strip(), f"nothing is left of {rest!r}"
+
+
+STRAY = ("xyzzy", "plugh")
+
+
+def shown(found: dict[str, Any]) -> str:
+    """All that a client gets of an answer."""
+    calls = [f"{call['name']} {call['arguments']}" for call in found["calls"]]
+    return "\n".join([found["content"], found["reasoning"], *calls])
 
 
 def pieces(text: str, places: Sequence[int]) -> list[str]:
@@ -109,9 +162,14 @@ def collect(parser: Any, parts: Sequence[str]) -> dict[str, Any]:
 def joined(deltas: Sequence[ParsedDelta]) -> dict[str, Any]:
     """Deltas put together; ids are the parser's own and left out."""
     calls: dict[int, dict[str, Any]] = {}
+    order: list[int] = []
     for delta in deltas:
         for call in delta.tool_calls:
-            whole = calls.setdefault(call.index, {"name": "", "names": 0, "arguments": ""})
+            order += [] if order[-1:] == [call.index] else [call.index]
+            whole = calls.setdefault(
+                call.index,
+                {"name": "", "names": 0, "arguments": "", "begun": bool(call.id and call.name)},
+            )
             whole["name"] += call.name or ""
             whole["names"] += call.name is not None
             whole["arguments"] += call.arguments
@@ -119,6 +177,7 @@ def joined(deltas: Sequence[ParsedDelta]) -> dict[str, Any]:
         "content": "".join(delta.content for delta in deltas),
         "reasoning": "".join(delta.reasoning for delta in deltas),
         "calls": [calls[index] for index in sorted(calls)],
+        "order": order,
     }
 
 

@@ -52,11 +52,11 @@ class MyCallsParser:
     def _call(self, text: str) -> ToolCallDelta | None:
         try:
             call = json.loads(text)
-            name, arguments = call["name"], call.get("arguments", {})
+            name, arguments = call.pop("name"), call.pop("arguments", {})
         except (ValueError, TypeError, KeyError, AttributeError):
             return None
-        if not isinstance(name, str) or not isinstance(arguments, dict):
-            return None
+        if call or not isinstance(name, str) or not isinstance(arguments, dict):
+            return None  # another key may be a misspelt one, whose value would be lost
         index, self._num_calls = self._num_calls, self._num_calls + 1
         return ToolCallDelta(index, f"call_{uuid.uuid4().hex}", name, json.dumps(arguments))
 
