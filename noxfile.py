@@ -33,7 +33,9 @@ TEST_TOOLS = (
     "httpx>=0.28",
     "jsonschema>=4.23",
     "hatchling>=1.27",
+    "aistudio-sdk>=0.3.5",
     "anthropic>=2",
+    "modelscope-hub>=0.5",
     "openai>=2",
     "pillow>=11",
     "pip>=24",  # tests install wheels with it, and environments made by uv have none
@@ -64,6 +66,7 @@ LIGHT = {
     "plugins/fd-cuda": tuple(f"--ignore-glob=*/{name}.py" for name in INTERPRETED),
     "plugins/fd-gguf": (),
     "plugins/fd-grammar-llguidance": (),
+    "plugins/fd-hub": (),
     "plugins/fd-kv-shm": (),
     "plugins/fd-models": (),
     "plugins/fd-parsers": (),

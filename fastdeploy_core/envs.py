@@ -144,6 +144,27 @@ VARIABLES: Final[dict[str, Variable]] = {
             _boolean,
         ),
         Variable(
+            "FD_MODEL_SOURCE",
+            "huggingface, modelscope, aistudio, or the name of a plugin's source",
+            "huggingface",
+            "Where a model comes from that is named instead of given as a folder.",
+            str.lower,
+        ),
+        Variable(
+            "VLLM_USE_MODELSCOPE",
+            "yes or no",
+            False,
+            "The same as FD_MODEL_SOURCE=modelscope, as vLLM's deployments say it.",
+            _boolean,
+        ),
+        Variable(
+            "FD_MODEL_CACHE",
+            "folder",
+            None,
+            "Where downloaded models are kept without --download-dir. Unset: the hub's own cache.",
+            _text,
+        ),
+        Variable(
             "FD_CACHE_DIR",
             "folder",
             "~/.cache/fastdeploy",

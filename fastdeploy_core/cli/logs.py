@@ -18,7 +18,7 @@ def setup_logging(level: str = "info") -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for noisy in ("uvicorn.error", "uvicorn.access", "asyncio", "httpx"):
+    for noisy in ("uvicorn.error", "uvicorn.access", "asyncio", "httpx", "httpx2"):
         logging.getLogger(noisy).setLevel(max(logging.WARNING, root.level))
     logging.captureWarnings(True)
     warnings.simplefilter("default")

@@ -61,15 +61,18 @@ _MODEL = group(
         "model",
         "str",
         None,
-        "folder of the model (Hugging Face or Paddle layout), or a file in a format of a plugin",
+        "folder of the model (Hugging Face or Paddle layout), a file in a format of a plugin, or a "
+        "name that fd-hub downloads, such as baidu/ERNIE-4.5-0.3B-Paddle",
     ),
+    row("revision", "str", None, "branch, tag or commit of a model that is named"),
+    row("download_dir", "str", None, "where models that are named are kept; also FD_MODEL_CACHE"),
     row(
         "served_model_name",
         "list",
         None,
         "names clients may ask for; without it any name is accepted",
     ),
-    row("tokenizer", "str", None, "folder of the tokenizer; default: the model's"),
+    row("tokenizer", "str", None, "folder or name of the tokenizer; default: the model's"),
     row(
         "dtype",
         "str",

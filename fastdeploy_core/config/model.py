@@ -40,6 +40,8 @@ _OVERRIDES: Final = frozenset(
         "trust_special_tokens",
         "hf_overrides",
         "weight_cache",
+        "revision",
+        "download_dir",
     )
 )
 _MAX_JSON_BYTES: Final = 16 * 1024 * 1024
@@ -67,13 +69,18 @@ def find_folder(path: Path, asked: Mapping[str, Any]) -> FoundModel:
     if not path.is_dir():
         raise ConfigError(
             f"model {str(path)!r} is not a folder on this machine; expected a folder with "
-            "config.json, tokenizer.json and *.safetensors; download the model first and pass its "
-            "path"
+            "config.json, tokenizer.json and *.safetensors, or a name such as "
+            "baidu/ERNIE-4.5-0.3B-Paddle, which fd-hub downloads: pip install fd-hub"
+        )
+    if not (tokenizer := Path(asked.get("tokenizer_path") or path).expanduser()).is_dir():
+        raise ConfigError(
+            f"--tokenizer {str(tokenizer)!r} is not a folder on this machine; expected a folder "
+            "with tokenizer.json"
         )
     own = path / "generation_config.json"
     return FoundModel(
         path,
-        Path(asked.get("tokenizer_path") or path).expanduser(),
+        tokenizer,
         read_json(path / "config.json"),
         read_json(own) if own.exists() else {},
     )

@@ -19,7 +19,6 @@ class Refused:
     takes_value: bool = True
 
 
-_LOCAL_ONLY = "models are read from a local folder and nothing is downloaded; give the folder"
 _NO_PORT = "processes talk over sockets in a private folder; there is no such port"
 _MULTIMODAL = "models answer with text; which take pictures is their plugin's to say"
 _DISAGGREGATION = "prefill/decode disaggregation is not part of this version"
@@ -41,9 +40,10 @@ def _many(
 
 
 REFUSED: dict[str, Refused] = {
-    **_many(_LOCAL_ONLY, "revision", harmless=("master", "main")),
-    **_many(_LOCAL_ONLY, "download_dir", "tokenizer_revision", "code_revision", "hf_token",
-        "hf_config_path"),
+    **_many("model and tokenizer come in one revision: --revision", "tokenizer_revision"),
+    **_many("code from a model folder is never run", "code_revision"),
+    **_many("a flag would show in the list of processes: set HF_TOKEN", "hf_token"),
+    **_many("configuration is always read from the model's own folder", "hf_config_path"),
     **_many("configuration is always read from config.json", "model_config_name",
         harmless=("config.json",)),
     **_many("code from a model folder is never run", "trust_remote_code", takes_value=False),

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 # (major, minor); docs/reference/contract.md says what a number promises. A driver declares the one
 # that it was written for as a literal, `contract = (1, 0)`, never this constant.
-CONTRACT: Final[tuple[int, int]] = (1, 1)
+CONTRACT: Final[tuple[int, int]] = (1, 2)
 # Drivers written for an older major are served from here on. A major raises it to the one before.
 OLDEST_MAJOR: Final = 1
 
@@ -92,6 +92,12 @@ KINDS: Final[dict[str, Kind]] = {
             "fastdeploy.checkpoint_formats",
             "a way to store a model, by the suffix of its files",
             f"{_HERE}.small:CheckpointFormat",
+        ),
+        Kind(
+            "model_source",
+            "fastdeploy.model_sources",
+            "where models that are named come from",
+            f"{_HERE}.small:ModelSource",
         ),
         Kind(
             "reasoning_parser",

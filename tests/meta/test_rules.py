@@ -278,6 +278,7 @@ PRIVATE = {
         *("cli", "config", "envs", "layers", "loading", "models", "plugins", "reference"),
         "tokenizer",
     },
+    "fd-hub": {"cli", "envs", "plugins"},
     "fd-quant-formats": {"quantization"},
     "fd-tools": {"cli", "config", "envs", "models", "plugins", "serving", "tokenizer"},
     "fd-vision": {"models"},
