@@ -1,8 +1,8 @@
 """The argument table. One row is one argument: its inside name, every spelling the original and
 vLLM use for it, its type, default, bounds and help.
 
-`argument_values.py` reads the rows; `refused.py` lists what is refused. Rows about captured graphs
-are in graphs.py, with what they mean.
+`argument_values.py` reads the rows; other_flags.json has the arguments without one. Rows about
+captured graphs are in graphs.py, with what they mean.
 """
 
 from __future__ import annotations
@@ -151,6 +151,7 @@ _MODEL = group(
         "json",
         None,
         "speculative decoding: method, num_speculative_tokens and the method's own options",
+        short=("-sc",),
     ),
 )
 
@@ -190,6 +191,7 @@ _CACHE = group(
         "float",
         0.0,
         "GiB of host memory for KV blocks that left the device",
+        aliases=("kv_offloading_size",),
         low=0.0,
         high=2**20,
     ),
@@ -303,6 +305,7 @@ _DEVICE = group(
         "bool",
         False,
         "ranks hold whole experts instead of a share of each",
+        short=("-ep",),
     ),
     row(
         "expert_communicator",
@@ -387,8 +390,9 @@ _MEDIA = group(
     ),
 )
 
-# FastDeploy 2.x spells parts of --scheduler-config out. Their values stay as written: only the
-# driver that declares a part knows its type, and refuses what it does not declare.
+# FastDeploy 2.x spells parts of --scheduler-config out, vLLM some of --speculative-config. A
+# scheduler's values stay as written: only the driver that declares a part knows its type, and
+# refuses what it does not declare.
 PART_SPELLINGS: dict[str, tuple[str, str]] = {
     f"scheduler_{part}": ("scheduler_config", part)
     for part in (
@@ -401,6 +405,10 @@ PART_SPELLINGS: dict[str, tuple[str, str]] = {
         "load_shards_num",
         "sync_period",
     )
+} | {
+    "spec_method": ("speculative_config", "method"),
+    "spec_model": ("speculative_config", "model"),
+    "spec_tokens": ("speculative_config", "num_speculative_tokens"),
 }
 
 _STRUCTURED = group(
@@ -497,6 +505,7 @@ _SERVER = group(
         "int",
         1,
         "API server processes of the port; they share its engines",
+        short=("-asc",),
         low=1,
         high=64,
         aliases=("workers",),
@@ -567,7 +576,15 @@ _API = group(
         high=4096,
     ),
     row("enable_force_include_usage", "bool", False, "put usage into every stream"),
-    row("tokenizer_threads", "int", 2, "threads for tokenizing and templates", low=1, high=64),
+    row(
+        "tokenizer_threads",
+        "int",
+        2,
+        "threads for tokenizing and templates",
+        aliases=("renderer_num_workers",),
+        low=1,
+        high=64,
+    ),
 )
 
 _LOGS = group(

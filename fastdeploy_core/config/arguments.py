@@ -63,7 +63,8 @@ def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder
     Raises ConfigError for unknown, refused or server-only names, wrong types, values out of range,
     a model folder that is missing, and settings that contradict each other.
     """
-    for name in normalise(values):
+    values = normalise(values)
+    for name in values:
         if ARGUMENTS[name].scope != "engine":
             raise ConfigError(f"{name} is an argument of the server, not of the engine")
     v = with_defaults(values)

@@ -61,6 +61,7 @@ GRAPH_ROWS: tuple[Argument, ...] = group(
         "json",
         None,
         "vLLM's section: cudagraph_mode, cudagraph_capture_sizes, max_cudagraph_capture_size",
+        short=("-cc",),
     ),
 )
 

@@ -154,8 +154,8 @@ def fit_dtype(
 ) -> tuple[ModelConfig, list[str]]:
     """The configuration with a dtype that the device has, and a report line if that changed it.
 
-    Only an automatic dtype gives way: to the one the device prefers, or to float32, which holds
-    every checkpoint's values.
+    An automatic dtype gives way to the one the device prefers. Every dtype that the device lacks
+    gives way to float32, which holds all values of the others.
     """
     if preferred and model.dtype_is_auto and preferred != model.dtype:
         line = (
@@ -170,15 +170,13 @@ def fit_dtype(
     if model.dtype in device_dtypes:
         return model, []
     possible = ", ".join(device_dtypes) or "none"
-    if not model.dtype_is_auto or "float32" not in device_dtypes:
-        asked = "the dtype of the checkpoint"
-        if not model.dtype_is_auto:
-            asked = f"--dtype {model.dtype}"
+    asked = "the checkpoint's " if model.dtype_is_auto else "--dtype "
+    if "float32" not in device_dtypes:
         raise UnsupportedModel(
-            f"the device cannot compute in {model.dtype}; asked: {asked}; "
-            f"possible: {possible}; pass --dtype with one of them"
+            f"the device cannot compute in {asked}{model.dtype}; possible: {possible}; pass "
+            "--dtype with one of them"
         )
-    line = f"dtype float32 instead of the checkpoint's {model.dtype}"
+    line = f"dtype float32 instead of {asked}{model.dtype}"
     return replace(model, dtype="float32"), [f"{line}: the device computes in {possible}"]
 
 
