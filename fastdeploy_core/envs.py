@@ -57,6 +57,16 @@ def _number(low: float, high: float) -> Callable[[str], float]:
     return parse
 
 
+def _whole(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise ValueError(f"not between {low} and {high}")
+        return value
+
+    return parse
+
+
 def _choice(*possible: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text.lower() not in possible:
@@ -192,6 +202,28 @@ VARIABLES: Final[dict[str, Variable]] = {
             "info",
             "How much the command line tools and the server log.",
             _choice("debug", "info", "warning", "error"),
+        ),
+        Variable(
+            "FD_LOG_FORMAT",
+            "text or json",
+            "text",
+            "How log lines look: for people, or one JSON object for each.",
+            _choice("text", "json"),
+        ),
+        Variable(
+            "FD_LOG_DIR",
+            "folder",
+            None,
+            "Where each process also keeps its log: server.log, engine.log and so on, a new file "
+            "every midnight. Unset: standard error alone.",
+            _text,
+        ),
+        Variable(
+            "FD_LOG_BACKUP_COUNT",
+            "a number of days",
+            7,
+            "How many days' files FD_LOG_DIR keeps of each process.",
+            _whole(1, 3650),
         ),
     )
 }

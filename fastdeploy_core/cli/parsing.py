@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from fastdeploy_core.config.argument_table import PART_SPELLINGS, Argument
 from fastdeploy_core.config.argument_values import (
@@ -24,6 +24,7 @@ from fastdeploy_core.config.argument_values import (
     unknown_argument,
 )
 from fastdeploy_core.config.other_flags import OTHER_FLAGS, SHORT, answer
+from fastdeploy_core.contracts.command import CommandParser
 from fastdeploy_core.errors import ConfigError
 
 _FLAG = re.compile(r"--|-[A-Za-z]")  # and not a negative number
@@ -45,14 +46,10 @@ def whole(low: int) -> Callable[[str], int]:
     return convert
 
 
-class TableParser(argparse.ArgumentParser):
-    """argparse whose errors are ConfigErrors, so that they print as one line."""
+class TableParser(CommandParser):
+    """A parser for rows of the argument table."""
 
     scopes: frozenset[str] = frozenset()
-
-    def error(self, message: str) -> NoReturn:
-        """Called by argparse for every mistake."""
-        raise ConfigError(f"{message}; see `{self.prog} --help`")
 
 
 def build_parser(

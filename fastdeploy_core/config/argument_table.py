@@ -527,7 +527,9 @@ _SERVER = group(
         low=0.1,
         high=3600.0,
     ),
-    row("keep_alive", "float", 75.0, "seconds an idle connection stays open", low=0.1, high=3600.0),
+    row(
+        "keep_alive", "float", 900.0, "seconds an idle connection stays open", low=0.1, high=3600.0
+    ),
     row(
         "stream_stall_timeout",
         "float",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from fastdeploy_core import envs
 from fastdeploy_core.cli.logs import setup_logging
+from fastdeploy_core.contracts.command import CommandParser
 from fastdeploy_core.plugins.checkpoints import fetch
 
 
@@ -19,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="fastdeploy pull",
         description="Download a model by name, or bring it up to date, and print its folder. "
         "FD_MODEL_SOURCE says from where: huggingface (default), modelscope or aistudio.",
