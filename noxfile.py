@@ -81,6 +81,21 @@ LIGHT = {
     "plugins/fd-tools": (),
     "plugins/fd-vision": (),
 }
+# Client libraries by name, with what installs all of each that session `clients` runs.
+CLIENTS = {
+    "anthropic": "anthropic",
+    "dspy": "dspy",
+    "haystack-ai": "haystack-ai",
+    "instructor": "instructor",
+    "langchain-openai": "langchain-openai",
+    "litellm": "litellm",
+    "llama-index-llms-openai-like": "llama-index-llms-openai-like",
+    "lm-eval": "lm-eval[api]",
+    "openai": "openai",
+    "openai-agents": "openai-agents",
+    "pydantic-ai-slim": "pydantic-ai-slim[openai]",
+    "smolagents": "smolagents[openai]",
+}
 # Tested by session `vendors`, on simulated devices.
 SIMULATED = ("simdevice", "gcu", "iluvatar", "metax", "gaudi", "xpu", "dcu")
 
@@ -237,6 +252,21 @@ def agents(session: nox.Session) -> None:
         env={"AGENT_CLIS": str(Path(folder, "node_modules", ".bin").resolve())},
         external=True,
     )
+
+
+@nox.session(default=False)
+def clients(session: nox.Session) -> None:
+    """The newest of each client library, unchanged, each in an environment of its own, on a real
+    server with the demo model; prints the table of docs/how-to/clients.md."""
+    _install_tests(session)
+    folder = Path(session.create_tmp(), "clients").resolve()
+    for name, requirement in CLIENTS.items():
+        python = folder / name / "bin" / "python"
+        if not python.exists():
+            session.run("python", "-m", "venv", str(folder / name))
+        install = ("-m", "pip", "install", "-q", "--upgrade", requirement)
+        session.run(str(python), *install, external=True)
+    session.run("python", "tests/clients/run.py", str(folder))
 
 
 @nox.session(default=False)
