@@ -264,7 +264,7 @@ def clients(session: nox.Session) -> None:
         python = folder / name / "bin" / "python"
         if not python.exists():
             session.run("python", "-m", "venv", str(folder / name))
-        install = ("-m", "pip", "install", "-q", "--upgrade", requirement)
+        install = ("-m", "pip", "install", "-q", "--upgrade", requirement, "pydantic>=2")
         session.run(str(python), *install, external=True)
     session.run("python", "tests/clients/run.py", str(folder))
 

@@ -487,13 +487,14 @@ def main(name: str, url: str, model: str) -> int:
     """Run every task that the client has; 1 if one failed."""
     print(f"version {version(name)}", flush=True)
     client, failed = CLIENTS[name](url, model), False
+    loop = asyncio.new_event_loop()  # one for all: clients keep connections
     for task in TASKS:
         if (run := getattr(client, task, None)) is None:
             continue
         try:
             done = run()
             if inspect.isawaitable(done):
-                asyncio.run(done)  # type: ignore[arg-type]
+                loop.run_until_complete(done)
         except Exception as error:
             failed = True
             traceback.print_exc()
