@@ -32,17 +32,21 @@ class OtherFlag:
 def _read() -> tuple[dict[str, OtherFlag], dict[str, str]]:
     data = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
     flags = {
-        name: OtherFlag(**{k: tuple(v) if k == "harmless" else v for k, v in group.items()})
+        name: OtherFlag(
+            group["do"],
+            group["reason"],
+            group.get("value", "one"),
+            tuple(group.get("harmless", ())),
+        )
         for group in data["groups"]
-        for name in group.pop("names")
+        for name in group["names"]
     }
     return flags, data["short"]
 
 
-# Names in underscores; and names of short flags, such as -pp.
-OTHER_FLAGS: Final[dict[str, OtherFlag]]
-SHORT: Final[dict[str, str]]
-OTHER_FLAGS, SHORT = _read()
+_read_flags, _read_short = _read()
+OTHER_FLAGS: Final = _read_flags  # by name in underscores
+SHORT: Final = _read_short  # names of short flags, such as -pp
 
 
 def answer(name: str, value: Any, shown: str = "") -> None:
