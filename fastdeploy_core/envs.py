@@ -57,16 +57,6 @@ def _number(low: float, high: float) -> Callable[[str], float]:
     return parse
 
 
-def _whole(low: int, high: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        value = int(text)
-        if not low <= value <= high:
-            raise ValueError(f"not between {low} and {high}")
-        return value
-
-    return parse
-
-
 def _choice(*possible: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text.lower() not in possible:
@@ -221,9 +211,9 @@ VARIABLES: Final[dict[str, Variable]] = {
         Variable(
             "FD_LOG_BACKUP_COUNT",
             "a number of days",
-            7,
+            7.0,
             "How many days' files FD_LOG_DIR keeps of each process.",
-            _whole(1, 3650),
+            _number(1, 3650),
         ),
     )
 }

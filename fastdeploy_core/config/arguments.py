@@ -272,8 +272,7 @@ def _structured_config(v: Mapping[str, Any]) -> StructuredOutputsConfig:
 
 def _own_name(asked: str | None, path: Path) -> str:
     """What clients call a model that was given no name: its own where it was downloaded by one."""
-    is_named = asked is not None and not Path(asked).expanduser().exists()
-    return asked if is_named and asked is not None else path.name
+    return path.name if asked is None or Path(asked).expanduser().exists() else asked
 
 
 def build_server_config(

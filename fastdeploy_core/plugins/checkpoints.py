@@ -48,10 +48,12 @@ def find_model(
     to install; what a driver says of a damaged file is passed on.
     """
     load_format = str(asked.get("load_format") or "auto")
-    where = (str(asked.get("revision") or ""), asked.get("download_dir"), inventory)
-    path = _fetched(path, *where)
-    if tokenizer := asked.get("tokenizer_path"):
-        asked = {**asked, "tokenizer_path": _fetched(Path(tokenizer).expanduser(), *where)}
+    revision, where = str(asked.get("revision") or ""), (asked.get("download_dir"), inventory)
+    name, path = path, _fetched(path, revision, *where)
+    if asked.get("tokenizer_path"):
+        tokenizer = Path(asked["tokenizer_path"]).expanduser()
+        its = revision if tokenizer == name else ""  # a revision belongs to one repository
+        asked = {**asked, "tokenizer_path": _fetched(tokenizer, its, *where)}
     if _is_folder_of_the_core(path, load_format):
         return find_folder(path, asked)  # before the plugins' metadata is read: it takes 20 ms
     inventory = discover() if inventory is None else inventory

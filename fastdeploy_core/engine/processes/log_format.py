@@ -81,7 +81,7 @@ class DailyFile(logging.handlers.TimedRotatingFileHandler):
     """The log of one process, opened with its first line. FD_LOG_BACKUP_COUNT days are kept."""
 
     def __init__(self, folder: Path, process: str) -> None:
-        kept = envs.read("FD_LOG_BACKUP_COUNT")
+        kept = int(envs.read("FD_LOG_BACKUP_COUNT"))
         path = folder / f"{process.removeprefix('fastdeploy-') or 'server'}.log"
         super().__init__(path, when="midnight", backupCount=kept, delay=True, encoding="utf-8")
 
