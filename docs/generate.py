@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fastdeploy_core import envs
-from fastdeploy_core.config.argument_table import ALWAYS, PART_SPELLINGS, REFUSED, ROWS, Argument
+from fastdeploy_core.config.argument_table import PART_SPELLINGS, ROWS, Argument
+from fastdeploy_core.config.other_flags import OTHER_FLAGS, SHORT
 from fastdeploy_core.contracts import hookspecs
 from fastdeploy_core.contracts.base import CONTRACT, HOOK_GROUP, KINDS
 from fastdeploy_core.contracts.ops import OPERATIONS, QUANTIZED_OPERATIONS
@@ -79,8 +80,16 @@ def names() -> str:
     ]
     parts = PART_SPELLINGS.items()
     mapped += [(_flag(name), f"{_flag(whole)}.{part}") for name, (whole, part) in parts]
-    refused = [(_flag(name), row.reason) for name, row in sorted(REFUSED.items())]
-    always = [(_flag(name), str(reason)) for name, reason in sorted(dict(ALWAYS).items())]
+    mapped += [(short, row.flag) for row in ROWS for short in row.short]
+
+    def others(do: str) -> list[tuple[str, ...]]:
+        short = {name: f", `{flag}`" for flag, name in SHORT.items()}
+        return [
+            (f"`{_flag(name)}`{short.get(name, '')}", flag.reason)
+            for name, flag in sorted(OTHER_FLAGS.items())
+            if flag.do == do
+        ]
+
     return "\n".join(
         [
             "# Names: FastDeploy 2.x and vLLM spellings\n\nThe command line keeps the spellings "
@@ -88,9 +97,13 @@ def names() -> str:
             "## Also accepted\n",
             table(("spelling", "is here"), [(f"`{a}`", f"`{b}`") for a, b in sorted(mapped)]),
             "\n## Always on\n\nAccepted; they ask for what happens anyway.\n",
-            table(("argument", "why"), [(f"`{a}`", b) for a, b in always]),
-            "\n## Refused, with the reason\n",
-            table(("argument", "reason"), [(f"`{a}`", b) for a, b in refused]),
+            table(("argument", "why"), others("always")),
+            "\n## Taken without effect\n\nThe start goes on, and one line of the log says what the "
+            "table says: nothing that a client sees depends on them.\n",
+            table(("argument", "why"), others("take")),
+            "\n## Refused, with the reason\n\nThe start stops: without them, answers, capacity or "
+            "security would be other than was asked.\n",
+            table(("argument", "reason"), others("refuse")),
         ]
     )
 

@@ -144,6 +144,27 @@ VARIABLES: Final[dict[str, Variable]] = {
             _boolean,
         ),
         Variable(
+            "FD_MODEL_SOURCE",
+            "huggingface, modelscope, aistudio, or the name of a plugin's source",
+            "huggingface",
+            "Where a model comes from that is named instead of given as a folder.",
+            str.lower,
+        ),
+        Variable(
+            "VLLM_USE_MODELSCOPE",
+            "yes or no",
+            False,
+            "The same as FD_MODEL_SOURCE=modelscope, as vLLM's deployments say it.",
+            _boolean,
+        ),
+        Variable(
+            "FD_MODEL_CACHE",
+            "folder",
+            None,
+            "Where downloaded models are kept without --download-dir. Unset: the hub's own cache.",
+            _text,
+        ),
+        Variable(
             "FD_CACHE_DIR",
             "folder",
             "~/.cache/fastdeploy",
@@ -171,6 +192,28 @@ VARIABLES: Final[dict[str, Variable]] = {
             "info",
             "How much the command line tools and the server log.",
             _choice("debug", "info", "warning", "error"),
+        ),
+        Variable(
+            "FD_LOG_FORMAT",
+            "text or json",
+            "text",
+            "How log lines look: for people, or one JSON object for each.",
+            _choice("text", "json"),
+        ),
+        Variable(
+            "FD_LOG_DIR",
+            "folder",
+            None,
+            "Where each process also keeps its log: server.log, engine.log and so on, a new file "
+            "every midnight. Unset: standard error alone.",
+            _text,
+        ),
+        Variable(
+            "FD_LOG_BACKUP_COUNT",
+            "a number of days",
+            7.0,
+            "How many days' files FD_LOG_DIR keeps of each process.",
+            _number(1, 3650),
         ),
     )
 }

@@ -67,7 +67,20 @@ def help_text(group: str = "") -> str:
         f"usage: {words} COMMAND [arguments]\n\ncommands:\n{shown}\n"
         + (f"\nin distributions that are not installed:\n{missing}\n" if missing else "")
         + f"\nEach command explains itself: {words} COMMAND --help."
-        + ("" if group else " Start with: fastdeploy serve MODEL_FOLDER")
+        + ("" if group else f" {_next_step()}")
+    )
+
+
+def _next_step() -> str:
+    """What a user does first: install what computes, then serve."""
+    from importlib.util import find_spec  # room `tensor` would import numpy
+
+    if any(find_spec(library) for library in ("paddle", "torch")):
+        return "Start with: fastdeploy serve MODEL_FOLDER"
+    return (
+        "\nNothing here computes yet: no tensor library is installed. Run\n"
+        '  pip install "fastdeploy-core[paddle]"    or [torch]; device plugins bring their own\n'
+        "  fastdeploy serve MODEL_FOLDER"
     )
 
 

@@ -11,20 +11,23 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from fastdeploy_core.config.argument_table import ALWAYS, PART_SPELLINGS, REFUSED, Argument
+from fastdeploy_core.config.argument_table import PART_SPELLINGS, Argument
 from fastdeploy_core.config.argument_values import (
     BY_SPELLING,
     NEGATIVE,
     normalise,
-    refuse,
+    part_value,
     rows_of,
     spelling,
     unknown_argument,
 )
+from fastdeploy_core.config.other_flags import OTHER_FLAGS, SHORT, answer
+from fastdeploy_core.contracts.command import CommandParser
 from fastdeploy_core.errors import ConfigError
 
+_FLAG = re.compile(r"--|-[A-Za-z]")  # and not a negative number
 _DOTTED = re.compile(r"--([A-Za-z][\w-]*)\.([\w.-]+)")
 
 
@@ -43,14 +46,10 @@ def whole(low: int) -> Callable[[str], int]:
     return convert
 
 
-class TableParser(argparse.ArgumentParser):
-    """argparse whose errors are ConfigErrors, so that they print as one line."""
+class TableParser(CommandParser):
+    """A parser for rows of the argument table."""
 
     scopes: frozenset[str] = frozenset()
-
-    def error(self, message: str) -> NoReturn:
-        """Called by argparse for every mistake."""
-        raise ConfigError(f"{message}; see `{self.prog} --help`")
 
 
 def build_parser(
@@ -132,7 +131,7 @@ def parse(parser: TableParser, argv: Sequence[str]) -> tuple[dict[str, Any], arg
 
 
 def _prepare(argv: Sequence[str], own: set[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Take out dotted, refused and always-on options; write underscores as dashes."""
+    """Take out dotted options and those without a row; write underscores as dashes."""
     rest: list[str] = []
     dotted: dict[str, dict[str, Any]] = {}
     index = 0
@@ -142,6 +141,7 @@ def _prepare(argv: Sequence[str], own: set[str]) -> tuple[list[str], dict[str, d
         if token == "--":  # noqa: S105 - the separator, not a secret
             return rest + list(argv[index - 1 :]), dotted
         flag, equals, value = token.partition("=")
+        flag = "--" + SHORT[flag].replace("_", "-") if flag in SHORT else flag
         if not flag.startswith("--"):
             rest.append(token)
             continue
@@ -157,26 +157,37 @@ def _prepare(argv: Sequence[str], own: set[str]) -> tuple[list[str], dict[str, d
             if match is not None and is_dotted:
                 _put_dotted(dotted, spelling(match[1]), match[2], _json_or_text(value))
             else:
-                _put_dotted(dotted, *PART_SPELLINGS[name], value)
-        elif name in ALWAYS or name.removeprefix("no_") in ALWAYS:
-            normalise({name.removeprefix("no_"): name in ALWAYS})
-        elif _is_refused(name, flag, own):
-            row = REFUSED[name.removeprefix("no_") if name not in REFUSED else name]
-            if row.takes_value and not equals and following is not None:
-                value, index = following, index + 1
-            if name in REFUSED:
-                refuse(name, value if row.takes_value else True, flag)
+                whole, part = PART_SPELLINGS[name]
+                _put_dotted(dotted, whole, part, part_value(whole, value))
+        elif _is_other(name, flag, own):
+            index = _answer_other(name, flag, value if equals else None, argv, index)
         else:
             rest.append("--" + name.replace("_", "-") + equals + value)
     return rest, dotted
 
 
-def _is_refused(name: str, flag: str, own: set[str]) -> bool:
-    """A known name that is not taken here; `--no-x` of a refused switch asks for nothing."""
+def _is_other(name: str, flag: str, own: set[str]) -> bool:
+    """A known name that has no row; `--no-x` of a switch asks for nothing."""
     if flag in own or name in BY_SPELLING or name in NEGATIVE:
         return False
     switch = name.removeprefix("no_")
-    return name in REFUSED or (switch in REFUSED and not REFUSED[switch].takes_value)
+    return name in OTHER_FLAGS or (switch in OTHER_FLAGS and OTHER_FLAGS[switch].value == "none")
+
+
+def _answer_other(name: str, flag: str, value: str | None, argv: Sequence[str], index: int) -> int:
+    """Answer it with the words that follow it; the index of the first word that is not its own."""
+    if name not in OTHER_FLAGS:
+        answer(name.removeprefix("no_"), False, flag)
+        return index
+    takes = OTHER_FLAGS[name].value
+    words = [] if value is None else [value]
+    while takes != "none" and index < len(argv) and not _FLAG.match(argv[index]):
+        if words and takes == "one":
+            break
+        words.append(argv[index])
+        index += 1
+    answer(name, True if takes == "none" else " ".join(words), flag)
+    return index
 
 
 def _json_or_text(text: str) -> Any:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from fastdeploy_core.contracts.base import KINDS
+from fastdeploy_core.contracts.command import CommandParser
 from fastdeploy_core.plugins.discovery import HOOKS, discover
 from fastdeploy_core.plugins.report import inventory_data, inventory_table
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="fastdeploy plugins list",
         description="What is installed: name, kind, distribution, version, status.",
     )

@@ -9,17 +9,19 @@ from .parsing import parse_table
 
 def main(argv: Sequence[str]) -> int:
     """Serve until a signal."""
+    from fastdeploy_core import envs
+
+    from .logs import setup_logging
+
+    setup_logging(envs.read("FD_LOG_LEVEL"))  # arguments without effect are lines of the log, too
     values, _ = parse_table(
         argv,
         "fastdeploy serve",
         "Serve a model through an OpenAI-compatible API.",
         ("engine", "server"),
     )
-    from fastdeploy_core import envs
-
-    from .logs import setup_logging
-
-    setup_logging(values.get("log_level") or envs.read("FD_LOG_LEVEL"))
+    if level := values.get("log_level"):
+        setup_logging(level)
     from fastdeploy_core.config.argument_values import with_defaults
     from fastdeploy_core.engine.processes import early_engine
 

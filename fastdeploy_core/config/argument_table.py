@@ -1,11 +1,9 @@
 """The argument table, read from arguments.json.
 
-`groups`: one row is one argument: its inside name, every spelling the original and vLLM use for it,
-its type, default, bounds and help. `parts`: spellings of a part of a JSON argument; their values
-stay as written, for only the driver that declares a part knows its type. `refused`: arguments that
-FastDeploy 2.x or vLLM know and this project refuses, each with the reason and the values that pass
-because they ask for what happens anyway. `always`: switches for what cannot be turned off here;
-giving one changes nothing, and its --no- form is refused.
+One row is one argument: its inside name, every spelling the original and vLLM use for it, its type,
+default, bounds and help. `parts`: spellings of a part of a JSON argument; a scheduler's values stay
+as written, for only the driver that declares a part knows its type. other_flags.json has the
+arguments without a row.
 
 `argument_values.py` gives names and values their meaning.
 """
@@ -54,32 +52,15 @@ class Argument:
         return (self.name, *self.aliases)
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Why a known argument is not taken."""
-
-    reason: str
-    harmless: tuple[str, ...] = ()
-    takes_value: bool = True
-
-
 class _Group(msgspec.Struct, forbid_unknown_fields=True):
     title: str
     scope: Scope
     rows: list[Argument]
 
 
-class _Refusal(msgspec.Struct, forbid_unknown_fields=True):
-    reason: str
-    names: dict[str, tuple[str, ...]]  # with the values that pass
-    takes_value: bool = True
-
-
 class _Table(msgspec.Struct, forbid_unknown_fields=True):
     groups: list[_Group]
     parts: dict[str, dict[str, str]]
-    refused: list[_Refusal]
-    always: dict[str, str]
 
 
 _TABLE = msgspec.json.decode(Path(__file__).with_name("arguments.json").read_bytes(), type=_Table)
@@ -91,9 +72,3 @@ ROWS: tuple[Argument, ...] = tuple(
 PART_SPELLINGS: dict[str, tuple[str, str]] = {
     name: (whole, part) for whole, parts in _TABLE.parts.items() for name, part in parts.items()
 }
-REFUSED: dict[str, Refused] = {
-    name: Refused(refusal.reason, harmless, refusal.takes_value)
-    for refusal in _TABLE.refused
-    for name, harmless in refusal.names.items()
-}
-ALWAYS: dict[str, str] = _TABLE.always

@@ -14,7 +14,8 @@ from typing import Any
 
 from fastdeploy_core.errors import ConfigError
 
-from .argument_table import ALWAYS, PART_SPELLINGS, REFUSED, ROWS, Argument
+from .argument_table import PART_SPELLINGS, ROWS, Argument
+from .other_flags import OTHER_FLAGS, answer
 
 ARGUMENTS: dict[str, Argument] = {row.name: row for row in ROWS}
 BY_SPELLING: dict[str, Argument] = {s: row for row in ROWS for s in row.spellings}
@@ -31,23 +32,12 @@ def spelling(name: str) -> str:
 def unknown_argument(name: str, shown: str = "") -> ConfigError:
     """The error for an unknown name, with the nearest known ones."""
     as_flag = (shown or name).startswith("--")
-    known = [*BY_SPELLING, *PART_SPELLINGS, *ALWAYS]
+    always = (name for name, flag in OTHER_FLAGS.items() if flag.do == "always")
+    known = [*BY_SPELLING, *PART_SPELLINGS, *always]
     near = difflib.get_close_matches(spelling(name), known, n=3, cutoff=0.6)
     names = ["--" + n.replace("_", "-") if as_flag else n for n in near]
     hint = f"did you mean {' or '.join(names)}?" if names else "see `fastdeploy serve --help`"
     return ConfigError(f"unknown argument {shown or name!r}; {hint}")
-
-
-def refuse(name: str, value: Any, shown: str = "") -> None:
-    """Raise ConfigError unless `value` of this refused argument asks for what happens anyway."""
-    row = REFUSED[name]
-    harmless = value is None or str(value) in row.harmless
-    if not row.takes_value:
-        harmless = value in (False, None)
-    if not harmless:
-        possible = f"; possible: {', '.join(row.harmless)}" if row.harmless else ""
-        asked = f"{shown or name} {value}" if row.takes_value else (shown or name)
-        raise ConfigError(f"{asked:.120} is not supported: {row.reason}{possible}")
 
 
 def normalise(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,12 +53,8 @@ def normalise(values: Mapping[str, Any]) -> dict[str, Any]:
             row = BY_SPELLING[name]
         elif name in NEGATIVE:
             row, value = NEGATIVE[name], not coerce(NEGATIVE[name], value)
-        elif name in ALWAYS:
-            if value is False:
-                raise ConfigError(f"{given} cannot be turned off: {ALWAYS[name]}")
-            continue
-        elif name in REFUSED:
-            refuse(name, value, given)
+        elif name in OTHER_FLAGS:
+            answer(name, value, given)
             continue
         else:
             raise unknown_argument(given)
@@ -81,11 +67,19 @@ def normalise(values: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def part_value(whole: str, value: Any) -> Any:
+    """A part's value as its section has it: a scheduler's parts stay as written, numbers of
+    speculative decoding are numbers."""
+    is_number = isinstance(value, str) and value.isdigit() and whole == "speculative_config"
+    return int(value) if is_number else value
+
+
 def _put_part(result: dict[str, Any], name: str, value: Any) -> None:
     whole, part = PART_SPELLINGS[name]
     section = result.get(whole) or {}
     if not isinstance(section, Mapping):
         raise ConfigError(f"{ARGUMENTS[whole].flag} must be a JSON object to take {name}")
+    value = part_value(whole, value)
     if str(section.get(part, value)) != str(value):
         raise ConfigError(f"{name} and {whole}.{part} are given with different values")
     result[whole] = {**section, part: value}

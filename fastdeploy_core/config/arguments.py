@@ -64,7 +64,8 @@ def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder
     Raises ConfigError for unknown, refused or server-only names, wrong types, values out of range,
     a model folder that is missing, and settings that contradict each other.
     """
-    for name in normalise(values):
+    values = normalise(values)
+    for name in values:
         if ARGUMENTS[name].scope != "engine":
             raise ConfigError(f"{name} is an argument of the server, not of the engine")
     v = with_defaults(values)
@@ -127,7 +128,9 @@ def _model_config(v: Mapping[str, Any], find: FindModel) -> ModelConfig:
     model = read_model_config(
         v["model"],
         {
-            "tokenizer_path": _tokenizer_folder(v["tokenizer"]),
+            "revision": v["revision"],
+            "download_dir": v["download_dir"],
+            "tokenizer_path": v["tokenizer"],
             "served_names": tuple(v["served_model_name"] or ()),
             "dtype": v["dtype"],
             "max_model_len": v["max_model_len"],
@@ -144,18 +147,6 @@ def _model_config(v: Mapping[str, Any], find: FindModel) -> ModelConfig:
     )
     changed = _mapping(v, "override_generation_config")
     return replace(model, generation_config={**model.generation_config, **changed})
-
-
-def _tokenizer_folder(value: str | None) -> Path | None:
-    if value is None:
-        return None
-    folder = Path(value).expanduser()
-    if not folder.is_dir():
-        raise ConfigError(
-            f"--tokenizer {value!r} is not a folder on this machine; expected a folder with "
-            "tokenizer.json"
-        )
-    return folder
 
 
 def _chat_template(value: str | None) -> str | None:
@@ -296,6 +287,11 @@ def _structured_config(v: Mapping[str, Any]) -> StructuredOutputsConfig:
     return section
 
 
+def _own_name(asked: str | None, path: Path) -> str:
+    """What clients call a model that was given no name: its own where it was downloaded by one."""
+    return path.name if asked is None or Path(asked).expanduser().exists() else asked
+
+
 def build_server_config(
     values: Mapping[str, Any], engine: EngineConfig, environment: Mapping[str, str] | None = None
 ) -> ServerConfig:
@@ -321,7 +317,7 @@ def build_server_config(
         api_keys=keys,
         allowed_hosts=tuple(v["allowed_hosts"] or ()),
         allowed_origins=tuple(origins),
-        served_names=engine.model.served_names or (engine.model.path.name,),
+        served_names=engine.model.served_names or (_own_name(v["model"], engine.model.path),),
         verify_model_name=bool(v["served_model_name"]),
         body_timeout_s=v["body_timeout"],
         keep_alive_s=v["keep_alive"],

@@ -40,6 +40,8 @@ _OVERRIDES: Final = frozenset(
         "trust_special_tokens",
         "hf_overrides",
         "weight_cache",
+        "revision",
+        "download_dir",
     )
 )
 _MAX_JSON_BYTES: Final = 16 * 1024 * 1024
@@ -67,13 +69,18 @@ def find_folder(path: Path, asked: Mapping[str, Any]) -> FoundModel:
     if not path.is_dir():
         raise ConfigError(
             f"model {str(path)!r} is not a folder on this machine; expected a folder with "
-            "config.json, tokenizer.json and *.safetensors; download the model first and pass its "
-            "path"
+            "config.json, tokenizer.json and *.safetensors, or a name such as "
+            "baidu/ERNIE-4.5-0.3B-Paddle, which fd-hub downloads: pip install fd-hub"
+        )
+    if not (tokenizer := Path(asked.get("tokenizer_path") or path).expanduser()).is_dir():
+        raise ConfigError(
+            f"--tokenizer {str(tokenizer)!r} is not a folder on this machine; expected a folder "
+            "with tokenizer.json"
         )
     own = path / "generation_config.json"
     return FoundModel(
         path,
-        Path(asked.get("tokenizer_path") or path).expanduser(),
+        tokenizer,
         read_json(path / "config.json"),
         read_json(own) if own.exists() else {},
     )
@@ -147,8 +154,8 @@ def fit_dtype(
 ) -> tuple[ModelConfig, list[str]]:
     """The configuration with a dtype that the device has, and a report line if that changed it.
 
-    Only an automatic dtype gives way: to the one the device prefers, or to float32, which holds
-    every checkpoint's values.
+    An automatic dtype gives way to the one the device prefers. Every dtype that the device lacks
+    gives way to float32, which holds all values of the others.
     """
     if preferred and model.dtype_is_auto and preferred != model.dtype:
         line = (
@@ -163,15 +170,13 @@ def fit_dtype(
     if model.dtype in device_dtypes:
         return model, []
     possible = ", ".join(device_dtypes) or "none"
-    if not model.dtype_is_auto or "float32" not in device_dtypes:
-        asked = "the dtype of the checkpoint"
-        if not model.dtype_is_auto:
-            asked = f"--dtype {model.dtype}"
+    asked = "the checkpoint's " if model.dtype_is_auto else "--dtype "
+    if "float32" not in device_dtypes:
         raise UnsupportedModel(
-            f"the device cannot compute in {model.dtype}; asked: {asked}; "
-            f"possible: {possible}; pass --dtype with one of them"
+            f"the device cannot compute in {asked}{model.dtype}; possible: {possible}; pass "
+            "--dtype with one of them"
         )
-    line = f"dtype float32 instead of the checkpoint's {model.dtype}"
+    line = f"dtype float32 instead of {asked}{model.dtype}"
     return replace(model, dtype="float32"), [f"{line}: the device computes in {possible}"]
 
 

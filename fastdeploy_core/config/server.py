@@ -26,7 +26,7 @@ class ServerConfig:
     max_concurrency: int = 512  # of all API servers together
     max_body_bytes: int = 8 * 2**20
     body_timeout_s: float = 30.0
-    keep_alive_s: float = 75.0  # longer than clients keep theirs, so that none is closed in use
+    keep_alive_s: float = 900.0  # longer than an agent's tool runs, so that none is closed in use
     stream_stall_timeout_s: float = 30.0
     request_timeout_s: float | None = None
     grace_s: float = 30.0

@@ -94,6 +94,12 @@ KINDS: Final[dict[str, Kind]] = {
             f"{_HERE}.small:CheckpointFormat",
         ),
         Kind(
+            "model_source",
+            "fastdeploy.model_sources",
+            "where models that are named come from",
+            f"{_HERE}.small:ModelSource",
+        ),
+        Kind(
             "reasoning_parser",
             "fastdeploy.reasoning_parsers",
             "split thinking from answer",

@@ -159,6 +159,28 @@ class CheckpointFormat(Protocol):
         ...
 
 
+@runtime_checkable
+class ModelSource(Protocol):
+    """Where a model comes from that is named instead of given as a path, such as a hub.
+    FD_MODEL_SOURCE is the entry point's name.
+
+    Constructed as `Driver()` in the parent process, which uses the folder alone from then on.
+    Added in contract 1.2."""
+
+    name: str
+    contract: tuple[int, int]
+
+    def __init__(self) -> None: ...
+
+    def fetch(self, model: str, revision: str, folder: Path | None) -> Path:
+        """A local folder with the model's config.json, tokenizer and *.safetensors, downloaded
+        where it is not there yet. `revision` is a branch, tag or commit, empty for the default.
+        `folder` is where downloads are kept, None for the source's own place. Raises ConfigError
+        for a model or revision that does not exist, WeightError for files that are not what the
+        source promised; messages say what to do next."""
+        ...
+
+
 @dataclass(slots=True)
 class ParsedDelta:
     """What a stream parser made of newly arrived text."""

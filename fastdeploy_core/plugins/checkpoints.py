@@ -1,11 +1,15 @@
-"""Which driver reads a model path that is no folder with config.json and *.safetensors.
+"""Where a model is: which driver reads a path that is no folder with config.json and
+*.safetensors, and which fetches a model that is named instead.
 
-A driver is found by the suffix of its files, which is its entry point's name: no other driver is
-imported, and one that is missing is known by the file alone.
+A checkpoint format is found by the suffix of its files, which is its entry point's name: no other
+driver is imported, and one that is missing is known by the file alone. FD_MODEL_SOURCE names what
+fetches. Both are asked once, before anything else; what they answer is a local path.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -27,9 +31,12 @@ from .manager import call_with_limit
 from .preflight_child import describe
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.small import CheckpointFormat
+    from fastdeploy_core.contracts.small import CheckpointFormat, ModelSource
+
+logger = logging.getLogger(__name__)
 
 _KIND: Final = "checkpoint_format"
+_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def find_model(
@@ -41,6 +48,12 @@ def find_model(
     to install; what a driver says of a damaged file is passed on.
     """
     load_format = str(asked.get("load_format") or "auto")
+    revision, where = str(asked.get("revision") or ""), (asked.get("download_dir"), inventory)
+    asked_for, path = path, _fetched(path, revision, *where)
+    if asked.get("tokenizer_path"):
+        tokenizer = Path(asked["tokenizer_path"]).expanduser()
+        its = revision if tokenizer == asked_for else ""  # a revision belongs to one repository
+        asked = {**asked, "tokenizer_path": _fetched(tokenizer, its, *where)}
     if _is_folder_of_the_core(path, load_format):
         return find_folder(path, asked)  # before the plugins' metadata is read: it takes 20 ms
     inventory = discover() if inventory is None else inventory
@@ -62,7 +75,7 @@ def find_model(
         entry = find(_KIND, name, inventory)
     except PluginNotFound as error:
         raise PluginNotFound(f"{path} is a {name} checkpoint: {error}") from None
-    driver = _load(entry)
+    driver: type[CheckpointFormat] = _load(entry)
     try:
         return _read(name, driver(path), asked)
     except FastDeployError:
@@ -74,20 +87,52 @@ def find_model(
         ) from error
 
 
-def _load(entry: PluginEntry) -> type[CheckpointFormat]:
+def _fetched(path: Path, revision: str, folder: str | None, inventory: Inventory | None) -> Path:
+    """The path itself, unless it can only be a name and something installed fetches those."""
+    if path.exists() or not _NAME.fullmatch(str(path)):
+        if revision:
+            logger.info("%s is a path: --revision %s chooses nothing", path, revision)
+        return path
+    inventory = discover() if inventory is None else inventory
+    if not inventory.of("model_source", usable=False):
+        return path  # who looks there says that it is no folder, and what to install
+    return fetch(str(path), revision, folder, inventory)
+
+
+def fetch(
+    model: str, revision: str, folder: str | None, inventory: Inventory | None = None
+) -> Path:
+    """The local folder of a model that is named, from the source that FD_MODEL_SOURCE names.
+
+    `revision`: branch, tag or commit, empty for the default. `folder`: where downloads are kept
+    instead of FD_MODEL_CACHE.
+    """
+    source = "modelscope" if envs.VLLM_USE_MODELSCOPE else envs.FD_MODEL_SOURCE
+    entry = find("model_source", source, inventory)
+    driver: type[ModelSource] = _load(entry)
+    kept = folder or envs.FD_MODEL_CACHE
+    try:
+        return driver().fetch(model, revision, Path(kept).expanduser() if kept else None)
+    except FastDeployError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"model source {source!r} of {entry.origin} failed on {model}: {describe(error)}; "
+            "see: fastdeploy plugins doctor"
+        ) from error
+
+
+def _load(entry: PluginEntry) -> Any:
     """Import the driver in this process, with a time limit. A child process that imports it first
     (preflight.py) would make every start slower, and could save no model: this one needs it."""
     limit_s = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S")
     try:
-        driver: type[CheckpointFormat] = call_with_limit(
-            lambda: load(entry, preflight=False), limit_s
-        )
+        return call_with_limit(lambda: load(entry, preflight=False), limit_s)
     except TimeoutError:
         raise PluginLoadError(
-            f"checkpoint format {entry.name!r} of {entry.origin} failed to load: its import did "
-            f"not finish within {limit_s:g} s; see: fastdeploy plugins doctor"
+            f"{entry.kind.replace('_', ' ')} {entry.name!r} of {entry.origin} failed to load: its "
+            f"import did not finish within {limit_s:g} s; see: fastdeploy plugins doctor"
         ) from None
-    return driver
 
 
 def _is_folder_of_the_core(path: Path, load_format: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -74,7 +75,10 @@ def create_app(
     app.state.server = state
     openai = openai_router(state)
     app.include_router(openai)
-    app.include_router(service_router(state))
+    service = service_router(state)
+    app.include_router(service)
+    own = [("", openai), ("", service)]
+    app.state.methods = _methods([*own, *((p.prefix, p.routes.router) for p in plugins)])
     _describe_bodies(app)
     shapes = mount(app, plugins)
     for kind in (ApiError, FastDeployError, ValidationError, RequestValidationError, HTTPException):
@@ -151,8 +155,32 @@ async def _error_response(http: Request, error: Exception) -> Response:
         answer = to_api_error(error)
     if "route" not in http.scope and (hint := how_to_get(http.method, route_path(http.scope))):
         answer = ApiError(404, hint)
+    elif isinstance(error, HTTPException) and answer.status in (404, 405):
+        answer = ApiError(answer.status, _no_route(http), headers=answer.headers)
     body = answer.encoded(http.scope)
     return Response(body, answer.status, headers=answer.headers, media_type="application/json")
+
+
+def _methods(routers: Sequence[tuple[str, APIRouter]]) -> dict[str, set[str]]:
+    """The methods of each path. Each router has a prefix."""
+    methods: dict[str, set[str]] = {}
+    for prefix, router in routers:
+        for route in router.routes:
+            if path := getattr(route, "path", ""):
+                methods.setdefault(prefix + path, set()).update(getattr(route, "methods", ()))
+    return methods
+
+
+def _no_route(http: Request) -> str:
+    """What was asked, the route that was probably meant, and those that there are."""
+    methods: dict[str, set[str]] = http.app.state.methods
+    asked = f"there is no route {http.method} {route_path(http.scope)[:200]} here"
+    allowed = methods.get(getattr(http.scope.get("route"), "path", ""))
+    if allowed:
+        return f"{asked}; this path answers {', '.join(sorted(allowed))}"
+    near = difflib.get_close_matches(route_path(http.scope)[:200], methods, n=1, cutoff=0.75)
+    meant = f"; did you mean {near[0]}?" if near else ""
+    return f"{asked}{meant}; there are: {', '.join(sorted(methods))}"
 
 
 def _lifespan(state: ServerState) -> Any:

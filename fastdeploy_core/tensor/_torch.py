@@ -260,7 +260,7 @@ class TorchLibrary:
         heads, group = q.shape[:2]
         keys = k.unsqueeze(1).expand(heads, group, *k.shape[1:])
         values = v.unsqueeze(1).expand(heads, group, *v.shape[1:])
-        if not q.is_cuda:
+        if q.device.type == "cpu":
             return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
         # On an H100 the fused kernel got the last of 65 queries wrong (torch 2.11, float32).
         scores = torch.matmul(q, keys.transpose(-1, -2)) * scale

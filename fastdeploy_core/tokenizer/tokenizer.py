@@ -200,6 +200,14 @@ class Tokenizer:
         """The file that grammar backends read."""
         return self.path / "tokenizer.json"
 
+    def description(self) -> dict[str, Any]:
+        """What clients that make prompts themselves need: tokenizer_config.json, the special tokens
+        as text and the chat template in use. No path of this machine."""
+        config = {k: v for k, v in self._files.config.items() if k != "name_or_path"}
+        config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+        template = self._files.chat_templates.get("default")
+        return {**config, **self._files.named_tokens, "chat_template": template}
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -20,6 +20,7 @@ import pytest
 import yaml
 
 from fastdeploy_core.config.argument_values import BY_SPELLING, NEGATIVE
+from fastdeploy_core.config.other_flags import OTHER_FLAGS
 from fastdeploy_core.plugins.core_commands import CORE_COMMANDS
 from fastdeploy_core.plugins.known import providers
 
@@ -121,7 +122,7 @@ def test_commands_exist(block: Block) -> None:
             if words[at + 1] == "serve":
                 for flag in (w for w in words[at + 2 :] if w.startswith("--")):
                     name = flag.removeprefix("--").split("=")[0].split(".")[0].replace("-", "_")
-                    known = {*BY_SPELLING, *NEGATIVE, "config"}
+                    known = {*BY_SPELLING, *NEGATIVE, *OTHER_FLAGS, "config"}
                     assert name in known or name.removeprefix("no_") in known, flag
             else:
                 _assert_flags_are_in_help(words[at + 1 :])

@@ -33,6 +33,10 @@ from fd_gcu.device import GcuDevice
 from fd_gguf.checkpoint import GGUFCheckpoint
 from fd_gguf.quantizer import GGUFQuantizer
 from fd_grammar_llguidance.backend import LLGuidanceBackend
+from fd_hub.aistudio import AIStudio
+from fd_hub.huggingface import HuggingFace
+from fd_hub.modelscope import ModelScope
+from fd_hub.pull import main as pull
 from fd_iluvatar.attention import IluvatarAttention
 from fd_iluvatar.device import IluvatarDevice
 from fd_kv_shm.shm import SharedMemoryTransport
@@ -126,6 +130,7 @@ from fastdeploy_core.contracts.small import (
     GrammarBackend,
     Launcher,
     LogitsProcessor,
+    ModelSource,
     MultimodalLM,
     ProcessorContext,
     ReasoningParser,
@@ -256,6 +261,11 @@ multimodal: list[Callable[[Mapping[str, Any], ModelBuilder], MultimodalLM]] = [
 checkpoint_formats: list[Callable[[Path], CheckpointFormat]] = [
     GGUFCheckpoint,
 ]
+model_sources: list[Callable[[], ModelSource]] = [
+    AIStudio,
+    HuggingFace,
+    ModelScope,
+]
 reasoning_parsers: list[Callable[[str, Mapping[str, Any]], ReasoningParser]] = [
     DeepSeekR1Parser,
     ErnieX1Parser,
@@ -301,6 +311,7 @@ commands: list[Command] = [
     new_plugin,
     chat,
     complete,
+    pull,
     router,
     run_batch,
     tokenizer,

@@ -276,6 +276,7 @@ PRIVATE = {
         *("cli", "config", "envs", "layers", "loading", "models", "plugins", "reference"),
         "tokenizer",
     },
+    "fd-hub": {"cli", "envs", "plugins"},
     "fd-launch": {"plugins"},
     "fd-quant-formats": {"quantization"},
     "fd-scale-out": {"config", "engine", "plugins", "serving"},

@@ -10,14 +10,22 @@ from typing import Any
 import pytest
 
 from fastdeploy_core.cli.parsing import parse_table
-from fastdeploy_core.config import BatchConfig, CacheConfig, EngineConfig, WatchdogConfig
-from fastdeploy_core.config.argument_table import ALWAYS, PART_SPELLINGS, REFUSED, Argument
+from fastdeploy_core.config import (
+    BatchConfig,
+    CacheConfig,
+    EngineConfig,
+    WatchdogConfig,
+    other_flags,
+)
+from fastdeploy_core.config.argument_table import PART_SPELLINGS, Argument
 from fastdeploy_core.config.argument_values import (
     ARGUMENTS,
     BY_SPELLING,
     NEGATIVE,
     ROWS,
     coerce,
+    part_value,
+    spelling,
     with_defaults,
 )
 from fastdeploy_core.config.arguments import (
@@ -26,6 +34,7 @@ from fastdeploy_core.config.arguments import (
     normalise,
     of_scope,
 )
+from fastdeploy_core.config.other_flags import OTHER_FLAGS, SHORT
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.errors import ConfigError
 
@@ -74,8 +83,8 @@ def test_every_argument_parses_under_every_spelling(row: Argument) -> None:
     for flag in flags:
         if row.type == "bool":
             assert parse(flag) == {row.name: True}
-            off = "--no-" + flag[2:].replace("_", "-")
-            assert parse(off) == {row.name: False}
+            if flag.startswith("--"):
+                assert parse("--no-" + flag[2:].replace("_", "-")) == {row.name: False}
             continue
         words, value = sample(row)
         assert parse(flag, *words) == {row.name: value}
@@ -113,35 +122,105 @@ def test_no_two_rows_share_a_spelling() -> None:
     spellings = [s for row in ROWS for s in (*row.spellings, *row.negative, *row.short)]
     assert len(spellings) == len(set(spellings))
     known = {*BY_SPELLING, *NEGATIVE}
-    assert not known & REFUSED.keys()
-    assert not known & ALWAYS.keys()
-    assert not REFUSED.keys() & ALWAYS.keys()
+    assert not known & OTHER_FLAGS.keys()
+    file = Path(other_flags.__file__).with_suffix(".json")
+    groups = json.loads(file.read_text("utf-8"))["groups"]
+    assert len(OTHER_FLAGS) == sum(len(group["names"]) for group in groups)  # none in two groups
+    assert not SHORT.keys() & {s for row in ROWS for s in row.short}
+    assert set(SHORT.values()) <= OTHER_FLAGS.keys()
 
 
-@pytest.mark.parametrize("name", REFUSED)
+def named(what: str) -> list[str]:
+    return [name for name, flag in OTHER_FLAGS.items() if flag.do == what]
+
+
+def words_for(name: str) -> list[str]:
+    words = {"none": [], "one": ["surely-not-harmless"], "many": ["a", "b"]}[
+        OTHER_FLAGS[name].value
+    ]
+    return ["--" + name.replace("_", "-"), *words]
+
+
+@pytest.mark.parametrize("name", named("refuse"))
 def test_every_refused_argument_says_why(name: str) -> None:
-    row = REFUSED[name]
-    flag = "--" + name.replace("_", "-")
-    words = [flag, "surely-not-harmless"] if row.takes_value else [flag]
+    row, words = OTHER_FLAGS[name], words_for(name)
     with pytest.raises(ConfigError) as caught:
         parse(*words)
-    assert flag in str(caught.value)
+    assert words[0] in str(caught.value)
     assert row.reason in str(caught.value)
     with pytest.raises(ConfigError):
-        normalise({name: "surely-not-harmless" if row.takes_value else True})
+        normalise({name: "surely-not-harmless" if row.value != "none" else True})
     for value in row.harmless:
-        assert parse(flag, value) == {}
+        assert parse(words[0], value) == {}
         assert normalise({name: value}) == {}
-    if not row.takes_value:
+    if row.value == "none":
         assert parse("--no-" + name.replace("_", "-")) == {}
 
 
-@pytest.mark.parametrize("name", ALWAYS)
+@pytest.mark.parametrize("name", named("take"))
+def test_an_argument_without_effect_is_taken_with_one_line(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    row, words = OTHER_FLAGS[name], words_for(name)
+    assert parse(*words, "--max-num-seqs", "3") == {"max_num_seqs": 3}
+    assert [r.getMessage() for r in caplog.records] == [f"{words[0]} has no effect: {row.reason}"]
+    caplog.clear()
+    assert normalise({name: True if row.value == "none" else "x"}) == {}
+    assert len(caplog.records) == 1
+    caplog.clear()
+    assert normalise({name: None}) == {}
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("name", named("always"))
 def test_what_always_happens_may_be_asked_for_and_not_forbidden(name: str) -> None:
     flag = name.replace("_", "-")
     assert parse(f"--{flag}") == {}
     with pytest.raises(ConfigError, match="cannot be turned off"):
         parse(f"--no-{flag}")
+
+
+def test_no_flag_of_the_two_projects_is_unknown() -> None:
+    known = {*BY_SPELLING, *NEGATIVE, *PART_SPELLINGS, *OTHER_FLAGS, "config"}
+    short = {*SHORT, *(s for row in ROWS for s in row.short)}
+    lines = Path(__file__).with_name("known_flags.txt").read_text("utf-8").split()
+    flags = [word for word in lines if word.startswith("-")]
+    unknown = [f for f in flags if spelling(f) not in known and f not in short]
+    assert len(flags) > 350
+    assert unknown == []
+
+
+def test_the_printed_flags_of_the_original_start_a_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    words = (
+        "--port 8180 --metrics-port 8181 --engine-worker-queue-port 8182 --cache-queue-port 8183 "
+        "--max-model-len 32768 --max-num-seqs 32 --kv-cache-ratio 0.75 --trust-remote-code "
+        "-pp 1 -tp 1"
+    )
+    values = parse(*words.split(), "m")
+    expected = {"port": 8180, "max_model_len": 32768, "max_num_seqs": 32, "model": "m"}
+    assert values == {**expected, "tensor_parallel_size": 1}
+    said = [r.getMessage().split()[0] for r in caplog.records]
+    assert said == [
+        *("--metrics-port", "--engine-worker-queue-port", "--cache-queue-port"),
+        *("--kv-cache-ratio", "--trust-remote-code"),
+    ]
+
+
+def test_short_flags_of_speculative_decoding() -> None:
+    section = {"method": "ngram_match", "num_speculative_tokens": 3}
+    assert parse("--spec-method", "ngram_match", "--spec-tokens", "3") == {
+        "speculative_config": section
+    }
+    assert normalise({"spec_method": "ngram_match", "spec_tokens": 3}) == {
+        "speculative_config": section
+    }
+
+
+def test_a_secret_that_is_not_taken_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    assert parse("--hf-token", "hf_secret") == {}
+    assert "HF_TOKEN" in caplog.text and "hf_secret" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -218,10 +297,13 @@ def test_json_options_have_a_dotted_form() -> None:
 def test_a_spelled_out_option_of_a_scheduler_is_a_part_of_its_section(name: str) -> None:
     section, part = PART_SPELLINGS[name]
     flag = "--" + name.replace("_", "-")
-    assert parse(flag, "1e5") == parse(f"--{name}=1e5") == {section: {part: "1e5"}}
-    assert normalise({name: "1e5"}) == {section: {part: "1e5"}}
+    for text in ("1e5", "7"):
+        value = part_value(section, text)
+        assert value == (7 if (section, text) == ("speculative_config", "7") else text)
+        assert parse(flag, text) == parse(f"--{name}={text}") == {section: {part: value}}
+        assert normalise({name: text}) == {section: {part: value}}
     assert normalise({name: None}) == {}
-    assert name not in {*BY_SPELLING, *REFUSED, *ALWAYS}
+    assert name not in {*BY_SPELLING, *OTHER_FLAGS}
     with pytest.raises(ConfigError, match="needs a value"):
         parse(flag, "--model", "m")
 
@@ -352,7 +434,9 @@ def test_every_argument_changes_a_configuration(model: Path) -> None:
 
     plain = build({})
     for row in ROWS:
-        if row.name in ("model", "log_level"):  # the level belongs to the process, not the server
+        # The level belongs to the process, not the server; the last two say where a model that is
+        # named comes from, and this one is a folder.
+        if row.name in ("model", "log_level", "revision", "download_dir"):
             continue
         value = special.get(row.name, not row.default if row.type == "bool" else sample(row)[1])
         if row.name in together:

@@ -46,6 +46,34 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert ended.stderr.strip() == "[]"
 
 
+@pytest.mark.parametrize("installed", [True, False])
+def test_help_says_what_to_do_next(
+    installed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: object() if installed and name == "torch" else None
+    )
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "fastdeploy serve MODEL_FOLDER" in text
+    assert ('pip install "fastdeploy-core[paddle]"' in text) is not installed
+
+
+def test_listing_plugins_is_quick() -> None:
+    """The same of `plugins list`, with everything that is installed beside the core."""
+
+    def seconds() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    times = []
+    for _ in range(5):
+        before = seconds()
+        run("plugins", "list")
+        times.append(seconds() - before)
+    assert min(times) < 0.25
+
+
 def test_help_is_quick() -> None:
     """By the time of the processor, so that a busy machine does not fail it."""
 

@@ -76,7 +76,6 @@ def test_every_spelling_is_read(values: dict[str, Any], expected: GraphConfig) -
             "different things",
         ),
         ({"max_cudagraph_capture_size": 0}, "between 1 and"),
-        ({"use_warmup": 2}, "warmed up"),
     ],
     ids=str,
 )

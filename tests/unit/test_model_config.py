@@ -137,9 +137,16 @@ def test_an_automatic_dtype_gives_way_to_the_device(folder: Path) -> None:
     assert fit_dtype(asked, ("float32", "bfloat16"), "float32") == (asked, [])
 
 
-def test_a_dtype_that_was_asked_for_does_not_give_way(folder: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=r"--dtype float16; possible: float32, bfloat16"):
-        fit_dtype(read_model_config(folder, {"dtype": "float16"}), ("float32", "bfloat16"))
+def test_a_dtype_that_was_asked_for_gives_way_to_float32_with_a_line(folder: Path) -> None:
+    """float32 holds every value of the others; a device without it cannot stand in."""
+    asked = read_model_config(folder, {"dtype": "float16"})
+    config, report = fit_dtype(asked, ("float32", "bfloat16"))
+    assert config.dtype == "float32"
+    assert report == [
+        "dtype float32 instead of --dtype float16: the device computes in float32, bfloat16"
+    ]
+    with pytest.raises(UnsupportedModel, match=r"--dtype float16; possible: bfloat16"):
+        fit_dtype(asked, ("bfloat16",))
 
 
 @pytest.mark.parametrize(

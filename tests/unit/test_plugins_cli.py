@@ -50,10 +50,13 @@ def test_list_says_what_is_wrong(capsys, stranger, monkeypatch):
     assert "problem: FD_PLUGINS_DISABLED names fd-absent" in out.err
 
 
-def test_usage_errors_exit_with_2(capsys):
-    for argv in ([], ["list", "--kind", "odd"]):
-        assert main(["plugins", *argv]) == 2
-        assert "usage: fastdeploy plugins" in "".join(capsys.readouterr())
+def test_mistakes_of_usage_are_explained(capsys):
+    assert main(["plugins"]) == 2
+    assert "usage: fastdeploy plugins" in capsys.readouterr().out
+    assert main(["plugins", "list", "--kind", "odd"]) == 1
+    assert "invalid choice: 'odd'" in capsys.readouterr().err
+    assert main(["plugins", "list", "--jsn"]) == 1
+    assert "did you mean --json?" in capsys.readouterr().err
 
 
 def test_list_imports_neither_plugins_nor_heavy_libraries(stranger):

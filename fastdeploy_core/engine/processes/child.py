@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastdeploy_core import envs
-from fastdeploy_core.engine.processes.log_format import LineFormatter
+from fastdeploy_core.engine.processes.log_format import DailyFile, LineFormatter, handlers
 from fastdeploy_core.metadata import tolerate_damage
 
 _BOOT = (
@@ -125,6 +125,8 @@ def name_in_log(name: str) -> None:
     for handler in logging.getLogger().handlers:
         if isinstance(handler.formatter, LineFormatter):
             handler.formatter.name_process(name)
+        if isinstance(handler, DailyFile):
+            handler.name_process(name)
 
 
 def end_startup() -> None:
@@ -168,9 +170,8 @@ def run_child(target: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter(process=sys.argv[3]))
-    logging.basicConfig(level=envs.read("FD_LOG_LEVEL").upper(), handlers=[handler])
+    level = envs.read("FD_LOG_LEVEL").upper()
+    logging.basicConfig(level=level, handlers=handlers(process=sys.argv[3]))
     gc.disable()  # until end_startup
     module, _, function = target.partition(":")
     # before the first record is read, which may come later

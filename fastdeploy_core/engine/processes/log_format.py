@@ -1,12 +1,22 @@
-"""The format of log lines, in the server and in the processes it starts.
+"""Where log lines go and what they look like, in the server and in the processes it starts.
 
-One line per record: control characters are escaped, so that no text of a client can forge a line.
+One line per record, for people or as JSON (FD_LOG_FORMAT): control characters are escaped, so that
+no text of a client can forge a line. They go to standard error and to a file for each process in
+FD_LOG_DIR, a new one every day.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import logging.handlers
+import sys
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from fastdeploy_core import envs
+from fastdeploy_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from logging import _SysExcInfoType
@@ -44,3 +54,57 @@ class LineFormatter(logging.Formatter):
     def formatException(self, ei: _SysExcInfoType) -> str:
         """Called by format()."""
         return super().formatException(ei).translate(_LINE_ESCAPES)
+
+
+class JsonFormatter(LineFormatter):
+    """One JSON object per line: time (UTC), level, process, logger, message; request_id where the
+    line is about a request, traceback where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The object as text."""
+        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        row = {
+            "time": f"{when}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "process": self._process or "server",
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if request_id := getattr(record, "request_id", ""):
+            row["request_id"] = request_id
+        if record.exc_info:
+            row["traceback"] = logging.Formatter.formatException(self, record.exc_info)
+        return json.dumps(row)
+
+
+class DailyFile(logging.handlers.TimedRotatingFileHandler):
+    """The log of one process, opened with its first line. FD_LOG_BACKUP_COUNT days are kept."""
+
+    def __init__(self, folder: Path, process: str) -> None:
+        kept = int(envs.read("FD_LOG_BACKUP_COUNT"))
+        path = folder / f"{process.removeprefix('fastdeploy-') or 'server'}.log"
+        super().__init__(path, when="midnight", backupCount=kept, delay=True, encoding="utf-8")
+
+    def name_process(self, name: str) -> None:
+        """Later lines go to the file of this process."""
+        self.close()
+        self.baseFilename = str(Path(self.baseFilename).with_name(f"{name}.log"))
+
+
+def handlers(process: str = "") -> list[logging.Handler]:
+    """Standard error and the file of this process. ConfigError if FD_LOG_DIR is no place for it."""
+    found: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if given := envs.read("FD_LOG_DIR"):
+        folder = Path(given).expanduser()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"FD_LOG_DIR {given!r} cannot be made: {error.strerror}; set it to a folder that "
+                "this user may write to"
+            ) from None
+        found.append(DailyFile(folder, process))
+    kind = JsonFormatter if envs.read("FD_LOG_FORMAT") == "json" else LineFormatter
+    for handler in found:
+        handler.setFormatter(kind(process=process))
+    return found

@@ -65,6 +65,7 @@ class ChatJob:
         if state.media is not None and body.messages is not None:
             self._messages, self._parts = take_media(body.messages, state.media.kinds)
         self._constraint: StructuredOutputsParams | None = None
+        self._echoed = body.echoed(state.config.response_role)
         self._prompt_tail = ""
         self._request: Request | None = None
         self.stream = bool(body.stream)
@@ -260,9 +261,10 @@ class ChatJob:
         said = answer.collected
         if end.finish_reason == "length":
             said.drop_unfinished_calls()
+        content = self._echoed + said.content
         message: dict[str, Any] = {
             "role": self._state.config.response_role,
-            "content": said.content if said.content or not said.calls else None,
+            "content": content if content or not said.calls else None,
             "refusal": None,
         }
         if said.reasoning and self._body.include_reasoning is not False:
@@ -288,7 +290,7 @@ class ChatJob:
         return chat_logprobs(positions, token_ids, self._body.top_logprobs or 0, self._names)
 
     def _first_chunk(self, index: int, usage: Usage | None) -> dict[str, Any]:
-        delta: dict[str, Any] = {"role": self._state.config.response_role, "content": ""}
+        delta: dict[str, Any] = {"role": self._state.config.response_role, "content": self._echoed}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         chunk = self._envelope(CHUNK, [choice], usage)
         if self._body.return_token_ids:

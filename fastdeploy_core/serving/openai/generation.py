@@ -68,6 +68,7 @@ def _log(request: Request, timer: RequestTimer) -> None:
         timer.finish_reasons,
         first_s,
         now - timer.started_at,
+        extra={"request_id": request.request_id},
     )
 
 

@@ -21,6 +21,7 @@ from .schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Invocation,
     TokenizeRequest,
 )
 from .schemas.common import SamplingFields
@@ -69,6 +70,12 @@ def openai_router(state: ServerState) -> APIRouter:
         body = await read_model(http, CompletionRequest, state.threads)
         return await answer(http, state, CompletionJob(state, body, call_of(http, body)))
 
+    @router.post("/invocations")  # one path for both, as SageMaker calls it
+    async def invocations(http: Request) -> Response:
+        body = await read_model(http, Invocation, state.threads)
+        http.state.ignored_fields = None  # which fields have no effect is the other model's to say
+        return await (completions if body.messages is None else chat_completions)(http)
+
     @router.get("/v1/models")
     async def models() -> Response:
         cards = [_card(state, name, created) for name in state.config.served_names]
@@ -91,19 +98,7 @@ def openai_router(state: ServerState) -> APIRouter:
     async def detokenize(http: Request) -> Response:
         body = await read_model(http, DetokenizeRequest, state.threads)
         state.check_model(body.model)
-        most = state.limits.max_chars  # a token has at least one character
-        if len(body.tokens) > most:
-            raise ApiError(
-                400, f"tokens has {len(body.tokens)} ids; at most {most} fit", param="tokens"
-            )
-        wrong = next((t for t in body.tokens if not 0 <= t < state.limits.vocab_size), None)
-        if wrong is not None:
-            raise ApiError(
-                400,
-                f"token id {wrong} is out of vocabulary; possible: 0 to "
-                f"{state.limits.vocab_size - 1}",
-                param="tokens",
-            )
+        _check_ids(state, body.tokens)
         text = await state.threads.run(
             tenant_of(http),
             state.tokenizer.decode,
@@ -111,6 +106,10 @@ def openai_router(state: ServerState) -> APIRouter:
             skip_special_tokens=body.skip_special_tokens,
         )
         return json_response({"prompt": text})
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        return json_response(state.tokenizer.description())
 
     return router
 
@@ -162,6 +161,20 @@ def _card(state: ServerState, name: str, created: int) -> dict[str, Any]:
         "max_model_len": state.limits.max_model_len,
         "permission": [permission],
     }
+
+
+def _check_ids(state: ServerState, tokens: list[int]) -> None:
+    """ApiError for more ids than a prompt may have, and for one that is none."""
+    most = state.limits.max_chars  # a token has at least one character
+    if len(tokens) > most:
+        raise ApiError(400, f"tokens has {len(tokens)} ids; at most {most} fit", param="tokens")
+    wrong = next((t for t in tokens if not 0 <= t < state.limits.vocab_size), None)
+    if wrong is not None:
+        raise ApiError(
+            400,
+            f"token id {wrong} is out of vocabulary; possible: 0 to {state.limits.vocab_size - 1}",
+            param="tokens",
+        )
 
 
 def _tokenize(state: ServerState, body: TokenizeRequest) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastdeploy_core.contracts.base import DISTRIBUTION, KINDS
+from fastdeploy_core.contracts.command import CommandParser
 from fastdeploy_core.errors import ConfigError, PluginNotFound
 from fastdeploy_core.plugins.discovery import HOOKS, OK, Inventory, discover
 from fastdeploy_core.plugins.drivers import find
@@ -83,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="fastdeploy plugins check", description="Run the conformance kit against a driver."
     )
     parser.add_argument("name", help="name of the driver, or of a distribution with one device")

@@ -7,7 +7,6 @@ plugins are compared with the reference. `doctor` runs this module in a process 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from fastdeploy_core.contracts.command import CommandParser
 from fastdeploy_core.contracts.device import DeviceOptions, FallbackDevice, ReportingDevice
 from fastdeploy_core.contracts.moe import RoutingSpec
 from fastdeploy_core.contracts.ops import OPERATIONS
@@ -353,7 +353,7 @@ def collective(name: str, library: str, device: DeviceBackend) -> Row:
 
 def main(argv: Sequence[str]) -> int:
     """Print the rows; exit code 1 if one of them did not pass."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="fastdeploy plugins examine",
         description="Run each operation of a device, compare it with the reference, and join two "
         "ranks for one collective.",

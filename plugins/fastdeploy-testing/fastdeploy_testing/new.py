@@ -11,6 +11,7 @@ from typing import Final
 
 from fastdeploy_core import __version__
 from fastdeploy_core.contracts.base import CONTRACT
+from fastdeploy_core.contracts.command import CommandParser
 from fastdeploy_core.errors import ConfigError
 
 TEMPLATE_FOLDER: Final = Path(__file__).with_name("templates")
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="fastdeploy plugins new", description="Start a plugin from a template."
     )
     parser.add_argument("name", help="name of the distribution, such as fd-mychip")

@@ -221,7 +221,7 @@ class BenchClient:
         if parts.scheme != "http" or not parts.hostname:
             raise ConfigError(f"--url {url!r} is not an http:// address")
         self._host, self._port = parts.hostname, parts.port or 80
-        self._base = parts.path.rstrip("/")
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
         self._key = api_key
         self._idle: deque[_Connection] = deque()
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastdeploy_core.cli.parsing import whole
+from fastdeploy_core.contracts.command import CommandParser
 from fastdeploy_core.errors import ConfigError
 
 from .client import BenchClient, Call, Measured
@@ -39,8 +40,8 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fastdeploy bench serve", description=__doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:8180", help="address without /v1")
+    parser = CommandParser(prog="fastdeploy bench serve", description=__doc__)
+    parser.add_argument("--url", default="http://127.0.0.1:8180", help="with or without /v1")
     parser.add_argument("--model-name", help="default: the first of /v1/models")
     parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY", ""))
     parser.add_argument(

@@ -22,7 +22,9 @@ REFUSAL = b'{"error": {"message": "too long"}}'
 REFUSED = b"HTTP/1.1 400 Bad Request\r\ncontent-length: %d\r\n\r\n%b" % (len(REFUSAL), REFUSAL)
 
 
-def ask(answers: list[bytes | None], num_calls: int) -> tuple[list[Measured], list[int]]:
+def ask(
+    answers: list[bytes | None], num_calls: int, path: str = ""
+) -> tuple[list[Measured], list[int]]:
     """Send calls, one after the other, to a server that gives these answers (None: it closes the
     connection). Returns their measurements, and which connection each answer came on."""
     used: list[int] = []
@@ -35,6 +37,7 @@ def ask(answers: list[bytes | None], num_calls: int) -> tuple[list[Measured], li
         while True:
             try:
                 head = await reader.readuntil(b"\r\n\r\n")
+                assert head.startswith(b"POST /v1/completions HTTP")
             except asyncio.IncompleteReadError:
                 break
             length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
@@ -49,7 +52,7 @@ def ask(answers: list[bytes | None], num_calls: int) -> tuple[list[Measured], li
     async def main() -> list[Measured]:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        client = BenchClient(f"http://127.0.0.1:{port}", "")
+        client = BenchClient(f"http://127.0.0.1:{port}{path}", "")
         found = [await client.measure("/v1/completions", {"prompt": "x"}) for _ in range(num_calls)]
         client.close()
         server.close()
@@ -81,3 +84,9 @@ def test_errors_are_told_and_the_next_call_is_not_harmed() -> None:
     found, used = ask([REFUSED, STREAM], 2)
     assert "too long" in found[0].error and found[0].error.startswith("400")
     assert found[1].error == "" and used == [1, 2]
+
+
+def test_an_address_with_and_without_v1_is_the_same() -> None:
+    for path in ("", "/", "/v1", "/v1/"):
+        found, _ = ask([STREAM], 1, path)
+        assert not found[0].error and found[0].output_tokens == 2

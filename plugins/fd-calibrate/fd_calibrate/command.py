@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastdeploy_core.cli.parsing import whole
+from fastdeploy_core.contracts.command import CommandParser
 
 _EPILOG = """\
 METHOD is what --quantization takes: a name (wint8, wint4, w8a8, w4a8, block_wise_fp8, wfp8afp8;
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="fastdeploy quantize",
         description="Write a checkpoint in fewer bits, which `fastdeploy serve` loads.",
         epilog=_EPILOG,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from fastdeploy_core.contracts.command import CommandParser
 from fastdeploy_core.errors import ConfigError
 
 from .follower import Publisher
@@ -70,7 +71,7 @@ def parse(arguments: Sequence[str]) -> RouterOptions:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="fastdeploy router",
         description="One OpenAI API in front of several servers of the same model.",
         epilog="An argument @FILE stands for the arguments in that file, one a line: so keys do "

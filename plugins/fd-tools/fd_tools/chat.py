@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from fastdeploy_core.contracts.command import CommandParser
+
 from .http_client import DEFAULT_URL, Client
 
 
@@ -38,9 +40,7 @@ def _talk(name: str, argv: Sequence[str]) -> int:
 
 def _parser(name: str) -> argparse.ArgumentParser:
     what = "Chat with" if name == "chat" else "Complete text with"
-    parser = argparse.ArgumentParser(
-        prog=f"fastdeploy {name}", description=f"{what} a running server."
-    )
+    parser = CommandParser(prog=f"fastdeploy {name}", description=f"{what} a running server.")
     parser.add_argument("--url", default=DEFAULT_URL, help=f"its API (default: {DEFAULT_URL})")
     parser.add_argument("--model-name", help="default: the first of /v1/models")
     parser.add_argument("--api-key", help="default: OPENAI_API_KEY")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy_core import __version__
+from fastdeploy_core.contracts.command import CommandParser
 
 PACKAGES = (
     "fastdeploy-core", "paddlepaddle", "torch", "numpy", "transformers", "tokenizers",
@@ -27,7 +27,7 @@ _SETTINGS = re.compile(r"FD_|FLAGS_|OMP_|MKL_|.*VISIBLE_DEVICES$")
 
 def main(argv: Sequence[str]) -> int:
     """Print the environment."""
-    parser = argparse.ArgumentParser(prog="fastdeploy collect-env", description=__doc__)
+    parser = CommandParser(prog="fastdeploy collect-env", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     arguments = parser.parse_args(argv)
     found = collect(os.environ)

@@ -29,7 +29,8 @@ class Client:
             raise ConfigError(f"--url {url!r} is not an http address such as {DEFAULT_URL}")
         self._secure = parts.scheme == "https"
         self._host, self._port = parts.hostname, parts.port
-        self._base = parts.path.rstrip("/")
+        base = parts.path.rstrip("/")
+        self._base = base if base.endswith("/v1") else f"{base}/v1"
         self._timeout_s = timeout_s
         key = api_key or os.environ.get("OPENAI_API_KEY") or ""
         self._headers = {"Content-Type": "application/json", "Accept": "*/*"}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdeploy_core.contracts.base import DISTRIBUTION, KINDS
+from fastdeploy_core.contracts.command import CommandParser
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.errors import ContractMismatch
 from fastdeploy_core.plugins.discovery import DISABLED, HOOKS, OK, Inventory, PluginEntry, discover
@@ -72,7 +73,7 @@ def all_rows(timeout_s: float) -> list[dict[str, Any]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="fastdeploy plugins doctor", description="Load each plugin in a child process."
     )
     parser.add_argument("--json", action="store_true", help="the stable form for programs")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastdeploy_core import envs
+from fastdeploy_core.contracts.command import CommandParser
 from fastdeploy_core.errors import PluginNotFound
 from fastdeploy_core.plugins.discovery import OK, Inventory, PluginEntry, canonical, discover
 from fastdeploy_core.plugins.preflight import Job
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="fastdeploy plugins show", description="Drivers, hooks and capabilities of one plugin."
     )
     parser.add_argument("name", help="a distribution, or the name of a driver")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.contracts.base import DISTRIBUTION, KINDS, Accept, Candidate, Decline
+from fastdeploy_core.contracts.command import CommandParser
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.contracts.model import ModelShapes
 from fastdeploy_core.errors import ConfigError
@@ -70,7 +71,7 @@ def _without_broken(inventory: Inventory, kind: str, decisions: Sequence[Decisio
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="fastdeploy plugins why", description="Every candidate, its answer, and the winner."
     )
     parser.add_argument("kind", choices=list(KINDS), help="what is to be chosen")

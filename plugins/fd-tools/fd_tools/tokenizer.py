@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from fastdeploy_core.contracts.command import CommandParser
 from fastdeploy_core.errors import ConfigError
 
 
@@ -28,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fastdeploy tokenizer", description=__doc__)
+    parser = CommandParser(prog="fastdeploy tokenizer", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     encode = commands.add_parser("encode", help="text to token ids")
     encode.add_argument("text", nargs="?", help="default: standard input")

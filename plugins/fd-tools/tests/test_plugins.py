@@ -160,6 +160,6 @@ def test_pth_files_without_owner_are_shown(monkeypatch, tmp_path):
     assert len(rows) == 1 and "runs code" in rows[0]["hint"] and rows[0]["verdict"] == "WARN"
 
 
-def test_a_question_without_its_kind_exits_with_2(capsys):
-    assert main(["plugins", "why"]) == 2
-    assert "usage: fastdeploy plugins why" in capsys.readouterr().err
+def test_a_question_without_its_kind_says_what_is_missing(capsys):
+    assert main(["plugins", "why"]) == 1
+    assert "required: kind; see `fastdeploy plugins why --help`" in capsys.readouterr().err

@@ -7,11 +7,14 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from fd_tools import collect_env
+from fd_tools.http_client import Client
 from server_support import write_tokenizer
 
 from fastdeploy_core.cli.main import main
@@ -40,6 +43,10 @@ def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[s
     [
         (["chat", "-q", "x", "--url", "http://127.0.0.1:9"], "no server answers"),
         (["chat", "-q", "x", "--url", "ftp://x"], "--url"),
+        (["chat", "--max-token", "3", "--temprature", "1"], "did you mean --temperature?"),
+        (["tokenizer", "info", "--model", "m", "--jsn"], "did you mean --json?"),
+        (["tokenizer", "inf", "--model", "m"], "invalid choice"),
+        (["collect-env", "--xyzzy"], "see `fastdeploy collect-env --help`"),
         (["run-batch", "-i", "/nowhere", "-o", "x", "m"], "does not exist"),
         (["tokenizer", "info", "--model", "/nowhere"], "/nowhere"),
     ],
@@ -108,3 +115,27 @@ def test_collect_env_prints_json() -> None:
         "plugins",
         "environment",
     }
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/", "/behind/proxy"])
+def test_an_address_with_and_without_v1_is_the_same(path: str) -> None:
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            body = b'{"data": [{"id": "m"}]}'
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        assert Client(f"http://127.0.0.1:{server.server_port}{path}").model() == "m"
+        thread.join()
+    expected = "/behind/proxy/v1/models" if "proxy" in path else "/v1/models"
+    assert asked == [expected]

@@ -3,12 +3,13 @@
 from .chat import ChatCompletionRequest
 from .common import StreamOptions
 from .completion import CompletionRequest
-from .tools import DetokenizeRequest, TokenizeRequest
+from .tools import DetokenizeRequest, Invocation, TokenizeRequest
 
 __all__ = [
     "ChatCompletionRequest",
     "CompletionRequest",
     "DetokenizeRequest",
+    "Invocation",
     "StreamOptions",
     "TokenizeRequest",
 ]

@@ -82,8 +82,6 @@ class ChatCompletionRequest(SamplingFields):
             raise InvalidRequest("messages is missing", param="messages")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
-        if self.echo:
-            raise InvalidRequest("echo is possible in /v1/completions only", param="echo")
         if self.add_generation_prompt and self.continue_final_message:
             self.add_generation_prompt = "add_generation_prompt" in self.model_fields_set
             if self.add_generation_prompt:
@@ -124,6 +122,18 @@ class ChatCompletionRequest(SamplingFields):
                 param="tool_choice",
             )
         return name
+
+    def echoed(self, role: str) -> str:
+        """What stands before the answer with `echo`: the last message, if it is of this role."""
+        if not self.echo or not self.messages or not isinstance(self.messages[-1], dict):
+            return ""
+        last = self.messages[-1]
+        if last["role"] != role:
+            return ""
+        content = last.get("content") or ""
+        if isinstance(content, str):
+            return content
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
 
     def wants_tools(self) -> bool:
         """Whether the model sees any tools."""

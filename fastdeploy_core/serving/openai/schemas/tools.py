@@ -12,6 +12,12 @@ from .chat import ChatCompletionRequest
 from .common import MAX_NAME_CHARS, MAX_TOKEN_IDS, ApiModel
 
 
+class Invocation(ApiModel):
+    """Chat or text completion, by what it has."""
+
+    messages: Any = None
+
+
 class TokenizeRequest(ApiModel):
     """Text, or a conversation as in /v1/chat/completions."""
 

@@ -1,0 +1,1 @@
+"""Models by name: downloaded from a hub, checked, and kept for the next start."""

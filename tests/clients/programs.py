@@ -1,0 +1,510 @@
+"""What users of each client library write, with nothing changed but the address: chat, stream,
+tools, structured output. Runs in an environment that has the client and not FastDeploy.
+
+    python programs.py CLIENT URL MODEL    # a line for each task: its name, then ok or what failed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
+
+QUESTION = "Where is the capital of China?"
+WEATHER = "What is the weather in Paris?"
+# As the demo model was taught to be asked.
+PERSON = (
+    "Text: Anna Smith is 31 years old.\nExtract the data into this JSON schema: "
+    '{"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, '
+    '"required": ["name", "age"]}'
+)
+KEY = "none"
+LIMIT = 200  # tokens; the demo model may not stop in texts that it was never shown
+
+
+class Person(BaseModel):
+    """Bounded, so that any model comes to an end."""
+
+    name: Annotated[str, Field(max_length=20)]
+    age: Annotated[int, Field(ge=0, le=150)]
+
+
+def get_weather(city: str) -> str:
+    """Get the weather of a city.
+
+    Args:
+        city: Name of the city.
+    """
+    return f"21 degrees and sunny in {city}"
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+        },
+    },
+}
+
+
+def says_beijing(text: Any) -> None:
+    assert "Beijing" in str(text), repr(text)
+
+
+def is_streamed(pieces: list[str]) -> None:
+    assert len([piece for piece in pieces if piece]) > 1, pieces
+    says_beijing("".join(pieces))
+
+
+def calls_weather(name: str, arguments: str | dict[str, Any]) -> None:
+    given = json.loads(arguments) if isinstance(arguments, str) else arguments
+    assert (name, given) == ("get_weather", {"city": "Paris"}), (name, arguments)
+
+
+def is_anna(person: Any) -> None:
+    assert person == Person(name="Anna Smith", age=31), person
+
+
+class OpenAI:
+    package = "openai"
+
+    def __init__(self, url: str, model: str) -> None:
+        import openai
+
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY)
+        self.api, self.fields = client.chat.completions, {"model": model, "temperature": 0}
+
+    def chat(self) -> None:
+        answer = self.api.create(messages=[{"role": "user", "content": QUESTION}], **self.fields)
+        says_beijing(answer.choices[0].message.content)
+
+    def stream(self) -> None:
+        asked = [{"role": "user", "content": QUESTION}]
+        chunks = self.api.create(messages=asked, stream=True, **self.fields)
+        is_streamed([c.choices[0].delta.content or "" for c in chunks if c.choices])
+
+    def tools(self) -> None:
+        asked = [{"role": "user", "content": WEATHER}]
+        message = self.api.create(messages=asked, tools=[TOOL], **self.fields).choices[0].message
+        (call,) = message.tool_calls
+        calls_weather(call.function.name, call.function.arguments)
+
+    def structured(self) -> None:
+        asked = [{"role": "user", "content": PERSON}]
+        answer = self.api.parse(messages=asked, response_format=Person, **self.fields)
+        is_anna(answer.choices[0].message.parsed)
+
+
+class LiteLLM:
+    package = "litellm"
+
+    def __init__(self, url: str, model: str) -> None:
+        import litellm
+
+        self.complete = litellm.completion
+        self.fields = {"model": f"openai/{model}", "api_base": f"{url}/v1", "api_key": KEY}
+        self.fields["temperature"] = 0
+
+    def chat(self) -> None:
+        answer = self.complete(messages=[{"role": "user", "content": QUESTION}], **self.fields)
+        says_beijing(answer.choices[0].message.content)
+
+    def stream(self) -> None:
+        asked = [{"role": "user", "content": QUESTION}]
+        chunks = self.complete(messages=asked, stream=True, **self.fields)
+        is_streamed([c.choices[0].delta.content or "" for c in chunks])
+
+    def tools(self) -> None:
+        asked = [{"role": "user", "content": WEATHER}]
+        answer = self.complete(messages=asked, tools=[TOOL], **self.fields)
+        (call,) = answer.choices[0].message.tool_calls
+        calls_weather(call.function.name, call.function.arguments)
+
+    def structured(self) -> None:
+        asked = [{"role": "user", "content": PERSON}]
+        answer = self.complete(messages=asked, response_format=Person, **self.fields)
+        is_anna(Person.model_validate_json(answer.choices[0].message.content))
+
+
+class LangChain:
+    package = "langchain-openai"
+
+    def __init__(self, url: str, model: str) -> None:
+        from langchain_openai import ChatOpenAI
+
+        self.llm = ChatOpenAI(base_url=f"{url}/v1", api_key=KEY, model=model, temperature=0)
+
+    def chat(self) -> None:
+        says_beijing(self.llm.invoke(QUESTION).content)
+
+    def stream(self) -> None:
+        is_streamed([chunk.content for chunk in self.llm.stream(QUESTION)])
+
+    def tools(self) -> None:
+        (call,) = self.llm.bind_tools([get_weather]).invoke(WEATHER).tool_calls
+        calls_weather(call["name"], call["args"])
+
+    def structured(self) -> None:
+        is_anna(self.llm.with_structured_output(Person).invoke(PERSON))
+
+
+class LlamaIndex:
+    package = "llama-index-llms-openai-like"
+
+    def __init__(self, url: str, model: str) -> None:
+        from llama_index.core.llms import ChatMessage
+        from llama_index.llms.openai_like import OpenAILike
+
+        self.llm = OpenAILike(
+            model=model,
+            api_base=f"{url}/v1",
+            api_key=KEY,
+            is_chat_model=True,
+            is_function_calling_model=True,
+            should_use_structured_outputs=True,
+            temperature=0,
+            max_tokens=LIMIT,
+            context_window=1024,
+        )
+        self.ask = lambda text: [ChatMessage(role="user", content=text)]
+
+    def chat(self) -> None:
+        says_beijing(self.llm.chat(self.ask(QUESTION)).message.content)
+
+    def stream(self) -> None:
+        is_streamed([r.delta or "" for r in self.llm.stream_chat(self.ask(QUESTION))])
+
+    def tools(self) -> None:
+        from llama_index.core.tools import FunctionTool
+
+        tool = FunctionTool.from_defaults(get_weather)
+        answer = self.llm.chat_with_tools([tool], user_msg=WEATHER)
+        (call,) = self.llm.get_tool_calls_from_response(answer)
+        calls_weather(call.tool_name, call.tool_kwargs)
+
+    def structured(self) -> None:
+        is_anna(self.llm.as_structured_llm(Person).chat(self.ask(PERSON)).raw)
+
+
+class Instructor:
+    package = "instructor"
+
+    def __init__(self, url: str, model: str) -> None:
+        import instructor
+        import openai
+
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY)
+        self.of = lambda mode: instructor.from_openai(client, mode=getattr(instructor.Mode, mode))
+        self.fields = {"model": model, "temperature": 0, "max_tokens": LIMIT}
+        self.fields["messages"] = [{"role": "user", "content": PERSON}]
+
+    def tools(self) -> None:
+        found = self.of("TOOLS").chat.completions.create(response_model=Person, **self.fields)
+        assert isinstance(found, Person)  # a forced call of a function that the model never saw
+
+    def structured(self) -> None:
+        api = self.of("JSON_SCHEMA").chat.completions
+        assert isinstance(api.create(response_model=Person, **self.fields), Person)
+
+    def stream(self) -> None:
+        api = self.of("JSON_SCHEMA").chat.completions
+        parts = list(api.create_partial(response_model=Person, **self.fields))
+        assert len(parts) > 1 and parts[-1].age is not None
+
+
+class PydanticAI:
+    package = "pydantic-ai-slim"
+
+    def __init__(self, url: str, model: str) -> None:
+        from pydantic_ai import Agent, NativeOutput
+        from pydantic_ai.models.openai import OpenAIChatModel
+        from pydantic_ai.providers.openai import OpenAIProvider
+
+        provider = OpenAIProvider(base_url=f"{url}/v1", api_key=KEY)
+        chat = OpenAIChatModel(model, provider=provider)
+        settings = {"temperature": 0, "max_tokens": LIMIT}
+        self.agent = lambda **more: Agent(chat, model_settings=settings, **more)
+        self.native = NativeOutput(Person)
+
+    def chat(self) -> None:
+        says_beijing(self.agent().run_sync(QUESTION).output)
+
+    async def stream(self) -> None:
+        async with self.agent().run_stream(QUESTION) as answer:
+            pieces = [text async for text in answer.stream_text(delta=True, debounce_by=None)]
+        is_streamed(pieces)
+
+    def tools(self) -> None:
+        called: list[str] = []
+
+        def weather(city: str) -> str:
+            """Get the weather of a city."""
+            called.append(city)
+            return get_weather(city)
+
+        weather.__name__ = "get_weather"
+        self.agent(tools=[weather]).run_sync(WEATHER)
+        assert called == ["Paris"], called
+
+    def structured(self) -> None:
+        is_anna(self.agent(output_type=self.native).run_sync(PERSON).output)
+
+
+class OpenAIAgents:
+    package = "openai-agents"
+
+    def __init__(self, url: str, model: str) -> None:
+        import agents
+        import openai
+
+        agents.set_tracing_disabled(True)
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY)
+        chat = agents.OpenAIChatCompletionsModel(model=model, openai_client=client)
+        settings = agents.ModelSettings(temperature=0, max_tokens=LIMIT)
+        self.agents = agents
+        self.agent = lambda **more: agents.Agent(
+            name="a", model=chat, model_settings=settings, **more
+        )
+
+    async def chat(self) -> None:
+        says_beijing((await self.agents.Runner.run(self.agent(), QUESTION)).final_output)
+
+    async def stream(self) -> None:
+        run = self.agents.Runner.run_streamed(self.agent(), QUESTION)
+        pieces = [
+            event.data.delta
+            async for event in run.stream_events()
+            if event.type == "raw_response_event"
+            and event.data.type == "response.output_text.delta"
+        ]
+        is_streamed(pieces)
+
+    async def tools(self) -> None:
+        called: list[str] = []
+
+        @self.agents.function_tool(name_override="get_weather")
+        def weather(city: str) -> str:
+            """Get the weather of a city."""
+            called.append(city)
+            return get_weather(city)
+
+        await self.agents.Runner.run(self.agent(tools=[weather]), WEATHER)
+        assert called == ["Paris"], called
+
+    async def structured(self) -> None:
+        run = await self.agents.Runner.run(self.agent(output_type=Person), PERSON)
+        is_anna(run.final_output)
+
+
+class DSPy:
+    package = "dspy"
+
+    def __init__(self, url: str, model: str) -> None:
+        import dspy
+
+        options = {"temperature": 0, "max_tokens": LIMIT, "cache": False}
+        self.lm = dspy.LM(f"openai/{model}", api_base=f"{url}/v1", api_key=KEY, **options)
+
+    def chat(self) -> None:
+        (answer,) = self.lm(messages=[{"role": "user", "content": QUESTION}])
+        says_beijing(answer if isinstance(answer, str) else answer["text"])
+
+    def tools(self) -> None:
+        """A tool call in the function-calling form of the API."""
+        (answer,) = self.lm(messages=[{"role": "user", "content": WEATHER}], tools=[TOOL])
+        (call,) = answer["tool_calls"]
+        calls_weather(call.function.name, call.function.arguments)
+
+    def structured(self) -> None:
+        asked = [{"role": "user", "content": PERSON}]
+        (answer,) = self.lm(messages=asked, response_format=Person)
+        text = answer if isinstance(answer, str) else answer["text"]
+        is_anna(Person.model_validate_json(text))
+
+
+class Haystack:
+    package = "haystack-ai"
+
+    def __init__(self, url: str, model: str) -> None:
+        from haystack.components.generators.chat import OpenAIChatGenerator
+        from haystack.dataclasses import ChatMessage
+        from haystack.utils import Secret
+
+        settings = {"temperature": 0, "max_tokens": LIMIT}
+        self.generator = lambda **more: OpenAIChatGenerator(
+            api_key=Secret.from_token(KEY),
+            model=model,
+            api_base_url=f"{url}/v1",
+            generation_kwargs={**settings, **more.pop("settings", {})},
+            **more,
+        )
+        self.ask = lambda text: [ChatMessage.from_user(text)]
+
+    def chat(self) -> None:
+        says_beijing(self.generator().run(self.ask(QUESTION))["replies"][0].text)
+
+    def stream(self) -> None:
+        pieces: list[str] = []
+        self.generator(streaming_callback=lambda chunk: pieces.append(chunk.content or "")).run(
+            self.ask(QUESTION)
+        )
+        is_streamed(pieces)
+
+    def tools(self) -> None:
+        from haystack.tools import Tool
+
+        function = TOOL["function"]
+        tool = Tool(
+            name=function["name"],
+            description=function["description"],
+            parameters=function["parameters"],
+            function=get_weather,
+        )
+        (call,) = self.generator(tools=[tool]).run(self.ask(WEATHER))["replies"][0].tool_calls
+        calls_weather(call.tool_name, call.arguments)
+
+    def structured(self) -> None:
+        generator = self.generator(settings={"response_format": Person})
+        text = generator.run(self.ask(PERSON))["replies"][0].text
+        is_anna(Person.model_validate_json(text))
+
+
+class Smolagents:
+    package = "smolagents"
+
+    def __init__(self, url: str, model: str) -> None:
+        from smolagents import ChatMessage, OpenAIServerModel
+
+        self.model = OpenAIServerModel(
+            model_id=model, api_base=f"{url}/v1", api_key=KEY, temperature=0, max_tokens=LIMIT
+        )
+        self.ask = lambda text: [ChatMessage(role="user", content=[{"type": "text", "text": text}])]
+
+    def chat(self) -> None:
+        says_beijing(self.model.generate(self.ask(QUESTION)).content)
+
+    def stream(self) -> None:
+        is_streamed([d.content or "" for d in self.model.generate_stream(self.ask(QUESTION))])
+
+    def tools(self) -> None:
+        from smolagents import tool
+
+        answer = self.model.generate(self.ask(WEATHER), tools_to_call_from=[tool(get_weather)])
+        call, *_ = answer.tool_calls  # it forces calls and does not say how many
+        calls_weather(call.function.name, call.function.arguments)
+
+    def structured(self) -> None:
+        schema = {"name": "person", "schema": Person.model_json_schema()}
+        wanted = {"type": "json_schema", "json_schema": schema}
+        answer = self.model.generate(self.ask(PERSON), response_format=wanted)
+        is_anna(Person.model_validate_json(answer.content))
+
+
+class Anthropic:
+    package = "anthropic"
+
+    def __init__(self, url: str, model: str) -> None:
+        import anthropic
+
+        self.api = anthropic.Anthropic(base_url=url, api_key=KEY).messages
+        self.fields = {"model": model, "max_tokens": LIMIT, "extra_body": {"temperature": 0}}
+
+    def chat(self) -> None:
+        answer = self.api.create(messages=[{"role": "user", "content": QUESTION}], **self.fields)
+        says_beijing(answer.content[0].text)
+
+    def stream(self) -> None:
+        asked = [{"role": "user", "content": QUESTION}]
+        with self.api.stream(messages=asked, **self.fields) as stream:
+            is_streamed(list(stream.text_stream))
+
+    def tools(self) -> None:
+        function = TOOL["function"]
+        tool = {k: function[k] for k in ("name", "description")}
+        tool["input_schema"] = function["parameters"]
+        asked = [{"role": "user", "content": WEATHER}]
+        answer = self.api.create(messages=asked, tools=[tool], **self.fields)
+        (call,) = (block for block in answer.content if block.type == "tool_use")
+        calls_weather(call.name, call.input)
+
+
+class LMEval:
+    """Scores and generates through the API, tokenizing through the server's own routes."""
+
+    package = "lm-eval"
+
+    def __init__(self, url: str, model: str) -> None:
+        from lm_eval.api.instance import Instance
+        from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+        self.lm = LocalCompletionsAPI(
+            model=model,
+            base_url=f"{url}/v1/completions",
+            tokenizer_backend="remote",
+            tokenized_requests=False,
+            max_length=1024,
+        )
+        self.instance = Instance
+
+    def score(self) -> None:
+        pairs = [("The capital of China is", " Beijing"), ("The capital of China is", " Berlin")]
+        asked = [
+            self.instance(request_type="loglikelihood", doc={}, arguments=pair, idx=i)
+            for i, pair in enumerate(pairs)
+        ]
+        (beijing, _), (berlin, _) = self.lm.loglikelihood(asked)
+        assert beijing > berlin, (beijing, berlin)
+
+    def generate(self) -> None:
+        arguments = ("The capital of China is", {"until": ["."], "max_gen_toks": 16})
+        asked = self.instance(request_type="generate_until", doc={}, arguments=arguments, idx=0)
+        says_beijing(self.lm.generate_until([asked])[0])
+
+
+CLIENTS: dict[str, Callable[[str, str], Any]] = {
+    client.package: client
+    for client in (
+        *(OpenAI, LiteLLM, LangChain, LlamaIndex, Instructor, PydanticAI, OpenAIAgents, DSPy),
+        *(Haystack, Smolagents, Anthropic, LMEval),
+    )
+}
+TASKS = ("chat", "stream", "tools", "structured", "score", "generate")
+
+
+def main(name: str, url: str, model: str) -> int:
+    """Run every task that the client has; 1 if one failed."""
+    print(f"version {version(name)}", flush=True)
+    client, failed = CLIENTS[name](url, model), False
+    loop = asyncio.new_event_loop()  # one for all: clients keep connections
+    for task in TASKS:
+        if (run := getattr(client, task, None)) is None:
+            continue
+        try:
+            done = run()
+            if inspect.isawaitable(done):
+                loop.run_until_complete(done)
+        except Exception as error:
+            failed = True
+            traceback.print_exc()
+            print(
+                f"{task} {type(error).__name__}: {' '.join(str(error).split())[:200]}", flush=True
+            )
+        else:
+            print(f"{task} ok", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

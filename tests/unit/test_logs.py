@@ -1,0 +1,110 @@
+"""Where log lines go: standard error, FD_LOG_DIR with a file for each process; JSON lines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fastdeploy_core.engine.processes import child
+from fastdeploy_core.engine.processes.log_format import DailyFile, handlers
+from fastdeploy_core.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FD_LOG_DIR", str(tmp_path / "logs"))
+
+
+@pytest.fixture
+def root() -> Iterator[logging.Logger]:
+    """The root logger, restored afterwards."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    root.setLevel("INFO")
+    yield root
+    for handler in set(root.handlers) - set(before):
+        handler.close()
+    root.handlers[:] = before
+    root.setLevel(level)
+
+
+def test_each_process_has_a_file_under_its_name(tmp_path: Path, root: logging.Logger) -> None:
+    root.handlers[:] = handlers("fastdeploy-engine")[1:]
+    assert list((tmp_path / "logs").iterdir()) == []  # none before its first line
+    root.info("first")
+    child.name_in_log("engine1")
+    root.info("second")
+    files = {p.name: p.read_text() for p in (tmp_path / "logs").iterdir()}
+    assert set(files) == {"engine.log", "engine1.log"}
+    assert "first" in files["engine.log"] and "second" not in files["engine.log"]
+    assert "engine1/root: second" in files["engine1.log"]
+
+
+def test_a_day_has_a_file_and_old_ones_go(
+    tmp_path: Path, root: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FD_LOG_BACKUP_COUNT", "2")
+    handler = handlers()[1]
+    assert isinstance(handler, DailyFile)
+    root.handlers[:] = [handler]
+    root.info("today")
+    for day in range(1, 5):
+        handler.rolloverAt = int(time.time()) - day * 86400  # midnight has passed
+        root.info("after midnight")
+    names = sorted(p.name for p in (tmp_path / "logs").iterdir())
+    assert names[0] == "server.log"
+    assert len(names) == 3  # today's and two days'
+    assert all(n.startswith("server.log.20") for n in names[1:])
+
+
+def test_json_lines_have_what_a_collector_asks_for(
+    tmp_path: Path, root: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FD_LOG_FORMAT", "json")
+    root.handlers[:] = handlers()[1:]
+    logging.getLogger("fastdeploy_core.serving.x").info(
+        "request %s: %s", "abc", 'a "quote"\n and ü', extra={"request_id": "abc"}
+    )
+    try:
+        raise ValueError("wrong")
+    except ValueError:
+        root.exception("it failed")
+    lines = (tmp_path / "logs" / "server.log").read_text("utf-8").splitlines()
+    first, second = map(json.loads, lines)  # two lines for two records, whatever is in them
+    assert first["message"] == 'request abc: a "quote"\n and ü'
+    assert (first["level"], first["request_id"]) == ("info", "abc")
+    assert first["logger"] == "fastdeploy_core.serving.x" and first["process"] == "server"
+    assert abs(time.time() - _seconds(first["time"])) < 60
+    assert "request_id" not in second and "ValueError: wrong" in second["traceback"]
+
+
+def _seconds(text: str) -> float:
+    from datetime import datetime
+
+    return datetime.fromisoformat(text).timestamp()
+
+
+def test_a_folder_that_cannot_be_made_ends_the_command_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FD_LOG_DIR", str(tmp_path / "file" / "logs"))
+    with pytest.raises(ConfigError, match="FD_LOG_DIR"):
+        handlers()
+    ended = subprocess.run(
+        [sys.executable, "-m", "fastdeploy_core.cli.main", "serve", "/nowhere"],
+        env={**os.environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "FD_LOG_DIR" in ended.stderr and len(ended.stderr.splitlines()) == 1
