@@ -17,6 +17,7 @@ from fastdeploy_core.engine.client import LocalEngine
 from fastdeploy_core.engine.processes.worker_process import make_worker
 from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.models.qwen import Qwen2ForCausalLM
 from tests.checkpoints import build
 from tests.cpu.engine_mixes import (
     BLOCK_SIZE,
@@ -89,6 +90,31 @@ def test_random_mixes_give_the_tokens_of_each_request_alone(
     assert seen["preemptions"] > num_mixes // 2 and seen["prefix hits"] > 2 * num_mixes
     assert seen["shared steps"] > num_mixes // 2 and seen["forks"] > num_mixes // 2
     assert num_mixes // 4 < seen["overlap"] < num_mixes
+
+
+@pytest.mark.parametrize("num_mixes", NUM_MIXES)
+def test_three_groups_give_the_tokens_of_each_request_alone(
+    checkpoints: Path, tensor_library: str, num_mixes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full layer, one with a window and one with chunks, which no family here has together; the
+    prompts are longer than both. Alone means: in one step, and without a cache."""
+
+    def layer(read: Any, number: int, spec: Any, rotary: Any) -> tuple[Any, Any]:
+        return replace(spec, window=7 * (number == 1), chunk=8 * (number == 2)), rotary
+
+    monkeypatch.setattr(Qwen2ForCausalLM, "layer", staticmethod(layer))
+    bench = Bench(checkpoints / "qwen2-window", tensor_library)
+    requests = make_requests(Random(11), 24)
+    alone = answers_alone(bench, requests)
+    hits = 0
+    for seed in range(num_mixes):
+        random = Random(100 + seed)
+        chosen = random.sample(requests, random.randrange(4, 9))
+        arrivals = [(random.randrange(10), r) for r in chosen]
+        core, collector = bench.run(Settings.random(random), arrivals)
+        check(collector, chosen, alone)
+        hits += core.stats().prefix_hit_tokens_total
+    assert len(core.scheduler.kv.bounded) == 2 and hits > num_mixes
 
 
 @pytest.mark.parametrize("overlap", [False, True])
