@@ -49,10 +49,10 @@ def find_model(
     """
     load_format = str(asked.get("load_format") or "auto")
     revision, where = str(asked.get("revision") or ""), (asked.get("download_dir"), inventory)
-    asked_for, path = path, _fetched(path, revision, *where)
+    given, path = path, _fetched(path, revision, *where)
     if asked.get("tokenizer_path"):
         tokenizer = Path(asked["tokenizer_path"]).expanduser()
-        its = revision if tokenizer == asked_for else ""  # a revision belongs to one repository
+        its = revision if tokenizer == given else ""  # a revision belongs to one repository
         asked = {**asked, "tokenizer_path": _fetched(tokenizer, its, *where)}
     if _is_folder_of_the_core(path, load_format):
         return find_folder(path, asked)  # before the plugins' metadata is read: it takes 20 ms
