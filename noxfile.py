@@ -64,6 +64,7 @@ LIGHT = {
     "plugins/fd-cuda": tuple(f"--ignore-glob=*/{name}.py" for name in INTERPRETED),
     "plugins/fd-gguf": (),
     "plugins/fd-grammar-llguidance": (),
+    "plugins/fd-kv-disk": (),
     "plugins/fd-kv-shm": (),
     "plugins/fd-models": (),
     "plugins/fd-parsers": (),

@@ -186,7 +186,7 @@ _CACHE = group(
         "swap_space",
         "float",
         0.0,
-        "GiB of host memory for KV blocks that left the device",
+        "GiB of host memory for KV blocks that left the device; with --kv-store 1 by default",
         low=0.0,
         high=2**20,
     ),
@@ -198,6 +198,21 @@ _CACHE = group(
         "let generated tokens be reused as a prompt beginning too",
     ),
     row("kv_cache_dtype", "str", "auto", "number format of the KV cache"),
+    row("kv_store", "str", "", "driver that keeps KV blocks outside the engine, such as disk"),
+    row(
+        "kv_store_config",
+        "json",
+        None,
+        "options of the KV store, such as --kv-store-config.path",
+    ),
+    row(
+        "kv_store_timeout",
+        "float",
+        5.0,
+        "seconds that a request waits for stored KV blocks; what has not come is computed",
+        low=0.001,
+        high=3600.0,
+    ),
 )
 
 _BATCH = group(

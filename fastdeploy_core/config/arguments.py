@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 DEFAULT_BATCHED_TOKENS = 2048
+STORE_SWAP_SPACE_GIB = 1.0  # stored KV blocks pass through the host tier
 
 T = TypeVar("T")
 
@@ -181,6 +182,8 @@ def _mapping(v: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _cache_config(v: Mapping[str, Any]) -> CacheConfig:
     if v["enable_output_caching"] and not v["enable_prefix_caching"]:
         v = {**v, "enable_output_caching": False}
+    if v["kv_store"] and not v["swap_space"]:
+        v = {**v, "swap_space": STORE_SWAP_SPACE_GIB}
     return _record(
         CacheConfig,
         v,
@@ -188,6 +191,8 @@ def _cache_config(v: Mapping[str, Any]) -> CacheConfig:
         memory_utilization=v["gpu_memory_utilization"],
         swap_space_bytes=int(v["swap_space"] * 2**30),
         kv_dtype=v["kv_cache_dtype"],
+        kv_store_options=_mapping(v, "kv_store_config"),
+        kv_store_timeout_s=v["kv_store_timeout"],
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 # (major, minor); docs/reference/contract.md says what a number promises. A driver declares the one
 # that it was written for as a literal, `contract = (1, 0)`, never this constant.
-CONTRACT: Final[tuple[int, int]] = (1, 1)
+CONTRACT: Final[tuple[int, int]] = (1, 2)
 # Drivers written for an older major are served from here on. A major raises it to the one before.
 OLDEST_MAJOR: Final = 1
 
@@ -79,6 +79,12 @@ KINDS: Final[dict[str, Kind]] = {
             "fastdeploy.kv_transports",
             "moving KV blocks between instances",
             f"{_HERE}.kv_transport:KVTransport",
+        ),
+        Kind(
+            "kv_store",
+            "fastdeploy.kv_stores",
+            "keeping KV blocks outside the engine",
+            f"{_HERE}.small:KVStore",
         ),
         Kind(
             "model",

@@ -1,5 +1,5 @@
 """The small kinds: model families, checkpoint formats, parsers, logits processors, grammar
-backends."""
+backends, KV stores."""
 
 from __future__ import annotations
 
@@ -291,4 +291,39 @@ class GrammarBackend(Protocol):
 
     def matcher(self, compiled: bytes) -> GrammarMatcher:
         """A fresh state; cheap."""
+        ...
+
+
+@runtime_checkable
+class KVStore(Protocol):
+    """Keeps KV blocks outside the engine, such as on disk. Constructed as `Driver(options)`: the
+    mapping --kv-store-config; ConfigError for an option that it does not know or cannot use.
+
+    The core owns names, checksums, threads, deadlines and retries. A store moves bytes, and may lose
+    any of them at any time: what it does not give back is computed again. Added in contract 1.2.
+
+    Calls block and come from several threads at once. An exception is a failure of that call alone:
+    the core logs it once and goes on without the block. Names are 64 hexadecimal digits, and a name
+    always means the same bytes, but for their checksum.
+    """
+
+    name: str
+    contract: tuple[int, int]
+
+    def find(self, names: Sequence[str]) -> int:
+        """How many of the leading names are there; `get` may still fail for them."""
+        ...
+
+    def get(self, name: str, parts: Sequence[memoryview]) -> bool:
+        """Fill the parts (contiguous bytes) in their order. False, with any content in the parts,
+        where the name is not there or does not hold exactly so many bytes."""
+        ...
+
+    def put(self, name: str, parts: Sequence[memoryview]) -> None:
+        """Keep the parts, one after the other, under the name; takes the place of what was there.
+        Whoever reads meanwhile gets all of the old or all of the new bytes, or False."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back; idempotent. No call is under way."""
         ...

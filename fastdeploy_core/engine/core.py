@@ -12,11 +12,19 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastdeploy_core.config import EngineConfig
-from fastdeploy_core.errors import InvalidRequest, WorkerError
-from fastdeploy_core.kvcache import CachePlan, KVCacheManager, plan_cache
+from fastdeploy_core.errors import CapabilityError, InvalidRequest, WorkerError
+from fastdeploy_core.kvcache import (
+    CachePlan,
+    HostMemory,
+    KVCacheManager,
+    StoredBlocks,
+    plan_cache,
+)
+from fastdeploy_core.loading.revision import revision
 from fastdeploy_core.scheduler import BatchScheduler, ScheduledStep, make_settings
 from fastdeploy_core.types import ModelRunnerOutput, Request, RequestOutputDelta, TokenDeltas
 from fastdeploy_core.types.engine import EngineInfo, EngineStats
@@ -36,6 +44,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES_IN_A_ROW = 16
 # Plans in a row with nothing to run and nothing in flight, before a request is failed.
 MAX_IDLE_PLANS = 4
+AWAIT_S = 0.005  # at most, for stored blocks with nothing else to do; new requests come meanwhile
 
 
 class EngineCore:
@@ -52,7 +61,12 @@ class EngineCore:
             infos = self._executor.load()
             plan = plan_cache(infos, config.cache, config.batch, config.model.max_model_len)
             settings = make_settings(config, infos[0], resolved.speculative)
-            self._executor.initialize_cache(plan.num_blocks, plan.num_host_blocks)
+            memory = _shared_memory(config, infos, plan)
+            paths = () if memory is None else memory.paths
+            self._executor.initialize_cache(plan.num_blocks, plan.num_host_blocks, paths)
+            store = (
+                None if memory is None else resolved.load("kv_store")(config.cache.kv_store_options)
+            )
         except BaseException:
             self._executor.close()
             raise
@@ -64,10 +78,14 @@ class EngineCore:
             num_host_blocks=plan.num_host_blocks,
             enable_prefix_caching=caching,
             enable_output_caching=config.cache.enable_output_caching,
-            model_identity=_model_identity(config),
+            model_identity=_model_identity(config) if memory is None else _lasting(config, infos),
             key_lookahead=resolved.speculative.key_lookahead,
         )
         self.scheduler = BatchScheduler(settings, kv)
+        self._stored: StoredBlocks | None = None
+        if memory is not None:
+            memory.open(plan.num_host_blocks)
+            self._stored = StoredBlocks(kv, store, memory, config.cache.kv_store_timeout_s)
         overlap = config.batch.overlap and worker.overlap
         self._depth = 2 if overlap else 1
         self._in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()
@@ -85,6 +103,9 @@ class EngineCore:
         """Queue a request; raises InvalidRequest or RequestTooLong and stays unchanged then."""
         self.check(request)
         self.scheduler.add(request)
+        seq = None if self._stored is None else self.scheduler.leader(request.request_id)
+        if seq is not None and self._stored.fetch(request.request_id, seq.table, seq.token_ids):
+            self.scheduler.hold_for_remote_kv(request.request_id)
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest if the request could never run; may be called from any thread."""
@@ -105,12 +126,17 @@ class EngineCore:
         self.scheduler.abort(request_ids)
 
     def has_work(self) -> bool:
-        """Whether `step` has something to do: a request to run, a result to take or an answer to
-        return."""
-        return self.scheduler.has_work() or bool(self._in_flight)
+        """Whether `step` has something to do: a request to run, stored blocks that one waits for, a
+        result to take or an answer to return."""
+        is_awaited = self._stored is not None and self._stored.is_awaited
+        return self.scheduler.has_work() or bool(self._in_flight) or is_awaited
 
     def step(self) -> list[RequestOutputDelta | TokenDeltas]:
         """Schedule, execute, update, answer. WorkerError means that the engine is dead."""
+        if self._stored is not None:
+            is_idle = not self._in_flight and not self.scheduler.has_work()
+            for request_id in self._stored.ready(AWAIT_S if is_idle else 0.0):
+                self.scheduler.take_remote_kv(request_id)
         self._submit_ahead()
         self._take_oldest()
         return self.scheduler.take_deltas()
@@ -119,6 +145,10 @@ class EngineCore:
         """Gauges and counters; may be called from another thread."""
         stats = copy.copy(self._stats)
         self.scheduler.fill_stats(stats)
+        if (stored := self._stored) is not None:
+            stats.kv_store_read_blocks_total = stored.num_read_total
+            stats.kv_store_written_blocks_total = stored.num_written_total
+            stats.kv_store_failures_total = stored.num_failures_total
         return stats
 
     def reset_prefix_cache(self) -> bool:
@@ -130,6 +160,8 @@ class EngineCore:
 
     def close(self) -> None:
         """End worker processes, give the device back; idempotent."""
+        if self._stored is not None:
+            self._stored.close()
         self._executor.close()
 
     def _submit_ahead(self) -> None:
@@ -140,6 +172,8 @@ class EngineCore:
                 self._check_idle()
                 break
             self._num_idle_plans = 0
+            if self._stored is not None:
+                self._stored.note(step.output.step_id)
             self._in_flight.append((step, self._executor.submit(step.output)))
         self._stats.schedule_s += time.perf_counter() - started
 
@@ -154,6 +188,8 @@ class EngineCore:
             self._take_failure(step, error)
             return
         received = time.perf_counter()
+        if self._stored is not None:
+            self._stored.settle(step.output.step_id, is_done=True)
         self.scheduler.update(step, output)
         self._num_failures = 0
         self._count(step, output, received - started, time.perf_counter() - received)
@@ -182,6 +218,9 @@ class EngineCore:
             later, future = self._in_flight.popleft()
             future.exception()  # only waited for: the step is void whether it failed or not
             steps.append(later)
+        if self._stored is not None:
+            for failed in steps:
+                self._stored.settle(failed.output.step_id, is_done=False)
         self.scheduler.fail(steps, f"running the model failed for this request ({name})")
 
     def _check_idle(self) -> None:
@@ -249,6 +288,8 @@ class EngineCore:
         report = list(dict.fromkeys(line for info in infos for line in info.report)) + plan.report
         if config.cache.enable_prefix_caching and not caching:
             report.append("prefix cache off: the device cannot share blocks between sequences")
+        if self._stored is not None:
+            report.append(f"KV store: {config.cache.kv_store}, behind the host KV tier")
         return EngineInfo(
             num_blocks=plan.num_blocks,
             num_host_blocks=plan.num_host_blocks,
@@ -282,3 +323,44 @@ def _model_identity(config: EngineConfig) -> str:
     model = config.model
     parts = (model.path, model.dtype, model.quantization, config.cache.kv_dtype)
     return "\0".join(str(part) for part in parts)
+
+
+def _shared_memory(
+    config: EngineConfig, infos: list[WorkerInfo], plan: CachePlan
+) -> HostMemory | None:
+    """For the host tier, where a store is to read and write it."""
+    if not config.cache.kv_store:
+        return None
+    if not plan.num_host_blocks:
+        why = "; ".join(line for line in plan.report if line.startswith("host KV tier off"))
+        raise CapabilityError(
+            f"--kv-store {config.cache.kv_store} keeps blocks of the host KV tier, which this "
+            f"engine does not have: {why}; leave out --kv-store"
+        )
+    return HostMemory(len(infos))
+
+
+def _lasting(config: EngineConfig, infos: list[WorkerInfo]) -> str:
+    """A text that stands for whatever the bytes of blocks depend on beside their tokens, on any
+    host: the weights, what computes with them, and the layout of the cache on each rank."""
+    model = config.model
+    parts = [
+        model.hf_config,
+        model.dtype,
+        model.quantization,
+        model.load_format,
+        config.speculative,
+    ]
+    parts += [config.cache.kv_dtype, revision(model.path)]
+    if config.speculative is not None and "model" in config.speculative.options:
+        parts += [revision(Path(str(config.speculative.options["model"])))]
+    if model.load_format == "dummy":
+        parts += [model.seed]
+    for info in infos:
+        parts += [
+            info.kv_layout,
+            info.block_size,
+            info.tensor_library,
+            sorted(info.drivers.items()),
+        ]
+    return "\0".join(map(repr, parts))

@@ -13,7 +13,7 @@ import logging
 import queue
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Protocol
 
@@ -113,11 +113,14 @@ class Executor:
         self._start_waiter(infos[0])
         return infos
 
-    def initialize_cache(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Allocate the KV pool on all ranks."""
+    def initialize_cache(
+        self, num_blocks: int, num_host_blocks: int, host_files: Sequence[str] = ()
+    ) -> None:
+        """Allocate the KV pool on all ranks. host_files: where each rank's host tier is to lie."""
+        call = wire.InitializeCache(num_blocks, num_host_blocks, list(host_files))
         if self._peers is not None:
-            self._peers.send_call(wire.InitializeCache(num_blocks, num_host_blocks))
-        self._submit(lambda: self._worker.initialize_cache(num_blocks, num_host_blocks)).result()
+            self._peers.send_call(call)
+        self._submit(lambda: worker_process.initialize_cache(self._worker, 0, call)).result()
         if self._peers is not None:
             for _ in range(1, self._world_size):
                 self._wait_peer(self._peers.cache_ready)

@@ -1,10 +1,12 @@
-"""The paged KV cache as the host sees it: blocks, prefix cache, host tier, sizing. No tensors."""
+"""The paged KV cache as the host sees it: blocks, prefix cache, host tier, stored blocks,
+sizing. No tensors."""
 
 from .blocks import BlockPool
 from .host_tier import HostTier
 from .manager import NO_MATCH, ForkSource, KVCacheManager, PrefixMatch
 from .prefix import BlockTable, CacheEntry, PrefixCache
 from .sizing import CachePlan, MemoryProfile, plan_cache
+from .stored import HostMemory, StoredBlocks
 
 __all__ = [
     "NO_MATCH",
@@ -13,10 +15,12 @@ __all__ = [
     "CacheEntry",
     "CachePlan",
     "ForkSource",
+    "HostMemory",
     "HostTier",
     "KVCacheManager",
     "MemoryProfile",
     "PrefixCache",
     "PrefixMatch",
+    "StoredBlocks",
     "plan_cache",
 ]

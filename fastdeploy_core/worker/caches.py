@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,10 +38,12 @@ class Caches:
             layers.append(list(zip(shapes, cache_dtypes(spec, len(shapes)), strict=True)))
         return layers
 
-    def allocate(self, num_blocks: int, num_host_blocks: int, *, is_touched: bool) -> None:
+    def allocate(
+        self, num_blocks: int, num_host_blocks: int, host_file: str = "", *, is_touched: bool
+    ) -> None:
         """Zeroed caches of every layer; those there were have been dropped. Without `is_touched`
         memory that is the host's comes page by page when it is used: clearing gigabytes takes
-        seconds."""
+        seconds. host_file: where the host blocks lie, for others to read and fill."""
         device = self._device
         make = self._zeros
         if device.limits.shares_host_memory and num_blocks and not is_touched:
@@ -48,7 +51,7 @@ class Caches:
         self.tensors = [
             tuple(make(shape, dtype) for shape, dtype in layer) for layer in self.shapes(num_blocks)
         ]
-        self._mover = BlockMover(device, self._kernels, self.tensors, num_host_blocks)
+        self._mover = BlockMover(device, self._kernels, self.tensors, num_host_blocks, host_file)
 
     def _zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         xp = self._device.xp
@@ -88,6 +91,7 @@ class BlockMover:
         kernels: KernelTable,
         caches: list[tuple[Tensor, ...]],
         num_host_blocks: int,
+        host_file: str = "",
     ) -> None:
         self._device, self._xp, self._caches = device, device.xp, caches
         self._copy, self._read = kernels["kv_copy_blocks"], kernels["kv_read_blocks"]
@@ -96,11 +100,8 @@ class BlockMover:
         # numpy has no bfloat16: such blocks are kept as their bits.
         self._host: list[tuple[np.ndarray, ...]] = []
         if num_host_blocks:
-            self._host = [tuple(self._like(pool) for pool in cache) for cache in caches]
-
-    def _like(self, pool: Tensor) -> np.ndarray:
-        sample = self._device.to_host(pool[:1])
-        return np.zeros((self.num_host_blocks, *sample.shape[1:]), dtype=sample.dtype)
+            like = [tuple(device.to_host(pool[:1]) for pool in cache) for cache in caches]
+            self._host = _host_arrays(like, num_host_blocks, host_file)
 
     def apply(self, copies: BlockCopies) -> None:
         """Device to host, host to device, then within the device."""
@@ -144,3 +145,28 @@ class BlockMover:
                 f"the device and {self.num_host_blocks} on the host"
             )
         return np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1])
+
+
+def _host_arrays(
+    like: list[tuple[np.ndarray, ...]], num_blocks: int, path: str
+) -> list[tuple[np.ndarray, ...]]:
+    """[num_blocks, ...] of each array, which is that of one block. In the file at `path` all that
+    belongs to a block lies together, and every array's part is aligned to 64 bytes."""
+    if not path:
+        return [
+            tuple(np.zeros((num_blocks, *a.shape[1:]), dtype=a.dtype) for a in layer)
+            for layer in like
+        ]
+    block_bytes = sum(-(-a.nbytes // 64) * 64 for layer in like for a in layer)
+    with Path(path).open("r+b") as file:
+        file.truncate(num_blocks * block_bytes)
+        memory = mmap.mmap(file.fileno(), num_blocks * block_bytes)
+    offset, arrays = 0, []
+    for layer in like:
+        parts = []
+        for a in map(np.ascontiguousarray, layer):
+            strides = (block_bytes, *a.strides[1:])
+            parts.append(np.ndarray((num_blocks, *a.shape[1:]), a.dtype, memory, offset, strides))
+            offset += -(-a.nbytes // 64) * 64
+        arrays.append(tuple(parts))
+    return arrays

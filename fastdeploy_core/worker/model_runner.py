@@ -160,12 +160,17 @@ class ModelRunner:
     # -- caches and graphs ------------------------------------------------------------------------
 
     def allocate_cache(
-        self, num_blocks: int, num_host_blocks: int, *, is_touched: bool = True
+        self,
+        num_blocks: int,
+        num_host_blocks: int,
+        host_file: str = "",
+        *,
+        is_touched: bool = True,
     ) -> None:
         """Zeroed caches of every layer; what was there before is dropped first. See
         Caches.allocate."""
         self._drop_cache()
-        self.caches.allocate(num_blocks, num_host_blocks, is_touched=is_touched)
+        self.caches.allocate(num_blocks, num_host_blocks, host_file, is_touched=is_touched)
 
     def free_cache(self) -> None:
         """Drop caches and every sequence."""

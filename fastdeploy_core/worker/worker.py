@@ -125,12 +125,14 @@ class Worker:
         logger.info("rank %d: %s", self.rank, clock)
         return info
 
-    def initialize_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """Allocate the KV pool, and the host tier when num_host_blocks is above 0; then capture
-        graphs over it. All ranks at the same time, as in load()."""
+    def initialize_cache(
+        self, num_blocks: int, num_host_blocks: int = 0, host_file: str = ""
+    ) -> None:
+        """Allocate the KV pool, and the host tier when num_host_blocks is above 0, in host_file if
+        that is named; then capture graphs over it. All ranks at the same time, as in load()."""
         runner, device = self._ready()
         try:
-            runner.allocate_cache(num_blocks, num_host_blocks, is_touched=False)
+            runner.allocate_cache(num_blocks, num_host_blocks, host_file, is_touched=False)
         except Exception as error:
             if not device.is_oom(error):
                 raise
@@ -212,6 +214,7 @@ class Worker:
             max_model_len=config.model.max_model_len,
             weight_bytes=weight_bytes,
             bytes_per_block=bytes_per_block,
+            kv_layout=repr(runner.caches.shapes(1)),
             available_bytes=available,
             memory_arithmetic=arithmetic,
             block_size=config.cache.block_size,

@@ -33,6 +33,7 @@ from fd_gguf.quantizer import GGUFQuantizer
 from fd_grammar_llguidance.backend import LLGuidanceBackend
 from fd_iluvatar.attention import IluvatarAttention
 from fd_iluvatar.device import IluvatarDevice
+from fd_kv_disk.disk import DiskStore
 from fd_kv_shm.shm import SharedMemoryTransport
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
@@ -89,6 +90,7 @@ from fastdeploy_core.contracts.small import (
     CausalLM,
     CheckpointFormat,
     GrammarBackend,
+    KVStore,
     LogitsProcessor,
     MultimodalLM,
     ProcessorContext,
@@ -112,6 +114,9 @@ from fastdeploy_testing.examine import main as examine_device
 from fastdeploy_testing.fakes import FaultyDevice, NullDevice
 from fastdeploy_testing.new import main as new_plugin
 
+kv_stores: list[Callable[[Mapping[str, Any]], KVStore]] = [
+    DiskStore,
+]
 kv_transports: list[Callable[[TransportOptions], KVTransport]] = [
     SharedMemoryTransport,
 ]

@@ -161,6 +161,7 @@ class InitializeCache(msgspec.Struct, tag=True):
 
     num_blocks: int
     num_host_blocks: int
+    host_files: list[str] = []  # of each rank's host tier; none: in memory of its own
 
 
 class Close(msgspec.Struct, tag=True):
