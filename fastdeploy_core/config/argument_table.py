@@ -199,20 +199,8 @@ _CACHE = group(
     ),
     row("kv_cache_dtype", "str", "auto", "number format of the KV cache"),
     row("kv_store", "str", "", "driver that keeps KV blocks outside the engine, such as disk"),
-    row(
-        "kv_store_config",
-        "json",
-        None,
-        "options of the KV store, such as --kv-store-config.path",
-    ),
-    row(
-        "kv_store_timeout",
-        "float",
-        5.0,
-        "seconds that a request waits for stored KV blocks; what has not come is computed",
-        low=0.001,
-        high=3600.0,
-    ),
+    row("kv_store_config", "json", None, "its options, such as --kv-store-config.path"),
+    row("kv_store_timeout", "float", 5.0, "seconds to wait for its blocks", low=0.001, high=3600),
 )
 
 _BATCH = group(

@@ -46,7 +46,6 @@ __all__ = [
 ]
 
 DEFAULT_BATCHED_TOKENS = 2048
-STORE_SWAP_SPACE_GIB = 1.0  # stored KV blocks pass through the host tier
 
 T = TypeVar("T")
 
@@ -183,7 +182,7 @@ def _cache_config(v: Mapping[str, Any]) -> CacheConfig:
     if v["enable_output_caching"] and not v["enable_prefix_caching"]:
         v = {**v, "enable_output_caching": False}
     if v["kv_store"] and not v["swap_space"]:
-        v = {**v, "swap_space": STORE_SWAP_SPACE_GIB}
+        v = {**v, "swap_space": 1.0}  # GiB: stored blocks pass through the host tier
     return _record(
         CacheConfig,
         v,

@@ -299,12 +299,9 @@ class KVStore(Protocol):
     """Keeps KV blocks outside the engine, such as on disk. Constructed as `Driver(options)`: the
     mapping --kv-store-config; ConfigError for an option that it does not know or cannot use.
 
-    The core owns names, checksums, threads, deadlines and retries. A store moves bytes, and may lose
-    any of them at any time: what it does not give back is computed again. Added in contract 1.2.
-
-    Calls block and come from several threads at once. An exception is a failure of that call alone:
-    the core logs it once and goes on without the block. Names are 64 hexadecimal digits, and a name
-    always means the same bytes, but for their checksum.
+    A store moves bytes, and may lose any of them at any time; names, checksums, threads, deadlines
+    and failures are the core's business. Calls block and come from several threads at once. Names
+    are 64 hexadecimal digits. Added in contract 1.2.
     """
 
     name: str
@@ -315,13 +312,13 @@ class KVStore(Protocol):
         ...
 
     def get(self, name: str, parts: Sequence[memoryview]) -> bool:
-        """Fill the parts (contiguous bytes) in their order. False, with any content in the parts,
-        where the name is not there or does not hold exactly so many bytes."""
+        """Fill the parts one after the other. False, with anything in the parts, where the name is
+        not there or does not hold exactly so many bytes."""
         ...
 
     def put(self, name: str, parts: Sequence[memoryview]) -> None:
-        """Keep the parts, one after the other, under the name; takes the place of what was there.
-        Whoever reads meanwhile gets all of the old or all of the new bytes, or False."""
+        """Keep the parts, one after the other, in place of what the name had. Whoever reads
+        meanwhile gets all of the old or all of the new bytes, or False."""
         ...
 
     def close(self) -> None:

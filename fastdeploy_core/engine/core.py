@@ -24,7 +24,7 @@ from fastdeploy_core.kvcache import (
     StoredBlocks,
     plan_cache,
 )
-from fastdeploy_core.loading.revision import revision
+from fastdeploy_core.loading.revision import fingerprint
 from fastdeploy_core.scheduler import BatchScheduler, ScheduledStep, make_settings
 from fastdeploy_core.types import ModelRunnerOutput, Request, RequestOutputDelta, TokenDeltas
 from fastdeploy_core.types.engine import EngineInfo, EngineStats
@@ -332,10 +332,8 @@ def _shared_memory(
     if not config.cache.kv_store:
         return None
     if not plan.num_host_blocks:
-        why = "; ".join(line for line in plan.report if line.startswith("host KV tier off"))
         raise CapabilityError(
-            f"--kv-store {config.cache.kv_store} keeps blocks of the host KV tier, which this "
-            f"engine does not have: {why}; leave out --kv-store"
+            f"--kv-store {config.cache.kv_store} needs the host tier, and {plan.report[-1]}"
         )
     return HostMemory(len(infos))
 
@@ -343,19 +341,13 @@ def _shared_memory(
 def _lasting(config: EngineConfig, infos: list[WorkerInfo]) -> str:
     """A text that stands for whatever the bytes of blocks depend on beside their tokens, on any
     host: the weights, what computes with them, and the layout of the cache on each rank."""
-    model = config.model
-    parts = [
-        model.hf_config,
-        model.dtype,
-        model.quantization,
-        model.load_format,
-        config.speculative,
-    ]
-    parts += [config.cache.kv_dtype, revision(model.path)]
-    if config.speculative is not None and "model" in config.speculative.options:
-        parts += [revision(Path(str(config.speculative.options["model"])))]
-    if model.load_format == "dummy":
-        parts += [model.seed]
+    model, drafts = config.model, config.speculative
+    made_up = model.seed if model.load_format == "dummy" else None
+    parts = [model.hf_config, model.dtype, model.quantization, made_up, drafts]
+    draft_path = drafts.options.get("model") if drafts else None
+    for path in (model.path, Path(draft_path or model.path)):
+        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+        parts.append(fingerprint(files, with_times=False))
     for info in infos:
         parts += [
             info.kv_layout,
@@ -363,4 +355,4 @@ def _lasting(config: EngineConfig, infos: list[WorkerInfo]) -> str:
             info.tensor_library,
             sorted(info.drivers.items()),
         ]
-    return "\0".join(map(repr, parts))
+    return "\0".join(map(repr, [config.cache.kv_dtype, *parts]))

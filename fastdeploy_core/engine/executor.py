@@ -117,10 +117,10 @@ class Executor:
         self, num_blocks: int, num_host_blocks: int, host_files: Sequence[str] = ()
     ) -> None:
         """Allocate the KV pool on all ranks. host_files: where each rank's host tier is to lie."""
-        call = wire.InitializeCache(num_blocks, num_host_blocks, list(host_files))
+        sizes = (num_blocks, num_host_blocks)
         if self._peers is not None:
-            self._peers.send_call(call)
-        self._submit(lambda: worker_process.initialize_cache(self._worker, 0, call)).result()
+            self._peers.send_call(wire.InitializeCache(*sizes, list(host_files)))
+        self._submit(lambda: self._worker.initialize_cache(*sizes, *host_files)).result()
         if self._peers is not None:
             for _ in range(1, self._world_size):
                 self._wait_peer(self._peers.cache_ready)

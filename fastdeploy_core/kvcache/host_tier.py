@@ -34,8 +34,8 @@ class HostTier:
         self._host_to_device: list[tuple[int, int]] = []
         self.writes_through = False  # new blocks are saved at once, not when they are evicted
         self._written: list[CacheEntry] = []  # by copies of the step under construction
-        self._leases: dict[int, int] = {}  # by host block
-        self._ownerless: set[int] = set()  # leased blocks that hold no entry
+        self._leased: set[int] = set()
+        self._ownerless: set[int] = set()  # of these, blocks that hold no entry
 
     @property
     def has_copies(self) -> bool:
@@ -81,8 +81,7 @@ class HostTier:
         """What the copies taken last write through, with host blocks that are leased now."""
         written = [(e, e.host_block) for e in self._written if e.host_block is not None]
         self._written = []
-        for _, host_block in written:
-            self._lease(host_block)
+        self._leased.update(host_block for _, host_block in written)
         return written
 
     def reserve(self, count: int) -> list[int]:
@@ -90,7 +89,7 @@ class HostTier:
         blocks: list[int] = []
         while len(blocks) < count and (self._free or self._make_room()):
             blocks.append(self._free.pop())
-            self._lease(blocks[-1])
+        self._leased.update(blocks)
         self._ownerless.update(blocks)
         return blocks
 
@@ -102,18 +101,19 @@ class HostTier:
 
     def end_lease(self, host_block: int) -> None:
         """Nobody else reads or writes the block any more."""
-        self._leases[host_block] -= 1
-        if not self._leases[host_block]:
-            del self._leases[host_block]
-            if host_block in self._ownerless:
-                self._ownerless.discard(host_block)
-                self._free.append(host_block)
+        self._leased.discard(host_block)
+        if host_block in self._ownerless:
+            self._ownerless.discard(host_block)
+            self._free.append(host_block)
 
     def forget(self, entry: CacheEntry) -> None:
         """Free the entry's host block."""
         assert entry.host_block is not None, "an entry outside host memory cannot be forgotten"
         del self._entries[entry]
-        self._give_up(entry.host_block)
+        if entry.host_block in self._leased:
+            self._ownerless.add(entry.host_block)
+        else:
+            self._free.append(entry.host_block)
         entry.host_block = None
 
     def clear(self) -> None:
@@ -121,9 +121,8 @@ class HostTier:
         self._entries.clear()
         self._busy.clear()
         self._device_to_host, self._host_to_device, self._written = [], [], []
-        self._ownerless = set(self._leases)
-        free = range(self.num_blocks - 1, -1, -1)
-        self._free = [block for block in free if block not in self._leases]
+        self._ownerless = self._leased.copy()
+        self._free = sorted(set(range(self.num_blocks)) - self._leased, reverse=True)
 
     def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(device to host, host to device) copies for the step that is now complete."""
@@ -137,20 +136,11 @@ class HostTier:
         held = [-1 if entry.host_block is None else entry.host_block for entry in self._entries]
         owned = sorted([*held, *self._free, *self._ownerless])
         assert owned == list(range(self.num_blocks)), "host block leaked"
-        assert self._ownerless <= self._leases.keys(), "a host block has neither entry nor lease"
-
-    def _lease(self, host_block: int) -> None:
-        self._leases[host_block] = self._leases.get(host_block, 0) + 1
-
-    def _give_up(self, host_block: int) -> None:
-        if host_block in self._leases:
-            self._ownerless.add(host_block)
-        else:
-            self._free.append(host_block)
+        assert self._ownerless <= self._leased, "a host block has neither entry nor lease"
 
     def _make_room(self) -> bool:
         for entry in self._entries:
-            if entry not in self._busy and entry.host_block not in self._leases:
+            if entry not in self._busy and entry.host_block not in self._leased:
                 self.forget(entry)
                 if self.on_drop is not None:
                     self.on_drop(entry)

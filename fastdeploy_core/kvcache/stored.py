@@ -1,10 +1,9 @@
 """Blocks that are kept outside the engine (contracts.small.KVStore): written as they are computed,
 and fetched before a request starts.
 
-Everything passes through the host tier. A new block is copied there with the next step, and a
-thread writes it from there. A request whose prompt may be in the store is held while threads read
-its blocks into host memory; the prefix cache then finds them like any other. Whatever fails, is
-late or is damaged is computed instead, so output never depends on a store.
+All passes through the host tier. A new block is copied there with the next step, and a thread
+writes it from there. A request is held while threads read its blocks into host memory, where the
+prefix cache finds them. What fails, is late or damaged is computed: output depends on no store.
 
 A block is stored behind its key, its parent's, its tokens, and a checksum of all. The key covers
 the model, the number format, the ranks and the request's salt (prefix.py). A reader knows the
@@ -22,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .manager import KVCacheManager
 from .prefix import BlockTable, CacheEntry
@@ -40,9 +39,7 @@ CHECKSUM_BYTES = 16
 NUM_READERS = 4
 # Blocks on their way to the store. One more is left out: the store is slower than the model.
 MAX_UNWRITTEN_SHARE = 0.5
-REST_S = 10.0  # after a failed write, before the next one is tried
 CLOSE_GRACE_S = 5.0
-NO_LIMIT = 2**62
 
 
 class HostMemory:
@@ -51,15 +48,13 @@ class HostMemory:
     def __init__(self, num_ranks: int) -> None:
         self._files = [os.memfd_create(f"fd-host-tier-{rank}") for rank in range(num_ranks)]
         self.paths = [f"/proc/{os.getpid()}/fd/{file}" for file in self._files]
-        self._ranks: list[tuple[memoryview, int]] = []
 
     def open(self, num_blocks: int) -> None:
         """The ranks have made the files as large as they need."""
+        views = [memoryview(mmap.mmap(file, 0)) for file in self._files]
+        self._ranks = [(view, len(view) // num_blocks) for view in views]
         for file in self._files:
-            size = os.fstat(file).st_size
-            self._ranks.append((memoryview(mmap.mmap(file, size)), size // num_blocks))
             os.close(file)
-        self._files = []
 
     def block(self, number: int) -> list[memoryview]:
         """The bytes of a host block on each rank."""
@@ -67,16 +62,15 @@ class HostMemory:
 
 
 class _Fetch:
-    """What is read for one request."""
+    """What is read for one request. A thread counts `num_read`; all else is its caller's."""
 
     def __init__(self, request_id: str, table: BlockTable, first: int, deadline_s: float) -> None:
         self.request_id, self.table = request_id, table
         self.first = first  # block of the table; those before it are in the prefix cache
         self.deadline_s = deadline_s  # monotonic
         self.blocks: list[int] = []  # reserved host blocks
-        self.end = 0  # of these, so many have come or are still wanted
-        self.num_open = 0  # reads under way
-        self.is_held = True  # the request waits for it
+        self.num_read = 0
+        self.is_held, self.is_over = True, False  # the request waits for it; it is done
 
 
 class StoredBlocks:
@@ -94,9 +88,7 @@ class StoredBlocks:
         self._fetches: list[_Fetch] = []
         self._noted: dict[int, list[tuple[CacheEntry, int]]] = {}  # by step
         self._num_unwritten = 0
-        self._rest_until_s = 0.0
         self._told: set[str] = set()  # failures that are in the log
-        # What threads have done, for the thread that calls.
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._reads, self._writes = _threads("fd-kv-read", NUM_READERS), _threads("fd-kv-write", 1)
         self._host.writes_through = True
@@ -115,9 +107,7 @@ class StoredBlocks:
             return False
         fetch = _Fetch(request_id, table, first, time.monotonic() + self._timeout_s)
         self._fetches.append(fetch)
-        names = [key.hex() for key in table.keys[first:]]
-        fetch.num_open = 1
-        self._reads.put(lambda: self._find(fetch, names))
+        self._reads.put(partial(self._find, fetch, [key.hex() for key in table.keys[first:]]))
         return True
 
     def ready(self, wait_s: float = 0.0) -> list[str]:
@@ -130,18 +120,13 @@ class StoredBlocks:
         except queue.Empty:
             pass
         now, ids = time.monotonic(), []
-        for fetch in self._fetches:
-            if fetch.num_open and now > fetch.deadline_s:
-                fetch.end = 0
-                if fetch.is_held:
-                    self._tell("too slow", f"gave nothing within {self._timeout_s:g} s")
-            elif fetch.num_open:
-                continue
-            if fetch.is_held:
-                fetch.is_held = False
-                ids.append(fetch.request_id)
+        for fetch in [f for f in self._fetches if f.is_held and (f.is_over or now > f.deadline_s)]:
+            fetch.is_held = False
+            ids.append(fetch.request_id)
+            if not fetch.is_over:
+                self._fail("read blocks", TimeoutError(f"not within {self._timeout_s:g} s"))
         # One that is late goes on until its last read has ended: it has host blocks.
-        self._fetches = [fetch for fetch in self._fetches if fetch.num_open]
+        self._fetches = [fetch for fetch in self._fetches if not fetch.is_over]
         return ids
 
     def note(self, step_id: int) -> None:
@@ -153,18 +138,18 @@ class StoredBlocks:
         """The step was done, or failed."""
         for entry, block in self._noted.pop(step_id, ()):
             is_full = self._num_unwritten >= self._host.num_blocks * MAX_UNWRITTEN_SHARE
-            if not is_done or is_full or time.monotonic() < self._rest_until_s:
+            if not is_done or is_full:
                 self._host.end_lease(block)
                 continue
             self._num_unwritten += 1
             parent = NO_PARENT if entry.parent is None else entry.parent.key
-            header = _header(entry.key, parent, entry.tokens)
+            header = MAGIC + entry.key + parent + entry.tokens
             self._writes.put(partial(self._write, entry.key.hex(), header, block))
 
     def close(self) -> None:
         """Write what is on its way, as far as that is quick, and close the store. Idempotent."""
         for fetch in self._fetches:
-            fetch.end = 0
+            fetch.deadline_s = 0.0
         end_s = time.monotonic() + CLOSE_GRACE_S
         while (self._num_unwritten or self._fetches) and time.monotonic() < end_s:
             self.ready(0.05)
@@ -174,80 +159,64 @@ class StoredBlocks:
         if not self._num_unwritten and not self._fetches:
             self._store.close()
 
-    # -- in threads -------------------------------------------------------------------------------
+    def _try(self, what: str, call: Callable[[], Any]) -> Any:
+        """In a thread: the call's result; None where it fails, which the log hears of once."""
+        try:
+            return call()
+        except Exception as error:
+            self._done.put(partial(self._fail, what, error))
+            return None
 
     def _find(self, fetch: _Fetch, names: list[str]) -> None:
-        found = 0
-        try:
-            found = self._store.find(names)
-        except Exception as error:
-            self._done.put(partial(self._fail, "look for blocks", error))
-        self._done.put(lambda: self._read_all(fetch, names[:found]))
+        found = self._try("look for blocks", lambda: self._store.find(names)) or 0
+        self._done.put(lambda: self._begin(fetch, names[:found]))
 
-    def _read(self, fetch: _Fetch, index: int, name: str) -> None:
-        has_come = False
-        try:
-            has_come = index < fetch.end and self._is_read(fetch, index, name)
-        except Exception as error:
-            self._done.put(partial(self._fail, "read a block", error))
-        self._done.put(lambda: self._finish(fetch, index if not has_come else NO_LIMIT))
+    def _read(self, fetch: _Fetch, names: list[str]) -> None:
+        for block, name in zip(fetch.blocks, names, strict=False):
+            is_late = time.monotonic() > fetch.deadline_s
+            if is_late or not self._try("read blocks", partial(self._is_read, fetch, block, name)):
+                break
+            fetch.num_read += 1
+        self._done.put(lambda: self._finish(fetch))
 
-    def _is_read(self, fetch: _Fetch, index: int, name: str) -> bool:
-        """Whether the block has come, and as it was written."""
-        number, keys = fetch.first + index, fetch.table.keys
-        parent = keys[number - 1] if number else NO_PARENT
-        wanted = _header(keys[number], parent, fetch.table.packed[number])
+    def _is_read(self, fetch: _Fetch, block: int, name: str) -> bool:
+        """Whether the next block has come, and as it was written."""
+        number, table = fetch.first + fetch.num_read, fetch.table
+        parent = table.keys[number - 1] if number else NO_PARENT
+        wanted = MAGIC + table.keys[number] + parent + table.packed[number]
         checksum, header = bytearray(CHECKSUM_BYTES), bytearray(len(wanted))
-        content = self._memory.block(fetch.blocks[index])
+        content = self._memory.block(block)
         if not self._store.get(name, [memoryview(checksum), memoryview(header), *content]):
             return False
         if header == wanted and checksum == _checksum(wanted, content):
             return True
-        raise ValueError("it is damaged, and left alone")
+        raise ValueError("one is damaged, and left alone")
 
     def _write(self, name: str, header: bytes, block: int) -> None:
-        is_written = False
-        try:
-            if time.monotonic() >= self._rest_until_s:
-                content = self._memory.block(block)
-                checksum = memoryview(_checksum(header, content))
-                self._store.put(name, [checksum, memoryview(header), *content])
-                is_written = True
-        except Exception as error:
-            self._rest_until_s = time.monotonic() + REST_S
-            self._done.put(partial(self._fail, "write a block", error))
-        self._done.put(lambda: self._wrote(block, is_written))
-
-    # -- what follows from it, in the thread that calls -------------------------------------------
+        content = self._memory.block(block)
+        parts = [memoryview(_checksum(header, content)), memoryview(header), *content]
+        is_written = self._try("write a block", lambda: self._store.put(name, parts) or True)
+        self._done.put(partial(self._wrote, block, bool(is_written)))
 
     def _fail(self, what: str, error: Exception) -> None:
         self.num_failures_total += 1
-        self._tell(f"{what}: {type(error).__name__}", f"could not {what}: {error}")
-
-    def _tell(self, kind: str, text: str) -> None:
+        kind = f"{what}: {type(error).__name__}"
         if kind not in self._told:
             self._told.add(kind)
-            name = self._store.name
-            logger.warning("KV store %s %s; what it lacks is computed again", name, text)
+            text = "KV store %s could not %s (%s); what it lacks is computed again"
+            logger.warning(text, self._store.name, what, error)
 
-    def _read_all(self, fetch: _Fetch, names: list[str]) -> None:
+    def _begin(self, fetch: _Fetch, names: list[str]) -> None:
         if time.monotonic() < fetch.deadline_s:
             fetch.blocks = self._host.reserve(len(names))
-        fetch.end = len(fetch.blocks)
-        fetch.num_open += fetch.end
-        for index in range(fetch.end):
-            self._reads.put(partial(self._read, fetch, index, names[index]))
-        self._finish(fetch, NO_LIMIT)
+        self._reads.put(partial(self._read, fetch, names))
 
-    def _finish(self, fetch: _Fetch, end: int) -> None:
-        """A task of it has ended; only what stands before `end` is of use."""
-        fetch.end = min(fetch.end, end)
-        fetch.num_open -= 1
-        if not fetch.num_open and fetch.blocks:
-            blocks = fetch.blocks[: fetch.end]
-            self.num_read_total += self._kv.prefix.adopt(fetch.table, fetch.first, blocks)
-            for block in fetch.blocks:
-                self._host.end_lease(block)
+    def _finish(self, fetch: _Fetch) -> None:
+        fetch.is_over = True
+        blocks = fetch.blocks[: fetch.num_read]
+        self.num_read_total += self._kv.prefix.adopt(fetch.table, fetch.first, blocks)
+        for block in fetch.blocks:
+            self._host.end_lease(block)
 
     def _wrote(self, block: int, is_written: bool) -> None:
         self._num_unwritten -= 1
@@ -267,10 +236,6 @@ def _threads(name: str, number: int) -> _Tasks:
     for _ in range(number):
         threading.Thread(target=work, name=name, daemon=True).start()
     return tasks
-
-
-def _header(key: bytes, parent: bytes, tokens: bytes) -> bytes:
-    return b"".join((MAGIC, key, parent, tokens))
 
 
 def _checksum(header: bytes, content: list[memoryview]) -> bytes:

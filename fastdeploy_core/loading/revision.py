@@ -1,30 +1,27 @@
-"""Which weights a model has, whatever folder they lie in: for what is kept beyond an engine."""
+"""Which weights a checkpoint has, for what is kept beyond an engine."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-_NUM_SAMPLES: Final = 256  # places of each file that are read
+_NUM_SAMPLES: Final = 64  # places of each file that are read, its first and its last among them
 _SAMPLE_BYTES: Final = 4096
 
 
-def revision(path: Path) -> str:
-    """A digest of a model's files: their names, sizes, and content at places all over them. The
-    same on every host; files of at most 1 MiB are read whole."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path] if path.is_file() else []
+def fingerprint(files: Iterable[Path], *, with_times: bool) -> bytes:
+    """A digest of files' names, sizes and samples of their content; without their times it is the
+    same on every host."""
     digest = hashlib.sha256()
     for file in files:
-        if not file.is_file() or file.name.startswith("."):
-            continue
-        size = file.stat().st_size
-        digest.update(f"{len(file.name)} {file.name} {size}\n".encode())
-        step = max(_SAMPLE_BYTES, size // _NUM_SAMPLES)
+        status = file.stat()
+        times = f" {status.st_mtime_ns}" if with_times else ""
+        digest.update(f"{file.name} {status.st_size}{times}".encode())
+        last = max(0, status.st_size - _SAMPLE_BYTES)
         with file.open("rb") as opened:
-            for place in range(0, size, step):
-                opened.seek(place)
+            for number in range(_NUM_SAMPLES):
+                opened.seek(last * number // (_NUM_SAMPLES - 1))
                 digest.update(opened.read(_SAMPLE_BYTES))
-            opened.seek(max(0, size - _SAMPLE_BYTES))
-            digest.update(opened.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+    return digest.digest()

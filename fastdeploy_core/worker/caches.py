@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import mmap
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -150,23 +149,9 @@ class BlockMover:
 def _host_arrays(
     like: list[tuple[np.ndarray, ...]], num_blocks: int, path: str
 ) -> list[tuple[np.ndarray, ...]]:
-    """[num_blocks, ...] of each array, which is that of one block. In the file at `path` all that
-    belongs to a block lies together, and every array's part is aligned to 64 bytes."""
-    if not path:
-        return [
-            tuple(np.zeros((num_blocks, *a.shape[1:]), dtype=a.dtype) for a in layer)
-            for layer in like
-        ]
-    block_bytes = sum(-(-a.nbytes // 64) * 64 for layer in like for a in layer)
-    with Path(path).open("r+b") as file:
-        file.truncate(num_blocks * block_bytes)
-        memory = mmap.mmap(file.fileno(), num_blocks * block_bytes)
-    offset, arrays = 0, []
-    for layer in like:
-        parts = []
-        for a in map(np.ascontiguousarray, layer):
-            strides = (block_bytes, *a.strides[1:])
-            parts.append(np.ndarray((num_blocks, *a.shape[1:]), a.dtype, memory, offset, strides))
-            offset += -(-a.nbytes // 64) * 64
-        arrays.append(tuple(parts))
-    return arrays
+    """[num_blocks, ...] of each array, which is that of one block, in the file at `path` or in
+    memory of ours. All of a block lies together."""
+    parts = [(f"{n} {m}", a) for n, layer in enumerate(like) for m, a in enumerate(layer)]
+    block = np.dtype([(name, a.dtype, a.shape[1:]) for name, a in parts], align=True)
+    blocks = np.memmap(path, block, "w+", shape=num_blocks) if path else np.zeros(num_blocks, block)
+    return [tuple(blocks[f"{n} {m}"] for m in range(len(layer))) for n, layer in enumerate(like)]

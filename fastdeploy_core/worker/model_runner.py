@@ -160,12 +160,7 @@ class ModelRunner:
     # -- caches and graphs ------------------------------------------------------------------------
 
     def allocate_cache(
-        self,
-        num_blocks: int,
-        num_host_blocks: int,
-        host_file: str = "",
-        *,
-        is_touched: bool = True,
+        self, num_blocks: int, num_host_blocks: int, host_file: str = "", *, is_touched: bool = True
     ) -> None:
         """Zeroed caches of every layer; what was there before is dropped first. See
         Caches.allocate."""

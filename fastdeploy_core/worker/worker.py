@@ -125,12 +125,12 @@ class Worker:
         logger.info("rank %d: %s", self.rank, clock)
         return info
 
-    def initialize_cache(
-        self, num_blocks: int, num_host_blocks: int = 0, host_file: str = ""
-    ) -> None:
-        """Allocate the KV pool, and the host tier when num_host_blocks is above 0, in host_file if
-        that is named; then capture graphs over it. All ranks at the same time, as in load()."""
+    def initialize_cache(self, num_blocks: int, num_host_blocks: int = 0, *host_files: str) -> None:
+        """Allocate the KV pool, and the host tier when num_host_blocks is above 0, in a file where
+        each rank's is named; then capture graphs over it. All ranks at the same time, as in
+        load()."""
         runner, device = self._ready()
+        host_file = host_files[self.rank] if host_files else ""
         try:
             runner.allocate_cache(num_blocks, num_host_blocks, host_file, is_touched=False)
         except Exception as error:

@@ -306,4 +306,4 @@ def test_any_mix_of_requests_and_failures_gives_the_same_answers(seed: int) -> N
             assert collector.tokens[request.request_id] == expected
         core.close()
         core.scheduler.check_idle()
-        assert not core.scheduler.kv.host._leases
+        assert not core.scheduler.kv.host._leased

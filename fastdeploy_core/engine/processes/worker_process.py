@@ -37,12 +37,6 @@ def make_worker(
     return worker_class(config, resolved, rank, world_size, address)
 
 
-def initialize_cache(worker: Any, rank: int, call: wire.InitializeCache) -> None:
-    """Allocate the KV pool of a rank, its host tier in a file where the call names some."""
-    files = call.host_files[rank : rank + 1]
-    worker.initialize_cache(call.num_blocks, call.num_host_blocks, *files)
-
-
 def command_address(folder: str, rank: int) -> str:
     """Address at which a rank receives its commands."""
     return f"ipc://{folder}/rank{rank}"
@@ -95,7 +89,7 @@ def _serve(init: wire.WorkerInit, commands: zmq.Socket[bytes], status: zmq.Socke
         if isinstance(call, wire.Load):
             status.send(wire.encode(wire.Loaded(init.rank, worker.load())))
         elif isinstance(call, wire.InitializeCache):
-            initialize_cache(worker, init.rank, call)
+            worker.initialize_cache(call.num_blocks, call.num_host_blocks, *call.host_files)
             child.end_startup()
             status.send(wire.encode(wire.CacheReady(init.rank)))
         else:

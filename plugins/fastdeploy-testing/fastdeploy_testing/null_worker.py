@@ -178,15 +178,13 @@ class NullWorker:
             report=[f"rank {self.rank}: a fake device, no model is run"],
         )
 
-    def initialize_cache(
-        self, num_blocks: int, num_host_blocks: int = 0, host_file: str = ""
-    ) -> None:
+    def initialize_cache(self, num_blocks: int, num_host_blocks: int = 0, *host_files: str) -> None:
         """Empty slots; those of the host tier in a file if one is named."""
         size = self.block_size
         self._cache = [array("Q", [_EMPTY] * size) for _ in range(num_blocks)]
         host = memoryview(bytearray(num_host_blocks * size * 8))
-        if host_file and num_host_blocks:
-            with Path(host_file).open("r+b") as file:
+        if host_files and num_host_blocks:
+            with Path(host_files[self.rank]).open("r+b") as file:
                 file.truncate(len(host))
                 host = memoryview(mmap.mmap(file.fileno(), len(host)))
         slots = host.cast("Q")
