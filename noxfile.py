@@ -66,6 +66,7 @@ LIGHT = {
     "plugins/fd-grammar-llguidance": (),
     "plugins/fd-kv-disk": (),
     "plugins/fd-kv-shm": (),
+    "plugins/fd-kv-tcp": (),
     "plugins/fd-models": (),
     "plugins/fd-parsers": (),
     "plugins/fd-quant-formats": (),

@@ -100,11 +100,10 @@ class StoredBlocks:
         return any(fetch.is_held for fetch in self._fetches)
 
     def fetch(self, request_id: str, table: BlockTable, token_ids: list[int]) -> bool:
-        """Look for what the prefix cache lacks of a new request; False: it lacks nothing. Else
-        `ready` will name the request, whatever comes of it."""
+        """Look for what the prefix cache lacks of a new request. True: `ready` will name it."""
         first = len(self._kv.match(table, token_ids).entries)
-        if first == len(table.keys):
-            return False
+        if first == len(table.keys) or any(not fetch.is_held for fetch in self._fetches):
+            return False  # while one is late, nobody waits for the store
         fetch = _Fetch(request_id, table, first, time.monotonic() + self._timeout_s)
         self._fetches.append(fetch)
         self._reads.put(partial(self._find, fetch, [key.hex() for key in table.keys[first:]]))

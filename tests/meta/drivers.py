@@ -35,6 +35,7 @@ from fd_iluvatar.attention import IluvatarAttention
 from fd_iluvatar.device import IluvatarDevice
 from fd_kv_disk.disk import DiskStore
 from fd_kv_shm.shm import SharedMemoryTransport
+from fd_kv_tcp.transport import TcpTransport
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
 from fd_models.glm4_moe import Glm4MoeForCausalLM
@@ -119,6 +120,7 @@ kv_stores: list[Callable[[Mapping[str, Any]], KVStore]] = [
 ]
 kv_transports: list[Callable[[TransportOptions], KVTransport]] = [
     SharedMemoryTransport,
+    TcpTransport,
 ]
 expert_communicators: list[Callable[[ExpertGroup], ExpertCommunicator]] = [
     LoopbackExperts,
