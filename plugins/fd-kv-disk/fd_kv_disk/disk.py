@@ -23,25 +23,35 @@ DEFAULT_GIB = 16.0
 # After so much of max_gib has been written, the folder's size is looked at again: others write too.
 SHARE_BETWEEN_LOOKS = 1 / 16
 SHARE_KEPT = 7 / 8  # of max_gib, when files have to go
+POLL_S = 0.002
 UNFINISHED_S = 3600.0  # an unfinished file that is older belongs to a process that has died
 UNFINISHED = ".part"
 
 
 class DiskStore:
-    """Options: `path`, a folder that is made if need be, and `max_gib`, its size."""
+    """Options: `path`, a folder that is made if need be, and `max_gib`, its size. With `wait_s` a
+    block that is not there is waited for so long, since another engine may just be writing it."""
 
     name = "disk"
     contract = (1, 2)
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._folder, self._max_bytes = _checked(options)
+        self._wait_s = float(options.get("wait_s", 0.0))
         self._lock = threading.Lock()  # one thread at a time makes room
         self._until_look = 0.0  # bytes
 
     def find(self, names: Sequence[str]) -> int:
         """See KVStore."""
-        missing = (i for i, name in enumerate(names) if not self._path(name).exists())
-        return next(missing, len(names))
+        found, moved_s = 0, time.monotonic()
+        while found < len(names):
+            if self._path(names[found]).exists():
+                found, moved_s = found + 1, time.monotonic()
+            elif time.monotonic() - moved_s >= self._wait_s:
+                break
+            else:
+                time.sleep(POLL_S)
+        return found
 
     def get(self, name: str, parts: Sequence[memoryview]) -> bool:
         """See KVStore."""
@@ -110,12 +120,15 @@ class DiskStore:
 
 
 def _checked(options: Mapping[str, Any]) -> tuple[Path, int]:
-    unknown = sorted(set(options) - {"path", "max_gib"})
+    unknown = sorted(set(options) - {"path", "max_gib", "wait_s"})
     if unknown:
         raise ConfigError(
-            f"KV store disk has no option {unknown[0]!r}; possible: path, max_gib, such as "
-            "--kv-store-config.path DIR"
+            f"KV store disk has no option {unknown[0]!r}; possible: path, max_gib, wait_s, such "
+            "as --kv-store-config.path DIR"
         )
+    wait_s = options.get("wait_s", 0.0)
+    if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= 60:
+        raise ConfigError(f"KV store disk: wait_s must be 0 to 60 seconds, got {wait_s!r:.40}")
     path, max_gib = options.get("path"), options.get("max_gib", DEFAULT_GIB)
     if not isinstance(path, str) or not path:
         raise ConfigError("KV store disk needs a folder; give --kv-store-config.path DIR")

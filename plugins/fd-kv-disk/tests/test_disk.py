@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,22 @@ def test_a_dead_engines_unfinished_files_go_and_foreign_ones_stay(tmp_path: Path
     assert block.exists()
 
 
+def test_blocks_that_are_being_written_are_waited_for(tmp_path: Path) -> None:
+    writer = DiskStore({"path": str(tmp_path)})
+    reader = DiskStore({"path": str(tmp_path), "wait_s": 5})
+    names = [name_of() for _ in range(5)]
+    with ThreadPoolExecutor(1) as threads:
+        found = threads.submit(reader.find, names)
+        for name in names:
+            assert not found.done()
+            writer.put(name, parts_of(1))
+        assert found.result(5) == 5
+    impatient = DiskStore({"path": str(tmp_path), "wait_s": 0.1})
+    started = time.monotonic()
+    assert impatient.find([*names, name_of(), name_of()]) == 5
+    assert 0.1 <= time.monotonic() - started < 2
+
+
 def test_files_are_their_users_alone(tmp_path: Path) -> None:
     store = DiskStore({"path": str(tmp_path / "kv")})
     store.put(name_of(), parts_of(1))
@@ -107,6 +125,8 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         ({"max_gib": "many"}, "above 0, got 'many'"),
         ({"max_gib": True}, "above 0, got True"),
         ({"size": 3}, "no option 'size'; possible: path, max_gib"),
+        ({"wait_s": -1}, "0 to 60 seconds, got -1"),
+        ({"wait_s": "long"}, "0 to 60 seconds, got 'long'"),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], says: str, tmp_path: Path) -> None:
