@@ -22,7 +22,7 @@ class Refused:
 _LOCAL_ONLY = "models are read from a local folder and nothing is downloaded; give the folder"
 _NO_PORT = "processes talk over sockets in a private folder; there is no such port"
 _MULTIMODAL = "models answer with text; which take pictures is their plugin's to say"
-_DISAGGREGATION = "prefill/decode disaggregation is not part of this version"
+_ROLES = "instances have no roles: fastdeploy router --prefill URL sends prompts to some of them"
 _NO_READERS = "output goes to front ends directly; nothing reads or writes it in Redis"
 _WARMUP = (
     "steps are warmed up at start-up when they are captured: --enforce-eager, --graph-capture-sizes"
@@ -103,10 +103,10 @@ REFUSED: dict[str, Refused] = {
     **_many("all of the pool serves prefill and decode alike", "kv_cache_ratio", harmless=("1",
         "1.0")),
     **_many(_DECLARED, "prealloc_dec_block_slot_num_threshold", "static_decode_blocks"),
-    **_many("stores outside host memory are not part of this version", "kvcache_storage_backend",
+    **_many("--kv-store says where KV blocks are kept, such as disk", "kvcache_storage_backend",
         "kv_transfer_config", "kv_events_config", "write_policy"),
-    **_many(_DISAGGREGATION, "splitwise_role", harmless=("mixed",)),
-    **_many(_DISAGGREGATION, "cache_transfer_protocol", "router"),
+    **_many(_ROLES, "splitwise_role", harmless=("mixed",)),
+    **_many(_ROLES, "cache_transfer_protocol", "router"),
     **_many("an instance that was silent for --scheduler-lease seconds is dead, and its load is "
         "released at once", "scheduler_expire_period", "scheduler_release_load_expire_period"),
     **_many(_NO_READERS, "scheduler_reader_parallel", "scheduler_writer_parallel",

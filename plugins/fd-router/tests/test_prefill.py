@@ -7,6 +7,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -162,19 +163,28 @@ def test_every_block_comes_back(apart: Apart) -> None:
         assert [float(line.rpartition(" ")[2]) for line in used] == [0.0]
 
 
-def test_the_prefill_instance_is_killed_before_while_and_after(own: Apart) -> None:
+def test_the_prefill_instance_is_killed_before_while_and_after(
+    own: Apart, stopped: Callable[[Process], None]
+) -> None:
     def body(number: int) -> dict[str, Any]:
         return {"prompt": f"({number}) " + STORY * 12, "max_tokens": 12, "temperature": 0}
 
-    after = choices(ask(own.router.url, TEXT, body(1)))
-    own.prefill.process.kill()  # the engine follows its server
+    answers = [ask(own.router.url, TEXT, body(0))]
     started = time.monotonic()
-    while_down = choices(ask(own.router.url, TEXT, body(2)))  # the router may not know yet
+    with ThreadPoolExecutor(1) as threads:
+        stopped(own.prefill)  # so that it has the request when it dies
+        asking = threads.submit(ask, own.router.url, TEXT, body(1))
+        wait_for(lambda: own.router.in_flight()[own.prefill.name], "the request to be there")
+        own.prefill.process.kill()
+        answers.append(asking.result())
+    assert own.sent("failed") == 1
+    answers.append(ask(own.router.url, TEXT, body(2)))  # the router may not know yet
     wait_for(lambda: own.router.listed("state")[own.prefill.name] != "ready", "the loss")
-    before = choices(ask(own.router.url, TEXT, body(3)))
-    assert time.monotonic() - started < 20
-    for number, answer in ((1, after), (2, while_down), (3, before)):
-        assert choices(ask(own.decode.url, TEXT, body(number))) == answer
+    answers.append(ask(own.router.url, TEXT, body(3)))
+    assert time.monotonic() - started < 30
+    assert cached(answers[0]) > 0 and not any(map(cached, answers[1:]))
+    for number, answer in enumerate(answers):
+        assert choices(ask(own.decode.url, TEXT, body(number))) == choices(answer)
 
 
 def test_a_frozen_prefill_instance_costs_bounded_time(
