@@ -20,10 +20,11 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 
 from figures import add_json_option, print_figures
@@ -132,7 +133,8 @@ def wait_until_used(url: str, prompt: list[int]) -> None:
     """The router has found its instances."""
     end = time.monotonic() + START_S
     while time.monotonic() < end:
-        ask(url, prompt, 1)
+        with suppress(urllib.error.HTTPError):  # 503 before the first probe
+            ask(url, prompt, 1)
         with urllib.request.urlopen(url + "/metrics", timeout=10) as answer:
             if re.search(rb'router_prefills_total\{[^}]*outcome="200"', answer.read()):
                 return

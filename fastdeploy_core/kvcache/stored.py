@@ -159,9 +159,10 @@ class StoredBlocks:
             self._store.close()
 
     def _try(self, what: str, call: Callable[[], Any]) -> Any:
-        """In a thread: the call's result; None where it fails, which the log hears of once."""
+        """In a thread: the call's result, True for none; None where it fails, which is logged."""
         try:
-            return call()
+            result = call()
+            return True if result is None else result
         except Exception as error:
             self._done.put(partial(self._fail, what, error))
             return None
@@ -194,8 +195,8 @@ class StoredBlocks:
     def _write(self, name: str, header: bytes, block: int) -> None:
         content = self._memory.block(block)
         parts = [memoryview(_checksum(header, content)), memoryview(header), *content]
-        is_written = self._try("write a block", lambda: self._store.put(name, parts) or True)
-        self._done.put(partial(self._wrote, block, bool(is_written)))
+        is_written = bool(self._try("write a block", partial(self._store.put, name, parts)))
+        self._done.put(partial(self._wrote, block, is_written))
 
     def _fail(self, what: str, error: Exception) -> None:
         self.num_failures_total += 1

@@ -135,7 +135,8 @@ class Peer:
                     channel.ask(wire.Ping())
                     next_ping_s = time.monotonic() + pause_s / PINGS_PER_TIMEOUT
                 left_s = max(0.0, next_ping_s - time.monotonic())
-                readable = select.select([channel, self._wakes], [], [], left_s)[0]
+                ends: list[Channel | socket.socket] = [channel, self._wakes]
+                readable = select.select(ends, [], [], left_s)[0]
                 if self._wakes in readable:
                     self._wakes.recv(4096)
                 if channel in readable:

@@ -35,7 +35,7 @@ class WireError(Exception):
     """The other side does not speak as it should; the connection ends."""
 
 
-class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+class _Message(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
     """Base of all messages."""
 
 
@@ -167,7 +167,8 @@ class Channel:
         self._take_into(view)
         self._check(code, view)
         try:
-            return _decoder.decode(view)
+            message: Message = _decoder.decode(view)
+            return message
         except DECODE_ERRORS as error:
             raise WireError(f"malformed message: {error}") from None
 

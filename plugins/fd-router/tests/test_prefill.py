@@ -4,7 +4,11 @@ prompt to one and has the other answer it."""
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -199,6 +203,53 @@ def test_a_frozen_prefill_instance_costs_bounded_time(
     started = time.monotonic()
     ask(own.router.url, TEXT, {**body, "prompt": "(again) " + STORY * 12})
     assert time.monotonic() - started < 10, "it is known to be lost: nobody waits for it"
+
+
+def test_the_pages_command_works_word_for_word(tmp_path: Path) -> None:
+    """But for the ports, which others may have, and the model's folder."""
+    page = (MODEL.parents[1] / "docs" / "how-to" / "prefill-and-decode-apart.md").read_text()
+    command = next(line for line in page.splitlines() if line.startswith("fastdeploy serve DIR"))
+    ports = {}
+    for named in ("8181", "8182", "8100"):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            ports[named] = free.getsockname()[1]
+        command = command.replace(named, str(ports[named]))
+    command = command.replace("DIR", str(MODEL)).replace(
+        "fastdeploy ", f"{sys.executable} -P -m fastdeploy_core.cli.main "
+    )
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        shell = subprocess.Popen(
+            ["bash", "-c", command],
+            env={**os.environ, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{ports['8100']}"
+
+    def is_used() -> bool:
+        if 'outcome="200"' in httpx.get(url + "/metrics").text:
+            return True
+        httpx.post(url + TEXT, json={"prompt": STORY * 20, "max_tokens": 1}, timeout=60)
+        return False
+
+    def answers() -> bool:
+        try:
+            return is_used()
+        except httpx.HTTPError:
+            return False
+
+    try:
+        wait_for(answers, log.read_text() or "both servers", 120)
+        body = {"prompt": "(page) " + STORY * 20, "max_tokens": 8, "temperature": 0}
+        answer = ask(url, TEXT, body)
+        assert cached(answer) > 0
+        alone = ask(f"http://127.0.0.1:{ports['8181']}", TEXT, body)
+        assert choices(alone) == choices(answer)
+    finally:
+        os.killpg(shell.pid, signal.SIGTERM)
+        shell.wait(30)
 
 
 def test_what_a_prefill_instance_is_asked() -> None:
