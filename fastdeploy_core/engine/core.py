@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.errors import CapabilityError, InvalidRequest, WorkerError
@@ -64,9 +64,9 @@ class EngineCore:
             memory = _shared_memory(config, infos, plan)
             paths = () if memory is None else memory.paths
             self._executor.initialize_cache(plan.num_blocks, plan.num_host_blocks, paths)
-            store = (
-                None if memory is None else resolved.load("kv_store")(config.cache.kv_store_options)
-            )
+            store: Any = None
+            if memory is not None:
+                store = resolved.load("kv_store")(config.cache.kv_store_options)
         except BaseException:
             self._executor.close()
             raise
@@ -103,9 +103,10 @@ class EngineCore:
         """Queue a request; raises InvalidRequest or RequestTooLong and stays unchanged then."""
         self.check(request)
         self.scheduler.add(request)
-        seq = None if self._stored is None else self.scheduler.leader(request.request_id)
-        if seq is not None and self._stored.fetch(request.request_id, seq.table, seq.token_ids):
-            self.scheduler.hold_for_remote_kv(request.request_id)
+        name, stored = request.request_id, self._stored
+        seq = None if stored is None else self.scheduler.leader(name)
+        if stored and seq and stored.fetch(name, seq.table, seq.token_ids):
+            self.scheduler.hold_for_remote_kv(name)
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest if the request could never run; may be called from any thread."""
@@ -343,16 +344,11 @@ def _lasting(config: EngineConfig, infos: list[WorkerInfo]) -> str:
     host: the weights, what computes with them, and the layout of the cache on each rank."""
     model, drafts = config.model, config.speculative
     made_up = model.seed if model.load_format == "dummy" else None
-    parts = [model.hf_config, model.dtype, model.quantization, made_up, drafts]
+    parts: list[Any] = [model.hf_config, model.dtype, model.quantization, made_up, drafts]
     draft_path = drafts.options.get("model") if drafts else None
     for path in (model.path, Path(draft_path or model.path)):
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
         parts.append(fingerprint(files, with_times=False))
     for info in infos:
-        parts += [
-            info.kv_layout,
-            info.block_size,
-            info.tensor_library,
-            sorted(info.drivers.items()),
-        ]
+        parts += [info.kv_layout, info.block_size, info.tensor_library, info.drivers]
     return "\0".join(map(repr, [config.cache.kv_dtype, *parts]))

@@ -3,6 +3,7 @@ the conformance kit's."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import select
 import socket
@@ -106,8 +107,9 @@ def test_who_has_no_key_gets_a_nonce_and_nothing_else(source: TcpTransport) -> N
     words += [wire.GREETING + rng.randbytes(rng.randrange(32, 3000)) for _ in range(30)]
     for data in words:
         with socket.create_connection(where(source)) as sock:
-            sock.sendall(data)
-            sock.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):  # it may have hung up already
+                sock.sendall(data)
+                sock.shutdown(socket.SHUT_WR)
             got = answer(sock)
             assert len(got) in (0, wire.NONCE_BYTES) and b"\7" * 16 not in got
     assert pull(source.descriptor())
@@ -120,7 +122,8 @@ def test_a_recorded_handshake_cannot_be_replayed(source: TcpTransport) -> None:
     stop()
     assert recorded
     with socket.create_connection(where(source)) as sock:
-        sock.sendall(b"".join(recorded))
+        with contextlib.suppress(OSError):
+            sock.sendall(b"".join(recorded))
         assert len(answer(sock)) <= wire.NONCE_BYTES
     assert pull(source.descriptor())
 
