@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -74,8 +75,10 @@ class InlineExecutor:
     def load(self) -> list[Any]:
         return [self.worker.load()]
 
-    def initialize_cache(self, num_blocks: int, num_host_blocks: int) -> None:
-        self.worker.initialize_cache(num_blocks, num_host_blocks)
+    def initialize_cache(
+        self, num_blocks: int, num_host_blocks: int, *, host_files: Sequence[str] = ()
+    ) -> None:
+        self.worker.initialize_cache(num_blocks, num_host_blocks, host_files=host_files)
 
     def submit(self, step: SchedulerOutput) -> Future[Any]:
         future: Future[Any] = Future()

@@ -173,6 +173,8 @@ def _mapping(v: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _cache_config(v: Mapping[str, Any]) -> CacheConfig:
     if v["enable_output_caching"] and not v["enable_prefix_caching"]:
         v = {**v, "enable_output_caching": False}
+    if v["kv_store"] and not v["swap_space"]:
+        v = {**v, "swap_space": 1.0}  # GiB: stored blocks pass through the host tier
     return _record(
         CacheConfig,
         v,
@@ -181,6 +183,8 @@ def _cache_config(v: Mapping[str, Any]) -> CacheConfig:
         swap_space_bytes=int(v["swap_space"] * 2**30),
         kv_dtype=v["kv_cache_dtype"],
         events=_kv_events(v),
+        kv_store_options=_mapping(v, "kv_store_config"),
+        kv_store_timeout_s=v["kv_store_timeout"],
     )
 
 

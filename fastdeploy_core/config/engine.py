@@ -64,6 +64,9 @@ class CacheConfig:
     enable_output_caching: bool = True
     kv_dtype: str = "auto"
     events: KVEventsConfig | None = None  # None: none
+    kv_store: str = ""  # driver that keeps blocks outside the engine; empty: none does
+    kv_store_options: Mapping[str, Any] = field(default_factory=dict)
+    kv_store_timeout_s: float = 5.0  # what a request waits for its blocks at most
 
 
 @dataclass(frozen=True, slots=True)

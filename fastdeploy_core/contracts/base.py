@@ -81,6 +81,12 @@ KINDS: Final[dict[str, Kind]] = {
             f"{_HERE}.kv_transport:KVTransport",
         ),
         Kind(
+            "kv_store",
+            "fastdeploy.kv_stores",
+            "keeping KV blocks outside the engine",
+            f"{_HERE}.small:KVStore",
+        ),
+        Kind(
             "model",
             "fastdeploy.models",
             "a model architecture",

@@ -1,5 +1,5 @@
 """The small kinds: model families, checkpoint formats, parsers, logits processors, grammar
-backends, launchers."""
+backends, launchers, KV stores."""
 
 from __future__ import annotations
 
@@ -359,4 +359,36 @@ class Launcher(Protocol):
     def stop(self, grace_s: float) -> None:
         """Ends all servers of this process: SIGTERM, and SIGKILL to what still runs after grace_s.
         Idempotent, and called before `start` without effect."""
+        ...
+
+
+@runtime_checkable
+class KVStore(Protocol):
+    """Keeps KV blocks outside the engine, such as on disk. Constructed as `Driver(options)`: the
+    mapping --kv-store-config; ConfigError for an option that it does not know or cannot use.
+
+    A store moves bytes, and may lose any of them at any time; names, checksums, threads, deadlines
+    and failures are the core's business. Calls block and come from several threads at once. Names
+    are 64 hexadecimal digits. Added in contract 1.2.
+    """
+
+    name: str
+    contract: tuple[int, int]
+
+    def find(self, names: Sequence[str]) -> int:
+        """How many of the leading names are there; `get` may still fail for them."""
+        ...
+
+    def get(self, name: str, parts: Sequence[memoryview]) -> bool:
+        """Fill the parts one after the other. False, with anything in the parts, where the name is
+        not there or does not hold exactly so many bytes."""
+        ...
+
+    def put(self, name: str, parts: Sequence[memoryview]) -> None:
+        """Keep the parts, one after the other, in place of what the name had. Whoever reads
+        meanwhile gets all of the old or all of the new bytes, or False."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back; idempotent. No call is under way."""
         ...

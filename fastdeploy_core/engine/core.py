@@ -11,11 +11,19 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.config import EngineConfig
-from fastdeploy_core.errors import InvalidRequest, WorkerError
-from fastdeploy_core.kvcache import CachePlan, KVCacheManager, plan_cache
+from fastdeploy_core.errors import CapabilityError, InvalidRequest, WorkerError
+from fastdeploy_core.kvcache import (
+    CachePlan,
+    HostMemory,
+    KVCacheManager,
+    StoredBlocks,
+    plan_cache,
+)
+from fastdeploy_core.loading.revision import fingerprint
 from fastdeploy_core.scheduler import BatchScheduler, ScheduledStep, make_settings
 from fastdeploy_core.types import ModelRunnerOutput, Request, RequestOutputDelta, TokenDeltas
 from fastdeploy_core.types.engine import EngineInfo, EngineStats
@@ -36,6 +44,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES_IN_A_ROW = 16
 # Plans in a row with nothing to run and nothing in flight, before a request is failed.
 MAX_IDLE_PLANS = 4
+AWAIT_S = 0.005  # at most, for stored blocks with nothing else to do; new requests come meanwhile
 
 
 class EngineCore:
@@ -52,8 +61,15 @@ class EngineCore:
             infos = self._executor.load()
             plan = plan_cache(infos, config.cache, config.batch, config.model.max_model_len)
             settings = make_settings(config, infos[0], resolved.speculative)
+            memory = _shared_memory(config, infos, plan)
             more = [group.num_blocks for group in plan.bounded]
-            self._executor.initialize_cache(plan.num_blocks, plan.num_host_blocks, *more)
+            paths = () if memory is None else memory.paths
+            self._executor.initialize_cache(
+                plan.num_blocks, plan.num_host_blocks, *more, host_files=paths
+            )
+            store: Any = None
+            if memory is not None:
+                store = resolved.load("kv_store")(config.cache.kv_store_options)
             worker = infos[0]
             caching = config.cache.enable_prefix_caching and worker.block_sharing
             self._events: KVEvents | None = None
@@ -71,13 +87,17 @@ class EngineCore:
             num_host_blocks=plan.num_host_blocks,
             enable_prefix_caching=caching,
             enable_output_caching=config.cache.enable_output_caching,
-            model_identity=_model_identity(config),
+            model_identity=_model_identity(config) if memory is None else _lasting(config, infos),
             key_lookahead=resolved.speculative.key_lookahead,
         )
         kv.add_groups(plan.bounded)
         if self._events is not None:
             kv.prefix.on_change = self._events.note
         self.scheduler = BatchScheduler(settings, kv)
+        self._stored: StoredBlocks | None = None
+        if memory is not None:
+            memory.open(plan.num_host_blocks)
+            self._stored = StoredBlocks(kv, store, memory, config.cache.kv_store_timeout_s)
         overlap = config.batch.overlap and worker.overlap
         self._depth = 2 if overlap else 1
         self._in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()
@@ -95,6 +115,10 @@ class EngineCore:
         """Queue a request; raises InvalidRequest or RequestTooLong and stays unchanged then."""
         self.check(request)
         self.scheduler.add(request)
+        name, stored = request.request_id, self._stored
+        seq = None if stored is None else self.scheduler.leader(name)
+        if stored and seq and stored.fetch(name, seq.table, seq.token_ids):
+            self.scheduler.hold_for_remote_kv(name)
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest if the request could never run; may be called from any thread."""
@@ -115,12 +139,17 @@ class EngineCore:
         self.scheduler.abort(request_ids)
 
     def has_work(self) -> bool:
-        """Whether `step` has something to do: a request to run, a result to take or an answer to
-        return."""
-        return self.scheduler.has_work() or bool(self._in_flight)
+        """Whether `step` has something to do: a request to run, stored blocks that one waits for, a
+        result to take or an answer to return."""
+        is_awaited = self._stored is not None and self._stored.is_awaited
+        return self.scheduler.has_work() or bool(self._in_flight) or is_awaited
 
     def step(self) -> list[RequestOutputDelta | TokenDeltas]:
         """Schedule, execute, update, answer. WorkerError means that the engine is dead."""
+        if self._stored is not None:
+            is_idle = not self._in_flight and not self.scheduler.has_work()
+            for request_id in self._stored.ready(AWAIT_S if is_idle else 0.0):
+                self.scheduler.take_remote_kv(request_id)
         self._submit_ahead()
         self._take_oldest()
         if self._events is not None:
@@ -129,7 +158,12 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Gauges and counters; may be called from another thread."""
-        return self.scheduler.stats()
+        stats = self.scheduler.stats()
+        if (stored := self._stored) is not None:
+            stats.kv_store_read_blocks_total = stored.num_read_total
+            stats.kv_store_written_blocks_total = stored.num_written_total
+            stats.kv_store_failures_total = stored.num_failures_total
+        return stats
 
     def reset_prefix_cache(self) -> bool:
         """Forget every cached prefix; False, and nothing is forgotten, while there is work."""
@@ -144,6 +178,8 @@ class EngineCore:
         """End worker processes, give the device back; idempotent."""
         if self._events is not None:
             self._events.close()
+        if self._stored is not None:
+            self._stored.close()
         self._executor.close()
 
     def _submit_ahead(self) -> None:
@@ -154,6 +190,8 @@ class EngineCore:
                 self._check_idle()
                 break
             self._num_idle_plans = 0
+            if self._stored is not None:
+                self._stored.note(step.output.step_id)
             self._in_flight.append((step, self._executor.submit(step.output)))
         self._stats.schedule_s += time.perf_counter() - started
 
@@ -168,6 +206,8 @@ class EngineCore:
             self._take_failure(step, error)
             return
         received = time.perf_counter()
+        if self._stored is not None:
+            self._stored.settle(step.output.step_id, is_done=True)
         self.scheduler.update(step, output)
         self._num_failures = 0
         self._count(step, output, received - started, time.perf_counter() - received)
@@ -196,6 +236,9 @@ class EngineCore:
             later, future = self._in_flight.popleft()
             future.exception()  # only waited for: the step is void whether it failed or not
             steps.append(later)
+        if self._stored is not None:
+            for failed in steps:
+                self._stored.settle(failed.output.step_id, is_done=False)
         self.scheduler.fail(steps, f"running the model failed for this request ({name})")
 
     def _check_idle(self) -> None:
@@ -266,6 +309,8 @@ class EngineCore:
         if config.cache.events is not None:
             at = config.cache.events.endpoint if caching else "none, since the prefix cache is off"
             report.append(f"KV events: {at}")
+        if self._stored is not None:
+            report.append(f"KV store: {config.cache.kv_store}, behind the host KV tier")
         return EngineInfo(
             num_blocks=plan.num_blocks,
             num_host_blocks=plan.num_host_blocks,
@@ -304,3 +349,31 @@ def _model_identity(config: EngineConfig) -> str:
     model = config.model
     parts = (model.path, model.dtype, model.quantization, config.cache.kv_dtype)
     return "\0".join(str(part) for part in parts)
+
+
+def _shared_memory(
+    config: EngineConfig, infos: list[WorkerInfo], plan: CachePlan
+) -> HostMemory | None:
+    """For the host tier, where a store is to read and write it."""
+    if not config.cache.kv_store:
+        return None
+    if not plan.num_host_blocks:
+        raise CapabilityError(
+            f"--kv-store {config.cache.kv_store} needs the host tier, and {plan.report[-1]}"
+        )
+    return HostMemory(len(infos))
+
+
+def _lasting(config: EngineConfig, infos: list[WorkerInfo]) -> str:
+    """A text that stands for whatever the bytes of blocks depend on beside their tokens, on any
+    host: the weights, what computes with them, and the layout of the cache on each rank."""
+    model, drafts = config.model, config.speculative
+    made_up = model.seed if model.load_format == "dummy" else None
+    parts: list[Any] = [model.hf_config, model.dtype, model.quantization, made_up, drafts]
+    draft_path = drafts.options.get("model") if drafts else None
+    for path in (model.path, Path(draft_path or model.path)):
+        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+        parts.append(fingerprint(files, with_times=False))
+    for info in infos:
+        parts += [info.kv_layout, info.block_size, info.tensor_library, info.drivers]
+    return "\0".join(map(repr, [config.cache.kv_dtype, *parts]))

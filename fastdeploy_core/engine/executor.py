@@ -13,7 +13,7 @@ import logging
 import queue
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Protocol
 
@@ -113,13 +113,19 @@ class Executor:
         self._start_waiter(infos[0])
         return infos
 
-    def initialize_cache(self, num_blocks: int, num_host_blocks: int, *more_blocks: int) -> None:
-        """Allocate the KV pool on all ranks. more_blocks: of each bounded group of layers."""
+    def initialize_cache(
+        self,
+        num_blocks: int,
+        num_host_blocks: int,
+        *more_blocks: int,
+        host_files: Sequence[str] = (),
+    ) -> None:
+        """Allocate the KV pool on all ranks. more_blocks: of each bounded group of layers.
+        host_files: where each rank's host tier is to lie."""
+        sizes, files = (num_blocks, num_host_blocks, *more_blocks), list(host_files)
         if self._peers is not None:
-            call = wire.InitializeCache(num_blocks, num_host_blocks, list(more_blocks))
-            self._peers.send_call(call)
-        sizes = (num_blocks, num_host_blocks, *more_blocks)
-        self._submit(lambda: self._worker.initialize_cache(*sizes)).result()
+            self._peers.send_call(wire.InitializeCache(list(sizes), files))
+        self._submit(lambda: self._worker.initialize_cache(*sizes, host_files=files)).result()
         if self._peers is not None:
             for _ in range(1, self._world_size):
                 self._wait_peer(self._peers.cache_ready)

@@ -3,6 +3,9 @@ next hit.
 
 Bookkeeping, and the list of copies for the next step. The workers own the memory and do the copies
 before that step's forward pass: first device to host, then host to device, then within the device.
+
+Where blocks are also kept elsewhere (stored.py), others read and write host blocks meanwhile: such
+a block is leased, and nothing else gets it before its lease ends.
 """
 
 from __future__ import annotations
@@ -29,6 +32,15 @@ class HostTier:
         self._busy: set[CacheEntry] = set()
         self._device_to_host: list[tuple[int, int]] = []
         self._host_to_device: list[tuple[int, int]] = []
+        self.writes_through = False  # new blocks are saved at once, not when they are evicted
+        self._written: list[CacheEntry] = []  # by copies of the step under construction
+        self._leased: set[int] = set()
+        self._ownerless: set[int] = set()  # of these, blocks that hold no entry
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether blocks are to be copied to host memory with the next step."""
+        return bool(self._device_to_host)
 
     @property
     def num_used(self) -> int:
@@ -59,19 +71,58 @@ class HostTier:
         """Do not drop this entry before the next `take_copies`."""
         self._busy.add(entry)
 
+    def write_through(self, entry: CacheEntry, block: int) -> None:
+        """Keep the content of a new entry's device block, if there is room; see take_written."""
+        self.save(entry, block)
+        if entry.host_block is not None:
+            self._written.append(entry)
+
+    def take_written(self) -> list[tuple[CacheEntry, int]]:
+        """What the copies taken last write through, with host blocks that are leased now."""
+        written = [(e, e.host_block) for e in self._written if e.host_block is not None]
+        self._written = []
+        self._leased.update(host_block for _, host_block in written)
+        return written
+
+    def reserve(self, count: int) -> list[int]:
+        """At most so many leased host blocks that hold no entry, for others to fill."""
+        blocks: list[int] = []
+        while len(blocks) < count and (self._free or self._make_room()):
+            blocks.append(self._free.pop())
+        self._leased.update(blocks)
+        self._ownerless.update(blocks)
+        return blocks
+
+    def adopt(self, entry: CacheEntry, host_block: int) -> None:
+        """A reserved block has got the entry's content."""
+        self._ownerless.discard(host_block)
+        entry.host_block = host_block
+        self._entries[entry] = None
+
+    def end_lease(self, host_block: int) -> None:
+        """Nobody else reads or writes the block any more."""
+        self._leased.discard(host_block)
+        if host_block in self._ownerless:
+            self._ownerless.discard(host_block)
+            self._free.append(host_block)
+
     def forget(self, entry: CacheEntry) -> None:
         """Free the entry's host block."""
         assert entry.host_block is not None, "an entry outside host memory cannot be forgotten"
         del self._entries[entry]
-        self._free.append(entry.host_block)
+        if entry.host_block in self._leased:
+            self._ownerless.add(entry.host_block)
+        else:
+            self._free.append(entry.host_block)
         entry.host_block = None
 
     def clear(self) -> None:
         """Drop everything, copies not taken yet included. The caller resets the entries."""
         self._entries.clear()
         self._busy.clear()
-        self._device_to_host, self._host_to_device = [], []
-        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._device_to_host, self._host_to_device, self._written = [], [], []
+        self._ownerless = self._leased.copy()
+        self._free = sorted(set(range(self.num_blocks)) - self._leased, reverse=True)
 
     def take_copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(device to host, host to device) copies for the step that is now complete."""
@@ -83,11 +134,13 @@ class HostTier:
     def check(self) -> None:
         """Raise AssertionError unless each host block has exactly one owner."""
         held = [-1 if entry.host_block is None else entry.host_block for entry in self._entries]
-        assert sorted([*held, *self._free]) == list(range(self.num_blocks)), "host block leaked"
+        owned = sorted([*held, *self._free, *self._ownerless])
+        assert owned == list(range(self.num_blocks)), "host block leaked"
+        assert self._ownerless <= self._leased, "a host block has neither entry nor lease"
 
     def _make_room(self) -> bool:
         for entry in self._entries:
-            if entry not in self._busy:
+            if entry not in self._busy and entry.host_block not in self._leased:
                 self.forget(entry)
                 if self.on_drop is not None:
                     self.on_drop(entry)

@@ -263,6 +263,11 @@ class KVCacheManager:
         if not self._device_to_device:
             self._release_dropped()
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether blocks wait for a step that copies them to host memory."""
+        return self.host is not None and self.host.has_copies
+
     def take_copies(self) -> BlockCopies:
         """The copies to do before the step that is now complete."""
         to_host, to_device = self.host.take_copies() if self.host is not None else ([], [])

@@ -55,14 +55,12 @@ class CacheEntry:
 
     __slots__ = ("block", "host_block", "key", "parent", "scope", "tokens")
 
-    def __init__(
-        self, key: bytes, parent: CacheEntry | None, scope: Scope, tokens: bytes, block: int
-    ) -> None:
+    def __init__(self, key: bytes, parent: CacheEntry | None, scope: Scope, tokens: bytes) -> None:
         self.key = key
         self.parent = parent
         self.scope = scope
         self.tokens = tokens
-        self.block: int | None = block
+        self.block: int | None = None
         self.host_block: int | None = None
 
     @property
@@ -213,6 +211,28 @@ class PrefixCache:
             entry = entry.parent
         return found[::-1]
 
+    def adopt(self, table: BlockTable, first: int, host_blocks: Sequence[int]) -> int:
+        """The table's blocks from number `first` on have come into these reserved host blocks.
+        Returns how many are new to the cache; the others are known already, or what stands before
+        them is known no more."""
+        assert self._host is not None, "blocks come into host memory"
+        found = self.match(table, first + len(host_blocks))
+        parent, num_new = found[-1] if found else None, 0
+        for index in range(max(first, len(found)), first + len(host_blocks)):
+            entry = self._by_key.get(table.keys[index])
+            if entry is not None and entry.parent is not None and not entry.parent.is_alive:
+                self._drop(entry)  # unreachable: the block before it was evicted first
+                entry = None
+            if len(found) < first or entry is not None:
+                break
+            entry = CacheEntry(table.keys[index], parent, table.scope, table.packed[index])
+            self._by_key[entry.key] = parent = entry
+            self._host.adopt(entry, host_blocks[index - first])
+            if self.on_change is not None:
+                self.on_change(entry, True)
+            num_new += 1
+        return num_new
+
     def attach(self, entry: CacheEntry, block: int) -> None:
         """The entry's content will also be in this device block."""
         entry.block = block
@@ -247,11 +267,13 @@ class PrefixCache:
         if self._pool.is_quarantined(block):
             return entry
         if entry is None:
-            entry = CacheEntry(key, parent, table.scope, packed, block)
+            entry = CacheEntry(key, parent, table.scope, packed)
             self._by_key[key] = entry
             self.attach(entry, block)
             if self.on_change is not None:
                 self.on_change(entry, True)
+            if self._host is not None and self._host.writes_through:
+                self._host.write_through(entry, block)
         elif entry.block is None:
             self.attach(entry, block)
         return entry

@@ -11,17 +11,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core import envs
 from fastdeploy_core.contracts.device import PackingDevice
 from fastdeploy_core.errors import ConfigError, WeightError
 
 from .packed_file import PackedFile, PackedWriter
+from .revision import fingerprint
 from .weights import find_files
 
 if TYPE_CHECKING:
@@ -33,9 +31,6 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.small import CheckpointFormat
 
 logger = logging.getLogger(__name__)
-
-_NUM_SAMPLES: Final = 16  # places of a checkpoint file that the fingerprint reads
-_SAMPLE_BYTES: Final = 4096
 
 
 class WeightCache:
@@ -156,20 +151,7 @@ def weight_cache(
         "layout": envs.FD_FOR_TORCH_MODEL_FORMAT,
     }
     own = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode())
-    own.update(_fingerprint(find_files(model.path) if checkpoint is None else checkpoint.files))
+    files = find_files(model.path) if checkpoint is None else checkpoint.files
+    own.update(fingerprint(files, with_times=True))
     name = f"{model.path.name}-{own.hexdigest()[:16]}-{device.name}-{rank}.packed"
     return WeightCache(device, Path(model.weight_cache) / name)
-
-
-def _fingerprint(files: Sequence[Path]) -> bytes:
-    """A checkpoint's fingerprint: its files' names, sizes and times, and samples of their
-    content."""
-    digest = hashlib.sha256()
-    for file in files:
-        status = file.stat()
-        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
-        with file.open("rb") as opened:
-            for place in np.linspace(0, max(0, status.st_size - _SAMPLE_BYTES), _NUM_SAMPLES):
-                opened.seek(int(place))
-                digest.update(opened.read(_SAMPLE_BYTES))
-    return digest.digest()

@@ -107,7 +107,7 @@ def resolve(
 
 
 # Kinds whose driver the configuration or the checkpoint names.
-_CHOSEN_BY_NAME: Final = ("scheduler", "speculative", "quantizer")
+_CHOSEN_BY_NAME: Final = ("scheduler", "speculative", "quantizer", "kv_store")
 
 
 def _resolve(
@@ -374,6 +374,8 @@ class _Resolver:
             self._add(
                 find("checkpoint_format", self._config.model.checkpoint_format, self._inventory)
             )
+        if name := self._config.cache.kv_store:
+            self._take(decide("kv_store", name, [], asked=name))
         for name in self._config.logits_processors:
             if ":" not in name:  # "module:Class" is the operator's own code, not a plugin
                 self._add(find("logits_processor", name, self._inventory))

@@ -95,11 +95,19 @@ class BatchScheduler:
         return len(self._roster.held)
 
     def has_work(self) -> bool:
-        """Whether a request can run or has passed its deadline, or an answer is not yet given. What
-        waits for another instance alone is no work: the engine sleeps until it comes."""
+        """Whether a request can run or has passed its deadline, an answer is not yet given, or
+        blocks are to be copied. What waits for another instance alone is no work."""
         if len(self._roster.requests) > self.num_held or self._outcome.has_deltas:
             return True
+        if self.kv.has_copies:
+            return True
         return bool(self.num_held and self._deadlines and self._deadlines[0][0] <= self._clock())
+
+    def leader(self, request_id: str) -> Sequence | None:
+        """The first sequence of a request whose prompt may come from the prefix cache; None: it has
+        ended, or its prompt is to be computed."""
+        request = self._roster.requests.get(request_id)
+        return None if request is None or request.wants_prompt_logprobs else request.sequences[0]
 
     def hold_for_remote_kv(self, request_id: str) -> None:
         """Another instance computes the prompt of a request that has not started."""
@@ -181,6 +189,8 @@ class BatchScheduler:
         """Take in a step's results; `take_deltas` has the answers."""
         num_before = self.counters.generation_tokens_total
         self._outcome.apply(step, output)
+        if not step.num_rows:  # it only copied blocks
+            return
         self._planner.note(step, output)
         if self._policy is not None:
             # From the results before to these, with everything in between, if there was something

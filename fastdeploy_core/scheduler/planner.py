@@ -81,15 +81,16 @@ class StepPlanner:
             if step.is_empty:
                 second()
             self._prefills_first = not step.num_prefills
-        if step.is_empty:
+        if step.is_empty and not self._kv.has_copies:
             return None
         forgotten, roster.forgotten = roster.forgotten, []
-        is_costly = step.num_prefills and self._device.captures_drafting
+        # Drafts after prompts may cost too much, and after copies alone there are none.
+        is_costly = step.is_empty or (step.num_prefills and self._device.captures_drafting)
         return step.finish(
             forgotten,
             self._kv.take_copies(),
             0 if is_costly else self._num_drafts,
-            fills=self._num_drafts > 0,
+            fills=self._num_drafts > 0 and not step.is_empty,
         )
 
     def note(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:

@@ -248,7 +248,7 @@ class StepBuilder:
             copies=copies,
             num_decodes=self._num_decodes,
         )
-        if self._rows or self.has_drafts or not self._is_last(cohort):
+        if self._rows or self.has_drafts or self.is_empty or not self._is_last(cohort):
             message.rows = self._columns_of(cohort)
             goes_on = not self.has_drafts and bool(message.rows.samples.all())
             self._last_seq_ids = message.rows.seq_ids if goes_on else NO_COHORT.seq_ids

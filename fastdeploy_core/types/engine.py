@@ -93,6 +93,9 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     model_s: float = 0.0  # seconds of these in the model's forward pass
     last_step_s: float = 0.0
     last_step_num_seqs: int = 0
+    kv_store_read_blocks_total: int = 0  # found in the KV store
+    kv_store_written_blocks_total: int = 0
+    kv_store_failures_total: int = 0  # calls of the store that failed
 
 
 class CommonHealth(EngineHealth, kw_only=True):

@@ -54,3 +54,4 @@ class WorkerInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     drivers: dict[str, str] = {}  # kind to driver name
     report: list[str] = []  # one line per start-up decision, for the log and for `info`
     bounded: list[LayerGroup] = []  # layers that do not need every token
+    kv_layout: str = ""  # dtypes and shapes of one block, for who keeps it beyond the engine

@@ -55,12 +55,17 @@ class Caches:
         return layers
 
     def allocate(
-        self, num_blocks: int, num_host_blocks: int, *more_blocks: int, is_touched: bool
+        self,
+        num_blocks: int,
+        num_host_blocks: int,
+        *more_blocks: int,
+        host_file: str = "",
+        is_touched: bool,
     ) -> None:
         """Zeroed caches of every layer; those there were have been dropped. more_blocks: of each
         group behind the first; none: as many as that has. Without `is_touched`
         memory that is the host's comes page by page when it is used: clearing gigabytes takes
-        seconds."""
+        seconds. host_file: where the host blocks lie, for others to read and fill."""
         device = self._device
         make = self._zeros
         if device.limits.shares_host_memory and num_blocks and not is_touched:
@@ -69,7 +74,7 @@ class Caches:
         self.tensors = [
             tuple(make(shape, dtype) for shape, dtype in layer) for layer in self.shapes(*sizes)
         ]
-        self._mover = BlockMover(device, self._kernels, self.tensors, num_host_blocks)
+        self._mover = BlockMover(device, self._kernels, self.tensors, num_host_blocks, host_file)
 
     def _zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         xp = self._device.xp
@@ -109,6 +114,7 @@ class BlockMover:
         kernels: KernelTable,
         caches: list[tuple[Tensor, ...]],
         num_host_blocks: int,
+        host_file: str = "",
     ) -> None:
         self._device, self._xp, self._caches = device, device.xp, caches
         self._copy, self._read = kernels["kv_copy_blocks"], kernels["kv_read_blocks"]
@@ -117,11 +123,8 @@ class BlockMover:
         # numpy has no bfloat16: such blocks are kept as their bits.
         self._host: list[tuple[np.ndarray, ...]] = []
         if num_host_blocks:
-            self._host = [tuple(self._like(pool) for pool in cache) for cache in caches]
-
-    def _like(self, pool: Tensor) -> np.ndarray:
-        sample = self._device.to_host(pool[:1])
-        return np.zeros((self.num_host_blocks, *sample.shape[1:]), dtype=sample.dtype)
+            like = [tuple(device.to_host(pool[:1]) for pool in cache) for cache in caches]
+            self._host = _host_arrays(like, num_host_blocks, host_file)
 
     def apply(self, copies: BlockCopies) -> None:
         """Device to host, host to device, then within the device."""
@@ -165,3 +168,14 @@ class BlockMover:
                 f"the device and {self.num_host_blocks} on the host"
             )
         return np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1])
+
+
+def _host_arrays(
+    like: list[tuple[np.ndarray, ...]], num_blocks: int, path: str
+) -> list[tuple[np.ndarray, ...]]:
+    """[num_blocks, ...] of each array, which is that of one block, in the file at `path` or in
+    memory of ours. All of a block lies together."""
+    parts = [(f"{n} {m}", a) for n, layer in enumerate(like) for m, a in enumerate(layer)]
+    block = np.dtype([(name, a.dtype, a.shape[1:]) for name, a in parts], align=True)
+    blocks = np.memmap(path, block, "w+", shape=num_blocks) if path else np.zeros(num_blocks, block)
+    return [tuple(blocks[f"{n} {m}"] for m in range(len(layer))) for n, layer in enumerate(like)]

@@ -155,12 +155,18 @@ class ModelRunner:
     # -- caches and graphs ------------------------------------------------------------------------
 
     def allocate_cache(
-        self, num_blocks: int, num_host_blocks: int, *more_blocks: int, is_touched: bool = True
+        self,
+        num_blocks: int,
+        num_host_blocks: int,
+        *more_blocks: int,
+        host_file: str = "",
+        is_touched: bool = True,
     ) -> None:
         """Zeroed caches of every layer; what was there before is dropped first. See
         Caches.allocate."""
         self._drop_cache()
-        self.caches.allocate(num_blocks, num_host_blocks, *more_blocks, is_touched=is_touched)
+        sizes = (num_blocks, num_host_blocks, *more_blocks)
+        self.caches.allocate(*sizes, host_file=host_file, is_touched=is_touched)
 
     def free_cache(self) -> None:
         """Drop caches and every sequence."""

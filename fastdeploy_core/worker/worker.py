@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -125,14 +125,20 @@ class Worker:
         return info
 
     def initialize_cache(
-        self, num_blocks: int, num_host_blocks: int = 0, *more_blocks: int
+        self,
+        num_blocks: int,
+        num_host_blocks: int = 0,
+        *more_blocks: int,
+        host_files: Sequence[str] = (),
     ) -> None:
-        """Allocate the KV pool, and the host tier when num_host_blocks is above 0; then capture
-        graphs over it. more_blocks: of each bounded group of layers. All ranks at the same time,
-        as in load()."""
+        """Allocate the KV pool, and the host tier when num_host_blocks is above 0, in a file where
+        each rank's is named; then capture graphs over it. more_blocks: of each bounded group of
+        layers. All ranks at the same time, as in load()."""
         runner, device = self._ready()
+        host_file = host_files[self.rank] if host_files else ""
         try:
-            runner.allocate_cache(num_blocks, num_host_blocks, *more_blocks, is_touched=False)
+            sizes = (num_blocks, num_host_blocks, *more_blocks)
+            runner.allocate_cache(*sizes, host_file=host_file, is_touched=False)
         except Exception as error:
             if not device.is_oom(error):
                 raise
@@ -217,6 +223,7 @@ class Worker:
             weight_bytes=weight_bytes,
             bytes_per_block=bytes_per_block,
             bounded=[LayerGroup(rule.kind, rule.tokens, size) for rule, size in rules],
+            kv_layout=repr(runner.caches.shapes(1)),
             available_bytes=available,
             memory_arithmetic=arithmetic,
             block_size=config.cache.block_size,

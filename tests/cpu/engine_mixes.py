@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -91,8 +91,15 @@ class SharedExecutor:
     def load(self) -> list[Any]:
         return [self._info]
 
-    def initialize_cache(self, num_blocks: int, num_host_blocks: int, *more_blocks: int) -> None:
-        self._worker.initialize_cache(num_blocks, num_host_blocks, *more_blocks)
+    def initialize_cache(
+        self,
+        num_blocks: int,
+        num_host_blocks: int,
+        *more_blocks: int,
+        host_files: Sequence[str] = (),
+    ) -> None:
+        sizes = (num_blocks, num_host_blocks, *more_blocks)
+        self._worker.initialize_cache(*sizes, host_files=host_files)
 
     def submit(self, step: SchedulerOutput) -> LateResult:
         before, self._last = self._last, None

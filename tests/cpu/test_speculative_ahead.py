@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -322,8 +322,10 @@ class TwoRanks:
     def load(self) -> list[Any]:
         return [self._together(lambda worker: worker.load())]
 
-    def initialize_cache(self, *sizes: int) -> None:
-        self._together(lambda worker: worker.initialize_cache(*sizes))
+    def initialize_cache(
+        self, num_blocks: int, num_host_blocks: int, *, host_files: Sequence[str] = ()
+    ) -> None:
+        self._together(lambda worker: worker.initialize_cache(num_blocks, num_host_blocks))
 
     def submit(self, step: SchedulerOutput) -> LateResult:
         self.num_ahead += step.rows is not None and bool(step.rows.num_drafts.any())

@@ -39,7 +39,9 @@ from fd_hub.modelscope import ModelScope
 from fd_hub.pull import main as pull
 from fd_iluvatar.attention import IluvatarAttention
 from fd_iluvatar.device import IluvatarDevice
+from fd_kv_disk.disk import DiskStore
 from fd_kv_shm.shm import SharedMemoryTransport
+from fd_kv_tcp.transport import TcpTransport
 from fd_launch.command import main as launch
 from fd_launch.processes import LocalLauncher, StaticLauncher
 from fd_launch_ray.launcher import RayLauncher
@@ -128,6 +130,7 @@ from fastdeploy_core.contracts.small import (
     CausalLM,
     CheckpointFormat,
     GrammarBackend,
+    KVStore,
     Launcher,
     LogitsProcessor,
     ModelSource,
@@ -157,8 +160,12 @@ from fastdeploy_testing.examine import main as examine_device
 from fastdeploy_testing.fakes import FaultyDevice, NullDevice
 from fastdeploy_testing.new import main as new_plugin
 
+kv_stores: list[Callable[[Mapping[str, Any]], KVStore]] = [
+    DiskStore,
+]
 kv_transports: list[Callable[[TransportOptions], KVTransport]] = [
     SharedMemoryTransport,
+    TcpTransport,
 ]
 expert_communicators: list[Callable[[ExpertGroup], ExpertCommunicator]] = [
     LoopbackExperts,

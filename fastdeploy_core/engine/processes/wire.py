@@ -149,9 +149,8 @@ class Load(msgspec.Struct, tag=True):
 class InitializeCache(msgspec.Struct, tag=True):
     """Executor to worker process: allocate the KV pool."""
 
-    num_blocks: int
-    num_host_blocks: int
-    more_blocks: list[int] = []  # of each bounded group of layers
+    num_blocks: list[int]  # on the device, in host memory, of each bounded group of layers
+    host_files: list[str] = []  # of each rank's host tier; none: in memory of its own
 
 
 class Close(msgspec.Struct, tag=True):

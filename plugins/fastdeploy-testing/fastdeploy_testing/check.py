@@ -27,6 +27,7 @@ KINDS_WITH_SUITE = (
     "speculative",
     "scheduler",
     "kv_transport",
+    "kv_store",
     "model",
     "reasoning_parser",
     "tool_parser",
@@ -37,6 +38,7 @@ KINDS_WITH_SUITE = (
 KINDS_THAT_COMPUTE = frozenset(KINDS_WITH_SUITE) - {
     "scheduler",
     "kv_transport",
+    "kv_store",
     "reasoning_parser",
     "tool_parser",
     "grammar",

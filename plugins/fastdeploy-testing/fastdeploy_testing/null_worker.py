@@ -6,10 +6,12 @@ a stale position changes the tokens. Tests predict tokens with `NullModel.expect
 
 from __future__ import annotations
 
+import mmap
 import time
 import zlib
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -147,7 +149,7 @@ class NullWorker:
         self._sequences: dict[int, _State] = {}
         self._rows = BatchRows.of([], [], [])
         self._cache: list[array[int]] = []
-        self._host: list[array[int]] = []
+        self._host: list[memoryview[int]] = []
 
     def load(self) -> WorkerInfo:
         """No weights, no memory; limits as the options say."""
@@ -176,11 +178,19 @@ class NullWorker:
             report=[f"rank {self.rank}: a fake device, no model is run"],
         )
 
-    def initialize_cache(self, num_blocks: int, num_host_blocks: int = 0) -> None:
-        """Empty slots."""
-        empty = [_EMPTY] * self.block_size
-        self._cache = [array("Q", empty) for _ in range(num_blocks)]
-        self._host = [array("Q", empty) for _ in range(num_host_blocks)]
+    def initialize_cache(
+        self, num_blocks: int, num_host_blocks: int = 0, *, host_files: Sequence[str] = ()
+    ) -> None:
+        """Empty slots; those of the host tier in a file if one is named."""
+        size = self.block_size
+        self._cache = [array("Q", [_EMPTY] * size) for _ in range(num_blocks)]
+        host = memoryview(bytearray(num_host_blocks * size * 8))
+        if host_files and num_host_blocks:
+            with Path(host_files[self.rank]).open("r+b") as file:
+                file.truncate(len(host))
+                host = memoryview(mmap.mmap(file.fileno(), len(host)))
+        slots = host.cast("Q")
+        self._host = [slots[i * size : (i + 1) * size] for i in range(num_host_blocks)]
 
     def launch(self, step: SchedulerOutput) -> NullPending:
         """Do the step."""
@@ -232,9 +242,9 @@ class NullWorker:
 
     def _copy(self, step: SchedulerOutput) -> None:
         for source, target in step.copies.device_to_host:
-            self._host[target] = self._cache[source][:]
+            self._host[target][:] = memoryview(self._cache[source])
         for source, target in step.copies.host_to_device:
-            self._cache[target] = self._host[source][:]
+            self._cache[target] = array("Q", self._host[source])
         for source, target in step.copies.device_to_device:
             self._cache[target] = self._cache[source][:]
 

@@ -21,6 +21,7 @@ from .follower import Follower
 from .instances import Fleet, Instance
 from .metrics import RouterMetrics
 from .options import RouterOptions
+from .prefill import Prefill
 from .probes import Probes
 from .proxy import RETRY_AFTER, Proxy, error_response
 
@@ -43,6 +44,7 @@ class Router:
         self._metrics = RouterMetrics()
         self._draining = False
         self._in_flight = 0
+        self._known = dict(self._fleet.instances)  # those that compute prompts included
         self._proxy: Proxy
 
     async def run(self) -> None:
@@ -55,8 +57,13 @@ class Router:
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
         ) as session:
-            self._proxy = Proxy(self._fleet, session, options, self._metrics)
-            probes = Probes(self._fleet, session, options)
+            prefill = None
+            probes = [Probes(self._fleet, session, options)]
+            if options.prefill.instances:
+                prefill = Prefill(session, options.prefill, self._metrics)
+                probes.append(Probes(prefill.fleet, session, options))
+                self._known |= prefill.fleet.instances
+            self._proxy = Proxy(self._fleet, session, options, self._metrics, prefill)
             runner = web.AppRunner(
                 self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
             )
@@ -69,7 +76,8 @@ class Router:
                     f"cannot listen at {options.host}:{options.port}: {error.strerror or error}; "
                     "choose another --port"
                 ) from None
-            probes.start()
+            for group in probes:
+                group.start()
             context = zmq.asyncio.Context()
             followers = [
                 asyncio.create_task(Follower(context, self._fleet.events, one, number).run())
@@ -81,7 +89,8 @@ class Router:
             )
             await _stop_signal()
             await self._drain()
-            await probes.stop()
+            for group in probes:
+                await group.stop()
             for follower in followers:
                 follower.cancel()
             await asyncio.gather(*followers, return_exceptions=True)
@@ -168,14 +177,14 @@ class Router:
         )
 
     async def _list(self, request: web.Request) -> web.Response:
-        return web.json_response([_describe(one) for one in self._fleet.instances.values()])
+        return web.json_response([_describe(one) for one in self._known.values()])
 
     async def _set_draining(self, request: web.Request) -> web.Response:
         """Drain: new requests go elsewhere, running ones end. Resume takes it back."""
         name = request.match_info["name"]
-        one = self._fleet.instances.get(name)
+        one = self._known.get(name)
         if one is None:
-            known = ", ".join(self._fleet.instances)
+            known = ", ".join(self._known)
             return error_response(404, f"no instance {name!r}; there are: {known}")
         one.draining = request.match_info["action"] == "drain"
         logger.info("instance %s: %s", name, "draining" if one.draining else "resumed")

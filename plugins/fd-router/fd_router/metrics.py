@@ -30,6 +30,7 @@ class RouterMetrics:
         self.failures = counter("failures", "requests that an instance failed")
         self.retries = counter("retries", "requests tried here after another instance")
         self.migrations = counter("migrations", "streams carried on here")
+        self.prefills = counter("prefills", "prompts sent there first", ("instance", "outcome"))
         self.refused = Counter(
             PREFIX + "refused", "requests that no instance could answer", registry=self._registry
         )

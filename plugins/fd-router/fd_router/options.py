@@ -24,6 +24,16 @@ class Keys:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefillOptions:
+    """Instances that compute prompts for the others; none: prefill and decode are not apart."""
+
+    instances: tuple[str, ...] = ()  # base URLs
+    policy: str = DEFAULT_POLICY
+    min_tokens: int = 256  # of a prompt, estimated; a shorter one is computed where it is answered
+    timeout_s: float = 60.0  # of an instance that does not answer
+
+
+@dataclass(frozen=True, slots=True)
 class RouterOptions:
     """What the command line says."""
 
@@ -39,17 +49,28 @@ class RouterOptions:
     answer_timeout_s: float = 600.0  # the longest silence of an instance within an answer
     drain_timeout_s: float = 60.0
     kv_events: tuple[Publisher, ...] = ()  # of each instance those of its engines
+    prefill: PrefillOptions = PrefillOptions()
 
 
 def parse(arguments: Sequence[str]) -> RouterOptions:
     """Options from the words after `fastdeploy router`; ConfigError for what cannot work."""
     given = _parser().parse_args(arguments)
-    urls = tuple(_base_url(url) for word in given.instances for url in word.split(",") if url)
+    urls, prefill_urls = _base_urls(given.instances), _base_urls(given.prefill)
     if not urls:
         raise ConfigError("--instances names no instance; give one URL or more")
     if len(set(urls)) < len(urls):
         raise ConfigError(f"--instances names one twice: {', '.join(urls)}")
-    for name in ("max_body_mb", "probe_interval", "probe_timeout", "answer_timeout"):
+    if both := set(urls) & set(prefill_urls) or len(set(prefill_urls)) < len(prefill_urls):
+        raise ConfigError(
+            f"--prefill names an instance twice, or one of --instances: {both or prefill_urls}"
+        )
+    for name in (
+        "prefill_timeout",
+        "max_body_mb",
+        "probe_interval",
+        "probe_timeout",
+        "answer_timeout",
+    ):
         if not getattr(given, name) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0")
     if given.max_retries < 0 or given.drain_timeout < 0:
@@ -67,6 +88,9 @@ def parse(arguments: Sequence[str]) -> RouterOptions:
         answer_timeout_s=given.answer_timeout,
         drain_timeout_s=given.drain_timeout,
         kv_events=tuple(_publisher(word, urls) for word in given.kv_events),
+        prefill=PrefillOptions(
+            prefill_urls, given.policy, given.prefill_min_tokens, given.prefill_timeout
+        ),
     )
 
 
@@ -81,6 +105,17 @@ def _parser() -> argparse.ArgumentParser:
     defaults = RouterOptions(())
     add = parser.add_argument
     add("--instances", nargs="+", required=True, metavar="URL[,URL...]", help="base URLs")
+    add(
+        "--prefill",
+        nargs="+",
+        default=[],
+        metavar="URL[,URL...]",
+        help="instances that compute prompts for the others, which share their --kv-store",
+    )
+    own = defaults.prefill
+    text = "shorter prompts (estimated) are computed where they are answered; default: %(default)s"
+    add("--prefill-min-tokens", type=int, default=own.min_tokens, help=text)
+    add("--prefill-timeout", type=float, default=own.timeout_s, help="seconds; then without it")
     add("--policy", choices=list(POLICIES), default=defaults.policy, help="default: %(default)s")
     add("--host", default=defaults.host, help="default: %(default)s")
     add("--port", type=int, default=defaults.port, help="0: any; default: %(default)s")
@@ -125,6 +160,10 @@ def _publisher(text: str, urls: Sequence[str]) -> Publisher:
     return Publisher(name, endpoint, *replay)
 
 
+def _base_urls(words: Sequence[str]) -> tuple[str, ...]:
+    return tuple(_base_url(url) for word in words for url in word.split(",") if url)
+
+
 def _base_url(text: str) -> str:
     """The URL without a slash, or `/v1`, at its end."""
     url = text.strip()
@@ -137,6 +176,7 @@ def _base_url(text: str) -> str:
         valid = False
     if not valid or parts.query or parts.fragment or parts.username or parts.path:
         raise ConfigError(
-            f"--instances: {text!r} is no base URL; give http://HOST:PORT, several with commas"
+            f"--instances or --prefill: {text!r} is no base URL; give http://HOST:PORT, several "
+            "with commas"
         )
     return url

@@ -27,6 +27,7 @@ from .instances import Call, Fleet, InstanceFailed
 from .metrics import RouterMetrics
 from .migration import COMPLETIONS, Transcript
 from .options import RouterOptions
+from .prefill import Prefill
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,9 @@ class Proxy:
         session: aiohttp.ClientSession,
         options: RouterOptions,
         metrics: RouterMetrics,
+        prefill: Prefill | None = None,
     ) -> None:
+        self._prefill = prefill
         self._fleet = fleet
         self._session = session
         self._options = options
@@ -73,6 +76,8 @@ class Proxy:
         """The answer of an instance, or an error."""
         headers = self._request_headers(request)
         asked = await self._with_tokens(asked, headers)
+        if self._prefill is not None:
+            await self._prefill.compute(asked, headers)
         excluded: set[str] = set()
         refusal: web.Response | None = None  # the last instance's own
         reason = ""

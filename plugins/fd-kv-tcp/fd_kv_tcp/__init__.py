@@ -1,0 +1,1 @@
+"""KV transport `tcp`: blocks between hosts, over authenticated TCP."""

@@ -1,0 +1,221 @@
+"""The side that reads: connections to one peer, and the transfers from it.
+
+One connection carries notes and the question whether the peer is still there; several others carry
+blocks. What they receive is copied to its place under the transport's lock, and only while its
+transfer is wanted: nothing else writes a destination block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from fastdeploy_core.contracts.base import CONTRACT
+from fastdeploy_core.contracts.kv_transport import TransferEvent, TransferEventKind, TransferPlan
+
+from . import wire
+from .server import peer_name
+from .wire import Channel, WireError
+
+if TYPE_CHECKING:
+    from .transport import TcpTransport
+
+NUM_STREAMS: Final = 3
+BATCH_BYTES: Final = 1 << 20  # asked for at once; a larger block travels alone
+MAX_BATCH_BLOCKS: Final = 16384
+MAX_NOTES: Final = 256
+PINGS_PER_TIMEOUT: Final = 4
+
+
+class Transfer:
+    """A pull that is under way."""
+
+    def __init__(self, peer: str, plan: TransferPlan, views: list[tuple[memoryview, int]]) -> None:
+        self.peer, self.plan = peer, plan
+        self.views = views  # of each region: its bytes, and those of a block
+        self.deadline_s = time.monotonic() + plan.deadline_s
+        self.num_asked = self.num_copied = 0  # blocks
+        self.is_over = False
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block in all regions."""
+        return sum(size for _, size in self.views)
+
+
+class Peer:
+    """Whom this transport has connected to. Methods without `_` are called with its lock held."""
+
+    def __init__(self, transport: TcpTransport, descriptor: wire.Descriptor) -> None:
+        self.name = peer_name(descriptor.epoch)
+        self.regions = {r.region_id: r for r in descriptor.regions}
+        self.is_down = False
+        self.transfers: list[Transfer] = []
+        self._transport, self._descriptor = transport, descriptor
+        self._has_job = threading.Condition(transport.lock)
+        self._notes: deque[tuple[frozenset[Transfer], bytes]] = deque()
+        self._sockets: list[socket.socket] = []
+        self._wakes, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        transport.start(self._control)
+        for _ in range(NUM_STREAMS):
+            transport.start(self._stream)
+
+    def begin(self, transfer: Transfer) -> None:
+        """Fetch a checked transfer's blocks."""
+        self.transfers.append(transfer)
+        self._has_job.notify_all()
+
+    def end(self, transfer: Transfer) -> None:
+        """Nothing of it is copied from now on."""
+        transfer.is_over = True
+        with contextlib.suppress(ValueError):
+            self.transfers.remove(transfer)
+        self.wake()
+
+    def note(self, data: bytes) -> bool:
+        """Queue a note behind the transfers that there are; False: too many wait."""
+        if len(self._notes) >= MAX_NOTES:
+            return False
+        self._notes.append((frozenset(self.transfers), data))
+        self.wake()
+        return True
+
+    def wake(self) -> None:
+        """Make the control thread look at its work."""
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
+
+    def leave(self) -> None:
+        """End all connections and threads of it."""
+        self.is_down = True
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        self._has_job.notify_all()
+        self.wake()
+
+    def _connect(self) -> Channel:
+        """An authenticated connection to exactly this peer."""
+        own, there = self._transport, self._descriptor
+        timeout_s = own.options.progress_timeout_s
+        sock = socket.create_connection((there.host, there.port), timeout_s)
+        with own.lock:
+            self._sockets.append(sock)
+            if self.is_down:
+                raise WireError("no longer wanted")
+        channel = Channel(sock, own.options.secret, is_client=True)
+        channel.ask(
+            wire.Hello(
+                protocol=wire.PROTOCOL,
+                major=CONTRACT[0],
+                epoch=own.epoch,
+                expected_epoch=there.epoch,
+                model_revision=own.options.model_revision,
+                layouts=own.layouts(),
+            )
+        )
+        return channel
+
+    def _control(self) -> None:
+        lock, pause_s = self._transport.lock, self._transport.options.progress_timeout_s
+        try:
+            channel, next_ping_s = self._connect(), 0.0
+            while not self.is_down:
+                with lock:
+                    data = self._due_note()
+                if data is not None:
+                    channel.ask(wire.Note(data))
+                elif time.monotonic() >= next_ping_s:
+                    channel.ask(wire.Ping())
+                    next_ping_s = time.monotonic() + pause_s / PINGS_PER_TIMEOUT
+                left_s = max(0.0, next_ping_s - time.monotonic())
+                ends: list[Channel | socket.socket] = [channel, self._wakes]
+                readable = select.select(ends, [], [], left_s)[0]
+                if self._wakes in readable:
+                    self._wakes.recv(4096)
+                if channel in readable:
+                    channel.receive()
+                    raise WireError("the peer spoke without being asked")
+        except (WireError, OSError) as error:
+            self._transport.lose(self, _words(error, pause_s))
+        finally:
+            self._wakes.close()
+            self._wake.close()
+            with lock:
+                for sock in self._sockets:
+                    sock.close()
+
+    def _due_note(self) -> bytes | None:
+        if self._notes and all(transfer.is_over for transfer in self._notes[0][0]):
+            data = self._notes.popleft()[1]
+            if self._notes:
+                self.wake()
+            return data
+        return None
+
+    def _stream(self) -> None:
+        channel: Channel | None = None
+        try:
+            while (job := self._next_job()) is not None:
+                transfer, first, count = job
+                channel = self._connect() if channel is None else channel
+                content = memoryview(bytearray(count * transfer.block_bytes))
+                blocks = [int(b) for b in transfer.plan.source_blocks[first : first + count]]
+                channel.send(wire.Read(list(transfer.plan.region_ids), blocks))
+                channel.receive_data(content)
+                self._land(transfer, first, count, content)
+        except (WireError, OSError) as error:
+            timeout_s = self._transport.options.progress_timeout_s
+            self._transport.lose(self, _words(error, timeout_s))
+
+    def _next_job(self) -> tuple[Transfer, int, int] | None:
+        """(transfer, first block, number of blocks) to ask for; None: the peer is down."""
+        with self._transport.lock:
+            while not self.is_down:
+                for transfer in self.transfers:
+                    first, total = transfer.num_asked, len(transfer.plan.source_blocks)
+                    if first < total:
+                        most = max(1, BATCH_BYTES // transfer.block_bytes)
+                        count = min(most, MAX_BATCH_BLOCKS, total - first)
+                        transfer.num_asked += count
+                        return transfer, first, count
+                self._has_job.wait()
+        return None
+
+    def _land(self, transfer: Transfer, first: int, count: int, content: memoryview) -> None:
+        """Copy blocks to their places: the only code that writes there."""
+        total, at = len(transfer.plan.target_blocks), 0
+        for index in range(first, first + count):
+            with self._transport.lock:
+                if transfer.is_over:
+                    return
+                block = int(transfer.plan.target_blocks[index])
+                for view, size in transfer.views:
+                    view[block * size : (block + 1) * size] = content[at : at + size]
+                    at += size
+                transfer.num_copied += 1
+                done = transfer.num_copied
+                if done == total:
+                    self._transport.finish(transfer, TransferEventKind.DONE)
+                elif done * 4 // total != (done - 1) * 4 // total:
+                    num_bytes = done * transfer.block_bytes
+                    self._transport.emit(
+                        TransferEvent(
+                            TransferEventKind.PROGRESS,
+                            self.name,
+                            transfer.plan.transfer_id,
+                            num_bytes,
+                        )
+                    )
+
+
+def _words(error: Exception, timeout_s: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no progress for {timeout_s:g} s"
+    return str(error) or type(error).__name__

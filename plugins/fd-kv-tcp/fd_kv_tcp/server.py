@@ -1,0 +1,138 @@
+"""The side that is read from: a thread that accepts, and one for each connection."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+from typing import TYPE_CHECKING, Final
+
+from fastdeploy_core.contracts.base import CONTRACT
+from fastdeploy_core.contracts.kv_transport import TransferEvent, TransferEventKind
+
+from . import wire
+from .wire import Channel, WireError
+
+if TYPE_CHECKING:
+    from .transport import TcpTransport
+
+logger = logging.getLogger(__name__)
+
+MAX_CONNECTIONS: Final = 256
+MAX_ANSWER_BYTES: Final = 1 << 30
+
+
+class Server:
+    """Owned by one TcpTransport."""
+
+    def __init__(self, transport: TcpTransport, host: str, port: int) -> None:
+        self._transport = transport
+        self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
+        self._threads: set[threading.Thread] = set()
+        self._is_closed = False
+        self._listener = socket.create_server((host, port), backlog=64)
+        self.port = int(self._listener.getsockname()[1])
+        self._acceptor = threading.Thread(target=self._accept, name="fd-kv-tcp", daemon=True)
+        self._acceptor.start()
+
+    def close(self) -> None:
+        """End every connection; nothing of ours is read afterwards."""
+        with self._lock:
+            self._is_closed = True
+            open_sockets, threads = list(self._sockets), list(self._threads)
+        for sock in (self._listener, *open_sockets):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in (self._acceptor, *threads):
+            thread.join()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            thread = threading.Thread(target=self._serve, args=(sock,), daemon=True)
+            with self._lock:
+                if self._is_closed or len(self._sockets) >= MAX_CONNECTIONS:
+                    sock.close()
+                    continue
+                self._sockets.add(sock)
+                self._threads.add(thread)
+            thread.start()
+
+    def _serve(self, sock: socket.socket) -> None:
+        try:
+            sock.settimeout(self._transport.handshake_s)
+            channel = Channel(sock, self._transport.options.secret, is_client=False)
+            name = self._welcome(channel)
+            channel.set_timeout(None)
+            while name:
+                self._answer(channel, name, channel.receive())
+        except (WireError, OSError) as error:
+            logger.debug("kv transport tcp: a connection ends: %s", error)
+        finally:
+            with self._lock:
+                self._sockets.discard(sock)
+                self._threads.discard(threading.current_thread())
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def _welcome(self, channel: Channel) -> str:
+        """The name of a peer that fits; empty where it was refused."""
+        hello, own = channel.receive(), self._transport
+        if not isinstance(hello, wire.Hello):
+            raise WireError("no hello")
+        refusal = ""
+        if (hello.protocol, hello.major) != (wire.PROTOCOL, CONTRACT[0]):
+            refusal = f"protocol {hello.protocol}, contract {hello.major} not spoken here"
+        elif hello.expected_epoch != own.epoch:
+            refusal = "the peer has restarted: another epoch answers"
+        elif hello.model_revision != own.options.model_revision:
+            refusal = "the peer serves another model revision"
+        else:
+            layouts = own.layouts()
+            for region_id in hello.layouts.keys() & layouts.keys():
+                if tuple(hello.layouts[region_id]) != layouts[region_id]:
+                    refusal = f"region {region_id} has another layout here"
+        channel.send(wire.Refused(refusal) if refusal else wire.Welcome())
+        return "" if refusal else peer_name(hello.epoch)
+
+    def _answer(self, channel: Channel, name: str, message: wire.Message) -> None:
+        if isinstance(message, wire.Note) and len(message.data) <= wire.MAX_NOTE_BYTES:
+            self._transport.emit(TransferEvent(TransferEventKind.NOTE, name, note=message.data))
+            channel.send(wire.Pong())
+        elif isinstance(message, wire.Ping):
+            channel.send(wire.Pong())
+        elif isinstance(message, wire.Read):
+            channel.send_data(self._parts(message))
+        else:
+            raise WireError(f"unexpected {type(message).__name__}")
+
+    def _parts(self, message: wire.Read) -> list[memoryview]:
+        regions = []
+        for region_id in message.region_ids:
+            found = self._transport.regions.get(region_id)
+            if found is None:
+                raise WireError(f"no region {region_id}")
+            region, view = found
+            if not all(0 <= block < region.num_blocks for block in message.blocks):
+                raise WireError("block out of range")
+            regions.append((view, region.block_bytes))
+        size = len(message.blocks) * sum(block_bytes for _, block_bytes in regions)
+        if not 0 < size <= MAX_ANSWER_BYTES:
+            raise WireError(f"{size} bytes in one answer")
+        return [
+            view[block * size : (block + 1) * size]
+            for block in message.blocks
+            for view, size in regions
+        ]
+
+
+def peer_name(epoch: int) -> str:
+    """Both sides call a peer by its epoch."""
+    return f"tcp-{epoch:016x}"

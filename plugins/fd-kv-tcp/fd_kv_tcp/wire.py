@@ -1,0 +1,252 @@
+"""One connection: who is there, frames, and the messages in them.
+
+Both sides prove that they know the secret before anything else is read: greeting and proofs have
+fixed sizes and nothing in them is parsed. The proof covers two fresh nonces, and so do the keys of
+the connection. Every frame then carries a code over its place in the stream and its content: one
+that was changed, repeated, left out or taken from another connection ends the connection unread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+PROTOCOL: Final = 1
+GREETING: Final = b"FastDeploy KV 1\n"
+NONCE_BYTES: Final = 32
+PROOF_BYTES: Final = 32
+CODE_BYTES: Final = 16
+MAX_MESSAGE_BYTES: Final = 1 << 20
+MAX_NOTE_BYTES: Final = 4096
+MESSAGE, DATA = 0, 1  # kinds of frames
+_HEAD: Final = struct.Struct("!BQ")  # kind, bytes of the content
+DECODE_ERRORS: Final = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
+
+
+class WireError(Exception):
+    """The other side does not speak as it should; the connection ends."""
+
+
+class _Message(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+class Hello(_Message):
+    """Client: who it is, and whom it expects."""
+
+    protocol: int
+    major: int
+    epoch: int
+    expected_epoch: int
+    model_revision: str
+    layouts: dict[int, tuple[int, str]]  # by region: bytes of a block, layout hash
+
+
+class Welcome(_Message):
+    """Server: both fit together."""
+
+
+class Refused(_Message):
+    """Server: they do not, or what was asked for cannot be."""
+
+    reason: str
+
+
+class Read(_Message):
+    """Client: the content of these blocks, each in all of the regions. A DATA frame answers."""
+
+    region_ids: list[int]
+    blocks: list[int]
+
+
+class Note(_Message):
+    """Client: a control message of the core's. A Pong answers."""
+
+    data: bytes
+
+
+class Ping(_Message):
+    """Client: still there?"""
+
+
+class Pong(_Message):
+    """Server: yes."""
+
+
+Message = Hello | Welcome | Refused | Read | Note | Ping | Pong
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+class RegionInfo(_Message):
+    """A region in a descriptor."""
+
+    region_id: int
+    num_blocks: int
+    block_bytes: int
+    layout_hash: str
+
+
+class Descriptor(_Message):
+    """What a peer needs to connect. Everything in it is public within the deployment."""
+
+    driver: str
+    protocol: int
+    contract: tuple[int, int]
+    epoch: int
+    host: str
+    port: int
+    model_revision: str
+    regions: list[RegionInfo]
+
+
+descriptor_decoder = msgspec.msgpack.Decoder(Descriptor)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """A message as MessagePack."""
+    return _encoder.encode(message)
+
+
+class Channel:
+    """An authenticated connection. The constructor shakes hands, within the socket's timeout."""
+
+    def __init__(self, sock: socket.socket, secret: bytes, *, is_client: bool) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock = sock
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        if is_client:
+            sock.sendall(GREETING + nonce)
+            transcript = GREETING + nonce + self._take(NONCE_BYTES)
+            sock.sendall(_derive(secret, b"client", transcript))
+            is_known = hmac.compare_digest(
+                self._take(PROOF_BYTES), _derive(secret, b"server", transcript)
+            )
+        else:
+            greeting = self._take(len(GREETING) + NONCE_BYTES)
+            if not greeting.startswith(GREETING):
+                raise WireError("no greeting of this protocol")
+            sock.sendall(nonce)
+            transcript = greeting + nonce
+            is_known = hmac.compare_digest(
+                self._take(PROOF_BYTES), _derive(secret, b"client", transcript)
+            )
+        if not is_known:
+            raise WireError("authentication failed: the secrets differ")
+        if not is_client:
+            sock.sendall(_derive(secret, b"server", transcript))
+        keys = [_derive(secret, way, transcript) for way in (b"to server", b"to client")]
+        self._out_key, self._in_key = keys if is_client else keys[::-1]
+        self._num_out = self._num_in = 0
+        self._wanted = b""  # the code of the frame that is being received
+
+    def fileno(self) -> int:
+        """For select."""
+        return self._sock.fileno()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """One message."""
+        self._send(MESSAGE, [memoryview(encode(message))])
+
+    def send_data(self, parts: Sequence[memoryview]) -> None:
+        """Bytes of blocks, as one frame."""
+        self._send(DATA, parts)
+
+    def receive(self) -> Message:
+        """One message; WireError for whatever else comes."""
+        size, code = self._take_head(MESSAGE, MAX_MESSAGE_BYTES)
+        view = memoryview(bytearray(size))
+        self._take_into(view)
+        self._check(code, view)
+        try:
+            message: Message = _decoder.decode(view)
+            return message
+        except DECODE_ERRORS as error:
+            raise WireError(f"malformed message: {error}") from None
+
+    def receive_data(self, content: memoryview) -> None:
+        """Fill `content` with a frame of exactly its size."""
+        size, code = self._take_head(DATA, content.nbytes)
+        if size != content.nbytes:
+            raise WireError(f"{size} bytes came where {content.nbytes} were due")
+        self._take_into(content)
+        self._check(code, content)
+
+    def ask(self, message: msgspec.Struct) -> None:
+        """Send a message that Welcome or Pong answers; WireError with the peer's words if not."""
+        self.send(message)
+        answer = self.receive()
+        if isinstance(answer, Refused):
+            raise WireError(answer.reason[:300])
+        if not isinstance(answer, Welcome | Pong):
+            raise WireError(f"unexpected {type(answer).__name__}")
+
+    def set_timeout(self, seconds: float | None) -> None:
+        """What a call waits for the peer at most."""
+        self._sock.settimeout(seconds)
+
+    def close(self) -> None:
+        """End the connection; a thread that waits for the peer hears of it."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def _send(self, kind: int, parts: Sequence[memoryview]) -> None:
+        head = _HEAD.pack(kind, sum(part.nbytes for part in parts))
+        digest = _coder(self._out_key, self._num_out, head)
+        self._num_out += 1
+        for part in parts:
+            digest.update(part)
+        if len(parts) > 1 and parts[0].nbytes < 65536:  # fewer calls for small blocks
+            parts = [memoryview(b"".join(parts))]
+        self._sock.sendall(head + digest.digest())
+        for part in parts:
+            self._sock.sendall(part)
+
+    def _take_head(self, kind: int, limit: int) -> tuple[int, hashlib.blake2b]:
+        """(bytes of the content, the code it must have); the code comes before the content."""
+        head = self._take(_HEAD.size)
+        self._wanted = self._take(CODE_BYTES)
+        found, size = _HEAD.unpack(head)
+        if found != kind or size > limit:
+            raise WireError(f"frame of kind {found} with {size} bytes; due was {kind}, to {limit}")
+        digest = _coder(self._in_key, self._num_in, head)
+        self._num_in += 1
+        return size, digest
+
+    def _check(self, digest: hashlib.blake2b, content: memoryview) -> None:
+        digest.update(content)
+        if not hmac.compare_digest(digest.digest(), self._wanted):
+            raise WireError("a frame was changed on its way")
+
+    def _take(self, size: int) -> bytes:
+        content = bytearray(size)
+        self._take_into(memoryview(content))
+        return bytes(content)
+
+    def _take_into(self, content: memoryview) -> None:
+        at = 0
+        while at < content.nbytes:
+            count = self._sock.recv_into(content[at:])
+            if not count:
+                raise WireError("the peer has gone")
+            at += count
+
+
+def _derive(secret: bytes, purpose: bytes, transcript: bytes) -> bytes:
+    return hmac.new(
+        secret, b"fastdeploy-kv-tcp\0" + purpose + b"\0" + transcript, "sha256"
+    ).digest()
+
+
+def _coder(key: bytes, number: int, head: bytes) -> hashlib.blake2b:
+    place = number.to_bytes(8, "big") + head
+    return hashlib.blake2b(place, key=key, digest_size=CODE_BYTES)
