@@ -223,7 +223,7 @@ class Worker:
             weight_bytes=weight_bytes,
             bytes_per_block=bytes_per_block,
             bounded=[LayerGroup(rule.kind, rule.tokens, size) for rule, size in rules],
-            kv_layout=repr(runner.caches.shapes(1)),
+            kv_layout=repr(runner.caches.shapes(*[1] * (1 + len(more_bytes)))),
             available_bytes=available,
             memory_arithmetic=arithmetic,
             block_size=config.cache.block_size,

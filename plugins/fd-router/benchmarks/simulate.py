@@ -19,8 +19,8 @@ from heapq import heappop, heappush
 from random import Random
 
 import numpy as np
+from fd_router.cached.prefix_index import PrefixIndex
 from fd_router.policies import POLICIES, InstanceView, RequestView, make_policy
-from fd_router.prefix_index import PrefixIndex
 
 RATE = 8_000.0  # prompt tokens/s of an instance
 AGES_S = (0.0, 0.005, 0.05, 0.25, 1.0)

@@ -17,7 +17,7 @@ from aiohttp import web
 from fastdeploy_core.errors import ConfigError
 
 from .asked import read_request
-from .follower import Follower
+from .cached.follower import Follower
 from .instances import Fleet, Instance
 from .metrics import RouterMetrics
 from .options import RouterOptions
@@ -101,7 +101,7 @@ class Router:
         self._draining = True
         logger.info("draining: %d requests are being answered", self._in_flight)
         try:
-            async with asyncio.timeout(self._options.drain_timeout_s):
+            async with asyncio.timeout(self._options.timing.drain_timeout_s):
                 while self._in_flight:
                     await asyncio.sleep(0.05)
         except TimeoutError:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from .cached.prefix_index import chained_keys
 from .policies import RequestView
-from .prefix_index import chained_keys
 
 BLOCK_TOKENS = 64
 BYTES_PER_TOKEN = 4  # of text, estimated; token ids are written in as many

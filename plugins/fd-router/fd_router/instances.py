@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from .breaker import Breaker
-from .cached_blocks import EventIndex
+from .cached.cached_blocks import EventIndex
+from .cached.prefix_index import PrefixIndex
 from .policies import Choice, InstanceView, Policy, RequestView, make_policy
-from .prefix_index import PrefixIndex
 
 T = TypeVar("T")
 RATE_WEIGHT = 0.1  # of a new sample in the estimate of the prefill rate

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from fastdeploy_core.contracts.command import CommandParser
 from fastdeploy_core.errors import ConfigError
 
-from .follower import Publisher
+from .cached.follower import Publisher
 from .policies import DEFAULT_POLICY, POLICIES
 
 
@@ -34,6 +34,16 @@ class PrefillOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds."""
+
+    probe_interval_s: float = 1.0
+    probe_timeout_s: float = 2.0
+    answer_timeout_s: float = 600.0  # the longest silence of an instance within an answer
+    drain_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
 class RouterOptions:
     """What the command line says."""
 
@@ -44,10 +54,7 @@ class RouterOptions:
     keys: Keys = Keys()
     max_body_bytes: int = 16 * 2**20
     max_retries: int = 2  # other instances tried for a request that has shown nothing
-    probe_interval_s: float = 1.0
-    probe_timeout_s: float = 2.0
-    answer_timeout_s: float = 600.0  # the longest silence of an instance within an answer
-    drain_timeout_s: float = 60.0
+    timing: Timing = Timing()
     kv_events: tuple[Publisher, ...] = ()  # of each instance those of its engines
     prefill: PrefillOptions = PrefillOptions()
 
@@ -83,10 +90,9 @@ def parse(arguments: Sequence[str]) -> RouterOptions:
         keys=Keys(given.api_key, given.admin_key, given.instance_api_key),
         max_body_bytes=int(given.max_body_mb * 2**20),
         max_retries=given.max_retries,
-        probe_interval_s=given.probe_interval,
-        probe_timeout_s=given.probe_timeout,
-        answer_timeout_s=given.answer_timeout,
-        drain_timeout_s=given.drain_timeout,
+        timing=Timing(
+            given.probe_interval, given.probe_timeout, given.answer_timeout, given.drain_timeout
+        ),
         kv_events=tuple(_publisher(word, urls) for word in given.kv_events),
         prefill=PrefillOptions(
             prefill_urls, given.policy, given.prefill_min_tokens, given.prefill_timeout
@@ -102,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         "not show in process lists.",
         fromfile_prefix_chars="@",
     )
-    defaults = RouterOptions(())
+    defaults, timing = RouterOptions(()), Timing()
     add = parser.add_argument
     add("--instances", nargs="+", required=True, metavar="URL[,URL...]", help="base URLs")
     add(
@@ -124,12 +130,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--admin-key", default="", help="turns on the routes below /admin")
     add("--max-body-mb", type=float, default=defaults.max_body_bytes / 2**20, help="MiB")
     add("--max-retries", type=int, default=defaults.max_retries, help="other instances to try")
-    add("--probe-interval", type=float, default=defaults.probe_interval_s, help="seconds")
-    add("--probe-timeout", type=float, default=defaults.probe_timeout_s, help="seconds")
+    add("--probe-interval", type=float, default=timing.probe_interval_s, help="seconds")
+    add("--probe-timeout", type=float, default=timing.probe_timeout_s, help="seconds")
     add(
         "--answer-timeout",
         type=float,
-        default=defaults.answer_timeout_s,
+        default=timing.answer_timeout_s,
         help="seconds without a byte after which an instance has failed a request",
     )
     add(
@@ -141,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
         help="an instance, and the endpoints of an engine's --kv-events-config as they are reached "
         "from here; once for each engine",
     )
-    add("--drain-timeout", type=float, default=defaults.drain_timeout_s, help="after SIGTERM")
+    add("--drain-timeout", type=float, default=timing.drain_timeout_s, help="after SIGTERM")
     return parser
 
 

@@ -15,8 +15,8 @@ from hashlib import blake2b
 from random import Random
 from typing import ClassVar
 
-from .cached_blocks import EventIndex
-from .prefix_index import Key, PrefixIndex
+from .cached.cached_blocks import EventIndex
+from .cached.prefix_index import Key, PrefixIndex
 
 FRESH_S = 0.010
 STALE_S = 0.100

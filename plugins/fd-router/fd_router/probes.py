@@ -31,7 +31,7 @@ class Probes:
         self._fleet = fleet
         self._session = session
         self._options = options
-        self._timeout = aiohttp.ClientTimeout(total=options.probe_timeout_s)
+        self._timeout = aiohttp.ClientTimeout(total=options.timing.probe_timeout_s)
         self._headers: dict[str, str] = {}
         if key := options.keys.instances or options.keys.own:
             self._headers["Authorization"] = f"Bearer {key}"
@@ -69,7 +69,7 @@ class Probes:
             if instance.ready != was:
                 log = logger.info if instance.ready else logger.warning
                 log("instance %s: %s", instance.name, instance.state)
-            await asyncio.sleep(self._options.probe_interval_s)
+            await asyncio.sleep(self._options.timing.probe_interval_s)
 
     async def _is_ready(self, instance: Instance) -> bool:
         async with self._session.get(

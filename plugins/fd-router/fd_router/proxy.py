@@ -21,7 +21,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from .asked import BYTES_PER_TOKEN, Asked, as_ids
-from .cached_blocks import token_keys
+from .cached.cached_blocks import token_keys
 from .events import DONE, Events, frame
 from .instances import Call, Fleet, InstanceFailed
 from .metrics import RouterMetrics
@@ -91,7 +91,9 @@ class Proxy:
                 self._metrics.retries.labels(name).inc()
             shown: list[Shown] = []
             try:
-                with self._fleet.call(asked.view, choice, self._options.answer_timeout_s) as call:
+                with self._fleet.call(
+                    asked.view, choice, self._options.timing.answer_timeout_s
+                ) as call:
                     answer = await self._ask(request, asked, headers, call, shown)
             except InstanceFailed as error:
                 self._metrics.failures.labels(name).inc()
@@ -236,7 +238,7 @@ class Proxy:
             excluded.add(name)
             try:
                 with self._fleet.call(
-                    transcript.view(), choice, self._options.answer_timeout_s
+                    transcript.view(), choice, self._options.timing.answer_timeout_s
                 ) as call:
                     if not await self._find_seam(call, headers, transcript):
                         reason = "what was sent does not end where a token does"

@@ -17,11 +17,11 @@ import pytest
 import zmq
 import zmq.asyncio
 from conftest import MODEL, Process, Router, wait_for
-from fd_router.cached_blocks import EventIndex, token_keys
-from fd_router.follower import Follower, Publisher
+from fd_router.cached.cached_blocks import EventIndex, token_keys
+from fd_router.cached.follower import Follower, Publisher
+from fd_router.cached.prefix_index import PrefixIndex
 from fd_router.options import parse
 from fd_router.policies import InstanceView, RequestView, make_policy
-from fd_router.prefix_index import PrefixIndex
 
 from fastdeploy_core.errors import ConfigError
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from random import Random
 
 import pytest
+from fd_router.cached.prefix_index import PrefixIndex, chained_keys
 from fd_router.policies import (
     MAX_CANDIDATES,
     POLICIES,
@@ -16,7 +17,6 @@ from fd_router.policies import (
     RequestView,
     make_policy,
 )
-from fd_router.prefix_index import PrefixIndex, chained_keys
 from hypothesis import given
 from hypothesis import strategies as st
 

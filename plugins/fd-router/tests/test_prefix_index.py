@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fd_router.prefix_index import PrefixIndex, chained_keys
+from fd_router.cached.prefix_index import PrefixIndex, chained_keys
 from hypothesis import given
 from hypothesis import strategies as st
 

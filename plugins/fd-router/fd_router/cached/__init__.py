@@ -1,0 +1,1 @@
+"""What instances have cached: by the events that they publish, and by what they were sent."""
