@@ -13,21 +13,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import requests
-
 from fastdeploy_core.errors import ConfigError
 
 from .files import HubFile
 from .source import HubSource, Listing, Unreachable, ernie
 
 try:
+    import requests
     from aistudio_sdk.errors import NotExistError
     from aistudio_sdk.file_download import TEMPORARY_FOLDER_NAME, get_model_cache_root
     from aistudio_sdk.snapshot_download import get_model_files, snapshot_download
 except ImportError as error:
-    raise ConfigError(
-        f"AI Studio's client is not installed ({error}): pip install 'fd-hub[aistudio]'"
-    ) from None
+    _missing = str(error)  # who needs no AI Studio needs no client
+else:
+    _missing = ""
 
 _BRANCH = "master"
 
@@ -37,6 +36,12 @@ class AIStudio(HubSource):
 
     name = "aistudio"
     label = "AI Studio"
+
+    def __init__(self) -> None:
+        if _missing:
+            raise ConfigError(
+                f"AI Studio's client is not installed ({_missing}): pip install 'fd-hub[aistudio]'"
+            )
 
     def spelled(self, model: str, revision: str) -> tuple[str, str]:
         """`main` is what Hugging Face calls the branch `master`."""

@@ -23,9 +23,9 @@ try:
         ServerError,
     )
 except ImportError as error:
-    raise ConfigError(
-        f"ModelScope's client is not installed ({error}): pip install 'fd-hub[modelscope]'"
-    ) from None
+    _missing = str(error)  # who needs no ModelScope needs no client
+else:
+    _missing = ""
 
 _BRANCH = "master"
 
@@ -37,6 +37,11 @@ class ModelScope(HubSource):
     label = "ModelScope"
 
     def __init__(self) -> None:
+        if _missing:
+            raise ConfigError(
+                f"ModelScope's client is not installed ({_missing}): "
+                "pip install 'fd-hub[modelscope]'"
+            )
         self._config = HubConfig()
         self._api = HubApi(self._config)
 
