@@ -272,7 +272,7 @@ def dynamo(session: nox.Session) -> None:
     """KV events as Dynamo's own router reads them."""
     _install_tests(session)
     session.install("ai-dynamo-runtime")
-    session.run("pytest", "tests/unit/test_kv_events.py", "-q", *session.posargs)
+    session.run("pytest", "plugins/fd-scale-out/tests/test_kv_events.py", "-q", *session.posargs)
 
 
 @nox.session(default=False)

@@ -39,7 +39,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class KVEventsConfig:
-    """Where events of the prefix cache are published, by vLLM's names (engine/kv_events.py)."""
+    """Where events of the prefix cache are published, by vLLM's names."""
 
     enable_kv_cache_events: bool = False
     publisher: str = "zmq"

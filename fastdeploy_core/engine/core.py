@@ -11,19 +11,12 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.config import EngineConfig
-from fastdeploy_core.errors import CapabilityError, InvalidRequest, WorkerError
-from fastdeploy_core.kvcache import (
-    CachePlan,
-    HostMemory,
-    KVCacheManager,
-    StoredBlocks,
-    plan_cache,
-)
-from fastdeploy_core.loading.revision import fingerprint
+from fastdeploy_core.errors import InvalidRequest, WorkerError
+from fastdeploy_core.kvcache import CachePlan, KVCacheManager, plan_cache
+from fastdeploy_core.plugins.drivers import scale_out
 from fastdeploy_core.scheduler import BatchScheduler, ScheduledStep, make_settings
 from fastdeploy_core.types import ModelRunnerOutput, Request, RequestOutputDelta, TokenDeltas
 from fastdeploy_core.types.engine import EngineInfo, EngineStats
@@ -31,7 +24,6 @@ from fastdeploy_core.types.sampling import check_logprobs
 from fastdeploy_core.types.worker import WorkerInfo
 
 from .executor import Executor, StepResult
-from .kv_events import KVEvents
 from .media import check_media
 
 if TYPE_CHECKING:
@@ -57,47 +49,47 @@ class EngineCore:
         started = time.monotonic()
         self.config = config
         self._executor = executor or Executor(config, resolved)
+        # StoredBlocks and KVEvents of fd-scale-out, where these are asked for.
+        self._stored: Any = None
+        self._events: Any = None
         try:
             infos = self._executor.load()
             plan = plan_cache(infos, config.cache, config.batch, config.model.max_model_len)
             settings = make_settings(config, infos[0], resolved.speculative)
-            memory = _shared_memory(config, infos, plan)
+            if config.cache.kv_store:
+                make_stored = scale_out("kv-store", "--kv-store")
+                self._stored = make_stored(config, infos, plan, resolved.load("kv_store"))
             more = [group.num_blocks for group in plan.bounded]
-            paths = () if memory is None else memory.paths
+            paths = () if self._stored is None else self._stored.paths
             self._executor.initialize_cache(
                 plan.num_blocks, plan.num_host_blocks, *more, host_files=paths
             )
-            store: Any = None
-            if memory is not None:
-                store = resolved.load("kv_store")(config.cache.kv_store_options)
             worker = infos[0]
             caching = config.cache.enable_prefix_caching and worker.block_sharing
-            self._events: KVEvents | None = None
             if config.cache.events is not None and caching:
-                self._events = KVEvents(
+                self._events = scale_out("kv-events", "--kv-events-config")(
                     *(config.cache.events, worker.block_size, resolved.speculative.key_lookahead),
                     config.parallel.data_parallel_rank,
                 )
         except BaseException:
-            self._executor.close()
+            self.close()
             raise
+        stored = self._stored
         kv = KVCacheManager(
             plan.num_blocks,
             worker.block_size,
             num_host_blocks=plan.num_host_blocks,
             enable_prefix_caching=caching,
             enable_output_caching=config.cache.enable_output_caching,
-            model_identity=_model_identity(config) if memory is None else _lasting(config, infos),
+            model_identity=_model_identity(config) if stored is None else stored.identity,
             key_lookahead=resolved.speculative.key_lookahead,
         )
         kv.add_groups(plan.bounded)
         if self._events is not None:
             kv.prefix.on_change = self._events.note
         self.scheduler = BatchScheduler(settings, kv)
-        self._stored: StoredBlocks | None = None
-        if memory is not None:
-            memory.open(plan.num_host_blocks)
-            self._stored = StoredBlocks(kv, store, memory, config.cache.kv_store_timeout_s)
+        if stored is not None:
+            stored.open(kv, kv.host)
         overlap = config.batch.overlap and worker.overlap
         self._depth = 2 if overlap else 1
         self._in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()
@@ -349,31 +341,3 @@ def _model_identity(config: EngineConfig) -> str:
     model = config.model
     parts = (model.path, model.dtype, model.quantization, config.cache.kv_dtype)
     return "\0".join(str(part) for part in parts)
-
-
-def _shared_memory(
-    config: EngineConfig, infos: list[WorkerInfo], plan: CachePlan
-) -> HostMemory | None:
-    """For the host tier, where a store is to read and write it."""
-    if not config.cache.kv_store:
-        return None
-    if not plan.num_host_blocks:
-        raise CapabilityError(
-            f"--kv-store {config.cache.kv_store} needs the host tier, and {plan.report[-1]}"
-        )
-    return HostMemory(len(infos))
-
-
-def _lasting(config: EngineConfig, infos: list[WorkerInfo]) -> str:
-    """A text that stands for whatever the bytes of blocks depend on beside their tokens, on any
-    host: the weights, what computes with them, and the layout of the cache on each rank."""
-    model, drafts = config.model, config.speculative
-    made_up = model.seed if model.load_format == "dummy" else None
-    parts: list[Any] = [model.hf_config, model.dtype, model.quantization, made_up, drafts]
-    draft_path = drafts.options.get("model") if drafts else None
-    for path in (model.path, Path(draft_path or model.path)):
-        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-        parts.append(fingerprint(files, with_times=False))
-    for info in infos:
-        parts += [info.kv_layout, info.block_size, info.tensor_library, info.drivers]
-    return "\0".join(map(repr, [config.cache.kv_dtype, *parts]))

@@ -1,5 +1,5 @@
-"""The paged KV cache as the host sees it: blocks, prefix cache, host tier, stored blocks,
-sizing. No tensors."""
+"""The paged KV cache as the host sees it: blocks, prefix cache, host tier, sizing. No
+tensors."""
 
 from .blocks import BlockPool
 from .groups import BoundedGroup, GroupPlan, bounded_rules
@@ -7,7 +7,6 @@ from .host_tier import HostTier
 from .manager import NO_MATCH, ForkSource, KVCacheManager, PrefixMatch
 from .prefix import BlockTable, CacheEntry, PrefixCache
 from .sizing import CachePlan, MemoryProfile, plan_cache
-from .stored import HostMemory, StoredBlocks
 
 __all__ = [
     "NO_MATCH",
@@ -18,13 +17,11 @@ __all__ = [
     "CachePlan",
     "ForkSource",
     "GroupPlan",
-    "HostMemory",
     "HostTier",
     "KVCacheManager",
     "MemoryProfile",
     "PrefixCache",
     "PrefixMatch",
-    "StoredBlocks",
     "bounded_rules",
     "plan_cache",
 ]

@@ -4,7 +4,7 @@ next hit.
 Bookkeeping, and the list of copies for the next step. The workers own the memory and do the copies
 before that step's forward pass: first device to host, then host to device, then within the device.
 
-Where blocks are also kept elsewhere (stored.py), others read and write host blocks meanwhile: such
+Where blocks are also kept elsewhere (a KV store), others read and write host blocks meanwhile: such
 a block is leased, and nothing else gets it before its lease ends.
 """
 

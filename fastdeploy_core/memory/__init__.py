@@ -1,1 +1,1 @@
-"""What passes between host and device memory while nobody waits, and what steps take of it."""
+"""What passes between host and device memory, and what steps take of it."""

@@ -376,6 +376,9 @@ class _Resolver:
             )
         if name := self._config.cache.kv_store:
             self._take(decide("kv_store", name, [], asked=name))
+            self._add(find_scale_out("kv-store", "--kv-store", self._inventory))
+        if self._config.cache.events is not None:
+            self._add(find_scale_out("kv-events", "--kv-events-config", self._inventory))
         for name in self._config.logits_processors:
             if ":" not in name:  # "module:Class" is the operator's own code, not a plugin
                 self._add(find("logits_processor", name, self._inventory))

@@ -128,7 +128,7 @@ class BatchScheduler:
         state = RequestState(request, self._clock())
         self._make_sequences(state)
         self.counters.requests_total += 1
-        self.counters.prompt_tokens_total += state.num_prompt_tokens
+        self.counters.prompt_tokens_total += len(request.prompt_token_ids)
         self._roster.add(state)
         if request.sampling.max_tokens == 0 and not state.wants_prompt_logprobs:
             self._outcome.complete_empty(state)
@@ -262,7 +262,7 @@ class BatchScheduler:
         request, sampling = state.request, state.request.sampling
         limit = self.max_request_tokens
         if sampling.max_tokens is not None:
-            limit = min(limit, state.num_prompt_tokens + sampling.max_tokens)
+            limit = min(limit, len(request.prompt_token_ids) + sampling.max_tokens)
         seed = sampling.seed
         if seed is None:
             # Reproducible for an engine that gets the same requests in the same order.

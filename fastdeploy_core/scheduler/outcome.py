@@ -345,4 +345,4 @@ class Outcome:
         found = request.prompt_logprobs
         assert found is not None, "prompt logprobs nobody asked for"
         found.extend(new[len(found) - (row.start + 1) :])
-        del found[request.num_prompt_tokens :]
+        del found[len(request.request.prompt_token_ids) :]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Container
+from operator import attrgetter
 
 import numpy as np
 
@@ -19,9 +20,7 @@ from .columns import Columns
 from .fair_queue import FairQueue
 from .sequence import RequestState, Sequence
 
-
-def _seniority(seq: Sequence) -> tuple[int, int, int]:
-    return seq.rank
+_seniority = attrgetter("rank")
 
 
 class Roster:
@@ -222,7 +221,8 @@ class Roster:
 
     def forked(self, request: RequestState) -> None:
         """A sequence has taken its share of the prompt, or needs it no more."""
-        if not self._has_followers(request):
+        followers = request.sequences[1:]
+        if all(seq.status is not RequestStatus.WAITING for seq in followers):
             self.drop_fork_source(request)
 
     def _arrive(self, request: RequestState) -> None:
@@ -232,11 +232,6 @@ class Roster:
 
     def _priority(self, request: RequestState) -> int:
         return request.request.priority if self._by_priority else 0
-
-    def _has_followers(self, request: RequestState) -> bool:
-        return any(
-            seq.status is RequestStatus.WAITING and seq.index > 0 for seq in request.sequences
-        )
 
     def _stop(self, seq: Sequence) -> None:
         self.running.remove(seq)

@@ -84,10 +84,9 @@ class Sequence:
         tells_tokens = sampling.n == 1 and sampling.logprobs is None and not self.is_suspect
         is_running = self.status is RequestStatus.RUNNING
         self.columns.is_plain[self.place] = tells_tokens and is_running
+        kind = GREEDY if sampling.is_greedy else RANDOM
         if not (tells_tokens and sampling.is_unconstrained and request.grammar is None):
             kind = OTHER
-        else:
-            kind = GREEDY if sampling.is_greedy else RANDOM
         self.columns.kind[self.place] = kind
 
     def draft_stats(self) -> DraftStats | None:
@@ -142,8 +141,3 @@ class RequestState:
         """Whether prompt log-probabilities are still to be computed."""
         found = self.prompt_logprobs
         return found is not None and len(found) < len(self.request.prompt_token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.request.prompt_token_ids)

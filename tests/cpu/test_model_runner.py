@@ -16,10 +16,10 @@ import pytest
 from fastdeploy_core.config import SpeculativeConfig
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.errors import WorkerError
+from fastdeploy_core.memory.block_mover import BlockMover
 from fastdeploy_core.plugins.kernels import build_kernel_table
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.types import BlockCopies, SamplingParams, SequenceExtras
-from fastdeploy_core.worker.caches import BlockMover
 from tests.worker_steps import (
     VOCAB,
     Row,

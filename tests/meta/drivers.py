@@ -98,7 +98,9 @@ from fd_quant_wint2.trellis import Tet2, Tet3, Tet4
 from fd_router.command import main as router
 from fd_scale_out.experts import ExpertRanks as WholeExperts
 from fd_scale_out.front_ends import FrontEnds
+from fd_scale_out.kv_events import KVEvents
 from fd_scale_out.links import engines
+from fd_scale_out.stored_blocks import StoredBlocks
 from fd_sched_redis.scheduler import GlobalScheduler, SplitwiseScheduler
 from fd_spec_mtp.drafter import MTPDrafter
 from fd_speculative.draft_model import DraftModel
@@ -116,7 +118,7 @@ from fd_xpu.attention import XpuAttention
 from fd_xpu.device import XpuDevice
 from fd_xpu.moe import XpuMoE
 
-from fastdeploy_core.config import EngineConfig, RequestSchedulerConfig
+from fastdeploy_core.config import EngineConfig, KVEventsConfig, RequestSchedulerConfig
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
 from fastdeploy_core.contracts.command import Command
@@ -142,6 +144,7 @@ from fastdeploy_core.contracts.small import (
 from fastdeploy_core.contracts.speculative import DeviceDrafter, DrafterContext, HostDrafter
 from fastdeploy_core.engine.client import EngineLink
 from fastdeploy_core.engine.processes.supervisor import Listener
+from fastdeploy_core.kvcache import CachePlan
 from fastdeploy_core.layers import ModelBuilder
 from fastdeploy_core.layers.experts import ExpertRanks
 from fastdeploy_core.models.ernie import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
@@ -155,6 +158,7 @@ from fastdeploy_core.sampling.processors import LogitBiasLogitsProcessor
 from fastdeploy_core.sampling.thinking import ThinkingBudgetLogitsProcessor
 from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.serving.asking import Plugins
+from fastdeploy_core.types.worker import WorkerInfo
 from fastdeploy_testing.check import main as check_plugin
 from fastdeploy_testing.examine import main as examine_device
 from fastdeploy_testing.fakes import FaultyDevice, NullDevice
@@ -339,3 +343,10 @@ several_api_servers: list[
     Callable[[EngineConfig, ServerConfig, Plugins, socket.socket], FrontEnds]
 ] = [FrontEnds]
 divided_experts: list[Callable[[DeviceBackend, Communicator], ExpertRanks]] = [WholeExperts]
+kv_events: list[Callable[[KVEventsConfig, int, int, int], KVEvents]] = [KVEvents]
+stored_blocks: list[
+    Callable[
+        [EngineConfig, list[WorkerInfo], CachePlan, Callable[[Mapping[str, Any]], KVStore]],
+        StoredBlocks,
+    ]
+] = [StoredBlocks]

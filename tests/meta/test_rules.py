@@ -279,7 +279,7 @@ PRIVATE = {
     "fd-hub": {"cli", "envs", "plugins"},
     "fd-launch": {"plugins"},
     "fd-quant-formats": {"quantization"},
-    "fd-scale-out": {"config", "engine", "plugins", "serving"},
+    "fd-scale-out": {"config", "engine", "kvcache", "loading", "plugins", "serving"},
     "fd-tools": {"cli", "config", "envs", "models", "parsers", "plugins", "serving", "tokenizer"},
     "fd-vision": {"models"},
 }

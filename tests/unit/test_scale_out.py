@@ -1,18 +1,20 @@
-"""Several engines, API servers or divided experts, where the distribution that makes them is not
-installed."""
+"""Several engines, API servers, divided experts or shared KV blocks, where the distribution that
+makes them is not installed."""
 
 from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from fastdeploy_core.config import ParallelConfig
+from fastdeploy_core.config import KVEventsConfig, ParallelConfig
 from fastdeploy_core.engine.client import AsyncEngine
 from fastdeploy_core.errors import PluginNotFound
 from fastdeploy_core.plugins import discovery, drivers
+from fastdeploy_core.plugins.resolve import resolve
 from tests.null_engine import make_config
 
 
@@ -38,3 +40,19 @@ def test_several_api_servers_name_it_too() -> None:
 def test_whole_experts_on_each_rank_name_it_too() -> None:
     with pytest.raises(PluginNotFound, match=r"--enable-expert-parallel .*pip install fd-scale"):
         drivers.find_scale_out("experts", "--enable-expert-parallel", drivers.discover())
+
+
+@pytest.mark.parametrize(
+    ("flag", "options"),
+    [
+        ("--kv-store", {"kv_store": "disk"}),
+        ("--kv-events-config", {"events": KVEventsConfig(True, endpoint="ipc://never")}),
+    ],
+)
+def test_shared_kv_blocks_name_it_before_a_model_is_loaded(
+    flag: str, options: dict[str, Any]
+) -> None:
+    config = make_config()
+    config = replace(config, cache=replace(config.cache, **options))
+    with pytest.raises(PluginNotFound, match=rf"{flag} .*pip install fd-scale-out"):
+        resolve(config, inventory=drivers.discover())

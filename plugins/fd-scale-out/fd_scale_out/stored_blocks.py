@@ -6,7 +6,7 @@ writes it from there. A request is held while threads read its blocks into host 
 prefix cache finds them. What fails, is late or damaged is computed: output depends on no store.
 
 A block is stored behind its key, its parent's, its tokens, and a checksum of all. The key covers
-the model, the number format, the ranks and the request's salt (prefix.py). A reader knows the
+the model, the number format, the ranks and the request's salt. A reader knows the
 header it wants and compares it whole, so nothing that is read is ever interpreted.
 """
 
@@ -19,15 +19,19 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .manager import KVCacheManager
-from .prefix import BlockTable, CacheEntry
+from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.errors import CapabilityError
+from fastdeploy_core.kvcache import BlockTable, CacheEntry, CachePlan, HostTier, KVCacheManager
+from fastdeploy_core.loading.revision import fingerprint
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.small import KVStore
+    from fastdeploy_core.types.worker import WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -74,25 +78,40 @@ class _Fetch:
 
 
 class StoredBlocks:
-    """Between a prefix cache and a store. One thread calls; `ready` says which requests go on.
-
-    The prefix cache's model_identity stands for all that blocks depend on beside their tokens.
-    """
+    """Entry point `kv-store`: between a prefix cache and a store. One thread calls; `ready` says
+    which requests go on."""
 
     def __init__(
-        self, kv: KVCacheManager, store: KVStore, memory: HostMemory, timeout_s: float
+        self,
+        config: EngineConfig,
+        infos: list[WorkerInfo],
+        plan: CachePlan,
+        make_store: Callable[[Mapping[str, Any]], KVStore],
     ) -> None:
-        assert kv.host is not None, "a store needs the host tier"
-        self._kv, self._host, self._store, self._memory = kv, kv.host, store, memory
-        self._timeout_s = timeout_s
+        """CapabilityError where there is no host tier, and what `make_store` raises."""
+        cache = config.cache
+        if not plan.num_host_blocks:
+            raise CapabilityError(
+                f"--kv-store {cache.kv_store} needs the host tier, and {plan.report[-1]}"
+            )
+        # The prefix cache's model_identity.
+        self.identity = _identity(config, infos)
+        self._store, self._timeout_s = make_store(cache.kv_store_options), cache.kv_store_timeout_s
+        self._memory = HostMemory(len(infos))
+        self.paths = self._memory.paths  # where each rank's host tier is to lie
         self._fetches: list[_Fetch] = []
         self._noted: dict[int, list[tuple[CacheEntry, int]]] = {}  # by step
         self._num_unwritten = 0
         self._told: set[str] = set()  # failures that are in the log
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._reads, self._writes = _threads("fd-kv-read", NUM_READERS), _threads("fd-kv-write", 1)
-        self._host.writes_through = True
         self.num_read_total = self.num_written_total = self.num_failures_total = 0  # blocks
+
+    def open(self, kv: KVCacheManager, host: HostTier) -> None:
+        """The ranks have their host tiers, and this is the engine's cache."""
+        self._kv, self._host = kv, host
+        self._host.writes_through = True
+        self._memory.open(host.num_blocks)
 
     @property
     def is_awaited(self) -> bool:
@@ -243,3 +262,18 @@ def _checksum(header: bytes, content: list[memoryview]) -> bytes:
     for part in content:
         digest.update(part)
     return digest.digest()
+
+
+def _identity(config: EngineConfig, infos: list[WorkerInfo]) -> str:
+    """A text that stands for whatever the bytes of blocks depend on beside their tokens, on any
+    host: the weights, what computes with them, and the layout of the cache on each rank."""
+    model, drafts = config.model, config.speculative
+    made_up = model.seed if model.load_format == "dummy" else None
+    parts: list[Any] = [model.hf_config, model.dtype, model.quantization, made_up, drafts]
+    draft_path = drafts.options.get("model") if drafts else None
+    for path in (model.path, Path(draft_path or model.path)):
+        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+        parts.append(fingerprint(files, with_times=False))
+    for info in infos:
+        parts += [info.kv_layout, info.block_size, info.tensor_library, info.drivers]
+    return "\0".join(map(repr, [config.cache.kv_dtype, *parts]))

@@ -12,17 +12,17 @@ from random import Random
 from typing import Any
 
 import pytest
-
-from fastdeploy_core.contracts.base import Requirements
-from fastdeploy_core.engine.core import EngineCore
-from fastdeploy_core.errors import CapabilityError
-from tests.null_engine import (
+from null_engine import (
     Collector,
     InlineExecutor,
     expected_answers,
     make_config,
     make_request,
 )
+
+from fastdeploy_core.contracts.base import Requirements
+from fastdeploy_core.engine.core import EngineCore
+from fastdeploy_core.errors import CapabilityError
 
 PROMPT = list(range(4, 34))  # seven full blocks of four tokens, and two tokens
 

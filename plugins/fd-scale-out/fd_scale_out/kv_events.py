@@ -25,7 +25,8 @@ END = (-1).to_bytes(8, "big", signed=True)  # of a replay
 
 
 class KVEvents:
-    """A prefix cache's `on_change`, and the publisher. The core's thread calls it."""
+    """Entry point `kv-events`: a prefix cache's `on_change`, and the publisher. The core's thread
+    calls it."""
 
     def __init__(self, config: KVEventsConfig, block_size: int, lookahead: int, rank: int) -> None:
         """rank: of this engine among those of one port. ConfigError where an address is taken."""

@@ -13,16 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from fd_scale_out.kv_events import KVEvents
+from null_engine import VOCAB_SIZE, Collector, make_core, make_request
 
 from fastdeploy_core.config import KVEventsConfig
 from fastdeploy_core.config.arguments import build_engine_config
 from fastdeploy_core.engine.core import EngineCore
-from fastdeploy_core.engine.kv_events import KVEvents
 from fastdeploy_core.errors import ConfigError
-from tests.null_engine import VOCAB_SIZE, Collector, make_core, make_request
 
 BLOCK = 4
-MODEL = Path(__file__).resolve().parents[2] / "models" / "ernie-tiny"
+MODEL = Path(__file__).resolve().parents[3] / "models" / "ernie-tiny"
 
 
 class Event(msgspec.Struct, array_like=True, tag=True):
