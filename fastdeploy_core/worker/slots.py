@@ -206,16 +206,17 @@ class Slots:
 
     def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
         first = int(self.num_blocks[slot])
-        columns = np.reshape(np.array(block_ids, np.int32), (-1, 1 + len(self.more_tables)))
-        last = first + len(columns)
+        # Numbers of all groups alternate; plain lists, since most calls bring one block.
+        step = 1 + len(self.more_tables)
+        last = first + len(block_ids) // step
         if last > self.block_tables.shape[1]:
             raise WorkerError(
                 f"sequence {self.seq_ids[slot]} would get {last} blocks; "
                 f"{self.block_tables.shape[1]} are the most for {self.max_model_len} tokens"
             )
-        self.block_tables[slot, first:last] = columns[:, 0]
+        self.block_tables[slot, first:last] = block_ids[::step]
         for number, table in enumerate(self.more_tables.values(), 1):
-            table[slot, first:last] = columns[:, number]
+            table[slot, first:last] = block_ids[number::step]
         self.num_blocks[slot] = last
         self.room[slot] = min(last * self.block_size, self.max_model_len)
         self.version += 1
