@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.engine.processes import wire
-from fastdeploy_core.engine.processes.shared_queue import SharedQueue
 from fastdeploy_core.engine.processes.supervisor import NOT_READY, Listener, Supervisor
 from fastdeploy_core.errors import (
     ConfigError,
@@ -124,8 +123,9 @@ class AsyncEngine:
             self.info = await self._ready
             driver = resolved.result().load("scheduler")
             if driver.capabilities.shared_queue:
-                scheduler = driver(self._config.request_scheduler)
-                self._link = SharedQueue(self._link, scheduler, self._listener)
+                settings = self._config.request_scheduler
+                make_link = scale_out("shared-queue", f"--scheduler-name {settings.name}")
+                self._link = make_link(self._link, driver(settings), self._listener)
                 self._link.start()
                 self._shares_queue = True
         except BaseException:

@@ -81,8 +81,9 @@ def find(kind: str, name: str, inventory: Inventory | None = None) -> PluginEntr
 def find_scale_out(name: str, asked: str, inventory: Inventory | None = None) -> PluginEntry:
     """What makes a server of several processes: `engines` (config, resolved plugins, listener),
     `api-servers` (both configurations, plugins, listener), or `experts` (device, communicator,
-    maker of an ExpertCommunicator, most tokens in place); or what shares an engine's KV blocks with
-    others: `kv-events`, `kv-store` (see engine/core.py). asked: the arguments that need it."""
+    maker of an ExpertCommunicator, most tokens in place). Or what shares something with others:
+    KV blocks (`kv-events`, `kv-store`: engine/core.py), requests (`shared-queue`: client.py).
+    asked: the arguments that need it."""
     try:
         return find("scale_out", name, inventory)
     except PluginNotFound as error:

@@ -100,6 +100,7 @@ from fd_scale_out.experts import ExpertRanks as WholeExperts
 from fd_scale_out.front_ends import FrontEnds
 from fd_scale_out.kv_events import KVEvents
 from fd_scale_out.links import engines
+from fd_scale_out.shared_queue import SharedQueue
 from fd_scale_out.stored_blocks import StoredBlocks
 from fd_sched_redis.scheduler import GlobalScheduler, SplitwiseScheduler
 from fd_spec_mtp.drafter import MTPDrafter
@@ -343,6 +344,7 @@ several_api_servers: list[
     Callable[[EngineConfig, ServerConfig, Plugins, socket.socket], FrontEnds]
 ] = [FrontEnds]
 divided_experts: list[Callable[[DeviceBackend, Communicator], ExpertRanks]] = [WholeExperts]
+shared_queue: list[Callable[[EngineLink, RequestScheduler, Listener], EngineLink]] = [SharedQueue]
 kv_events: list[Callable[[KVEventsConfig, int, int, int], KVEvents]] = [KVEvents]
 stored_blocks: list[
     Callable[

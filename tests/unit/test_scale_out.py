@@ -1,5 +1,5 @@
-"""Several engines, API servers, divided experts or shared KV blocks, where the distribution that
-makes them is not installed."""
+"""Several engines, API servers, divided experts, shared KV blocks or a shared queue, where the
+distribution that makes them is not installed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 
-from fastdeploy_core.config import KVEventsConfig, ParallelConfig
+from fastdeploy_core.config import KVEventsConfig, ParallelConfig, RequestSchedulerConfig
+from fastdeploy_core.contracts.scheduler import SchedulerCapabilities
 from fastdeploy_core.engine.client import AsyncEngine
+from fastdeploy_core.engine.processes import wire
+from fastdeploy_core.engine.processes.engine_process import EngineProcess
 from fastdeploy_core.errors import PluginNotFound
 from fastdeploy_core.plugins import discovery, drivers
 from fastdeploy_core.plugins.resolve import resolve
+from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from tests.null_engine import make_config
 
 
@@ -35,6 +39,21 @@ def test_several_engines_name_the_command_that_installs_them() -> None:
 def test_several_api_servers_name_it_too() -> None:
     with pytest.raises(PluginNotFound, match=r"--api-server-count above 1 .*pip install fd-scale"):
         drivers.scale_out("api-servers", "--api-server-count above 1")
+
+
+def test_a_shared_queue_names_it_before_a_model_is_loaded() -> None:
+    class Shared:
+        capabilities = SchedulerCapabilities(shared_queue=True)
+
+    class Resolved(ResolvedPlugins):
+        def load(self, kind: str, name: str = "") -> Any:
+            return Shared
+
+    config = replace(make_config(), request_scheduler=RequestSchedulerConfig(name="shared"))
+    resolved = Resolved([], {})
+    init = wire.EngineInit(config=config, resolved=resolved, folder="", digest="", front_ends=[])
+    with pytest.raises(PluginNotFound, match=r"--scheduler-name shared .*pip install fd-scale-out"):
+        EngineProcess(init, None, None, None)
 
 
 def test_whole_experts_on_each_rank_name_it_too() -> None:

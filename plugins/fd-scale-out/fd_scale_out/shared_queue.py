@@ -14,12 +14,11 @@ import time
 from typing import TYPE_CHECKING
 
 from fastdeploy_core.contracts.scheduler import RequestScheduler, error_of
+from fastdeploy_core.engine.processes import wire
+from fastdeploy_core.engine.processes.refusal import refusal
+from fastdeploy_core.engine.processes.supervisor import Listener
 from fastdeploy_core.types import Request
 from fastdeploy_core.types.engine import EngineHealth
-
-from . import wire
-from .refusal import refusal
-from .supervisor import Listener
 
 if TYPE_CHECKING:
     from fastdeploy_core.engine.client import EngineLink
@@ -31,8 +30,9 @@ LOOK_S = 1.0  # between looks at the other instances
 
 
 class SharedQueue:
-    """EngineLink around the link to this front end's own engine, which still tells how that engine
-    is and counts what it does. `send` and `health` never block."""
+    """Entry point `shared-queue`: an EngineLink around the link to this front end's own engine,
+    which still tells how that engine is and counts what it does. `send` and `health` never
+    block."""
 
     def __init__(self, engine: EngineLink, scheduler: RequestScheduler, listener: Listener) -> None:
         self._engine, self._scheduler, self._listener = engine, scheduler, listener
