@@ -50,12 +50,20 @@ ONCE = (
     *("quant_models", "serve_demo", "speculative_equality", "step_graphs"),
 )
 LONG = (
-    *("expert_parallel", "gguf_engine", "host_communicator", "multi_step"),
+    *("expert_parallel", "gguf_engine", "group_mixes", "host_communicator", "kv_store"),
+    "multi_step",
     *("several_between_drafts", "speculative_ahead", "speculative_hostile", "speculative_turns"),
     *("speculative_verify", "step_graphs_parts"),
 )
-# Their suites need neither a compiler nor hardware, so `tests` has them, too; what Triton's
-# interpreter takes minutes for is left to session `plugins`.
+# Other files that take minutes, of several processes most: session `engine` has them, on torch.
+LATER = (
+    *("tests/docs/test_migrate.py", "tests/docs/test_two_nodes.py"),
+    *("tests/plugins/test_doctor.py", "tests/plugins/test_hostile.py"),
+    "tests/plugins/test_model_plugin.py",
+    *("tests/server/test_many_instances.py", "tests/server/test_replicas.py"),
+)
+# Their suites need neither a compiler nor hardware, so `tests` has them, too; what takes minutes,
+# such as Triton's interpreter, is left to session `plugins`.
 INTERPRETED = ("test_quant*", "test_*_blocks", "test_attention*")
 LIGHT = {
     "plugins/fd-agent-apis": (),
@@ -76,14 +84,14 @@ LIGHT = {
     "plugins/fd-quant-formats": (),
     "plugins/fd-quant-hub": (),
     "plugins/fd-quant-wint2": (),
-    "plugins/fd-router": (),
+    "plugins/fd-router": ("--ignore-glob=*/test_prefill.py",),
     "plugins/fd-scale-out": (),
     # Most of its tests are in one file, and they wait more than they compute.
     "plugins/fd-sched-redis": ("--dist=load", "-m", "not slow"),
     "plugins/fd-spec-mtp": (),
     "plugins/fd-speculative": ("-m", "not slow"),
     "plugins/fd-tools": (),
-    "plugins/fd-vision": (),
+    "plugins/fd-vision": ("--ignore-glob=*/test_caches.py",),
 }
 # Client libraries by name, with what installs all of each that session `clients` runs.
 CLIENTS = {
@@ -151,7 +159,7 @@ def tests(session: nox.Session) -> None:
         # What needs no tensor library runs once.
         where = ["tests/cpu"] if number else ["tests"]
         left_out = (*LONG, *ONCE) if number else LONG
-        where += [f"--ignore={file}" for file in _files(left_out)]
+        where += [f"--ignore={file}" for file in (*_files(left_out), *LATER)]
         session.run(
             "pytest",
             *where,
@@ -187,15 +195,15 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def engine(session: nox.Session) -> None:
-    """What `tests` leaves out of the engine's own suites: the longer ones, and on PaddlePaddle all
-    of them."""
+    """What `tests` leaves out of the core's suites: the longer ones, on PaddlePaddle all about the
+    engine, and what takes several processes."""
     _install_tests(session)
     libraries, arguments = _libraries(session)
     for library in libraries:
         session.run(
             *(
                 "pytest",
-                *_files((*LONG, *ONCE) if library == "paddle" else LONG),
+                *(_files((*LONG, *ONCE)) if library == "paddle" else (*_files(LONG), *LATER)),
                 "-q",
                 "-m",
                 "not slow",
