@@ -206,17 +206,19 @@ class Slots:
 
     def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
         first = int(self.num_blocks[slot])
-        # Numbers of all groups alternate; plain lists, since most calls bring one block.
-        step = 1 + len(self.more_tables)
-        last = first + len(block_ids) // step
+        own = block_ids
+        if self.more_tables:  # numbers of all groups alternate
+            own = block_ids[:: 1 + len(self.more_tables)]
+        last = first + len(own)
         if last > self.block_tables.shape[1]:
             raise WorkerError(
                 f"sequence {self.seq_ids[slot]} would get {last} blocks; "
                 f"{self.block_tables.shape[1]} are the most for {self.max_model_len} tokens"
             )
-        self.block_tables[slot, first:last] = block_ids[::step]
-        for number, table in enumerate(self.more_tables.values(), 1):
-            table[slot, first:last] = block_ids[number::step]
+        self.block_tables[slot, first:last] = own
+        if own is not block_ids:
+            for number, table in enumerate(self.more_tables.values(), 1):
+                table[slot, first:last] = block_ids[number :: 1 + len(self.more_tables)]
         self.num_blocks[slot] = last
         self.room[slot] = min(last * self.block_size, self.max_model_len)
         self.version += 1
