@@ -6,12 +6,15 @@ chosen everywhere.
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
+# Six probes import PaddlePaddle side by side, for 2 s each; a machine has one such device.
+os.environ.setdefault("FD_PLUGIN_HOOK_TIMEOUT_S", "30")
 # Device name -> type name of its simulated device.
 DEVICES = {
     "gcu": "gcu",
