@@ -242,7 +242,7 @@ def _with_parsers(config: ServerConfig, engine: EngineConfig) -> ServerConfig:
     for field, name in chosen.items():
         if name and name != getattr(config, field):
             flag = f"--{field.replace('_', '-')}"
-            logger.info("%s %s, as the model's type is; another one or none: by name", flag, name)
+            logger.info("%s %s: chosen by the model's type; name another one, or none", flag, name)
     return replace(config, **chosen)
 
 

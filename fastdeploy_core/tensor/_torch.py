@@ -262,7 +262,8 @@ class TorchLibrary:
         values = v.unsqueeze(1).expand(heads, group, *v.shape[1:])
         if q.device.type == "cpu":
             return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
-        # On an H100 the fused kernel got the last of 65 queries wrong (torch 2.11, float32).
+        # With the call above the last of 65 queries was wrong on an H100 (torch 2.11, float32); the
+        # cause is not known.
         scores = torch.matmul(q, keys.transpose(-1, -2)) * scale
         return torch.matmul(torch.softmax(scores if mask is None else scores + mask, -1), values)
 

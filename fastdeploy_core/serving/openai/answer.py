@@ -88,7 +88,7 @@ class Collected:
             call.name += part.name or ""
             call.arguments += part.arguments
 
-    def drop_unfinished_calls(self) -> None:
+    def unfinished_calls_to_text(self) -> None:
         """Calls whose arguments were cut off are text: nobody can make them."""
         for index, call in list(self.calls.items()):
             if not _is_json(call.arguments):

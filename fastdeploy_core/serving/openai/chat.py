@@ -260,7 +260,7 @@ class ChatJob:
     ) -> dict[str, Any]:
         said = answer.collected
         if end.finish_reason == "length":
-            said.drop_unfinished_calls()
+            said.unfinished_calls_to_text()
         content = self._echoed + said.content
         message: dict[str, Any] = {
             "role": self._state.config.response_role,
