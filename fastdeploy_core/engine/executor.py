@@ -122,10 +122,13 @@ class Executor:
     ) -> None:
         """Allocate the KV pool on all ranks. more_blocks: of each bounded group of layers.
         host_files: where each rank's host tier is to lie."""
-        sizes, files = (num_blocks, num_host_blocks, *more_blocks), list(host_files)
+        options = {"host_files": list(host_files)} if host_files else {}
+        call = wire.InitializeCache([num_blocks, num_host_blocks, *more_blocks], options)
         if self._peers is not None:
-            self._peers.send_call(wire.InitializeCache(list(sizes), files))
-        self._submit(lambda: self._worker.initialize_cache(*sizes, host_files=files)).result()
+            self._peers.send_call(call)
+        self._submit(
+            lambda: self._worker.initialize_cache(*call.num_blocks, **call.options)
+        ).result()
         if self._peers is not None:
             for _ in range(1, self._world_size):
                 self._wait_peer(self._peers.cache_ready)

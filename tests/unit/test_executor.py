@@ -46,3 +46,25 @@ def test_only_steps_that_block_and_overlap_are_handed_over(
     assert core.info.overlap is overlap
     assert (WatchedWorker.threads == {threading.get_ident()}) is is_own
     assert len(WatchedWorker.threads) == 1
+
+
+class WorkerOfContract10(NullWorker):
+    """As a device's own worker was written before files of the host tier had names."""
+
+    def initialize_cache(  # type: ignore[override]
+        self, num_blocks: int, num_host_blocks: int = 0
+    ) -> None:
+        super().initialize_cache(num_blocks, num_host_blocks)
+
+
+def test_a_devices_own_worker_of_contract_1_0_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        worker_process, "make_worker", lambda config, *_: WorkerOfContract10(config)
+    )
+    core = EngineCore(make_config(), ResolvedPlugins([], {}))
+    core.add(make_request("a", [5, 6, 7], max_tokens=5))
+    deltas = []
+    while core.has_work():
+        deltas += core.step()
+    core.close()
+    assert deltas

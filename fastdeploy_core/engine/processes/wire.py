@@ -150,7 +150,9 @@ class InitializeCache(msgspec.Struct, tag=True):
     """Executor to worker process: allocate the KV pool."""
 
     num_blocks: list[int]  # on the device, in host memory, of each bounded group of layers
-    host_files: list[str] = []  # of each rank's host tier; none: in memory of its own
+    # "host_files": of each rank's host tier, where a store reads and fills it. It is left out
+    # otherwise, since a device's own worker may be older than it.
+    options: dict[str, list[str]] = {}
 
 
 class Close(msgspec.Struct, tag=True):

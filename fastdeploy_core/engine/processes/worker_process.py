@@ -89,7 +89,7 @@ def _serve(init: wire.WorkerInit, commands: zmq.Socket[bytes], status: zmq.Socke
         if isinstance(call, wire.Load):
             status.send(wire.encode(wire.Loaded(init.rank, worker.load())))
         elif isinstance(call, wire.InitializeCache):
-            worker.initialize_cache(*call.num_blocks, host_files=call.host_files)
+            worker.initialize_cache(*call.num_blocks, **call.options)
             child.end_startup()
             status.send(wire.encode(wire.CacheReady(init.rank)))
         else:
