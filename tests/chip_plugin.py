@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from fastdeploy_core.cli import commands
 from fastdeploy_core.plugins import discovery
-from fastdeploy_core.plugins.manager import shared_manager
+from fastdeploy_core.plugins.manager import forget_managers
 
 
 def installed(tmp_path, monkeypatch):
@@ -55,10 +55,10 @@ def installed(tmp_path, monkeypatch):
         "[fastdeploy.attention]\nflash = chip:Flash\n"
     )
     discovery.forget()
-    shared_manager.cache_clear()
+    forget_managers()
     yield tmp_path
     discovery.forget()
-    shared_manager.cache_clear()
+    forget_managers()
 
 
 def command(name, *arguments):

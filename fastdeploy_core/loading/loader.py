@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +20,7 @@ from fastdeploy_core.config import EngineConfig, ModelConfig
 from fastdeploy_core.config.model import checkpoint_layout, fit_dtype
 from fastdeploy_core.config.quantization import QuantizationSettings, quantization_of
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
+from fastdeploy_core.contracts.device import PackingDevice
 from fastdeploy_core.contracts.kv_formats import kv_format
 from fastdeploy_core.contracts.model import ModelShapes, StoredTensor
 from fastdeploy_core.contracts.quantizer import make_quantizer
@@ -29,7 +32,7 @@ from fastdeploy_core.layers.experts import ExpertRanks
 from fastdeploy_core.tensor import DTYPE_BYTES
 
 from .read_ahead import ReadAhead
-from .weight_cache import weight_cache
+from .revision import fingerprint
 from .weights import SafetensorsFile, dummy_tensors, find_files
 
 if TYPE_CHECKING:
@@ -77,7 +80,8 @@ def load_model(
     settings = quantization_of(config)
     report += settings.notes
     checkpoint = _checkpoint(model_config, load_driver)
-    keeping = weight_cache(config.parallel, model_config, settings, device, tp_rank, checkpoint)
+    fitted = replace(config, model=model_config)
+    keeping = _weight_cache(fitted, settings, device, tp_rank, checkpoint, load_driver)
     experts = None
     if shapes.moe is not None and config.parallel.divides_experts:
         experts = _expert_ranks(config, device, communicator, load_driver)
@@ -100,7 +104,11 @@ def load_model(
         model = family(hf_config, build)
         _check_layers(shapes, build)
         fill_model(model, build, model_config.path, hf_config, model_config, checkpoint)
-    report += [*cache.report, *_unquantized_lines(build), *_expert_lines(config, build)]
+    if cache is not None:
+        report += cache.report
+    elif config.model.weight_cache:
+        report.append(f"turned off: the weight cache; device {device.name} keeps no weights")
+    report += [*_unquantized_lines(build), *_expert_lines(config, build)]
     return LoadedModel(
         model=model,
         shapes=shapes,
@@ -109,7 +117,7 @@ def load_model(
         attention=build.attention_drivers,
         builder=build,
         load_driver=load_driver,
-        weight_bytes=build.weight_bytes + cache.num_bytes,
+        weight_bytes=build.weight_bytes + (0 if cache is None else cache.num_bytes),
         report=report,
     )
 
@@ -144,6 +152,36 @@ def _checkpoint(model: ModelConfig, load_driver: LoadDriver) -> CheckpointFormat
     driver = load_driver("checkpoint_format", model.checkpoint_format)
     opened: CheckpointFormat = driver(model.path)
     return opened
+
+
+def _weight_cache(
+    config: EngineConfig,
+    settings: QuantizationSettings,
+    device: DeviceBackend,
+    rank: int,
+    checkpoint: CheckpointFormat | None,
+    load_driver: LoadDriver,
+) -> AbstractContextManager[Any]:
+    """`--weight-cache`: what keeps this rank's weights between starts, as a context around loading;
+    of nothing where that is not asked for or the device cannot."""
+    model = config.model
+    if not model.weight_cache or not isinstance(device, PackingDevice):
+        return nullcontext()
+    depends_on = {
+        "config": model.hf_config,
+        "dtype": model.dtype,
+        "quantization": [settings.method, settings.config],
+        "ranks": [rank, config.parallel.tensor_parallel_size, config.parallel.divides_experts],
+        "layout": envs.FD_FOR_TORCH_MODEL_FORMAT,
+    }
+    own = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode())
+    files = find_files(model.path) if checkpoint is None else checkpoint.files
+    own.update(fingerprint(files, with_times=True))
+    name = f"{model.path.name}-{own.hexdigest()[:16]}-{device.name}-{rank}.packed"
+    cache: AbstractContextManager[Any] = load_driver("scale_out", "weight-cache")(
+        device, Path(model.weight_cache) / name
+    )
+    return cache
 
 
 def _weight_formats(

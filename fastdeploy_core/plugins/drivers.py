@@ -82,7 +82,8 @@ def find_scale_out(name: str, asked: str, inventory: Inventory | None = None) ->
     """What makes a server of several processes: `engines` (config, resolved plugins, listener),
     `api-servers` (both configurations, plugins, listener), or `experts` (device, communicator,
     maker of an ExpertCommunicator, most tokens in place). Or what shares something with others:
-    KV blocks (`kv-events`, `kv-store`: engine/core.py), requests (`shared-queue`: client.py).
+    KV blocks (`kv-events`, `kv-store`: engine/core.py), requests (`shared-queue`: client.py), or
+    weights with later starts (`weight-cache`: loading/loader.py).
     asked: the arguments that need it."""
     try:
         return find("scale_out", name, inventory)

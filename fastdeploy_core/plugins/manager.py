@@ -45,6 +45,8 @@ _ADVICE: Final = "; see: fastdeploy plugins doctor"
 # much.
 _HOT_EVENTS: Final = frozenset({"fd_request_finished", "fd_step_stats"})
 
+_shared: dict[tuple[PluginEntry, ...], HookManager] = {}
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -57,9 +59,11 @@ class Answer:
 class HookManager:
     """Hook modules of one process. Build it with hook_manager()."""
 
-    def __init__(self, entries: Sequence[PluginEntry], *, trusted: bool = False) -> None:
-        """Load the modules of `entries`; `trusted` ones were imported by a pre-flight check
-        before."""
+    def __init__(
+        self, entries: Sequence[PluginEntry], *, trusted: bool = False, tensor_library: str = ""
+    ) -> None:
+        """Load the modules of `entries`; `trusted` ones were imported by a pre-flight check before.
+        That check asks for devices on `tensor_library`, too, so that one child process answers."""
         self.faults: list[tuple[PluginEntry, str]] = []
         self.plugins: dict[str, PluginEntry] = {}
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -76,7 +80,7 @@ class HookManager:
         order = sorted(entries, key=lambda e: (not e.is_core, e.distribution, e.name))
         cores = [e for e in order if e.is_core]
         others = [e for e in order if not e.is_core]
-        refused = set() if trusted else self._preflight(others)
+        refused = set() if trusted else self._preflight(others, DeviceQuestion(tensor_library))
         for entry in [*cores, *reversed(others)]:
             if entry not in refused:
                 self._load(entry)
@@ -125,12 +129,13 @@ class HookManager:
         """Record and log an error of a plugin."""
         self._record(plugin, f"hook {hook} of {plugin.origin} {what}")
 
-    def _preflight(self, others: Sequence[PluginEntry]) -> set[PluginEntry]:
+    def _preflight(
+        self, others: Sequence[PluginEntry], question: DeviceQuestion
+    ) -> set[PluginEntry]:
         """Import third parties' modules in a child process first. Their device probes are also
         answered there, because processes hang or crash when they open hardware."""
         if not others or not self._has_preflight:
             return set()
-        question = DeviceQuestion()
         refused = set()
         outcomes = self._probe_all(others, question)
         for entry, outcome in zip(others, outcomes, strict=True):
@@ -282,19 +287,29 @@ class HookManager:
 
 
 def hook_manager(
-    resolved: ResolvedPlugins | None = None, *, inventory: Inventory | None = None
+    resolved: ResolvedPlugins | None = None,
+    *,
+    inventory: Inventory | None = None,
+    tensor_library: str = "",
 ) -> HookManager:
-    """The hook modules that were resolved in the parent process, or else all installed ones."""
+    """The hook modules that were resolved in the parent process, or else all installed ones.
+    `tensor_library`: which one devices will be asked about."""
     if resolved is not None:
         return HookManager(resolved.hook_entries(), trusted=True)
     inventory = discover() if inventory is None else inventory
-    return shared_manager(tuple(inventory.of(HOOKS)))
+    return shared_manager(tuple(inventory.of(HOOKS)), tensor_library)
 
 
-@functools.lru_cache(maxsize=4)
-def shared_manager(entries: tuple[PluginEntry, ...]) -> HookManager:
+def shared_manager(entries: tuple[PluginEntry, ...], tensor_library: str = "") -> HookManager:
     """One manager of these modules in this process, so that the pre-flight check runs once."""
-    return HookManager(entries)
+    if entries not in _shared:
+        _shared[entries] = HookManager(entries, tensor_library=tensor_library)
+    return _shared[entries]
+
+
+def forget_managers() -> None:
+    """Modules are checked and loaded again when they are next asked for."""
+    _shared.clear()
 
 
 def hook_names() -> list[str]:

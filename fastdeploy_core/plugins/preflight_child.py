@@ -63,9 +63,10 @@ def _warm_up() -> None:
     """Import what nearly every plugin imports, once for all forks."""
     import ctypes  # noqa: F401
     import importlib
+    import importlib.metadata
     import inspect  # noqa: F401
 
-    for name in ("base", "hookspecs", "device"):
+    for name in ("base", "hookspecs", "device", "attention", "moe"):
         importlib.import_module(f"fastdeploy_core.contracts.{name}")
 
 

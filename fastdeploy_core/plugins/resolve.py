@@ -78,7 +78,9 @@ def resolve(
     `layers` and `moe` are the model's layer shapes (models/shapes.py reads them).
     """
     inventory = discover() if inventory is None else inventory
-    hooks = hook_manager(inventory=inventory) if hooks is None else hooks
+    if hooks is None:
+        library = config.device.tensor_library
+        hooks = hook_manager(inventory=inventory, tensor_library=library)
     resolved = _resolve(config, layers, moe, inventory, hooks)
     left_out: dict[PluginEntry, PluginError] = {}
     while errors := broken(resolved.strangers()):
@@ -374,6 +376,8 @@ class _Resolver:
             self._add(
                 find("checkpoint_format", self._config.model.checkpoint_format, self._inventory)
             )
+        if self._config.model.weight_cache:
+            self._add(find_scale_out("weight-cache", "--weight-cache", self._inventory))
         if name := self._config.cache.kv_store:
             self._take(decide("kv_store", name, [], asked=name))
             self._add(find_scale_out("kv-store", "--kv-store", self._inventory))

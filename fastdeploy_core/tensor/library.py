@@ -9,9 +9,10 @@ from __future__ import annotations
 import builtins
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 # Every dtype name the project uses, with its width.
 DTYPE_BYTES: Final[dict[str, int]] = {

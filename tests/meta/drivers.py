@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fd_accelerator.expert_communicator import AllGatherExperts, LoopbackExperts
+from fd_accelerator.kept_weights.cache import WeightCache
 from fd_bench.command import main as bench
 from fd_calibrate.command import main as quantize
 from fd_cpu.attention import X86Attention
@@ -123,7 +124,12 @@ from fastdeploy_core.config import EngineConfig, KVEventsConfig, RequestSchedule
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
 from fastdeploy_core.contracts.command import Command
-from fastdeploy_core.contracts.device import Communicator, DeviceBackend, DeviceOptions
+from fastdeploy_core.contracts.device import (
+    Communicator,
+    DeviceBackend,
+    DeviceOptions,
+    PackingDevice,
+)
 from fastdeploy_core.contracts.kv_transport import KVTransport, TransportOptions
 from fastdeploy_core.contracts.moe import ExpertCommunicator, ExpertGroup, MoEBackend, MoESpec
 from fastdeploy_core.contracts.ops import KernelTable
@@ -147,6 +153,7 @@ from fastdeploy_core.engine.client import EngineLink
 from fastdeploy_core.engine.processes.supervisor import Listener
 from fastdeploy_core.kvcache import CachePlan
 from fastdeploy_core.layers import ModelBuilder
+from fastdeploy_core.layers.builder import KeptWeights
 from fastdeploy_core.layers.experts import ExpertRanks
 from fastdeploy_core.models.ernie import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
 from fastdeploy_core.models.llama import LlamaForCausalLM
@@ -345,6 +352,7 @@ several_api_servers: list[
 ] = [FrontEnds]
 divided_experts: list[Callable[[DeviceBackend, Communicator], ExpertRanks]] = [WholeExperts]
 shared_queue: list[Callable[[EngineLink, RequestScheduler, Listener], EngineLink]] = [SharedQueue]
+weight_cache: list[Callable[[PackingDevice, Path], KeptWeights]] = [WeightCache]
 kv_events: list[Callable[[KVEventsConfig, int, int, int], KVEvents]] = [KVEvents]
 stored_blocks: list[
     Callable[

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdeploy_core import layers, models, quantization
+from fastdeploy_core import layers, models
 from fastdeploy_core.plugins.known import providers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -262,7 +262,6 @@ PUBLIC = {"contracts", "devices", "types", "errors", "tensor", "__version__"}
 PUBLIC_NAMES = {
     "layers": layers.__all__,
     "models": models.__all__,
-    "quantization": quantization.__all__,
 }
 # Parts of the core that few deployments need, as distributions of their own: they are released
 # with the core and require exactly its version, so they may import these private rooms.
@@ -278,7 +277,6 @@ PRIVATE = {
     },
     "fd-hub": {"cli", "envs", "plugins"},
     "fd-launch": {"plugins"},
-    "fd-quant-formats": {"quantization"},
     "fd-scale-out": {"config", "engine", "kvcache", "loading", "plugins", "serving"},
     "fd-tools": {"cli", "config", "envs", "models", "parsers", "plugins", "serving", "tokenizer"},
     "fd-vision": {"models"},

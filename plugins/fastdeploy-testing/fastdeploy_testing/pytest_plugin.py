@@ -93,13 +93,13 @@ def fd_plugins() -> Iterator[Any]:
     Call it with PluginEntry objects; it returns an Inventory for the functions of plugins/.
     """
     from fastdeploy_core.plugins.discovery import build_inventory
-    from fastdeploy_core.plugins.manager import shared_manager
+    from fastdeploy_core.plugins.manager import forget_managers
 
     def make(*entries: PluginEntry, **choice: Any) -> Any:
         return build_inventory(entries, **choice)
 
     yield make
-    shared_manager.cache_clear()
+    forget_managers()
 
 
 @pytest.fixture(scope="session")

@@ -8,13 +8,13 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.device import DeviceEvent, DeviceLimits, MemoryInfo
 from fastdeploy_core.errors import CapabilityError, ConfigError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from fastdeploy_core.tensor import Tensor
 
 GIB = 1024**3

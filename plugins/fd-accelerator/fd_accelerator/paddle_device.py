@@ -24,8 +24,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from fastdeploy_core.contracts.base import Accept, Candidate, Decline
 from fastdeploy_core.contracts.device import (
     CapturedGraph,
@@ -38,6 +36,8 @@ from fastdeploy_core.errors import CapabilityError, ConfigError, PluginLoadError
 from .accelerator import SCORE, Accelerator, AcceleratorFacts, gib_in, installed_version
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from fastdeploy_core.tensor import Tensor, TensorLibrary
 
     from .torch_device import TorchFacts
@@ -245,6 +245,8 @@ class PaddleDevice(Accelerator):
 
     def host_buffer(self, num_bytes: int) -> np.ndarray:
         """Ordinary memory: PaddlePaddle has no page-locked memory for custom devices."""
+        import numpy as np
+
         return np.zeros(num_bytes, dtype=np.uint8)
 
     def upload(self, source: np.ndarray, target: Tensor) -> None:
@@ -253,6 +255,8 @@ class PaddleDevice(Accelerator):
 
     def download(self, source: Tensor, target: np.ndarray) -> None:
         """Copied now."""
+        import numpy as np
+
         target[:] = np.ascontiguousarray(self.to_host(source)).reshape(-1).view(np.uint8)
 
     # -- order ------------------------------------------------------------------------------------

@@ -19,8 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from fastdeploy_core.contracts.base import Accept, Candidate, Decline
 from fastdeploy_core.contracts.device import (
     CapturedGraph,
@@ -33,6 +31,8 @@ from fastdeploy_core.errors import CapabilityError, PluginLoadError
 from .accelerator import SCORE, Accelerator, AcceleratorFacts, installed_version
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from fastdeploy_core.tensor import Tensor, TensorLibrary
 
 

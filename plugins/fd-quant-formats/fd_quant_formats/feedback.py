@@ -12,7 +12,8 @@ from typing import Final
 import numpy as np
 
 from fastdeploy_core.contracts.quant_formats import INT4_OFFSET
-from fastdeploy_core.quantization.rounding import CLIPS, INT4_BOUND
+
+from .rounding import CLIPS, INT4_BOUND
 
 DAMPING: Final = 0.01  # of the mean of the diagonal
 _BLOCK: Final = 128  # inputs between updates of all later inputs

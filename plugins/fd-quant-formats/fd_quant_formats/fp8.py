@@ -23,14 +23,9 @@ from fastdeploy_core.contracts.quant_formats import (
 )
 from fastdeploy_core.contracts.quantizer import Calibration, ParameterSpec
 from fastdeploy_core.errors import ConfigError
-from fastdeploy_core.quantization import (
-    PackedQuantizer,
-    largest_scale,
-    quantize_block_fp8,
-    quantize_fp8,
-    spread_parts,
-)
-from fastdeploy_core.quantization.base import CALIBRATING
+
+from .base import CALIBRATING, PackedQuantizer, largest_scale, spread_parts
+from .rounding import quantize_block_fp8, quantize_fp8
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend

@@ -23,18 +23,11 @@ from fastdeploy_core.contracts.quant_formats import (
 )
 from fastdeploy_core.contracts.quantizer import Calibration, ParameterSpec
 from fastdeploy_core.errors import ConfigError
-from fastdeploy_core.quantization import (
-    PackedQuantizer,
-    check_group,
-    group_size_of,
-    largest_scale,
-    quantize_int4,
-    quantize_int8,
-)
-from fastdeploy_core.quantization.base import CALIBRATING
 
+from .base import CALIBRATING, PackedQuantizer, check_group, group_size_of, largest_scale
 from .feedback import quantize_int4_with_feedback
 from .interleaved import TILE, outputs_together, plain_rows
+from .rounding import quantize_int4, quantize_int8
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend

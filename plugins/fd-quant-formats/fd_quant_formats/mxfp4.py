@@ -15,7 +15,8 @@ import numpy as np
 
 from fastdeploy_core.contracts.quantizer import ParameterSpec
 from fastdeploy_core.errors import CapabilityError, ConfigError, WeightError
-from fastdeploy_core.quantization import PackedQuantizer
+
+from .base import PackedQuantizer
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.quantizer import LayerSpec

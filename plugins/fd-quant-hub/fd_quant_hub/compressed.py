@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from fd_quant_formats import check_group, largest_scale, names_in, spread_parts
+
 from fastdeploy_core.contracts.quant_formats import FORMATS, FP8_BLOCK, PackedWeight, pack_int4
 from fastdeploy_core.contracts.quantizer import ParameterSpec
 from fastdeploy_core.errors import ConfigError, UnsupportedModel
-from fastdeploy_core.quantization import check_group, largest_scale, names_in, spread_parts
 
 from .ordered import OrderedQuantizer
 from .packing import unpack_int32

@@ -15,10 +15,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from fd_quant_formats import PackedQuantizer, check_group, group_size_of
+
 from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight, pack_int4
 from fastdeploy_core.contracts.quantizer import ParameterSpec
 from fastdeploy_core.errors import ConfigError, UnsupportedModel, WeightError
-from fastdeploy_core.quantization import PackedQuantizer, check_group, group_size_of
 
 from .ordered import OrderedQuantizer
 from .packing import AWQ_ORDER, unpack_int32, unpack_rows

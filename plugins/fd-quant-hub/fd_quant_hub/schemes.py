@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from fd_quant_formats import names_in
+
 from fastdeploy_core.contracts.quant_formats import FP8_BLOCK
 from fastdeploy_core.errors import ConfigError
-from fastdeploy_core.quantization import names_in
 
 _CLASS: Final = "Linear"
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from fastdeploy_core.contracts.base import Requirements
 from fastdeploy_core.contracts.hookspecs import hookimpl
-from fastdeploy_core.contracts.scheduler import SchedulerQuestion
 from fastdeploy_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fastdeploy_core.contracts.scheduler import SchedulerQuestion
+
     from .options import Server
 
 logger = logging.getLogger(__name__)

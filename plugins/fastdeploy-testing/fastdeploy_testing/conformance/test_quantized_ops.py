@@ -8,16 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from fastdeploy_core.contracts.attention import KVScales
-from fastdeploy_core.contracts.kv_formats import KV_FORMATS, KVFormat
-from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
-from fastdeploy_core.quantization import (
+from fd_quant_formats import (
     quantize_block_fp8,
     quantize_fp8,
     quantize_int4,
     quantize_int8,
 )
+
+from fastdeploy_core.contracts.attention import KVScales
+from fastdeploy_core.contracts.kv_formats import KV_FORMATS, KVFormat
+from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
 from fastdeploy_testing import oracle
 
 from .base import OnDevice, values

@@ -2,33 +2,23 @@
 
 The first start reads the checkpoint and writes each matrix, as the device laid it out, to a file.
 The next start reads these matrices from the file, and from the checkpoint only tensors that are not
-laid out (norms, biases). A file belongs to one checkpoint, number format, dtype, device and rank;
-its name is made of them.
+laid out (norms, biases). The core names the file (fastdeploy_core/loading/loader.py).
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdeploy_core import envs
-from fastdeploy_core.contracts.device import PackingDevice
 from fastdeploy_core.errors import ConfigError, WeightError
 
 from .packed_file import PackedFile, PackedWriter
-from .revision import fingerprint
-from .weights import find_files
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from types import TracebackType
 
-    from fastdeploy_core.config import ModelConfig, ParallelConfig
-    from fastdeploy_core.config.quantization import QuantizationSettings
-    from fastdeploy_core.contracts.device import DeviceBackend
-    from fastdeploy_core.contracts.small import CheckpointFormat
+    from fastdeploy_core.contracts.device import PackingDevice
 
 logger = logging.getLogger(__name__)
 
@@ -37,16 +27,13 @@ class WeightCache:
     """Layers call `get` before they read a weight and `put` after they laid it out. Use it as a
     context around loading: the file is kept if loading succeeds."""
 
-    def __init__(self, device: PackingDevice | None, path: Path | None) -> None:
-        """Without a path, nothing is kept."""
+    def __init__(self, device: PackingDevice, path: Path) -> None:
         self._device, self._path = device, path
         self._file: PackedFile | None = None
         self._writer: PackedWriter | None = None
         self._num_weights = 0
         self.num_bytes = 0  # of weights that came from the file
         self.report: list[str] = []  # for the start-up report
-        if device is None or path is None:
-            return
         if path.exists():
             self._file = PackedFile(path, device.weight_layout)
             return
@@ -84,7 +71,7 @@ class WeightCache:
     def get(self, name: str) -> Any:
         """The laid-out weight of that name; None if it is not kept."""
         found = None if self._file is None else self._file.get(name)
-        if found is None or self._device is None:
+        if found is None:
             return None
         try:
             prepared = self._device.restore_weight(*found)
@@ -99,7 +86,7 @@ class WeightCache:
 
     def put(self, name: str, prepared: Any) -> None:
         """Keep a weight, if the device laid it out."""
-        if self._writer is None or self._device is None:
+        if self._writer is None:
             return
         dumped = self._device.dump_weight(prepared)
         if dumped is None:
@@ -125,33 +112,3 @@ class WeightCache:
         if self._writer is not None:
             self._writer.drop()
             self._writer = None
-
-
-def weight_cache(
-    parallel: ParallelConfig,
-    model: ModelConfig,
-    quantization: QuantizationSettings,
-    device: DeviceBackend,
-    rank: int,
-    checkpoint: CheckpointFormat | None = None,
-) -> WeightCache:
-    """The cache of this rank; it keeps nothing if no cache was asked for or the device cannot.
-    `checkpoint`: the driver that reads model.path, unless that is a folder of safetensors."""
-    if not model.weight_cache:
-        return WeightCache(None, None)
-    if not isinstance(device, PackingDevice):
-        cache = WeightCache(None, None)
-        cache.report.append(f"turned off: the weight cache; device {device.name} keeps no weights")
-        return cache
-    depends_on = {
-        "config": model.hf_config,
-        "dtype": model.dtype,
-        "quantization": [quantization.method, quantization.config],
-        "ranks": [rank, parallel.tensor_parallel_size, parallel.divides_experts],
-        "layout": envs.FD_FOR_TORCH_MODEL_FORMAT,
-    }
-    own = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode())
-    files = find_files(model.path) if checkpoint is None else checkpoint.files
-    own.update(fingerprint(files, with_times=True))
-    name = f"{model.path.name}-{own.hexdigest()[:16]}-{device.name}-{rank}.packed"
-    return WeightCache(device, Path(model.weight_cache) / name)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fd_accelerator.kept_weights import packed_file
+from fd_accelerator.kept_weights.packed_file import PackedFile, PackedWriter
 
 from fastdeploy_core.errors import WeightError
-from fastdeploy_core.loading import packed_file
-from fastdeploy_core.loading.packed_file import PackedFile, PackedWriter
 
 DRAW = np.random.default_rng(7)
 WEIGHTS = {
