@@ -57,13 +57,37 @@ def rotary(x: Array, positions: Array, cos_sin: Array, interleaved: bool) -> Arr
     return out
 
 
-def attention(q: Array, k: Array, v: Array, scale: float) -> Array:
-    """One sequence: q [n, heads, d]: the last n of the len(k) tokens; k, v [len, kv_heads, d]."""
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: float,
+    *,
+    window: int = 0,
+    chunk: int = 0,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    first: int = 0,
+) -> Array:
+    """One sequence: q [n, heads, d]: the last n tokens; k, v [len, kv_heads, d]: all from index
+    `first` on. Window, chunk, softcap and sinks ([heads]) as in contracts.model.AttentionSpec."""
     group = q.shape[1] // k.shape[1]
     keys, values = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     scores = np.einsum("qhd,khd->hqk", q, keys) * scale
-    visible = np.arange(len(k))[None, :] <= np.arange(len(k) - len(q), len(k))[:, None]
-    weights = softmax(np.where(visible[None], scores, -np.inf))
+    if softcap:
+        scores = softcap * np.tanh(scores / softcap)
+    key = first + np.arange(len(k))[None, :]
+    query = first + np.arange(len(k) - len(q), len(k))[:, None]
+    visible = key <= query
+    if window:
+        visible &= key > query - window
+    if chunk:
+        visible &= key // chunk == query // chunk
+    scores = np.where(visible[None], scores, -np.inf)
+    if sinks is not None:
+        column = np.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
+        scores = np.concatenate((scores, column), -1)
+    weights = softmax(scores)[..., : len(k)]
     return np.einsum("hqk,khd->qhd", weights, values).reshape(len(q), -1)
 
 

@@ -27,6 +27,7 @@ class Step:
     rotary_dim: int = 0
     padding: int = 0  # how many tokens at the end of each row are padding
     has_norms: bool = False
+    offset: int = 0  # of positions from indices
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -63,10 +64,22 @@ class Step:
         slots = (sum(blocks) + 4) * self.block_size
         self.old_k = values(slots, kv_heads, spec.head_dim)
         self.old_v = values(slots, kv_heads, spec.v_head_dim)
-        # What no token may see.
-        used = [self.slot(r, t) for r, (fed, n) in enumerate(self.rows) for t in range(n - fed)]
+        self.sinks = values(heads).float() * 3 if spec.sinks else None
+        # What no token may see, blocks among it that belong to others by now.
+        needed = [range(self.first_needed(*row), row[1] - row[0]) for row in self.rows]
+        used = [self.slot(r, t) for r, tokens in enumerate(needed) for t in tokens]
+        for row, tokens in enumerate(needed):
+            gone = tokens.start // self.block_size
+            self.tables[row, :gone] = rng.integers(0, sum(blocks) + 4, gone)
         unused = np.setdiff1d(np.arange(slots), used)
         self.old_k[unused] = self.old_v[unused] = float("nan")
+
+    def first_needed(self, fed: int, length: int) -> int:
+        """Index of the first token that the row's first one sees."""
+        index, spec = max(length - fed, 0), self.spec
+        if spec.window:
+            return max(index - spec.window + 1, 0)
+        return index // spec.chunk * spec.chunk if spec.chunk else 0
 
     def slot(self, row: int, token: int) -> int:
         return int(self.tables[row, token // self.block_size]) * self.block_size + (
@@ -74,7 +87,8 @@ class Step:
         )
 
     def positions(self) -> np.ndarray:
-        return np.array([max(n - fed + i, 0) for fed, n in self.rows for i in range(fed)], np.int64)
+        indices = [max(n - fed + i, 0) for fed, n in self.rows for i in range(fed)]
+        return np.array(indices, np.int64) + self.offset
 
     def slot_mapping(self) -> np.ndarray:
         return np.array(
@@ -114,10 +128,13 @@ class Step:
             mapping = torch.from_numpy(self.slot_mapping())
             cache[0].view(-1, spec.head_dim)[mapping[mapping >= 0].to(to)] = k[mapping >= 0, 0]
             v = k[..., : spec.kv_lora_rank]
-        more = ()
+        more: dict[str, Any] = {}
         if self.norms is not None:
-            more = (None, HeadNorms(self.norms.q.to(to), self.norms.k.to(to), self.norms.eps))
-        out = driver.forward(q, k, v, cache, driver.prepare(batch), rotary, *more)
+            norms = HeadNorms(self.norms.q.to(to), self.norms.k.to(to), self.norms.eps)
+            more["norms"] = norms
+        if self.sinks is not None:
+            more["sinks"] = self.sinks.to(to)
+        out = driver.forward(q, k, v, cache, driver.prepare(batch), rotary, **more)
         return out.float().cpu().numpy(), [c.float().cpu().numpy() for c in cache]
 
     def expected(self) -> list[np.ndarray]:
@@ -130,13 +147,25 @@ class Step:
             if not fed:
                 results.append(np.zeros((0, 1)))
                 continue
-            before = [self.slot(row, t) for t in range(n - fed)]
+            first = min(self.first_needed(fed, n), max(n - fed, 0))
+            before = [self.slot(row, t) for t in range(first, n - fed)]
             keys = np.concatenate((old_k[before], k[own]))
             if self.spec.kind == "mla":
                 values = keys[..., : self.spec.kv_lora_rank]
             else:
                 values = np.concatenate((old_v[before], v[own]))
-            results.append(oracle.attention(q[own], keys, values, self.spec.scale))
+            spec = self.spec
+            sinks = None if self.sinks is None else self.sinks.double().numpy()
+            results.append(
+                oracle.attention(
+                    *(q[own], keys, values, spec.scale),
+                    window=spec.window,
+                    chunk=spec.chunk,
+                    softcap=spec.softcap,
+                    sinks=sinks,
+                    first=first,
+                )
+            )
         return results
 
     def rotated(self) -> tuple[np.ndarray, np.ndarray]:

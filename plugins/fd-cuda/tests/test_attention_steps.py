@@ -3,6 +3,7 @@ plans."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -60,6 +61,63 @@ def test_normed_heads_of_128(device: Any, same: int) -> None:
     rows = [(1, 40), (1, 1), (1, 0)] if same else [(1, 40), (20, 33)]
     step = Step(device, spec, rows, rotary_dim=128, has_norms=True)
     step.check(PagedAttention(spec, 16, device, None), step.batch(tokens_per_row=same))
+
+
+KINDS = {
+    "window": {"window": 24},
+    "window of one": {"window": 1},
+    "window of a block": {"window": 16},
+    "chunk": {"chunk": 24},
+    "chunk of a tile": {"chunk": 64},
+    "sinks": {"sinks": True},
+    "softcap": {"softcap": 0.7},
+    "gpt-oss": {"window": 37, "sinks": True},
+    "gemma 2": {"window": 37, "softcap": 2.0},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block_size", [16, 5])
+def test_bounded_and_capped_attention(device: Any, kind: str, block_size: int) -> None:
+    """Prompts, chunks of prompts, decodes and drafts; blocks in front of a window are others'."""
+    spec = dataclasses.replace(gqa("float32"), **KINDS[kind])
+    step = Step(device, spec, MIXED, rotary_dim=32, block_size=block_size)
+    step.check(PagedAttention(spec, block_size, device, None), step.batch())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [32, 128])
+def test_bounded_and_capped_decodes(device: Any, kind: str, width: int) -> None:
+    spec = dataclasses.replace(gqa("bfloat16", 4, 1, width), **KINDS[kind])
+    tokens = 1 + (width == 32)
+    rows = [(tokens, n) for n in (tokens, 17, 64 + tokens, 200, 129)] + [(tokens, 0)]
+    step = Step(device, spec, rows, rotary_dim=width)
+    driver = PagedAttention(spec, 16, device, None)
+    step.check(driver, step.batch(tokens_per_row=tokens, is_exact=False))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="takes the interpreter minutes")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_bounded_and_capped_long_contexts(device: Any, kind: str, width: int) -> None:
+    """Several splits and tiles, the copy engine, blocks of 64."""
+    more = {name: value * 13 if value in (24, 37) else value for name, value in KINDS[kind].items()}
+    spec = dataclasses.replace(gqa("bfloat16", 8, 2, width), **more)
+    decodes = [(1, n) for n in (4090, 1, 2048, 700, 313, 64, 65)]
+    for rows, same in ((decodes, 1), ([(900, 900), (300, 3000), (1, 2000), (129, 450)], 0)):
+        step = Step(device, spec, rows, rotary_dim=width, block_size=64)
+        step.check(PagedAttention(spec, 64, device, None), step.batch(tokens_per_row=same))
+
+
+@pytest.mark.parametrize("num_seqs", [3, 300])
+def test_positions_may_differ_from_indices(device: Any, num_seqs: int) -> None:
+    """Tokens behind a picture: rotated at positions of their own, seen by their indices."""
+    if DEVICE == "cpu" and num_seqs > 3:
+        pytest.skip("takes the interpreter minutes")
+    spec = dataclasses.replace(gqa("bfloat16", 8, 2, 128), offsets=True)
+    rows = [(1, 40 + i % 77) for i in range(num_seqs)]
+    step = Step(device, spec, rows, rotary_dim=128, offset=11)
+    step.check(PagedAttention(spec, 16, device, None), step.batch(tokens_per_row=1))
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8])

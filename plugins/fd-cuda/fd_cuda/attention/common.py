@@ -104,3 +104,42 @@ def product(a, b, acc, EXACT: tl.constexpr):
     if EXACT:
         return tl.dot(a, b, acc, input_precision="ieee")
     return tl.dot(a, b, acc)
+
+
+@triton.jit
+def first_key_of(token, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """Of the keys that the token of that index sees, the first; 0 without a window and chunks."""
+    first = token * 0
+    if WINDOW > 0:
+        first = tl.maximum(token - (WINDOW - 1), 0)
+    if CHUNK > 0:
+        first = token // CHUNK * CHUNK
+    return first
+
+
+@triton.jit
+def capped(scores, cap, SOFTCAP: tl.constexpr):
+    """cap * tanh(scores / cap), float32. By its series where the quotient of exponentials would
+    lose digits."""
+    if SOFTCAP:
+        x = scores / cap
+        square = x * x
+        small = x * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
+        large = 1 - 2 / (tl.exp2(x * 2.8853900817779268) + 1)
+        scores = cap * tl.where(square < 0.01, small, large)
+    return scores
+
+
+@triton.jit
+def start_of_softmax(
+    sinks, heads, is_first, M: tl.constexpr, SINKS: tl.constexpr
+):  # fmt: skip
+    """Maximum and total of M running softmaxes (base 2) before any key; with SINKS they hold the
+    heads' own logits, where `is_first`."""
+    scores_max = tl.full([M], LOWEST, tl.float32)
+    total = tl.zeros([M], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + heads) * 1.4426950408889634
+        scores_max = tl.where(is_first, tl.maximum(sink, LOWEST), scores_max)
+        total = tl.where(is_first, 1.0, total)
+    return scores_max, total

@@ -16,13 +16,24 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .common import LOWEST, load_rotated, look_up, product, slots_of
+from .common import (
+    LOWEST,
+    capped,
+    first_key_of,
+    load_rotated,
+    look_up,
+    product,
+    slots_of,
+    start_of_softmax,
+)
 
 
 @triton.jit
-def _attend_tile(q, k, v, visible, scores_max, total, acc, scale, EXACT: tl.constexpr):
+def _attend_tile(
+    q, k, v, visible, scores_max, total, acc, scale, cap, EXACT: tl.constexpr, SOFTCAP: tl.constexpr
+):
     """One step of the running softmax (base 2) over a tile of keys; invisible keys are -inf."""
-    scores = product(q, tl.trans(k), None, EXACT) * scale
+    scores = capped(product(q, tl.trans(k), None, EXACT) * scale, cap, SOFTCAP)
     scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(scores_max, tl.max(scores, 1))
     weights = tl.exp2(scores - new_max[:, None])
@@ -30,6 +41,17 @@ def _attend_tile(q, k, v, visible, scores_max, total, acc, scale, EXACT: tl.cons
     total = total * fade + tl.sum(weights, 1)
     acc = product(weights.to(v.dtype), v, acc * fade[:, None], EXACT)
     return new_max, total, acc
+
+
+@triton.jit
+def _visible(seen, keys, tokens, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """[tokens, keys]: those of the `seen` keys that are not too far away; both by their index."""
+    visible = seen[None, :]
+    if WINDOW > 0:
+        visible = visible & (keys[None, :] > tokens[:, None] - WINDOW)
+    if CHUNK > 0:
+        visible = visible & (keys[None, :] // CHUNK == tokens[:, None] // CHUNK)
+    return visible
 
 
 @triton.jit
@@ -48,11 +70,13 @@ def decode_attention(
     q_norm,
     k_norm,
     eps,
+    sinks,
     part_acc,
     part_max,
     part_total,
     counters,
     scale,
+    cap,
     stride_q,
     stride_k,
     stride_v,
@@ -69,6 +93,10 @@ def decode_attention(
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     NORMS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     M: tl.constexpr,
@@ -103,7 +131,8 @@ def decode_attention(
     table = block_tables + row.to(tl.int64) * stride_table
     n = tl.arange(0, TILE)
     first = tile_begin * TILE
-    seen = first + n < context
+    first_key = first_key_of(context, WINDOW, CHUNK)  # what lies before is not the row's any more
+    seen = (first + n < context) & (first + n >= first_key)
     blocks = look_up(table, first, n, context, BLOCK_SIZE, TILE)
     slots = slots_of(blocks, first, n, BLOCK_SIZE, TILE) * num_kv_heads + head
     blocks = look_up(table, first + TILE, n, context, BLOCK_SIZE, TILE)
@@ -132,8 +161,8 @@ def decode_attention(
         q, q_rows, of_row, position, cos_sin, q_norm, eps,
         WIDTH, WIDTH_PAD, ROTARY, INTERLEAVED, NORMS,
     )  # fmt: skip
-    scores_max = tl.full([M], LOWEST, tl.float32)
-    total = tl.zeros([M], tl.float32)
+    index = context + token
+    scores_max, total = start_of_softmax(sinks, q_head, split == 0, M, SINKS)
     acc = tl.zeros([M, V_WIDTH_PAD], tl.float32)
     if split == 0:
         new = tl.arange(0, TOKENS)
@@ -155,17 +184,21 @@ def decode_attention(
             place = (slot * num_kv_heads + head)[:, None]
             tl.store(k_cache + place * WIDTH + dims[None, :], new_keys, mask=kept & wide)
             tl.store(v_cache + place * V_WIDTH + v_dims[None, :], new_values, mask=kept & v_wide)
-        visible = is_new[None, :] & (new[None, :] <= token[:, None])
+        visible = _visible(is_new, context + new, index, WINDOW, CHUNK)
+        visible = visible & (new[None, :] <= token[:, None])
         scores_max, total, acc = _attend_tile(
-            queries, new_keys, new_values, visible, scores_max, total, acc, scale, EXACT
-        )
+            queries, new_keys, new_values, visible, scores_max, total, acc, scale, cap, EXACT,
+            SOFTCAP,
+        )  # fmt: skip
 
+    visible = _visible(seen, first + n, index, WINDOW, CHUNK)
     scores_max, total, acc = _attend_tile(
-        queries, first_keys, first_values, seen[None, :], scores_max, total, acc, scale, EXACT
-    )
+        queries, first_keys, first_values, visible, scores_max, total, acc, scale, cap, EXACT,
+        SOFTCAP,
+    )  # fmt: skip
     for tile in tl.range(tile_begin + 1, tile_end, num_stages=STAGES):
         first = tile * TILE
-        seen = first + n < context
+        seen = (first + n < context) & (first + n >= first_key)
         slots = slots_of(blocks, first, n, BLOCK_SIZE, TILE) * num_kv_heads + head
         blocks = look_up(table, first + TILE, n, context, BLOCK_SIZE, TILE)
         keys = tl.load(
@@ -176,8 +209,9 @@ def decode_attention(
             mask=seen[:, None] & v_wide,
             other=0.0,
         )
+        visible = _visible(seen, first + n, index, WINDOW, CHUNK)
         scores_max, total, acc = _attend_tile(
-            queries, keys, values, seen[None, :], scores_max, total, acc, scale, EXACT
+            queries, keys, values, visible, scores_max, total, acc, scale, cap, EXACT, SOFTCAP
         )
 
     store_rows(

@@ -93,6 +93,7 @@ class _Given:
     batch: AttentionBatch
     rotary: Tensor | None
     norms: HeadNorms | None
+    sinks: Tensor | None
 
 
 class PagedAttention:
@@ -103,7 +104,7 @@ class PagedAttention:
     unit: Literal["core", "rope_kv"] = "rope_kv"
     can_capture_decode = True
     can_capture_mixed = True
-    features = frozenset[str]()
+    features = frozenset({"window", "chunk", "sinks", "softcap", "offsets"})
     norms_heads = True
 
     def __init__(
@@ -177,8 +178,10 @@ class PagedAttention:
         rows = pad2(max_tokens * self._group)
         native, columns = None, self._native.columns(max_tokens)
         if columns and may_be_native:
+            # The streaming kernel takes a token's position from its index.
+            may_stream = is_alone and not spec.offsets
             native = self.sizes.native(
-                num_seqs, heads, columns, self._native.has_clusters, self._invariant, is_alone
+                num_seqs, heads, columns, self._native.has_clusters, self._invariant, may_stream
             )
         lengths = (batch.seq_lens_dev, batch.cu_seqlens_q_dev, num_seqs)
         if isinstance(native, StreamShape):
@@ -197,6 +200,8 @@ class PagedAttention:
             shape,
             invariant=self._invariant,
             new_in_cache=False,
+            window=spec.window,
+            chunk=spec.chunk,
         )
         parts = split_parts(items, heads * rows, self._v_pad)
         return _Decodes(native or shape, max_tokens, rows, items, counters, parts)
@@ -226,6 +231,7 @@ class PagedAttention:
         rotary: Tensor | None = None,
         scales: KVScales | None = None,
         norms: HeadNorms | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """[num_tokens, num_heads * v_head_dim]; k is rotated, k and v are written here."""
         batch, spec = metadata.batch, self.spec
@@ -240,7 +246,7 @@ class PagedAttention:
         elif q.shape[0] > batch.cu_seqlens_q[-1]:
             out.zero_()
         tiles, decodes = metadata.tiles, metadata.decodes
-        given = _Given(q, k, v, cache, batch, rotary, norms)
+        given = _Given(q, k, v, cache, batch, rotary, norms, sinks)
         if tiles is not None:
             queries, keys = self._rotate_and_write(given)
             self._prefill(queries, keys, given, tiles, out)
@@ -271,6 +277,17 @@ class PagedAttention:
             "NORMS": given.norms is not None,
         }
 
+    def _scores(self) -> dict[str, int | bool | float]:
+        """What becomes of logits, and which of them there are."""
+        spec = self.spec
+        return {
+            "cap": (spec.softcap or 1.0) * LOG2E,
+            "WINDOW": spec.window,
+            "CHUNK": spec.chunk,
+            "SOFTCAP": spec.softcap > 0,
+            "SINKS": spec.sinks,
+        }
+
     def _decode(self, given: _Given, decodes: _Decodes, out: Tensor, *, writes: bool) -> None:
         q, k, v, batch = given.q, given.k, given.v, given.batch
         if not isinstance(decodes.shape, DecodeShape):
@@ -292,9 +309,11 @@ class PagedAttention:
             batch.positions,
             given.rotary,
             *norm_arguments(given.norms),
+            given.sinks,
             *decodes.parts,
             decodes.counters,
             self._scale,
+            **self._scores(),
             **self._strides(given),
             stride_table=batch.block_tables_dev.stride(0),
             num_kv_heads=self.spec.num_kv_heads,
@@ -345,7 +364,8 @@ class PagedAttention:
         engine = self._has_engine and v.stride(0) % 8 == 0 and v.data_ptr() % 16 == 0
         engine = engine and v.stride(1) == spec.v_head_dim
         cached_keys = min(shape.keys, _MAX_CACHE_KEYS)
-        engine_cache = engine and self.block_size % cached_keys == 0
+        is_bounded = bool(spec.window or spec.chunk)  # the copy engine would fetch others' blocks
+        engine_cache = engine and self.block_size % cached_keys == 0 and not is_bounded
         tensors: list[Tensor | TensorDescriptor] = [k, v, *cache]
         if engine:
             tensors[0] = descriptor(k.view(k.shape[0], -1), shape.keys, spec.head_dim)
@@ -364,7 +384,9 @@ class PagedAttention:
             *tensors,
             tiles.tiles,
             batch.block_tables_dev,
+            given.sinks,
             self._scale,
+            **self._scores(),
             stride_q=q.stride(0),
             stride_v=v.stride(0),
             stride_q_head=q.stride(1),

@@ -50,6 +50,7 @@ class NativeDecode:
         self._serves = (
             spec.dtype in ("bfloat16", "float16")
             and spec.head_dim == spec.v_head_dim == WIDTH
+            and spec.needs <= {"offsets"}
             and native.available()
         )
         self.has_clusters = (

@@ -17,6 +17,8 @@ import triton.language as tl
 
 from fd_cuda.kernels.common import cdiv, has_pdl, pad2
 
+from .common import first_key_of
+
 # Of one work item; kernels read them by these numbers.
 ROW, TILE_BEGIN, TILE_END, SPLIT, NUM_SPLITS, CONTEXT, FIRST_TOKEN, NUM_TOKENS = range(8)
 ITEM = 8
@@ -52,18 +54,21 @@ def cut_decodes(
     MAX_SPLITS: tl.constexpr,
     INVARIANT: tl.constexpr,
     NEW_IN_CACHE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     ITEMS: tl.constexpr,
     SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Write work items for rows of 1 to MAX_TOKENS tokens, and zero the counters of arrivals.
+    With a WINDOW or CHUNK, rows begin with the tile of the first key that they need.
 
     INVARIANT: a row's splits depend on its own length alone. NEW_IN_CACHE: this step's tokens are
     read from the cache like all others (latent attention), and not from the kernel's arguments.
     """
     first, fed, cached, tiles = _tiles_of_rows(
-        seq_lens, cu_seqlens, num_seqs, MAX_TOKENS, TILE, 1, NEW_IN_CACHE, ROWS
+        seq_lens, cu_seqlens, num_seqs, MAX_TOKENS, TILE, 1, NEW_IN_CACHE, WINDOW, CHUNK, ROWS
     )
     if INVARIANT:
         limit = tl.maximum(tl.cdiv(tiles, MAX_SPLITS), MIN_TILES)
@@ -88,7 +93,8 @@ def cut_decodes(
     fed = tl.load(cu_seqlens + row + 1, mask=known, other=0) - first
     length = tl.load(seq_lens + row, mask=known, other=0)
     cached = length if NEW_IN_CACHE else tl.maximum(length - fed, 0)
-    tiles = tl.maximum(tl.cdiv(cached, TILE), 1)
+    skipped = first_key_of(cached, WINDOW, CHUNK) // TILE
+    tiles = tl.maximum(tl.cdiv(cached, TILE) - skipped, 1)
     if INVARIANT:
         limit = tl.maximum(tl.cdiv(tiles, MAX_SPLITS), MIN_TILES)
     num_splits = _splits(tiles, limit)
@@ -97,8 +103,8 @@ def cut_decodes(
     out = items + item * SIZE
     write = item < num_items
     tl.store(out + 0, tl.where(known, row, -1), mask=write)
-    tl.store(out + 1, begin, mask=write)
-    tl.store(out + 2, tl.minimum(begin + each, tiles), mask=write)
+    tl.store(out + 1, skipped + begin, mask=write)
+    tl.store(out + 2, skipped + tl.minimum(begin + each, tiles), mask=write)
     tl.store(out + 3, split, mask=write)
     tl.store(out + 4, num_splits, mask=write)
     tl.store(out + 5, cached, mask=write)
@@ -133,7 +139,7 @@ def cut_stream(
     none is much longer than the others, each block gets one of them, and 0 in the place of all
     tiles says so."""
     first, fed, cached, tiles = _tiles_of_rows(
-        seq_lens, cu_seqlens, num_seqs, MAX_TOKENS, TILE, LEAST, False, ROWS
+        seq_lens, cu_seqlens, num_seqs, MAX_TOKENS, TILE, LEAST, False, 0, 0, ROWS
     )
     ends = tl.cumsum(tiles, 0)
     written = ends
@@ -175,7 +181,7 @@ def cut_stream(
 def _tiles_of_rows(
     seq_lens, cu_seqlens, num_seqs,
     MAX_TOKENS: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, NEW_IN_CACHE: tl.constexpr,
-    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Of each row: its first token, tokens it feeds and tokens in the cache; tiles, at least LEAST,
     0 for rows of more than MAX_TOKENS tokens."""
@@ -186,7 +192,8 @@ def _tiles_of_rows(
     lengths = tl.load(seq_lens + rows, mask=inside, other=0)
     cached = lengths if NEW_IN_CACHE else tl.maximum(lengths - fed, 0)
     mine = inside & (fed > 0) & (fed <= MAX_TOKENS)
-    return first, fed, cached, tl.where(mine, tl.maximum(tl.cdiv(cached, TILE), LEAST), 0)
+    tiles = tl.cdiv(cached, TILE) - first_key_of(cached, WINDOW, CHUNK) // TILE
+    return first, fed, cached, tl.where(mine, tl.maximum(tiles, LEAST), 0)
 
 
 @triton.jit
@@ -261,6 +268,8 @@ def decode_items(
     *,
     invariant: bool,
     new_in_cache: bool,
+    window: int = 0,
+    chunk: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(items [num_items, ITEM] int32, counters [num_counters] int32), filled by one small
     kernel."""
@@ -283,6 +292,8 @@ def decode_items(
         MAX_SPLITS=shape.max_splits,
         INVARIANT=invariant,
         NEW_IN_CACHE=new_in_cache,
+        WINDOW=window,
+        CHUNK=chunk,
         ROWS=rows,
         ITEMS=_ITEMS_PER_PROGRAM,
         SIZE=ITEM,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import LOWEST, look_up, product, slots_of
+from .common import capped, first_key_of, look_up, product, slots_of, start_of_softmax
 
 
 @triton.jit
@@ -54,7 +54,9 @@ def prefill_attention(
     v_cache_tiles,
     tiles,
     block_tables,
+    sinks,
     scale,
+    cap,
     stride_q,
     stride_v,
     stride_q_head,
@@ -66,6 +68,10 @@ def prefill_attention(
     V_WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
     V_WIDTH_PAD: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
     M: tl.constexpr,
@@ -101,11 +107,16 @@ def prefill_attention(
     at = (first_token + token).to(tl.int64)
     q_rows = q + at * stride_q + q_head * stride_q_head
     queries = tl.load(q_rows[:, None] + dims[None, :], mask=of_row[:, None] & wide, other=0.0)
-    scores_max = tl.full([M], LOWEST, tl.float32)
-    total = tl.zeros([M], tl.float32)
+    scores_max, total = start_of_softmax(sinks, q_head, True, M, SINKS)
     acc = tl.zeros([M, V_WIDTH_PAD], tl.float32)
-    # The step's own tokens before: every token of the tile sees them.
-    for first in tl.range(0, diagonal, N, num_stages=STAGES):
+    # With a window or chunks, a token sees keys from `first_seen` on, the tile's first from
+    # `first_key` on; by their index in the sequence.
+    BOUNDED: tl.constexpr = WINDOW > 0 or CHUNK > 0
+    first_seen = first_key_of(context + token, WINDOW, CHUNK)
+    first_key = first_key_of(context + begin, WINDOW, CHUNK)
+    # The step's own tokens before: every token of the tile sees them, if they are not too far away.
+    own_begin = tl.maximum(first_key - context, 0) // N * N
+    for first in tl.range(own_begin, diagonal, N, num_stages=STAGES):
         if ENGINE:
             keys = k_tiles.load([first_token + first, head * WIDTH])
             values = v_tiles.load([first_token + first, head * V_WIDTH])
@@ -115,7 +126,10 @@ def prefill_attention(
                 k_base + rows * (NUM_KV_HEADS * WIDTH) + dims[None, :], mask=wide, other=0.0
             )
             values = tl.load(v_base + rows * stride_v + v_dims[None, :], mask=v_wide, other=0.0)
-        scores = product(queries, tl.trans(keys), None, EXACT) * scale
+        scores = capped(product(queries, tl.trans(keys), None, EXACT) * scale, cap, SOFTCAP)
+        if BOUNDED:
+            index = context + first + own
+            scores = tl.where(index[None, :] >= first_seen[:, None], scores, float("-inf"))
         weights, scores_max, total, acc = _soften(scores, scores_max, total, acc)
         acc = product(weights.to(values.dtype), values, acc, EXACT)
 
@@ -129,34 +143,47 @@ def prefill_attention(
         values = tl.load(
             v_base + rows * stride_v + v_dims[None, :], mask=inside & v_wide, other=0.0
         )
-        scores = product(queries, tl.trans(keys), None, EXACT) * scale
-        scores = tl.where((first + own)[None, :] <= token[:, None], scores, float("-inf"))
+        scores = capped(product(queries, tl.trans(keys), None, EXACT) * scale, cap, SOFTCAP)
+        visible = (first + own)[None, :] <= token[:, None]
+        if BOUNDED:
+            visible = visible & ((context + first + own)[None, :] >= first_seen[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
         weights, scores_max, total, acc = _soften(scores, scores_max, total, acc)
         acc = product(weights.to(values.dtype), values, acc, EXACT)
 
-    # What stands in the cache: every token of the row sees all of it.
+    # What stands in the cache: every token of the row sees all of it, if it is not too far away.
+    # What lies before `first_key` is not the row's any more, and may hold anything.
     table = block_tables + row.to(tl.int64) * stride_table
     n = tl.arange(0, N_CACHE)
     whole = context // N_CACHE * N_CACHE
-    blocks = look_up(table, 0, n, context, BLOCK_SIZE, N_CACHE)
-    for first in tl.range(0, whole, N_CACHE, num_stages=STAGES):
+    cache_begin = first_key // N_CACHE * N_CACHE
+    blocks = look_up(table, cache_begin, n, context, BLOCK_SIZE, N_CACHE)
+    for first in tl.range(cache_begin, whole, N_CACHE, num_stages=STAGES):
         if ENGINE_CACHE:  # a tile lies within one block
             slot = blocks * BLOCK_SIZE + first % BLOCK_SIZE
             keys = k_cache_tiles.load([slot, head * WIDTH])
             values = v_cache_tiles.load([slot, head * V_WIDTH])
         else:
             slots = slots_of(blocks, first, n, BLOCK_SIZE, N_CACHE) * NUM_KV_HEADS + head
-            keys = tl.load(k_cache + slots[:, None] * WIDTH + dims[None, :], mask=wide, other=0.0)
+            of_keys, of_values = wide, v_wide
+            if BOUNDED:
+                kept = (first + n >= first_key)[:, None]
+                of_keys, of_values = kept & wide, kept & v_wide
+            keys = tl.load(
+                k_cache + slots[:, None] * WIDTH + dims[None, :], mask=of_keys, other=0.0
+            )
             values = tl.load(
-                v_cache + slots[:, None] * V_WIDTH + v_dims[None, :], mask=v_wide, other=0.0
+                v_cache + slots[:, None] * V_WIDTH + v_dims[None, :], mask=of_values, other=0.0
             )
         blocks = look_up(table, first + N_CACHE, n, context, BLOCK_SIZE, N_CACHE)
-        scores = product(queries, tl.trans(keys), None, EXACT) * scale
+        scores = capped(product(queries, tl.trans(keys), None, EXACT) * scale, cap, SOFTCAP)
+        if BOUNDED:
+            scores = tl.where((first + n)[None, :] >= first_seen[:, None], scores, float("-inf"))
         weights, scores_max, total, acc = _soften(scores, scores_max, total, acc)
         acc = product(weights.to(values.dtype), values, acc, EXACT)
-    if whole < context:
+    if (whole < context) & (first_key < context):
         # Slots after the context may hold anything, NaN included.
-        seen = whole + n < context
+        seen = (whole + n < context) & (whole + n >= first_key)
         slots = slots_of(blocks, whole, n, BLOCK_SIZE, N_CACHE) * NUM_KV_HEADS + head
         last_keys = tl.load(
             k_cache + slots[:, None] * WIDTH + dims[None, :], mask=seen[:, None] & wide, other=0.0
@@ -167,7 +194,11 @@ def prefill_attention(
             other=0.0,
         )
         last_scores = product(queries, tl.trans(last_keys), None, EXACT) * scale
-        last_scores = tl.where(seen[None, :], last_scores, float("-inf"))
+        last_scores = capped(last_scores, cap, SOFTCAP)
+        last_visible = seen[None, :]
+        if BOUNDED:
+            last_visible = last_visible & ((whole + n)[None, :] >= first_seen[:, None])
+        last_scores = tl.where(last_visible, last_scores, float("-inf"))
         last_weights, scores_max, total, acc = _soften(last_scores, scores_max, total, acc)
         acc = product(last_weights.to(last_values.dtype), last_values, acc, EXACT)
 
