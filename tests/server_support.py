@@ -216,6 +216,9 @@ class ScriptedEngine:
             generation_tokens_total=self.num_generated,
         )
 
+    def take_no_more(self) -> None:
+        pass
+
     async def drain(self, grace_s: float) -> None:
         self.draining = True
         self.fail = Unavailable("the server is shutting down")

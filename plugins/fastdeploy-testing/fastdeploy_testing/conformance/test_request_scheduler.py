@@ -434,6 +434,25 @@ class RequestSchedulerConformance(Conformance):
         taken = self.take(make(instance="next", **long), 7)
         assert [r.request_id for r in taken] == ["soon", *names]
 
+    @pytest.mark.capability("shared_queue")
+    def test_a_draining_instance_keeps_nothing_that_it_was_not_given(
+        self, driver: Any, make: Maker
+    ) -> None:
+        self._need(driver, "shared_queue")
+        front, draining = make(instance="front"), make(instance="draining")
+        # Drivers that fetch ahead have a question to answer now, and then requests to spare.
+        held = draining.get_requests(PLENTY, 0.0)
+        names = [f"r{i}" for i in range(6)]
+        front.put_requests([request(n) for n in names])
+        time.sleep(self.lease_s / 8)
+        other, taken = make(instance="other"), list[str]()
+        deadline = time.monotonic() + self.patience_s
+        while len(taken) < len(names) and time.monotonic() < deadline:
+            draining.report_load(InstanceLoad("draining", 1, draining=True))
+            taken += [r.request_id for r in other.get_requests(PLENTY, self.lease_s / 20)]
+        assert held == []
+        assert sorted(taken) == names
+
     @pytest.mark.capability("durable")
     def test_waiting_requests_outlive_who_put_them(self, driver: Any, make: Maker) -> None:
         self._need(driver, "durable", "shared_queue")
