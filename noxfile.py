@@ -268,11 +268,13 @@ def agents(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def ray(session: nox.Session) -> None:
-    """fd-launch-ray on a real local cluster."""
+    """fd-launch-ray on real local clusters, of one node and of several."""
     _install_tests(session)
     session.install("ray>=2.9")
     with session.chdir("plugins/fd-launch-ray"):
-        session.run("pytest", "-q", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+        for name in ("test_ray", "test_ray_nodes"):  # a process of Ray's knows one cluster
+            test = ("pytest", f"tests/{name}.py", "-q", *session.posargs)
+            session.run(*test, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(default=False)
