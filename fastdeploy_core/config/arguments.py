@@ -319,6 +319,7 @@ def build_server_config(
         # without keys only this machine is served, unless the operator says otherwise
         host=v["host"] or ("0.0.0.0" if keys else "127.0.0.1"),  # noqa: S104
         api_keys=keys,
+        admin_key=v["admin_key"] or envs.read("FD_ADMIN_KEY", environment),
         allowed_hosts=tuple(v["allowed_hosts"] or ()),
         allowed_origins=tuple(origins),
         served_names=engine.model.served_names or (_own_name(v["model"], engine.model.path),),

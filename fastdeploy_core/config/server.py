@@ -16,6 +16,7 @@ class ServerConfig:
     uds: str | None = None
     root_path: str = ""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_key: str = field(default="", repr=False)  # empty: there are no routes for operators
     allowed_hosts: tuple[str, ...] = ()  # empty: any Host header
     allowed_origins: tuple[str, ...] = ()  # empty: no CORS headers at all
     ssl_keyfile: str | None = None

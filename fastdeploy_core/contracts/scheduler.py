@@ -142,7 +142,8 @@ class RequestScheduler(Protocol):
         ...
 
     def report_load(self, load: InstanceLoad) -> None:
-        """Heartbeat of an engine, at least eight times per lease_s; renews its leases.
+        """Heartbeat of an engine, at least eight times per lease_s; renews its leases. One that is
+        draining asks for nothing more: what it was not given yet goes to others.
 
         Leases belong to (instance, epoch), RequestSchedulerConfig's from the first get_requests on:
         what an earlier epoch of the instance held is lost as soon as a new one takes or reports."""

@@ -228,12 +228,16 @@ class AsyncEngine:
         """Return, with the reason, once the engine is dead and will not be started again."""
         return await asyncio.shield(self._dead)
 
-    async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, let the running ones end within grace_s, fail the rest."""
-        self._is_draining = True
+    def take_no_more(self) -> None:
+        """Where a queue is shared, the engine leaves what waits there to others from now on."""
         if self._shares_queue:
             with contextlib.suppress(WorkerError):  # there is no engine to tell
                 self._link.send(wire.Drain())
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse new requests, let the running ones end within grace_s, fail the rest."""
+        self._is_draining = True
+        self.take_no_more()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._all_ended.wait()

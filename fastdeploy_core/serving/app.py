@@ -86,8 +86,8 @@ def create_app(
     # Middleware is added innermost first; Guard comes last, so nothing runs before it.
     app.add_middleware(Shortcut, routes=_busy(openai))
     app.add_middleware(Bodies, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
-    if config.api_keys:
-        app.add_middleware(Keys, keys=config.api_keys)
+    if config.api_keys or config.admin_key:
+        app.add_middleware(Keys, keys=config.api_keys, admin_key=config.admin_key)
     # outside of Keys, because a browser's preflight request carries no key
     if config.allowed_origins:
         app.add_middleware(

@@ -144,8 +144,7 @@ async def _open(
     while not server.started:
         await asyncio.sleep(0.005)
     state, loop = app.state.server, asyncio.get_running_loop()
-    admission, table = state.admission, state.occupancy.table
-    door = FrontDoor(listener, config, state.engine.health, lambda: admission.draining, table)
+    door = FrontDoor(listener, config, state.engine.health, state.occupancy.table)
 
     def hand_over(connection: socket.socket) -> None:
         try:

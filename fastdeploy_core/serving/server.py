@@ -124,7 +124,7 @@ class ApiServer(uvicorn.Server):
         self.leave()
 
     async def _drain(self) -> None:
-        self._admission.draining = True
+        self._occupancy.table.drain()
         count = self._admission.in_flight
         logger.info(
             "shutting down: %d requests in flight get up to %g s, new ones are refused",

@@ -1,7 +1,8 @@
 """Routes about the server itself: health, load, version, metrics, plugins.
 
 Health routes answer 200 or 503 only: /health/live: this process answers; /health/ready: requests
-may come; /health (and /ping): the engine makes progress.
+may come; /health (and /ping): the engine makes progress. /drain, for operators: no new requests are
+taken any more, by no API server of this port; running ones end, and the process goes on.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from starlette.responses import Response
 from fastdeploy_core import __version__
 from fastdeploy_core.errors import FastDeployError
 from fastdeploy_core.serving.front.probes import answer_probe
-from fastdeploy_core.serving.http.middleware import OPEN_PATHS
+from fastdeploy_core.serving.http.middleware import DRAIN_PATH, OPEN_PATHS
 
 from .respond import json_response
 from .state import ServerState
@@ -29,13 +30,21 @@ def service_router(state: ServerState) -> APIRouter:
     router = APIRouter()
 
     async def probe(http: Request) -> Response:
-        draining = state.admission.draining
+        draining = state.occupancy.table.is_draining
         status, body = answer_probe(http.scope["path"], state.engine.health(), draining)
         return json_response(body, status)
 
     for path in sorted(OPEN_PATHS):
         router.add_api_route(path, probe, methods=["GET"], operation_id=path.strip("/"))
     router.add_api_route("/ping", probe, methods=["POST"], operation_id="ping_by_post")
+
+    if state.config.admin_key:
+
+        @router.post(DRAIN_PATH)
+        async def drain() -> Response:
+            state.occupancy.table.drain()
+            state.engine.take_no_more()
+            return json_response({"status": "draining", "server_load": state.admission.total})
 
     @router.get("/load")
     async def load() -> Response:

@@ -38,7 +38,6 @@ class Admission:
         self._metrics = metrics
         self._occupancy = occupancy
         self.limit = config.max_concurrency
-        self.draining = False
 
     @property
     def in_flight(self) -> int:
@@ -56,16 +55,14 @@ class Admission:
         try:
             self._check(count)
         except ApiError as error:
-            reason = (
-                "draining" if self.draining else {429: "queue_full"}.get(error.status, "engine")
-            )
-            self._metrics.rejected(reason)
+            reason = {429: "queue_full"}.get(error.status, "engine")
+            self._metrics.rejected("draining" if self._occupancy.table.is_draining else reason)
             raise
         self._change(count)
 
     def _check(self, count: int) -> None:
-        if self.draining:
-            raise unavailable("the server is shutting down", DRAINING_RETRY_S)
+        if self._occupancy.table.is_draining:
+            raise unavailable("this server takes no new requests", DRAINING_RETRY_S)
         if count > self.limit:
             raise ApiError(400, f"one call may hold at most {self.limit} prompts", param="prompt")
         total = self.total

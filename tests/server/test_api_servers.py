@@ -173,6 +173,25 @@ def test_sigterm_lets_the_streams_of_all_end(model: Path) -> None:
     assert not re.search(r"Traceback|ERROR|CRITICAL|Warning", server.log)
 
 
+def test_all_drain_when_one_is_asked_to(model: Path) -> None:
+    with (
+        serving(model, *SERVERS, extra={"FD_ADMIN_KEY": "operator"}) as server,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        url = server.url
+        stream = threads.submit(post, server, max_tokens=400, stream=True)
+        wait_for(lambda: httpx.get(url + "/load").json() == {"server_load": 1}, "the stream")
+        answer = httpx.post(url + "/drain", headers={"Authorization": "Bearer operator"})
+        assert answer.json() == {"status": "draining", "server_load": 1}
+        # Each connection goes to the API server that has the fewest, so to both.
+        assert [post(server, max_tokens=3).status_code for _ in range(4)] == [503] * 4
+        assert httpx.get(url + "/health/ready").json() == {"status": "draining"}
+        assert stream.result().text.endswith("data: [DONE]\n\n")
+        assert len(processes(server, b"fastdeploy-api")) == 2, "they go on"
+        server.signal()
+        assert server.wait() == 0
+
+
 @pytest.mark.slow
 def test_an_engine_that_stays_dead_ends_all(model: Path) -> None:
     with serving(model, *SERVERS, "--max-restarts", "0") as server:

@@ -23,7 +23,6 @@ class Door:
 
     def __init__(self, count: int = 1, **config: object) -> None:
         self.health = EngineHealth(alive=True, ready=True)
-        self.draining = False
         settings = server_config(**config)
         self.listener = bind_socket(settings)
         self.port = self.listener.getsockname()[1]
@@ -31,9 +30,7 @@ class Door:
         self.table = Occupancy(count)
         self.rows = [OwnOccupancy(self.table, number) for number in range(count)]
         self.got: list[list[socket.socket]] = [[] for _ in range(count)]
-        self.door = FrontDoor(
-            self.listener, settings, lambda: self.health, lambda: self.draining, self.table
-        )
+        self.door = FrontDoor(self.listener, settings, lambda: self.health, self.table)
         for number in range(count):
             self.door.add(number, self.got[number].append)
         self.door.start()
@@ -81,7 +78,7 @@ def test_probes_are_answered_from_the_engines_health() -> None:
             assert answer.status_code == 503 and answer.json()["reason"] == "restarting"
         assert httpx.get(door.url + "/health/live").status_code == 200
         door.health = EngineHealth(alive=True, ready=True)
-        door.draining = True
+        door.table.drain()
         assert httpx.get(door.url + "/health/ready").json() == {"status": "draining"}
         assert httpx.get(door.url + "/health").status_code == 200
         assert door.got == [[]]

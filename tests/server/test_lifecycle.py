@@ -232,6 +232,48 @@ def test_draining_finishes_what_runs_and_refuses_what_is_new(
         assert server.server.exit_code == 0
 
 
+@pytest.mark.filterwarnings("ignore:The `root_path` parameter is deprecated")
+def test_an_operator_drains_a_server_that_goes_on(
+    engine: ScriptedEngine, tokenizer: Tokenizer, gate: threading.Event
+) -> None:
+    keys = {"api_keys": ("client",), "admin_key": "operator"}
+    with (
+        live(engine, tokenizer, **keys, root_path="/behind") as server,
+        httpx.Client(base_url=server.url, timeout=30) as http,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        client = {"Authorization": "Bearer client"}
+        operator = {"Authorization": "Bearer operator"}
+        body = {**BODY, "stream": True}
+        streamed = threads.submit(http.post, "/v1/completions", json=body, headers=client)
+        wait_for(lambda: engine.running == 1, "the request to run")
+        for path in ("/drain", "/behind/drain"):
+            for headers in ({}, client, {"Authorization": "Bearer"}, {"X-Api-Key": "client"}):
+                assert http.post(path, headers=headers).status_code == 401
+        assert http.get("/drain", headers=operator).status_code == 405
+        assert http.post("/tokenize", json={"prompt": "x"}, headers=operator).status_code == 401
+        assert http.get("/health/ready").status_code == 200
+        for _ in range(2):
+            answer = http.post("/drain", headers=operator)
+            assert answer.json() == {"status": "draining", "server_load": 1}
+        assert http.get("/health/ready").json() == {"status": "draining"}
+        assert http.get("/health").status_code == 200
+        refused = http.post("/v1/completions", json=BODY, headers=client)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert refused.json()["error"]["message"] == "this server takes no new requests"
+        gate.set()
+        assert '"finish_reason":"stop"' in streamed.result().text
+        assert http.get("/load", headers=client).json() == {"server_load": 0}
+        assert http.get("/metrics", headers=client).status_code == 200
+        server.signal()
+        assert server.join()
+
+
+def test_without_its_key_there_is_nothing_to_drain(client: httpx.Client) -> None:
+    assert client.post("/drain").status_code == 404
+    assert client.get("/health/ready").status_code == 200
+
+
 def test_what_outlives_the_grace_ends_with_an_error_event(
     engine: ScriptedEngine, tokenizer: Tokenizer, gate: threading.Event
 ) -> None:
@@ -257,7 +299,7 @@ def test_a_second_signal_ends_at_once(
         connection = send(server, {**BODY, "stream": True})
         wait_for(lambda: engine.running == 1, "the request to run")
         server.signal()
-        wait_for(lambda: server.state.admission.draining, "draining")
+        wait_for(lambda: server.state.occupancy.table.is_draining, "draining")
         server.signal()
         assert server.join(10)
         connection.close()

@@ -16,12 +16,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.types import SamplingParams
 from fastdeploy_testing.fakes import NullModel
 from tests.server_process import ServerProcess, serving
 from tests.server_support import wait_for, write_null_model
 
 local_server = pytest.importorskip("fd_sched_redis.local_server", reason="needs fd-sched-redis")
+scheduler = pytest.importorskip("fd_sched_redis.scheduler", reason="as above")
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, local_server.SERVERS)),
     reason="neither redis-server nor valkey-server is installed",
@@ -146,6 +148,48 @@ def test_requests_survive_the_engine_of_their_server(
         assert 1 <= len(broken) <= 4, texts
         wait_for(lambda: "restarted" in first.log, "the engine's restart")
         assert ask(url, 7, 10) == expected([1, 2, 7], 10)
+
+
+def test_a_drained_instance_leaves_the_queue_to_others(
+    model: Path, redis: local_server.RedisProcess
+) -> None:
+    operator = ("--admin-key", "operator")
+    settings = RequestSchedulerConfig("global", options={"port": str(redis.port)}, lease_s=LEASE_S)
+    queue = scheduler.GlobalScheduler(settings)
+    with on_redis(model, redis, *operator) as first, on_redis(model, redis) as second:
+        urls = (first.url, second.url)
+
+        def num_tokens(url: str) -> int:
+            text = httpx.get(f"{url}/metrics", timeout=60).text
+            found = re.search(r"^fastdeploy:generation_tokens_total{[^}]*} (\S+)$", text, re.M)
+            return int(float(found[1])) if found else 0
+
+        def ask_all() -> int:
+            """How many tokens of these answers the first instance made."""
+            before = num_tokens(urls[0])
+            with ThreadPoolExecutor(12) as threads:  # more than one instance runs at a time
+                answers = list(threads.map(lambda n: ask(urls[1], n, 20), range(12)))
+            assert answers == [expected([1, 2, n], 20) for n in range(12)]
+            return num_tokens(urls[0]) - before
+
+        wait_for(lambda: ask_all() > 0, "both to serve")
+        answer = httpx.post(f"{urls[0]}/drain", headers={"Authorization": "Bearer operator"})
+        assert answer.status_code == 200
+        assert httpx.get(f"{urls[0]}/health/ready").status_code == 503
+        assert httpx.get(f"{urls[1]}/health/ready").status_code == 200
+
+        def draining() -> list[bool]:
+            return sorted(load.draining for load in queue.loads())
+
+        wait_for(lambda: draining() == [False, True], "the queue to know")
+        ask_all()  # it may have been asking for requests in that moment
+        assert ask_all() == 0
+        os.kill(engine_of(first), signal.SIGKILL)
+        wait_for(lambda: draining() == [False], "the lease to end")
+        wait_for(lambda: draining() == [False, True], "the new engine to be told", 60)
+        ask_all()
+        assert ask_all() == 0
+    queue.close()
 
 
 def test_streams_go_on_without_redis(model: Path, redis: local_server.RedisProcess) -> None:

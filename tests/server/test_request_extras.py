@@ -17,7 +17,7 @@ from fastdeploy_core.serving.openai.schemas import (
 )
 from fastdeploy_core.serving.openai.schemas.unsupported import NO_EFFECT, REFUSED
 from fastdeploy_core.tokenizer import Tokenizer
-from tests.server_support import LiveServer, ScriptedEngine, events_of, live
+from tests.server_support import ScriptedEngine, events_of, live
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BODIES = {
@@ -45,11 +45,14 @@ def test_the_page_lists_exactly_the_fields_there_are() -> None:
     assert page_fields("Detokenize") == set(DetokenizeRequest.model_fields)
 
 
-def test_the_page_lists_exactly_the_routes_there_are(server: LiveServer) -> None:
+def test_the_page_lists_exactly_the_routes_there_are(
+    engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
     listed = re.findall(
         r"^\| `(GET|POST) (/[^` ]*)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE
     )
-    paths = server.app.openapi()["paths"]
+    with live(engine, tokenizer, admin_key="operator") as server:
+        paths = server.app.openapi()["paths"]
     there = {(m.upper(), path) for path, entry in paths.items() for m in entry}
     assert set(listed) == there | {("GET", "/openapi.json")}
 

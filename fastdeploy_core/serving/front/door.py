@@ -45,12 +45,10 @@ class FrontDoor:
         listener: socket.socket,
         config: ServerConfig,
         health: Callable[[], EngineHealth],
-        is_draining: Callable[[], bool],
         occupancy: Occupancy,
     ) -> None:
         self._listener = listener
         self._health = health
-        self._is_draining = is_draining
         self._occupancy = occupancy
         self._is_encrypted = config.ssl_certfile is not None
         # Probes on these paths are answered here, because only the path decides about the answer.
@@ -167,7 +165,7 @@ class FrontDoor:
         path = request.target.decode("ascii", "replace")
         if path not in self._open_paths:
             return None
-        status, body = answer_probe(path, self._health(), self._is_draining())
+        status, body = answer_probe(path, self._health(), self._occupancy.is_draining)
         content = msgspec.json.encode(body)
         given = next((value for name, value in request.headers if name == b"x-request-id"), b"")
         headers = [

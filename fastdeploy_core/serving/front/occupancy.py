@@ -1,5 +1,5 @@
-"""How busy each API server of one port is: a few numbers in memory that they share with the front
-door.
+"""How busy each API server of one port is, and whether all of them drain: a few numbers in memory
+that they share with the front door.
 
 Each API server writes its own row and reads all rows, without locks. Sums may lag by a moment, so a
 limit may be exceeded by the requests that arrive in that moment.
@@ -19,7 +19,7 @@ class Occupancy:
 
     def __init__(self, count: int = 1, path: Path | None = None, *, create: bool = False) -> None:
         self.count = count
-        size = count * _ROW.size
+        size = count * _ROW.size + 1
         self._memory: mmap.mmap | bytearray = bytearray(size)
         if path is None:
             return
@@ -39,7 +39,17 @@ class Occupancy:
 
     def in_flight(self) -> int:
         """Requests in flight in all API servers."""
-        return sum(in_flight for in_flight, _ in _ROW.iter_unpack(self._memory))
+        rows = memoryview(self._memory)[:-1]
+        return sum(in_flight for in_flight, _ in _ROW.iter_unpack(rows))
+
+    def drain(self) -> None:
+        """Take no new requests, for good: the port belongs to servers that will end."""
+        self._memory[-1] = 1
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether that was asked for, here or in another process."""
+        return bool(self._memory[-1])
 
 
 class OwnOccupancy:

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 # Probes of orchestrators, which send no key; the answers say nothing but up or down.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
+DRAIN_PATH = "/drain"  # only the operator's own key opens it
 MAX_HEADERS = 100  # the HTTP parser bounds their bytes
 _CLIENT_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
@@ -130,21 +131,26 @@ class Hosts:
 
 class Keys:
     """A key on every path but OPEN_PATHS, independent of the routes that exist: as Bearer or, as
-    Anthropic's clients send it, in x-api-key."""
+    Anthropic's clients send it, in x-api-key. Clients' keys do not open what is the operator's, nor
+    the other way round."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], admin_key: str) -> None:
         self.app = app
         self.digests = [hashlib.sha256(key.encode("utf-8")).digest() for key in keys]
+        self.admin = [hashlib.sha256(admin_key.encode("utf-8")).digest()] if admin_key else []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        if scope["type"] != "http" or not self.digests or scope["path"] in OPEN_PATHS:
+        known = self.digests
+        if scope["type"] == "http" and self.admin and route_path(scope) == DRAIN_PATH:
+            known = self.admin
+        if scope["type"] != "http" or not known or scope["path"] in OPEN_PATHS:
             await self.app(scope, receive, send)
             return
-        found = self._match(_header(scope, b"authorization"))
+        found = _match(_header(scope, b"authorization"), known)
         plain = _header(scope, b"x-api-key")
         if found is None and plain is not None:
-            found = self._match(b"bearer " + plain)
+            found = _match(b"bearer " + plain, known)
         if found is None:
             error = ApiError(
                 401,
@@ -156,13 +162,13 @@ class Keys:
         scope.setdefault("state", {})["tenant"] = found.hex()[:16]
         await self.app(scope, receive, send)
 
-    def _match(self, header: bytes | None) -> bytes | None:
-        """The digest of the key that was sent, if the server knows it; always compares with all
-        keys."""
-        scheme, _, key = (header or b"").partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        matched = [hmac.compare_digest(digest, known) for known in self.digests]
-        return digest if any(matched) and scheme.lower() == b"bearer" else None
+
+def _match(header: bytes | None, known: Sequence[bytes]) -> bytes | None:
+    """The digest of the key that was sent, if it is known; always compares with all of them."""
+    scheme, _, key = (header or b"").partition(b" ")
+    digest = hashlib.sha256(key.strip()).digest()
+    matched = [hmac.compare_digest(digest, one) for one in known]
+    return digest if any(matched) and scheme.lower() == b"bearer" else None
 
 
 class Bodies:

@@ -61,6 +61,7 @@ class SharedQueue:
         self.topic = self.topics.setdefault(name, Topic()) if name else Topic()
         self._results: list[RequestOutputDelta | TokenDeltas] = []
         self._aborts: list[str] = []
+        self.is_closed = False
 
     def put_requests(self, requests: Sequence[Request]) -> list[str | None]:
         with self.topic.changed:
@@ -68,11 +69,15 @@ class SharedQueue:
 
     def _put(self, request: Request) -> str | None:
         topic, limit = self.topic, self._config.max_size
-        if request.request_id in topic.tasks:
+        before = topic.tasks.get(request.request_id)
+        if before is not None and not before.front.is_closed:
             return "duplicate request id"
         if limit and sum(task.owner is None for task in topic.tasks.values()) >= limit:
             return "queue full: try again later"
         task = Task(request, self, time.monotonic())
+        if before is not None:  # nobody waits for it any more
+            task.attempt = before.attempt
+            self.abort([request.request_id])
         topic.tasks[request.request_id] = task
         if request.request_id in topic.early_aborts:
             topic.early_aborts.remove(request.request_id)
@@ -189,6 +194,7 @@ class SharedQueue:
 
     def close(self) -> None:
         with self.topic.changed:
+            self.is_closed = True
             for task in self.topic.tasks.values():
                 if task.owner is self:
                     task.owner = None

@@ -16,6 +16,7 @@ from shared_queue import SharedQueue
 
 from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.contracts.quantizer import LayerSpec
+from fastdeploy_core.contracts.scheduler import Capacity
 from fastdeploy_core.contracts.small import ParsedDelta, ToolCallDelta
 from fastdeploy_core.contracts.speculative import HostDraftInput
 from fastdeploy_core.scheduler.local import LocalScheduler
@@ -139,6 +140,31 @@ class Mortal(SharedQueue):
             del tasks[name]
 
 
+class Hoards(SharedQueue):
+    """Goes on taking for an engine that drains."""
+
+    def report_load(self, load: Any) -> None:
+        self._take(Capacity(8, 10**6, 64, 10**9))
+        super().report_load(load)
+
+
+class Loyal(SharedQueue):
+    """Keeps ids for front ends that are gone."""
+
+    def close(self) -> None:
+        super().close()
+        self.is_closed = False
+
+
+class Restarts(SharedQueue):
+    """Counts the attempts of an id that is put again anew."""
+
+    def _put(self, request: Any) -> Any:
+        reason = super()._put(request)
+        self.topic.tasks[request.request_id].attempt = 0
+        return reason
+
+
 class Deaf(LocalScheduler):
     """Ignores aborts."""
 
@@ -202,6 +228,9 @@ def test_broken_schedulers_fail(driver: Any, test: str) -> None:
         (Timeless, "test_new_start_of_an_instance_ends_what_the_old_one_held"),
         (Keeper, "test_closed_instance_gives_back_at_once_and_in_order"),
         (Mortal, "test_waiting_requests_outlive_who_put_them"),
+        (Hoards, "test_a_draining_instance_keeps_nothing_that_it_was_not_given"),
+        (Loyal, "test_an_id_is_put_again_when_its_front_end_is_gone"),
+        (Restarts, "test_an_id_is_put_again_when_its_front_end_is_gone"),
     ],
 )
 def test_broken_shared_queues_fail(driver: Any, test: str) -> None:

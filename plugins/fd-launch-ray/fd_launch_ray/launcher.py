@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from fastdeploy_core.errors import ConfigError, WorkerError
 
 LOST = 1  # the exit code of a server whose node or actor is gone
 ANSWER_S = 30.0
+RETRY_S = 1.0
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
@@ -119,12 +121,19 @@ class RayLauncher:
         actor = ray.remote(_Node).options(
             num_cpus=self._cpus, num_gpus=spec.num_devices, scheduling_strategy=where
         )
-        self._actors[name] = node = actor.remote(spec)
-        try:
-            host: str = ray.get(node.host.remote(), timeout=self._timeout_s)
-        except ray.exceptions.RayError as error:
-            raise WorkerError(f"{name} cannot be started on the cluster: {error}") from None
-        return f"{host}:{spec.port}"
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            self._actors[name] = node = actor.remote(spec)
+            try:
+                left_s = max(0.0, deadline - time.monotonic())
+                return f"{ray.get(node.host.remote(), timeout=left_s)}:{spec.port}"
+            except ray.exceptions.ActorDiedError as error:
+                # Ray may still count on a node that has just been lost.
+                if time.monotonic() + RETRY_S > deadline:
+                    raise WorkerError(f"{name} cannot be started: {error}") from None
+                time.sleep(RETRY_S)
+            except ray.exceptions.RayError as error:
+                raise WorkerError(f"{name} cannot be started on the cluster: {error}") from None
 
     def stop(self, grace_s: float) -> None:
         """Ends servers, actors and the placement group."""

@@ -110,7 +110,14 @@ class _Launch:
                     f"{RESTARTS} times within {RESTARTS_WITHIN_S:g} s; see above"
                 )
             logger.warning("%s at %s ended with %d; starting it again", name, address, code)
-            moved = self._launcher.restart(name)
+            try:
+                moved = self._launcher.restart(name)
+            except WorkerError as error:
+                if len(self._addresses) == 1:
+                    raise
+                logger.error("%s; it is tried again", error)
+                self._restarts.pop()  # there is no room for it, which says nothing of the server
+                continue
             if moved != address:
                 self._addresses[name] = moved
                 logger.info("%s is at %s now; the router starts anew", name, moved)

@@ -36,8 +36,12 @@ class LocalLauncher:
             )
         for spec, place in zip(specs, places, strict=True):
             self._specs[spec.name] = spec, self._hosts[place]
-        for spec in own:
-            self.restart(spec.name)
+        try:
+            for spec in own:
+                self.restart(spec.name)
+        except WorkerError:
+            self.stop(0)
+            raise
         return [_address(*self._specs[spec.name]) for spec in specs]
 
     def exit_code(self, name: str) -> int | None:
@@ -51,7 +55,6 @@ class LocalLauncher:
         try:
             self._running[name] = subprocess.Popen(command_of(spec, host))  # noqa: S603
         except OSError as error:
-            self.stop(0)
             raise WorkerError(f"cannot start {name}: {error}") from None
         return _address(spec, host)
 

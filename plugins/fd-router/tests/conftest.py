@@ -2,95 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from server_process import REPOSITORY, CommandProcess, ServerProcess
+from server_support import wait_for
 
 pytest_plugins = ["fastdeploy_testing.pytest_plugin"]
 
-MODEL = Path(__file__).resolve().parents[3] / "models" / "ernie-tiny"
+MODEL = REPOSITORY / "models" / "ernie-tiny"
 ADMIN = {"Authorization": "Bearer admin"}
-_URL = re.compile(r"(?:serving .* at|routing at) (http://\S+)")
 
 
-def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 30) -> Any:
-    """The first true value of a condition."""
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"waited {timeout_s} s for {what}")
-
-
-class Process:
-    """A command of `fastdeploy` that listens; its log is kept."""
-
-    def __init__(self, *arguments: str) -> None:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("FD_")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fastdeploy_core.cli.main", *arguments],
-            env={**kept, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as output:
-            for line in output:
-                self.lines.append(line.rstrip("\n"))
-
-    @property
-    def log(self) -> str:
-        return "\n".join(self.lines)
-
-    @property
-    def url(self) -> str:
-        """Where it listens; waits until it does."""
-
-        def found() -> re.Match[str] | None:
-            match = _URL.search(self.log)
-            assert match or self.process.poll() is None, self.log
-            return match
-
-        return wait_for(found, "the process to listen", 60)[1]
-
-    @property
-    def name(self) -> str:
-        """As routers name it."""
-        return self.url.removeprefix("http://")
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    def stop(self) -> int:
-        """Ends it, if it lives; its exit code."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-        self._reader.join(10)
-        return self.process.wait()
-
-
-class Router(Process):
+class Router(CommandProcess):
     """A running `fastdeploy router` with probes in quick succession."""
 
     def __init__(self, instances: list[str], *options: str) -> None:
@@ -130,11 +58,9 @@ class Router(Process):
         )
 
 
-def serve(port: int = 0) -> Process:
+def serve(*options: str) -> ServerProcess:
     """A server on the demo model."""
-    return Process(
-        *("serve", str(MODEL), "--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", "16"),
-    )
+    return ServerProcess(MODEL, "--max-num-seqs", "16", *options)
 
 
 class Pair:
@@ -172,11 +98,11 @@ def route() -> Iterator[Callable[..., Router]]:
 
 
 @pytest.fixture
-def stopped() -> Iterator[Callable[[Process], None]]:
+def stopped() -> Iterator[Callable[[CommandProcess], None]]:
     """stopped(process) freezes a process until the test ends."""
-    frozen: list[Process] = []
+    frozen: list[CommandProcess] = []
 
-    def freeze(process: Process) -> None:
+    def freeze(process: CommandProcess) -> None:
         process.signal(signal.SIGSTOP)
         frozen.append(process)
 

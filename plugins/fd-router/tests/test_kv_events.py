@@ -16,12 +16,14 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from conftest import MODEL, Process, Router, wait_for
+from conftest import MODEL, Router
 from fd_router.cached.cached_blocks import EventIndex, token_keys
 from fd_router.cached.follower import Follower, Publisher
 from fd_router.cached.prefix_index import PrefixIndex
 from fd_router.options import parse
 from fd_router.policies import InstanceView, RequestView, make_policy
+from server_process import CommandProcess, ServerProcess
+from server_support import wait_for
 
 from fastdeploy_core.errors import ConfigError
 
@@ -302,14 +304,15 @@ def test_an_option_that_cannot_work_is_refused(word: str) -> None:
 # ---------------------------------------------------------------- real engines
 
 
-def _serve(folder: Path, *more: str) -> Process:
+def _serve(folder: Path, *more: str) -> ServerProcess:
     config = {
         "enable_kv_cache_events": True,
         "endpoint": f"ipc://{folder}/events",
         "replay_endpoint": f"ipc://{folder}/replay",
     }
-    return Process(
-        *("serve", str(MODEL), "--host", "127.0.0.1", "--port", "0", "--block-size", "8"),
+    return ServerProcess(
+        MODEL,
+        *("--block-size", "8"),
         *("--kv-events-config", msgspec.json.encode(config).decode(), *more),
     )
 
@@ -371,7 +374,7 @@ def test_hits_by_events_are_the_engines_own(tmp_path: Path, seed: int) -> None:
     assert sum(own == 0 for _, own in hits) > 5
 
 
-def _engine_of(server: Process) -> int:
+def _engine_of(server: CommandProcess) -> int:
     """One of the engine processes that a server started."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

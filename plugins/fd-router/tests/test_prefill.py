@@ -17,10 +17,12 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import MODEL, Process, Router, wait_for
+from conftest import MODEL, Router
 from fd_router.asked import read_request
 from fd_router.options import parse
 from fd_router.prefill import first_token
+from server_process import CommandProcess, ServerProcess
+from server_support import wait_for
 
 from fastdeploy_core.errors import ConfigError
 
@@ -35,10 +37,11 @@ PERSON = {
 }
 
 
-def server(folder: Path, wait_s: float) -> Process:
+def server(folder: Path, wait_s: float) -> ServerProcess:
     """On the demo model, with a KV store in the folder."""
-    return Process(
-        *("serve", str(MODEL), "--host", "127.0.0.1", "--port", "0", "--max-num-seqs", "8"),
+    return ServerProcess(
+        MODEL,
+        *("--max-num-seqs", "8"),
         *("--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", "128"),
         *("--num-gpu-blocks-override", "256", "--swap-space", "0.1", "--num-threads", "1"),
         *("--kv-store", "disk", "--kv-store-config.path", str(folder)),
@@ -168,7 +171,7 @@ def test_every_block_comes_back(apart: Apart) -> None:
 
 
 def test_the_prefill_instance_is_killed_before_while_and_after(
-    own: Apart, stopped: Callable[[Process], None]
+    own: Apart, stopped: Callable[[CommandProcess], None]
 ) -> None:
     def body(number: int) -> dict[str, Any]:
         return {"prompt": f"({number}) " + STORY * 12, "max_tokens": 12, "temperature": 0}
@@ -192,7 +195,7 @@ def test_the_prefill_instance_is_killed_before_while_and_after(
 
 
 def test_a_frozen_prefill_instance_costs_bounded_time(
-    own: Apart, stopped: Callable[[Process], None]
+    own: Apart, stopped: Callable[[CommandProcess], None]
 ) -> None:
     body = {"prompt": STORY * 12, "max_tokens": 12, "temperature": 0}
     stopped(own.prefill)

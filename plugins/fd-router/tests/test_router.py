@@ -7,13 +7,15 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
-from conftest import ADMIN, Pair, serve, wait_for
+from conftest import ADMIN, Pair, Router, serve
 from prometheus_client.parser import text_string_to_metric_families
+from server_support import wait_for
 
 CHAT = {"messages": [{"role": "user", "content": "Tell me a story"}]}
 LONG = {"ignore_eos": True, "max_tokens": 150}
@@ -387,6 +389,39 @@ def test_client_that_leaves_cancels_its_request(pair: Pair) -> None:
     wait_for(idle, "the engines to be idle", 5)
 
 
+def test_server_that_its_operator_drains_gets_nothing_new(
+    pair: Pair, route: Callable[..., Router]
+) -> None:
+    drained = serve("--admin-key", "operator")
+    try:
+        router = route([drained.url, pair.servers[1].url], "--policy", "round-robin")
+        router.until_ready(2)
+        begun = [threading.Event() for _ in range(2)]
+        body = {**CHAT, **LONG, "max_tokens": 400}
+        with ThreadPoolExecutor(2) as threads:
+            streams = [
+                threads.submit(_stream, router.url, "/v1/chat/completions", body, one)
+                for one in begun
+            ]
+            assert all(one.wait(30) for one in begun)
+            assert set(router.in_flight().values()) == {1}
+            operator = {"Authorization": "Bearer operator"}
+            assert httpx.post(f"{drained.url}/drain", headers=operator).status_code == 200
+            # At once, before a probe can have seen it: what is refused there goes elsewhere.
+            whole = {**CHAT, "max_tokens": 4}
+            for _ in range(6):
+                answer = httpx.post(f"{router.url}/v1/chat/completions", json=whole, timeout=60)
+                assert answer.status_code == 200
+            wait_for(lambda: "draining" in router.listed("state")[drained.name], "the probe")
+            for stream in streams:
+                assert stream.result()[-1]["choices"][0]["finish_reason"] == "length"
+        assert router.listed("breaker")[drained.name] == "closed"
+        failures = router.metric("fastdeploy_router_failures_total", instance=drained.name)
+        assert failures == router.metric("fastdeploy_router_migrations_total") == 0
+    finally:
+        assert drained.stop() == 0
+
+
 def test_draining_instance_gets_nothing_new(pair: Pair) -> None:
     router, (one, other) = pair.router, pair.servers
     with ThreadPoolExecutor(2) as threads:
@@ -506,7 +541,7 @@ def test_killed_instance(pair: Pair, stopped) -> None:
     assert moved >= to_move > 0
     port = int(one.url.rpartition(":")[2])
     one.stop()
-    pair.servers[0] = serve(port)
+    pair.servers[0] = serve("--port", str(port))
     router.until_ready(2)
 
 

@@ -145,11 +145,8 @@ class FrontEnds:
             )
             for number in range(engine_config.parallel.data_parallel_size)
         ]
-        table = Occupancy(self._count, occupancy_path(folder), create=True)
-        self._is_draining = False
-        self.door = FrontDoor(
-            listener, server_config, self._health, lambda: self._is_draining, table
-        )
+        self._table = Occupancy(self._count, occupancy_path(folder), create=True)
+        self.door = FrontDoor(listener, server_config, self._health, self._table)
         self._hall = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._hall.bind(door_path(folder))
         self._hall.listen(self._count)
@@ -226,7 +223,7 @@ class FrontEnds:
 
     def _drain(self) -> int:
         """Let every API server finish its requests; a second signal ends them now."""
-        self._is_draining = True
+        self._table.drain()
         self._engines[0].tell(wire.Drain())  # each API server has to hear it once
         deadline = time.monotonic() + self._server_config.grace_s + END_S
         while time.monotonic() < deadline and self._running():

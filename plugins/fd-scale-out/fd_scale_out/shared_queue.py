@@ -7,6 +7,7 @@ what a dead one held to another, or to the same one after its restart.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -17,6 +18,7 @@ from fastdeploy_core.contracts.scheduler import RequestScheduler, error_of
 from fastdeploy_core.engine.processes import wire
 from fastdeploy_core.engine.processes.refusal import refusal
 from fastdeploy_core.engine.processes.supervisor import Listener
+from fastdeploy_core.errors import WorkerError
 from fastdeploy_core.types import Request
 from fastdeploy_core.types.engine import EngineHealth
 
@@ -38,6 +40,7 @@ class SharedQueue:
         self._engine, self._scheduler, self._listener = engine, scheduler, listener
         self._messages: queue.SimpleQueue[wire.Put | wire.Abort | None] = queue.SimpleQueue()
         self._has_instances = False
+        self._is_draining = False
         self._stopping = threading.Event()
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
@@ -58,6 +61,7 @@ class SharedQueue:
         if isinstance(message, wire.Put | wire.Abort):
             self._messages.put(message)
         else:
+            self._is_draining |= isinstance(message, wire.Drain)
             self._engine.send(message)
 
     def health(self) -> EngineHealth:
@@ -128,4 +132,7 @@ class SharedQueue:
             except Exception:
                 logger.exception("the queue's instances could not be seen")
                 self._has_instances = False
+            if self._is_draining:  # an engine that was started again has not heard of it
+                with contextlib.suppress(WorkerError):
+                    self._engine.send(wire.Drain())
             self._stopping.wait(max(0.0, LOOK_S - (time.monotonic() - began_s)))

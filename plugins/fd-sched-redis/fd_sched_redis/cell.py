@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from importlib.resources import files
+from itertools import chain
 from typing import Any, NamedTuple
 
 import redis
@@ -241,8 +242,11 @@ class Cell:
 
     def held(self, instance: str, attempts: Sequence[tuple[str, int]]) -> list[int]:
         """What is true of requests that an instance believes to hold: see queue.lua."""
-        flat = [part for pair in attempts for part in pair]
-        return [int(x) for x in self._call("held", instance, *flat)]
+        return [int(x) for x in self._call("held", instance, *chain.from_iterable(attempts))]
+
+    def give_back(self, instance: str, attempts: Sequence[tuple[str, int]]) -> None:
+        """An instance will not begin these requests."""
+        self._call("give_back", instance, *chain.from_iterable(attempts))
 
     def leave(self, instance: str, epoch: str) -> None:
         """An instance ends and gives back what it holds."""

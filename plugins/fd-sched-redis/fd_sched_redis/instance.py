@@ -210,6 +210,8 @@ class InstanceSide:
         """The thread that takes requests for an engine that has room."""
         while not self._closing.is_set():
             try:
+                if self._load.draining:
+                    self._give_back()
                 with self._lock:
                     if self._room() is None:
                         self._changed.wait(WAIT_S)
@@ -226,6 +228,24 @@ class InstanceSide:
             except Exception:
                 logger.exception("requests could not be taken; it is tried again")
                 time.sleep(AWAY_S)
+
+    def _give_back(self) -> None:
+        """An engine that drains asks no more: others get what it would have been given next."""
+        with self._lock:
+            spare = [entry for entry in self._stash if entry[1].cell >= 0]
+            self._stash = deque(entry for entry in self._stash if entry[1].cell < 0)
+        for number in {held.cell for _, held in spare}:
+            part = [(r.request_id, held) for r, held in spare if held.cell == number]
+            try:
+                self._cells[number].give_back(self.name, [(name, h.attempt) for name, h in part])
+            except redis.RedisError:
+                with self._lock:
+                    self._stash.extend(entry for entry in spare if entry[1].cell == number)
+                raise
+            with self._lock:
+                for name, held in part:
+                    if self._held.get(name) is held:
+                        del self._held[name]
 
     def _room(self) -> Capacity | None:
         ask = self._ask

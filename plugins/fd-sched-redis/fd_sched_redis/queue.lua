@@ -409,6 +409,16 @@ function ops.held(instance, ...)
   return answers
 end
 
+-- What this instance was given and has not begun stands where it stood.
+function ops.give_back(instance, ...)
+  local asked = {...}
+  for n = 1, #asked, 2 do
+    local r = call('HMGET', key('t:' .. asked[n]), 'owner', 'attempt')
+    if r[1] == instance and r[2] == asked[n + 1] then give_back(asked[n], false) end
+  end
+  return {'ok'}
+end
+
 function ops.leave(instance, epoch)
   if call('HGET', key('i:' .. instance), 'epoch') ~= epoch then return {'fenced'} end
   end_epoch(instance, false)

@@ -434,6 +434,25 @@ class RequestSchedulerConformance(Conformance):
         taken = self.take(make(instance="next", **long), 7)
         assert [r.request_id for r in taken] == ["soon", *names]
 
+    @pytest.mark.capability("shared_queue")
+    def test_a_draining_instance_keeps_nothing_that_it_was_not_given(
+        self, driver: Any, make: Maker
+    ) -> None:
+        self._need(driver, "shared_queue")
+        front, draining = make(instance="front"), make(instance="draining")
+        # Drivers that fetch ahead have a question to answer now, and then requests to spare.
+        held = draining.get_requests(PLENTY, 0.0)
+        names = [f"r{i}" for i in range(6)]
+        front.put_requests([request(n) for n in names])
+        time.sleep(self.lease_s / 8)
+        other, taken = make(instance="other"), list[str]()
+        deadline = time.monotonic() + self.patience_s
+        while len(taken) < len(names) and time.monotonic() < deadline:
+            draining.report_load(InstanceLoad("draining", 1, draining=True))
+            taken += [r.request_id for r in other.get_requests(PLENTY, self.lease_s / 20)]
+        assert held == []
+        assert sorted(taken) == names
+
     @pytest.mark.capability("durable")
     def test_waiting_requests_outlive_who_put_them(self, driver: Any, make: Maker) -> None:
         self._need(driver, "durable", "shared_queue")
@@ -442,6 +461,35 @@ class RequestSchedulerConformance(Conformance):
         front.close()
         taken = self.take(make(instance="engine"), 2)
         assert [r.request_id for r in taken] == ["r", "late"]
+
+    @pytest.mark.capability("durable")
+    def test_an_id_is_put_again_when_its_front_end_is_gone(self, driver: Any, make: Maker) -> None:
+        self._need(driver, "durable", "shared_queue", "leases")
+        gone, engine = make(instance="gone"), make(instance="engine")
+        gone.put_requests([request("r")])
+        first = self.take(engine, 1)[0]
+        gone.close()
+        front = make(instance="front")
+        deadline = time.monotonic() + self.patience_s
+        while (reason := front.put_requests([request("r")])[0]) and time.monotonic() < deadline:
+            assert "duplicate" in reason
+            time.sleep(self.lease_s / 20)
+        assert reason is None, "the id of a request that nobody waits for stays taken"
+        second, stopped = list[Request](), list[str]()
+        while not second and time.monotonic() < deadline:
+            stopped += engine.get_aborts()
+            second += engine.get_requests(PLENTY, 0.05)
+        assert second and second[0].attempt > first.attempt
+        engine.put_results([delta(first, 0), delta(first, 1, finished=True)])
+        engine.put_results([delta(second[0], 0), delta(second[0], 1, finished=True)])
+        got = self.collect(front, 2)
+        assert [(d.position, d.attempt) for d in got] == [
+            (0, second[0].attempt),
+            (1, second[0].attempt),
+        ]
+        assert stopped in ([], ["r"]), "the order to stop comes before the request does"
+        assert engine.get_aborts() == []
+        assert front.get_results(0.1) == []
 
     def _need(self, driver: Any, *names: str) -> None:
         for name in names:
