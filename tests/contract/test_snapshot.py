@@ -4,8 +4,8 @@
 
 snapshot.json holds every method of every Protocol and of every base class of devices/ and
 fd-accelerator, every field of every record, every hook and operation. A difference under the
-same CONTRACT fails. It also holds what layers/, models/ and quantization/ name in `__all__`. Plugins
-call these and do not implement them, so they may grow under the same number.
+same CONTRACT fails. It also holds what layers/, models/ and quantization/ name in `__all__`.
+Plugins call these and do not implement them, so they may grow under the same number.
 """
 
 from __future__ import annotations
