@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 _CHILD: Final = Path(__file__).with_name("preflight_child.py")
 _START_LIMIT_S: Final = 20.0  # for starting the child's interpreter on a very busy machine
-_NO_BUDGET: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +43,7 @@ class Job:
     limit_s: float
     calls: tuple[str, ...] = ()
     question: dict[str, Any] = field(default_factory=dict)
+    stall_s: float = 0.0  # of neither reading files nor touching new memory; 0: see IDLE_S
     report: str = ""  # "module:function" that is called with the target; see Outcome.facts
     group: str = ""
 
@@ -60,18 +60,17 @@ class Outcome:
     facts: dict[str, Any] = field(default_factory=dict)  # what Job.report returned
 
 
-def run(jobs: Sequence[Job], *, budget_s: float = _NO_BUDGET, at_once: int = 0) -> list[Outcome]:
+def run(jobs: Sequence[Job], *, at_once: int = 0) -> list[Outcome]:
     """Outcomes in the order of `jobs`; a plugin's errors never raise here.
 
     Args:
-        budget_s: seconds for all jobs together, beside the limit of each.
         at_once: how many groups are imported side by side; 0: as many as there are processors.
     """
     at_once = at_once or max(2, os.cpu_count() or 1)
-    outcomes = _run_child(jobs, range(len(jobs)), budget_s, at_once)
+    outcomes = _run_child(jobs, range(len(jobs)), at_once)
     for index in range(len(jobs)):
         if index not in outcomes:  # a plugin ended the child itself: each of them alone tells which
-            alone = _run_child(jobs, [index], budget_s, 1)
+            alone = _run_child(jobs, [index], 1)
             outcomes[index] = alone.get(index) or Outcome("ended the process that loads plugins", 0)
     return [outcomes[i] for i in range(len(jobs))]
 
@@ -88,21 +87,18 @@ def decode_candidate(value: Any) -> Candidate | None:
     return Candidate(str(value["candidate"]), verdict, dict(value["details"]))
 
 
-def _run_child(
-    jobs: Sequence[Job], indices: Sequence[int], budget_s: float, at_once: int
-) -> dict[int, Outcome]:
+def _run_child(jobs: Sequence[Job], indices: Sequence[int], at_once: int) -> dict[int, Outcome]:
     """The outcomes that one child tells."""
     if not indices:
         return {}
     by_group = itertools.groupby(indices, key=lambda i: jobs[i].group or i)
     order = {
         "sys_path": sys.path,
-        "budget_s": budget_s,
         "at_once": at_once,
         "groups": [[_encoded(i, jobs[i]) for i in group] for _, group in by_group],
     }
     outcomes: dict[int, Outcome] = {}
-    longest = max(min(jobs[i].limit_s, budget_s) for i in indices) + _START_LIMIT_S
+    longest = max(jobs[i].limit_s for i in indices) + _START_LIMIT_S
     # Files instead of pipes: a plugin that prints much, or a long list of jobs, must not block.
     with (
         tempfile.TemporaryFile() as stdin,
@@ -124,6 +120,7 @@ def _encoded(index: int, job: Job) -> dict[str, Any]:
         "id": index,
         "target": job.target,
         "limit_s": job.limit_s,
+        "stall_s": job.stall_s,
         "calls": job.calls,
         "question": job.question,
         "report": job.report,

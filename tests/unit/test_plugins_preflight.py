@@ -104,11 +104,30 @@ def test_those_that_hang_cost_their_limit_once(write):
         """,
     )
     good = write("pf_fine", "")
-    jobs = [Job(m, 60.0, ("fd_device_probe",)) for m in (sleeps, computes, asked, sleeps, asked)]
+    modules = (sleeps, computes, asked, sleeps, asked)
+    jobs = [Job(m, 60.0, ("fd_device_probe",), stall_s=2.0) for m in modules]
     started = time.monotonic()
-    outcomes = run([*jobs, Job(good, 60.0)], budget_s=2.0, at_once=9)
+    outcomes = run([*jobs, Job(good, 60.0, stall_s=2.0)], at_once=9)
     assert time.monotonic() - started < 2.0 + 6.0, "one limit, and the start of an interpreter"
     assert [o.error for o in outcomes] == ["did not finish within 2 s"] * 5 + [""]
+
+
+@pytest.mark.parametrize("works", ["open(__file__).read()", "kept.append(bytearray(2**20))"])
+def test_one_that_goes_on_importing_is_given_its_limit(write, works):
+    """As an import of a tensor library on a busy machine: it reads, or touches new memory."""
+    imports = write(
+        "pf_imports",
+        f"""
+        import time
+        kept, end = [], time.monotonic() + 3
+        while time.monotonic() < end:
+            {works}
+            time.sleep(0.02)
+        """,
+    )
+    endless = write("pf_endless", "while True: open(__file__).read()")
+    jobs = [Job(imports, 20.0, stall_s=1.0), Job(endless, 2.0, stall_s=1.0)]
+    assert [o.error for o in run(jobs)] == ["", "did not finish within 2 s"]
 
 
 def test_what_neither_computes_nor_reads_is_given_up_long_before_its_limit(write):
