@@ -59,7 +59,7 @@ LONG = (
 LATER = (
     *("tests/docs/test_migrate.py", "tests/docs/test_two_nodes.py"),
     *("tests/plugins/test_doctor.py", "tests/plugins/test_hostile.py"),
-    "tests/plugins/test_model_plugin.py",
+    *("tests/plugins/test_model_plugin.py", "tests/plugins/test_new.py"),
     *("tests/server/test_many_instances.py", "tests/server/test_replicas.py"),
 )
 # Their suites need neither a compiler nor hardware, so `tests` has them, too; what takes minutes,

@@ -1,9 +1,6 @@
-"""What you learn: write a request scheduler. The servers of one host share a queue in a file.
+"""The servers of one host share a queue of requests: an SQLite file in a folder."""
 
-pip install -e examples/sqlite-scheduler
-fastdeploy plugins check sqlite --option folder=/tmp/queue
-fastdeploy serve DIR --scheduler-name sqlite --scheduler-config.folder /tmp/queue
-"""
+from __future__ import annotations
 
 import functools
 import secrets
@@ -50,14 +47,17 @@ def poll(ask: Any, timeout_s: float) -> Any:
     return found
 
 
-class SqliteScheduler:
-    name, contract = "sqlite", (1, 0)
+class MyQueueScheduler:
+    """See contracts.scheduler.RequestScheduler; options: folder, topic."""
+
+    name = "myqueue"
+    contract = (1, 0)
     capabilities = SchedulerCapabilities(shared_queue=True, leases=True, durable=True)
 
     def __init__(self, config: Any) -> None:
         options = {"topic": "default", **(config.options or {})}
         if set(options) != {"topic", "folder"}:
-            raise ConfigError(f"sqlite needs folder and may have topic, got {', '.join(options)}")
+            raise ConfigError(f"myqueue needs folder and may have topic, got {', '.join(options)}")
         self.config, self.lock, self.is_closed = config, threading.RLock(), False
         self.me, self.front = config.instance or secrets.token_hex(8), secrets.token_hex(8)
         self.epoch, self.has_entered = config.epoch or secrets.randbits(62), False
