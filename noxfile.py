@@ -70,7 +70,7 @@ LIGHT = {
     "plugins/fd-accelerator": (),
     "plugins/fd-bench": (),
     "plugins/fd-calibrate": (),
-    "plugins/fastdeploy-testing": (),
+    "plugins/fastdeploy-testing": ("-m", "not slow"),
     "plugins/fd-cuda": tuple(f"--ignore-glob=*/{name}.py" for name in INTERPRETED),
     "plugins/fd-gguf": (),
     "plugins/fd-grammar-llguidance": (),

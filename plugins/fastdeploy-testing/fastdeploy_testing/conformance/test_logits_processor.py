@@ -3,6 +3,8 @@ client's error."""
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -28,10 +30,17 @@ Arguments = dict[str, Any]
 
 
 class LogitsProcessorConformance(OnDevice):
-    """`arguments`: logits_processors_args of requests that switch the processor on."""
+    """`arguments`: logits_processors_args of requests that switch the processor on. Override
+    `expected` to have rows compared with what they should be."""
 
     kind = "logits_processor"
     arguments: ClassVar[tuple[Arguments, ...]] = ()
+
+    def expected(
+        self, logits: np.ndarray, history: Sequence[int], asked: Arguments
+    ) -> np.ndarray | None:
+        """What a row becomes, [vocab_size] float32, in plain numpy; None: only the author knows."""
+        return None
 
     @pytest.fixture
     def requests(self, fd_options: dict[str, str]) -> list[Arguments]:
@@ -88,6 +97,15 @@ class LogitsProcessorConformance(OnDevice):
         assert not np.array_equal(result, logits), "no row of four is changed"
         assert not np.isnan(result).any()
         assert np.isfinite(result).any(axis=1).all(), "a row in which no token is possible"
+
+    def test_rows_are_as_expected(self, make: Any, device: Any, requests: list[Arguments]) -> None:
+        ids, logits = [11, 12, 13, 14], self.logits(7, 4)
+        rows = zip(logits, HISTORIES, requests, strict=True)
+        expected = [self.expected(row.copy(), history, asked) for row, history, asked in rows]
+        if any(row is None for row in expected):
+            pytest.skip("override expected(), which says what a row becomes")
+        result = self.applied(device, self.entered(make(), ids, requests), logits, ids, HISTORIES)
+        np.testing.assert_allclose(result, np.array(expected), rtol=1e-5, atol=1e-5)
 
     def test_each_row_is_as_if_it_were_alone(
         self, make: Any, device: Any, requests: list[Arguments]
@@ -154,7 +172,30 @@ class LogitsProcessorConformance(OnDevice):
             self.applied(device, self.entered(one, again, others), logits, again, HISTORIES)
             for one in (used, make())
         ]
-        assert np.array_equal(*results), "what sequences of the same numbers did is remembered"
+        assert np.array_equal(results[0], results[1]), (
+            "what sequences of the same numbers did is remembered"
+        )
+
+    def test_sequences_that_left_leave_no_memory(
+        self, make: Any, requests: list[Arguments]
+    ) -> None:
+        processor, params = make(), self.params(requests[0])
+
+        def pass_by(first: int) -> int:
+            before = tracemalloc.get_traced_memory()[0]
+            for seq_id in range(first, first + 1000):
+                processor.add(seq_id, params, PROMPT.copy())
+                processor.remove(seq_id)
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0] - before
+
+        tracemalloc.start()
+        try:
+            pass_by(0)
+            grown = pass_by(1000)
+        finally:
+            tracemalloc.stop()
+        assert grown < 50_000, f"{grown} bytes more after 1000 sequences have come and gone"
 
     def test_one_that_leaves_takes_no_other_along(
         self, make: Any, device: Any, requests: list[Arguments]
@@ -176,6 +217,16 @@ class LogitsProcessorConformance(OnDevice):
             processor.validate(params)
             assert isinstance(processor.add(5, params, PROMPT.copy()), bool | np.bool_)
             processor.remove(5)
+
+    def test_each_sequence_is_asked_about_itself(
+        self, make: Any, requests: list[Arguments]
+    ) -> None:
+        with_them, without = self.params(requests[0]), SamplingParams()
+        wanted = [make().add(1, params, PROMPT.copy()) for params in (with_them, without)]
+        processor = make()
+        for seq_id, number in enumerate([0, 1, 0, 1, 1, 0]):
+            got = processor.add(seq_id, (with_them, without)[number], PROMPT.copy())
+            assert got == wanted[number], "add() depends on the sequences before"
 
     def test_odd_arguments_are_the_clients_error(
         self, make: Any, requests: list[Arguments]

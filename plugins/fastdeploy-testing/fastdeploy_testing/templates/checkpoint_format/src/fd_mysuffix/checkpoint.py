@@ -74,7 +74,7 @@ class MySuffixTensor:
         self._device = device
         self.shape, self.dtype = self._array.shape, str(self._array.dtype)
 
-    def read(self, *region: slice) -> Tensor:
+    def read(self, *region: slice | int) -> Tensor:
         """A part of it, on the device."""
         part: Tensor = self._device.to_device(np.array(self._array[region]))
         return part

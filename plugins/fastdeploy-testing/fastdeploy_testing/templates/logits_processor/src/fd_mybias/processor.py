@@ -1,4 +1,4 @@
-"""Forbids tokens, on request: logits_processors_args={"mybias": [1, 2]}."""
+"""Says tokens once at most, on request: logits_processors_args={"mybias": [1, 2]}."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ class MyBiasProcessor:
     ) -> Tensor:
         """logits: [rows, vocab_size] float32; a sequence has several rows where drafts are tried."""
         xp, size = self._context.xp, self._context.vocab_size
-        places = [row * size + self._tokens[seq_id] for row, seq_id in enumerate(seq_ids)]
+        places = [
+            row * size + np.intersect1d(self._tokens[seq_id], output_token_ids[row])
+            for row, seq_id in enumerate(seq_ids)
+        ]
         where = xp.to_device(xp.from_numpy(np.concatenate(places)), self._context.device)
         never = xp.full([where.shape[0]], NEVER, dtype=xp.float32, device=self._context.device)
         xp.index_copy_(logits.view([-1]), 0, where, never)

@@ -136,7 +136,7 @@ class MyQueueScheduler:
         return None if row else f"duplicate request id: {name!r:.80} is unfinished"
 
     def get_requests(self, capacity: Any, timeout_s: float = 0.0) -> list[Any]:
-        return poll(lambda: self.take(capacity), timeout_s)  # type: ignore[no-any-return]
+        return poll(lambda: self.take(capacity), timeout_s)
 
     @atomic
     def take(self, capacity: Any) -> list[Any]:
@@ -171,7 +171,7 @@ class MyQueueScheduler:
                 self.do("DELETE FROM requests WHERE n=? AND ?", r["n"], d.finished)
 
     def get_results(self, timeout_s: float = 0.0) -> list[Any]:
-        return poll(self.fetch, timeout_s)  # type: ignore[no-any-return]
+        return poll(self.fetch, timeout_s)
 
     @atomic
     def fetch(self) -> list[Any]:
