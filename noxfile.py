@@ -90,7 +90,7 @@ LIGHT = {
     "plugins/fd-sched-redis": ("--dist=load", "-m", "not slow"),
     "plugins/fd-spec-mtp": (),
     "plugins/fd-speculative": ("-m", "not slow"),
-    "plugins/fd-tools": (),
+    "plugins/fd-tools": ("-m", "not slow"),
     "plugins/fd-vision": ("--ignore-glob=*/test_caches.py",),
 }
 # Client libraries by name, with what installs all of each that session `clients` runs.
@@ -328,7 +328,7 @@ def benchmarks(session: nox.Session) -> None:
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """Write the generated pages of docs/reference anew; `-- --check` only compares."""
-    session.install("-e", ".")
+    session.install("-e", ".", "-e", "plugins/fd-accelerator", "-e", "plugins/fd-tools")
     session.run("python", "docs/generate.py", *session.posargs)
 
 

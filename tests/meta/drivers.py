@@ -110,6 +110,7 @@ from fd_speculative.suffix import SuffixDrafter
 from fd_tools.chat import chat, complete
 from fd_tools.collect_env import main as collect_env
 from fd_tools.plugins_doctor import main as plugins_doctor
+from fd_tools.plugins_report import main as plugins_report
 from fd_tools.plugins_show import main as plugins_show
 from fd_tools.plugins_why import main as plugins_why
 from fd_tools.run_batch import main as run_batch
@@ -330,6 +331,7 @@ commands: list[Command] = [
     collect_env,
     launch,
     plugins_doctor,
+    plugins_report,
     plugins_show,
     plugins_why,
 ]
