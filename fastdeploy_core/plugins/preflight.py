@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,13 +104,9 @@ def _run_child(jobs: Sequence[Job], indices: Sequence[int], at_once: int) -> dic
         tempfile.TemporaryFile() as errors,
         _child(stdin, errors, order) as channel,
     ):
-        clock = _Clock(longest)
-        for line in _lines(channel, clock):
-            if line is None:
-                break
+        for line in _lines(channel, longest):
             message = json.loads(line)
             outcomes[message["id"]] = _outcome(message)
-            clock.restart(longest)
     return outcomes
 
 
@@ -125,24 +120,6 @@ def _encoded(index: int, job: Job) -> dict[str, Any]:
         "question": job.question,
         "report": job.report,
     }
-
-
-class _Clock:
-    """Time since the last restart, compared with a limit."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.restart(limit_s)
-
-    def restart(self, limit_s: float) -> None:
-        self._started, self._limit_s = time.monotonic(), limit_s
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self._started
-
-    @property
-    def remaining_s(self) -> float:
-        return max(0.0, self._limit_s - self.elapsed_s)
 
 
 def _outcome(message: dict[str, Any]) -> Outcome:
@@ -187,14 +164,10 @@ def _child(stdin: IO[bytes], errors: IO[bytes], order: dict[str, Any]) -> Iterat
             child.wait()
 
 
-def _lines(channel: int, clock: _Clock) -> Iterator[bytes | None]:
-    """Complete lines until end of file; None once the time is up."""
+def _lines(channel: int, limit_s: float) -> Iterator[bytes]:
+    """Complete lines until end of file, or until nothing comes for `limit_s`."""
     buffer = b""
-    while True:
-        ready, _, _ = select.select([channel], [], [], clock.remaining_s)
-        if not ready:
-            yield None
-            return
+    while select.select([channel], [], [], limit_s)[0]:
         chunk = os.read(channel, 65536)
         if not chunk:
             return

@@ -89,7 +89,7 @@ class _Fork:
 
     def _restart(self) -> None:
         self._started = self._moved = self._advanced = time.monotonic()
-        self._used = self._progress = -1
+        self._used, self._progress, self._before_s = (0.0, -1), -1, 0.0
 
     def read(self) -> bool:
         """Pass on what the fork tells; False once it tells nothing any more."""
@@ -108,16 +108,19 @@ class _Fork:
 
     def exceeded(self, now: float) -> float:
         """The limit that the current job exceeds, in seconds; 0 for none."""
-        computed, progress = _activity(self._worker)
-        if computed + progress != self._used:
-            self._used, self._moved = computed + progress, now
+        is_ready, computed_s, progress = _activity(self._worker)
+        if is_ready or (computed_s, progress) != self._used:
+            self._used, self._moved = (computed_s, progress), now
         if progress != self._progress:
-            self._progress, self._advanced = progress, now
+            self._progress, self._advanced, self._before_s = progress, now, computed_s
         job = self._jobs[min(self._done, len(self._jobs) - 1)]
         if now - self._started > job["limit_s"]:
             return float(job["limit_s"])
-        if job["stall_s"] and progress >= 0 and now - self._advanced > job["stall_s"]:
-            return float(job["stall_s"])
+        stall_s = float(job["stall_s"])
+        # One that waits for a processor of a busy machine does not hang.
+        has_had_time = not is_ready or computed_s - self._before_s > stall_s / 2
+        if 0 < stall_s < now - self._advanced and has_had_time and progress >= 0:
+            return stall_s
         return IDLE_S if progress >= 0 and now - self._moved > IDLE_S else 0.0
 
     def end(self, error: str = "") -> list[list[dict[str, Any]]]:
@@ -223,18 +226,20 @@ def _message(line: bytes) -> dict[str, Any] | None:
     return message if isinstance(message, dict) and message.get("event") else None
 
 
-def _activity(pid: int) -> tuple[int, int]:
-    """Two numbers, of which one grows while a process computes, the other while it reads files or
-    touches new memory, as every import does and no endless loop; (0, -1) where nothing tells."""
+def _activity(pid: int) -> tuple[bool, float, int]:
+    """Whether a process computes or would like to, seconds that it has, and a number that grows
+    while it reads files or touches new memory, as every import does and no endless loop; -1 where
+    nothing tells."""
     try:
         with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/io") as io:  # noqa: PTH123
             fields = stat.read().rpartition(")")[2].split()
             read = int(io.readline().split()[1])
     except (OSError, ValueError, IndexError):
-        return 0, -1
+        return False, 0.0, -1
     if fields[0] == "D":  # waits for a disk
-        return 0, time.monotonic_ns()
-    return int(fields[11]) + int(fields[12]), int(fields[7]) + int(fields[9]) + read
+        return False, 0.0, time.monotonic_ns()
+    seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return fields[0] == "R", seconds, int(fields[7]) + int(fields[9]) + read
 
 
 def _death(status: int, printed: Any) -> str:
