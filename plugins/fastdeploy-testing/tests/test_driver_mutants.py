@@ -15,7 +15,7 @@ from fastdeploy_testing.conformance.driver_mutants import KINDS_WITH_MUTANTS, mu
 from fastdeploy_testing.conformance.mutants import FEWEST
 from fastdeploy_testing.new import create
 
-# Ten seconds each; a transport's tests need another process, a scheduler's wait for leases.
+# Ten seconds each and more: a scheduler's tests wait for leases.
 SLOW = set(KINDS_WITH_MUTANTS) - {"tool_parser"}
 
 

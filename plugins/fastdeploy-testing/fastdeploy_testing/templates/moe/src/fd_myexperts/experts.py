@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.moe import MoESpec
     from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.contracts.quant_formats import PackedWeight
     from fastdeploy_core.tensor import Tensor
 
 
@@ -23,7 +24,7 @@ class MyExpertsMoE:
     def __init__(self, spec: MoESpec, device: DeviceBackend, kernels: KernelTable) -> None:
         self._device, self._xp = device, device.xp
 
-    def prepare_weights(self, gate_up: Tensor, down: Tensor) -> Any:
+    def prepare_weights(self, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight) -> Any:
         """Lay the weights out as your kernel wants them; here they stay as they are."""
         return gate_up, down
 
