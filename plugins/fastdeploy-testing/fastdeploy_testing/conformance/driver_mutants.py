@@ -31,8 +31,8 @@ from fastdeploy_testing.conformance.mutants import FEWEST, _array, _is_tensor, _
 
 # Methods that return an object with a Protocol of its own: its methods have mutants, too.
 MADE: Final = {("grammar", "matcher"): "fastdeploy_core.contracts.small:GrammarMatcher"}
-# Kinds whose drivers are classes of methods that a test calls in its own process. Those of KV
-# transports would be, too; each of their tests starts a process, which a hunt would do a thousand times.
+# Kinds whose drivers are classes of methods that a test calls in its own process. KV transports
+# are, too, but each of their tests starts a process, which a hunt would do a thousand times.
 KINDS_WITH_MUTANTS: Final = (
     *("scheduler", "kv_store", "reasoning_parser", "tool_parser", "logits_processor"),
     "grammar",
