@@ -119,7 +119,7 @@ class _Fork:
         stall_s = float(job["stall_s"])
         # One that waits for a processor of a busy machine does not hang.
         has_had_time = not is_ready or computed_s - self._before_s > stall_s / 2
-        if 0 < stall_s < now - self._advanced and has_had_time and progress >= 0:
+        if 0 < stall_s < now - self._advanced and has_had_time:  # by the clock if nothing tells
             return stall_s
         return IDLE_S if progress >= 0 and now - self._moved > IDLE_S else 0.0
 

@@ -149,6 +149,9 @@ def test_one_that_waits_for_a_processor_does_not_hang(monkeypatch):
     assert limit_after(asleep, 1.9, False, 0.1) == 0
     assert limit_after(asleep, 2.1, False, 0.1) == 2
     assert limit_after(starved, 61, True, 0.1) == 60
+    monkeypatch.setattr(preflight_child, "_activity", lambda pid: (False, 0.0, -1))
+    unseen = fork()
+    assert unseen.exceeded(unseen._started + 2.1) == 2, "where no system tells, the clock does"
 
 
 def test_what_neither_computes_nor_reads_is_given_up_long_before_its_limit(write):
