@@ -59,7 +59,7 @@ LONG = (
 LATER = (
     *("tests/docs/test_migrate.py", "tests/docs/test_two_nodes.py"),
     *("tests/plugins/test_doctor.py", "tests/plugins/test_hostile.py"),
-    "tests/plugins/test_model_plugin.py",
+    *("tests/plugins/test_model_plugin.py", "tests/plugins/test_new.py"),
     *("tests/server/test_many_instances.py", "tests/server/test_replicas.py"),
 )
 # Their suites need neither a compiler nor hardware, so `tests` has them, too; what takes minutes,
@@ -70,7 +70,7 @@ LIGHT = {
     "plugins/fd-accelerator": (),
     "plugins/fd-bench": (),
     "plugins/fd-calibrate": (),
-    "plugins/fastdeploy-testing": (),
+    "plugins/fastdeploy-testing": ("-m", "not slow"),
     "plugins/fd-cuda": tuple(f"--ignore-glob=*/{name}.py" for name in INTERPRETED),
     "plugins/fd-gguf": (),
     "plugins/fd-grammar-llguidance": (),
@@ -90,7 +90,7 @@ LIGHT = {
     "plugins/fd-sched-redis": ("--dist=load", "-m", "not slow"),
     "plugins/fd-spec-mtp": (),
     "plugins/fd-speculative": ("-m", "not slow"),
-    "plugins/fd-tools": (),
+    "plugins/fd-tools": ("-m", "not slow"),
     "plugins/fd-vision": ("--ignore-glob=*/test_caches.py",),
 }
 # Client libraries by name, with what installs all of each that session `clients` runs.
@@ -331,7 +331,7 @@ def benchmarks(session: nox.Session) -> None:
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """Write the generated pages of docs/reference anew; `-- --check` only compares."""
-    session.install("-e", ".")
+    session.install("-e", ".", "-e", "plugins/fd-accelerator", "-e", "plugins/fd-tools")
     session.run("python", "docs/generate.py", *session.posargs)
 
 

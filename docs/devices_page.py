@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fd_tools import plugins_report
+
 PLUGINS = Path(__file__).resolve().parents[1] / "plugins"
+REPORTS = Path(__file__).resolve().parent / "devices" / "reports"
 Cell = Callable[[Any], str]
 
 
@@ -102,5 +106,39 @@ def devices(table: Callable[..., str]) -> str:
         "simulated PrivateUse1 device. No vendor kernel, no vendor collective, no performance "
         "and no numeric behaviour "
         "of "
-        "any of these chips has been tested.\n\n" + table(tuple(COLUMNS), rows)
+        "any of these chips has been tested by this project; [reports](#reports) are what others "
+        "have seen.\n\n" + table(tuple(COLUMNS), rows) + _reports(table)
     )
+
+
+def _reports(table: Callable[..., str]) -> str:
+    """What owners of chips have sent: files of `fastdeploy plugins report`."""
+    head = (
+        "\n\n## Reports\n\nFrom machines with the chip, as `fastdeploy plugins report DEVICE "
+        '--model DIR --note "chip, driver, who"` writes them. A file in '
+        "docs/devices/reports/ becomes a row here.\n\n"
+    )
+    rows = []
+    for path in sorted(REPORTS.glob("*.json")):
+        report = json.loads(path.read_text("utf-8"))
+        if report["format"] != plugins_report.FORMAT:
+            raise SystemExit(f"{path} has format {report['format']}, not {plugins_report.FORMAT}")
+        passed, failed = plugins_report.counts(report)
+        part = f" of `-k {report['keyword']!r}`" if report["keyword"] else ""
+        kernels, timings = report["kernels"], report["timings"]
+        speeds = (timings.get("tokens_per_s_alone"), timings.get("tokens_per_s_of_eight"))
+        rows.append(
+            (
+                f"[`{report['device']}`](../devices/reports/{path.name})",
+                report["note"],
+                report["date"],
+                report["distribution"],
+                f"{passed} passed, {failed} failed{part}",
+                f"{len(kernels.get('used', ()))} of {kernels.get('operations', 0)}",
+                f"{timings['model']}: {speeds[0]}, {speeds[1]}" if all(speeds) else "not timed",
+            )
+        )
+    if not rows:
+        return head + "None has come yet."
+    columns = ("device", "chip", "date", "plugin", "conformance kit", "kernels of plugins")
+    return head + table((*columns, "tokens/s alone, eight together"), rows)

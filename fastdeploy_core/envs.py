@@ -121,9 +121,10 @@ VARIABLES: Final[dict[str, Variable]] = {
             "FD_PLUGIN_HOOK_TIMEOUT_S",
             "seconds",
             2.0,
-            "How long third-party hook modules may take together to be imported and to say which "
-            "devices are here; they are asked side by side. All later answers that hang may take "
-            "half of it together.",
+            "How long third-party hook modules may hang while they are imported and say which "
+            "devices are here; they are asked side by side. One that goes on reading files or "
+            "touching new memory, as an import does, may take as long as a driver. All later "
+            "answers that hang may take half of it together.",
             _number(0.1, 3600),
         ),
         Variable(

@@ -150,8 +150,9 @@ class HookManager:
         self, entries: Sequence[PluginEntry], question: DeviceQuestion
     ) -> list[preflight.Outcome]:
         asked = {"tensor_library": question.tensor_library}
-        jobs = [preflight.Job(e.target, self._limit_s, (_PROBE,), asked) for e in entries]
-        return preflight.run(jobs, budget_s=self._limit_s, at_once=len(jobs))
+        longest, stall_s = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S"), self._limit_s
+        jobs = [preflight.Job(e.target, longest, (_PROBE,), asked, stall_s) for e in entries]
+        return preflight.run(jobs, at_once=len(jobs))
 
     def _probe(self, entry: PluginEntry, question: DeviceQuestion) -> Candidate | None:
         """A third party's answer to a device question, from a child process."""

@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 _CHILD: Final = Path(__file__).with_name("preflight_child.py")
 _START_LIMIT_S: Final = 20.0  # for starting the child's interpreter on a very busy machine
-_NO_BUDGET: Final = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +42,7 @@ class Job:
     limit_s: float
     calls: tuple[str, ...] = ()
     question: dict[str, Any] = field(default_factory=dict)
+    stall_s: float = 0.0  # of neither reading files nor touching new memory; 0: see IDLE_S
     report: str = ""  # "module:function" that is called with the target; see Outcome.facts
     group: str = ""
 
@@ -60,18 +59,17 @@ class Outcome:
     facts: dict[str, Any] = field(default_factory=dict)  # what Job.report returned
 
 
-def run(jobs: Sequence[Job], *, budget_s: float = _NO_BUDGET, at_once: int = 0) -> list[Outcome]:
+def run(jobs: Sequence[Job], *, at_once: int = 0) -> list[Outcome]:
     """Outcomes in the order of `jobs`; a plugin's errors never raise here.
 
     Args:
-        budget_s: seconds for all jobs together, beside the limit of each.
         at_once: how many groups are imported side by side; 0: as many as there are processors.
     """
     at_once = at_once or max(2, os.cpu_count() or 1)
-    outcomes = _run_child(jobs, range(len(jobs)), budget_s, at_once)
+    outcomes = _run_child(jobs, range(len(jobs)), at_once)
     for index in range(len(jobs)):
         if index not in outcomes:  # a plugin ended the child itself: each of them alone tells which
-            alone = _run_child(jobs, [index], budget_s, 1)
+            alone = _run_child(jobs, [index], 1)
             outcomes[index] = alone.get(index) or Outcome("ended the process that loads plugins", 0)
     return [outcomes[i] for i in range(len(jobs))]
 
@@ -88,34 +86,27 @@ def decode_candidate(value: Any) -> Candidate | None:
     return Candidate(str(value["candidate"]), verdict, dict(value["details"]))
 
 
-def _run_child(
-    jobs: Sequence[Job], indices: Sequence[int], budget_s: float, at_once: int
-) -> dict[int, Outcome]:
+def _run_child(jobs: Sequence[Job], indices: Sequence[int], at_once: int) -> dict[int, Outcome]:
     """The outcomes that one child tells."""
     if not indices:
         return {}
     by_group = itertools.groupby(indices, key=lambda i: jobs[i].group or i)
     order = {
         "sys_path": sys.path,
-        "budget_s": budget_s,
         "at_once": at_once,
         "groups": [[_encoded(i, jobs[i]) for i in group] for _, group in by_group],
     }
     outcomes: dict[int, Outcome] = {}
-    longest = max(min(jobs[i].limit_s, budget_s) for i in indices) + _START_LIMIT_S
+    longest = max(jobs[i].limit_s for i in indices) + _START_LIMIT_S
     # Files instead of pipes: a plugin that prints much, or a long list of jobs, must not block.
     with (
         tempfile.TemporaryFile() as stdin,
         tempfile.TemporaryFile() as errors,
         _child(stdin, errors, order) as channel,
     ):
-        clock = _Clock(longest)
-        for line in _lines(channel, clock):
-            if line is None:
-                break
+        for line in _lines(channel, longest):
             message = json.loads(line)
             outcomes[message["id"]] = _outcome(message)
-            clock.restart(longest)
     return outcomes
 
 
@@ -124,28 +115,11 @@ def _encoded(index: int, job: Job) -> dict[str, Any]:
         "id": index,
         "target": job.target,
         "limit_s": job.limit_s,
+        "stall_s": job.stall_s,
         "calls": job.calls,
         "question": job.question,
         "report": job.report,
     }
-
-
-class _Clock:
-    """Time since the last restart, compared with a limit."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.restart(limit_s)
-
-    def restart(self, limit_s: float) -> None:
-        self._started, self._limit_s = time.monotonic(), limit_s
-
-    @property
-    def elapsed_s(self) -> float:
-        return time.monotonic() - self._started
-
-    @property
-    def remaining_s(self) -> float:
-        return max(0.0, self._limit_s - self.elapsed_s)
 
 
 def _outcome(message: dict[str, Any]) -> Outcome:
@@ -190,14 +164,10 @@ def _child(stdin: IO[bytes], errors: IO[bytes], order: dict[str, Any]) -> Iterat
             child.wait()
 
 
-def _lines(channel: int, clock: _Clock) -> Iterator[bytes | None]:
-    """Complete lines until end of file; None once the time is up."""
+def _lines(channel: int, limit_s: float) -> Iterator[bytes]:
+    """Complete lines until end of file, or until nothing comes for `limit_s`."""
     buffer = b""
-    while True:
-        ready, _, _ = select.select([channel], [], [], clock.remaining_s)
-        if not ready:
-            yield None
-            return
+    while select.select([channel], [], [], limit_s)[0]:
         chunk = os.read(channel, 65536)
         if not chunk:
             return

@@ -37,7 +37,6 @@ def main() -> None:
     sys.path[:] = order["sys_path"]
     _warm_up()
     waiting = [list(group) for group in order["groups"]]
-    ends_at = time.monotonic() + order["budget_s"]
     forks: dict[int, _Fork] = {}
     while waiting or forks:
         while waiting and len(forks) < order["at_once"]:
@@ -51,8 +50,7 @@ def main() -> None:
             waiting += fork.end()
         now = time.monotonic()
         for fork in list(forks.values()):
-            limit = fork.exceeded(now) or (order["budget_s"] if now > ends_at else 0.0)
-            if limit:
+            if limit := fork.exceeded(now):
                 del forks[fork.reading]
                 waiting += fork.end(f"did not finish within {limit:g} s")
     # Threads of a plugin must not keep this process alive.
@@ -91,8 +89,8 @@ class _Fork:
         self._restart()
 
     def _restart(self) -> None:
-        self._started = self._moved = time.monotonic()
-        self._used = -1
+        self._started = self._moved = self._advanced = time.monotonic()
+        self._used, self._progress, self._before_s = (0.0, -1), -1, 0.0
 
     def read(self) -> bool:
         """Pass on what the fork tells; False once it tells nothing any more."""
@@ -111,13 +109,20 @@ class _Fork:
 
     def exceeded(self, now: float) -> float:
         """The limit that the current job exceeds, in seconds; 0 for none."""
-        used = _activity(self._worker)
-        if used != self._used:
-            self._used, self._moved = used, now
+        is_ready, computed_s, progress = _activity(self._worker)
+        if is_ready or (computed_s, progress) != self._used:
+            self._used, self._moved = (computed_s, progress), now
+        if progress != self._progress:
+            self._progress, self._advanced, self._before_s = progress, now, computed_s
         job = self._jobs[min(self._done, len(self._jobs) - 1)]
         if now - self._started > job["limit_s"]:
             return float(job["limit_s"])
-        return IDLE_S if used >= 0 and now - self._moved > IDLE_S else 0.0
+        stall_s = float(job["stall_s"])
+        # One that waits for a processor of a busy machine does not hang.
+        has_had_time = not is_ready or computed_s - self._before_s > stall_s / 2
+        if 0 < stall_s < now - self._advanced and has_had_time:  # by the clock if nothing tells
+            return stall_s
+        return IDLE_S if progress >= 0 and now - self._moved > IDLE_S else 0.0
 
     def end(self, error: str = "") -> list[list[dict[str, Any]]]:
         """End it and all that it started; returns the group of jobs that are left."""
@@ -222,17 +227,20 @@ def _message(line: bytes) -> dict[str, Any] | None:
     return message if isinstance(message, dict) and message.get("event") else None
 
 
-def _activity(pid: int) -> int:
-    """A number that grows while a process computes or reads files; -1 where nothing tells."""
+def _activity(pid: int) -> tuple[bool, float, int]:
+    """Whether a process computes or would like to, seconds that it has, and a number that grows
+    while it reads files or touches new memory, as every import does and no endless loop; -1 where
+    nothing tells."""
     try:
         with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/io") as io:  # noqa: PTH123
             fields = stat.read().rpartition(")")[2].split()
             read = int(io.readline().split()[1])
     except (OSError, ValueError, IndexError):
-        return -1
+        return False, 0.0, -1
     if fields[0] == "D":  # waits for a disk
-        return time.monotonic_ns()
-    return int(fields[11]) + int(fields[12]) + read
+        return False, 0.0, time.monotonic_ns()
+    seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return fields[0] == "R", seconds, int(fields[7]) + int(fields[9]) + read
 
 
 def _death(status: int, printed: Any) -> str:

@@ -4,7 +4,8 @@
 
 snapshot.json holds every method of every Protocol and of every base class of devices/ and
 fd-accelerator, every field of every record, every hook and operation. A difference under the
-same CONTRACT fails.
+same CONTRACT fails. It also holds what layers/, models/ and quantization/ name in `__all__`.
+Plugins call these and do not implement them, so they may grow under the same number.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import pkgutil
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import fd_accelerator
@@ -24,11 +26,23 @@ import msgspec
 
 import fastdeploy_core.contracts as contracts
 import fastdeploy_core.devices as devices
+import fastdeploy_core.layers as layers
+import fastdeploy_core.models as models
+import fastdeploy_core.quantization as quantization
 import fastdeploy_core.types as types
 from fastdeploy_core.contracts.base import CONTRACT, KINDS
 from fastdeploy_core.contracts.ops import OPERATIONS, QUANTIZED_OPERATIONS
 
 SNAPSHOT = Path(__file__).with_name("snapshot.json")
+CALLED = (layers, models, quantization)
+WRITE = "python tests/contract/test_snapshot.py"
+
+
+def _short(room: ModuleType) -> str:
+    return room.__name__.rpartition(".")[2]
+
+
+_CALLED = tuple(f"{_short(room)}." for room in CALLED)
 
 
 def describe_contract() -> dict[str, Any]:
@@ -51,6 +65,9 @@ def describe_contract() -> dict[str, Any]:
                 found[f"{short}.{name}"] = _class(value)
             elif inspect.isfunction(value) and name.startswith("fd_"):
                 found[f"hook {name}"] = str(inspect.signature(value))
+    for room in CALLED:
+        for name in room.__all__:
+            found |= _public(_short(room), name, getattr(room, name, None))
     return {
         "kinds": {k.name: [k.group, k.protocol, k.versioned, k.shared] for k in KINDS.values()},
         "operations": {
@@ -58,6 +75,44 @@ def describe_contract() -> dict[str, Any]:
         },
         "items": dict(sorted(found.items())),
     }
+
+
+def _public(room: str, name: str, value: Any) -> dict[str, Any]:
+    """What a room names in `__all__`; a module there is public with all names of its own."""
+    if value is None:
+        value = importlib.import_module(f"fastdeploy_core.{room}.{name}")
+    if not inspect.ismodule(value):
+        return {f"{room}.{name}": _called(value)}
+    return {
+        f"{room}.{name}.{key}": _called(part)
+        for key, part in vars(value).items()
+        if not key.startswith("_")
+        and (inspect.isclass(part) or inspect.isfunction(part))
+        and part.__module__ == value.__name__
+    }
+
+
+def _called(value: Any) -> dict[str, Any]:
+    """A class or function that plugins call: its parameters one by one, since it may get more."""
+    if not inspect.isclass(value):
+        return {"calls": {"": _parameters(value)}}
+    described = _class(value)
+    names = [*described.pop("methods", {}), *(["__call__"] if "__call__" in vars(value) else [])]
+    calls = {name: _parameters(vars(value)[name]) for name in sorted(names)}
+    return described | ({"calls": calls} if calls else {})
+
+
+def _parameters(function: Any) -> list[str]:
+    """In order, keyword-only ones with a star before their name. A default is only told to be
+    there: that of a record changes whenever the record gets a field."""
+    signature = inspect.signature(function)
+    found = [
+        ("*" if p.kind is p.KEYWORD_ONLY else "")
+        + f"{p.name}: {p.annotation}"
+        + ("" if p.default is p.empty else " = ...")
+        for p in signature.parameters.values()
+    ]
+    return [*found, f"-> {signature.return_annotation}"]
 
 
 def _class(value: type) -> dict[str, Any]:
@@ -111,19 +166,23 @@ def test_contract_changes_only_with_its_number():
     if stored["contract"] != now["contract"]:
         raise AssertionError(
             f"CONTRACT is {now['contract']}, the snapshot is of {stored['contract']}; "
-            "run: python tests/contract/test_snapshot.py, and note the change for plugin authors"
+            f"run: {WRITE}, and note the change for plugin authors"
         )
-    changed = sorted(
+    changed = {
         key
         for section in ("kinds", "operations", "items")
         for key in stored[section].keys() | now[section].keys()
         if stored[section].get(key) != now[section].get(key)
-    )
+    }
+    broken = {name for name in broken_by(stored, now) if name.startswith(_CALLED)}
+    grown = {key for key in changed if key.startswith(_CALLED)}
+    changed = {key for key in changed if not key.startswith(_CALLED)} | broken
     assert not changed, (
-        f"the contract changed under the same number: {', '.join(changed)}; plugins built for "
-        f"{CONTRACT[0]}.{CONTRACT[1]} may break: bump CONTRACT in contracts/base.py, then run "
-        "python tests/contract/test_snapshot.py"
+        f"the contract changed under the same number: {', '.join(sorted(changed))}; plugins built "
+        f"for {CONTRACT[0]}.{CONTRACT[1]} may break: bump CONTRACT in contracts/base.py, then run "
+        f"{WRITE}"
     )
+    assert not grown, f"plugins may call more than the snapshot knows; run: {WRITE}"
 
 
 def broken_by(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -136,7 +195,8 @@ def broken_by(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
                 found.append(key)
             elif isinstance(old, dict):
                 found += [f"{key}.{part}" for part in old if not _extends(part, old, new)]
-                found += [f"{key}.{part}" for part in new.keys() - old.keys() if part != "fields"]
+                more = new.keys() - old.keys() - {"fields", "calls"}
+                found += [f"{key}.{part}" for part in more]
             elif old != new:
                 found.append(key)
     return found
@@ -145,11 +205,50 @@ def broken_by(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 def _extends(part: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
     if part == "attributes" and "fields" in old:  # a msgspec record's fields, named twice
         return True
+    if part == "calls":
+        return all(_takes(call, new.get(part, {}).get(name)) for name, call in old[part].items())
     if part != "fields":
         return bool(new.get(part) == old[part])
     fields, before = new.get(part, []), old[part]
     added = fields[len(before) :]
     return fields[: len(before)] == before and all(f.endswith(" = ...") for f in added)
+
+
+def _takes(old: list[str], new: list[str] | None) -> bool:
+    """Whether what calls a function of these parameters may call the new one."""
+    if new is None or new[-1] != old[-1]:
+        return False
+    before = [p for p in old if not p.startswith("*")][:-1]
+    named = {p for p in old if p.startswith("*")}
+    added = [p for p in new[:-1] if p not in old]
+    return (
+        [p for p in new if not p.startswith("*")][: len(before)] == before
+        and named <= set(new)
+        and all(p.endswith(" = ...") for p in added)
+    )
+
+
+def test_what_plugins_call_may_take_more_and_nothing_else():
+    def layer(*parameters: str, name: str = "run") -> dict[str, Any]:
+        calls = {name: [*parameters, "-> Tensor"]}
+        return {"kinds": {}, "operations": {}, "items": {"layers.Layer": {"calls": calls}}}
+
+    before = layer("self", "x: Tensor", "*bias: bool = ...")
+    for allowed in (
+        before,
+        layer("self", "x: Tensor", "rows: Tensor = ...", "*bias: bool = ..."),
+        layer("self", "x: Tensor", "*bias: bool = ...", "*eps: float = ..."),
+    ):
+        assert broken_by(before, allowed) == []
+    for refused in (
+        layer("self", "*bias: bool = ..."),
+        layer("self", "x: Tensor"),
+        layer("self", "rows: Tensor = ...", "x: Tensor", "*bias: bool = ..."),
+        layer("self", "x: Tensor", "rows: Tensor", "*bias: bool = ..."),
+        layer("self", "x: Tensor", "*bias: bool = ...", name="go"),
+    ):
+        assert broken_by(before, refused) == ["layers.Layer.calls"]
+    assert broken_by(before, {**before, "items": {}}) == ["layers.Layer"]
 
 
 def test_a_minor_may_add_and_nothing_else():
@@ -188,6 +287,9 @@ def test_snapshot_sees_protocols_hooks_fields_and_operations():
     assert items["kv_transport.CancelResult"] == {"values": ["safe", "unsafe"]}
     assert "__init__" in items["attention.AttentionBackend"]["methods"]
     assert "question" in items["hook fd_device_probe"]
+    assert "*bias: bool = ..." in items["layers.ModelBuilder"]["calls"]["linear"]
+    assert "models.decoder.DecoderLayer" in items and "models.reading.ConfigReader" in items
+    assert "calls" in items["quantization.quantize_fp8"]
     assert all(KINDS[k].protocol.split(":")[-1] in str(items) for k in KINDS if KINDS[k].protocol)
 
 

@@ -59,12 +59,24 @@ from fd_models.mixtral import MixtralForCausalLM
 from fd_models.olmo2 import Olmo2ForCausalLM
 from fd_models.phi3 import Phi3ForCausalLM
 from fd_models.qwen2_moe import Qwen2MoeForCausalLM
+from fd_mybias.processor import MyBiasProcessor
 from fd_mycalls.parser import MyCallsParser
 from fd_mychip.device import MyChipDevice
 from fd_mycluster.launcher import MyClusterLauncher
+from fd_mycommand.command import main as mycommand
+from fd_mydisk.store import MyDiskStore
 from fd_mydraft.drafter import MyDraftDrafter
+from fd_myexperts.experts import MyExpertsMoE
+from fd_myflash.attention import MyFlashAttention
 from fd_myformat.quantizer import MyFormatQuantizer
+from fd_mygrammar.backend import MyGrammarBackend
+from fd_myhub.source import MyHubSource
+from fd_mymesh.communicator import MyMeshExperts
 from fd_mymodel.model import MyModelForCausalLM
+from fd_myqueue.scheduler import MyQueueScheduler
+from fd_mysuffix.checkpoint import MySuffixCheckpoint
+from fd_mythoughts.parser import MyThoughtsParser
+from fd_mywire.transport import MyWireTransport
 from fd_parsers.deepseek import DeepSeekToolParser
 from fd_parsers.gemma import FunctionGemmaToolParser, Gemma4ToolParser
 from fd_parsers.harmony import HarmonyReasoningParser, HarmonyToolParser
@@ -111,6 +123,7 @@ from fd_speculative.suffix import SuffixDrafter
 from fd_tools.chat import chat, complete
 from fd_tools.collect_env import main as collect_env
 from fd_tools.plugins_doctor import main as plugins_doctor
+from fd_tools.plugins_report import main as plugins_report
 from fd_tools.plugins_show import main as plugins_show
 from fd_tools.plugins_why import main as plugins_why
 from fd_tools.run_batch import main as run_batch
@@ -173,13 +186,16 @@ from fastdeploy_testing.fakes import FaultyDevice, NullDevice
 from fastdeploy_testing.new import main as new_plugin
 
 kv_stores: list[Callable[[Mapping[str, Any]], KVStore]] = [
+    MyDiskStore,
     DiskStore,
 ]
 kv_transports: list[Callable[[TransportOptions], KVTransport]] = [
+    MyWireTransport,
     SharedMemoryTransport,
     TcpTransport,
 ]
 expert_communicators: list[Callable[[ExpertGroup], ExpertCommunicator]] = [
+    MyMeshExperts,
     LoopbackExperts,
     AllGatherExperts,
     CudaAllGatherExperts,
@@ -201,11 +217,13 @@ devices: list[Callable[[DeviceOptions], DeviceBackend]] = [
     XpuDevice,
 ]
 schedulers: list[Callable[[RequestSchedulerConfig], RequestScheduler]] = [
+    MyQueueScheduler,
     LocalScheduler,
     GlobalScheduler,
     SplitwiseScheduler,
 ]
 attention: list[Callable[[AttentionSpec, int, DeviceBackend, KernelTable], AttentionBackend]] = [
+    MyFlashAttention,
     ReferenceAttention,
     X86Attention,
     PagedAttention,
@@ -218,6 +236,7 @@ attention: list[Callable[[AttentionSpec, int, DeviceBackend, KernelTable], Atten
     XpuAttention,
 ]
 moe: list[Callable[[MoESpec, DeviceBackend, KernelTable], MoEBackend]] = [
+    MyExpertsMoE,
     ReferenceMoE,
     X86MoE,
     CudaMoE,
@@ -278,14 +297,17 @@ multimodal: list[Callable[[Mapping[str, Any], ModelBuilder], MultimodalLM]] = [
     Qwen2_5_VLForConditionalGeneration,
 ]
 checkpoint_formats: list[Callable[[Path], CheckpointFormat]] = [
+    MySuffixCheckpoint,
     GGUFCheckpoint,
 ]
 model_sources: list[Callable[[], ModelSource]] = [
+    MyHubSource,
     AIStudio,
     HuggingFace,
     ModelScope,
 ]
 reasoning_parsers: list[Callable[[str, Mapping[str, Any]], ReasoningParser]] = [
+    MyThoughtsParser,
     DeepSeekR1Parser,
     ErnieX1Parser,
     Gemma4ThinkParser,
@@ -314,6 +336,7 @@ tool_parsers: list[Callable[[Sequence[Any]], ToolParser]] = [
     TagToolParser,
 ]
 grammars: list[Callable[[str, int, list[int]], GrammarBackend]] = [
+    MyGrammarBackend,
     LLGuidanceBackend,
 ]
 launchers: list[Callable[[Mapping[str, str]], Launcher]] = [
@@ -323,6 +346,7 @@ launchers: list[Callable[[Mapping[str, str]], Launcher]] = [
     StaticLauncher,
 ]
 commands: list[Command] = [
+    mycommand,
     bench,
     quantize,
     check_plugin,
@@ -337,10 +361,12 @@ commands: list[Command] = [
     collect_env,
     launch,
     plugins_doctor,
+    plugins_report,
     plugins_show,
     plugins_why,
 ]
 logits_processors: list[Callable[[ProcessorContext], LogitsProcessor]] = [
+    MyBiasProcessor,
     LogitBiasLogitsProcessor,
     ThinkingBudgetLogitsProcessor,
 ]

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from fastdeploy_testing.new import SHARED, TEMPLATE_FOLDER, TEMPLATES
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECTS = [
     ROOT / "pyproject.toml",
     *sorted((ROOT / "plugins").glob("*/pyproject.toml")),
-    *sorted((ROOT / "plugins").glob("fastdeploy-testing/*/templates/*/pyproject.toml")),
+    *(p for p in sorted(TEMPLATE_FOLDER.glob("*/pyproject.toml")) if p.parent.name != SHARED),
 ]
 NOT_DRIVERS = {"fastdeploy.hooks", "fastdeploy.kernels"}
 CUDA = ROOT / "plugins" / "fd-cuda" / "fd_cuda"
@@ -68,6 +70,11 @@ def test_every_driver_is_held_to_its_protocol() -> None:
         for group, entries in project(path)["project"].get("entry-points", {}).items()
         if group not in NOT_DRIVERS
         for target in entries.values()
+    }
+    named |= {  # the shared pyproject.toml is filled in when it is copied
+        f"fd_{template.placeholder}.{template.target}"
+        for template in TEMPLATES.values()
+        if template.target and template.kind != "kernels"
     }
     assert held == named
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,68 @@ def test_the_documented_family_is_transformers(
 ) -> None:
     done = check(tmp_path, family(), checkpoint, tensor_library)
     assert re.search(r"TestModel +PASS +7 +0 +0", done.stdout), done.stdout[-3000:]
+
+
+class Fault(ast.NodeTransformer):
+    """Leaves one thing of a block out, by its number among all that may be left out."""
+
+    def __init__(self, number: int) -> None:
+        self.left, self.words = number, ""
+
+    def is_it(self, node: ast.AST) -> bool:
+        self.left -= 1
+        if self.left == -1:
+            self.words = ast.unparse(node)
+        return self.left == -1
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        """A sum: its second part is taken away instead."""
+        self.generic_visit(node)
+        if isinstance(node.op, ast.Add) and self.is_it(node):
+            node.op = ast.Sub()
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """A norm or an activation: its argument goes on as it is. A bias: there is none."""
+        self.generic_visit(node)
+        name = ast.unparse(node.func)
+        if name in ("self.gelu", "self.norm1", "self.norm2", "self.norm") and self.is_it(node):
+            return node.args[0]
+        for keyword in list(node.keywords):
+            if keyword.arg and keyword.arg.endswith("bias") and self.is_it(keyword.value):
+                node.keywords.remove(keyword)
+                self.words = f"{keyword.arg} of {name}"
+        return node
+
+
+def faulty_families() -> dict[str, str]:
+    """What is wrong, and the source."""
+    found: dict[str, str] = {}
+    while True:
+        tree, fault = ast.parse(family()), Fault(len(found))
+        for each in ast.walk(tree):
+            names = ("__init__", "__call__", "forward")
+            if isinstance(each, ast.FunctionDef) and each.name in names:
+                fault.visit(each)
+        if not fault.words:
+            return found
+        found[f"{len(found)}: {fault.words}"] = ast.unparse(tree)
+
+
+def test_there_are_enough_faults() -> None:
+    assert len(faulty_families()) >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("what", faulty_families())
+@pytest.mark.parametrize("checkpoint", [True], ids=["parallel"], indirect=True)
+def test_the_kit_sees_what_a_family_leaves_out(
+    what: str, tmp_path: Path, checkpoint: Path, tensor_library: str
+) -> None:
+    done = check(tmp_path, faulty_families()[what], checkpoint, tensor_library)
+    assert done.returncode == 1, f"{what} lives"
+    assert re.search(r"TestModel +FAIL", done.stdout), done.stdout[-3000:]
 
 
 @pytest.mark.timeout(300)

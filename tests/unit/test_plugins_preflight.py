@@ -7,6 +7,7 @@ import time
 import pytest
 
 from fastdeploy_core.contracts.base import Accept, Candidate, Decline
+from fastdeploy_core.plugins import preflight_child
 from fastdeploy_core.plugins.preflight import Job, decode_candidate, run
 from tests.plugin_modules import module_writer
 
@@ -104,11 +105,53 @@ def test_those_that_hang_cost_their_limit_once(write):
         """,
     )
     good = write("pf_fine", "")
-    jobs = [Job(m, 60.0, ("fd_device_probe",)) for m in (sleeps, computes, asked, sleeps, asked)]
+    modules = (sleeps, computes, asked, sleeps, asked)
+    jobs = [Job(m, 60.0, ("fd_device_probe",), stall_s=2.0) for m in modules]
     started = time.monotonic()
-    outcomes = run([*jobs, Job(good, 60.0)], budget_s=2.0, at_once=9)
+    outcomes = run([*jobs, Job(good, 60.0, stall_s=2.0)], at_once=9)
     assert time.monotonic() - started < 2.0 + 6.0, "one limit, and the start of an interpreter"
     assert [o.error for o in outcomes] == ["did not finish within 2 s"] * 5 + [""]
+
+
+@pytest.mark.parametrize("works", ["open(__file__).read()", "kept.append(bytearray(2**20))"])
+def test_one_that_goes_on_importing_is_given_its_limit(write, works):
+    """As an import of a tensor library on a busy machine: it reads, or touches new memory."""
+    imports = write(
+        "pf_imports",
+        f"""
+        import time
+        kept, end = [], time.monotonic() + 3
+        while time.monotonic() < end:
+            {works}
+            time.sleep(0.02)
+        """,
+    )
+    endless = write("pf_endless", "while True: open(__file__).read()")
+    jobs = [Job(imports, 20.0, stall_s=1.0), Job(endless, 2.0, stall_s=1.0)]
+    assert [o.error for o in run(jobs)] == ["", "did not finish within 2 s"]
+
+
+def test_one_that_waits_for_a_processor_does_not_hang(monkeypatch):
+    def fork():
+        made = object.__new__(preflight_child._Fork)
+        made._jobs, made._done, made._worker = [{"limit_s": 60.0, "stall_s": 2.0}], 0, 0
+        made._restart()
+        return made
+
+    def limit_after(made, seconds, is_ready, computed_s):
+        monkeypatch.setattr(preflight_child, "_activity", lambda pid: (is_ready, computed_s, 5))
+        return made.exceeded(made._started + seconds)
+
+    starved, asleep = fork(), fork()
+    assert limit_after(starved, 0, True, 0.1) == limit_after(asleep, 0, False, 0.1) == 0
+    assert limit_after(starved, 30, True, 0.3) == 0, "it has had 0.2 s in 30 s"
+    assert limit_after(starved, 31, True, 1.2) == 2, "it has had a second and read nothing"
+    assert limit_after(asleep, 1.9, False, 0.1) == 0
+    assert limit_after(asleep, 2.1, False, 0.1) == 2
+    assert limit_after(starved, 61, True, 0.1) == 60
+    monkeypatch.setattr(preflight_child, "_activity", lambda pid: (False, 0.0, -1))
+    unseen = fork()
+    assert unseen.exceeded(unseen._started + 2.1) == 2, "where no system tells, the clock does"
 
 
 def test_what_neither_computes_nor_reads_is_given_up_long_before_its_limit(write):

@@ -19,9 +19,18 @@ POSITIONS = 256
 
 
 class AttentionCase:
-    """Sequences with random keys, values and queries, in blocks scattered over the cache."""
+    """Sequences with random keys, values and queries, in blocks scattered over the cache.
+    `rotary_dim`: so many dimensions of a head turn, 0 for all."""
 
-    def __init__(self, device: Any, spec: AttentionSpec, block_size: int, num_seqs: int) -> None:
+    def __init__(
+        self,
+        device: Any,
+        spec: AttentionSpec,
+        block_size: int,
+        num_seqs: int,
+        *,
+        rotary_dim: int = 0,
+    ) -> None:
         self.device, self.spec, self.block_size = device, spec, block_size
         rng = np.random.default_rng(5)
         width, self.num_blocks = spec.head_dim, 4 * num_seqs + 3
@@ -37,7 +46,8 @@ class AttentionCase:
         self._q, self._k, self._v = (
             heads(spec.num_heads), heads(spec.num_kv_heads), heads(spec.num_kv_heads)
         )  # fmt: skip
-        angles = np.outer(np.arange(POSITIONS), 0.3 ** np.arange(width // 2))
+        half = (rotary_dim or width) // 2
+        angles = np.outer(np.arange(POSITIONS), 0.3 ** np.arange(half))
         self.rotary = np.concatenate((np.cos(angles), np.sin(angles)), 1).astype("float32")
 
     def caches(self, driver: Any) -> tuple[Any, ...]:

@@ -31,6 +31,7 @@ KINDS_WITH_SUITE = (
     "model",
     "reasoning_parser",
     "tool_parser",
+    "logits_processor",
     "grammar",
     "launcher",
 )

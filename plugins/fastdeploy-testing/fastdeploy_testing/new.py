@@ -10,31 +10,90 @@ from pathlib import Path
 from typing import Final
 
 from fastdeploy_core import __version__
-from fastdeploy_core.contracts.base import CONTRACT
+from fastdeploy_core.contracts.base import CONTRACT, DISTRIBUTION, HOOK_GROUP, KINDS
 from fastdeploy_core.contracts.command import CommandParser
 from fastdeploy_core.errors import ConfigError
 
 TEMPLATE_FOLDER: Final = Path(__file__).with_name("templates")
+SHARED: Final = "shared"  # files of every template that does not bring its own
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The kind of driver in a folder of templates/, and the names that stand for the new one's."""
+    """The kind of driver in a folder of templates/, and the names that stand for the new one's.
+
+    A template without a pyproject.toml gets the shared one, whose entry point is `target`.
+    """
 
     kind: str
     placeholder: str
     class_name: str
     first_file: str
     driver: str = "{name}"  # the name that it is registered under
+    target: str = ""  # "module:attribute" in its package
+    needs: tuple[str, ...] = ()  # distributions beside the core
+    options: str = ""  # what `plugins check` wants beside the name
 
 
 TEMPLATES: Final = {
     "device": Template("device", "mychip", "MyChip", "device.py"),
-    "model": Template("model", "mymodel", "MyModel", "model.py", "{class_name}ForCausalLM"),
-    "drafter": Template("speculative", "mydraft", "MyDraft", "drafter.py"),
+    "kernels": Template(
+        "kernels", "myops", "MyOps", "table.py", target="table:TABLE", options=" --kind kernels"
+    ),
+    "attention": Template(
+        "attention", "myflash", "MyFlash", "attention.py", target="attention:MyFlashAttention"
+    ),
+    "moe": Template("moe", "myexperts", "MyExperts", "experts.py", target="experts:MyExpertsMoE"),
+    "expert_communicator": Template(
+        *("expert_communicator", "mymesh", "MyMesh", "communicator.py"),
+        target="communicator:MyMeshExperts",
+        needs=("fd-accelerator",),
+    ),
     "quantizer": Template("quantizer", "myformat", "MyFormat", "quantizer.py"),
-    "launcher": Template("launcher", "mycluster", "MyCluster", "launcher.py"),
+    "model": Template(
+        *("model", "mymodel", "MyModel", "model.py", "{class_name}ForCausalLM"),
+        options=" --kind model --model DIR",
+    ),
+    "checkpoint_format": Template(
+        *("checkpoint_format", "mysuffix", "MySuffix", "checkpoint.py"),
+        target="checkpoint:MySuffixCheckpoint",
+    ),
+    "model_source": Template(
+        "model_source", "myhub", "MyHub", "source.py", target="source:MyHubSource"
+    ),
+    "drafter": Template("speculative", "mydraft", "MyDraft", "drafter.py"),
+    "scheduler": Template(
+        *("scheduler", "myqueue", "MyQueue", "scheduler.py"),
+        target="scheduler:MyQueueScheduler",
+        needs=("fd-scale-out", "msgspec"),
+        options=" --option folder=/tmp",
+    ),
+    "kv_transport": Template(
+        *("kv_transport", "mywire", "MyWire", "transport.py"),
+        target="transport:MyWireTransport",
+        needs=("fd-kv-shm",),
+    ),
+    "kv_store": Template(
+        *("kv_store", "mydisk", "MyDisk", "store.py"),
+        target="store:MyDiskStore",
+        needs=("fd-scale-out",),
+    ),
+    "reasoning_parser": Template(
+        *("reasoning_parser", "mythoughts", "MyThoughts", "parser.py"),
+        target="parser:MyThoughtsParser",
+    ),
     "tool_parser": Template("tool_parser", "mycalls", "MyCalls", "parser.py"),
+    "logits_processor": Template(
+        *("logits_processor", "mybias", "MyBias", "processor.py"),
+        target="processor:MyBiasProcessor",
+    ),
+    "grammar": Template(
+        *("grammar", "mygrammar", "MyGrammar", "backend.py"),
+        target="backend:MyGrammarBackend",
+        needs=("numpy", "tokenizers"),
+    ),
+    "launcher": Template("launcher", "mycluster", "MyCluster", "launcher.py"),
+    "command": Template("command", "mycommand", "MyCommand", "command.py", target="command:main"),
 }
 
 
@@ -46,12 +105,11 @@ def main(argv: Sequence[str]) -> int:
     name = driver_name(arguments.name)
     package = arguments.name.replace("-", "_")
     driver = template.driver.format(name=name, class_name=name.capitalize())
-    with_model = " --kind model --model DIR" if template.kind == "model" else ""
     print(
         f"created {folder}\n\n"
         f"next:\n  pip install -e {folder}\n"
         f"  fastdeploy plugins list --kind {template.kind}\n"
-        f"  fastdeploy plugins check {driver}{with_model}\n"
+        f"  fastdeploy plugins check {driver}{template.options}\n"
         f"then open {folder / 'src' / package / template.first_file}"
     )
     return 0
@@ -84,7 +142,6 @@ def create(distribution: str, parent: Path, kind: str = "device") -> Path:
     target = parent / distribution
     if target.exists():
         raise ConfigError(f"{target} exists already; choose another --dir or remove it")
-    source = TEMPLATE_FOLDER / kind
     major, minor = (int(n) for n in __version__.split(".")[:2])
     upper = f"{major}.{minor + 1}" if major == 0 else f"{major + 1}"
     stands = template.placeholder
@@ -95,6 +152,42 @@ def create(distribution: str, parent: Path, kind: str = "device") -> Path:
         template.class_name: name.capitalize(),
         "__CORE_REQUIREMENT__": f"fastdeploy-core>={major}.{minor},<{upper}",
     }
+    own = TEMPLATE_FOLDER / kind
+    if template.target:
+        words = _shared_words(template, own, distribution, name, words)
+        _copy(TEMPLATE_FOLDER / SHARED, target, words)
+    _copy(own, target, words)
+    return target
+
+
+def _shared_words(
+    template: Template, own: Path, distribution: str, name: str, words: dict[str, str]
+) -> dict[str, str]:
+    """What stands in the files that templates share, before the words of this one."""
+    package = distribution.replace("-", "_")
+    core = words["__CORE_REQUIREMENT__"]
+    needs = [core]
+    for need in template.needs:
+        # Distributions of this repository have the core's versions.
+        needs.append(core.replace(DISTRIBUTION, need) if need.startswith("fd-") else need)
+    points = {KINDS[template.kind].group: f"{package}.{_filled(template.target, words)}"}
+    if (own / "src" / f"fd_{template.placeholder}" / "hooks.py").exists():
+        points[HOOK_GROUP] = f"{package}.hooks"
+    title = template.kind.replace("_", " ").capitalize().replace("Kv", "KV").replace("Moe", "MoE")
+    return {
+        "__DISTRIBUTION__": distribution,
+        "__PACKAGE__": package,
+        "__SUMMARY__": f"{title} {name} for FastDeploy",
+        "__DEPENDENCIES__": ", ".join(f'"{need}"' for need in needs),
+        "__ENTRY_POINTS__": "\n\n".join(
+            f'[project.entry-points."{group}"]\n{name} = "{place}"'
+            for group, place in points.items()
+        ),
+        **words,
+    }
+
+
+def _copy(source: Path, target: Path, words: dict[str, str]) -> None:
     for path in sorted(source.rglob("*")):
         if path.is_dir() or "__pycache__" in path.parts:
             continue
@@ -103,7 +196,6 @@ def create(distribution: str, parent: Path, kind: str = "device") -> Path:
         text = _filled(path.read_text("utf-8"), words)
         text = re.sub(r"contract = \(\d+, \d+\)", f"contract = {CONTRACT}", text)
         place.write_text(text, "utf-8")
-    return target
 
 
 def _filled(text: str, words: dict[str, str]) -> str:

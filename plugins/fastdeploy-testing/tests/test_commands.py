@@ -71,7 +71,12 @@ def test_new_does_not_touch_what_exists(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "most"),
-    [("device", 140), ("drafter", 140), ("quantizer", 110), ("tool_parser", 90), ("launcher", 90)],
+    [
+        *(("device", 140), ("drafter", 140), ("quantizer", 110), ("tool_parser", 90)),
+        *(("launcher", 90), ("scheduler", 260), ("kv_store", 90), ("grammar", 110)),
+        *(("reasoning_parser", 80), ("logits_processor", 90), ("checkpoint_format", 130)),
+        *(("attention", 140), ("moe", 100), ("command", 50), ("kernels", 50)),
+    ],
 )
 def test_templates_are_short(kind, most):
     folder = TEMPLATE_FOLDER / kind

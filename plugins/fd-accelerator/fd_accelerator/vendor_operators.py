@@ -12,8 +12,9 @@ from fastdeploy_core.errors import PluginLoadError
 from fastdeploy_core.tensor import loaded, namespace
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.attention import AttentionQuestion
+    from fastdeploy_core.contracts.attention import AttentionQuestion, AttentionSpec
     from fastdeploy_core.contracts.moe import MoEQuestion
+    from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.contracts.quant_formats import PackedWeight
     from fastdeploy_core.tensor import Tensor
 
@@ -113,6 +114,30 @@ def answer_moe(
     elif missing := operators.missing(*needed):
         reason = f"the vendor's operators are not installed: {missing}"
     return Candidate(driver, Decline(reason) if reason else Accept(SCORE, "the vendor's operators"))
+
+
+class WholeHeads:
+    """For operators that rotate whole heads: where only the first dimensions of a head turn, the
+    device's kernel turns them, and the operator gets a table that turns nothing."""
+
+    def __init__(self, spec: AttentionSpec, kernels: KernelTable) -> None:
+        self._spec, self._rotate = spec, kernels["rotary_embedding"]
+        self._still: Tensor | None = None
+
+    def __call__(
+        self, q: Tensor, k: Tensor, positions: Tensor, rotary: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """q, k [num_tokens, heads, head_dim] and the table [max_positions, head_dim] float32."""
+        width = self._spec.head_dim
+        if rotary is None or rotary.shape[1] == width:
+            return q, k, rotary
+        q, k = self._rotate(q, k, positions, rotary, self._spec.rotary_interleaved)
+        if self._still is None or self._still.shape[0] != rotary.shape[0]:
+            sines = namespace(q).zeros(
+                [rotary.shape[0], width // 2], dtype=rotary.dtype, device=rotary.device
+            )
+            self._still = namespace(q).cat((sines + 1, sines), 1)
+        return q, k, self._still
 
 
 class Int8Experts:

@@ -147,7 +147,14 @@ class GaudiBlock:
 
     def _rotary(self, metadata: Metadata, table: Tensor) -> Tensor:
         """[2, rows, tokens, 1, head_dim], cosines then sines, one for each dimension."""
-        xp, half, batch = self._xp, table.shape[1] // 2, metadata.batch
+        half = table.shape[1] // 2
+        if 2 * half != self.spec.head_dim:
+            raise CapabilityError(
+                f"the vendor's fused projections rotate whole heads, and this model rotates "
+                f"{2 * half} of {self.spec.head_dim} dimensions; run with "
+                "--attention-backend reference"
+            )
+        xp, batch = self._xp, metadata.batch
         chosen = xp.index_select(table, 0, xp.index_select(batch.positions, 0, metadata.source))
         parts = []
         for part in (chosen[:, :half], chosen[:, half:]):

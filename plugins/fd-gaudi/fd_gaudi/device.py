@@ -16,21 +16,36 @@ from fastdeploy_core.errors import ConfigError
 
 MIB = 1024**2
 BLOCK_SIZE, MOST_DECODES = 128, 64
-# FastDeploy 2.x's names and defaults.
+# FastDeploy 2.x's names and defaults, and the most shapes that are compiled at start-up.
 PROMPTS, PROMPT_TOKENS, LONGEST = "MAX_PREFILL_NUM", "SEQUENCE_STEP_PREFILL", "HPU_WARMUP_MODEL_LEN"
-DECODES = "BATCH_STEP_DECODE"
-DEFAULTS = {PROMPTS: 3, PROMPT_TOKENS: 128, LONGEST: 4096, DECODES: 4}
+DECODES, SHAPES = "BATCH_STEP_DECODE", "FD_GAUDI_SHAPES"
+DEFAULTS = {PROMPTS: 3, PROMPT_TOKENS: 128, LONGEST: 4096, DECODES: 4, SHAPES: 48}
 
 
 def step_buckets() -> StepBuckets:
-    """Up to so many prompts of lengths that double, decodes in small steps, tables that double."""
+    """Up to so many prompts of lengths that double, tables that double, and decodes in as small
+    steps as FD_GAUDI_SHAPES leaves room for."""
     longest, decodes = _setting(LONGEST), _setting(DECODES)
+    prompts = range(1, _setting(PROMPTS) + 1)
+    lengths = _doubled(_setting(PROMPT_TOKENS), longest)
+    tables = _doubled(1, -(-longest // BLOCK_SIZE))
+    rungs = (_setting(SHAPES) - len(prompts) * len(lengths)) // len(tables)
+    rows = tuple(range(decodes, max(decodes, MOST_DECODES) + 1, decodes))
     return StepBuckets(
-        prompt_rows=tuple(range(1, _setting(PROMPTS) + 1)),
-        prompt_tokens=_doubled(_setting(PROMPT_TOKENS), longest),
-        decode_rows=tuple(range(decodes, max(decodes, MOST_DECODES) + 1, decodes)),
-        table_blocks=_doubled(1, -(-longest // BLOCK_SIZE)),
+        prompt_rows=tuple(prompts),
+        prompt_tokens=lengths,
+        decode_rows=_thinned(rows, max(rungs, 1)),
+        table_blocks=tables,
     )
+
+
+def _thinned(rows: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """At most so many of them, the last included, each about as many times the one before."""
+    if len(rows) <= most:
+        return rows
+    growth = (rows[-1] / rows[0]) ** (1 / max(most - 1, 1))
+    wanted = [rows[-1] / growth**n for n in range(most)]
+    return tuple(sorted({next(r for r in rows if r >= w - 1e-6) for w in wanted}))
 
 
 def _doubled(first: int, last: int) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
 OPERATORS = VendorOperators("paddlenlp_ops", "fastdeploy_ops")
+EXPERT_ROWS = 32  # of one expert that are computed together
 ATTENTION = ("fused_block_attention", "fused_qkv_rope", "fused_sdpa_proj_t", "index_copy_")
 
 
@@ -84,14 +85,32 @@ def kv_write_blocks(cache: tuple[Tensor, ...], blocks: Tensor, data: tuple[Tenso
 def moe_experts(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Tensor, down: Tensor
 ) -> Tensor:
-    """Every expert over every token; results of experts that a token did not choose are left
-    out."""
-    xp = namespace(x)
-    total = xp.zeros(list(x.shape), dtype=xp.float32, device=x.device)
-    for expert in range(gate_up.shape[0]):
-        chosen = topk_ids == expert
-        weight = (chosen.float() * topk_weights).sum(1).unsqueeze(1)
-        y = xp.linear(xp.silu_and_mul(xp.linear(x, gate_up[expert])), down[expert]).float()
-        is_meant = chosen.any(1).unsqueeze(1)
-        total = total + xp.where(is_meant, y * weight, xp.zeros_like(y))
-    return total.to(x.dtype)
+    """Rows by expert, in blocks of one expert each. There are as many blocks as the routing could
+    need at most, for shapes must not depend on it; those that it does not need compute token 0."""
+    xp, (tokens, top_k), num_experts = namespace(x), topk_ids.shape, gate_up.shape[0]
+    pairs, size = tokens * top_k, min(tokens, EXPERT_ROWS)
+    most = min(num_experts, pairs)  # experts that have rows
+    num_blocks = most if tokens == size else (pairs - most) // size + most
+    if pairs == 0:
+        return xp.zeros_like(x)
+
+    def count(end: int) -> Tensor:
+        return xp.arange(end, dtype=xp.int64, device=x.device)
+
+    expert = topk_ids.reshape([pairs])
+    is_its = (expert.unsqueeze(1) == count(num_experts).unsqueeze(0)).to(xp.int64)
+    number = (xp.cumsum(is_its, 0) * is_its).sum(1) - 1  # of a pair among its expert's
+    ends = xp.cumsum((is_its.sum(0) + size - 1) // size, 0)
+    before = xp.cat((ends[:1] * 0, ends[:-1]), 0)
+    place = xp.index_select(before, 0, expert) * size + number
+    source = xp.scatter(count(num_blocks * size) * 0, 0, place, count(pairs) // top_k)
+    of_block = (count(num_blocks).unsqueeze(1) >= ends.unsqueeze(0)).to(xp.int64).sum(1)
+    of_block = xp.clamp(of_block, 0, num_experts - 1)
+    results = []
+    for block in range(num_blocks):
+        own = of_block[block : block + 1]
+        rows = xp.index_select(x, 0, source[block * size : (block + 1) * size])
+        hidden = xp.silu_and_mul(xp.linear(rows, xp.index_select(gate_up, 0, own)[0]))
+        results.append(xp.linear(hidden, xp.index_select(down, 0, own)[0]))
+    y = xp.index_select(xp.cat(results, 0), 0, place).reshape([tokens, top_k, -1]).float()
+    return (y * topk_weights.unsqueeze(2)).sum(1).to(x.dtype)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from fd_accelerator.vendor_operators import WholeHeads
 
 from fastdeploy_core.errors import CapabilityError
 
@@ -36,6 +37,7 @@ class Part:
 class Metadata:
     """One step in two parts."""
 
+    positions: Tensor
     prompts: Part | None
     decodes: Part | None
 
@@ -60,6 +62,7 @@ class IluvatarAttention:
             )
         self.spec, self._device, self._xp = spec, device, device.xp
         self._rotary: tuple[Tensor, Tensor, Tensor] | None = None
+        self._whole_heads = WholeHeads(spec, kernels)
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
         """Keys and values alike."""
@@ -79,6 +82,7 @@ class IluvatarAttention:
         prompts, decodes = np.flatnonzero(~is_decode & (counts > 0)), np.flatnonzero(is_decode)
         offsets = np.concatenate(([0], np.cumsum(counts[prompts]))).astype(np.int32)
         return Metadata(
+            batch.positions,
             self._part(batch, prompts, offsets) if len(prompts) else None,
             self._part(batch, decodes, batch.seq_lens[decodes]) if len(decodes) else None,
         )
@@ -105,6 +109,7 @@ class IluvatarAttention:
         given."""
         spec, xp = self.spec, self._xp
         width = spec.num_heads * spec.head_dim
+        q, k, rotary = self._whole_heads(q, k, metadata.positions, rotary)
         qkv = xp.cat((q, k, v), 1).reshape(
             [q.shape[0], width + 2 * spec.num_kv_heads * spec.head_dim]
         )

@@ -106,8 +106,9 @@ def spec(interleaved=False):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_prompts_decodes_and_both_in_one_step(device, interleaved):
-    case = AttentionCase(device, spec(interleaved), BLOCK_SIZE, 4)
+@pytest.mark.parametrize("rotated", [DIM, 4])
+def test_prompts_decodes_and_both_in_one_step(device, interleaved, rotated):
+    case = AttentionCase(device, spec(interleaved), BLOCK_SIZE, 4, rotary_dim=rotated)
     driver = IluvatarAttention(case.spec, BLOCK_SIZE, device, build_kernel_table("iluvatar"))
     steps = [[(0, 5), (1, 33)], [(1, 1), (0, 1)], [(0, 1), (2, 9), (1, 1), (3, 1)]]
     with standing_in(OPERATORS, Operators()) as operators:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from fd_accelerator.vendor_operators import WholeHeads
 
 from .operators import OPERATORS
 
@@ -44,6 +45,7 @@ class MetaxAttention:
     ) -> None:
         self.spec, self._block_size, self._device, self._xp = spec, block_size, device, device.xp
         self._rotary: tuple[Tensor, Tensor] | None = None
+        self._whole_heads = WholeHeads(spec, kernels)
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
         """Keys and values alike."""
@@ -82,6 +84,7 @@ class MetaxAttention:
         out = xp.zeros([tokens, heads, spec.head_dim], dtype=q.dtype, device=q.device)
         if tokens == 0:
             return out.reshape([0, heads * spec.head_dim])
+        q, k, rotary = self._whole_heads(q, k, batch.positions, rotary)
         joined = xp.cat((q, k, v), 1).reshape([tokens, -1])  # a copy: the operators write into it
         where = (metadata.before, metadata.row_of_token, batch.cu_seqlens_q_dev)
         shape = (heads, spec.num_kv_heads, spec.head_dim)

@@ -87,12 +87,13 @@ class Operators(StandIn):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_attention_over_prompts_chunks_and_decodes(interleaved):
+@pytest.mark.parametrize("rotated", [DIM, 4])
+def test_attention_over_prompts_chunks_and_decodes(interleaved, rotated):
     device = MetaxDevice(DeviceOptions())
     spec = AttentionSpec(
         "gqa", HEADS, KV_HEADS, DIM, DIM, DIM**-0.5, "bfloat16", rotary_interleaved=interleaved
     )
-    case = AttentionCase(device, spec, BLOCK, 3)
+    case = AttentionCase(device, spec, BLOCK, 3, rotary_dim=rotated)
     driver = MetaxAttention(spec, BLOCK, device, build_kernel_table("metax"))
     steps = [[(0, 5), (1, 70)], [(0, 1), (2, 9)], [(1, 3), (0, 1), (2, 1)]]
     with standing_in(OPERATORS, Operators()) as operators, device.xp.no_grad():

@@ -11,7 +11,7 @@ from fastdeploy_core.contracts.base import DISTRIBUTION, KINDS, Accept, Candidat
 from fastdeploy_core.contracts.command import CommandParser
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.contracts.model import ModelShapes
-from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.errors import ConfigError, FastDeployError
 from fastdeploy_core.plugins.discovery import Inventory, discover
 from fastdeploy_core.plugins.drivers import find, without_broken
 from fastdeploy_core.plugins.manager import HookManager, hook_manager
@@ -76,7 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("kind", choices=list(KINDS), help="what is to be chosen")
     parser.add_argument(
-        "--model", metavar="DIR", help="model folder (attention, moe, quantizer, kernels)"
+        "--model",
+        metavar="DIR",
+        help="model folder (attention, kernels, model, moe, parsers, quantizer)",
     )
     parser.add_argument("--device", default="", help="device instead of the negotiated one")
     parser.add_argument("--dtype", default="auto", help="model dtype")
@@ -305,6 +307,30 @@ def _parser_of_model(
     return [Decision(decision.kind, f"model_type {model_type!r}", winner, why, decision.candidates)]
 
 
+def _model(
+    arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
+) -> list[Decision]:
+    """With --model DIR the family of its architecture, as a start finds it; else all there are."""
+    (decision,) = _by_name(arguments, inventory, hooks)
+    if not arguments.model:
+        return [decision]
+    from fastdeploy_core.config.model import read_model_config
+    from fastdeploy_core.models.shapes import read_shapes
+    from fastdeploy_core.plugins.checkpoints import find_model
+
+    model = read_model_config(arguments.model, {"dtype": arguments.dtype}, find_model)
+    name = model.architecture
+    rows = [row for row in decision.candidates if row.name == name]
+    winner, why = "", "config.json says so"
+    try:
+        find("model", name, inventory)
+        read_shapes(model.hf_config, arguments.tensor_parallel_size, model.dtype)
+        winner = name
+    except FastDeployError as error:
+        why = str(error)
+    return [Decision("model", f"architecture {name!r} of {arguments.model}", winner, why, rows)]
+
+
 def _by_name(
     arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
 ) -> list[Decision]:
@@ -370,6 +396,7 @@ _EXPLAIN: dict[str, Callable[[argparse.Namespace, Inventory, HookManager], list[
     "device": _device,
     "attention": _attention,
     "kernels": _kernels,
+    "model": _model,
     "moe": _moe,
     "expert_communicator": _expert_communicator,
     "quantizer": _quantizer,

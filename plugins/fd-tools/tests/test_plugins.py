@@ -68,6 +68,24 @@ def test_why_moe_as_json(capsys, stranger, model):
     assert decision["candidates"][0]["accepted"] is True
 
 
+def test_why_model_is_that_of_its_architecture(capsys, stranger, model):
+    def why(architecture, **more):
+        config = CONFIG | {"architectures": [architecture]} | more
+        (model / "config.json").write_text(json.dumps(config))
+        code, out = run(capsys, "why", "model", "--model", str(model), "--json")
+        (decision,) = json.loads(out.out)["decisions"]
+        return code, decision
+
+    code, decision = why("Qwen3ForCausalLM")
+    assert code == 0 and decision["winner"] == "Qwen3ForCausalLM"
+    assert [c["distribution"] for c in decision["candidates"]] == ["fastdeploy-core"]
+    code, decision = why("NoSuchForCausalLM")
+    assert code == 1 and not decision["candidates"]
+    assert "no model 'NoSuchForCausalLM'; installed: " in decision["why"]
+    code, decision = why("Qwen3ForCausalLM", num_attention_heads=None)
+    assert code == 1 and "num_attention_heads=None" in decision["why"]
+
+
 @pytest.mark.parametrize("kind", ["tool_parser", "reasoning_parser"])
 def test_why_parsers_are_those_of_the_models_type(capsys, stranger, model, kind):
     pytest.importorskip("fd_parsers")

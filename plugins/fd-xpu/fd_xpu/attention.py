@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from fd_accelerator.vendor_operators import WholeHeads
 
 from .operators import OPERATORS
 
@@ -45,6 +46,7 @@ class Metadata:
     """One step: the order in which the operator sees tokens, and its index arrays."""
 
     num_tokens: int
+    positions: Tensor
     order: Tensor | None  # None: as they are
     back: Tensor | None
     block_tables: Tensor
@@ -67,6 +69,9 @@ class XpuAttention:
     ) -> None:
         self.spec, self._block_size, self._device, self._xp = spec, block_size, device, device.xp
         self._rotary: tuple[Tensor, Tensor] | None = None
+        self._whole_heads = WholeHeads(spec, kernels)
+        # The operator always multiplies scores by head_dim ** -0.5.
+        self._scale = spec.scale * spec.head_dim**0.5
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
         """Keys and values alike."""
@@ -90,6 +95,7 @@ class XpuAttention:
         in_order = bool((order == np.arange(len(order))).all())
         return Metadata(
             num_tokens=batch.num_tokens,
+            positions=batch.positions,
             order=None if in_order else put(order),
             back=None if in_order else put(np.argsort(order)),
             block_tables=batch.block_tables_dev,
@@ -113,6 +119,9 @@ class XpuAttention:
         width = spec.num_heads * spec.head_dim
         if metadata.num_tokens == 0:
             return xp.zeros([0, width], dtype=q.dtype, device=q.device)
+        q, k, rotary = self._whole_heads(q, k, metadata.positions, rotary)
+        if abs(self._scale - 1) > 1e-6:
+            q = q * self._scale
         qkv = xp.cat((q, k, v), 1).reshape([q.shape[0], -1])
         if metadata.order is not None:
             qkv = xp.index_select(qkv, 0, metadata.order)

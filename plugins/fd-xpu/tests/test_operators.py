@@ -66,12 +66,13 @@ class Operators(StandIn):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_prompts_go_first_and_results_come_back_in_order(interleaved):
+@pytest.mark.parametrize(("scale", "rotated"), [(DIM**-0.5, DIM), (0.5, DIM), (0.1, 4)])
+def test_prompts_go_first_and_results_come_back_in_order(interleaved, scale, rotated):
     device = XpuDevice(DeviceOptions())
     spec = AttentionSpec(
-        "gqa", HEADS, KV_HEADS, DIM, DIM, DIM**-0.5, "bfloat16", rotary_interleaved=interleaved
+        "gqa", HEADS, KV_HEADS, DIM, DIM, scale, "bfloat16", rotary_interleaved=interleaved
     )
-    case = AttentionCase(device, spec, BLOCK, 4)
+    case = AttentionCase(device, spec, BLOCK, 4, rotary_dim=rotated)
     driver = XpuAttention(spec, BLOCK, device, build_kernel_table("xpu"))
     steps = [[(0, 5)], [(0, 1), (1, 70)], [(1, 1), (2, 9), (0, 1)], [(1, 6), (0, 1), (3, 1)]]
     with standing_in(OPERATORS, Operators()) as operators, device.xp.no_grad():

@@ -124,6 +124,7 @@ class GrammarConformance(Conformance):
         compiled = self.compiled(backend, kind)
         for text in CASES[kind][2]:
             matcher = backend.matcher(compiled)
+            assert not matcher.is_finished(), f"nothing has come of {text!r}, and yet finished"
             for token in [*tokenizer.encode(text).ids, EOS]:
                 assert token in possible(matcher), f"{tokenizer.decode([token])!r} of {text!r}"
                 assert matcher.accept([token]) == 1
@@ -172,6 +173,14 @@ class GrammarConformance(Conformance):
         for token in walk(backend.matcher(compiled), 1):
             assert first.accept([token]) == 1
             assert possible(second) == start
+
+    def test_constraints_do_not_meet(self, backend: Any, tokenizer: Tokenizer) -> None:
+        self.compiled(backend, "choice")  # skips where the driver refuses it
+        for words in (["yes"], ["no"], ["yes"]):
+            compiled = backend.compile(StructuredOutputsParams(choice=words), {})
+            tokens = walk(backend.matcher(compiled), 2)
+            text = tokenizer.decode([t for t in tokens if t != EOS], skip_special_tokens=False)
+            assert text == words[0], f"{text!r} of {words}"
 
     def test_the_worker_reads_what_a_front_end_compiled(
         self, driver: Any, backend: Any, tokenizer: Tokenizer

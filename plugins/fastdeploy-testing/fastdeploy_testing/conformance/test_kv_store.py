@@ -71,6 +71,9 @@ class KVStoreConformance(Conformance):
     def test_what_is_not_there_is_not_found(self, make: Maker) -> None:
         store = make()
         assert not store.get(name_of(), parts_of(0))
+        name = name_of()
+        store.put(name, parts_of(4))
+        assert [store.get(n, parts_of(0)) for n in (name, name_of(), name)] == [True, False, True]
         assert store.find([name_of(), name_of()]) == 0
         assert store.find([]) == 0
 

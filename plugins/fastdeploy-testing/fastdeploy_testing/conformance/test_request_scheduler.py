@@ -323,6 +323,10 @@ class RequestSchedulerConformance(Conformance):
         assert least <= loads[0].age_s <= 1.1 * (time.monotonic() - began), (
             "the scheduler tells the age of a report by its own clock"
         )
+        for num_running in (3, 0):
+            scheduler.report_load(InstanceLoad("a", 7, num_running=num_running))
+            seen = [x.num_running for x in scheduler.loads()]
+            assert seen == [num_running], "the newest report counts"
 
     @pytest.mark.capability("leases")
     def test_what_a_dead_instance_held_is_handed_out_again(self, driver: Any, make: Maker) -> None:

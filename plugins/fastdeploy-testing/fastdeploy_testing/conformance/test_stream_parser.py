@@ -78,6 +78,26 @@ class StreamParserConformance(Conformance):
                 found = collect(make(), list(text))
                 assert found["content"] + found["reasoning"] == text, "text that was held back"
 
+    def test_what_was_held_back_belongs_where_the_text_before_it_did(
+        self, driver: Any, make: Any
+    ) -> None:
+        for one, other in itertools.permutations((*driver.markers, ""), 2):
+            for count in range(1, len(other)):
+                text = f"{one}{STRAY[0]}{other[:count]}"
+                found = collect(make(), list(text))
+                places = [p for p in ("content", "reasoning") if STRAY[0] in found[p]]
+                for place in places:
+                    assert other[:count] in found[place], f"the end of {text!r} is not {place}"
+
+    def test_only_a_parser_of_thinking_finds_thinking(
+        self, fd_entry: PluginEntry, driver: Any, make: Any
+    ) -> None:
+        found = [collect(make(), list(text)) for text in self.texts(driver)]
+        if fd_entry.kind == "tool_parser":
+            assert not any(each["reasoning"] for each in found), "a parser of calls found thinking"
+        else:
+            assert not any(each["calls"] for each in found), "a parser of thinking found calls"
+
     def test_answers_at_the_same_time_do_not_meet(self, driver: Any, make: Any) -> None:
         texts = self.texts(driver)[-8:]
         parsers = [make() for _ in texts]

@@ -1,4 +1,4 @@
-"""The request scheduler of examples/ passes the kit, and a queue outlives its processes."""
+"""The template of a request scheduler passes the kit, and a queue outlives its processes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_core.contracts.scheduler import RequestScheduler
 from fastdeploy_testing.conformance.scheduler_side import PLENTY, request
 from fastdeploy_testing.conformance.test_request_scheduler import RequestSchedulerConformance
+from fastdeploy_testing.new import TEMPLATE_FOLDER
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "sqlite-scheduler" / "fd_sched_sqlite.py"
+FOLDER = TEMPLATE_FOLDER / "scheduler" / "src" / "fd_myqueue"
 
 
 def load() -> Any:
-    spec = importlib.util.spec_from_file_location(EXAMPLE.stem, EXAMPLE)
+    spec = importlib.util.spec_from_file_location("fd_myqueue.scheduler", FOLDER / "scheduler.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.SqliteScheduler
+    return module.MyQueueScheduler
 
 
-class TestSqlite(RequestSchedulerConformance):
+class TestMyQueue(RequestSchedulerConformance):
     @pytest.fixture(scope="class")
     @classmethod
     def driver(cls) -> Any:
@@ -40,11 +41,11 @@ class TestSqlite(RequestSchedulerConformance):
 def test_requests_survive_a_kill_of_the_process_that_put_them(tmp_path: Path) -> None:
     program = f"""
 import os, sys
-sys.path.insert(0, {str(EXAMPLE.parent)!r})
-from fd_sched_sqlite import SqliteScheduler
+sys.path.insert(0, {str(FOLDER.parent)!r})
+from fd_myqueue.scheduler import MyQueueScheduler
 from fastdeploy_core.config import RequestSchedulerConfig
 from fastdeploy_testing.conformance.scheduler_side import request
-queue = SqliteScheduler(RequestSchedulerConfig(options={{"folder": {str(tmp_path)!r}}}))
+queue = MyQueueScheduler(RequestSchedulerConfig(options={{"folder": {str(tmp_path)!r}}}))
 assert queue.put_requests([request("a"), request("b")]) == [None, None]
 os.kill(os.getpid(), 9)
 """

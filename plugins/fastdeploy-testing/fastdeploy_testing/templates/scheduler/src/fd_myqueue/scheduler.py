@@ -1,9 +1,6 @@
-"""What you learn: write a request scheduler. The servers of one host share a queue in a file.
+"""The servers of one host share a queue of requests: an SQLite file in a folder."""
 
-pip install -e examples/sqlite-scheduler
-fastdeploy plugins check sqlite --option folder=/tmp/queue
-fastdeploy serve DIR --scheduler-name sqlite --scheduler-config.folder /tmp/queue
-"""
+from __future__ import annotations
 
 import functools
 import secrets
@@ -50,14 +47,17 @@ def poll(ask: Any, timeout_s: float) -> Any:
     return found
 
 
-class SqliteScheduler:
-    name, contract = "sqlite", (1, 0)
+class MyQueueScheduler:
+    """See contracts.scheduler.RequestScheduler; options: folder, topic."""
+
+    name = "myqueue"
+    contract = (1, 0)
     capabilities = SchedulerCapabilities(shared_queue=True, leases=True, durable=True)
 
     def __init__(self, config: Any) -> None:
         options = {"topic": "default", **(config.options or {})}
         if set(options) != {"topic", "folder"}:
-            raise ConfigError(f"sqlite needs folder and may have topic, got {', '.join(options)}")
+            raise ConfigError(f"myqueue needs folder and may have topic, got {', '.join(options)}")
         self.config, self.lock, self.is_closed = config, threading.RLock(), False
         self.me, self.front = config.instance or secrets.token_hex(8), secrets.token_hex(8)
         self.epoch, self.has_entered = config.epoch or secrets.randbits(62), False
@@ -136,7 +136,7 @@ class SqliteScheduler:
         return None if row else f"duplicate request id: {name!r:.80} is unfinished"
 
     def get_requests(self, capacity: Any, timeout_s: float = 0.0) -> list[Any]:
-        return poll(lambda: self.take(capacity), timeout_s)  # type: ignore[no-any-return]
+        return poll(lambda: self.take(capacity), timeout_s)
 
     @atomic
     def take(self, capacity: Any) -> list[Any]:
@@ -171,7 +171,7 @@ class SqliteScheduler:
                 self.do("DELETE FROM requests WHERE n=? AND ?", r["n"], d.finished)
 
     def get_results(self, timeout_s: float = 0.0) -> list[Any]:
-        return poll(self.fetch, timeout_s)  # type: ignore[no-any-return]
+        return poll(self.fetch, timeout_s)
 
     @atomic
     def fetch(self) -> list[Any]:

@@ -1,0 +1,1 @@
+"""Attention driver `myflash` for FastDeploy."""

@@ -1,0 +1,1 @@
+"""Checkpoint format `mysuffix` for FastDeploy."""

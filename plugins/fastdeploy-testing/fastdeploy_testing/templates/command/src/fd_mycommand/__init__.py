@@ -1,0 +1,1 @@
+"""Command `fastdeploy mycommand` for FastDeploy."""

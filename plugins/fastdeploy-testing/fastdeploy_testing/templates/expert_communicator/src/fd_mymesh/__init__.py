@@ -1,0 +1,1 @@
+"""Expert communicator `mymesh` for FastDeploy."""

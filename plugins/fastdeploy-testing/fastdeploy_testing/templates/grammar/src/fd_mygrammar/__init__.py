@@ -1,0 +1,1 @@
+"""Grammar backend `mygrammar` for FastDeploy."""

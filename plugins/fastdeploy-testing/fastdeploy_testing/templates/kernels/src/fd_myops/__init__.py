@@ -1,0 +1,1 @@
+"""Kernels for the device `myops` for FastDeploy."""

@@ -1,0 +1,1 @@
+"""KV store `mydisk` for FastDeploy."""

@@ -1,0 +1,1 @@
+"""KV transport `mywire` for FastDeploy."""

@@ -1,0 +1,1 @@
+"""Logits processor `mybias` for FastDeploy."""

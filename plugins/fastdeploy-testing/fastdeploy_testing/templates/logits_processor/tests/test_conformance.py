@@ -1,0 +1,17 @@
+"""The core's conformance kit, for this processor."""
+
+import numpy as np
+from fd_mybias.processor import NEVER
+
+from fastdeploy_testing.conformance.test_logits_processor import LogitsProcessorConformance
+
+
+class TestMyBias(LogitsProcessorConformance):
+    kind = "logits_processor"
+    driver_name = "mybias"
+    arguments = ({"mybias": [1, 2]}, {"mybias": [3, 9]})
+
+    def expected(self, logits, history, asked):
+        """Tokens that were named and said cannot come again."""
+        logits[np.intersect1d(asked["mybias"], history).astype(int)] = NEVER
+        return logits

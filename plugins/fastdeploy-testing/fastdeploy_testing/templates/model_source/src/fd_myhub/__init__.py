@@ -1,0 +1,1 @@
+"""Model source `myhub` for FastDeploy."""

@@ -1,0 +1,1 @@
+"""MoE driver `myexperts` for FastDeploy."""

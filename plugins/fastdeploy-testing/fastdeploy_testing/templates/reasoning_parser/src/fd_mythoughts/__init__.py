@@ -1,0 +1,1 @@
+"""Reasoning parser `mythoughts` for FastDeploy."""
