@@ -227,10 +227,11 @@ class EngineProcess:
 
     def _take(self, message: Any, replies: Sequence[zmq.Socket[bytes]]) -> None:
         if isinstance(message, wire.Put):
-            self._egress.routes.add(message.request.request_id, message.front_end)
+            is_new = self._egress.routes.add(message.request.request_id, message.front_end)
             refused = self._queue(message.request)
             if refused is not None:
-                self._egress.routes.remove(message.request.request_id)
+                if is_new:  # else the request is refused because it runs already
+                    self._egress.routes.remove(message.request.request_id)
                 replies[message.front_end].send(wire.encode(wire.Deltas([refused])))
         elif isinstance(message, wire.Abort):
             self._scheduler.abort(message.request_ids)
