@@ -164,7 +164,7 @@ class Faults:
         if draw.random() < 0.2:
             faults.front_end_deaths = [draw.random() for _ in range(draw.choice([1, 2]))]
         if draw.random() < 0.4:
-            faults.slow = 0.2
+            faults.slow = draw.choice([0.1, 0.6])
         if draw.random() < 0.25:
             faults.twice = draw.choice([0.05, 0.4])
         if draw.random() < 0.25:

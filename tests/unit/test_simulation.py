@@ -19,8 +19,8 @@ from fastdeploy_core.scheduler.fair_queue import FairQueue
 from fastdeploy_core.scheduler.local import LocalScheduler
 from tests import simulation
 
-SOME, ALL = 150, 10_000
-ENOUGH = 500  # seeds until a planted bug is found
+SOME, ALL = 40, 10_000
+ENOUGH = 2000  # seeds until a planted bug is found
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -44,7 +44,7 @@ def test_no_life_of_many_breaks_a_promise() -> None:
 
 
 def test_the_same_seed_is_the_same_life() -> None:
-    for seed in range(20):
+    for seed in range(5):
         first, second = simulation.live(seed), simulation.live(seed)
         assert [(a.tokens, str(a.error), a.ended_s) for a in first.asked] == [
             (a.tokens, str(a.error), a.ended_s) for a in second.asked
@@ -188,7 +188,25 @@ BUGS: list[tuple[Any, str, Callable[..., Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "bug"), BUGS, ids=[bug.__name__ for *_, bug in BUGS])
+# Seen only when several things come together, so they take tens or hundreds of lives.
+RARE = (
+    late_output_counts_for_the_next_attempt,
+    lost_requests_forget_their_deadline,
+    aborts_in_the_queue_are_dropped,
+    early_aborts_are_forgotten,
+    dead_front_ends_are_overlooked,
+    repeated_puts_take_the_route_away,
+)
+
+
+def planted() -> Iterator[Any]:
+    """Each bug as parameters of a test."""
+    for owner, name, bug in BUGS:
+        marks = [pytest.mark.slow, pytest.mark.timeout(600)] if bug in RARE else []
+        yield pytest.param(owner, name, bug, id=bug.__name__, marks=marks)
+
+
+@pytest.mark.parametrize(("owner", "name", "bug"), planted())
 def test_a_planted_bug_is_found(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, bug: Callable[..., Any]
 ) -> None:
