@@ -7,6 +7,7 @@ unknown one is refused with the nearest valid name, and cross-field rules are ch
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -305,6 +306,8 @@ def build_server_config(
     for name in ("FD_API_KEY", "VLLM_API_KEY"):
         given += envs.read(name, environment)
     keys = tuple(dict.fromkeys(key for key in given if key))
+    if any(k.startswith("sha256:") and not re.fullmatch("sha256:[0-9a-f]{64}", k) for k in keys):
+        raise ConfigError("an API key sha256:HEX must have 64 digits of 0-9a-f: SHA-256 of the key")
     if bool(v["ssl_keyfile"]) != bool(v["ssl_certfile"]):
         raise ConfigError("--ssl-keyfile and --ssl-certfile go together; give both or none")
     for name in ("ssl_keyfile", "ssl_certfile"):

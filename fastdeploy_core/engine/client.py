@@ -195,13 +195,6 @@ class AsyncEngine:
             if not stream.is_ended:
                 self._abort_in_engine([request_id])
 
-    async def abort(self, request_id: str) -> None:
-        """End a request; its iterator gets a last delta with finish_reason abort. Idempotent."""
-        stream = self._streams.get(request_id)
-        if stream is not None and not stream.is_ended:
-            stream.abort()
-            self._abort_in_engine([request_id])
-
     def end_branches(self, branch_ids: Sequence[str]) -> None:
         """End sequences whose text is complete, named by types.branch_id; other sequences go on."""
         self._abort_in_engine(branch_ids)

@@ -28,7 +28,6 @@ class OutputStream:
         "_chunk_tokens",
         "_delivered",
         "_error",
-        "_finished_indices",
         "_num_bytes",
         "_position",
         "_stalled_s",
@@ -51,7 +50,6 @@ class OutputStream:
         self._stalled_s: float | None = None
         self._error: FastDeployError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._finished_indices: set[int] = set()
         self.is_ended = False  # the engine owes nothing more
         self.is_repeated = False  # an engine was lost, and another one got the request
         self.began_s = 0.0  # by the clock of the event loop
@@ -94,9 +92,6 @@ class OutputStream:
             return False
         self._position += num_deltas
         self.is_ended = delta.finished
-        for seq in delta.sequences:
-            if seq.finish_reason is not None:
-                self._finished_indices.add(seq.index)
         if self._waiting is None:
             self._waiting = delta
         else:
@@ -111,24 +106,6 @@ class OutputStream:
             self._error = error
         self.is_ended = True
         self._wake()
-
-    def abort(self) -> None:
-        """End the stream with a last delta whose finish reason is abort."""
-        if self.is_ended:
-            return
-        sequences = [
-            SequenceDelta(index=index, finish_reason=FinishReason.ABORT)
-            for index in range(self.request.sampling.n)
-            if index not in self._finished_indices
-        ]
-        self.put(
-            RequestOutputDelta(
-                request_id=self.request.request_id,
-                position=self._position,
-                sequences=sequences,
-                finished=True,
-            )
-        )
 
     async def get(self) -> RequestOutputDelta:
         """Everything new as one delta; raises the error that ended the stream."""

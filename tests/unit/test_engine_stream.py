@@ -228,16 +228,6 @@ def test_reader_that_catches_up_is_forgiven(monkeypatch):
         asyncio.run(stream.get())
 
 
-def test_abort_ends_only_what_is_unfinished():
-    stream = OutputStream(make_request("r", [5], n=2, temperature=1.0))
-    stream.put(delta(0, [1], finish=FinishReason.STOP))
-    stream.abort()
-    stream.put(delta(1, [9], index=1))
-    (last,) = collect(stream)
-    reasons = {seq.index: seq.finish_reason for seq in last.sequences}
-    assert reasons == {0: FinishReason.STOP, 1: FinishReason.ABORT}
-
-
 def test_configuration_survives_the_wire():
     config = make_config(faults=({"kind": "raise"},), num_drafts=2)
     sent = wire.encode(config)
