@@ -26,7 +26,7 @@ GRAMMAR_FAILED = "grammar_failed"
 # Processor time of a grammar's call that counts for nothing, and how much beyond it a request has:
 # others wait meanwhile.
 FREE_S = 4e-3
-BUDGET_S = 0.25
+BUDGET_S = 0.5
 ALL = np.uint32(0xFFFFFFFF)
 ONES = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32))
 
