@@ -190,9 +190,15 @@ def run(model: Path, num_kills: int, first_seed: int = 0) -> Counter[str]:
     seed = first_seed
     while (done := sum(n for what, n in seen.items() if what.startswith("killed"))) < num_kills:
         layout = [*LAYOUTS][seed % len(LAYOUTS)]
-        seen += play(model, layout, seed, min(KILLS_PER_SERVER, num_kills - done))
+        now = play(model, layout, seed, min(KILLS_PER_SERVER, num_kills - done))
+        print(f"seed {seed}, {layout}: {_line(now)}", flush=True)
+        seen += now
         seed += 1
     return seen
+
+
+def _line(seen: Counter[str]) -> str:
+    return ", ".join(f"{what} {count}" for what, count in sorted(seen.items()))
 
 
 def main() -> int:
@@ -204,7 +210,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = write_null_model(Path(folder), step_s=0.005, num_blocks=512)
         seen = run(model, options.kills, options.first)
-    print(", ".join(f"{what} {count}" for what, count in sorted(seen.items())))
+    print(_line(seen))
     print(", ".join(f"{what} {seen[what]}" for what in BAD))
     return any(seen[what] for what in BAD)
 

@@ -206,7 +206,7 @@ def planted() -> Iterator[Any]:
         yield pytest.param(owner, name, bug, id=bug.__name__, marks=marks)
 
 
-@pytest.mark.parametrize(("owner", "name", "bug"), planted())
+@pytest.mark.parametrize(("owner", "name", "bug"), [*planted()])
 def test_a_planted_bug_is_found(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, bug: Callable[..., Any]
 ) -> None:
