@@ -334,10 +334,8 @@ class AsyncEngine:
         # Output of the lost attempt may still come, and would be taken for that of the next one.
         attempt = stream.request.attempt + 1
         stream.request = msgspec.structs.replace(stream.request, attempt=attempt)
-        most_s = self._config.request_scheduler.ttl_s
-        if stream.request.deadline_s is not None:
-            most_s = min(most_s, stream.request.deadline_s)
-        until_s = stream.began_s + most_s
+        limits_s = (self._config.request_scheduler.ttl_s, stream.request.deadline_s)
+        until_s = stream.began_s + min(limit_s for limit_s in limits_s if limit_s is not None)
         self._lost[request_id] = self._loop.call_at(until_s, self._on_lost, [request_id])
         return True
 

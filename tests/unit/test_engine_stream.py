@@ -234,10 +234,13 @@ def test_configuration_survives_the_wire():
     assert wire.decoder(EngineConfig).decode(sent) == config
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80\x04K\x01.", b"\xc7\x01\x05x", b"\x93\x01\x02\x03"])
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\x80\x04K\x01.", b"\xc7\x01\x05x", b"\x93\x01\x02\x03", b"\x81\xa4type\xa3\x80ut"],
+)
 def test_unreadable_bytes_are_a_clean_error(data):
     for kind in (wire.ToEngine, wire.FromEngine, wire.FromWorker, SchedulerOutput):
-        with pytest.raises(msgspec.MsgspecError):
+        with pytest.raises(wire.UNREADABLE):
             wire.decoder(kind).decode(data)
 
 

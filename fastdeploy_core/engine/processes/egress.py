@@ -47,10 +47,8 @@ class Routes:
 
     def add(self, request_id: str, front_end: int) -> bool:
         """A front end sent this request; False if that is known already."""
-        if self._num_front_ends == 1:
-            return True
         is_new = request_id not in self._owners
-        if is_new:
+        if is_new and self._num_front_ends > 1:
             self._owners[request_id] = front_end
         return is_new
 

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import zmq
 
 from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, RequestScheduler, error_of
@@ -213,7 +212,7 @@ class EngineProcess:
             if requests.poll(int(IDLE_TICK_S * 1000)):
                 try:
                     self._take(decode.decode(requests.recv()), replies)
-                except msgspec.MsgspecError:
+                except wire.UNREADABLE:
                     logger.exception("an unreadable message was dropped")
                 except Exception:
                     logger.exception("a message could not be handled")
