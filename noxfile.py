@@ -108,6 +108,8 @@ CLIENTS = {
     "pydantic-ai-slim": "pydantic-ai-slim[openai]",
     "smolagents": "smolagents[openai]",
 }
+# Not of a deployment, or not buildable from what an index serves: session `audit` leaves them out.
+UNAUDITED = ("fastdeploy-testing", "fd-cpu", "fd-launch-ray", "fd-simdevice")
 # Tested by session `vendors`, on simulated devices.
 SIMULATED = ("simdevice", "gcu", "iluvatar", "metax", "gaudi", "xpu", "dcu")
 
@@ -333,6 +335,29 @@ def docs(session: nox.Session) -> None:
     """Write the generated pages of docs/reference anew; `-- --check` only compares."""
     session.install("-e", ".", "-e", "plugins/fd-accelerator", "-e", "plugins/fd-tools")
     session.run("python", "docs/generate.py", *session.posargs)
+
+
+@nox.session(default=False)
+def audit(session: nox.Session) -> None:
+    """What a deployment with all plugins installs, as a software bill of materials (CycloneDX) in
+    dist/, and whether weaknesses of it are known to PyPI; `-- --vulnerability-service osv` asks
+    OSV. A package that nothing is known of fails it too."""
+    session.install("cyclonedx-bom>=7", "pip-audit>=2.10")
+    folder = Path(session.create_tmp(), "deployment").resolve()
+    python = str(folder / "bin" / "python")
+    session.run("python", "-m", "venv", "--clear", str(folder))
+    own = [Path(plugin).name for plugin in PLUGINS if Path(plugin).name not in UNAUDITED]
+    deployed = [PADDLE, ".[paddle]", *(f"plugins/{name}" for name in own)]
+    session.run(python, "-m", "pip", "install", "-q", *deployed, external=True)
+    Path("dist").mkdir(exist_ok=True)
+    bill = ("--of", "JSON", "--output-reproducible", "-o", "dist/sbom.json")
+    session.run("cyclonedx-py", "environment", *bill, python)
+    left_out = [f"--exclude={name}" for name in ("fastdeploy-core", *own)]
+    freeze = (python, "-m", "pip", "freeze", "--all", *left_out)
+    others = session.run(*freeze, silent=True, external=True)
+    (folder / "others.txt").write_text(str(others))
+    given = ("-r", str(folder / "others.txt"), "--no-deps", "--disable-pip", "--strict")
+    session.run("pip-audit", *given, *session.posargs)
 
 
 @nox.session(default=False)

@@ -177,7 +177,7 @@ VARIABLES: Final[dict[str, Variable]] = {
             "FD_API_KEY",
             "comma-separated keys",
             (),
-            "Keys clients of the API server must send, beside those of --api-key.",
+            "Keys clients of the API server must send (or sha256:HEX), beside those of --api-key.",
             _names,
         ),
         Variable("FD_ADMIN_KEY", "a key", "", "The same as --admin-key.", _text),

@@ -7,6 +7,7 @@ unknown one is refused with the nearest valid name, and cross-field rules are ch
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -305,6 +306,10 @@ def build_server_config(
     for name in ("FD_API_KEY", "VLLM_API_KEY"):
         given += envs.read(name, environment)
     keys = tuple(dict.fromkeys(key for key in given if key))
+    admin_key = v["admin_key"] or envs.read("FD_ADMIN_KEY", environment)
+    for key in (*keys, admin_key):
+        if key.startswith("sha256:") and not re.fullmatch("sha256:[0-9a-f]{64}", key):
+            raise ConfigError("a key sha256:HEX must have 64 digits of 0-9a-f: SHA-256 of the key")
     if bool(v["ssl_keyfile"]) != bool(v["ssl_certfile"]):
         raise ConfigError("--ssl-keyfile and --ssl-certfile go together; give both or none")
     for name in ("ssl_keyfile", "ssl_certfile"):
@@ -319,7 +324,7 @@ def build_server_config(
         # without keys only this machine is served, unless the operator says otherwise
         host=v["host"] or ("0.0.0.0" if keys else "127.0.0.1"),  # noqa: S104
         api_keys=keys,
-        admin_key=v["admin_key"] or envs.read("FD_ADMIN_KEY", environment),
+        admin_key=admin_key,
         allowed_hosts=tuple(v["allowed_hosts"] or ()),
         allowed_origins=tuple(origins),
         served_names=engine.model.served_names or (_own_name(v["model"], engine.model.path),),

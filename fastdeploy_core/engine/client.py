@@ -10,6 +10,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
+import msgspec
+
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.engine.processes import wire
 from fastdeploy_core.engine.processes.supervisor import NOT_READY, Listener, Supervisor
@@ -61,10 +63,11 @@ class EngineLink(Protocol):
 class AsyncEngine:
     """An engine in a process of its own. All methods but `health` belong to one event loop.
 
-    If the process dies or stands still, every stream ends with WorkerError, `health` says why, and
-    the process is started again (WatchdogConfig.max_restarts). Where a queue is shared, the queue
-    decides about streams: they may go on in another engine. With --data-parallel-size, the engines
-    together are one here.
+    If the process dies or stands still, `health` says why, and the process is started again
+    (WatchdogConfig.max_restarts). Streams that had output end with WorkerError; requests without
+    any run again in the next process, once. Where a queue is shared, the queue decides about
+    streams: they may go on in another engine. With --data-parallel-size, the engines together are
+    one here.
     """
 
     info: EngineInfo
@@ -81,6 +84,7 @@ class AsyncEngine:
         self._front_end = front_end
         self._loop = asyncio.get_running_loop()
         self._streams: dict[str, OutputStream] = {}
+        self._lost: dict[str, asyncio.TimerHandle] = {}  # requests that wait for the next process
         self._all_ended = asyncio.Event()
         self._all_ended.set()
         self._questions: dict[int, asyncio.Future[EngineStats]] = {}
@@ -172,6 +176,7 @@ class AsyncEngine:
         if request_id in self._streams:
             raise FastDeployError(f"request id {request_id!r:.80} is in use")
         stream = OutputStream(request, chunk_tokens)
+        stream.began_s = self._loop.time()
         self._streams[request_id] = stream
         self._all_ended.clear()
         try:
@@ -183,17 +188,12 @@ class AsyncEngine:
                     return
         finally:
             del self._streams[request_id]
+            if (timer := self._lost.pop(request_id, None)) is not None:
+                timer.cancel()
             if not self._streams:
                 self._all_ended.set()
             if not stream.is_ended:
                 self._abort_in_engine([request_id])
-
-    async def abort(self, request_id: str) -> None:
-        """End a request; its iterator gets a last delta with finish_reason abort. Idempotent."""
-        stream = self._streams.get(request_id)
-        if stream is not None and not stream.is_ended:
-            stream.abort()
-            self._abort_in_engine([request_id])
 
     def end_branches(self, branch_ids: Sequence[str]) -> None:
         """End sequences whose text is complete, named by types.branch_id; other sequences go on."""
@@ -278,6 +278,10 @@ class AsyncEngine:
         self.info = info
         if not self._ready.done():
             self._ready.set_result(info)
+        lost, self._lost = self._lost, {}
+        for request_id, timer in lost.items():
+            timer.cancel()
+            self._run_again(self._streams[request_id])
 
     def _on_message(self, message: wire.Deltas | wire.Stats) -> None:
         if isinstance(message, wire.Stats):
@@ -288,25 +292,32 @@ class AsyncEngine:
         stalled, streams = [], self._streams
         for output in message.deltas:
             if isinstance(output, TokenDeltas):
-                columns = zip(output.request_ids, output.positions, output.pieces(), strict=True)
-                for request_id, position, token_ids in columns:
+                columns = zip(
+                    *(output.request_ids, output.attempts, output.positions, output.pieces()),
+                    strict=True,
+                )
+                for request_id, attempt, position, token_ids in columns:
                     stream = streams.get(request_id)
-                    if stream is None:
+                    if stream is None or attempt < stream.request.attempt:
                         continue
                     if not stream.put_tokens(position, token_ids, output.num_deltas):
                         stalled.append(request_id)
                 continue
             stream = streams.get(output.request_id)
-            if stream is not None and not stream.put(output):
+            if stream is None or output.attempt < stream.request.attempt:
+                continue
+            if not stream.put(output):
                 stalled.append(output.request_id)
         if stalled:
-            logger.warning("clients do not read their output: %s", ", ".join(stalled))
+            logger.warning("output is not read, or was lost in part: %s", ", ".join(stalled))
             self._abort_in_engine(stalled)
 
     def _on_down(self) -> None:
         # The reason is for the operator: it is in the log and in `health`.
         if not self._shares_queue:
-            self._on_lost(list(self._streams))
+            # May come twice for one end: what waits for the next process waits on.
+            running = [name for name in self._streams if name not in self._lost]
+            self._on_lost([name for name in running if not self._keep(name)])
         for answer in self._questions.values():
             if not answer.done():
                 answer.set_exception(WorkerError(STOPPED))
@@ -317,7 +328,35 @@ class AsyncEngine:
             if stream is not None and not stream.is_ended:
                 stream.fail(WorkerError(STOPPED))
 
+    def _keep(self, request_id: str) -> bool:
+        """Keep a lost request for the next process: one without output, the first time, and as long
+        as it might wait in a queue."""
+        stream = self._streams[request_id]
+        if stream.is_ended or stream.has_output or stream.is_repeated:
+            return False
+        stream.is_repeated = True
+        # Output of the lost attempt may still come, and would be taken for that of the next one.
+        attempt = stream.request.attempt + 1
+        stream.request = msgspec.structs.replace(stream.request, attempt=attempt)
+        limits_s = (self._config.request_scheduler.ttl_s, stream.request.deadline_s)
+        until_s = stream.began_s + min(limit_s for limit_s in limits_s if limit_s is not None)
+        self._lost[request_id] = self._loop.call_at(until_s, self._on_lost, [request_id])
+        return True
+
+    def _run_again(self, stream: OutputStream) -> None:
+        if stream.is_ended:
+            return
+        request = stream.request
+        if request.deadline_s is not None:
+            left_s = max(0.0, stream.began_s + request.deadline_s - self._loop.time())
+            request = msgspec.structs.replace(request, deadline_s=left_s)
+        try:
+            self._link.send(wire.Put(request, self._front_end))
+        except WorkerError as error:
+            stream.fail(error)
+
     def _on_dead(self, error: FastDeployError) -> None:
+        self._on_lost(list(self._lost))
         if not self._ready.done():
             self._ready.set_exception(error)
         if not self._dead.done():

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, Protocol
 
-import msgspec
 import zmq
 
 from fastdeploy_core import errors
@@ -330,7 +329,7 @@ class _Peers:
             if self._status.poll(POLL_MS):
                 try:
                     self._take(decode.decode(self._status.recv()))
-                except msgspec.MsgspecError:
+                except wire.UNREADABLE:
                     logger.exception("a worker process sent something unreadable; ignored")
                 continue  # read a rank's last message before noticing its death
             for rank, process in enumerate(self._processes, 1):

@@ -28,20 +28,21 @@ class OutputStream:
         "_chunk_tokens",
         "_delivered",
         "_error",
-        "_finished_indices",
         "_num_bytes",
         "_position",
-        "_request",
         "_stalled_s",
         "_waiter",
         "_waiting",
+        "began_s",
         "is_ended",
+        "is_repeated",
+        "request",
     )
 
     def __init__(self, request: Request, chunk_tokens: int = 1) -> None:
         """chunk_tokens: a delta waits until a sequence has this many new tokens. The first and the
         last delta come at once, and so does the end of any sequence."""
-        self._request, self._chunk_tokens = request, chunk_tokens
+        self.request, self._chunk_tokens = request, chunk_tokens
         self._position = 0  # of the next delta from the engine
         self._delivered = 0  # deltas given to the client
         self._waiting: RequestOutputDelta | None = None
@@ -49,8 +50,14 @@ class OutputStream:
         self._stalled_s: float | None = None
         self._error: FastDeployError | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._finished_indices: set[int] = set()
         self.is_ended = False  # the engine owes nothing more
+        self.is_repeated = False  # an engine was lost, and another one got the request
+        self.began_s = 0.0  # by the clock of the event loop
+
+    @property
+    def has_output(self) -> bool:
+        """Whether the engine has sent anything of it."""
+        return self._position > 0
 
     def put_tokens(self, position: int, token_ids: Sequence[int], num_deltas: int = 1) -> bool:
         """Take new tokens of a request's only sequence: one delta, or several joined."""
@@ -59,7 +66,7 @@ class OutputStream:
             sequences = [SequenceDelta(token_ids=list(token_ids))]
             return self.put(
                 RequestOutputDelta(
-                    request_id=self._request.request_id, position=position, sequences=sequences
+                    request_id=self.request.request_id, position=position, sequences=sequences
                 ),
                 num_deltas,
             )
@@ -74,20 +81,17 @@ class OutputStream:
         return self._num_bytes <= MAX_BUFFERED_BYTES or not self._has_stalled()
 
     def put(self, delta: RequestOutputDelta, num_deltas: int = 1) -> bool:
-        """Take a delta from the engine, or several joined; False if the client has not read for too
-        long."""
+        """Take a delta from the engine, or several joined; False if the engine should stop: the
+        client has not read for too long, or a delta before this one is missing."""
         if self.is_ended or delta.position < self._position:
             return True
         if delta.position > self._position:
             self.fail(
                 WorkerError(f"output was lost between deltas {self._position} and {delta.position}")
             )
-            return True
+            return False
         self._position += num_deltas
         self.is_ended = delta.finished
-        for seq in delta.sequences:
-            if seq.finish_reason is not None:
-                self._finished_indices.add(seq.index)
         if self._waiting is None:
             self._waiting = delta
         else:
@@ -102,24 +106,6 @@ class OutputStream:
             self._error = error
         self.is_ended = True
         self._wake()
-
-    def abort(self) -> None:
-        """End the stream with a last delta whose finish reason is abort."""
-        if self.is_ended:
-            return
-        sequences = [
-            SequenceDelta(index=index, finish_reason=FinishReason.ABORT)
-            for index in range(self._request.sampling.n)
-            if index not in self._finished_indices
-        ]
-        self.put(
-            RequestOutputDelta(
-                request_id=self._request.request_id,
-                position=self._position,
-                sequences=sequences,
-                finished=True,
-            )
-        )
 
     async def get(self) -> RequestOutputDelta:
         """Everything new as one delta; raises the error that ended the stream."""

@@ -8,6 +8,7 @@ does not matter.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +23,10 @@ from .columns import BAD_WORDS, GRAMMAR, MASK, MIN_TOKENS, SamplingColumns, Samp
 logger = logging.getLogger(__name__)
 
 GRAMMAR_FAILED = "grammar_failed"
+# Processor time of a grammar's call that counts for nothing, and how much beyond it a request has:
+# others wait meanwhile.
+FREE_S = 4e-3
+BUDGET_S = 0.5
 ALL = np.uint32(0xFFFFFFFF)
 ONES = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32))
 
@@ -87,6 +92,7 @@ class TokenMasks:
         self._ends: list[Forbidden | None] = [None] * max_num_seqs
         self._bad_words: list[list[tuple[np.ndarray, Forbidden]] | None] = [None] * max_num_seqs
         self.matchers: dict[int, GrammarMatcher] = {}  # by slot; the model runner fills it
+        self._costs_s = [0.0] * max_num_seqs  # beyond FREE_S per call
 
     def add(self, slot: int, params: SamplingParams, eos_token_ids: list[int]) -> None:
         """Add one sequence's fixed constraints. Token ids outside the vocabulary are refused if the
@@ -122,6 +128,7 @@ class TokenMasks:
         """Reset to the state of an unused slot."""
         self._fixed[slot] = ALL
         self._ends[slot] = self._bad_words[slot] = None
+        self._costs_s[slot] = 0.0
         self.matchers.pop(slot, None)
 
     def build(
@@ -156,11 +163,14 @@ class TokenMasks:
 
     def accept(self, slot: int, token_ids: list[int]) -> bool:
         """Advance the slot's grammar; False when a token does not fit."""
+        began_s = time.thread_time()
         try:
             return self.matchers[slot].accept(token_ids) == len(token_ids)
         except Exception:  # an error of a grammar plugin ends its request only
             logger.exception("a grammar matcher failed in accept()")
             return False
+        finally:
+            self._charge(slot, began_s)
 
     def allowed(self, slot: int, token_ids: list[int]) -> int:
         """How many of these tokens the slot's grammar could accept now; its state stays the
@@ -217,8 +227,14 @@ class TokenMasks:
     def _grammar(self, slot: int, mask: np.ndarray) -> tuple[bool, str]:
         matcher = self.matchers[slot]
         possible = np.empty(self.num_words, dtype=np.int32)
+        began_s = time.thread_time()
         try:
             matcher.fill_mask(possible)
+            self._charge(slot, began_s)
+            if self._costs_s[slot] > BUDGET_S:
+                raise InvalidRequest(
+                    "the grammar takes too long at each token; make it simpler or less ambiguous"
+                )
             mask &= possible.view(np.uint32)
             return matcher.is_finished(), ""
         except InvalidRequest as error:
@@ -226,6 +242,9 @@ class TokenMasks:
         except Exception:
             logger.exception("a grammar matcher failed in fill_mask()")
             return False, GRAMMAR_FAILED
+
+    def _charge(self, slot: int, began_s: float) -> None:
+        self._costs_s[slot] += max(0.0, time.thread_time() - began_s - FREE_S)
 
     def _forbid_bad_words(self, slot: int, mask: np.ndarray, output: np.ndarray) -> None:
         for prefix, last in self._bad_words[slot] or ():

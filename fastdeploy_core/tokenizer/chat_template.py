@@ -187,7 +187,7 @@ class ChatTemplate:
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
             self.reads_parts = _reads_parts(tree)
             self._template = environment().from_string(tree)
-        except (jinja2.TemplateError, RecursionError) as error:
+        except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError) as error:
             raise TemplateRefusal(f"the chat template is malformed: {_reason(error)}") from error
 
     def role(self, given: str) -> str:

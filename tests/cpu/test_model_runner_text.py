@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
-from fd_grammar_llguidance.backend import LLGuidanceBackend
+from fd_grammar_llguidance.backend import LLGuidanceBackend, LLGuidanceMatcher
 from tokenizers import Tokenizer
 
 from fastdeploy_core.contracts.small import ProcessorContext
@@ -151,6 +153,33 @@ def test_grammars_hold_in_a_mixed_batch(
     assert texts[0] in ("Beijing", "Paris, I think")
     assert texts[1] is not None and re.fullmatch("[a-c]{4,12}", texts[1])
     assert texts[2] is None or isinstance(json.loads(texts[2]), list)
+    finish_all(steps)
+
+
+def test_a_grammar_over_its_time_ends_its_own_request(
+    steps: Steps, backend: LLGuidanceBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = LLGuidanceMatcher.fill_mask
+
+    def slow(matcher: LLGuidanceMatcher, mask: np.ndarray) -> None:
+        until = time.thread_time() + 0.1
+        while time.thread_time() < until:
+            pass
+        real(matcher, mask)
+
+    monkeypatch.setattr(LLGuidanceMatcher, "fill_mask", slow)
+    compiled = backend.compile(StructuredOutputsParams(regex="[a-c]{4,200}"), {})
+    steps.add(1, [10, 11, 12])
+    steps.add(2, [10, 11], grammar=compiled, grammar_backend="llguidance")
+    errors: list[str | None] = []
+    for _ in range(12):
+        first, second = generate(steps, [1, 2], 1, ahead=False)
+        assert first.error is None
+        errors.append(second.error)
+        if second.error:
+            break
+    assert 2 < len(errors) < 12, "some long calls are free, but not all"
+    assert "takes too long" in (errors[-1] or "")
     finish_all(steps)
 
 

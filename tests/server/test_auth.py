@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 
 import fastapi
@@ -132,6 +133,17 @@ def test_keys_are_shown_nowhere(guarded: LiveServer, caplog: pytest.LogCaptureFi
             assert KEY not in client.get(path).text
     assert KEY not in repr(guarded.state.config)
     assert KEY not in caplog.text
+
+
+def test_a_key_may_be_given_as_its_digest(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
+    digest = hashlib.sha256(KEY.encode()).hexdigest()
+    with (
+        live(engine, tokenizer, api_keys=(f"sha256:{digest}",)) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        for key, status in ((KEY, 200), (OTHER, 401), (f"sha256:{digest}", 401), (digest, 401)):
+            answer = client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
+            assert answer.status_code == status, key
 
 
 def test_each_key_is_a_tenant_of_its_own(engine: ScriptedEngine, guarded: LiveServer) -> None:

@@ -518,6 +518,9 @@ def test_api_keys_come_from_flags_and_the_environment(model: Path) -> None:
     variables = {"FD_API_KEY": "b, c,,a", "VLLM_API_KEY": "d,e"}
     server = build_server_config(values, engine, variables)
     assert server.api_keys == ("a", "b", "c", "d,e")
+    for wrong in ("sha256:", "sha256:abc", "sha256:" + "G" * 64, "sha256:" + "a" * 65):
+        with pytest.raises(ConfigError, match="64 digits"):
+            build_server_config(normalise({"api_key": [wrong]}), engine, {})
     assert "'b'" not in repr(server)
 
 

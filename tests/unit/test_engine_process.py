@@ -30,7 +30,6 @@ from fastdeploy_core.errors import (
     WorkerError,
 )
 from fastdeploy_core.plugins.resolve import resolve
-from fastdeploy_core.types import FinishReason
 from tests.null_engine import Collector, expected_answers, make_config, make_request
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses /proc")
@@ -76,8 +75,8 @@ async def engine_of(**options):
         assert descendants() <= before and folders() == []
 
 
-async def answer(engine, request):
-    collector = Collector()
+async def answer(engine, request, collector=None):
+    collector = collector or Collector()
     async for delta in engine.generate(request):
         collector.take([delta])
     return collector.answers(request.request_id)
@@ -200,22 +199,6 @@ def test_storm_of_cancellations_leaves_nothing():
     asyncio.run(main())
 
 
-def test_abort_ends_the_stream_with_that_reason():
-    async def main():
-        async with engine_of(null=SLOW) as engine:
-            deltas = []
-            async for delta in engine.generate(make_request("r", [5, 6], max_tokens=100)):
-                deltas.append(delta)
-                await engine.abort("r")
-                await engine.abort("r")
-            await engine.abort("unknown")
-            assert deltas[-1].finished
-            assert deltas[-1].sequences[-1].finish_reason is FinishReason.ABORT
-            await assert_serves(engine)
-
-    asyncio.run(main())
-
-
 def test_refusals_carry_their_class_and_the_engine_goes_on():
     async def main():
         async with engine_of(num_blocks=8) as engine:
@@ -317,8 +300,9 @@ def test_request_with_numbers_that_are_not_finite_fails_alone():
 async def fail_under_load(engine, cause):
     """Streams are running; `cause` happens; all of them must end with an error, soon."""
     requests = [make_request(f"r{i}", [5, 6, i], max_tokens=110) for i in range(4)]
-    tasks = [asyncio.create_task(answer(engine, r)) for r in requests]
-    await asyncio.sleep(0.1)
+    seen = Collector()
+    tasks = [asyncio.create_task(answer(engine, r, seen)) for r in requests]
+    await until(lambda: len(seen.first) == len(requests), "the streams did not begin")
     cause()
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), PATIENCE_S)
     assert all(isinstance(result, WorkerError) for result in results), results
@@ -336,6 +320,41 @@ def test_killed_engine_is_noticed_and_restarted(num_ranks):
             await until_ready(engine)
             assert engine.health().num_restarts == 1
             await assert_serves(engine)
+
+    asyncio.run(main())
+
+
+def test_requests_without_output_run_again_in_the_next_engine():
+    async def main():
+        async with engine_of(null=SLOW, max_num_seqs=1) as engine:
+            requests = [make_request(f"r{i}", [5, 6, i], max_tokens=50) for i in range(4)]
+            seen = Collector()
+            tasks = [asyncio.create_task(answer(engine, r, seen)) for r in requests]
+            await until(lambda: seen.first, "no stream began")
+            os.kill(engine_pid(), signal.SIGKILL)
+            results = await asyncio.wait_for(
+                asyncio.gather(*tasks, return_exceptions=True), PATIENCE_S
+            )
+            assert isinstance(results[0], WorkerError), "it had output"
+            assert results[1:] == [expected_answers(request) for request in requests[1:]]
+            assert engine.health().num_restarts == 1
+
+    asyncio.run(main())
+
+
+def test_requests_that_wait_for_an_engine_end_when_none_comes():
+    async def main():
+        watchdog = WatchdogConfig(max_restarts=0)
+        async with engine_of(null=SLOW, max_num_seqs=1, watchdog=watchdog) as engine:
+            requests = [make_request(f"r{i}", [5, 6, i], max_tokens=50) for i in range(3)]
+            seen = Collector()
+            tasks = [asyncio.create_task(answer(engine, r, seen)) for r in requests]
+            await until(lambda: seen.first, "no stream began")
+            os.kill(engine_pid(), signal.SIGKILL)
+            results = await asyncio.wait_for(
+                asyncio.gather(*tasks, return_exceptions=True), PATIENCE_S
+            )
+            assert all(isinstance(result, WorkerError) for result in results), results
 
     asyncio.run(main())
 

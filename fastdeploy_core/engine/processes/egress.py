@@ -45,10 +45,12 @@ class Routes:
         self._split_ids: list[str] = []
         self._split: list[tuple[int, list[int]]] = []
 
-    def add(self, request_id: str, front_end: int) -> None:
-        """A front end sent this request."""
-        if self._num_front_ends > 1:
+    def add(self, request_id: str, front_end: int) -> bool:
+        """A front end sent this request; False if that is known already."""
+        is_new = request_id not in self._owners
+        if is_new and self._num_front_ends > 1:
             self._owners[request_id] = front_end
+        return is_new
 
     def remove(self, request_id: str) -> None:
         """The request has been answered."""

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import zmq
 
 from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, RequestScheduler, error_of
@@ -213,7 +212,7 @@ class EngineProcess:
             if requests.poll(int(IDLE_TICK_S * 1000)):
                 try:
                     self._take(decode.decode(requests.recv()), replies)
-                except msgspec.MsgspecError:
+                except wire.UNREADABLE:
                     logger.exception("an unreadable message was dropped")
                 except Exception:
                     logger.exception("a message could not be handled")
@@ -227,10 +226,11 @@ class EngineProcess:
 
     def _take(self, message: Any, replies: Sequence[zmq.Socket[bytes]]) -> None:
         if isinstance(message, wire.Put):
-            self._egress.routes.add(message.request.request_id, message.front_end)
+            is_new = self._egress.routes.add(message.request.request_id, message.front_end)
             refused = self._queue(message.request)
             if refused is not None:
-                self._egress.routes.remove(message.request.request_id)
+                if is_new:  # else the request is refused because it runs already
+                    self._egress.routes.remove(message.request.request_id)
                 replies[message.front_end].send(wire.encode(wire.Deltas([refused])))
         elif isinstance(message, wire.Abort):
             self._scheduler.abort(message.request_ids)

@@ -21,7 +21,6 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import zmq
 
 from fastdeploy_core import errors
@@ -302,7 +301,7 @@ class Supervisor:
     def _hear(self, life: _Life) -> None:
         try:
             message: Any = self._decode.decode(life.output.recv())
-        except msgspec.MsgspecError:
+        except wire.UNREADABLE:
             logger.exception("%s sent something unreadable; ignored", self._name)
             return
         if isinstance(message, wire.Ready):

@@ -16,6 +16,7 @@ from fastdeploy_core.types.engine import EngineInfo, EngineStats
 from fastdeploy_core.types.worker import WorkerInfo
 
 ARRAY_TYPES = ("int64", "bool")
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError)  # the latter for names of fields and types
 
 
 def request_address(folder: Path | str) -> str:
@@ -214,5 +215,5 @@ def encode(message: Any) -> bytes:
 
 
 def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
-    """A decoder for one record or a union of them; it raises msgspec.ValidationError."""
+    """A decoder for one record or a union of them; it raises one of UNREADABLE."""
     return msgspec.msgpack.Decoder(kind, dec_hook=_decode_extra)

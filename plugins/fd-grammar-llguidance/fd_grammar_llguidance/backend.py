@@ -111,7 +111,11 @@ class LLGuidanceBackend:
             ) from error
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(self._tokenizer.eos_tokens)
-        self._limits = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
+        # Schemas of hundreds of properties need some 1,000 items. Up to the default of 50,000 an
+        # ambiguous grammar takes 50 ms for each mask.
+        self._limits = LLParserLimits(
+            verbose_errors=False, max_lexer_states=50_000, step_max_items=10_000
+        )
         self._pristine: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self._pristine_bytes = 0
 

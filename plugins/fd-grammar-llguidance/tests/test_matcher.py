@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
+import time
 
 import jsonschema
 import numpy as np
@@ -286,3 +288,29 @@ def test_a_deep_schema_is_refused_without_recursion(backend: LLGuidanceBackend) 
         backend.compile(StructuredOutputsParams(json=schema), {})
     with pytest.raises(InvalidRequest, match="levels"):
         backend.compile(StructuredOutputsParams(json='{"items":' * 1500), {})
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        """a: a a a | a a | "a" | "b" | "c" """,
+        """a: a a a a a a | a a a a a | a a a a | a a a | a a | "a" | "b" | "e" """,
+        """a: b c | c b | a b | b a | a a a
+b: a c | c a | b b | "x" | /[a-z]/
+c: a b | b a | c c | "y" | /[ a-z]/""",
+    ],
+)
+def test_no_mask_of_an_ambiguous_grammar_takes_long(backend: LLGuidanceBackend, rules: str) -> None:
+    grammar = StructuredOutputsParams(grammar=f"start: a\n{rules}\n")
+    draw, took_s = random.Random(1), [0.0]
+    mask = np.zeros((VOCAB + 31) // 32, dtype=np.int32)
+    with contextlib.suppress(InvalidRequest):  # too complex, at once or after some tokens
+        matcher = backend.matcher(backend.compile(grammar, {}))
+        for _ in range(300):
+            began = time.thread_time()
+            try:
+                matcher.fill_mask(mask)
+                matcher.accept([draw.choice(allowed(mask).tolist())])
+            finally:
+                took_s.append(time.thread_time() - began)
+    assert max(took_s) < 0.1

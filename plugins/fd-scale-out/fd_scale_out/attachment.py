@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import zmq
 
 from fastdeploy_core.engine.processes import wire
@@ -97,7 +96,7 @@ class Attachment:
                 continue
             try:
                 message: Any = self._decode.decode(self._socket.recv())
-            except msgspec.MsgspecError:
+            except wire.UNREADABLE:
                 logger.exception("something unreadable was sent to this front end; ignored")
                 continue
             self._take(message)

@@ -332,7 +332,7 @@ class FrontEnds:
         """Read the first message of an API server: it serves, or why it cannot."""
         try:
             hello = msgspec.msgpack.decode(hall.recv(65536), type=Hello)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, *wire.UNREADABLE):
             return  # it ended before
         if hello.error_type:
             self._events.put(error_named(hello.error_type, hello.message))

@@ -457,7 +457,7 @@ class FrontSide:
                     found.append(replace(load, age_s=age_s))
         except redis.RedisError:
             return
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             logger.warning("an unreadable load report was ignored: %s", error)
         self._view = found, time.monotonic()
         self._offered = Counter()

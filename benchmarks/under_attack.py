@@ -1,0 +1,228 @@
+r"""What a normal client of a server sees while others attack it, and what the attack leaves behind.
+
+    python benchmarks/under_attack.py models/ernie-tiny --tensor-library torch
+    python benchmarks/under_attack.py MODEL --only grammar,biases --seconds 20 -- --max-num-seqs 8
+
+Starts one server. A normal client asks for a short answer, again and again, from a process of its
+own: first alone, then under each attack in turn, which other processes send as fast as they can.
+Prints per attack the client's p50 and p99, p99 as a multiple of the quiet one, failures, what the
+attackers were answered, and by how much the memory of all the server's processes had grown at its
+peak and after the attack. The first attack also warms caches up, so all run once before any
+counts. Client, attackers and server share the processors. Arguments after -- go to the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import socket
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+from figures import add_json_option, print_figures
+from start_up import Start
+
+SETTLE_S = 3.0  # until freed memory is counted
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HUGE = "a bit of text, " * 500_000
+LOOP = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
+HI = [{"role": "user", "content": "hi"}]
+# Ambiguous: each further letter can be read in more ways.
+AMBIGUOUS = 'start: a\na: a a a | a a | b\nb: b b | "a" | "b" | /[ab]+/ | ""\n'
+
+
+class Attack(NamedTuple):
+    """One kind of hostile request, sent by `senders` processes at once."""
+
+    senders: int
+    path: str
+    body: Any
+
+
+ATTACKS: dict[str, Attack] = {
+    "text, to tokenize": Attack(2, "/tokenize", {"prompt": HUGE}),
+    "text, to be cut": Attack(
+        2, TEXT, {"prompt": HUGE, "truncate_prompt_tokens": -1, "max_tokens": 1}
+    ),
+    "ambiguous grammar": Attack(
+        4, TEXT, {"prompt": "x", "max_tokens": 64, "structured_outputs": {"grammar": AMBIGUOUS}}
+    ),
+    "bad words": Attack(2, TEXT, {"prompt": "x", "bad_words": ["x" * 60_000] * 128}),
+    "keys": Attack(2, CHAT, {"messages": HI, "metadata": {f"k{i}": i for i in range(600_000)}}),
+    "biases": Attack(2, TEXT, {"prompt": "x", "logit_bias": {str(i): 1 for i in range(300_000)}}),
+    "looping templates": Attack(
+        4, CHAT, {"messages": [{"role": "user", "content": "x" * 5000}], "chat_template": LOOP}
+    ),
+    "leaving in mid-body": Attack(2, CHAT, None),
+    "nested": Attack(2, CHAT, b'{"messages": ' + b"[" * 1_000_000),
+}
+
+
+class Seen(NamedTuple):
+    """What the normal client saw, and memory in bytes beyond that before the attack."""
+
+    seconds: list[float]
+    num_failed: int
+    answers: Counter[str]
+    peak: int
+    kept: int
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model", help="folder")
+    parser.add_argument("--tensor-library", default="", choices=["", "torch", "paddle"])
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each attack")
+    parser.add_argument("--pause", type=float, default=0.05, help="of the client between requests")
+    parser.add_argument("--only", default="", help="attacks by a part of their name, with commas")
+    add_json_option(parser)
+    own, _, serve = " ".join(["", *sys.argv[1:]]).partition(" -- ")
+    options = parser.parse_args(own.split())
+    options.serve = serve.split() or ["--trust-request-chat-template"]
+    return options
+
+
+def memory_bytes(pid: int) -> int:
+    """Memory of a process and all below it, what they share counted once (Linux)."""
+    total = 0
+    with suppress(OSError):  # it has just ended
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                total += 1024 * int(line.split()[1])
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            total += sum(memory_bytes(int(child)) for child in listed.read_text().split())
+    return total
+
+
+def ask(url: str, until: float, pause_s: float) -> tuple[list[float], int]:
+    """The normal client: seconds of each short answer, and how many there were none of."""
+    body = {"messages": HI, "max_tokens": 4, "temperature": 0}
+    taken, num_failed = [], 0
+    with httpx.Client(base_url=url, timeout=120) as client:
+        while time.time() < until:
+            began = time.perf_counter()
+            try:
+                num_failed += client.post(CHAT, json=body).status_code != 200
+            except httpx.HTTPError:
+                num_failed += 1
+            taken.append(time.perf_counter() - began)
+            time.sleep(pause_s)
+    return taken, num_failed
+
+
+def leave(url: str) -> str:
+    """Begin to send a body, then close the connection."""
+    port = int(url.rpartition(":")[2])
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(f'{head}Content-Length: 100\r\n\r\n{{"messages": '.encode())
+    return "left"
+
+
+def send(url: str, name: str, until: float) -> Counter[str]:
+    """One attacker; what it was answered."""
+    attack, answers = ATTACKS[name], Counter[str]()
+    data = attack.body if isinstance(attack.body, bytes) else json.dumps(attack.body).encode()
+    with httpx.Client(base_url=url, timeout=120) as client:
+        call: Callable[[], str] = lambda: leave(url)  # noqa: E731
+        if attack.body is not None:
+            headers = {"Content-Type": "application/json"}
+            call = lambda: str(client.post(attack.path, content=data, headers=headers).status_code)  # noqa: E731
+        while time.time() < until:
+            try:
+                answers[call()] += 1
+            except (OSError, httpx.HTTPError) as error:
+                answers[type(error).__name__] += 1
+    return answers
+
+
+@contextmanager
+def running(options: argparse.Namespace) -> Iterator[Start]:
+    """A server that has answered once."""
+    server = Start(options)
+    try:
+        server.wait_ready()
+        server.first_token()
+        yield server
+    finally:
+        server.stop()
+
+
+def watch(
+    server: Start, pool: ProcessPoolExecutor, options: argparse.Namespace, name: str, seconds: float
+) -> Seen:
+    """The normal client beside an attack, or alone if it has no name."""
+    pid, until = server.process.pid, time.time() + seconds
+    before = peak = memory_bytes(pid)
+    client = pool.submit(ask, server.url, until, options.pause)
+    senders = ATTACKS[name].senders if name else 0
+    attackers = [pool.submit(send, server.url, name, until) for _ in range(senders)]
+    while not all(job.done() for job in (client, *attackers)):
+        peak = max(peak, memory_bytes(pid))
+        time.sleep(0.1)
+    answers = sum((job.result() for job in attackers), Counter[str]())
+    time.sleep(SETTLE_S)
+    return Seen(*client.result(), answers, peak - before, memory_bytes(pid) - before)
+
+
+def p99(seconds: list[float]) -> float:
+    """The 99th percentile, from above."""
+    return sorted(seconds)[min(len(seconds) - 1, len(seconds) * 99 // 100)]
+
+
+def main() -> None:
+    """Run and print."""
+    options = parse_arguments()
+    wanted = [part for part in options.only.split(",") if part]
+    names = [n for n in ATTACKS if not wanted or any(part in n for part in wanted)]
+    print(
+        f"{options.model} {' '.join(options.serve)}: {options.seconds:g} s each, {os.cpu_count()} "
+        f"cores shared by server, client and attackers, load before {os.getloadavg()[0]:.1f}, "
+        f"Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}",
+        flush=True,
+    )
+    columns = ("p50, ms", "p99, ms", "x quiet", "failed", "peak, MB", "kept, MB")
+    print(f"{'':22}" + "".join(f"{column:>10}" for column in columns) + "  answers")
+    spawn = multiprocessing.get_context("spawn")
+    most = 1 + max(attack.senders for attack in ATTACKS.values())
+    figures: dict[str, list[float]] = {}
+    with running(options) as server, ProcessPoolExecutor(most, spawn) as pool:
+        for name in ("", *names):
+            watch(server, pool, options, name, 2.0)
+        quiet = watch(server, pool, options, "", options.seconds)
+        for name in ("", *names):
+            seen = watch(server, pool, options, name, options.seconds) if name else quiet
+            factor = p99(seen.seconds) / p99(quiet.seconds)
+            cells = (
+                f"{1000 * statistics.median(seen.seconds):.1f}",
+                f"{1000 * p99(seen.seconds):.1f}",
+                f"{factor:.1f}",
+                str(seen.num_failed),
+                f"{seen.peak / 1e6:.1f}",
+                f"{seen.kept / 1e6:.1f}",
+            )
+            counts = ", ".join(f"{count} x {answer}" for answer, count in seen.answers.items())
+            row = "".join(f"{cell:>10}" for cell in cells)
+            print(f"{name or 'quiet':22}{row}  {counts}", flush=True)
+            figures[f"{name or 'quiet'}: p99, ms"] = [1000 * p99(seen.seconds)]
+            figures[f"{name or 'quiet'}: kept, MB"] = [seen.kept / 1e6]
+        print_figures(options, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,219 @@
+"""kill -9 at random moments over every process of real servers, under load.
+
+    python -m tests.kills --kills 1000
+
+Servers of several layouts run a fake model whose tokens are known. While clients ask, a process is
+chosen and killed: an engine, a worker rank, an API server, or the parent of all. Counted are
+requests that were lost (no end, no error, and the connection not broken by the death of what held
+it), answered twice or wrongly, and blocks that stay in use when all is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+
+from fastdeploy_core.types import SamplingParams
+from fastdeploy_testing.fakes import NullModel
+from tests.server_process import ServerProcess, serving
+from tests.server_support import wait_for, write_null_model
+
+NULL = ("--device", "null", "--block-size", "16", "--max-num-seqs", "8", "--max-restarts", "1000")
+LAYOUTS = {
+    "one engine": (),
+    "two API servers": ("--api-server-count", "2"),
+    "two engines": ("--data-parallel-size", "2"),
+    "two ranks": ("--tensor-parallel-size", "2"),
+}
+NAMES = {b"fastdeploy-engine": "engine", b"fastdeploy-api": "API server", b"fd-rank": "rank"}
+KILLS_PER_SERVER = 3  # an API server is started again so often in a minute
+NUM_CLIENTS = 6
+PATIENCE_S = 120.0
+BROKEN = "connection broken"
+BAD = ("lost", "twice", "wrong", "blocks leaked", "not ready again", "left behind")
+
+
+class Load:
+    """Clients that ask without a pause, and what they were answered."""
+
+    def __init__(self, url: str, seed: int) -> None:
+        self.seen: Counter[str] = Counter()
+        self._url = url
+        self._stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(random.Random((seed << 8) + number),))
+            for number in range(NUM_CLIENTS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End when each client has its answer."""
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, draw: random.Random) -> None:
+        while not self._stopping.is_set():
+            outcome = ask(self._url, draw)
+            self.seen[outcome] += 1
+            if outcome in (BROKEN, "error"):
+                time.sleep(0.05)
+
+
+def ask(url: str, draw: random.Random) -> str:
+    """One request: how it ended."""
+    prompt = [draw.randrange(200) for _ in range(draw.randrange(1, 40))]
+    count, stream = draw.randrange(1, 60), draw.random() < 0.5
+    expected = NullModel(259).expected(prompt, count, SamplingParams(temperature=0.0))
+    body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True, "stream": stream}
+    tokens: list[int] = []
+    has_error = is_done = False
+    try:
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S) as answer:
+            if answer.status_code != 200:
+                return "error"
+            if not stream:
+                tokens = json.loads(answer.read())["choices"][0]["token_ids"]
+                return _compared(tokens, expected)
+            for line in answer.iter_lines():
+                is_done |= line == "data: [DONE]"
+                event = json.loads(line[6:]) if line.startswith("data: {") else {}
+                has_error |= "error" in event
+                for choice in event.get("choices", ()):
+                    tokens += choice.get("token_ids") or []
+    except httpx.TimeoutException:
+        return "lost"
+    except (httpx.HTTPError, json.JSONDecodeError):
+        return BROKEN if tokens == expected[: len(tokens)] else "wrong"
+    if has_error:
+        return "error" if tokens == expected[: len(tokens)] else "wrong"
+    return _compared(tokens, expected) if is_done else BROKEN
+
+
+def _compared(tokens: list[int], expected: list[int]) -> str:
+    if tokens == expected:
+        return "whole"
+    return "twice" if len(tokens) > len(expected) else "wrong"
+
+
+def processes(server: ServerProcess) -> dict[int, str]:
+    """The server's processes by id, with what each is."""
+    found, ring = {server.process.pid: "parent"}, [server.process.pid]
+    while ring:
+        pid = ring.pop()
+        for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+            try:
+                below = [int(child) for child in listed.read_text().split()]
+                lines = {p: Path(f"/proc/{p}/cmdline").read_bytes() for p in below}
+            except OSError:
+                continue  # it has just ended
+            ring += below
+            for child, line in lines.items():
+                found[child] = next((n for key, n in NAMES.items() if key in line), "helper")
+    return found
+
+
+def gauge(url: str, name: str) -> float:
+    """A number that the server reports."""
+    text = httpx.get(f"{url}/metrics", timeout=30).text
+    match = re.search(rf"^fastdeploy:{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
+    return float(match[1]) if match else 0.0
+
+
+def is_ready(url: str) -> bool:
+    """Whether requests are taken."""
+    try:
+        return httpx.get(f"{url}/health/ready", timeout=30).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def play(model: Path, layout: str, seed: int, most: int) -> Counter[str]:
+    """One server, with up to `most` kills; what was seen."""
+    draw, seen = random.Random(seed), Counter[str]()
+    with serving(model, *NULL, *LAYOUTS[layout]) as server:
+        url = server.url
+        load = Load(url, seed)
+        killed: set[str] = set()
+        for _ in range(most):
+            time.sleep(1.5 * draw.random())
+            alive = processes(server)
+            pid = draw.choice(sorted(alive)[0 if draw.random() < 0.1 else 1 :])
+            killed.add(alive[pid])
+            seen[f"killed: {alive[pid]}"] += 1
+            os.kill(pid, signal.SIGKILL)
+            if pid == server.process.pid:
+                break
+            try:
+                wait_for(lambda: is_ready(url), "it to be ready", PATIENCE_S)
+            except AssertionError:
+                seen["not ready again"] += 1
+                break
+        below = processes(server)
+        load.stop()
+        seen += load.seen
+        # nobody else may break a connection
+        if not killed & {"API server", "parent"} and seen[BROKEN]:
+            seen["lost"] += seen.pop(BROKEN)
+        if "parent" in killed:
+            server.process.wait(PATIENCE_S)
+            names = [pid for pid in below if Path(f"/proc/{pid}/exe").exists()]
+            try:
+                wait_for(lambda: not any(Path(f"/proc/{p}/exe").exists() for p in names), "end", 10)
+            except AssertionError:
+                seen["left behind"] += 1
+        elif not seen["not ready again"]:
+            try:
+                wait_for(lambda: gauge(url, "kv_blocks_used") == 0, "blocks to come back", 20)
+            except AssertionError:
+                seen["blocks leaked"] += 1
+    return seen
+
+
+def run(model: Path, num_kills: int, first_seed: int = 0) -> Counter[str]:
+    """So many kills, over all layouts in turn."""
+    seen = Counter[str]()
+    seed = first_seed
+    while (done := sum(n for what, n in seen.items() if what.startswith("killed"))) < num_kills:
+        layout = [*LAYOUTS][seed % len(LAYOUTS)]
+        now = play(model, layout, seed, min(KILLS_PER_SERVER, num_kills - done))
+        print(f"seed {seed}, {layout}: {_line(now)}", flush=True)
+        seen += now
+        seed += 1
+    return seen
+
+
+def _line(seen: Counter[str]) -> str:
+    return ", ".join(f"{what} {count}" for what, count in sorted(seen.items()))
+
+
+def main() -> int:
+    """Kill and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_null_model(Path(folder), step_s=0.005, num_blocks=512)
+        seen = run(model, options.kills, options.first)
+    print(_line(seen))
+    print(", ".join(f"{what} {seen[what]}" for what in BAD))
+    return any(seen[what] for what in BAD)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
