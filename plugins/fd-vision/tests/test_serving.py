@@ -119,9 +119,11 @@ BAD: dict[str, tuple[Any, str]] = {
                "allowed-media-domains"),
     "another file": ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}],
                      "allowed-local-media-path"),
-    "a video": ([{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,aGk="}}],
-                "takes text, image"),
-    "sound": ([{"type": "input_audio", "input_audio": {"data": "aGk="}}], "takes text, image"),
+    "not a video": ([{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,aGk="}}],
+                    "no video in a known format"),
+    "a picture as a video": ([{"type": "video_url", "video_url": part(picture(9, 9, 1))["image_url"]}],
+                             "possible: video/"),
+    "sound": ([{"type": "input_audio", "input_audio": {"data": "aGk="}}], "takes text, image, video"),
 }  # fmt: skip
 
 
