@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 from fastdeploy_core.errors import ConfigError, InvalidRequest
 
@@ -46,6 +46,7 @@ class VideoRule(msgspec.Struct, frozen=True, tag=True):
     max_frames: int = MAX_FRAMES
     frame_tokens: int = 0  # a frame has at most so many vectors' pixels; 0: no limit of its own
     total_tokens: int = 0  # and all frames together; 0: no limit of their own
+    font: str = ""  # the file of letters in which each frame shows its time; empty: it does not
 
 
 class Frames(msgspec.Struct, frozen=True):
@@ -64,10 +65,23 @@ def read_video_rule(
     sampling: Literal["steps", "ends"],
     is_joined: bool,
     counts_all: bool,
+    font: str = "",
+    pixels: tuple[int, int] | None = None,
 ) -> VideoRule:
     """The rule of the model in this folder; ConfigError if its files are missing or say something
-    else."""
+    else. `font`: frames show their time in this font, unless the files say otherwise. `pixels`:
+    the least and the most of a frame, where the folder has numbers for pictures alone."""
     path, found = read_file(folder, FILES, "video_processor")
+    if pixels is not None and path.name == FILES[-1]:
+        found = {**found, "min_pixels": pixels[0], "max_pixels": pixels[1]}
+    letters = ""
+    if font and found.get("draw_on_frames", True):
+        letters = str(folder / str(found.get("font", font)))
+        if not Path(letters).is_file():
+            raise ConfigError(
+                f"{letters} is missing, in which frames of videos show their time; copy it from "
+                "where the model came from"
+            )
     patches = read_rule(path, found, image.patch, image.merge)
     try:
         caps = bool(found.get("cap_pixels_per_frame"))
@@ -82,6 +96,7 @@ def read_video_rule(
             max_frames=min(MAX_FRAMES, int(found.get("max_frames", MAX_FRAMES))),
             frame_tokens=tokens if caps and counts_all else 0,
             total_tokens=tokens if caps and not counts_all else 0,
+            font=letters,
         )
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path} does not say how videos are prepared: {error!r}") from None
@@ -132,12 +147,18 @@ def frame_size(width: int, height: int, count: int, rule: VideoRule) -> tuple[in
     return target_size(width, height, whole, frames=count)
 
 
-def prepare(frames: Iterator[Image.Image], indices: Sequence[int], fps: float, total: int,
-            rule: VideoRule, max_pixels: int) -> Frames:  # fmt: skip
+def prepare(
+    frames: Iterator[Image.Image],
+    indices: Sequence[int],
+    fps: float,
+    total: int,
+    rule: VideoRule,
+    max_pixels: int,
+) -> Frames:
     """Resize the chosen frames one after the other, and cut them into patches."""
     pairs: list[np.ndarray] = []
     size: tuple[int, int] | None = None
-    for frame in frames:
+    for frame, index in zip(frames, indices, strict=False):
         if size is None:
             size = frame_size(frame.width, frame.height, len(indices), rule)
             if size[0] * size[1] * len(indices) > max_pixels:
@@ -145,6 +166,8 @@ def prepare(frames: Iterator[Image.Image], indices: Sequence[int], fps: float, t
                     f"{len(indices)} frames of {size[0]}x{size[1]} pixels are too large; at most "
                     f"{max_pixels} pixels in all are possible"
                 )
+        if rule.font:
+            show_time(frame, index / fps, rule.font)
         pairs.append(cut(np.asarray(resized(frame, size)), rule.patches))
     if size is None or len(pairs) != len(indices):
         raise InvalidRequest("the video is damaged or incomplete")
@@ -161,6 +184,23 @@ def prepare(frames: Iterator[Image.Image], indices: Sequence[int], fps: float, t
         (len(shown), rows, columns),
         [index / fps for index in shown],
         len(indices) / total * fps,
+    )
+
+
+def show_time(frame: Image.Image, seconds: float, font: str) -> None:
+    """Write the time into a corner of the frame, as ERNIE's processors do."""
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(int(minutes), 60)
+    size = int(min(frame.size) * 0.1)
+    if not size:
+        return
+    ImageDraw.Draw(frame).text(
+        (0, 0),
+        f"time: {hours:02d}:{minutes:02d}:{seconds:05.02f}",
+        font=ImageFont.truetype(font, size),
+        fill=(0, 0, 0),
+        stroke_width=int(size * 0.1),
+        stroke_fill=(255, 255, 255),
     )
 
 

@@ -6,6 +6,7 @@ import base64
 import io
 import os
 import re
+import signal
 import socket
 import struct
 import threading
@@ -366,8 +367,9 @@ def test_a_process_that_dies_or_hangs_is_replaced() -> None:
         pool._all[0].child.kill()
         pool._all[0].child.wait()
         assert pool.run(job()).patches == wanted
+        os.kill(pool._all[0].child.pid, signal.SIGSTOP)
         with pytest.raises(InvalidRequest, match="too long"):
-            pool.run(job(time_limit_s=0.0))
+            pool.run(job(time_limit_s=0.5))
         assert pool.num_deaths == 1
         assert pool.run(job()).patches == wanted
     finally:

@@ -35,7 +35,7 @@ CASES = {
 }
 
 
-SERVED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "paddleocr_vl")
+SERVED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "paddleocr_vl", "ernie4_5_vl")
 
 
 @pytest.fixture(scope="module", params=SERVED)
@@ -156,7 +156,7 @@ def test_positions_are_transformers(oracle: Oracle) -> None:
             types[at : at + run.count] = [1] * run.count
             ids[at - 1] = oracle.ids[0]
         at += run.count
-    theirs, delta = oracle.model.model.get_rope_index(
+    theirs, delta = oracle.own_positions(
         torch.tensor([ids]), mm_token_type_ids=torch.tensor([types]), image_grid_thw=grids
     )
     assert (theirs[:, 0].numpy() == found).all()

@@ -121,9 +121,11 @@ BAD: dict[str, tuple[Any, str]] = {
                      "allowed-local-media-path"),
     "not a video": ([{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,aGk="}}],
                     "no video in a known format"),
-    "a picture as a video": ([{"type": "video_url", "video_url": part(picture(9, 9, 1))["image_url"]}],
-                             "possible: video/"),
-    "sound": ([{"type": "input_audio", "input_audio": {"data": "aGk="}}], "takes text, image, video"),
+    "a picture as a video": (
+        [{"type": "video_url", "video_url": part(picture(9, 9, 1))["image_url"]}],
+        "possible: video/",
+    ),
+    "sound": ([{"type": "input_audio", "input_audio": {"data": "aGk="}}], "text, image, video"),
 }  # fmt: skip
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +208,14 @@ def make(
         "size": family.size, **family.norm,
         "do_resize": True, "do_normalize": True, "do_rescale": True, "resample": 3,
     }  # fmt: skip
-    video = {**image, "fps": 2, "min_frames": 2, "max_frames": 64, "do_sample_frames": True}
+    video = {
+        **image,
+        "fps": 2,
+        "min_frames": 2,
+        "max_frames": 64,
+        "do_sample_frames": True,
+        "draw_on_frames": False,
+    }
     (folder / "processor_config.json").write_text(
         json.dumps({"image_processor": image, "video_processor": video})
     )
@@ -247,16 +253,12 @@ class Oracle:
         self.family = FAMILIES[name]
         self.model = getattr(hf, self.family.model).from_pretrained(folder, dtype=torch.float32)
         self.model.eval()
+        self.own_positions = self.model.model.get_rope_index  # before greedy() sets another rule
         kept = json.loads((folder / "processor_config.json").read_text())["image_processor"]
         self.processor = getattr(hf, self.family.processor)(**kept)
         self.tokenizer = hf.AutoTokenizer.from_pretrained(folder)
         self.ids = [self.tokenizer.convert_tokens_to_ids(t) for t in self.family.tokens]
         self.image = self.ids[2]
-
-    @cached_property
-    def own_positions(self) -> Any:
-        """transformers' rule, before another one takes its place."""
-        return self.model.model.get_rope_index
 
     def pixels(self, images: Sequence[Image.Image]) -> Any:
         """pixel_values and image_grid_thw."""
@@ -274,20 +276,75 @@ class Oracle:
         return torch.cat(parts, -1).numpy()
 
     @torch.no_grad()
-    def greedy(self, prompt: str, images: Sequence[Image.Image], count: int) -> list[int]:
-        """The tokens behind a prompt in which a place stands for each picture."""
-        ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        given: dict[str, Any] = {}
+    def greedy(
+        self,
+        prompt: str,
+        images: Sequence[Image.Image],
+        count: int,
+        videos: Sequence[tuple[np.ndarray, float]] = (),
+    ) -> list[int]:
+        """The tokens behind a prompt in which a place stands for each picture, and for each video:
+        frames that are not resized, and how many there are for a second."""
+        given, grids = dict[str, Any](), {1: [], 2: []}
         if images:
             made = self.pixels(images)
-            sizes = iter((made["image_grid_thw"].prod(-1) // 4).tolist())
-            ids = [t for i in ids for t in ([i] * next(sizes) if i == self.image else [i])]
-            given = {**made, "mm_token_type_ids": self._types(ids)}
-        return self._generate(ids, given, count)
+            grids[1] = [(1, h // 2, w // 2, 1.0) for _, h, w in made["image_grid_thw"].tolist()]
+            given |= made
+        if videos:
+            given |= self._videos(videos, grids[2])
+            for frames, fps in videos:
+                prompt = self._stamped(prompt, len(frames), fps)
+        ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        kinds = {self.ids[2]: 1, self.ids[3]: 2}
+        expanded, types, runs = [], [], {kind: iter(own) for kind, own in grids.items()}
+        positions: list[tuple[int, int, int]] = []
+        for token in ids:
+            start, kind = 1 + max((max(p) for p in positions), default=-1), kinds.get(token, 0)
+            time, tall, wide, step = next(runs[kind]) if kind else (1, 1, 1, 1.0)
+            new = [
+                (start + int(t * step), start + y, start + x)
+                for t in range(time) for y in range(tall) for x in range(wide)
+            ]  # fmt: skip
+            positions += new
+            expanded += [token] * len(new)
+            types += [kind] * len(new)
+        if given:
+            given["mm_token_type_ids"] = torch.tensor([types])
+            offset = max(max(p) for p in positions) + 1 - len(positions)
+            # The rule of training. transformers has another behind videos that last long.
+            rule = torch.tensor(positions).T[:, None], torch.tensor([[offset]])
+            self.model.model.get_rope_index = lambda *args, **more: rule
+        return self._generate(expanded, given, count)
 
-    def _types(self, ids: list[int]) -> torch.Tensor:
-        video = self.ids[3]
-        return torch.tensor([[1 if i == self.image else 2 * int(i == video) for i in ids]])
+    def _videos(
+        self, videos: Sequence[tuple[np.ndarray, float]], grids: list[tuple[int, int, int, float]]
+    ) -> dict[str, Any]:
+        pixels, shapes, family = [], [], self.family
+        for frames, fps in videos:
+            frames = frames if len(frames) % 2 == 0 else np.concatenate((frames, frames[-1:]))
+            mean, std = (np.array(v, np.float32) for v in family.norm.values())
+            x = (frames.astype(np.float32) / 255 - mean) / std
+            n, p = family.frames, family.patch
+            time, tall, wide = len(x) // n, x.shape[1] // p, x.shape[2] // p
+            x = x.transpose(0, 3, 1, 2).reshape(time, n, 3, tall // 2, 2, p, wide // 2, 2, p)
+            x = x.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
+            pixels.append(torch.tensor(x.reshape(time * tall * wide, -1)))
+            shapes.append((time, tall, wide))
+            if family.model.startswith("Qwen3"):
+                grids += [(1, tall // 2, wide // 2, 1.0)] * time
+            else:
+                step = 2 / fps * 2 if family.model.startswith("Qwen2_5") else 1.0
+                grids.append((len(frames) // 2, tall // 2, wide // 2, step))
+        return {"pixel_values_videos": torch.cat(pixels), "video_grid_thw": torch.tensor(shapes)}
+
+    def _stamped(self, prompt: str, count: int, fps: float) -> str:
+        """Qwen3-VL: the first place in the prompt as a text with the time of each frame pair."""
+        if not self.family.model.startswith("Qwen3"):
+            return prompt
+        start, end, _, video = self.family.tokens
+        times = [(n + min(n + 1, count - 1)) / 2 / fps for n in range(0, count, 2)]
+        parts = "".join(f"<{time:.1f} seconds>{start}\0{end}" for time in times)
+        return prompt.replace(self.family.film, parts, 1).replace("\0", video)
 
     def _generate(self, ids: list[int], given: dict[str, Any], count: int) -> list[int]:
         if given and self.family.model.startswith("Ernie"):
