@@ -140,8 +140,8 @@ class Routes:
     """Which tokens of the step visit the vision experts; written by the model, read by its
     blocks."""
 
-    text: Tensor | None = None  # [n] int64; None: all tokens
-    vision: Tensor | None = None
+    # Text tokens and vision tokens, [n] int64 each; None: all are text.
+    divided: tuple[Tensor, Tensor] | None = None
 
 
 class ModalityExperts:
@@ -154,14 +154,11 @@ class ModalityExperts:
         self, norm: RMSNorm, x: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """See MoEBlock.after."""
-        if self._routes.vision is None:
+        if self._routes.divided is None:
             return self._text.after(norm, x, residual)
         xp, (normed, total) = self._xp, norm.add(x, residual)
         result = xp.empty_like(normed)
-        for block, index in (
-            (self._text, self._routes.text),
-            (self._vision, self._routes.vision),
-        ):
+        for block, index in zip((self._text, self._vision), self._routes.divided, strict=True):
             if int(index.shape[0]):
                 made = block(xp.index_select(normed, 0, index))
                 xp.index_copy_(result, 0, index, made)
@@ -259,13 +256,13 @@ class Ernie4_5_VLMoeForConditionalGeneration(VisionLM, Ernie4_5_MoeForCausalLM):
             is_vision, 0, embedded.tokens, xp.ones([count], dtype=xp.int64, device=input_ids.device)
         )
         order = xp.argsort(is_vision, stable=True)
-        self._routes.text, self._routes.vision = order[: total - count], order[total - count :]
+        self._routes.divided = order[: total - count], order[total - count :]
         # The blocks' tokens are those of the step, in the last one, too.
         context.rows = None
         try:
             hidden = super().forward(input_ids, positions, context)
         finally:
-            context.rows, self._routes.text, self._routes.vision = rows, None, None
+            context.rows, self._routes.divided = rows, None
         return hidden if rows is None else xp.index_select(hidden, 0, rows)
 
     def load_weights(self, tensors: Iterable[tuple[str, StoredTensor]]) -> list[str]:

@@ -25,10 +25,11 @@ from .patches import PatchRule, read_image_rule
 from .pool import DecodingPool
 from .positions import Run, three_axes
 from .sources import Source, read_source
-from .video import VideoRule
+from .video import MAX_FRAMES, VideoRule
 
 VERSION = "fd-vision 2"  # of what is done to pixels; enters every digest
 MAX_ITEMS = {"image": 8, "video": 1}  # of a prompt, unless the operator says otherwise
+MAX_FPS = 60  # that a request may ask for
 MAX_PIXELS = 33_500_000  # of a picture as it comes
 MAX_FRAME_PIXELS = 8_300_000  # of a video's frame as it comes
 MAX_REQUEST_PIXELS = 64_000_000  # of all pictures of a prompt, and of all frames as they are shown
@@ -120,7 +121,8 @@ class GridProcessor:
         for part in parts:
             try:
                 source = read_source(part.value, part.kind, self._rules)
-                found, pixels = self._make(part.kind, source, salt)
+                rule = asked_rule(self._prepared[part.kind], part.options)
+                found, pixels = self._make(rule, source, salt)
                 num_pixels += pixels
                 if num_pixels > MAX_REQUEST_PIXELS:
                     raise InvalidRequest(
@@ -194,8 +196,8 @@ class GridProcessor:
                     param=own[0].where if own else "prompt",
                 )
 
-    def _make(self, kind: str, source: Source, salt: str) -> tuple[Made, int]:
-        rule = self._prepared[kind]
+    def _make(self, rule: PatchRule | VideoRule, source: Source, salt: str) -> tuple[Made, int]:
+        kind = "image" if isinstance(rule, PatchRule) else "video"
         answer = self._pool.run(
             Job(
                 source=source.data,
@@ -243,12 +245,48 @@ class GridProcessor:
                 grid,
                 answer.patches[2 * n * size : 2 * (n + 1) * size],
                 numbers,
+                "video",
             )
             for n in range(frames // 2)
         ]
         pairs = zip(answer.seconds[::2], answer.seconds[1::2], strict=True)
         middles = [(first + second) / 2 for first, second in pairs]
         return Made("video", items, merged, middles, 2 / answer.fps)
+
+
+def asked_rule(rule: PatchRule | VideoRule, options: Mapping[str, Any]) -> PatchRule | VideoRule:
+    """The rule as a request wants it (mm_processor_kwargs), within that of the model's files.
+    InvalidRequest for what is unknown or beyond it."""
+    own = rule if isinstance(rule, PatchRule) else rule.patches
+    most: dict[str, float] = {"min_pixels": own.max_pixels, "max_pixels": own.max_pixels}
+    most |= {"fps": MAX_FPS, "num_frames": MAX_FRAMES}
+    if isinstance(rule, VideoRule):
+        most["num_frames"] = rule.max_frames
+    for name, value in options.items():
+        if name not in most:
+            raise InvalidRequest(
+                f"mm_processor_kwargs have {name!r:.60}, which is not known; possible: "
+                f"{', '.join(most)}"
+            )
+        kinds = (int, float) if name == "fps" else (int,)
+        if type(value) not in kinds or not 0 < value <= most[name]:
+            raise InvalidRequest(
+                f"mm_processor_kwargs have {name}={value!r:.60}; possible: a number above 0, at "
+                f"most {most[name]}"
+            )
+    if "fps" in options and "num_frames" in options:
+        raise InvalidRequest("mm_processor_kwargs have fps and num_frames; possible: one of them")
+    pixels = {k: v for k, v in options.items() if k in ("min_pixels", "max_pixels")}
+    own = msgspec.structs.replace(own, **pixels)
+    if own.min_pixels > own.max_pixels:
+        raise InvalidRequest(
+            f"mm_processor_kwargs leave pixels from {own.min_pixels} to {own.max_pixels}; "
+            "set both min_pixels and max_pixels"
+        )
+    if isinstance(rule, PatchRule):
+        return own
+    frames = {k: v for k, v in options.items() if k in ("fps", "num_frames")}
+    return msgspec.structs.replace(rule, patches=own, **frames)
 
 
 def media_tokens(
@@ -269,10 +307,10 @@ def media_tokens(
 def image_rule(config: Mapping[str, Any], folder: Path, *, enlarges: bool = False) -> PatchRule:
     """The rule for pictures of the model in this folder; ConfigError if there is none."""
     vision = config.get("vision_config")
-    sizes = [(vision or {}).get(name) for name in ("patch_size", "spatial_merge_size")]
-    if not all(isinstance(size, int) and size > 0 for size in sizes):
+    patch, merge = ((vision or {}).get(name) for name in ("patch_size", "spatial_merge_size"))
+    if not (isinstance(patch, int) and isinstance(merge, int) and patch > 0 and merge > 0):
         raise ConfigError(f"vision_config of {folder} lacks patch_size or spatial_merge_size")
-    return read_image_rule(folder, sizes[0], sizes[1], enlarges=enlarges)
+    return read_image_rule(folder, patch, merge, enlarges=enlarges)
 
 
 def digest_of(source: Source, identity: str, salt: str) -> bytes:

@@ -150,8 +150,8 @@ class Qwen3Processor(GridProcessor):
         return None
 
 
-class Qwen3VLForConditionalGeneration(VisionLM, Qwen3ForCausalLM):
-    """One instance per rank."""
+class Qwen3Vision(VisionLM):
+    """What both families have beside their decoders."""
 
     rope_theta = 5000000.0
     vision = Qwen3Tower
@@ -172,14 +172,13 @@ class Qwen3VLForConditionalGeneration(VisionLM, Qwen3ForCausalLM):
         return Qwen3Processor(rules, image, video, tokens, Tokenizer.from_file(str(file)))
 
 
-class Qwen3VLMoeForConditionalGeneration(VisionLM, Qwen3MoeForCausalLM):
+class Qwen3VLForConditionalGeneration(Qwen3Vision, Qwen3ForCausalLM):
+    """One instance per rank."""
+
+
+class Qwen3VLMoeForConditionalGeneration(Qwen3Vision, Qwen3MoeForCausalLM):
     """One instance per rank. Checkpoints have all experts of a layer in one tensor: released ones
     [experts, in, out], those that transformers 5 writes [experts, out, in]."""
-
-    rope_theta = 5000000.0
-    vision = Qwen3Tower
-    axes = "interleaved"
-    media = Qwen3VLForConditionalGeneration.media
 
     def load_weights(self, tensors: Iterable[tuple[str, StoredTensor]]) -> list[str]:
         """See DecoderLM; stacked experts in either layout."""

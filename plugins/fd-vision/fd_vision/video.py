@@ -216,7 +216,7 @@ def from_file(data: bytes, rule: VideoRule, max_pixels: int, max_frame_pixels: i
         raise InvalidRequest(
             "this server cannot read video files; the operator runs: pip install 'fd-vision[video]'"
         ) from None
-    with av.open(io.BytesIO(data), format=kind) as container:
+    with av.open(io.BytesIO(data), "r", format=kind) as container:
         stream = next(iter(container.streams.video), None)
         if stream is None:
             raise InvalidRequest("the file has no video in it")
@@ -240,7 +240,7 @@ def from_file(data: bytes, rule: VideoRule, max_pixels: int, max_frame_pixels: i
             f"the video lasts {total / fps:.0f} seconds; at most {MAX_SECONDS} are possible"
         )
     indices = chosen(total, fps, rule)
-    with av.open(io.BytesIO(data), format=kind) as container:
+    with av.open(io.BytesIO(data), "r", format=kind) as container:
         decoded = _decoded(container, indices, max_frame_pixels)
         return prepare(decoded, indices, fps, total, rule, max_pixels)
 

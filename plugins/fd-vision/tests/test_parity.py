@@ -139,6 +139,20 @@ def test_patches_are_transformers_bit_by_bit(llm: LLM, oracle: Oracle, size) -> 
     assert (levels == own).all()  # both frames of a still picture
 
 
+def test_a_request_may_ask_for_smaller_pictures(llm: LLM, oracle: Oracle) -> None:
+    given = asked(oracle, CASES["shrunk"])
+    step, kept = oracle.family.step, dict(oracle.processor.size)
+    limits = {"min_pixels": step**2 * 4, "max_pixels": step**2 * 12}
+    (output,) = llm.generate(given | {"mm_processor_kwargs": limits}, GREEDY, use_tqdm=False)
+    oracle.processor.size = {
+        "shortest_edge": limits["min_pixels"], "longest_edge": limits["max_pixels"]
+    }  # fmt: skip
+    try:
+        assert output.outputs[0].token_ids == wanted(oracle, given)
+    finally:
+        oracle.processor.size = kept
+
+
 def test_positions_are_transformers(oracle: Oracle) -> None:
     images = [picture(*case) for case in CASES["mixed"]]
     grids = oracle.pixels(images)["image_grid_thw"]

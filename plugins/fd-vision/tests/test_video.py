@@ -20,7 +20,7 @@ from fd_vision.child import Job, answer, prepare
 from fd_vision.patches import PatchRule
 from fd_vision.video import VideoRule, chosen, frame_size
 from PIL import Image
-from tiny import FAMILIES, Oracle, film, picture, runner_of
+from tiny import FAMILIES, Oracle, file_of, film, picture, runner_of
 
 from fastdeploy_core.api.llm import LLM
 from fastdeploy_core.errors import InvalidRequest
@@ -148,17 +148,6 @@ def test_the_size_that_transformers_takes(size: tuple[int, int], count: int) -> 
     width, height = size
     tall, wide = QWEN3_SIZE(count, height, width, 2, 28, **limits)
     assert frame_size(width, height, count, rule) == (wide, tall)
-
-
-def file_of(frames: np.ndarray, codec: str = "libx264", kind: str = "mp4", rate: int = 8) -> bytes:
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format=kind) as container:
-        stream = container.add_stream(codec, rate=rate)
-        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
-        for frame in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-        container.mux(stream.encode())
-    return buffer.getvalue()
 
 
 def job(source: bytes, rule: VideoRule = RULE, **more: Any) -> Job:

@@ -3,12 +3,14 @@ from them."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import torch
 import transformers as hf
@@ -233,6 +235,18 @@ def picture(width: int, height: int, seed: int) -> Image.Image:
 def film(frames: int, width: int, height: int, seed: int) -> np.ndarray:
     """[frames, height, width, 3] uint8."""
     return np.stack([np.asarray(picture(width, height, seed + 7 * n)) for n in range(frames)])
+
+
+def file_of(frames: np.ndarray, codec: str = "libx264", kind: str = "mp4", rate: int = 8) -> bytes:
+    """A video file of these frames, `rate` a second."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=kind) as container:
+        stream = container.add_stream(codec, rate=rate)
+        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    return buffer.getvalue()
 
 
 def prompt_of(count: int, words: str = "What", place: str = FAMILIES["qwen2_5_vl"].place) -> str:
