@@ -75,7 +75,7 @@ def test_the_kit_passes(tmp_path: Path, checkpoint: Path, tensor_library: str) -
         site, "plugins", "check", NAME, "--kind", "model", "--model", str(checkpoint),
         "--tensor", tensor_library, timeout_s=300,
     )  # fmt: skip
-    assert re.search(r"TestModel +PASS +7 +0 +0", done.stdout), done.stdout[-3000:]
+    assert re.search(r"TestModel +PASS +7 +0 +0", done.stdout), done.stdout[-9000:]
 
 
 @pytest.mark.timeout(300)
@@ -103,6 +103,7 @@ def test_pictures_are_what_transformers_makes_of_their_vectors(
         asked.append({"prompt_token_ids": ids, "multi_modal_data": {"image": urls}})
     site = site_with(tmp_path, NAME, SOURCE)
     done = python(site, "-c", ASK, str(checkpoint), tensor_library, json.dumps(asked))
+    assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
 
     model = transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()

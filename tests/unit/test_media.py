@@ -100,6 +100,7 @@ def test_spans_items_and_positions_have_to_belong_together() -> None:
                    {A: 8, B: 10})  # fmt: skip
     check_media(good)
     assert num_media_tokens(good) == {"image_tokens": 26}
+    check_media(request([EmbeddedSpan(2, 8, A)], {A: 8}, positions=b""))  # a token's index
     for bad in (
         request([EmbeddedSpan(2, 8, A)], {B: 8}),
         request([EmbeddedSpan(2, 9, A)], {A: 8}),
@@ -109,7 +110,6 @@ def test_spans_items_and_positions_have_to_belong_together() -> None:
         request([EmbeddedSpan(2, 8, A), EmbeddedSpan(9, 8, A)], {A: 8}),
         request([EmbeddedSpan(35, 8, A)], {A: 8}),
         request([EmbeddedSpan(2, 8, b"short")], {b"short": 8}),
-        request([EmbeddedSpan(2, 8, A)], {A: 8}, positions=b""),
         request([EmbeddedSpan(2, 8, A)], {A: 8}, positions=bytes(12 * 39)),
     ):
         with pytest.raises(InvalidRequest, match="do not belong together"):
