@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fd_vision import ernie4_5_vl
 from fd_vision.patches import as_rgb, patches_of, read_image_rule, target_size
 from fd_vision.positions import Run, three_axes
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tiny import Oracle, make, picture, prompt_of, runner_of
+from tiny import FAMILIES, Oracle, make, picture, prompt_of, runner_of
 
 from fastdeploy_core.api.llm import LLM
 from fastdeploy_core.contracts.model import MediaPart
@@ -208,6 +209,67 @@ def test_older_folders_read_the_same(folder: Path, tmp_path: Path, fd_tensor: st
         with LLM(path, tensor_library=fd_tensor, **ROOM) as llm:
             answers.append(llm.generate(given, GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
     assert answers[0] == answers[1]
+
+
+def test_released_ernie_reads_the_same(
+    checkpoint: Callable[[str], Path], tmp_path: Path, fd_tensor: str
+) -> None:
+    """The config.json of released folders: flat, numbers of both sets of experts in lists, a last
+    layer behind the last one, and one placeholder, which the template writes as text."""
+    new, old = checkpoint("ernie4_5_vl"), tmp_path / "old"
+    shutil.copytree(new, old)
+    config = json.loads((new / "config.json").read_text())
+    text, vision = config["text_config"], config["vision_config"]
+    kept = ("hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
+            "num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "vocab_size", "use_bias",
+            "head_dim", "moe_k", "moe_num_shared_experts", "moe_intermediate_size")  # fmt: skip
+    released = {key: text[key] for key in kept} | {
+        "architectures": config["architectures"], "model_type": "ernie4_5_moe_vl",
+        "torch_dtype": "float32", "tie_word_embeddings": True, "rope_theta": 5e5, "rope_3d": True,
+        "freq_allocation": 2, "moe_num_experts": [4, 4], "moe_use_aux_free": True,
+        "moe_layer_start_index": [1, 1], "moe_layer_end_index": [4, 3], "moe_layer_interval": 1,
+        "im_patch_id": config["image_token_id"], "eos_token_id": 4,
+        "vision_config": {
+            "depth": 2, "embed_dim": 32, "hidden_size": 32, "hidden_act": "quick_gelu",
+            "mlp_ratio": vision["intermediate_size"] / 32, "num_heads": 2, "in_channels": 3,
+            "patch_size": 14, "spatial_merge_size": 2,
+        },
+    }  # fmt: skip
+    (old / "config.json").write_text(json.dumps(released))
+    oracle = Oracle(new, "ernie4_5_vl")
+    given, theirs = asked(oracle, CASES["two"]), wanted(oracle, asked(oracle, CASES["two"]))
+    spelled = given["prompt"].replace(oracle.family.tokens[2], "image@placeholder")
+    with LLM(old, tensor_library=fd_tensor, **ROOM) as llm:
+        for prompt in (given["prompt"], spelled):
+            (output,) = llm.generate(given | {"prompt": prompt}, GREEDY, use_tqdm=False)
+            assert output.outputs[0].token_ids == theirs
+
+
+def test_ernie_routes_by_token(
+    checkpoint: Callable[[str], Path], fd_tensor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Placeholders with start and end around them to the vision experts, everything else to the
+    text experts; a step without a picture computes no vision expert."""
+    seen: list[tuple[int, int]] = []  # tokens of one sparse layer: text, vision
+    real = ernie4_5_vl.ModalityExperts.after
+
+    def after(self: Any, norm: Any, x: Any, residual: Any) -> Any:
+        divided = self._routes.divided
+        counts = (int(x.shape[0]), 0) if divided is None else [int(d.shape[0]) for d in divided]
+        seen.append(tuple(counts))
+        return real(self, norm, x, residual)
+
+    monkeypatch.setattr(ernie4_5_vl.ModalityExperts, "after", after)
+    family = FAMILIES["ernie4_5_vl"]
+    prompt, image = prompt_of(1, place=family.place), picture(56, 56, 1)
+    given = {"prompt": prompt, "multi_modal_data": {"image": image}}
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    with LLM(checkpoint("ernie4_5_vl"), tensor_library=fd_tensor, **ROOM) as llm:
+        (output,) = llm.generate(given, params, use_tqdm=False)
+    whole = len(output.prompt_token_ids)
+    prompt_steps = [counts for counts in seen if counts[1]]
+    assert prompt_steps == [(whole - 6, 6)] * 2  # 4 vectors, start and end; two sparse layers
+    assert set(seen) - set(prompt_steps) <= {(1, 0), (2, 0)}  # the tokens that were generated
 
 
 @pytest.mark.parametrize("width", [24, 64, 32])

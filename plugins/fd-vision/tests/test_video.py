@@ -18,11 +18,14 @@ import torch
 import transformers
 from fd_vision.child import Job, answer, prepare
 from fd_vision.patches import PatchRule
+from fd_vision.processor import digest_of
+from fd_vision.sources import Source, read_source
 from fd_vision.video import VideoRule, chosen, frame_size
 from PIL import Image
 from tiny import FAMILIES, Oracle, file_of, film, picture, runner_of
 
 from fastdeploy_core.api.llm import LLM
+from fastdeploy_core.contracts.model import MediaRules
 from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.types import SamplingParams
 
@@ -182,6 +185,36 @@ def test_frames_as_files() -> None:
         files.append(buffer.getvalue())
     made = prepare(job(b"".join(files), lengths=tuple(map(len, files))))
     assert made.patches == prepare(job(frames.tobytes(), size=(84, 56))).patches
+
+
+def test_what_videos_are_told_apart_by() -> None:
+    """Pixels, their sizes, how bytes are cut into frames, how many there are for a second; and what
+    the model is shown of them."""
+    raw = bytes(4 * 8 * 8 * 3)
+    sources = [
+        Source(raw, size, fps=fps) for size in ((8, 8), (16, 4), (4, 16)) for fps in (0.0, 1.0, 2.0)
+    ]
+    sources += [Source(raw, lengths=cut) for cut in ((768,), (384, 384), (1, 767), (767, 1))]
+    sources += [Source(raw)]
+    rules = [RULE, ENDS, *(msgspec.structs.replace(RULE, num_frames=n) for n in (1, 2))]
+    rules += [msgspec.structs.replace(RULE, fps=1.0), msgspec.structs.replace(RULE, font="a")]
+    digests = {digest_of(source, repr(rule), "") for source in sources for rule in rules}
+    assert len(digests) == len(sources) * len(rules)
+
+
+def test_too_many_frames_are_refused_before_they_are_decoded() -> None:
+    rules = MediaRules()
+    with pytest.raises(InvalidRequest, match="at most 768 frames"):
+        read_source("data:video/jpeg;base64," + "," * 100_000, "video", rules)
+    trusted = MediaRules(is_trusted=True)
+    for bad in (np.zeros((769, 2, 2, 3), np.uint8), [], [np.zeros((2, 2, 3), np.uint8)] * 769):
+        with pytest.raises(InvalidRequest, match="is no video"):
+            read_source(bad, "video", trusted)
+    uneven = [np.zeros((2, side, 3), np.uint8) for side in (2, 3)]
+    with pytest.raises(InvalidRequest, match="one size"):
+        read_source(uneven, "video", trusted)
+    with pytest.raises(InvalidRequest, match="fps="):
+        read_source((uneven, {"fps": "a"}), "video", trusted)
 
 
 GOOD = file_of(film(12, 84, 56, 3))
