@@ -19,15 +19,15 @@ ALONE = {"enable_prefix_caching": False, "max_encoder_cache": 0}
 SETTINGS: dict[str, dict[str, Any]] = {
     "cut inside pictures": {"max_num_batched_tokens": 23, "max_num_seqs": 4},
     "preempted, one item a step": {
-        "num_gpu_blocks_override": 20, "max_num_seqs": 8, "max_num_batched_tokens": 37,
-        "max_model_len": 320, "max_encode_tokens": 1,
+        "num_gpu_blocks_override": 12, "max_num_seqs": 8, "max_num_batched_tokens": 37,
+        "max_model_len": 192, "max_encode_tokens": 1,
     },
     "from the host tier": {
-        "num_gpu_blocks_override": 20, "max_num_seqs": 2, "max_model_len": 320,
+        "num_gpu_blocks_override": 12, "max_num_seqs": 2, "max_model_len": 192,
         "swap_space": 0.05, "max_encoder_cache": 0,
     },
 }  # fmt: skip
-PARAMS = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
 def mixes(name: str, number: int) -> list[dict[str, Any]]:
