@@ -11,7 +11,13 @@ from fastdeploy_core.errors import InvalidRequest
 
 # str, {"prompt": ...}, {"prompt_token_ids": ...}, [ids], or a list of these
 Prompts = str | Mapping[str, Any] | Sequence[Any]
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
+_PROMPT_KEYS = (
+    "prompt",
+    "prompt_token_ids",
+    "cache_salt",
+    "multi_modal_data",
+    "mm_processor_kwargs",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +91,21 @@ def _prompt(value: Any, where: str) -> Prompt:
         )
     if not isinstance(text, str | None) or not (ids is None or isinstance(ids, Sequence)):
         raise InvalidRequest(f"{where}: prompt is text, prompt_token_ids a list", param="prompts")
-    media = _media(value.get("multi_modal_data") or {}, where)
+    asked = value.get("mm_processor_kwargs") or {}
+    media = _media(value.get("multi_modal_data") or {}, asked, where)
     salt = str(value.get("cache_salt") or "")
     return Prompt(text, None if ids is None else list(ids), salt, media=media)
 
 
-def _media(data: Any, where: str) -> list[MediaPart]:
+def _media(data: Any, options: Any, where: str) -> list[MediaPart]:
     """multi_modal_data as vLLM spells it: {"image": one or a list}."""
-    if not isinstance(data, Mapping):
-        raise InvalidRequest(f"{where}: multi_modal_data is an object", param="prompts")
+    if not isinstance(data, Mapping) or not isinstance(options, Mapping) or (options and not data):
+        raise InvalidRequest(
+            f"{where}: multi_modal_data is an object, mm_processor_kwargs another, for its items",
+            param="prompts",
+        )
     return [
-        MediaPart(str(kind), item, f"{where}.multi_modal_data.{kind}")
+        MediaPart(str(kind), item, f"{where}.multi_modal_data.{kind}", options)
         for kind, items in data.items()
-        for item in (items if isinstance(items, list | tuple) else [items])
+        for item in (items if isinstance(items, list) else [items])
     ]

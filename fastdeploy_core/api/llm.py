@@ -127,6 +127,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
         stream: bool = False,
         priority: Priority = None,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
@@ -138,7 +139,7 @@ class LLM:
         prompts = []
         kinds = () if self._media is None else self._media.kinds
         for given in conversations(messages):
-            conversation, parts = take_media(given, kinds)
+            conversation, parts = take_media(given, kinds, mm_processor_kwargs)
             text = tokenizer.apply_chat_template(
                 conversation,
                 tools,

@@ -212,9 +212,11 @@ class MediaPart:
     """A part of a message, or an entry of multi_modal_data, that is no text. Added in contract
     1.1."""
 
-    kind: str  # "image"
+    kind: str  # "image", "video"
     value: Any  # a URL; of a trusted program also bytes, a path, or an object of a library
     where: str  # its place in the request, for errors: "messages[0].content[1]"
+    # How the request wants it prepared (mm_processor_kwargs): {"max_pixels": 50176}. Added in 1.2.
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -222,7 +224,7 @@ class MediaProcessor(Protocol):
     """What a front end asks of a multimodal family; made by small.MultimodalLM.media, one per front
     end. Thread safe; it needs no tensor library. Added in contract 1.1."""
 
-    kinds: Sequence[str]  # of parts that it takes: "image"
+    kinds: Sequence[str]  # of parts that it takes: "image", "video"
 
     def prepare(
         self, token_ids: Sequence[int], parts: Sequence[MediaPart], salt: str
@@ -230,7 +232,7 @@ class MediaProcessor(Protocol):
         """The prompt with as many placeholder tokens as each part has vectors, and what the engine
         needs beside it: spans, items and positions. `token_ids` has one placeholder for each part,
         where its template or its writer put it; other numbers are InvalidRequest, and so is a part
-        that is malformed, too large or not allowed.
+        that is malformed, too large or not allowed, or whose options are unknown or beyond the server's limits.
 
         A digest covers the source, the settings that its patches depend on, and `salt`. It may take
         seconds, and is called in a thread of its own. Called without parts, too: then the prompt may

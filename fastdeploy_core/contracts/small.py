@@ -64,7 +64,7 @@ class GreedyLM(CausalLM, Protocol):
 
 @runtime_checkable
 class MultimodalLM(CausalLM, Protocol):
-    """A family that also takes pictures. Its `features` hold "embeddings", and "positions" if tokens
+    """A family that also takes pictures or videos. Its `features` hold "embeddings", and "positions" if tokens
     have positions of three axes; then its attention layers need "offsets".
 
     In a step that has vectors, `context.embedded` (layers.EmbeddedRows) says which tokens' embeddings
@@ -79,7 +79,8 @@ class MultimodalLM(CausalLM, Protocol):
 
     def encode(self, items: Sequence[MediaItem]) -> Tensor:
         """The vectors of all items, one item's rows after the other's, [sum of num_rows, hidden] in
-        the model's dtype. No item's rows depend on another item."""
+        the model's dtype, or wider where forward() makes more of them. No item's rows depend on
+        another item."""
         ...
 
 

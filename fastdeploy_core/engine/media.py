@@ -5,6 +5,7 @@ The family says what it takes (contracts.small.MultimodalLM); nothing here names
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +39,11 @@ def media_processor(
 
 
 def take_media(
-    messages: Sequence[Any], kinds: Sequence[str]
+    messages: Sequence[Any], kinds: Sequence[str], options: Mapping[str, Any] | None = None
 ) -> tuple[Sequence[Any], list[MediaPart]]:
     """The conversation with {"type": kind} in the place of every part of these kinds, and those
     parts in order. A part is {"type": "image_url", "image_url": URL or {"url": URL}} or {"type":
-    "image", "image": ...}, and the same of other kinds."""
+    "image", "image": ...}, and the same of other kinds. options: see MediaPart."""
     parts: list[MediaPart] = []
     names = {name: kind for kind in kinds for name in (kind, f"{kind}_url", f"{kind}_pil")}
 
@@ -56,7 +57,7 @@ def take_media(
             value = value.get("url")
         if value is None:
             raise InvalidRequest(f"{where} has no {name}", param=where)
-        parts.append(MediaPart(kind, value, where))
+        parts.append(MediaPart(kind, value, where, options or {}))
         return {"type": kind}
 
     changed = []
@@ -67,12 +68,23 @@ def take_media(
             found = [taken(part, f"{where}[{n}]") for n, part in enumerate(content)]
             message = {**message, "content": found}
         changed.append(message)
+    if options and not parts:
+        raise InvalidRequest(
+            "mm_processor_kwargs say how pictures and videos are prepared; the messages have none "
+            f"that this model takes (possible: {', '.join(kinds) or 'text only'})",
+            param="mm_processor_kwargs",
+        )
     return (changed, parts) if parts else (messages, parts)
 
 
-def num_media_tokens(request: Request) -> int:
-    """Prompt tokens in whose places vectors stand."""
-    return 0 if request.extras is None else sum(s.count for s in request.extras.embeddings)
+def num_media_tokens(request: Request) -> dict[str, int]:
+    """Prompt tokens in whose places vectors stand, by kind: {"image_tokens": 96}."""
+    found: Counter[str] = Counter()
+    if (extras := request.extras) is not None:
+        kinds = {item.digest: item.kind for item in extras.media}
+        for span in extras.embeddings:
+            found[f"{kinds.get(span.digest, 'image')}_tokens"] += span.count
+    return dict(found)
 
 
 def check_media(request: Request) -> None:
@@ -87,7 +99,7 @@ def check_media(request: Request) -> None:
         has_rows = span.first_row >= 0 and span.first_row + span.count <= rows.get(span.digest, 0)
         whole &= has_rows and span.count > 0 and span.start >= end
         end = span.start + span.count
-    whole &= end <= length and len(extras.positions) == 3 * 4 * length
+    whole &= end <= length and len(extras.positions) in (0, 3 * 4 * length)
     whole &= all(len(digest) == 32 for digest in rows)
     if not whole:
         raise InvalidRequest(

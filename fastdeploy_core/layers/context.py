@@ -18,7 +18,7 @@ class EmbeddedRows:
     """Vectors that stand in the place of some tokens' embeddings."""
 
     tokens: Tensor  # [n] int64: which of the step's tokens
-    vectors: Tensor  # [n, hidden], model dtype
+    vectors: Tensor  # [n, hidden], or as wide as the family's encode() makes them; model dtype
 
 
 @dataclass(slots=True)

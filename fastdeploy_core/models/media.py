@@ -30,7 +30,7 @@ class _Brought:
 
     spans: list[EmbeddedSpan]
     items: dict[bytes, MediaItem]
-    positions: np.ndarray  # [3, num_prompt_tokens]
+    positions: np.ndarray  # [3, num_prompt_tokens]; [3, 0] where they are the tokens' indices
 
 
 class SequenceMedia:
@@ -107,7 +107,7 @@ class SequenceMedia:
                     missing[span.digest] = brought.items[span.digest]
             fed += [span for span in brought.spans if span.start + span.count <= end]
             brought.spans = [span for span in brought.spans if span.start + span.count > end]
-            if end >= brought.positions.shape[1]:
+            if end >= brought.positions.shape[1] and not brought.spans:
                 del self._brought[slot]
         found = self._gather(wanted, list(missing.values())) if wanted else None
         self._let_go(fed)

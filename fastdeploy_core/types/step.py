@@ -43,13 +43,15 @@ class EmbeddedSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MediaItem(msgspec.Struct, frozen=True, array_like=True):
-    """One picture or video as a model's encoder takes it (contracts.model.MediaProcessor)."""
+    """One picture, or a part of a video, as a model's encoder takes it
+    (contracts.model.MediaProcessor)."""
 
     digest: bytes  # that of the spans where its vectors stand
     num_rows: int  # vectors that the encoder makes of it
     grid: tuple[int, int, int]  # patches: in time, rows, columns
     data: bytes = b""  # uint8 patches; their order is the family's
     numbers: list[float] = []  # what its encoder needs beside them, such as the channels' means
+    kind: str = "image"  # as MediaPart.kind, for usage. Added in contract 1.2
 
 
 class SequenceExtras(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -128,7 +128,10 @@ from fd_tools.plugins_show import main as plugins_show
 from fd_tools.plugins_why import main as plugins_why
 from fd_tools.run_batch import main as run_batch
 from fd_tools.tokenizer import main as tokenizer
+from fd_vision.ernie4_5_vl import Ernie4_5_VLMoeForConditionalGeneration
+from fd_vision.paddleocr_vl import PaddleOCRVLForConditionalGeneration
 from fd_vision.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+from fd_vision.qwen3_vl import Qwen3VLForConditionalGeneration, Qwen3VLMoeForConditionalGeneration
 from fd_xpu.attention import XpuAttention
 from fd_xpu.device import XpuDevice
 from fd_xpu.moe import XpuMoE
@@ -294,7 +297,11 @@ models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     Qwen3MoeForCausalLM,
 ]
 multimodal: list[Callable[[Mapping[str, Any], ModelBuilder], MultimodalLM]] = [
+    Ernie4_5_VLMoeForConditionalGeneration,
+    PaddleOCRVLForConditionalGeneration,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeForConditionalGeneration,
 ]
 checkpoint_formats: list[Callable[[Path], CheckpointFormat]] = [
     MySuffixCheckpoint,

@@ -57,6 +57,15 @@ def test_parts_are_taken_out_in_order_and_leave_their_place() -> None:
     assert [part["type"] for part in user["content"]] == ["text", "image", "text", "image", "image"]
 
 
+def test_how_parts_are_prepared_goes_with_each_of_them() -> None:
+    content = [{"type": "video_url", "video_url": {"url": "data:a"}}]
+    _, parts = take_media([{"role": "user", "content": content}], ("video",), {"fps": 1})
+    assert parts == [MediaPart("video", "data:a", "messages[0].content[0]", {"fps": 1})]
+    for kinds in (("image",), ()):
+        with pytest.raises(InvalidRequest, match="the messages have none"):
+            take_media([{"role": "user", "content": content}], kinds, {"fps": 1})
+
+
 def test_parts_that_nobody_takes_are_refused() -> None:
     part = {"type": "image_url", "image_url": {"url": "data:a"}}
     messages = [{"role": "user", "content": [part]}]
@@ -90,7 +99,8 @@ def test_spans_items_and_positions_have_to_belong_together() -> None:
     good = request([EmbeddedSpan(2, 8, A), EmbeddedSpan(12, 8, A), EmbeddedSpan(30, 10, B)],
                    {A: 8, B: 10})  # fmt: skip
     check_media(good)
-    assert num_media_tokens(good) == 26
+    assert num_media_tokens(good) == {"image_tokens": 26}
+    check_media(request([EmbeddedSpan(2, 8, A)], {A: 8}, positions=b""))  # a token's index
     for bad in (
         request([EmbeddedSpan(2, 8, A)], {B: 8}),
         request([EmbeddedSpan(2, 9, A)], {A: 8}),
@@ -100,7 +110,6 @@ def test_spans_items_and_positions_have_to_belong_together() -> None:
         request([EmbeddedSpan(2, 8, A), EmbeddedSpan(9, 8, A)], {A: 8}),
         request([EmbeddedSpan(35, 8, A)], {A: 8}),
         request([EmbeddedSpan(2, 8, b"short")], {b"short": 8}),
-        request([EmbeddedSpan(2, 8, A)], {A: 8}, positions=b""),
         request([EmbeddedSpan(2, 8, A)], {A: 8}, positions=bytes(12 * 39)),
     ):
         with pytest.raises(InvalidRequest, match="do not belong together"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -62,14 +62,18 @@ class ChatJob:
             as_ids = state.config.return_tokens_as_token_ids
         self._names = TokenNames(state.tokenizer, as_ids)
         self._messages, self._parts = body.messages, list[MediaPart]()
-        if state.media is not None and body.messages is not None:
-            self._messages, self._parts = take_media(body.messages, state.media.kinds)
+        kinds, asked = self._media_kinds(), body.mm_processor_kwargs
+        if body.messages is not None and (kinds or asked):
+            self._messages, self._parts = take_media(body.messages, kinds, asked)
         self._constraint: StructuredOutputsParams | None = None
         self._echoed = body.echoed(state.config.response_role)
         self._prompt_tail = ""
         self._request: Request | None = None
         self.stream = bool(body.stream)
         self.num_requests = 1
+
+    def _media_kinds(self) -> Sequence[str]:
+        return () if self._state.media is None else self._state.media.kinds
 
     async def prepare(self) -> None:
         """Render, tokenize, compile the grammar."""
@@ -138,7 +142,7 @@ class ChatJob:
             documents=body.documents,
             template_kwargs=self._kwargs,
             chat_template=body.chat_template,
-            kinds=() if self._state.media is None else self._state.media.kinds,
+            kinds=self._media_kinds(),
         )
 
     async def complete(self) -> dict[str, Any]:

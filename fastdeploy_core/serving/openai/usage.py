@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,9 @@ from fastdeploy_core.types import RequestOutput, SpeculateMetrics
 class Usage:
     """Counts tokens as outputs arrive."""
 
-    def __init__(self, num_prompt_tokens: int, num_image_tokens: int = 0) -> None:
+    def __init__(self, num_prompt_tokens: int, media: Mapping[str, int] | None = None) -> None:
         self.num_prompt_tokens = num_prompt_tokens
-        self.num_image_tokens = num_image_tokens  # of these, in whose places pictures stand
+        self.media = media or {}  # of these, in whose places pictures and videos stand
         self.num_completion_tokens = 0
         self.num_reasoning_tokens = 0
         # by request, because each output repeats the request's own number
@@ -44,10 +45,8 @@ class Usage:
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens, **self.media},
         }
-        if self.num_image_tokens:
-            usage["prompt_tokens_details"]["image_tokens"] = self.num_image_tokens
         details = {}
         if self.num_reasoning_tokens:
             details["reasoning_tokens"] = self.num_reasoning_tokens

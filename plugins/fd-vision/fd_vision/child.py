@@ -1,5 +1,5 @@
-"""The process in which pictures are decoded: what comes from strangers meets their decoders here,
-under limits, and nowhere else.
+"""The process in which pictures and videos are decoded: what comes from strangers meets their
+decoders here, under limits, and nowhere else.
 
 Frames are a 4-byte big-endian length and MessagePack. Only pool.py starts this process, and may
 kill it.
@@ -15,6 +15,7 @@ import signal
 import struct
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -23,29 +24,41 @@ from PIL import Image, UnidentifiedImageError
 
 from fastdeploy_core.errors import InvalidRequest
 
+from . import video
 from .patches import PatchRule, as_rgb, patches_of, target_size
+from .video import VideoRule
 
 HEADER = struct.Struct(">I")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
 
 
 class Job(msgspec.Struct, kw_only=True):
-    """One picture."""
+    """One picture or video."""
 
     source: bytes
-    rule: PatchRule
-    max_pixels: int  # of the picture as it comes
+    rule: PatchRule | VideoRule
+    max_pixels: int  # of the picture, or of a frame, as it comes
+    max_total: int = 0  # of all frames of a video as the model sees them
     time_limit_s: float
     # Width and height where the source is RGB pixels; None: it is a file of one of FORMATS.
     size: tuple[int, int] | None = None
+    lengths: tuple[int, ...] = ()  # where the source is several pictures: the bytes of each
+    fps: float = 0.0  # of frames that are given one by one
+
+    @property
+    def word(self) -> str:
+        """What it is, for errors."""
+        return "picture" if isinstance(self.rule, PatchRule) else "video"
 
 
 class Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Its patches, or why there are none."""
 
     patches: bytes = b""
-    grid: tuple[int, int, int] = (0, 0, 0)
-    num_pixels: int = 0  # of the picture as it came
+    grid: tuple[int, int, int] = (0, 0, 0)  # frames, patches in rows and columns
+    num_pixels: int = 0  # of the picture as it came, of a video's frames as the model sees them
+    seconds: list[float] = []  # when each frame of a video is shown
+    fps: float = 0.0  # frames for a second of the video
     error: str = ""
 
 
@@ -67,32 +80,63 @@ def write_frame(stream: IO[bytes], body: bytes) -> None:
 
 
 def prepare(job: Job) -> Answer:
-    """The patches of one picture; InvalidRequest says why there are none."""
+    """The patches of one picture or video; InvalidRequest says why there are none."""
+    if isinstance(job.rule, VideoRule):
+        made = _video(job, job.rule)
+        frames, rows, columns = made.grid
+        pixels = frames * rows * columns * job.rule.patches.patch**2
+        return Answer(
+            patches=made.pixels, grid=made.grid, num_pixels=pixels, seconds=made.seconds,
+            fps=made.fps,
+        )  # fmt: skip
+    image, pixels = _picture(job.source, job, job.rule)
+    patches, grid = patches_of(image, job.rule)
+    return Answer(patches=patches, grid=grid, num_pixels=pixels)
+
+
+def _picture(source: bytes, job: Job, rule: PatchRule) -> tuple[Image.Image, int]:
+    """A picture in RGB, and the pixels that it came with."""
     if job.size is not None:
         width, height = job.size
-        _check_size(width, height, job)
-        image = Image.frombytes("RGB", job.size, job.source)
-    else:
-        try:
-            opened = Image.open(io.BytesIO(job.source), formats=FORMATS)
-        except UnidentifiedImageError:
-            raise InvalidRequest(_unknown(job.source)) from None
-        width, height = opened.size
-        _check_size(width, height, job)  # the header's, before anything is decoded
-        if getattr(opened, "is_animated", False):
-            raise InvalidRequest("an animated picture is not taken; send one of its frames")
-        image = as_rgb(opened)
-    patches, grid = patches_of(image, job.rule)
-    return Answer(patches=patches, grid=grid, num_pixels=width * height)
+        _check_size(width, height, job, rule)
+        return Image.frombytes("RGB", job.size, source), width * height
+    try:
+        opened = Image.open(io.BytesIO(source), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise InvalidRequest(_unknown(source)) from None
+    width, height = opened.size
+    _check_size(width, height, job, rule)  # the header's, before anything is decoded
+    if getattr(opened, "is_animated", False):
+        raise InvalidRequest("an animated picture is not taken; send one of its frames")
+    return as_rgb(opened), width * height
 
 
-def _check_size(width: int, height: int, job: Job) -> None:
+def _video(job: Job, rule: VideoRule) -> video.Frames:
+    if job.size is None and not job.lengths:
+        return video.from_file(job.source, rule, job.max_total, job.max_pixels)
+    lengths = job.lengths
+    if job.size is not None:
+        one = 3 * job.size[0] * job.size[1]
+        lengths = (one,) * (len(job.source) // one)
+    starts = [sum(lengths[:n]) for n in range(len(lengths))]
+    fps = job.fps or rule.fps
+    indices = video.chosen(len(lengths), fps, rule) if rule.num_frames else range(len(lengths))
+
+    def frames() -> Iterator[Image.Image]:
+        for index in indices:
+            source = job.source[starts[index] : starts[index] + lengths[index]]
+            yield _picture(source, job, rule.patches)[0]
+
+    return video.prepare(frames(), indices, fps, len(lengths), rule, job.max_total)
+
+
+def _check_size(width: int, height: int, job: Job, rule: PatchRule) -> None:
     if width * height > job.max_pixels:
         raise InvalidRequest(
             f"a picture of {width}x{height} pixels is too large; at most {job.max_pixels} pixels "
             "are possible"
         )
-    target_size(width, height, job.rule)
+    target_size(width, height, rule)
 
 
 def _unknown(source: bytes) -> str:
@@ -110,10 +154,10 @@ def answer(job: Job) -> Answer:
     except InvalidRequest as error:
         return Answer(error=str(error))
     except MemoryError:
-        return Answer(error="the picture needs too much memory to decode")
+        return Answer(error=f"the {job.word} needs too much memory to decode")
     except Exception as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
-        return Answer(error="the picture is damaged or incomplete")
+        return Answer(error=f"the {job.word} is damaged or incomplete")
 
 
 def limit_resources(extra_bytes: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ MAX_RATIO = 200  # of the longer side to the shorter one, as the families' proce
 WHITE = (255, 255, 255, 255)
 
 
-class PatchRule(msgspec.Struct, frozen=True):
+class PatchRule(msgspec.Struct, frozen=True, tag=True):
     """What the preprocessor files say."""
 
     patch: int  # side in pixels
@@ -33,6 +34,8 @@ class PatchRule(msgspec.Struct, frozen=True):
     max_pixels: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    # PaddleOCR-VL: sides below a step grow to it first, with the other side.
+    enlarges: bool = False
 
     @property
     def step(self) -> int:
@@ -40,18 +43,35 @@ class PatchRule(msgspec.Struct, frozen=True):
         return self.patch * self.merge
 
 
-def read_rule(folder: Path, patch: int, merge: int) -> PatchRule:
-    """The rule of the model in this folder, whose tower has these sizes; ConfigError if its files
-    are missing or say something else."""
-    path = next((folder / name for name in FILES if (folder / name).is_file()), None)
-    if path is None:
-        raise ConfigError(
-            f"{folder} has no {' or '.join(FILES)}, so it is not known how large pictures are "
-            "shown to the model; copy the file from where the model came from"
-        )
+def read_file(folder: Path, names: Sequence[str], part: str) -> tuple[Path, Any]:
+    """The first of these files that the folder has, and what it says: all of it, or its `part`.
+    ConfigError if there is none."""
+    for name in names:
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            found: Any = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read: {error!r}") from None
+        if isinstance(found, dict) and (part in found or "image_mean" in found):
+            return path, found.get(part, found)
+    raise ConfigError(
+        f"{folder} has no {' or '.join(names)} with a {part}, so it is not known how large "
+        "pictures are shown to the model; copy the file from where the model came from"
+    )
+
+
+def read_image_rule(folder: Path, patch: int, merge: int, *, enlarges: bool = False) -> PatchRule:
+    """The rule for pictures of the model in this folder, whose tower has these sizes; ConfigError
+    if its files are missing or say something else."""
+    rule = read_rule(*read_file(folder, FILES, "image_processor"), patch, merge)
+    return msgspec.structs.replace(rule, enlarges=enlarges)
+
+
+def read_rule(path: Path, found: Any, patch: int, merge: int) -> PatchRule:
+    """The rule in a file of the model's folder."""
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
-        found = found.get("image_processor", found)
         size = found.get("size") or {}
         rule = PatchRule(
             patch=int(found.get("patch_size", patch)),
@@ -61,7 +81,7 @@ def read_rule(folder: Path, patch: int, merge: int) -> PatchRule:
             mean=tuple(map(float, found["image_mean"])),
             std=tuple(map(float, found["image_std"])),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} does not say how pictures are prepared: {error!r}") from None
     # Bicubic is 3 in Pillow.
     others = (("do_resize", True), ("do_normalize", True), ("do_rescale", True), ("resample", 3))
@@ -78,22 +98,31 @@ def read_rule(folder: Path, patch: int, merge: int) -> PatchRule:
     return rule
 
 
-def target_size(width: int, height: int, rule: PatchRule) -> tuple[int, int]:
-    """Width and height that the model sees. InvalidRequest for a picture that is too narrow."""
+def target_size(width: int, height: int, rule: PatchRule, frames: int = 0) -> tuple[int, int]:
+    """Width and height that the model sees; `frames`: of each of so many, whose pixels count
+    together. InvalidRequest for a picture that is too narrow."""
+    step = rule.step
+    if frames and 0 < min(width, height) < step:
+        scale = max(step / height, step / width)
+        width, height = int(width * scale), int(height * scale)
+    if rule.enlarges and 0 < height < step:
+        width, height = round(width * step / height), step
+    if rule.enlarges and 0 < width < step:
+        width, height = step, round(height * step / width)
     long, short = max(width, height), min(width, height)
     if short < 1 or long > MAX_RATIO * short:
         raise InvalidRequest(
             f"a picture of {width}x{height} pixels is too narrow; one side may be at most "
             f"{MAX_RATIO} times the other"
         )
-    step = rule.step
     # Python rounds halves to the even neighbour, and so does the rule.
     w, h = (round(side / step) * step for side in (width, height))
-    if h * w > rule.max_pixels:
-        ratio = math.sqrt(height * width / rule.max_pixels)
+    area, shown = width * height * max(1, frames), w * h * max(1, round(frames / 2) * 2)
+    if shown > rule.max_pixels:
+        ratio = math.sqrt(area / rule.max_pixels)
         w, h = (max(step, math.floor(side / ratio / step) * step) for side in (width, height))
-    elif h * w < rule.min_pixels:
-        ratio = math.sqrt(rule.min_pixels / (height * width))
+    elif shown < rule.min_pixels:
+        ratio = math.sqrt(rule.min_pixels / area)
         w, h = (math.ceil(side * ratio / step) * step for side in (width, height))
     return w, h
 
@@ -117,10 +146,21 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 def patches_of(image: Image.Image, rule: PatchRule) -> tuple[bytes, tuple[int, int, int]]:
     """An RGB picture as patches, [n, 3, patch, patch] uint8, and how many there are in time, rows
-    and columns. The patches that become one vector follow each other."""
-    width, height = target_size(image.width, image.height, rule)
-    resized = image.resize((width, height), Image.Resampling.BICUBIC)
+    and columns."""
+    width, height = size = target_size(image.width, image.height, rule)
+    patches = cut(np.asarray(resized(image, size)), rule)
+    return patches.tobytes(), (1, height // rule.patch, width // rule.patch)
+
+
+def resized(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """As transformers does with Pillow."""
+    return image.resize(size, Image.Resampling.BICUBIC)
+
+
+def cut(pixels: np.ndarray, rule: PatchRule) -> np.ndarray:
+    """[height, width, 3] to [n, 3, patch, patch]. The patches that become one vector follow each
+    other."""
     p, m = rule.patch, rule.merge
-    rows, columns = height // p, width // p
-    split = np.asarray(resized).reshape(rows // m, m, p, columns // m, m, p, 3)
-    return split.transpose(0, 3, 1, 4, 6, 2, 5).tobytes(), (1, rows, columns)
+    rows, columns = pixels.shape[0] // p, pixels.shape[1] // p
+    split = pixels.reshape(rows // m, m, p, columns // m, m, p, 3)
+    return split.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, p, p)

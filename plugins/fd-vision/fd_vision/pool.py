@@ -1,4 +1,4 @@
-"""A bounded number of processes that decode pictures; one that takes too long is killed."""
+"""A bounded number of processes that decode; one that takes too long is killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastdeploy_core.errors import InvalidRequest
 from .child import Answer, Job, read_frame, write_frame
 
 NUM_CHILDREN = 2
-MEMORY_BYTES = 2**30  # that a picture may take
+MEMORY_BYTES = 2**30  # that a picture or video may take
 # What Python needs to start; nothing here can hold a secret.
 _ENVIRONMENT = frozenset({"LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH"})
 
@@ -42,14 +42,14 @@ class DecodingPool:
         self._is_closed = False
 
     def run(self, job: Job) -> Answer:
-        """The picture's patches; InvalidRequest if there are none."""
+        """The patches; InvalidRequest if there are none."""
         place = self._places.get()
         try:
             made = self._ask(place, job)
         finally:
             self._places.put(place)
         if made is None:
-            raise InvalidRequest("the picture takes too long or too much memory to decode")
+            raise InvalidRequest(f"the {job.word} takes too long or too much memory to decode")
         if made.error:
             raise InvalidRequest(made.error)
         return made

@@ -1,27 +1,39 @@
-"""Positions on three axes (time, row, column) by the rule that Qwen's models were trained with.
+"""Positions on three axes (time, row, column) by the rule that the models were trained with.
 
 Text advances all axes together. A picture at position s has s plus the place of each vector in its
-grid; what follows goes on at the largest position so far plus 1.
+grid, and so has a video; what follows goes on at the largest position so far plus 1. transformers
+goes on at s plus the longer side instead, which is the same but for videos that last longer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
-Run = tuple[int, tuple[int, int, int] | None]  # tokens, and the grid of vectors that they are
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive tokens of text, or all vectors of one grid."""
+
+    count: int
+    grid: tuple[int, int, int] | None = None  # of vectors: in time, rows, columns; None: text
+    time_step: float = 1.0  # positions from one vector to the next one in time
 
 
 def three_axes(runs: Iterable[Run]) -> tuple[np.ndarray, int]:
     """[3, num_tokens] int32, and what to add to the index of a token behind them."""
     parts: list[np.ndarray] = [np.zeros((3, 0), dtype=np.int64)]
     start = 0
-    for count, grid in runs:
-        if grid is None:
-            part = np.broadcast_to(np.arange(count), (3, count)) + start
+    for run in runs:
+        if run.grid is None:
+            part = np.broadcast_to(np.arange(run.count), (3, run.count)) + start
         else:
-            part = np.indices(grid).reshape(3, -1) + start
+            part = np.indices(run.grid).reshape(3, -1)
+            # Whole positions: of the time, not of each step.
+            part[0] = np.floor(part[0] * run.time_step).astype(np.int64)
+            part = part + start
         if part.shape[1]:
             start = int(part.max()) + 1
             parts.append(part)

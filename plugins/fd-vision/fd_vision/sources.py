@@ -11,10 +11,12 @@ import base64
 import binascii
 import http.client
 import ipaddress
+import math
 import re
 import socket
 import ssl
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,8 @@ from fastdeploy_core.errors import InvalidRequest
 
 from .patches import as_rgb
 
-MAX_BYTES = 20 * 2**20  # of one picture as it comes
+MAX_BYTES = 20 * 2**20  # of one picture or video as it comes
+MAX_GIVEN_FRAMES = 768  # of a video whose frames are given one by one
 FETCH_LIMIT_S = 10.0  # for all of a fetch
 CHUNK_BYTES = 64 * 1024
 # A URL has no others; an unusual character is where two parsers differ.
@@ -37,45 +40,63 @@ _URL = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+(/[A-Za-z0-9\-._~!$&'()*+,;=:@%
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A picture as it comes: a file's bytes, or RGB pixels with their width and height."""
+    """A picture or video as it comes: a file's bytes, or RGB pixels with their width and height.
+    A video may also be several frames, one behind the other."""
 
     data: bytes
     size: tuple[int, int] | None = None
+    lengths: tuple[int, ...] = ()  # of each frame's file; a video of pixels has none
+    fps: float = 0.0  # of a video's frames; 0: not said
 
 
-def read_source(value: Any, rules: MediaRules) -> Source:
-    """The bytes that a part stands for; InvalidRequest if it is malformed or not allowed."""
+def read_source(value: Any, kind: str, rules: MediaRules) -> Source:
+    """The bytes that a part of this kind ("image" or "video") stands for; InvalidRequest if it is
+    malformed or not allowed."""
+    word = _word(kind)
     if isinstance(value, str):
         scheme = value[:8].partition(":")[0].lower()
         if scheme == "data":
-            return Source(_from_data(value))
+            return _from_data(value, kind)
         if scheme in ("http", "https"):
-            return Source(fetch(value, rules.allowed_domains))
+            return Source(fetch(value, rules.allowed_domains, kind))
         if scheme == "file":
             return Source(_from_file(value, rules))
         if rules.is_trusted:
             return Source(_read(Path(value)))
         raise InvalidRequest(
-            "a picture is named by a data: URL, or http(s): or file: where the operator allows it"
+            f"a {word} is named by a data: URL, or http(s): or file: where the operator allows it"
         )
     if rules.is_trusted:
-        return _from_object(value)
-    raise InvalidRequest('a picture is given as {"url": "data:image/png;base64,..."}')
+        return _from_object(value) if kind == "image" else _video_from_object(value)
+    example = "data:image/png;base64,..." if kind == "image" else "data:video/mp4;base64,..."
+    raise InvalidRequest(f'a {word} is given as {{"url": "{example}"}}')
 
 
-def _from_data(url: str) -> bytes:
+def _word(kind: str) -> str:
+    return "picture" if kind == "image" else "video"
+
+
+def _from_data(url: str, kind: str) -> Source:
     head, comma, body = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
-        raise InvalidRequest("a data: URL of a picture reads data:image/png;base64,...")
-    kind = head[5:].partition(";")[0].lower()
-    if kind and not kind.startswith("image/"):
-        raise InvalidRequest(f"the data: URL is of {kind:.40}; possible: image/...")
+        raise InvalidRequest(f"a data: URL of a {_word(kind)} reads data:{kind}/...;base64,...")
+    given = head[5:].partition(";")[0].lower()
+    if given and not given.startswith(f"{kind}/"):
+        raise InvalidRequest(f"the data: URL is of {given:.40}; possible: {kind}/...")
     if len(body) * 3 // 4 > MAX_BYTES + 2:
         raise InvalidRequest(_too_large())
+    # Frames of a video one by one, as vLLM's clients send them.
+    is_list = given == "video/jpeg"
+    if is_list and body.count(",") >= MAX_GIVEN_FRAMES:
+        raise InvalidRequest(f"a video has at most {MAX_GIVEN_FRAMES} frames")
     try:
-        return base64.b64decode(body, validate=True)
+        files = [
+            base64.b64decode(part, validate=True)
+            for part in (body.split(",") if is_list else [body])
+        ]
     except (binascii.Error, ValueError):
         raise InvalidRequest("the data: URL is not valid base64") from None
+    return Source(b"".join(files), lengths=tuple(map(len, files)) if is_list else ())
 
 
 def _from_file(url: str, rules: MediaRules) -> bytes:
@@ -135,24 +156,48 @@ def _from_object(value: Any) -> Source:
     )
 
 
+def _video_from_object(value: Any) -> Source:
+    """Of a program that holds an LLM: frames, or (frames, {"fps": 2.0})."""
+    fps: Any = 0.0
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        value, fps = value[0], value[1].get("fps") or 0.0
+    if not isinstance(fps, int | float) or not 0 <= fps < math.inf:
+        raise InvalidRequest(f"a video has fps={fps!r}; possible: a number above 0")
+    if isinstance(value, bytes | bytearray | Path):
+        return _from_object(value)
+    frames = value if isinstance(value, list | tuple) else ()
+    if isinstance(value, np.ndarray) and value.ndim == 4:
+        frames = list(value)
+    if not 0 < len(frames) <= MAX_GIVEN_FRAMES:
+        raise InvalidRequest(
+            f"a {type(value).__name__} is no video; possible: an array [frames, height, width, 3] "
+            f"of uint8, a list of up to {MAX_GIVEN_FRAMES} pictures of one size, either in a pair "
+            'with {"fps": number}, bytes of a file, a path, a URL'
+        )
+    made = [_from_object(frame) for frame in frames]
+    if made[0].size is None or any(frame.size != made[0].size for frame in made):
+        raise InvalidRequest("the frames of a video are pictures or arrays of one size")
+    return Source(b"".join(frame.data for frame in made), made[0].size, fps=float(fps))
+
+
 def _too_large() -> str:
-    return f"the picture is larger than {MAX_BYTES // 2**20} MiB"
+    return f"it is larger than {MAX_BYTES // 2**20} MiB"
 
 
 # -- http(s) --------------------------------------------------------------------------------------
 
 
-def fetch(url: str, allowed_domains: tuple[str, ...]) -> bytes:
+def fetch(url: str, allowed_domains: tuple[str, ...], kind: str = "image") -> bytes:
     """The body behind a URL; InvalidRequest unless its host is allowed and answers with a file that
     is not too large, in time."""
     deadline = time.monotonic() + FETCH_LIMIT_S
     if not _URL.fullmatch(url):
-        raise InvalidRequest("the URL of the picture has characters that are not taken in one")
+        raise InvalidRequest("the URL has characters that are not taken in one")
     try:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").rstrip("."), parts.port
     except ValueError:
-        raise InvalidRequest("the URL of the picture is malformed") from None
+        raise InvalidRequest("the URL is malformed") from None
     allowed = {domain.lower().rstrip(".") for domain in allowed_domains}
     if host not in allowed:
         possible = ", ".join(sorted(allowed)) or "none (--allowed-media-domains)"
@@ -162,9 +207,9 @@ def fetch(url: str, allowed_domains: tuple[str, ...]) -> bytes:
     target += f"?{parts.query}" if parts.query else ""
     try:
         address = _address(host, port or (443 if is_secure else 80))
-        return _get(host, address, target, deadline, is_secure=is_secure)
+        return _get(host, address, target, deadline, kind, is_secure=is_secure)
     except (OSError, http.client.HTTPException):
-        raise InvalidRequest("the picture could not be fetched") from None
+        raise InvalidRequest("it could not be fetched") from None
 
 
 def _address(host: str, port: int) -> tuple[str, int]:
@@ -184,7 +229,7 @@ def _address(host: str, port: int) -> tuple[str, int]:
 
 
 def _get(
-    host: str, address: tuple[str, int], target: str, deadline: float, *, is_secure: bool
+    host: str, address: tuple[str, int], target: str, deadline: float, kind: str, *, is_secure: bool
 ) -> bytes:
     connection = http.client.HTTPConnection(host, address[1], timeout=FETCH_LIMIT_S)
     raw = socket.create_connection(address, timeout=_left(deadline))
@@ -192,7 +237,9 @@ def _get(
         if is_secure:
             raw = ssl.create_default_context().wrap_socket(raw, server_hostname=host)
         connection.sock = raw
-        connection.request("GET", target, headers={"Accept": "image/*", "User-Agent": "fastdeploy"})
+        connection.request(
+            "GET", target, headers={"Accept": f"{kind}/*", "User-Agent": "fastdeploy"}
+        )
         answer = connection.getresponse()
         if 300 <= answer.status < 400:
             raise InvalidRequest("the picture's host redirects, which is not followed")

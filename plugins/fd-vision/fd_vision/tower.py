@@ -1,88 +1,165 @@
-"""Qwen2.5-VL's vision tower over the core's layers: patches to vectors for the decoder.
+"""What vision towers are made of, over the core's layers: patches to hidden states.
 
-Every rank holds all of it. Patches attend to those of the same picture, in most layers of the
-same window. Attention is computed for all runs of one length together; lengths come from the
-grids, which the host knows, so nothing waits for the device.
+A family's tower says which norms, products and activations its blocks have, and what becomes of
+their hidden states. Every rank holds all of it. Patches attend to those of the same frame (in
+Qwen's models: of the same frame pair), in some layers to those of the same window. Attention is
+computed for all runs of one length together; lengths come from the grids, which the host knows, so
+nothing waits for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.layers import Placement
+from fastdeploy_core.models.reading import ConfigReader
 
 if TYPE_CHECKING:
-    from fastdeploy_core.layers import Linear, ModelBuilder, RMSNorm
+    from fastdeploy_core.layers import Linear, ModelBuilder
     from fastdeploy_core.tensor import Tensor
     from fastdeploy_core.types import MediaItem
 
+    Rows = Callable[[Tensor], Tensor]  # a norm, a product, or some of them: [n, a] to [n, b]
+
 ROPE_THETA = 10000.0
-EPS = 1e-6
 MAX_SCORES = 2**26  # attention logits held at a time
 Grid = tuple[int, int, int]
 
 
-class VisionShape:
-    """The sizes in vision_config; ConfigError for what this tower is not."""
+@dataclass(frozen=True)
+class TowerShape:
+    """Sizes of a tower."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        vision = config.get("vision_config") or {}
+    depth: int
+    hidden: int
+    heads: int
+    intermediate: int
+    patch: int  # side in pixels
+    merge: int  # patches of a side that become one vector
+    frames: int  # that one patch covers
+    activation: str
+    # Cells of a window's side, a cell being the patches of one vector; 0: no windows.
+    window: int = 0
+    full: frozenset[int] = frozenset()  # layers that see beyond their window
 
-        def size(name: str, default: int | None = None) -> int:
-            value = vision.get(name, default)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"vision_config has {name}={value!r}; expected a number above 0")
-            return value
+    @property
+    def head(self) -> int:
+        """Width of a head."""
+        return self.hidden // self.heads
 
-        self.depth, self.hidden = size("depth"), size("hidden_size")
-        self.heads, self.intermediate = size("num_heads"), size("intermediate_size")
-        self.patch, self.merge = size("patch_size"), size("spatial_merge_size")
-        self.frames = size("temporal_patch_size", 2)
-        self.out = size("out_hidden_size", config.get("hidden_size"))
-        self.window = size("window_size", 112) // self.patch // self.merge  # in merged cells
-        self.full = frozenset(vision.get("fullatt_block_indexes") or ())
-        self.head = self.hidden // self.heads
-        if vision.get("in_channels", vision.get("in_chans", 3)) != 3:
-            raise ConfigError("vision_config asks for other channels than 3")
-        if vision.get("hidden_act", "silu") != "silu":
-            raise ConfigError(
-                f"vision_config has hidden_act={vision['hidden_act']!r}; possible: silu"
-            )
-        if self.hidden % self.heads or self.head % 4 or self.window < 1:
-            raise ConfigError(
-                f"vision_config has {self.heads} heads of {self.hidden} and windows of "
-                f"{self.window} cells; a head's size has to be a multiple of 4"
-            )
+    @property
+    def cell(self) -> int:
+        """Width of the patches of one vector, joined."""
+        return self.hidden * self.merge**2
+
+
+def vision_reader(config: Mapping[str, Any]) -> ConfigReader:
+    """Reads vision_config; ConfigError if there is none, or if it asks for other than RGB."""
+    vision, names = config.get("vision_config"), config.get("architectures") or ["model"]
+    if not isinstance(vision, Mapping):
+        raise ConfigError(f"config.json of this {names[0]} has no vision_config")
+    read = ConfigReader({**vision, "architectures": [f"{names[0]}'s vision_config"]})
+    if read.size("in_channels", "in_chans", "num_channels", default=3) != 3:
+        raise ConfigError(f"vision_config of this {names[0]} asks for other channels than 3")
+    return read
+
+
+def tower_shape(read: ConfigReader, *, frames: int, activation: str, **more: Any) -> TowerShape:
+    """The sizes in vision_config, by whichever of their names it has. `frames`: the family's, which
+    vision_config cannot change. `activation`: where it does not say."""
+    intermediate = read.config.get("intermediate_size")
+    if intermediate is None:  # ERNIE's released folders say it so
+        ratio = read.number("mlp_ratio", default=4.0)
+        intermediate = int(read.size("hidden_size") * ratio)
+    shape = TowerShape(
+        depth=read.size("depth", "num_hidden_layers"),
+        hidden=read.size("hidden_size"),
+        heads=read.size("num_heads", "num_attention_heads"),
+        intermediate=read.size("intermediate_size", default=intermediate),
+        patch=read.size("patch_size"),
+        merge=read.size("spatial_merge_size", default=2),
+        frames=frames,
+        activation=str(read.config.get("hidden_act", activation)),
+        **more,
+    )
+    if shape.hidden % shape.heads or shape.head % 4:
+        raise ConfigError(
+            f"vision_config has {shape.heads} heads of {shape.hidden} together; a head's size has "
+            "to be a multiple of 4"
+        )
+    return shape
+
+
+def activation(xp: Any, name: str) -> Callable[[Any], Any]:
+    """By its name in config.json; ConfigError for another."""
+    known: dict[str, Callable[[Any], Any]] = {
+        "gelu": xp.gelu,
+        "gelu_pytorch_tanh": lambda x: xp.gelu(x, approximate="tanh"),
+        "quick_gelu": lambda x: x * xp.sigmoid(x * 1.702),
+        "silu": xp.silu,
+    }
+    if name not in known:
+        raise ConfigError(
+            f"vision_config has hidden_act={name!r:.40}; possible: {', '.join(known)}"
+        )
+    return known[name]
+
+
+def linear(build: ModelBuilder, name: str, inputs: int, outputs: int) -> Linear:
+    """Never quantized: released checkpoints leave their towers as they are."""
+    return build.linear(name, inputs, outputs, bias=True, quantize=False)
+
+
+class Sequential:
+    """Norms, products and activations, one behind the other."""
+
+    def __init__(self, *parts: Rows) -> None:
+        self._parts = parts
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, a] to [n, b]."""
+        for part in self._parts:
+            x = part(x)
+        return x
 
 
 class Layout:
     """How the patches of a call are ordered: window by window, as the layers see them."""
 
-    def __init__(self, grids: Sequence[Grid], shape: VisionShape) -> None:
-        order, angles, windows, whole, first = [], [], [], [], 0
+    def __init__(self, grids: Sequence[Grid], shape: TowerShape) -> None:
+        order, places, windows, whole, first = [], [], [], [], 0
         for time, rows, columns in grids:
             tall, wide = rows // shape.merge, columns // shape.merge
+            side = shape.window or max(tall, wide)
             for _ in range(time):
                 cells = np.arange(tall * wide).reshape(tall, wide)
-                for top in range(0, tall, shape.window):
-                    for left in range(0, wide, shape.window):
-                        window = cells[top : top + shape.window, left : left + shape.window]
+                for top in range(0, tall, side):
+                    for left in range(0, wide, side):
+                        window = cells[top : top + side, left : left + side]
                         order.append(window.reshape(-1) + first)
                         windows.append(window.size)
                 whole.append(tall * wide)
                 first += tall * wide
-                angles.append(_places(tall, wide, shape.merge))
-        self.order = np.concatenate(order)  # of merged cells
-        self.back = np.argsort(self.order)
+                places.append(_places(tall, wide, shape.merge))
         per_cell = np.arange(shape.merge**2)
-        self.patches = (self.order[:, None] * shape.merge**2 + per_cell).reshape(-1)
-        self.places = np.concatenate(angles)[self.patches]  # [patches, 2] row and column
-        self.windows = np.array(windows) * shape.merge**2  # patches of each run
-        self.whole = np.array(whole) * shape.merge**2
+        cells_in_order = np.concatenate(order)
+        # Which patch of the call comes first, second ... for the layers; and back.
+        self.patches = (cells_in_order[:, None] * per_cell.size + per_cell).reshape(-1)
+        self.back = np.argsort(self.patches)
+        self.places = np.concatenate(places)[self.patches]  # [patches, 2] row and column
+        self.sides = np.repeat(  # [patches, 2] rows and columns of the frame
+            np.array([(rows, columns) for time, rows, columns in grids for _ in range(time)]),
+            np.array(whole) * per_cell.size,
+            axis=0,
+        )[self.patches]
+        self.windows = np.array(windows) * per_cell.size  # patches of each run
+        self.whole = np.array(whole) * per_cell.size
 
 
 def _places(tall: int, wide: int, merge: int) -> np.ndarray:
@@ -93,25 +170,66 @@ def _places(tall: int, wide: int, merge: int) -> np.ndarray:
     return both.reshape(-1, 2)
 
 
+class LearnedPositions:
+    """A square table of vectors, stretched over each frame between neighbours (bilinear).
+
+    `corners`: the outermost patches get the outermost vectors; otherwise patch and vector are areas
+    that cover the same frame."""
+
+    def __init__(
+        self, build: ModelBuilder, name: str, count: int, hidden: int, *, corners: bool
+    ) -> None:
+        self._xp, self._to_device, self._corners = build.xp, build.device.to_device, corners
+        self._side = int(count**0.5)
+        if self._side**2 != count:
+            raise ConfigError(f"{name} has {count} positions; expected a square number")
+        self._table = _place(build, name, (count, hidden), (count, hidden))
+
+    def __call__(self, layout: Layout) -> Tensor:
+        """[patches, hidden], in the layout's order."""
+        xp, side = self._xp, self._side
+        taps: list[tuple[np.ndarray, np.ndarray]] = []  # by axis: which two, and their weights
+        for axis in (0, 1):
+            at, length = (x[:, axis].astype(np.float32) for x in (layout.places, layout.sides))
+            if self._corners:
+                source = at * (side - 1) / np.maximum(length - 1, 1)
+            else:
+                source = (at + np.float32(0.5)) * side / length - np.float32(0.5)
+            low = np.floor(source)
+            both = np.stack((low, low + 1)).astype(np.int64).clip(0, side - 1)
+            share = source - low
+            taps.append((both, np.stack((1 - share, share)).astype(np.float32)))
+        (rows, row_shares), (columns, column_shares) = taps
+        total: Any = None
+        for tall in (0, 1):
+            for wide in (0, 1):
+                index = self._to_device(rows[tall] * side + columns[wide])
+                share = self._to_device((row_shares[tall] * column_shares[wide])[:, None])
+                part = xp.index_select(self._table, 0, index).float() * share
+                total = part if total is None else total + part
+        return total.to(self._table.dtype)
+
+
 class Block:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, build: ModelBuilder, prefix: str, shape: VisionShape) -> None:
+    def __init__(
+        self,
+        build: ModelBuilder,
+        shape: TowerShape,
+        *,
+        norms: Sequence[Rows],
+        qkv: Rows,
+        output: Rows,
+        mlp: Rows,
+    ) -> None:
         self._xp, self._shape = build.xp, shape
-        hidden, wide = shape.hidden, shape.intermediate
-        self._norms: list[RMSNorm] = [build.norm(f"{prefix}.norm{n}", hidden, EPS) for n in (1, 2)]
-        self._qkv = _linear(build, f"{prefix}.attn.qkv", hidden, 3 * hidden)
-        self._output = _linear(build, f"{prefix}.attn.proj", hidden, hidden)
-        self._gate, self._up = (
-            _linear(build, f"{prefix}.mlp.{name}_proj", hidden, wide) for name in ("gate", "up")
-        )
-        self._down = _linear(build, f"{prefix}.mlp.down_proj", wide, hidden)
+        self._norms, self._qkv, self._output, self._mlp = norms, qkv, output, mlp
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, runs: list[Tensor]) -> Tensor:
         """x: [patches, hidden]; cos, sin: [patches, 1, head / 2] float32; runs: see _runs."""
         x = x + self._output(self._attend(self._qkv(self._norms[0](x)), cos, sin, runs))
-        normed = self._norms[1](x)
-        return x + self._down(self._xp.silu(self._gate(normed)) * self._up(normed))
+        return x + self._mlp(self._norms[1](x))
 
     def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, runs: list[Tensor]) -> Tensor:
         xp, heads, dim = self._xp, self._shape.heads, self._shape.head
@@ -147,40 +265,62 @@ def _attention(xp: Any, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> Ten
     return parts[0] if len(parts) == 1 else xp.cat(parts, 2)
 
 
-class VisionTower:
-    """One per rank."""
+class VisionTower(ABC):
+    """A family's tower: from items to vectors. One per rank, made with Tower(build, config)."""
 
-    def __init__(self, build: ModelBuilder, prefix: str, shape: VisionShape) -> None:
-        self._build, self._xp, self._shape = build, build.xp, shape
-        self._to_device = build.device.to_device
-        self._patch = self._place_patch(f"{prefix}.patch_embed.proj.weight")
-        self._blocks = [Block(build, f"{prefix}.blocks.{n}", shape) for n in range(shape.depth)]
-        self._norm = build.norm(f"{prefix}.merger.ln_q", shape.hidden, EPS)
-        cell = shape.hidden * shape.merge**2
-        self._first = _linear(build, f"{prefix}.merger.mlp.0", cell, cell)
-        self._second = _linear(build, f"{prefix}.merger.mlp.2", cell, shape.out)
+    levels = 0  # DeepStack: parts of a vector that are added behind the first layers
+
+    @staticmethod
+    @abstractmethod
+    def read(config: Mapping[str, Any]) -> TowerShape:
+        """The sizes in config.json; ConfigError if it asks for another tower."""
+
+    @abstractmethod
+    def __init__(self, build: ModelBuilder, config: Mapping[str, Any]) -> None: ...
+
+    @abstractmethod
+    def __call__(self, items: Sequence[MediaItem]) -> Tensor:
+        """[sum of num_rows, (1 + levels) * hidden size of the decoder], in the order of the
+        items."""
+
+
+class Trunk:
+    """What all towers have: from items to hidden states of their patches.
+
+    `weight`: the checkpoint's name of the patch embedding, a convolution whose step is its size;
+    its shape there is `weight_shape`."""
+
+    def __init__(
+        self,
+        build: ModelBuilder,
+        shape: TowerShape,
+        blocks: Sequence[Block],
+        *,
+        weight: str,
+        weight_shape: tuple[int, ...],
+        bias: str = "",
+        positions: LearnedPositions | None = None,
+    ) -> None:
+        self._xp, self._shape = build.xp, shape
+        self._to_device, self._blocks, self._positions = build.device.to_device, blocks, positions
+        width = 3 * shape.frames * shape.patch**2
+        matrix = (shape.hidden, width)
+        is_linear = weight_shape == matrix
+        self._patch = _place(build, weight, weight_shape, matrix, is_linear=is_linear)
+        self._bias = _place(build, bias, (shape.hidden,), (shape.hidden,)) if bias else None
         exponents = np.arange(0, shape.head // 2, 2, dtype=np.float32) / (shape.head // 2)
         self._frequencies = (1.0 / ROPE_THETA**exponents).astype(np.float32)
 
-    def _place_patch(self, name: str) -> Tensor:
-        """[hidden, 3 * frames * patch * patch]: a convolution whose step is its size."""
-        build, shape = self._build, self._shape
-        sizes = (shape.hidden, 3, shape.frames, shape.patch, shape.patch)
-        weight = build.zeros((shape.hidden, int(np.prod(sizes[1:]))), build.xp.dtype(build.dtype))
-
-        def accept(tensor: Tensor) -> None:
-            weight[:] = tensor.reshape([shape.hidden, -1]).to(weight.dtype)
-
-        region = tuple(slice(0, size) for size in sizes)
-        build.weights.add(Placement(name, sizes, region, accept))
-        return weight
-
-    def __call__(self, items: Sequence[MediaItem]) -> Tensor:
-        """[sum of num_rows, out], in the order of the items."""
+    def __call__(self, items: Sequence[MediaItem], after: Sequence[int] = ()) -> list[Tensor]:
+        """[patches, hidden] behind these layers, and at the end behind the last one; in the order
+        of the items' patches."""
         xp, shape = self._xp, self._shape
         layout = Layout([item.grid for item in items], shape)
         x = xp.cat([self._embed(item) for item in items])
-        x = xp.index_select(x, 0, self._to_device(layout.patches))
+        order = [self._to_device(index) for index in (layout.patches, layout.back)]
+        x = xp.index_select(x, 0, order[0]) if shape.window else x
+        if self._positions is not None:
+            x = x + self._positions(layout)
         angles = (layout.places[:, :, None] * self._frequencies).reshape(len(layout.places), 1, -1)
         cos, sin = (
             self._to_device(function(angles.astype(np.float32))) for function in (np.cos, np.sin)
@@ -189,31 +329,50 @@ class VisionTower:
             [self._to_device(index) for index in _runs(lengths)]
             for lengths in (layout.windows, layout.whole)
         )
+        found = []
         for number, block in enumerate(self._blocks):
             x = block(x, cos, sin, whole if number in shape.full else windows)
-        cells = self._norm(x).reshape([-1, shape.hidden * shape.merge**2])
-        merged = self._second(xp.gelu(self._first(cells)))
-        return xp.index_select(merged, 0, self._to_device(layout.back))
+            if number in after:
+                found.append(x)
+        found.append(x)
+        return [xp.index_select(x, 0, order[1]) for x in found] if shape.window else found
 
     def _embed(self, item: MediaItem) -> Tensor:
-        """A still picture stands for all frames of the temporal patch."""
+        """A still picture stands for all frames of a patch."""
         xp, shape = self._xp, self._shape
-        raw = np.frombuffer(item.data, dtype=np.uint8).reshape(-1, 3, 1, shape.patch**2)
-        mean, std = np.array(item.numbers, dtype=np.float32).reshape(2, 3)
+        count = int(np.prod(item.grid))
+        raw = np.frombuffer(item.data, dtype=np.uint8).reshape(count, 3, -1, shape.patch**2)
+        mean, std = np.array(item.numbers[:6], dtype=np.float32).reshape(2, 3)
         pixels = self._to_device(raw).to(xp.float32)
         scale = self._to_device((1 / (255 * std)).reshape(1, 3, 1, 1).astype(np.float32))
         shift = self._to_device((mean / std).reshape(1, 3, 1, 1).astype(np.float32))
         normed = (pixels * scale - shift).to(self._patch.dtype)
-        repeated = normed.expand([-1, 3, shape.frames, shape.patch**2])
-        return xp.linear(repeated.reshape([raw.shape[0], -1]), self._patch)
+        if raw.shape[2] != shape.frames:
+            normed = normed.expand([-1, 3, shape.frames, shape.patch**2])
+        return xp.linear(normed.reshape([count, -1]), self._patch, self._bias)
+
+
+def _place(
+    build: ModelBuilder,
+    name: str,
+    stored: tuple[int, ...],
+    shape: tuple[int, ...],
+    *,
+    is_linear: bool = False,
+) -> Tensor:
+    """A tensor of every rank, in the model's dtype, whose shape in the checkpoint is `stored`.
+    is_linear: Paddle's checkpoints have it the other way round."""
+    weight = build.zeros(shape, build.xp.dtype(build.dtype))
+
+    def accept(tensor: Tensor) -> None:
+        weight[:] = tensor.reshape(list(shape)).to(weight.dtype)
+
+    region = tuple(slice(0, size) for size in stored)
+    build.weights.add(Placement(name, stored, region, accept, is_linear=is_linear))
+    return weight
 
 
 def _runs(lengths: np.ndarray) -> list[np.ndarray]:
     """For each length that occurs [runs, length] int64: which patches its runs have."""
     starts = np.cumsum(lengths) - lengths
     return [starts[lengths == length][:, None] + np.arange(length) for length in np.unique(lengths)]
-
-
-def _linear(build: ModelBuilder, name: str, inputs: int, outputs: int) -> Linear:
-    """Never quantized: released checkpoints leave their towers as they are."""
-    return build.linear(name, inputs, outputs, bias=True, quantize=False)

@@ -1,8 +1,9 @@
-"""Fixtures and options of the conformance kit, and one tiny checkpoint."""
+"""Fixtures and options of the conformance kit, and tiny checkpoints."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,21 @@ pytest_plugins = ["fastdeploy_testing.pytest_plugin"]
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2.5-VL of random weights as transformers writes it."""
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a family's checkpoint of random weights, as transformers writes it."""
     from tiny import make
 
-    return make(tmp_path_factory.mktemp("vl") / "tiny")
+    made: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in made:
+            made[name] = make(tmp_path_factory.mktemp("vl") / name, name)
+        return made[name]
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def folder(checkpoint: Callable[[str], Path]) -> Path:
+    """A Qwen2.5-VL."""
+    return checkpoint("qwen2_5_vl")

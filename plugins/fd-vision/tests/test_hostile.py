@@ -6,6 +6,7 @@ import base64
 import io
 import os
 import re
+import signal
 import socket
 import struct
 import threading
@@ -22,7 +23,7 @@ import pytest
 from fd_vision.child import Job, prepare
 from fd_vision.patches import WHITE, PatchRule, as_rgb
 from fd_vision.pool import DecodingPool
-from fd_vision.processor import ImageProcessor, TokenIds
+from fd_vision.processor import GridProcessor
 from fd_vision.sources import fetch, read_source
 from PIL import Image
 from tiny import picture
@@ -92,20 +93,20 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.fixture(scope="module")
-def processor() -> Iterator[ImageProcessor]:
-    made = ImageProcessor(RULE, TokenIds(PLACE, (VIDEO,)), NOTHING)
+def processor() -> Iterator[GridProcessor]:
+    made = GridProcessor(NOTHING, RULE, None, {"image": PLACE, "video": VIDEO})
     yield made
     made.close()
 
 
-def ask(processor: ImageProcessor, *urls: Any) -> Any:
+def ask(processor: GridProcessor, *urls: Any) -> Any:
     parts = [MediaPart("image", url, f"part {n}") for n, url in enumerate(urls)]
     return processor.prepare([1, *[PLACE] * len(parts), 2], parts, "")[1]
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_bad_picture_gets_a_reason_and_the_next_one_works(
-    processor: ImageProcessor, name: str
+    processor: GridProcessor, name: str
 ) -> None:
     data, reason = REFUSED[name]
     began = time.monotonic()
@@ -144,28 +145,28 @@ def test_what_is_not_allowed_is_refused_before_anything_is_opened(
     monkeypatch.setattr(sources.socket, "getaddrinfo", opened)
     monkeypatch.setattr(sources.Path, "open", opened)
     with pytest.raises(InvalidRequest) as caught:
-        read_source(url, MediaRules(allowed_domains=("good.example",)))
+        read_source(url, "image", MediaRules(allowed_domains=("good.example",)))
     assert "passwd" not in str(caught.value)
 
 
 def test_a_picture_that_is_too_large_is_refused_before_it_is_decoded() -> None:
     body = "A" * (sources.MAX_BYTES * 4 // 3 + 16)
     with pytest.raises(InvalidRequest, match="larger than 20 MiB"):
-        read_source(f"data:image/png;base64,{body}", NOTHING)
+        read_source(f"data:image/png;base64,{body}", "image", NOTHING)
 
 
 def test_pictures_of_a_request_share_a_limit(
-    processor: ImageProcessor, monkeypatch: pytest.MonkeyPatch
+    processor: GridProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fd_vision.processor.MAX_REQUEST_PIXELS", 60 * 40 + 100)
     with pytest.raises(InvalidRequest, match="in all"):
         ask(processor, url_of(GOOD), url_of(GOOD))
 
 
-def test_numbers_of_pictures(processor: ImageProcessor) -> None:
+def test_numbers_of_pictures(processor: GridProcessor) -> None:
     with pytest.raises(InvalidRequest, match=r"9 pictures; at most 8"):
         ask(processor, *[url_of(GOOD)] * 9)
-    strict = ImageProcessor(RULE, TokenIds(PLACE), MediaRules({"image": 0}))
+    strict = GridProcessor(MediaRules({"image": 0}), RULE, None, {"image": PLACE})
     with pytest.raises(InvalidRequest, match=r"1 pictures; at most 0"):
         ask(strict, url_of(GOOD))
 
@@ -174,7 +175,7 @@ def test_numbers_of_pictures(processor: ImageProcessor) -> None:
     ("ids", "count"), [([PLACE], 0), ([1], 1), ([PLACE, PLACE], 1), ([PLACE], 2), ([VIDEO], 0)]
 )
 def test_every_placeholder_needs_its_picture(
-    processor: ImageProcessor, ids: list[int], count: int
+    processor: GridProcessor, ids: list[int], count: int
 ) -> None:
     parts = [MediaPart("image", url_of(GOOD), "here")] * count
     with pytest.raises(InvalidRequest, match="spells a media token"):
@@ -192,17 +193,17 @@ def test_files_are_read_below_one_folder(tmp_path: Path) -> None:
     (inside / "link.png").symlink_to(outside / "a b.png")
     os.mkfifo(inside / "pipe")
     rules = MediaRules(allowed_local_path=inside)
-    assert read_source(f"file://{inside}/a%20b.png", rules).data == GOOD
+    assert read_source(f"file://{inside}/a%20b.png", "image", rules).data == GOOD
     for bad in (
         f"{outside}/a%20b.png", f"{inside}/../in-not/a%20b.png", f"{inside}/%2e%2e/in-not/a.png",
         f"{inside}/link.png", f"{inside}/none.png", f"{inside}", f"{inside}/pipe",
         f"{inside}/a%20b.png%00", f"host{inside}/a%20b.png", "/etc/passwd",
     ):  # fmt: skip
         with pytest.raises(InvalidRequest) as caught:
-            read_source(f"file://{bad}", rules)
+            read_source(f"file://{bad}", "image", rules)
         assert str(tmp_path) not in str(caught.value)
     with pytest.raises(InvalidRequest, match="--allowed-local-media-path"):
-        read_source(f"file://{inside}/a%20b.png", NOTHING)
+        read_source(f"file://{inside}/a%20b.png", "image", NOTHING)
 
 
 class _Host(BaseHTTPRequestHandler):
@@ -366,8 +367,9 @@ def test_a_process_that_dies_or_hangs_is_replaced() -> None:
         pool._all[0].child.kill()
         pool._all[0].child.wait()
         assert pool.run(job()).patches == wanted
+        os.kill(pool._all[0].child.pid, signal.SIGSTOP)
         with pytest.raises(InvalidRequest, match="too long"):
-            pool.run(job(time_limit_s=0.0))
+            pool.run(job(time_limit_s=0.5))
         assert pool.num_deaths == 1
         assert pool.run(job()).patches == wanted
     finally:
@@ -387,7 +389,7 @@ def test_a_process_has_no_more_memory_than_it_may() -> None:
         pool.close()
 
 
-def test_many_pictures_leave_nothing_behind(processor: ImageProcessor) -> None:
+def test_many_pictures_leave_nothing_behind(processor: GridProcessor) -> None:
     def descriptors() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 from PIL import Image
-from tiny import Oracle, picture
+from tiny import Oracle, file_of, film, picture
 
 from tests.server_process import ServerProcess, serving
 
@@ -92,6 +92,47 @@ def test_pictures_in_a_message_and_over_turns(api: openai.OpenAI, oracle: Oracle
     assert "".join(pieces) == more.choices[0].message.content
 
 
+def test_a_video_file_and_how_it_is_prepared(api: openai.OpenAI) -> None:
+    """The frames that are asked for, as large as they are asked for."""
+    frames = film(12, 84, 56, 3)
+    data = base64.b64encode(file_of(frames, rate=4)).decode()
+    url = f"data:video/mp4;base64,{data}"
+    messages = [user({"type": "video_url", "video_url": {"url": url}}, text("What happens?"))]
+
+    def num_tokens(**more: Any) -> int:
+        usage = create(api, messages, extra_body={"ignore_eos": True, **more}).usage
+        details = usage.prompt_tokens_details.model_dump(exclude_none=True)
+        assert "image_tokens" not in details
+        return int(details["video_tokens"])
+
+    # 3 seconds at 2 frames a second: three pairs of 2 x 3 vectors.
+    assert num_tokens() == 18
+    assert num_tokens(mm_processor_kwargs={"num_frames": 2}) == 6
+    assert num_tokens(mm_processor_kwargs={"fps": 4}) == 36
+    assert num_tokens(mm_processor_kwargs={"max_pixels": 3136}) == 3 * 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"max_pixels": 50177}, "at most 50176"),
+        ({"max_pixels": "9"}, "a number above 0"),
+        ({"num_frames": 769}, "at most 768"),
+        ({"fps": 0}, "a number above 0"),
+        ({"fps": 1, "num_frames": 2}, "one of them"),
+        ({"max_pixels": 100}, "set both"),
+        ({"size": 5}, "not known"),
+    ],
+)
+def test_what_preparation_cannot_be_is_named(
+    api: openai.OpenAI, asked: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=reason):
+        create(api, [user(part(picture(9, 9, 1)))], extra_body={"mm_processor_kwargs": asked})
+    with pytest.raises(openai.BadRequestError, match="the messages have none"):
+        create(api, [user(text("Hi"))], extra_body={"mm_processor_kwargs": {"max_pixels": 9}})
+
+
 def test_text_alone_is_served_as_ever(api: openai.OpenAI, oracle: Oracle) -> None:
     messages = [{"role": "user", "content": "What is this?"}]
     answer = create(api, messages)
@@ -119,9 +160,13 @@ BAD: dict[str, tuple[Any, str]] = {
                "allowed-media-domains"),
     "another file": ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}],
                      "allowed-local-media-path"),
-    "a video": ([{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,aGk="}}],
-                "takes text, image"),
-    "sound": ([{"type": "input_audio", "input_audio": {"data": "aGk="}}], "takes text, image"),
+    "not a video": ([{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,aGk="}}],
+                    "no video in a known format"),
+    "a picture as a video": (
+        [{"type": "video_url", "video_url": part(picture(9, 9, 1))["image_url"]}],
+        "possible: video/",
+    ),
+    "sound": ([{"type": "input_audio", "input_audio": {"data": "aGk="}}], "text, image, video"),
 }  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""A model family as a plugin: GPT-NeoX."""
