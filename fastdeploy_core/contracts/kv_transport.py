@@ -37,6 +37,7 @@ class TransportOptions:
     progress_timeout_s: float = 1.0
     max_descriptor_bytes: int = 64 * 1024
     folder: str = ""  # private 0700 folder for sockets and files; empty: the driver makes one
+    address: str = ""  # HOST:PORT where it listens, over a network; empty: the driver's choice
 
 
 @dataclass(frozen=True, slots=True)
