@@ -126,7 +126,7 @@ class EngineCore:
     def check(self, request: Request) -> None:
         """Raise InvalidRequest if the request could never run; may be called from any thread."""
         try:
-            if request.handover and not self.config.handover.transport:
+            if request.handover.startswith("prefill") and not self.config.handover.transport:
                 raise InvalidRequest("this server hands nothing over; start it with --kv-transport")
             self._check_tokens(request)
             self._check_extras(request)

@@ -43,7 +43,7 @@ from fd_scale_out.host_blocks import HostMemory, identity_of, run_threads
 from . import messages
 from .messages import Abort, Aborted, Accept, Alive, Commit, Have, Hello, Want
 from .receiving import Pull, Receiving
-from .sending import LEASE_S, Sending
+from .sending import Sending
 from .ticket import Order, make_ticket, read_order, read_ticket, shared_secret
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ MAX_HAVE_BYTES: Final = 32 * 2**20  # of the blocks of one Have: notes wait behi
 MAX_HELD_SHARE: Final = 0.8  # of the host tier, for other instances to fetch
 MAX_QUARANTINE_SHARE: Final = 0.05  # of the host tier; beyond that the transport is opened anew
 MAX_EARLY: Final = 1024  # Wants that came before their prompts
+EARLY_S: Final = 2.0  # then the prompt is computed by who wants it: the queue here is too long
 
 
 class _Incoming:
@@ -443,7 +444,7 @@ class Handovers:
             elif self._role != self._next_role or len(self._early) >= MAX_EARLY:
                 self.say(peer, Abort(note.name, note.attempt, "it is draining or full"))
             else:
-                self._early[note.name] = peer, note, now + LEASE_S
+                self._early[note.name] = peer, note, now + EARLY_S
         elif receiving is not None and peer == receiving.peer:
             if isinstance(note, Have):
                 receiving.have(note, now)
