@@ -131,6 +131,7 @@ class Handovers:
         self._finished: list[tuple[str, SequenceDelta | None]] = []
         self._told: set[str] = set()  # failures that are in the log
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._num_sums = 0  # checksums that the thread has yet to compute
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.sums = run_threads("fd-kv-sums", 1)
         self._num_sent = self._num_taken = self._num_failures = 0
@@ -145,9 +146,8 @@ class Handovers:
     def is_awaited(self) -> bool:
         """Whether `ready` has something to do, or to wait for."""
         is_busy = self._receiving or self._sending or self._early or self._quarantine
-        return bool(is_busy or self._finished or self._role != self._next_role) or (
-            not self._done.empty()
-        )
+        has_more = self._finished or self._num_sums or not self._done.empty()
+        return bool(is_busy or has_more or self._role != self._next_role)
 
     def prepare(self, request: Request) -> Request:
         """The request as the engine gets it: of a prompt that another instance answers only the
@@ -203,6 +203,7 @@ class Handovers:
             is_full = len(self._leases) >= self.host.num_blocks * MAX_HELD_SHARE
             if is_done and wanted and (block in self._leases or not is_full):
                 self._leases[block] += len(wanted)
+                self._num_sums += 1
                 for sending, _ in wanted:
                     sending.num_checked += 1
                 self.sums.put(partial(self._sum_of, block, wanted))
@@ -361,9 +362,9 @@ class Handovers:
     ) -> None:
         size = sum(size for _, size in self._memory.ranks)
         most = max(1, min(messages.MAX_BLOCKS, MAX_HAVE_BYTES // size))
-        sending = Sending(name, table.keys, self, time.monotonic(), most)
+        sending = Sending(name, table.keys.copy(), self, time.monotonic(), most)
         self._sending[name], self._by_request[request.request_id] = sending, name
-        for number, key in enumerate(table.keys):
+        for number, key in enumerate(sending.keys):
             self._by_key.setdefault(key, []).append((sending, number))
         self.host.writes_through = True
         for entry in entries:  # others are written as they are computed
@@ -398,6 +399,7 @@ class Handovers:
         checksum = self.sum(block)
 
         def add() -> None:
+            self._num_sums -= 1
             for sending, number in wanted:
                 sending.num_checked -= 1
                 sending.add(number, block, checksum)
