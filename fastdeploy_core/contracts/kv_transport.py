@@ -1,7 +1,6 @@
 """Moving KV blocks between instances.
 
-The core owns the state machine (leases, quarantine, retries, choice of protocol, metrics); a
-transport moves bytes and answers one hard question: when can nothing land any more? A block that a
+fd-scale-out owns the state machine (leases, quarantine, retries, metrics); a transport moves bytes and answers one hard question: when can nothing land any more? A block that a
 peer might still write to is quarantined until `cancel` said SAFE or `fence` resolved.
 """
 

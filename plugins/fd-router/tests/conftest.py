@@ -36,11 +36,11 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 30) -> 
 class Process:
     """A command of `fastdeploy` that listens; its log is kept."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, **environment: str) -> None:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("FD_")}
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "fastdeploy_core.cli.main", *arguments],
-            env={**kept, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
+            env={**kept, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
