@@ -13,8 +13,9 @@ import asyncio
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import aiohttp
@@ -38,6 +39,19 @@ _LEFT_OUT = frozenset(
         *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object"),
     }
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """A prompt that is perhaps being computed for the instance that answers."""
+
+    headers: CIMultiDict[str]  # for that instance
+    task: asyncio.Task[None] | None = None
+
+    def end(self) -> None:
+        """Nobody wants the prompt any more."""
+        if self.task is not None:
+            self.task.cancel()
 
 
 class Prefill:
@@ -66,27 +80,27 @@ class Prefill:
         else:
             await self._send(self.fleet, choice, asked, body, headers)
 
-    @asynccontextmanager
-    async def hand_over(
-        self, asked: Asked, to: Choice, headers: CIMultiDict[str]
-    ) -> AsyncIterator[CIMultiDict[str]]:
+    @contextmanager
+    def hand_over(self, asked: Asked, to: Choice, headers: CIMultiDict[str]) -> Iterator[Handover]:
         """While the chosen instance answers, another one computes the prompt for it, where there
-        is one and the prompt is worth it. Yields the headers for the one that answers."""
+        is one and the prompt is worth it."""
         choice = self._partner(asked, to)
         if choice is None or choice.instance is None:
-            yield headers
+            yield Handover(headers)
             return
         name, ticket = secrets.token_hex(16), self._answering.instances[choice.instance.name].ticket
         prefill, decode = headers.copy(), headers.copy()
         prefill[HANDOVER_HEADER] = f"prefill {name}"
         decode[HANDOVER_HEADER] = f"decode {name} {ticket}"
-        task = asyncio.create_task(self._send(self._answering, choice, asked, asked.body, prefill))
+        sending = self._send(self._answering, choice, asked, asked.body, prefill)
+        task = asyncio.create_task(sending)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        handover = Handover(decode, task)
         try:
-            yield decode
+            yield handover
         except BaseException:
-            task.cancel()  # nobody waits for the prompt any more
+            handover.end()
             raise
 
     def _partner(self, asked: Asked, to: Choice) -> Choice | None:

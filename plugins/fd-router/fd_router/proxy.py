@@ -91,9 +91,13 @@ class Proxy:
             shown: list[Shown] = []
             try:
                 timeout_s = self._options.timing.answer_timeout_s
-                with self._fleet.call(asked.view, choice, timeout_s) as call:
-                    async with self._prefill.hand_over(asked, choice, headers) as sent:
-                        answer = await self._ask(request, asked, sent, call, shown)
+                with (
+                    self._prefill.hand_over(asked, choice, headers) as handover,
+                    self._fleet.call(asked.view, choice, timeout_s) as call,
+                ):
+                    answer = await self._ask(request, asked, handover.headers, call, shown)
+                    if answer.status != HTTPStatus.OK:
+                        handover.end()
             except InstanceFailed as error:
                 self._metrics.failures.labels(name).inc()
                 logger.warning("instance %s %s", name, error)

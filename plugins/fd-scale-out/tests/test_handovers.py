@@ -3,8 +3,11 @@ are those of one engine, and every block comes back."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,9 +19,10 @@ from typing import Any
 import msgspec
 import pytest
 from fd_kv_shm.shm import SharedMemoryTransport
+from fd_kv_tcp import wire as tcp_wire
 from fd_kv_tcp.transport import TcpTransport
 from fd_scale_out.handover import handovers, messages, receiving, sending
-from fd_scale_out.handover.ticket import read_ticket, shared_secret
+from fd_scale_out.handover.ticket import make_ticket, read_ticket, shared_secret
 from null_engine import (
     Collector,
     InlineExecutor,
@@ -72,10 +76,11 @@ class Two:
         self.decode = make_core(transport, **{**options, **own.get("decode", {})})
         self.collector, self.dropped = Collector(), Collector()
         self.requests: list[Request] = []
+        self.ticket_given = ""
 
     @property
     def ticket(self) -> str:
-        return self.prefill.stats().kv_ticket
+        return self.ticket_given or self.prefill.stats().kv_ticket
 
     def ask(self, request: Request, *, to: str = "both") -> None:
         name = secrets.token_hex(16)
@@ -101,14 +106,17 @@ class Two:
 
     def check(self) -> None:
         """Answers are right and nothing is held any more."""
-        for request in self.requests:
-            expected = dict(enumerate(expected_answers(request)))
-            assert self.collector.tokens[request.request_id] == expected, request.request_id
+        self.check_answers()
         for core in (self.prefill, self.decode):
             core.scheduler.check_idle()
             host = core.scheduler.kv.host
             host.check()
             assert not host._leased, "host blocks are leased for ever"
+
+    def check_answers(self) -> None:
+        for request in self.requests:
+            expected = dict(enumerate(expected_answers(request)))
+            assert self.collector.tokens[request.request_id] == expected, request.request_id
 
     def close(self) -> None:
         self.decode.close()
@@ -500,5 +508,126 @@ def test_any_mix_of_requests_gives_the_answers_of_one_engine(seed: int) -> None:
         two.step()
         assert time.monotonic() < end_s
     two.requests = [r for r in two.requests if r.request_id not in left]
+    two.check()
+    two.close()
+
+
+class Between:
+    """What bytes to a port pass through, which may hold, slow or spoil them."""
+
+    def __init__(self, port: int) -> None:
+        self.holds = threading.Event()
+        self.pause_s, self.spoils = 0.0, -1  # spoils: the piece of a connection that is changed
+        self._there = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._there))
+                for ends in ((client, server), (server, client)):
+                    threading.Thread(target=self._pass, args=ends, daemon=True).start()
+
+    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+        number = 0
+        with contextlib.suppress(OSError):
+            while data := bytearray(source.recv(2048)):
+                while self.holds.is_set():
+                    time.sleep(0.01)
+                time.sleep(self.pause_s)
+                if number == self.spoils:
+                    data[len(data) // 2] ^= 1
+                number += 1
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.fixture
+def apart() -> Iterator[tuple[Two, Between]]:
+    """Two engines over TCP; what the decode engine asks of the other one passes through a
+    Between."""
+    two = Two("tcp")
+    there = tcp_wire.descriptor_decoder.decode(part(two.prefill)._transport.descriptor())
+    between = Between(there.port)
+    there.port = between.port
+    two.ticket_given = make_ticket(shared_secret(), "tcp", tcp_wire.encode(there))
+    yield two, between
+    between.holds.clear()
+    between.close()
+    two.close()
+
+
+@pytest.mark.parametrize("num_steps", [1, 4, 7, 10])
+def test_a_network_that_is_cut_and_heals(
+    monkeypatch: pytest.MonkeyPatch, apart: tuple[Two, Between], num_steps: int
+) -> None:
+    """The prompt is computed within seconds, and nothing that was on its way lands later."""
+    monkeypatch.setattr(sending, "LEASE_S", 0.5)
+    two, between = apart
+    two.ask(make_request("a", PROMPT))
+    for _ in range(num_steps):
+        two.step()
+    between.holds.set()
+    started = time.monotonic()
+    while two.decode.has_work():
+        two.step()
+        assert time.monotonic() - started < 5
+    two.check_answers()
+    view, _ = part(two.decode)._memory.ranks[0]
+    before = bytes(view)
+    between.holds.clear()
+    time.sleep(0.3)
+    assert bytes(view) == before, "bytes came late"
+    two.run()
+    two.check()
+
+
+def test_a_slow_network_is_waited_for(apart: tuple[Two, Between]) -> None:
+    """While it moves. Others decode meanwhile."""
+    two, between = apart
+    between.pause_s = 0.05
+    two.decode.add(other := make_request("other", [7, 7, 7], max_tokens=40))
+    two.requests.append(other)
+    two.ask(make_request("a", PROMPT))
+    two.run()
+    two.check()
+    assert two.collector.finished == ["other", "a"]
+    assert two.decode.stats().kv_taken_over_total == 1
+
+
+@pytest.mark.parametrize("piece", range(0, 12, 2))
+def test_bytes_that_change_on_their_way(
+    monkeypatch: pytest.MonkeyPatch, apart: tuple[Two, Between], piece: int
+) -> None:
+    """Of the greeting, of a message or of a block: the connection ends, and the prompt is
+    computed."""
+    monkeypatch.setattr(sending, "LEASE_S", 0.5)
+    two, between = apart
+    between.spoils = piece
+    two.ask(make_request("a", PROMPT))
+    two.run()
+    two.check()
+
+
+def test_hundreds_who_leave_at_once(transport: str) -> None:
+    two = Two(transport, host_blocks=256, num_blocks=128)
+    for number in range(200):
+        two.ask(make_request(f"r{number}", [number % 50 + 4, *PROMPT]))
+        if number % 3 == 0:
+            two.step()
+        two.decode.abort([two.requests.pop().request_id])
+        if number % 5 == 0:
+            two.prefill.abort([f"r{number}"])
+    two.run()
+    two.ask(make_request("stays", PROMPT))
+    two.run()
     two.check()
     two.close()
