@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES_IN_A_ROW = 16
 # Plans in a row with nothing to run and nothing in flight, before a request is failed.
 MAX_IDLE_PLANS = 4
-AWAIT_S = 0.005  # at most, for stored blocks with nothing else to do; new requests come meanwhile
+AWAIT_S = 0.005  # at most, for blocks from outside with nothing else to do; requests come meanwhile
 
 
 class EngineCore:
@@ -55,20 +55,14 @@ class EngineCore:
         started = time.monotonic()
         self.config = config
         self._executor = executor or Executor(config, resolved)
-        # StoredBlocks or Handovers, and KVEvents, of fd-scale-out, where these are asked for.
+        # Parts of fd-scale-out, where these are asked for: _make_remote's, and KVEvents.
         self._remote: Any = None
         self._events: Any = None
         try:
             infos = self._executor.load()
             plan = plan_cache(infos, config.cache, config.batch, config.model.max_model_len)
             settings = make_settings(config, infos[0], resolved.speculative)
-            if config.cache.kv_store:
-                make_stored = scale_out("kv-store", "--kv-store")
-                self._remote = make_stored(config, infos, plan, resolved.load("kv_store"))
-            elif config.handover.transport:
-                make_handovers = scale_out("kv-handover", "--kv-transport")
-                transport = resolved.load("kv_transport")
-                self._remote = make_handovers(config, infos, plan, transport)
+            self._remote = self._make_remote(infos, plan, resolved)
             more = [group.num_blocks for group in plan.bounded]
             paths = () if self._remote is None else self._remote.paths
             self._executor.initialize_cache(
@@ -144,7 +138,7 @@ class EngineCore:
         self.scheduler.abort(request_ids)
 
     def has_work(self) -> bool:
-        """Whether `step` has something to do: a request to run, stored blocks that one waits for, a
+        """Whether `step` has something to do: a request to run, blocks that one waits for, a
         result to take or an answer to return."""
         is_awaited = self._remote is not None and self._remote.is_awaited
         return self.scheduler.has_work() or bool(self._in_flight) or is_awaited
@@ -192,6 +186,19 @@ class EngineCore:
         if self._remote is not None:
             self._remote.close()
         self._executor.close()
+
+    def _make_remote(
+        self, infos: list[WorkerInfo], plan: CachePlan, resolved: ResolvedPlugins
+    ) -> Any:
+        """StoredBlocks or Handovers: blocks come from outside, and go there."""
+        config = self.config
+        if config.cache.kv_store:
+            make = scale_out("kv-store", "--kv-store")
+            return make(config, infos, plan, resolved.load("kv_store"))
+        if config.handover.transport:
+            make = scale_out("kv-handover", "--kv-transport")
+            return make(config, infos, plan, resolved.load("kv_transport"))
+        return None
 
     def _submit_ahead(self) -> None:
         started = time.perf_counter()

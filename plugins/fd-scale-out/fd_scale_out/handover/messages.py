@@ -14,14 +14,14 @@ MAX_BLOCKS: Final = 256  # of one Have; two numbers of at most five bytes each
 DECODE_ERRORS: Final = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 
 
-class _Note(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True, frozen=True):
+class _Note(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
     """Base of all. `name`: of the handover. A note of an older attempt is void."""
 
     name: str
     attempt: int
 
 
-class Hello(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True, frozen=True):
+class Hello(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
     """Decode instance, before anything else: how it is reached."""
 
     descriptor: bytes

@@ -46,7 +46,8 @@ class Sending:
         self._held: dict[int, tuple[int, int]] = {}  # by number: host block, checksum
         self._next = 0  # the first block that the peer has not been told of
         self._is_told = False  # of the commit
-        self._total, self._first_token = len(keys), None
+        self._total = len(keys)
+        self._first_token: SequenceDelta | None = None
         self._is_failed = False  # the peer was told, and has not answered yet
         self._lease_s, self._beat_s = now + LEASE_S, now + BEAT_S
 
