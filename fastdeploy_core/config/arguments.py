@@ -194,7 +194,7 @@ def _cache_config(v: Mapping[str, Any]) -> CacheConfig:
 def _handover_config(v: Mapping[str, Any]) -> HandoverConfig:
     role = InstanceRole(v["splitwise_role"])
     transport = v["kv_transport"] or ("" if role is InstanceRole.MIXED else "auto")
-    asked = f"--kv-transport {transport}, which --splitwise-role {role} asks for,"
+    asked = f"--kv-transport {transport} (--splitwise-role {role})"
     if transport and v["kv_store"]:
         raise ConfigError(f"{asked} and --kv-store exclude each other; leave one of them out")
     if transport and v["data_parallel_size"] > 1:

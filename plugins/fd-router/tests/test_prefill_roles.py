@@ -34,7 +34,8 @@ def server(role: str, *options: str) -> Process:
         *("serve", str(MODEL), "--host", "127.0.0.1", "--port", "0", "--max-num-seqs", "8"),
         *("--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", "64"),
         *("--num-gpu-blocks-override", "256", "--swap-space", "0.1", "--num-threads", "1"),
-        *("--splitwise-role", role, *options),
+        # A busy machine is no reason to give up.
+        *("--splitwise-role", role, "--kv-transport-timeout", "600", *options),
         FD_KV_SECRET=SECRET,
     )
 
@@ -230,6 +231,17 @@ def test_one_freezes_while_it_hands_over(own: Apart, stopped: Callable[[Process]
     wait_for(lambda: own.router.listed("state")[own.prefill.name] == "ready", "it to be back")
     ask(own.router.url, TEXT, text_body("after"))
     assert taken(own.decode) == before + 1, "and all is as before"
+
+
+def test_several_ranks_hand_over_what_each_has() -> None:
+    two = Apart("--kv-transport", "shm", "--tensor-parallel-size", "2")
+    try:
+        answer = ask(two.router.url, TEXT, text_body("ranks"))
+        assert taken(two.decode) == 1
+        assert said(ask(two.prefill.url, TEXT, text_body("ranks"))) == said(answer)
+        check_idle(two.prefill, two.decode)
+    finally:
+        two.stop()
 
 
 def test_roles_change_under_load(own: Apart) -> None:

@@ -21,7 +21,7 @@ import pytest
 from fd_kv_shm.shm import SharedMemoryTransport
 from fd_kv_tcp import wire as tcp_wire
 from fd_kv_tcp.transport import TcpTransport
-from fd_scale_out.handover import handovers, messages, receiving, sending
+from fd_scale_out.handover import messages, receiving, sending
 from fd_scale_out.handover.ticket import make_ticket, read_ticket, shared_secret
 from null_engine import (
     Collector,
@@ -33,7 +33,12 @@ from null_engine import (
 
 from fastdeploy_core.config import HandoverConfig
 from fastdeploy_core.contracts.base import Requirements
-from fastdeploy_core.contracts.kv_transport import TransferEvent, TransferEventKind
+from fastdeploy_core.contracts.kv_transport import (
+    CancelResult,
+    TransferEvent,
+    TransferEventKind,
+    TransferPlan,
+)
 from fastdeploy_core.engine.core import EngineCore
 from fastdeploy_core.errors import CapabilityError, ConfigError, InvalidRequest
 from fastdeploy_core.types import InstanceRole, Request, SequenceDelta
@@ -305,12 +310,9 @@ def test_an_engine_that_says_nothing_is_not_waited_for(short_lease: None, transp
     two.close()
 
 
-def test_a_prompt_that_never_reaches_the_prefill_engine(
-    monkeypatch: pytest.MonkeyPatch, transport: str
-) -> None:
+def test_a_prompt_that_never_reaches_the_prefill_engine(transport: str) -> None:
     """Its queue may be full or long: it says so when it has time."""
-    monkeypatch.setattr(handovers, "EARLY_S", 0.2)
-    two = Two(transport)
+    two = Two(transport, timeout_s=2.4)
     two.ask(make_request("a", PROMPT), to="decode")
     end_s = time.monotonic() + 5
     while two.decode.has_work():
@@ -509,6 +511,55 @@ def test_any_mix_of_requests_gives_the_answers_of_one_engine(seed: int) -> None:
         assert time.monotonic() < end_s
     two.requests = [r for r in two.requests if r.request_id not in left]
     two.check()
+    two.close()
+
+
+class Unsafe(SharedMemoryTransport):
+    """Cannot stop a transfer, and needs a moment, or more, to fence a peer."""
+
+    num_fences, hangs = 3, True
+
+    def submit(self, peer: str, plan: TransferPlan) -> None:
+        if not self.hangs:
+            super().submit(peer, plan)
+
+    def cancel(self, transfer_id: int) -> CancelResult:
+        super().cancel(transfer_id)
+        return CancelResult.UNSAFE
+
+    def fence(self, peer: str) -> bool:
+        self.num_fences -= 1
+        return self.num_fences <= 0 and super().fence(peer)
+
+
+@pytest.mark.parametrize(("num_fences", "host_blocks"), [(3, 128), (10**9, 16)])
+def test_blocks_that_may_still_be_written_to_are_kept(
+    monkeypatch: pytest.MonkeyPatch, num_fences: int, host_blocks: int
+) -> None:
+    """Until the peer is fenced; where they are too many, until the transport is opened anew."""
+    monkeypatch.setitem(TRANSPORTS, "unsafe", Unsafe)
+    monkeypatch.setattr(Unsafe, "num_fences", num_fences)
+    two = Two("unsafe", decode={"host_blocks": host_blocks})
+    own = part(two.decode)
+    epoch, was_kept = own._transport.epoch, False
+    two.ask(make_request("a", PROMPT))
+    two.run(until=lambda: bool(own._pulls))
+    assert own._pulls
+    two.decode.abort(["a"])
+    two.requests.clear()
+    end_s = time.monotonic() + 10
+    while two.decode.has_work() or two.prefill.has_work():
+        was_kept = was_kept or bool(own._quarantine)
+        two.step()
+        assert time.monotonic() < end_s
+    assert was_kept == (num_fences == 3)
+    assert (own._transport.epoch != epoch) == (num_fences > 3)
+    two.check()
+    monkeypatch.setattr(Unsafe, "hangs", False)
+    two.ask(make_request("b", PROMPT))
+    two.run()
+    two.check()
+    assert two.decode.stats().kv_taken_over_total == 1
     two.close()
 
 

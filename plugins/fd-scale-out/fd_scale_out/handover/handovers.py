@@ -43,7 +43,7 @@ from fd_scale_out.host_blocks import HostMemory, identity_of, run_threads
 from . import messages
 from .messages import Abort, Aborted, Accept, Alive, Commit, Have, Hello, Want
 from .receiving import Pull, Receiving
-from .sending import Sending
+from .sending import BEAT_S, Sending
 from .ticket import Order, make_ticket, read_order, read_ticket, shared_secret
 
 if TYPE_CHECKING:
@@ -56,7 +56,9 @@ MAX_HAVE_BYTES: Final = 32 * 2**20  # of the blocks of one Have: notes wait behi
 MAX_HELD_SHARE: Final = 0.8  # of the host tier, for other instances to fetch
 MAX_QUARANTINE_SHARE: Final = 0.05  # of the host tier; beyond that the transport is opened anew
 MAX_EARLY: Final = 1024  # Wants that came before their prompts
-EARLY_S: Final = 2.0  # then the prompt is computed by who wants it: the queue here is too long
+# Of --kv-transport-timeout. A prompt that takes longer to get into this engine is computed by who
+# wants it: the queue here is too long.
+EARLY_SHARE: Final = 1 / 12
 
 
 class _Incoming:
@@ -119,6 +121,7 @@ class Handovers:
         self._by_request: dict[str, str] = {}  # request id to the name of its handover
         self._by_key: dict[bytes, list[tuple[Sending, int]]] = {}  # who wants this block
         self._early: dict[str, tuple[str, Want, float]] = {}  # peer, what it wants, until when
+        self._beat_s = 0.0  # when those are told again that they are not forgotten
         self._greeted: set[str] = set()
         self._pulls: dict[int, tuple[Receiving, Pull, set[int]]] = {}  # by transfer
         self._ids = itertools.count(1)
@@ -446,7 +449,7 @@ class Handovers:
             elif self._role != self._next_role or len(self._early) >= MAX_EARLY:
                 self.say(peer, Abort(note.name, note.attempt, "it is draining or full"))
             else:
-                self._early[note.name] = peer, note, now + EARLY_S
+                self._early[note.name] = peer, note, now + self._timeout_s * EARLY_SHARE
         elif receiving is not None and peer == receiving.peer:
             if isinstance(note, Have):
                 receiving.have(note, now)
@@ -488,8 +491,13 @@ class Handovers:
             sending.tick(now)
         for receiving in list(self._receiving.values()):
             receiving.tick(now)
+        is_due = now >= self._beat_s
+        self._beat_s = now + BEAT_S if is_due else self._beat_s
         for name, (peer, want, end_s) in list(self._early.items()):
-            if now >= end_s:
+            if now < end_s:
+                if is_due:
+                    self.say(peer, Alive(name, want.attempt))
+            else:
                 del self._early[name]
                 self.say(peer, Abort(name, want.attempt, "the prompt has not come there"))
         self._forget_ended()
