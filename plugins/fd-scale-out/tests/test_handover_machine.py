@@ -212,11 +212,14 @@ class Handover(RuleBasedStateMachine):
             self.receiving.pulled(pull)
 
     @precondition(lambda self: self.moving)
-    @rule(is_retryable=st.booleans(), dice=st.integers(0, 3))
+    @rule(is_retryable=st.booleans(), dice=st.integers(0, 1))
     def a_transfer_fails(self, is_retryable: bool, dice: int) -> None:
         if dice:
             return
         pull = self.moving[0][0]
+        if not self.can_stop:
+            pull.is_unsafe = True
+            self.late += [move[1:] for move in self.moving if move[0] is pull]
         self.moving = [move for move in self.moving if move[0] is not pull]
         self.receiving.pulled(pull, "no progress", is_retryable=is_retryable)
 

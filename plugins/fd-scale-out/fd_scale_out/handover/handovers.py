@@ -289,8 +289,8 @@ class Handovers:
         ids = [number for number, entry in self._pulls.items() if entry[1] is pull]
         for number in ids:
             del self._pulls[number]
-        results = [self._transport.cancel(number) for number in ids]
-        return CancelResult.UNSAFE not in results
+            pull.is_unsafe |= self._transport.cancel(number) is CancelResult.UNSAFE
+        return not pull.is_unsafe
 
     def quarantine(self, peer: str, blocks: list[int]) -> None:
         """Keep blocks until the peer is fenced."""
@@ -422,14 +422,16 @@ class Handovers:
             logger.info("KV handover: %s is gone: %s", event.peer, event.reason)
             self._lose(event.peer)
         elif kind in (TransferEventKind.DONE, TransferEventKind.FAILED):
-            found = self._pulls.pop(event.transfer_id, None)
+            found = self._pulls.get(event.transfer_id)
             if found is None:
                 return
             receiving, pull, ids = found
             if kind is TransferEventKind.FAILED:
                 self.cancel(pull)
                 receiving.pulled(pull, event.reason, is_retryable=event.retryable)
-            elif ids.isdisjoint(self._pulls):
+                return
+            del self._pulls[event.transfer_id]
+            if ids.isdisjoint(self._pulls):
                 receiving.pulled(pull)
 
     def _on_note(self, peer: str, note: messages.Note, now: float) -> None:

@@ -73,6 +73,7 @@ class Pull:
     num_tries: int = 0
     num_good: int | None = None  # leading blocks that came whole, once that is known
     is_moving: bool = False
+    is_unsafe: bool = False  # a transfer of it has ended, and its bytes may arrive all the same
 
 
 class Receiving:
@@ -130,7 +131,12 @@ class Receiving:
         pull.is_moving = False
         if not failure:
             self._world.check(self, pull)
-        elif not is_retryable or pull.num_tries >= MAX_TRIES or not self._begin(pull):
+        elif (
+            pull.is_unsafe
+            or not is_retryable
+            or pull.num_tries >= MAX_TRIES
+            or not self._begin(pull)
+        ):
             self.give_up(failure)
 
     def checked(self, pull: Pull, num_good: int) -> None:
@@ -173,7 +179,7 @@ class Receiving:
         if self.is_over:
             return
         for pull in self._pulls:
-            if pull.is_moving and not self._world.cancel(pull):
+            if (pull.is_moving and not self._world.cancel(pull)) or pull.is_unsafe:
                 self._is_unsafe = True
                 self._world.quarantine(self.peer, pull.targets)
             else:
