@@ -84,7 +84,7 @@ LIGHT = {
     "plugins/fd-quant-formats": (),
     "plugins/fd-quant-hub": (),
     "plugins/fd-quant-wint2": (),
-    "plugins/fd-router": ("--ignore-glob=*/test_prefill.py",),
+    "plugins/fd-router": ("--ignore-glob=*/test_prefill*.py",),
     "plugins/fd-scale-out": (),
     # Most of its tests are in one file, and they wait more than they compute.
     "plugins/fd-sched-redis": ("--dist=load", "-m", "not slow"),

@@ -174,6 +174,14 @@ VARIABLES: Final[dict[str, Variable]] = {
             _text,
         ),
         Variable(
+            "FD_KV_SECRET",
+            "at least 32 characters",
+            "",
+            "What instances that hand KV blocks to each other prove to know (--kv-transport). "
+            "Unset: a file of this user in FD_CACHE_DIR, made when it is first needed.",
+            _text,
+        ),
+        Variable(
             "FD_API_KEY",
             "comma-separated keys",
             (),

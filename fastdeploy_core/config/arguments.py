@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from fastdeploy_core import envs
 from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.types import InstanceRole
 
 from .argument_table import Argument
 from .argument_values import ARGUMENTS, normalise, of_scope, rows_of, with_defaults
@@ -23,6 +24,7 @@ from .engine import (
     CacheConfig,
     DeviceConfig,
     EngineConfig,
+    HandoverConfig,
     KVEventsConfig,
     MediaConfig,
     ModelConfig,
@@ -76,6 +78,7 @@ def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder
         v,
         model=model,
         cache=_cache_config(v),
+        handover=_handover_config(v),
         batch=_batch_config(v, model.max_model_len),
         parallel=_parallel_config(v),
         device=_record(DeviceConfig, v, allow_fallback=v["fallback"]),
@@ -174,8 +177,8 @@ def _mapping(v: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _cache_config(v: Mapping[str, Any]) -> CacheConfig:
     if v["enable_output_caching"] and not v["enable_prefix_caching"]:
         v = {**v, "enable_output_caching": False}
-    if v["kv_store"] and not v["swap_space"]:
-        v = {**v, "swap_space": 1.0}  # GiB: stored blocks pass through the host tier
+    if (v["kv_store"] or _handover_config(v).transport) and not v["swap_space"]:
+        v = {**v, "swap_space": 1.0}  # GiB: blocks come and go through the host tier
     return _record(
         CacheConfig,
         v,
@@ -187,6 +190,21 @@ def _cache_config(v: Mapping[str, Any]) -> CacheConfig:
         kv_store_options=_mapping(v, "kv_store_config"),
         kv_store_timeout_s=v["kv_store_timeout"],
     )
+
+
+def _handover_config(v: Mapping[str, Any]) -> HandoverConfig:
+    role = InstanceRole(v["splitwise_role"])
+    transport = v["kv_transport"] or ("" if role is InstanceRole.MIXED else "auto")
+    asked = f"--kv-transport {transport} (--splitwise-role {role})"
+    if transport and v["kv_store"]:
+        raise ConfigError(f"{asked} and --kv-store exclude each other; leave one of them out")
+    if transport and v["data_parallel_size"] > 1:
+        raise ConfigError(
+            f"{asked} is for one engine: start a server for each, without "
+            f"--data-parallel-size {v['data_parallel_size']}"
+        )
+    address, timeout_s = v["kv_transport_address"], v["kv_transport_timeout"]
+    return HandoverConfig(transport, address, role, timeout_s)
 
 
 def _kv_events(v: Mapping[str, Any]) -> KVEventsConfig | None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from fastdeploy_core.types import InstanceRole
+
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -67,6 +69,16 @@ class CacheConfig:
     kv_store: str = ""  # driver that keeps blocks outside the engine; empty: none does
     kv_store_options: Mapping[str, Any] = field(default_factory=dict)
     kv_store_timeout_s: float = 5.0  # what a request waits for its blocks at most
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverConfig:
+    """How prompts that one instance computed are handed to another one."""
+
+    transport: str = ""  # KV transport, or "auto"; empty: none are handed over
+    address: str = ""  # HOST:PORT where it listens; empty: the driver's choice
+    role: InstanceRole = InstanceRole.MIXED  # at the start
+    timeout_s: float = 60.0  # what a request waits for its blocks at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +205,7 @@ class EngineConfig:
 
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
+    handover: HandoverConfig = field(default_factory=HandoverConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)

@@ -1,7 +1,6 @@
 """Moving KV blocks between instances.
 
-The core owns the state machine (leases, quarantine, retries, choice of protocol, metrics); a
-transport moves bytes and answers one hard question: when can nothing land any more? A block that a
+fd-scale-out owns the state machine (leases, quarantine, retries, metrics); a transport moves bytes and answers one hard question: when can nothing land any more? A block that a
 peer might still write to is quarantined until `cancel` said SAFE or `fence` resolved.
 """
 
@@ -37,6 +36,7 @@ class TransportOptions:
     progress_timeout_s: float = 1.0
     max_descriptor_bytes: int = 64 * 1024
     folder: str = ""  # private 0700 folder for sockets and files; empty: the driver makes one
+    address: str = ""  # HOST:PORT where it listens, over a network; empty: the driver's choice
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from fastdeploy_core.errors import (
     WorkerError,
 )
 from fastdeploy_core.plugins.drivers import scale_out
-from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
+from fastdeploy_core.types import InstanceRole, Request, RequestOutputDelta, TokenDeltas
 from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
 
 from .core import EngineCore
@@ -223,6 +223,11 @@ class AsyncEngine:
             raise WorkerError(f"the engine gave no stats within {STATS_TIMEOUT_S:g} s") from None
         finally:
             del self._questions[number]
+
+    def set_role(self, role: InstanceRole) -> None:
+        """Change what routers use this instance for: work that is handed over ends first, and
+        `stats` says when that is done. WorkerError without an engine."""
+        self._link.send(wire.SetRole(role))
 
     async def wait_dead(self) -> str:
         """Return, with the reason, once the engine is dead and will not be started again."""

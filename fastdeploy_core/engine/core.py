@@ -18,7 +18,13 @@ from fastdeploy_core.errors import InvalidRequest, WorkerError
 from fastdeploy_core.kvcache import CachePlan, KVCacheManager, plan_cache
 from fastdeploy_core.plugins.drivers import scale_out
 from fastdeploy_core.scheduler import BatchScheduler, ScheduledStep, make_settings
-from fastdeploy_core.types import ModelRunnerOutput, Request, RequestOutputDelta, TokenDeltas
+from fastdeploy_core.types import (
+    InstanceRole,
+    ModelRunnerOutput,
+    Request,
+    RequestOutputDelta,
+    TokenDeltas,
+)
 from fastdeploy_core.types.engine import EngineInfo, EngineStats
 from fastdeploy_core.types.sampling import check_logprobs
 from fastdeploy_core.types.worker import WorkerInfo
@@ -36,7 +42,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES_IN_A_ROW = 16
 # Plans in a row with nothing to run and nothing in flight, before a request is failed.
 MAX_IDLE_PLANS = 4
-AWAIT_S = 0.005  # at most, for stored blocks with nothing else to do; new requests come meanwhile
+AWAIT_S = 0.005  # at most, for blocks from outside with nothing else to do; requests come meanwhile
 
 
 class EngineCore:
@@ -49,18 +55,16 @@ class EngineCore:
         started = time.monotonic()
         self.config = config
         self._executor = executor or Executor(config, resolved)
-        # StoredBlocks and KVEvents of fd-scale-out, where these are asked for.
-        self._stored: Any = None
+        # Parts of fd-scale-out, where these are asked for: _make_remote's, and KVEvents.
+        self._remote: Any = None
         self._events: Any = None
         try:
             infos = self._executor.load()
             plan = plan_cache(infos, config.cache, config.batch, config.model.max_model_len)
             settings = make_settings(config, infos[0], resolved.speculative)
-            if config.cache.kv_store:
-                make_stored = scale_out("kv-store", "--kv-store")
-                self._stored = make_stored(config, infos, plan, resolved.load("kv_store"))
+            self._remote = self._make_remote(infos, plan, resolved)
             more = [group.num_blocks for group in plan.bounded]
-            paths = () if self._stored is None else self._stored.paths
+            paths = () if self._remote is None else self._remote.paths
             self._executor.initialize_cache(
                 plan.num_blocks, plan.num_host_blocks, *more, host_files=paths
             )
@@ -74,22 +78,22 @@ class EngineCore:
         except BaseException:
             self.close()
             raise
-        stored = self._stored
+        remote = self._remote
         kv = KVCacheManager(
             plan.num_blocks,
             worker.block_size,
             num_host_blocks=plan.num_host_blocks,
             enable_prefix_caching=caching,
             enable_output_caching=config.cache.enable_output_caching,
-            model_identity=_model_identity(config) if stored is None else stored.identity,
+            model_identity=_model_identity(config) if remote is None else remote.identity,
             key_lookahead=resolved.speculative.key_lookahead,
         )
         kv.add_groups(plan.bounded)
         if self._events is not None:
             kv.prefix.on_change = self._events.note
         self.scheduler = BatchScheduler(settings, kv)
-        if stored is not None:
-            stored.open(kv, kv.host)
+        if remote is not None:
+            remote.open(self.scheduler)
         overlap = config.batch.overlap and worker.overlap
         self._depth = 2 if overlap else 1
         self._in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()
@@ -106,15 +110,18 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queue a request; raises InvalidRequest or RequestTooLong and stays unchanged then."""
         self.check(request)
+        remote = self._remote
+        request = request if remote is None else remote.prepare(request)
         self.scheduler.add(request)
-        name, stored = request.request_id, self._stored
-        seq = None if stored is None else self.scheduler.leader(name)
-        if stored and seq and stored.fetch(name, seq.table, seq.token_ids):
-            self.scheduler.hold_for_remote_kv(name)
+        seq = self.scheduler.leader(request.request_id) if remote is not None else None
+        if remote is not None and seq and remote.fetch(request, seq.table, seq.token_ids):
+            self.scheduler.hold_for_remote_kv(request.request_id)
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest if the request could never run; may be called from any thread."""
         try:
+            if request.handover.startswith("prefill") and not self.config.handover.transport:
+                raise InvalidRequest("this server hands nothing over; start it with --kv-transport")
             self._check_tokens(request)
             self._check_extras(request)
             self.scheduler.check(request)
@@ -131,30 +138,36 @@ class EngineCore:
         self.scheduler.abort(request_ids)
 
     def has_work(self) -> bool:
-        """Whether `step` has something to do: a request to run, stored blocks that one waits for, a
+        """Whether `step` has something to do: a request to run, blocks that one waits for, a
         result to take or an answer to return."""
-        is_awaited = self._stored is not None and self._stored.is_awaited
+        is_awaited = self._remote is not None and self._remote.is_awaited
         return self.scheduler.has_work() or bool(self._in_flight) or is_awaited
 
     def step(self) -> list[RequestOutputDelta | TokenDeltas]:
         """Schedule, execute, update, answer. WorkerError means that the engine is dead."""
-        if self._stored is not None:
+        if self._remote is not None:
             is_idle = not self._in_flight and not self.scheduler.has_work()
-            for request_id in self._stored.ready(AWAIT_S if is_idle else 0.0):
-                self.scheduler.take_remote_kv(request_id)
+            for request_id, first in self._remote.ready(AWAIT_S if is_idle else 0.0):
+                self.scheduler.take_remote_kv(request_id, first)
         self._submit_ahead()
         self._take_oldest()
         if self._events is not None:
             self._events.publish()
-        return self.scheduler.take_deltas()
+        outputs = self.scheduler.take_deltas()
+        if self._remote is not None:
+            self._remote.told(outputs)
+        return outputs
+
+    def set_role(self, role: InstanceRole) -> None:
+        """See AsyncEngine.set_role; any thread. Without --kv-transport there is no role."""
+        if self.config.handover.transport:
+            self._remote.set_role(role)
 
     def stats(self) -> EngineStats:
         """Gauges and counters; may be called from another thread."""
         stats = self.scheduler.stats()
-        if (stored := self._stored) is not None:
-            stats.kv_store_read_blocks_total = stored.num_read_total
-            stats.kv_store_written_blocks_total = stored.num_written_total
-            stats.kv_store_failures_total = stored.num_failures_total
+        if self._remote is not None:
+            self._remote.count(stats)
         return stats
 
     def reset_prefix_cache(self) -> bool:
@@ -170,9 +183,22 @@ class EngineCore:
         """End worker processes, give the device back; idempotent."""
         if self._events is not None:
             self._events.close()
-        if self._stored is not None:
-            self._stored.close()
+        if self._remote is not None:
+            self._remote.close()
         self._executor.close()
+
+    def _make_remote(
+        self, infos: list[WorkerInfo], plan: CachePlan, resolved: ResolvedPlugins
+    ) -> Any:
+        """StoredBlocks or Handovers: blocks come from outside, and go there."""
+        config = self.config
+        if config.cache.kv_store:
+            make = scale_out("kv-store", "--kv-store")
+            return make(config, infos, plan, resolved.load("kv_store"))
+        if config.handover.transport:
+            make = scale_out("kv-handover", "--kv-transport")
+            return make(config, infos, plan, resolved.load("kv_transport"))
+        return None
 
     def _submit_ahead(self) -> None:
         started = time.perf_counter()
@@ -182,8 +208,8 @@ class EngineCore:
                 self._check_idle()
                 break
             self._num_idle_plans = 0
-            if self._stored is not None:
-                self._stored.note(step.output.step_id)
+            if self._remote is not None:
+                self._remote.note(step.output.step_id)
             self._in_flight.append((step, self._executor.submit(step.output)))
         self._stats.schedule_s += time.perf_counter() - started
 
@@ -198,8 +224,8 @@ class EngineCore:
             self._take_failure(step, error)
             return
         received = time.perf_counter()
-        if self._stored is not None:
-            self._stored.settle(step.output.step_id, is_done=True)
+        if self._remote is not None:
+            self._remote.settle(step.output.step_id, is_done=True)
         self.scheduler.update(step, output)
         self._num_failures = 0
         self._count(step, output, received - started, time.perf_counter() - received)
@@ -228,9 +254,9 @@ class EngineCore:
             later, future = self._in_flight.popleft()
             future.exception()  # only waited for: the step is void whether it failed or not
             steps.append(later)
-        if self._stored is not None:
+        if self._remote is not None:
             for failed in steps:
-                self._stored.settle(failed.output.step_id, is_done=False)
+                self._remote.settle(failed.output.step_id, is_done=False)
         self.scheduler.fail(steps, f"running the model failed for this request ({name})")
 
     def _check_idle(self) -> None:
@@ -301,8 +327,8 @@ class EngineCore:
         if config.cache.events is not None:
             at = config.cache.events.endpoint if caching else "none, since the prefix cache is off"
             report.append(f"KV events: {at}")
-        if self._stored is not None:
-            report.append(f"KV store: {config.cache.kv_store}, behind the host KV tier")
+        if self._remote is not None:
+            report.append(self._remote.report)
         return EngineInfo(
             num_blocks=plan.num_blocks,
             num_host_blocks=plan.num_host_blocks,

@@ -110,6 +110,7 @@ class RequestOptions:
     tenant: str = ""
     cache_salt: str = ""  # the client's
     salt_scope: str = ""  # requests share cached prefixes only within one scope
+    handover: str = ""  # see types.Request
     log_id: str = ""  # begins the engine's id of the request, so that logs can be matched
     media: MediaProcessor | None = None  # of a family that takes pictures
     media_parts: Sequence[MediaPart] = ()
@@ -179,6 +180,7 @@ def build_request(
         cache_salt=salt or options.cache_salt,
         tenant=options.tenant,
         extras=extras,
+        handover=options.handover,
     )
 
 

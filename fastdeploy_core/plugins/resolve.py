@@ -381,12 +381,26 @@ class _Resolver:
         if name := self._config.cache.kv_store:
             self._take(decide("kv_store", name, [], asked=name))
             self._add(find_scale_out("kv-store", "--kv-store", self._inventory))
+        self._kv_transport()
         if self._config.cache.events is not None:
             self._add(find_scale_out("kv-events", "--kv-events-config", self._inventory))
         for name in self._config.logits_processors:
             if ":" not in name:  # "module:Class" is the operator's own code, not a plugin
                 self._add(find("logits_processor", name, self._inventory))
         self._grammar()
+
+    def _kv_transport(self) -> None:
+        """The driver that hands KV blocks to other instances, and the part that uses it."""
+        from fastdeploy_core.contracts.kv_transport import TransportQuestion
+
+        if not (asked := self._config.handover.transport):
+            return
+        asked = "" if asked == "auto" else asked
+        is_near = not self._config.handover.address
+        question = TransportQuestion(is_near or asked == "shm", self._chosen["device"], asked)
+        kind, hook = "kv_transport", "fd_kv_transport_for"
+        self._take(ask_candidates(self._hooks, self._inventory, kind, hook, question, asked)[0])
+        self._add(find_scale_out("kv-handover", "--kv-transport", self._inventory))
 
     def _grammar(self) -> None:
         """At most one grammar backend. One that is not asked for by name is not among the chosen:

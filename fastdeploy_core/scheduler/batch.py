@@ -20,6 +20,7 @@ from fastdeploy_core.types import (
     Request,
     RequestOutputDelta,
     RequestStatus,
+    SequenceDelta,
     TokenDeltas,
     split_branch_id,
 )
@@ -97,9 +98,8 @@ class BatchScheduler:
     def has_work(self) -> bool:
         """Whether a request can run or has passed its deadline, an answer is not yet given, or
         blocks are to be copied. What waits for another instance alone is no work."""
-        if len(self._roster.requests) > self.num_held or self._outcome.has_deltas:
-            return True
-        if self.kv.has_copies:
+        can_run = len(self._roster.requests) > self.num_held
+        if can_run or self._outcome.has_deltas or self.kv.has_copies:
             return True
         return bool(self.num_held and self._deadlines and self._deadlines[0][0] <= self._clock())
 
@@ -113,11 +113,15 @@ class BatchScheduler:
         """Another instance computes the prompt of a request that has not started."""
         self._roster.hold(self._roster.requests[request_id])
 
-    def take_remote_kv(self, request_id: str) -> None:
-        """The blocks of a held request have come, or never will: it waits for its turn. Unknown ids
-        are ignored, because the request may have ended meanwhile."""
+    def take_remote_kv(self, request_id: str, first: SequenceDelta | None = None) -> None:
+        """The blocks of a held request have come, or never will: it waits for its turn, with its
+        first token if that came along. Unknown ids are ignored, because the request may have ended
+        meanwhile."""
         if request_id in self._roster.held:
-            self._roster.release(self._roster.requests[request_id])
+            request = self._roster.requests[request_id]
+            self._roster.release(request)
+            if first is not None:
+                self._outcome.take_first(request, first)
 
     def add(self, request: Request) -> None:
         """Queue a request, or raise InvalidRequest; the scheduler is unchanged then. A newer
@@ -217,10 +221,9 @@ class BatchScheduler:
 
     def fail_oldest(self, message: str) -> None:
         """End the request that has waited longest; for states that should not exist."""
-        for request_id, request in self._roster.requests.items():
-            if request_id not in self._roster.held:
-                self._outcome.fail(request, message, "OutOfBlocks")
-                return
+        requests, held = self._roster.requests, self._roster.held
+        oldest = next(name for name in requests if name not in held)
+        self._outcome.fail(requests[oldest], message, "OutOfBlocks")
 
     def take_deltas(self) -> list[RequestOutputDelta | TokenDeltas]:
         """What clients must be told since the last call."""
@@ -269,17 +272,9 @@ class BatchScheduler:
             seed = mix64(self.settings.seed) ^ mix64(self._next_seq_id)
         for index in range(sampling.n):
             table = self.kv.new_table(request.cache_salt, request.extras)
-            state.sequences.append(
-                Sequence(
-                    self._next_seq_id,
-                    index,
-                    state,
-                    table,
-                    sequence_seed(seed, index),
-                    limit,
-                    self._roster.columns,
-                )
-            )
+            own_seed, columns = sequence_seed(seed, index), self._roster.columns
+            seq = Sequence(self._next_seq_id, index, state, table, own_seed, limit, columns)
+            state.sequences.append(seq)
             self._next_seq_id += 1
         state.num_unfinished = sampling.n
         state.followers_wait = sampling.n > 1 and self.settings.device.block_sharing

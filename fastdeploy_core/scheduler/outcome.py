@@ -211,14 +211,24 @@ class Outcome:
     def complete_empty(self, request: RequestState) -> None:
         """Answer a request that asks for no token at all."""
         for seq in request.sequences:
-            self._end(seq, SequenceDelta(index=seq.index), FinishReason.LENGTH, None)
+            self._end(seq, SequenceDelta(index=seq.index), FinishReason.LENGTH)
 
     def end_branch(self, request: RequestState, index: int) -> None:
         """Nobody wants more of this sequence; the others of its request go on."""
         if index < len(request.sequences):
             seq = request.sequences[index]
             if seq.status is not RequestStatus.FINISHED:
-                self._end(seq, SequenceDelta(index=index), FinishReason.ABORT, None)
+                self._end(seq, SequenceDelta(index=index), FinishReason.ABORT)
+
+    def take_first(self, request: RequestState, first: SequenceDelta) -> None:
+        """The instance that computed the prompt of a request, which has not started here, has also
+        chosen its first token."""
+        seq = request.sequences[0]
+        request.num_cached_tokens = self._kv.match(seq.table, seq.token_ids).num_tokens
+        request.queue_s = self._roster.clock() - request.arrival_s
+        first.finish_reason, first.stop_reason, _ = self._append(seq, first.token_ids)
+        seq.columns.known[seq.place] = len(seq.token_ids)
+        self._give(seq, first)
 
     def _take(
         self, row: Row, results: StepResults, number: int, drafts: Iterable[tuple[int, int]] = ()
@@ -249,15 +259,11 @@ class Outcome:
         limit = len(seq.token_ids) if self._kv.caches_output else seq.num_prompt_tokens
         self._commit(seq, min(num_computed, limit), num_computed)
         delta = SequenceDelta(index=seq.index, token_ids=tokens[:num_kept])
+        delta.finish_reason, delta.stop_reason = reason, stop_reason
         if number in output.logprobs:
             delta.logprobs = output.logprobs[number][:num_kept]
-        self._counters.generation_tokens_total += num_kept
-        self._roster.arrived.charge(request.tenant, num_kept)
-        if reason is not None:
-            self._end(seq, delta, reason, stop_reason)
-            return
-        self._delta_of(request).sequences.append(delta)
-        if error is not None:  # behind these tokens
+        self._give(seq, delta)
+        if error is not None and reason is None:  # behind these tokens
             self._fail_row(request, error)
 
     def _count_drafts_of(
@@ -298,12 +304,18 @@ class Outcome:
                 return FinishReason.LENGTH, None, count
         return None, None, len(tokens)
 
-    def _end(
-        self, seq: Sequence, delta: SequenceDelta, reason: FinishReason, stop_reason: int | None
-    ) -> None:
+    def _give(self, seq: Sequence, delta: SequenceDelta) -> None:
+        """Tokens for the client, the last ones where the delta has a finish_reason."""
+        self._counters.generation_tokens_total += len(delta.token_ids)
+        self._roster.arrived.charge(seq.request.tenant, len(delta.token_ids))
+        if delta.finish_reason is None:
+            self._delta_of(seq.request).sequences.append(delta)
+        else:
+            self._end(seq, delta, delta.finish_reason)
+
+    def _end(self, seq: Sequence, delta: SequenceDelta, reason: FinishReason) -> None:
         request = seq.request
-        delta.finish_reason, delta.stop_reason = reason, stop_reason
-        delta.drafts = seq.draft_stats()
+        delta.finish_reason, delta.drafts = reason, seq.draft_stats()
         whole = self._delta_of(request)
         whole.sequences.append(delta)
         self._roster.finish(seq)

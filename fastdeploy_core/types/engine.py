@@ -96,6 +96,12 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     kv_store_read_blocks_total: int = 0  # found in the KV store
     kv_store_written_blocks_total: int = 0
     kv_store_failures_total: int = 0  # calls of the store that failed
+    # prompts handed to other instances, and taken from them; those that were computed after all
+    kv_handed_over_total: int = 0
+    kv_taken_over_total: int = 0
+    kv_handover_failures_total: int = 0
+    kv_role: str = ""  # what routers use it for; empty: it hands nothing over at the moment
+    kv_ticket: str = ""  # what another instance connects with
 
 
 class CommonHealth(EngineHealth, kw_only=True):

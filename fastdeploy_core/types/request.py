@@ -78,6 +78,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     attempt: int = 0  # fencing number: only results of the newest attempt reach the client
     instance: str = ""  # instance that a request scheduler routed it to; empty: any
     extras: SequenceExtras | None = None
+    handover: str = ""  # which other instance has to do with it, as a router says: fd-scale-out
 
 
 class DraftStats(msgspec.Struct, omit_defaults=True):

@@ -111,6 +111,7 @@ from fd_quant_wint2.trellis import Tet2, Tet3, Tet4
 from fd_router.command import main as router
 from fd_scale_out.experts import ExpertRanks as WholeExperts
 from fd_scale_out.front_ends import FrontEnds
+from fd_scale_out.handover.handovers import Handovers
 from fd_scale_out.kv_events import KVEvents
 from fd_scale_out.links import engines
 from fd_scale_out.shared_queue import SharedQueue
@@ -393,3 +394,9 @@ stored_blocks: list[
         StoredBlocks,
     ]
 ] = [StoredBlocks]
+handovers: list[
+    Callable[
+        [EngineConfig, list[WorkerInfo], CachePlan, Callable[[TransportOptions], KVTransport]],
+        Handovers,
+    ]
+] = [Handovers]

@@ -277,7 +277,9 @@ PRIVATE = {
     },
     "fd-hub": {"cli", "envs", "plugins"},
     "fd-launch": {"plugins"},
-    "fd-scale-out": {"config", "engine", "kvcache", "loading", "plugins", "serving"},
+    "fd-scale-out": {
+        *("config", "engine", "envs", "kvcache", "loading", "plugins", "scheduler", "serving"),
+    },
     "fd-tools": {"cli", "config", "envs", "models", "parsers", "plugins", "serving", "tokenizer"},
     "fd-vision": {"models"},
 }

@@ -241,6 +241,9 @@ class EngineProcess:
         elif isinstance(message, wire.Gone):
             # A shared queue itself notices that a front end is gone.
             self._scheduler.abort(self._egress.routes.remove_all(message.front_end))
+        elif isinstance(message, wire.SetRole):
+            self._core.set_role(message.role)
+            self._scheduler.abort([])  # wakes an idle core
         elif isinstance(message, wire.Drain):
             self._is_draining = True
         elif isinstance(message, wire.Stop):

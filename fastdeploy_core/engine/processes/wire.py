@@ -11,7 +11,7 @@ import numpy as np
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
-from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
+from fastdeploy_core.types import InstanceRole, Request, RequestOutputDelta, TokenDeltas
 from fastdeploy_core.types.engine import EngineInfo, EngineStats
 from fastdeploy_core.types.worker import WorkerInfo
 
@@ -91,6 +91,12 @@ class Drain(msgspec.Struct, tag=True):
     engine, where a queue is shared: take no more requests."""
 
 
+class SetRole(msgspec.Struct, tag=True):
+    """Client to engine: what routers are to use it for from now on. Stats say when it is."""
+
+    role: InstanceRole
+
+
 class Ready(msgspec.Struct, tag=True):
     """Engine to client: the model is loaded."""
 
@@ -138,7 +144,7 @@ class Dead(msgspec.Struct, tag=True):
     message: str
 
 
-ToEngine = Put | Abort | AskStats | Gone | Drain | Stop
+ToEngine = Put | Abort | AskStats | Gone | Drain | SetRole | Stop
 FromEngine = Ready | Failed | Deltas | Stats
 ToFrontEnd = Attached | Detached | Dead | Drain | Deltas | Stats
 

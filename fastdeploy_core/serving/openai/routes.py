@@ -35,6 +35,7 @@ BODIES: tuple[type[BaseModel], ...] = (
 )
 _REF = "#/components/schemas/{model}"
 TIMEOUT_HEADER = "x-request-timeout"
+HANDOVER_HEADER = "x-kv-handover"  # of fastdeploy router
 MAX_TIMEOUT_S = 1e6
 SHORT_BODY_BYTES = 4096
 
@@ -133,7 +134,8 @@ def call_of(http: Request, body: SamplingFields) -> Call:
                 param=TIMEOUT_HEADER,
             )
     is_short = http.state.num_body_bytes <= SHORT_BODY_BYTES
-    return Call(http.state.request_id, tenant_of(http), timeout_s, is_short)
+    handover = http.headers.get(HANDOVER_HEADER, "")
+    return Call(http.state.request_id, tenant_of(http), timeout_s, is_short, handover)
 
 
 def _card(state: ServerState, name: str, created: int) -> dict[str, Any]:

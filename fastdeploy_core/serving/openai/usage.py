@@ -68,6 +68,7 @@ class Call:
     timeout_s: float | None = None
     # a body so short that all work for it takes less than passing it to a thread
     is_short: bool = False
+    handover: str = ""  # see types.Request
 
 
 class Envelope:
@@ -110,4 +111,5 @@ def request_options(
         salt_scope="" if state.config.share_prefix_cache else call.tenant,
         log_id=call.id,
         media=state.media,
+        handover=call.handover,
     )

@@ -2,7 +2,8 @@
 destination, so cancel() is always SAFE and fence() is immediate. A late peer has nothing that it
 could write to.
 
-It listens where FD_KV_TCP_ADDRESS says, "HOST" or "HOST:PORT": 127.0.0.1 and any port by default.
+It listens at TransportOptions.address (--kv-transport-address), else where FD_KV_TCP_ADDRESS says,
+"HOST" or "HOST:PORT": 127.0.0.1 and any port by default.
 Peers are authenticated and frames protected against change (wire.py), not hidden from who listens.
 """
 
@@ -66,14 +67,14 @@ class TcpTransport:
         self._events: deque[TransferEvent] = deque()
         self._has_transfers = threading.Condition(self.lock)
         self._is_closed = False
-        host, port = _address(os.environ.get(ADDRESS_VARIABLE, ""))
+        host, port = _address(options.address or os.environ.get(ADDRESS_VARIABLE, ""))
         self._host = host
         try:
             self._server = Server(self, host, port)
         except OSError as error:
             raise ConfigError(
-                f"kv transport tcp cannot listen at {host}:{port}: {error.strerror}; set "
-                f"{ADDRESS_VARIABLE} to an address of this host"
+                f"kv transport tcp cannot listen at {host}:{port}: {error.strerror}; give an "
+                f"address of this host with --kv-transport-address or {ADDRESS_VARIABLE}"
             ) from error
         self._has_events = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.start(self._clock)
@@ -396,6 +397,7 @@ def _address(text: str) -> tuple[str, int]:
     host, _, port = text.partition(":")
     if port and not (port.isdecimal() and int(port) < 65536):
         raise ConfigError(
-            f"{ADDRESS_VARIABLE}={text!r:.80} is no address; expected HOST or HOST:PORT"
+            f"{text!r:.80} is no address for kv transport tcp (--kv-transport-address, "
+            f"{ADDRESS_VARIABLE}); expected HOST or HOST:PORT"
         )
     return host or "127.0.0.1", int(port or 0)

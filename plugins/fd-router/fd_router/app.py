@@ -57,12 +57,9 @@ class Router:
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
         ) as session:
-            prefill = None
-            probes = [Probes(self._fleet, session, options)]
-            if options.prefill.instances:
-                prefill = Prefill(session, options.prefill, self._metrics)
-                probes.append(Probes(prefill.fleet, session, options))
-                self._known |= prefill.fleet.instances
+            prefill = Prefill(session, options.prefill, self._metrics, self._fleet)
+            probes = [Probes(fleet, session, options) for fleet in (self._fleet, prefill.fleet)]
+            self._known |= prefill.fleet.instances
             self._proxy = Proxy(self._fleet, session, options, self._metrics, prefill)
             runner = web.AppRunner(
                 self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
@@ -196,6 +193,7 @@ def _describe(one: Instance) -> dict[str, object]:
         "name": one.name,
         "url": one.url,
         "state": one.state,
+        "role": one.role,
         "draining": one.draining,
         "breaker": one.breaker.state(time.monotonic()),
         "requests_in_flight": len(one.calls),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -16,6 +16,7 @@ from .cached.prefix_index import PrefixIndex
 from .policies import Choice, InstanceView, Policy, RequestView, make_policy
 
 T = TypeVar("T")
+PREFILL = "prefill"  # the role
 RATE_WEIGHT = 0.1  # of a new sample in the estimate of the prefill rate
 RATE_MIN_TOKENS = 256  # shorter prompts say little about it
 
@@ -80,6 +81,8 @@ class Instance:
         self.view = InstanceView(self.name)
         self.breaker = Breaker()
         self.draining = False
+        # What it says of itself: its role, and how other instances reach it (fd-scale-out).
+        self.role, self.ticket = "", ""
         self.calls: set[Call] = set()
         # What probes found; an instance gets requests only after one has found it ready.
         self.ready = False
@@ -137,13 +140,21 @@ class Fleet:
         self._mean_tokens = 512.0
 
     def choose(self, request: RequestView, excluded: set[str]) -> Choice:
-        """An instance for a request, not one of the excluded."""
+        """An instance to answer a request, not one of the excluded; one that computes prompts for
+        others only where there is no other."""
+        left = [one for one in self.instances.values() if one.name not in excluded]
+        choice = self._among([one for one in left if one.role != PREFILL], request)
+        others = [one for one in left if one.role == PREFILL]
+        return choice if choice.instance or not others else self._among(others, request)
+
+    def choose_prefill(self, request: RequestView) -> Choice:
+        """An instance to compute a prompt that another one answers."""
+        able = [one for one in self.instances.values() if one.role == PREFILL and one.ticket]
+        return self._among(able, request)
+
+    def _among(self, instances: Sequence[Instance], request: RequestView) -> Choice:
         now = time.monotonic()
-        views = [
-            one.refresh(now, self._mean_tokens)
-            for one in self.instances.values()
-            if one.name not in excluded
-        ]
+        views = [one.refresh(now, self._mean_tokens) for one in instances]
         return self._policy.choose(request, views, self._rng, now)
 
     @contextmanager

@@ -116,7 +116,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="URL[,URL...]",
-        help="instances that compute prompts for the others, which share their --kv-store",
+        help="instances that compute prompts for the others, which share their --kv-store; not "
+        "needed for those with a --splitwise-role, which are among --instances",
     )
     own = defaults.prefill
     text = "shorter prompts (estimated) are computed where they are answered; default: %(default)s"

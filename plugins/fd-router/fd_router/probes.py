@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 
@@ -14,6 +15,7 @@ from .options import RouterOptions
 logger = logging.getLogger(__name__)
 
 FAILURES = 3  # probes without an answer after which an instance is lost
+MAX_ROLE_BYTES = 64 * 2**10
 MAX_METRICS_BYTES = 4 * 2**20
 _GAUGE = re.compile(
     rb"^fastdeploy:(num_requests_running|num_requests_waiting|num_requests_enqueued|"
@@ -56,6 +58,7 @@ class Probes:
                 instance.ready = await self._is_ready(instance)
                 if instance.ready:
                     await self._read_load(instance)
+                    await self._read_role(instance)
                 failures = 0
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                 failures += 1
@@ -81,6 +84,21 @@ class Probes:
         text = body.decode("utf-8", "replace")
         instance.state = "ready" if answer.status == 200 else f"not ready: {text[:200]!r}"
         return bool(answer.status == 200)
+
+    async def _read_role(self, instance: Instance) -> None:
+        """What it is for, and how others reach it; a server without fd-scale-out has no role."""
+        async with self._session.get(
+            f"{instance.url}/kv_handover",
+            timeout=self._timeout,
+            allow_redirects=False,
+            headers=self._headers,
+        ) as answer:
+            said = json.loads(await answer.content.read(MAX_ROLE_BYTES))
+        said = said if answer.status == 200 and isinstance(said, dict) else {}
+        role, instance.ticket = str(said.get("role", "")), str(said.get("ticket", ""))
+        if role != instance.role:
+            logger.info("instance %s: role %s", instance.name, role or "none")
+            instance.role = role
 
     async def _read_load(self, instance: Instance) -> None:
         async with self._session.get(

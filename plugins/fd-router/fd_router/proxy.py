@@ -42,7 +42,7 @@ _DROPPED = frozenset(
     {
         *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer"),
         *("proxy-connection", "transfer-encoding", "upgrade", "host", "content-length", "expect"),
-        *("accept-encoding", "date", "server", "x-session-id"),
+        *("accept-encoding", "date", "server", "x-session-id", "x-kv-handover"),
     }
 )
 
@@ -64,7 +64,7 @@ class Proxy:
         session: aiohttp.ClientSession,
         options: RouterOptions,
         metrics: RouterMetrics,
-        prefill: Prefill | None = None,
+        prefill: Prefill,
     ) -> None:
         self._prefill = prefill
         self._fleet = fleet
@@ -76,8 +76,7 @@ class Proxy:
         """The answer of an instance, or an error."""
         headers = self._request_headers(request)
         asked = await self._with_tokens(asked, headers)
-        if self._prefill is not None:
-            await self._prefill.compute(asked, headers)
+        await self._prefill.compute(asked, headers)
         excluded: set[str] = set()
         refusal: web.Response | None = None  # the last instance's own
         reason = ""
@@ -91,10 +90,14 @@ class Proxy:
                 self._metrics.retries.labels(name).inc()
             shown: list[Shown] = []
             try:
-                with self._fleet.call(
-                    asked.view, choice, self._options.timing.answer_timeout_s
-                ) as call:
-                    answer = await self._ask(request, asked, headers, call, shown)
+                timeout_s = self._options.timing.answer_timeout_s
+                with (
+                    self._prefill.hand_over(asked, choice, headers) as handover,
+                    self._fleet.call(asked.view, choice, timeout_s) as call,
+                ):
+                    answer = await self._ask(request, asked, handover.headers, call, shown)
+                    if answer.status != HTTPStatus.OK:
+                        handover.end()
             except InstanceFailed as error:
                 self._metrics.failures.labels(name).inc()
                 logger.warning("instance %s %s", name, error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -208,11 +209,12 @@ def test_a_frozen_prefill_instance_costs_bounded_time(
     assert time.monotonic() - started < 10, "it is known to be lost: nobody waits for it"
 
 
-def test_the_pages_command_works_word_for_word(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["roles", "store"])
+def test_the_pages_commands_work_word_for_word(tmp_path: Path, way: str) -> None:
     """But for the ports, which others may have, and the model's folder."""
     page = (MODEL.parents[1] / "docs" / "how-to" / "prefill-and-decode-apart.md").read_text()
-    command = page.partition("```bash\nfastdeploy serve")[2].partition("```")[0]
-    command = f"fastdeploy serve{command}"
+    commands = re.findall(r"```bash\n(fastdeploy serve.*?)```", page, re.DOTALL)
+    command = commands[["roles", "store"].index(way)]
     ports = {}
     for named in ("8181", "8182", "8100"):
         with socket.create_server(("127.0.0.1", 0)) as free:

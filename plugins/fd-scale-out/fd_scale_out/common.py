@@ -60,6 +60,8 @@ def total(engines: Mapping[int, EngineStats]) -> CommonStats:
         values: list[Any] = [getattr(stats, name) for stats in engines.values()]
         if name == "last_step_s":
             summed: Any = max(values)
+        elif isinstance(values[0], str):
+            summed = values[0]
         elif isinstance(values[0], list):
             summed = [sum(column) for column in zip_longest(*values, fillvalue=0)]
         elif isinstance(values[0], dict):

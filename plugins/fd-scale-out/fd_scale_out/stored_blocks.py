@@ -14,28 +14,25 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import mmap
-import os
 import queue
-import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.config import EngineConfig
-from fastdeploy_core.errors import CapabilityError
-from fastdeploy_core.kvcache import BlockTable, CacheEntry, CachePlan, HostTier, KVCacheManager
-from fastdeploy_core.loading.revision import fingerprint
+from fastdeploy_core.kvcache import BlockTable, CacheEntry, CachePlan
+from fastdeploy_core.scheduler import BatchScheduler
+from fastdeploy_core.types import Request
+from fastdeploy_core.types.engine import EngineStats
+
+from .host_blocks import HostMemory, identity_of, run_threads
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.small import KVStore
     from fastdeploy_core.types.worker import WorkerInfo
 
 logger = logging.getLogger(__name__)
-
-_Tasks = queue.SimpleQueue[Callable[[], None] | None]
 
 MAGIC = b"FastDeploy KV block 1"
 NO_PARENT = bytes(32)
@@ -44,25 +41,6 @@ NUM_READERS = 4
 # Blocks on their way to the store. One more is left out: the store is slower than the model.
 MAX_UNWRITTEN_SHARE = 0.5
 CLOSE_GRACE_S = 5.0
-
-
-class HostMemory:
-    """The host tiers of all ranks of an engine, in memory that this process shares with them."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self._files = [os.memfd_create(f"fd-host-tier-{rank}") for rank in range(num_ranks)]
-        self.paths = [f"/proc/{os.getpid()}/fd/{file}" for file in self._files]
-
-    def open(self, num_blocks: int) -> None:
-        """The ranks have made the files as large as they need."""
-        views = [memoryview(mmap.mmap(file, 0)) for file in self._files]
-        self._ranks = [(view, len(view) // num_blocks) for view in views]
-        for file in self._files:
-            os.close(file)
-
-    def block(self, number: int) -> list[memoryview]:
-        """The bytes of a host block on each rank."""
-        return [view[number * size : (number + 1) * size] for view, size in self._ranks]
 
 
 class _Fetch:
@@ -90,57 +68,58 @@ class StoredBlocks:
     ) -> None:
         """CapabilityError where there is no host tier, and what `make_store` raises."""
         cache = config.cache
-        if not plan.num_host_blocks:
-            raise CapabilityError(
-                f"--kv-store {cache.kv_store} needs the host tier, and {plan.report[-1]}"
-            )
-        # The prefix cache's model_identity.
-        self.identity = _identity(config, infos)
-        self._store, self._timeout_s = make_store(cache.kv_store_options), cache.kv_store_timeout_s
-        self._memory = HostMemory(len(infos))
+        self._memory = HostMemory(len(infos), plan, f"--kv-store {cache.kv_store}")
         self.paths = self._memory.paths  # where each rank's host tier is to lie
+        # The prefix cache's model_identity.
+        self.identity = identity_of(config, infos)
+        self.report = f"KV store: {cache.kv_store}, behind the host KV tier"
+        self._store, self._timeout_s = make_store(cache.kv_store_options), cache.kv_store_timeout_s
         self._fetches: list[_Fetch] = []
         self._noted: dict[int, list[tuple[CacheEntry, int]]] = {}  # by step
         self._num_unwritten = 0
         self._told: set[str] = set()  # failures that are in the log
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._reads, self._writes = _threads("fd-kv-read", NUM_READERS), _threads("fd-kv-write", 1)
+        self._reads = run_threads("fd-kv-read", NUM_READERS)
+        self._writes = run_threads("fd-kv-write", 1)
         self.num_read_total = self.num_written_total = self.num_failures_total = 0  # blocks
 
-    def open(self, kv: KVCacheManager, host: HostTier) -> None:
-        """The ranks have their host tiers, and this is the engine's cache."""
-        self._kv, self._host = kv, host
+    def open(self, scheduler: BatchScheduler) -> None:
+        """The ranks have their host tiers, and this is the engine's batch scheduler."""
+        self._kv, self._host = scheduler.kv, self._memory.open(scheduler.kv)
         self._host.writes_through = True
-        self._memory.open(host.num_blocks)
+
+    def prepare(self, request: Request) -> Request:
+        """The request as the engine gets it."""
+        return request
 
     @property
     def is_awaited(self) -> bool:
         """Whether a request is held for blocks."""
         return any(fetch.is_held for fetch in self._fetches)
 
-    def fetch(self, request_id: str, table: BlockTable, token_ids: list[int]) -> bool:
+    def fetch(self, request: Request, table: BlockTable, token_ids: list[int]) -> bool:
         """Look for what the prefix cache lacks of a new request. True: `ready` will name it."""
         first = len(self._kv.match(table, token_ids).entries)
         if first == len(table.keys) or any(not fetch.is_held for fetch in self._fetches):
             return False  # while one is late, nobody waits for the store
-        fetch = _Fetch(request_id, table, first, time.monotonic() + self._timeout_s)
+        fetch = _Fetch(request.request_id, table, first, time.monotonic() + self._timeout_s)
         self._fetches.append(fetch)
         self._reads.put(partial(self._find, fetch, [key.hex() for key in table.keys[first:]]))
         return True
 
-    def ready(self, wait_s: float = 0.0) -> list[str]:
-        """Take in what threads have done: ids of requests that wait no more. With `wait_s`: wait at
-        most so long for something."""
+    def ready(self, wait_s: float = 0.0) -> list[tuple[str, None]]:
+        """Take in what threads have done: ids of requests that wait no more, each with its first
+        token, of which a store knows nothing. With `wait_s`: wait at most so long for something."""
         try:
             while True:
                 self._done.get(wait_s > 0, wait_s or None)()
                 wait_s = 0.0
         except queue.Empty:
             pass
-        now, ids = time.monotonic(), []
+        now, ids = time.monotonic(), list[tuple[str, None]]()
         for fetch in [f for f in self._fetches if f.is_held and (f.is_over or now > f.deadline_s)]:
             fetch.is_held = False
-            ids.append(fetch.request_id)
+            ids.append((fetch.request_id, None))
             if not fetch.is_over:
                 self._fail("read blocks", TimeoutError(f"not within {self._timeout_s:g} s"))
         # One that is late goes on until its last read has ended: it has host blocks.
@@ -163,6 +142,15 @@ class StoredBlocks:
             parent = NO_PARENT if entry.parent is None else entry.parent.key
             header = MAGIC + entry.key + parent + entry.tokens
             self._writes.put(partial(self._write, entry.key.hex(), header, block))
+
+    def told(self, outputs: list[Any]) -> None:
+        """What clients are told; a store keeps nothing of it."""
+
+    def count(self, stats: EngineStats) -> None:
+        """Fill in what is counted here."""
+        stats.kv_store_read_blocks_total = self.num_read_total
+        stats.kv_store_written_blocks_total = self.num_written_total
+        stats.kv_store_failures_total = self.num_failures_total
 
     def close(self) -> None:
         """Write what is on its way, as far as that is quick, and close the store. Idempotent."""
@@ -243,37 +231,8 @@ class StoredBlocks:
         self._host.end_lease(block)
 
 
-def _threads(name: str, number: int) -> _Tasks:
-    """Threads that do what is put into the queue, each until it gets None. A store that hangs must
-    not keep the process alive."""
-    tasks: _Tasks = queue.SimpleQueue()
-
-    def work() -> None:
-        while (task := tasks.get()) is not None:
-            task()
-
-    for _ in range(number):
-        threading.Thread(target=work, name=name, daemon=True).start()
-    return tasks
-
-
 def _checksum(header: bytes, content: list[memoryview]) -> bytes:
     digest = hashlib.blake2b(header, digest_size=CHECKSUM_BYTES)
     for part in content:
         digest.update(part)
     return digest.digest()
-
-
-def _identity(config: EngineConfig, infos: list[WorkerInfo]) -> str:
-    """A text that stands for whatever the bytes of blocks depend on beside their tokens, on any
-    host: the weights, what computes with them, and the layout of the cache on each rank."""
-    model, drafts = config.model, config.speculative
-    made_up = model.seed if model.load_format == "dummy" else None
-    parts: list[Any] = [model.hf_config, model.dtype, model.quantization, made_up, drafts]
-    draft_path = drafts.options.get("model") if drafts else None
-    for path in (model.path, Path(draft_path or model.path)):
-        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-        parts.append(fingerprint(files, with_times=False))
-    for info in infos:
-        parts += [info.kv_layout, info.block_size, info.tensor_library, info.drivers]
-    return "\0".join(map(repr, [config.cache.kv_dtype, *parts]))

@@ -1,0 +1,19 @@
+"""Adds the routes about handovers to the API server. Light: it imports nothing until it is
+asked."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastdeploy_core.contracts.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.base import ApiRoutes
+
+
+@hookimpl
+def fd_api_routes_at_root() -> list[ApiRoutes]:
+    """/kv_handover."""
+    from .handover.routes import routes
+
+    return [routes()]

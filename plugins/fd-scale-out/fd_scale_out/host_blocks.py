@@ -1,0 +1,76 @@
+"""What blocks pass through that come from outside the engine or go there: the host tiers of all
+ranks, in memory that the engine's process shares with them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.errors import CapabilityError
+from fastdeploy_core.kvcache import CachePlan, HostTier, KVCacheManager
+from fastdeploy_core.loading.revision import fingerprint
+from fastdeploy_core.types.worker import WorkerInfo
+
+Tasks = queue.SimpleQueue[Callable[[], None] | None]
+
+
+class HostMemory:
+    """The host tiers of all ranks of an engine."""
+
+    def __init__(self, num_ranks: int, plan: CachePlan, asked: str) -> None:
+        """CapabilityError where there is no host tier; asked: the arguments that need it."""
+        if not plan.num_host_blocks:
+            raise CapabilityError(f"{asked} needs the host tier, and {plan.report[-1]}")
+        self._files = [os.memfd_create(f"fd-host-tier-{rank}") for rank in range(num_ranks)]
+        self.paths = [f"/proc/{os.getpid()}/fd/{file}" for file in self._files]
+        self.ranks: list[tuple[memoryview, int]] = []  # of each: its bytes, and those of a block
+
+    def open(self, kv: KVCacheManager) -> HostTier:
+        """The ranks have made the files as large as they need; returns the engine's host tier."""
+        if kv.host is None:  # HostMemory was made for a plan with one
+            raise CapabilityError("the KV cache has no host tier")
+        num_blocks = kv.host.num_blocks
+        views = [memoryview(mmap.mmap(file, 0)) for file in self._files]
+        self.ranks = [(view, len(view) // num_blocks) for view in views]
+        for file in self._files:
+            os.close(file)
+        return kv.host
+
+    def block(self, number: int) -> list[memoryview]:
+        """The bytes of a host block on each rank."""
+        return [view[number * size : (number + 1) * size] for view, size in self.ranks]
+
+
+def run_threads(name: str, number: int) -> Tasks:
+    """Threads that do what is put into the queue, each until it gets None. A call that hangs must
+    not keep the process alive."""
+    tasks: Tasks = queue.SimpleQueue()
+
+    def work() -> None:
+        while (task := tasks.get()) is not None:
+            task()
+
+    for _ in range(number):
+        threading.Thread(target=work, name=name, daemon=True).start()
+    return tasks
+
+
+def identity_of(config: EngineConfig, infos: list[WorkerInfo]) -> str:
+    """A text that stands for whatever the bytes of blocks depend on beside their tokens, on any
+    host: the weights, what computes with them, and the layout of the cache on each rank."""
+    model, drafts = config.model, config.speculative
+    made_up = model.seed if model.load_format == "dummy" else None
+    parts: list[Any] = [model.hf_config, model.dtype, model.quantization, made_up, drafts]
+    draft_path = drafts.options.get("model") if drafts else None
+    for path in (model.path, Path(draft_path or model.path)):
+        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+        parts.append(fingerprint(files, with_times=False))
+    for info in infos:
+        parts += [info.kv_layout, info.block_size, info.tensor_library, info.drivers]
+    return "\0".join(map(repr, [config.cache.kv_dtype, *parts]))
