@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from .kv_formats import kv_format
 from .model import AttentionSpec as AttentionSpec
+from .model import StateSpec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
     from .ops import KernelTable
 
 
-def cache_dtypes(spec: AttentionSpec, count: int) -> tuple[str, ...]:
+def cache_dtypes(spec: AttentionSpec | StateSpec, count: int) -> tuple[str, ...]:
     """Dtypes of the `count` tensors that a driver's cache_shapes() lists."""
+    if isinstance(spec, StateSpec):
+        return (spec.state_dtype, spec.dtype)[2 - count :]
     kind = kv_format(spec.kv_format)
     if kind is None:
         return (spec.dtype,) * count

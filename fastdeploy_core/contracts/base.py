@@ -49,6 +49,12 @@ KINDS: Final[dict[str, Kind]] = {
             "attention over the paged KV cache",
             f"{_HERE}.attention:AttentionBackend",
         ),
+        Kind(
+            "state",
+            "fastdeploy.states",
+            "layers that keep a state per sequence",
+            f"{_HERE}.state:StateBackend",
+        ),
         Kind("moe", "fastdeploy.moe", "mixture-of-experts layers", f"{_HERE}.moe:MoEBackend"),
         Kind(
             "expert_communicator",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .quantizer import QuantizationQuestion
     from .scheduler import SchedulerQuestion
     from .speculative import SpeculativeQuestion
+    from .state import StateQuestion
 
 PROJECT: Final = "fastdeploy"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -47,6 +48,14 @@ def fd_attention_backends(question: AttentionQuestion) -> list[Candidate] | None
     Asked at start-up in the parent process, once for each distinct attention shape of the model; one
     driver must accept all of them. Answer for own drivers only, with a Decline and its reason where
     it is worth knowing why. Not asked per step or per layer. Added in contract 1.0.
+    """
+
+
+@hookspec
+def fd_state_backends(question: StateQuestion) -> list[Candidate] | None:
+    """Which of this plugin's state drivers can serve this layer?
+
+    Asked like fd_attention_backends, for models with layers that keep a state. Added in contract 1.3.
     """
 
 

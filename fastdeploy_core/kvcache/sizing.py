@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fastdeploy_core.config import BatchConfig, CacheConfig
 from fastdeploy_core.contracts.model import Retention
 from fastdeploy_core.errors import ResourceError
-from fastdeploy_core.types.worker import WorkerInfo
+from fastdeploy_core.types.worker import LayerGroup, WorkerInfo
 
 from .groups import GroupPlan
 
@@ -60,8 +60,8 @@ def plan_cache(
         f"{max_model_len} tokens; up to {batch.max_num_seqs} sequences run at once"
     ]
     report += [
-        f"KV cache: {plan.num_blocks} blocks of {block_size} tokens for layers with a {group.kind} "
-        f"of {group.tokens} tokens ({group.bytes_per_block} bytes each)"
+        f"KV cache: {plan.num_blocks} blocks{f' of {block_size} tokens' * bool(group.tokens)} for "
+        f"layers with a {_rule(group)} ({group.bytes_per_block} bytes each)"
         for plan, group in zip(bounded, tightest.bounded, strict=True)
     ]
     if num_blocks < needed:
@@ -82,6 +82,10 @@ def _plan_bounded(
     size, seqs, plans, needed_bytes = worker.block_size, batch.max_num_seqs, list[GroupPlan](), 0
     step = CHUNKS_IN_FLIGHT * -(-batch.max_num_batched_tokens // size)
     for group in worker.bounded:
+        if group.kind == "state":  # one, the prompt's end beside it, and where it resumed and parted
+            plans.append(GroupPlan(Retention("state"), 2 * seqs + 2, min(longest, 4)))
+            needed_bytes += plans[-1].num_blocks * group.bytes_per_block
+            continue
         # Between steps: tokens may begin and end within a block, and another one is begun. While
         # prompts run, their chunks beside it.
         held = min(longest, -(-group.tokens // size) + 2)
@@ -99,6 +103,10 @@ def _plan_bounded(
     made = tuple(p._replace(num_blocks=int(p.num_blocks * (1 + share))) for p in plans)
     groups = zip(made, worker.bounded, strict=True)
     return made, sum(plan.num_blocks * group.bytes_per_block for plan, group in groups)
+
+
+def _rule(group: LayerGroup) -> str:
+    return f"{group.kind} of {group.tokens} tokens" if group.tokens else group.kind
 
 
 def _budget(worker: WorkerInfo, cache: CacheConfig) -> int:
@@ -156,7 +164,7 @@ def _too_small(
     if cache.kv_cache_memory_bytes is None and worker.memory_arithmetic:
         text += f" ({worker.memory_arithmetic})"
     if bounded_bytes:
-        kinds = " and ".join(f"{group.kind} of {group.tokens} tokens" for group in worker.bounded)
+        kinds = " and ".join(map(_rule, worker.bounded))
         text += (
             f"; of them layers with a {kinds} take {bounded_bytes} for all sequences; lower "
             "--max-num-seqs or --max-num-batched-tokens"

@@ -19,7 +19,7 @@ from fastdeploy_core.config.model import checkpoint_layout, fit_dtype
 from fastdeploy_core.config.quantization import QuantizationSettings, quantization_of
 from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
 from fastdeploy_core.contracts.kv_formats import kv_format
-from fastdeploy_core.contracts.model import ModelShapes, StoredTensor
+from fastdeploy_core.contracts.model import ModelShapes, StateSpec, StoredTensor
 from fastdeploy_core.contracts.quantizer import make_quantizer
 from fastdeploy_core.contracts.small import CausalLM, CheckpointFormat
 from fastdeploy_core.errors import UnsupportedModel, WeightError
@@ -49,8 +49,8 @@ class LoadedModel:
     model: CausalLM
     shapes: ModelShapes
     dtype: str  # the dtype the model computes in, adjusted to the device
-    kv_layers: list[AttentionSpec]  # cache order
-    attention: dict[AttentionSpec, AttentionBackend]
+    kv_layers: list[AttentionSpec | StateSpec]  # cache order
+    attention: dict[AttentionSpec | StateSpec, Any]  # an AttentionBackend or StateBackend
     builder: ModelBuilder  # the model's builder; drafters add layers with it
     load_driver: LoadDriver  # what was resolved at start-up, for drivers that requests need
     weight_bytes: int = 0
@@ -73,7 +73,6 @@ def load_model(
     hf_config = model_config.hf_config
     family = load_driver("model", model_config.architecture)
     shapes = family.shapes(hf_config, tp_size, model_config.dtype)
-    attention_class = load_driver("attention", "")
     settings = quantization_of(config)
     report += settings.notes
     checkpoint = _checkpoint(model_config, load_driver)
@@ -89,7 +88,9 @@ def load_model(
             model_config.dtype,
             max_positions=model_config.max_model_len,
             drivers=DriverFactories(
-                lambda spec: attention_class(spec, config.cache.block_size, device, kernels),
+                lambda spec: load_driver(
+                    "state" if isinstance(spec, StateSpec) else "attention", ""
+                )(spec, config.cache.block_size, device, kernels),
                 lambda spec: load_driver("moe", "")(spec, device, kernels),
             ),
             ranks=ModelRanks(tp_rank, tp_size, communicator, experts),

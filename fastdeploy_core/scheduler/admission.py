@@ -77,6 +77,7 @@ class Admission:
             return False
         if not self._has_room(seq, match):
             return self._refuse(seq)
+        chunk = self.up_to_anchor(seq, match.num_tokens, chunk)
         self._kv.start(seq.table, match, match.num_tokens + chunk)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = match.num_tokens
@@ -106,6 +107,11 @@ class Admission:
         if not seq.table.embeddings:
             return chunk
         return self._step.within_encoding(seq, start, chunk, is_new=is_new)
+
+    def up_to_anchor(self, seq: Sequence, start: int, chunk: int) -> int:
+        """The chunk, shorter where the cache wants it to end and there are chunks."""
+        is_fixed = not self._batch.enable_chunked_prefill
+        return chunk if is_fixed else self._kv.cut(seq.table, start, chunk)
 
     def has_prefill_slot(self) -> bool:
         """Whether the device takes one more prefill in this step."""
