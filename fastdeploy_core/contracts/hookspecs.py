@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     # Only names for readers and type checkers: importing hookimpl must stay cheap.
     from collections.abc import Mapping
 
-    from .attention import AttentionQuestion
+    from .attention import AttentionQuestion, StateQuestion
     from .base import ApiRoutes, Candidate, Requirements
     from .device import DeviceQuestion
     from .kv_transport import TransportQuestion
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from .quantizer import QuantizationQuestion
     from .scheduler import SchedulerQuestion
     from .speculative import SpeculativeQuestion
-    from .state import StateQuestion
 
 PROJECT: Final = "fastdeploy"
 hookspec = pluggy.HookspecMarker(PROJECT)

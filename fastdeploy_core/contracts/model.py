@@ -138,7 +138,7 @@ class StateSpec:
     """One layer that keeps a state of fixed size per sequence instead of an entry per token.
 
     The state is [num_heads, key_dim, value_dim]; beside it lie the last conv_width - 1 inputs of a
-    causal convolution over sum(conv_parts) channels. contracts/state.py has the formulae. All numbers
+    causal convolution over sum(conv_parts) channels. contracts/attention.py has the formulae. All numbers
     are of this rank.
 
     Reserved: kind "channel_delta", and `kept`, inputs of tokens that are not certain yet.
@@ -164,11 +164,6 @@ class StateSpec:
     def retention(self) -> Retention:
         """One live entry."""
         return Retention("state")
-
-    @property
-    def channels(self) -> int:
-        """Of the convolution, on this rank."""
-        return sum(self.conv_parts)
 
 
 @dataclass(frozen=True, slots=True)

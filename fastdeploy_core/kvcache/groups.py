@@ -50,11 +50,7 @@ class GroupTable:
     @property
     def held(self) -> list[int]:
         """The blocks that are the sequence's."""
-        return self.ending(self.num_gone, len(self.blocks))
-
-    def ending(self, first: int, end: int) -> list[int]:
-        """Blocks whose last entry is one of these."""
-        return [self.blocks[i] for i in range(first, end) if self.is_last(i)]
+        return list(dict.fromkeys(self.blocks[self.num_gone :]))
 
     def is_last(self, index: int) -> bool:
         """Whether the entry's block has no later one: a state there is that of the entry's end."""
@@ -115,7 +111,8 @@ class BoundedGroup:
         """Release what no token after num_blocks full blocks reads."""
         first = min(self.needed(num_blocks).start, len(table.blocks))
         if first > table.num_gone:
-            self.pool.release(reversed(table.ending(table.num_gone, first)))
+            gone = [table.blocks[i] for i in range(table.num_gone, first) if table.is_last(i)]
+            self.pool.release(reversed(gone))
             table.num_gone = first
 
     def attach(self, entry: CacheEntry, block: int) -> None:

@@ -64,18 +64,18 @@ class KVCacheManager:
             self.pool, block_size, model_identity, self.host, hash_function, key_lookahead
         )
         self.bounded: list[BoundedGroup] = []
-        self.has_states, self._growing = False, [self.pool]
+        self._cuts, self._growing = False, [self.pool]
         self._device_to_device: list[tuple[int, int]] = []
         # Blocks that a copy of the step under construction reads. They become free when that step
         # is complete.
         self._release_after_step: list[int] = []
 
-    def add_groups(self, plans: Iterable[GroupPlan]) -> None:
+    def add_groups(self, plans: Iterable[GroupPlan], *, cuts: bool = True) -> None:
         """The model has these bounded groups beside the first one; called before any table is
-        made. What is copied between blocks is the first group's, so the others have neither a host
-        tier nor forks."""
+        made. cuts: prompts may be computed in parts. What is copied between blocks is the first
+        group's, so the others have neither a host tier nor forks."""
         self.bounded = [BoundedGroup(plan, self.block_size) for plan in plans]
-        self.has_states = any(group.is_state for group in self.bounded)
+        self._cuts = cuts and any(group.is_state for group in self.bounded)
         self._growing = [self.pool, *(g.pool for g in self.bounded if not g.is_state)]
         if self.bounded:
             assert self.host is None, "the host tier holds one group of layers"
@@ -138,7 +138,7 @@ class KVCacheManager:
     def cut(self, table: BlockTable, start: int, count: int) -> int:
         """How many of so many tokens after `start` a step may feed: up to the next anchor, where a
         state can be kept only if it has not gone on."""
-        if not self.has_states:
+        if not self._cuts:
             return count
         ends = (anchor * self.block_size - start for anchor in table.anchors)
         return min([count, *(end for end in ends if end > 0)])

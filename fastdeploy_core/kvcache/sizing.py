@@ -82,7 +82,9 @@ def _plan_bounded(
     size, seqs, plans, needed_bytes = worker.block_size, batch.max_num_seqs, list[GroupPlan](), 0
     step = CHUNKS_IN_FLIGHT * -(-batch.max_num_batched_tokens // size)
     for group in worker.bounded:
-        if group.kind == "state":  # one, the prompt's end beside it, and where it resumed and parted
+        if (
+            group.kind == "state"
+        ):  # one, the prompt's end beside it, and where it resumed and parted
             plans.append(GroupPlan(Retention("state"), 2 * seqs + 2, min(longest, 4)))
             needed_bytes += plans[-1].num_blocks * group.bytes_per_block
             continue
@@ -106,7 +108,7 @@ def _plan_bounded(
 
 
 def _rule(group: LayerGroup) -> str:
-    return f"{group.kind} of {group.tokens} tokens" if group.tokens else group.kind
+    return group.kind + f" of {group.tokens} tokens" * bool(group.tokens)
 
 
 def _budget(worker: WorkerInfo, cache: CacheConfig) -> int:
@@ -116,15 +118,15 @@ def _budget(worker: WorkerInfo, cache: CacheConfig) -> int:
 
 
 def _host_blocks(worker: WorkerInfo, num_ranks: int, cache: CacheConfig, report: list[str]) -> int:
-    if worker.bounded:
-        report.append("host KV tier off: it holds blocks of layers that need every token, alone")
-        return 0
-    if not worker.host_tier:
-        report.append("host KV tier off: the device cannot move blocks to host memory")
-        return 0
-    if not (cache.enable_prefix_caching and worker.block_sharing):
-        report.append("host KV tier off: it needs the prefix cache, which is off")
-        return 0
+    is_cached = cache.enable_prefix_caching and worker.block_sharing
+    for applies, why in (
+        (bool(worker.bounded), "it holds blocks of layers that need every token, alone"),
+        (not worker.host_tier, "the device cannot move blocks to host memory"),
+        (not is_cached, "it needs the prefix cache, which is off"),
+    ):
+        if applies:
+            report.append(f"host KV tier off: {why}")
+            return 0
     block_bytes = max(1, worker.bytes_per_block * num_ranks)
     num_host_blocks = cache.swap_space_bytes // block_bytes
     if num_host_blocks < 1:
@@ -169,9 +171,8 @@ def _too_small(
             f"; of them layers with a {kinds} take {bounded_bytes} for all sequences; lower "
             "--max-num-seqs or --max-num-batched-tokens"
         )
-    if possible:
-        return f"{text}; lower --max-model-len to {possible}, or give it more memory"
-    return f"{text}; give it more memory"
+    lower = f"lower --max-model-len to {possible}, or " * bool(possible)
+    return f"{text}; {lower}give it more memory"
 
 
 @dataclass(frozen=True, slots=True)

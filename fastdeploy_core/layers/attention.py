@@ -9,7 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastdeploy_core.contracts.attention import AttentionSpec, HeadNorms, Projections
+from fastdeploy_core.contracts.attention import (
+    AttentionBackend,
+    AttentionSpec,
+    HeadNorms,
+    Projections,
+)
 from fastdeploy_core.contracts.kv_formats import kv_format
 from fastdeploy_core.errors import UnsupportedModel
 
@@ -41,7 +46,7 @@ class PagedAttention:
     ) -> None:
         spec = build.cache_spec(spec)
         self.spec, self.index = spec, build.add_kv_layer(spec)
-        self.backend = build.attention(spec)
+        self.backend: AttentionBackend = build.attention(spec)
         self.cos_sin = build.cos_sin(rotary)
         self._rotary = build.kernels["rotary_embedding"]
         self._interleaved = rotary.interleaved

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
+from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.model import StateSpec, spec_within
 from fastdeploy_core.contracts.moe import MoEBackend, MoEBlockBackend, MoESpec
 from fastdeploy_core.contracts.quantizer import (
@@ -37,7 +37,6 @@ from .weight_map import WeightMap
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
-    from fastdeploy_core.contracts.state import StateBackend
     from fastdeploy_core.tensor import Tensor
 
 
@@ -57,7 +56,7 @@ class KeptWeights(Protocol):
 class DriverFactories:
     """Make the drivers of a model's layers, one for each distinct spec."""
 
-    attention: Callable[[Any], Any]  # an AttentionBackend, or a StateBackend for a StateSpec
+    attention: Callable[[Any], Any]  # an AttentionBackend or StateBackend for its spec
     moe: Callable[[MoESpec], MoEBackend]
 
 
@@ -185,17 +184,8 @@ class ModelBuilder:
         self.kv_layers.append(spec)
         return len(self.kv_layers) - 1
 
-    def attention(self, spec: AttentionSpec) -> AttentionBackend:
-        """The driver for layers of this spec; equal specs share one."""
-        driver: AttentionBackend = self._layer_driver(spec)
-        return driver
-
-    def state(self, spec: StateSpec) -> StateBackend:
-        """The driver for layers that keep a state of this spec."""
-        driver: StateBackend = self._layer_driver(spec)
-        return driver
-
-    def _layer_driver(self, spec: AttentionSpec | StateSpec) -> Any:
+    def attention(self, spec: AttentionSpec | StateSpec) -> Any:
+        """The AttentionBackend or StateBackend for layers of this spec; equal specs share one."""
         if spec not in self.attention_drivers:
             self.attention_drivers[spec] = self._drivers.attention(spec)
         return self.attention_drivers[spec]

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
-from fastdeploy_core.contracts.model import StateSpec
+from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, StateSpec
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.model import Retention
@@ -27,7 +26,7 @@ class ForwardContext:
     """The batch, what each attention driver prepared for it, and the cache of each layer."""
 
     batch: AttentionBatch
-    metadata: dict[AttentionSpec | StateSpec, Any]  # filled by each driver's prepare()
+    metadata: dict[Any, Any]  # by spec; filled by each driver's prepare()
     caches: list[tuple[Tensor, ...]]  # in the order of ModelBuilder.kv_layers
     # [n] int64: tokens whose hidden states are read after the model, an index for select_rows;
     # None: all.

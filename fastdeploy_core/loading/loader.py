@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,7 +18,7 @@ from fastdeploy_core import envs
 from fastdeploy_core.config import EngineConfig, ModelConfig
 from fastdeploy_core.config.model import checkpoint_layout, fit_dtype
 from fastdeploy_core.config.quantization import QuantizationSettings, quantization_of
-from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
+from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.kv_formats import kv_format
 from fastdeploy_core.contracts.model import ModelShapes, StateSpec, StoredTensor
 from fastdeploy_core.contracts.quantizer import make_quantizer
@@ -121,21 +122,12 @@ def _check_layers(shapes: ModelShapes, build: ModelBuilder) -> None:
         build.cache_spec(layer) if isinstance(layer, AttentionSpec) else layer
         for layer in shapes.layers
     ]
-    if stated != build.kv_layers:
-        pairs = zip(stated, build.kv_layers, strict=False)
-        first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        where = (
-            ""
-            if first is None
-            else (
-                f"; layer {first} was stated as {stated[first]} and built as "
-                f"{build.kv_layers[first]}"
+    for number, (said, made) in enumerate(zip_longest(stated, build.kv_layers)):
+        if said != made:
+            raise UnsupportedModel(
+                f"{shapes.architecture} states {said} as layer {number} of those with a cache, and "
+                f"builds {made}; shapes() must state what the constructor builds"
             )
-        )
-        raise UnsupportedModel(
-            f"{shapes.architecture} states {len(stated)} layers with a cache and builds "
-            f"{len(build.kv_layers)}{where}; shapes() must state what the constructor builds"
-        )
 
 
 def _checkpoint(model: ModelConfig, load_driver: LoadDriver) -> CheckpointFormat | None:

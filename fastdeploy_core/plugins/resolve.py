@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from fastdeploy_core.config import EngineConfig
     from fastdeploy_core.contracts.attention import AttentionQuestion
     from fastdeploy_core.contracts.moe import MoESpec
-    from fastdeploy_core.contracts.state import StateQuestion
 
 __all__ = [
     "CandidateRow",
@@ -161,16 +160,6 @@ def attention_questions(
     return list(questions.values())
 
 
-def state_questions(
-    layers: Sequence[AttentionSpec | StateSpec], device: str, tensor_library: str
-) -> list[StateQuestion]:
-    """What state drivers are asked about a model."""
-    from fastdeploy_core.contracts.state import StateQuestion
-
-    specs = dict.fromkeys(spec for spec in layers if isinstance(spec, StateSpec))
-    return [StateQuestion(device, tensor_library, spec) for spec in specs]
-
-
 class _Resolver:
     """Collects the parts of one ResolvedPlugins."""
 
@@ -223,7 +212,11 @@ class _Resolver:
 
     def states(self, layers: Sequence[AttentionSpec | StateSpec]) -> None:
         """One driver that accepts every layer of the model that keeps a state."""
-        questions = state_questions(layers, self._chosen["device"], self._tensor_library)
+        from fastdeploy_core.contracts.attention import StateQuestion
+
+        place = (self._chosen["device"], self._tensor_library)
+        specs = dict.fromkeys(spec for spec in layers if isinstance(spec, StateSpec))
+        questions = [StateQuestion(*place, spec) for spec in specs]
         if questions and self._config.speculative is not None:
             raise ConfigError(
                 "speculation is not possible with this model: it has layers that keep a state per "

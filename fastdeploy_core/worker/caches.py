@@ -29,12 +29,12 @@ class Caches:
         self.tensors: list[tuple[Tensor, ...]] = []  # of each layer
         self.rules = bounded_rules(loaded.kv_layers)  # of groups of layers behind the first
         self._is_state = [rule.kind == "state" for rule in self.rules]
-        tokens = self.rules[0].tokens if self.rules else 0
         if self.rules and device.limits.step_buckets is not None:
+            rule = self.rules[0]
             raise ConfigError(
-                f"layers with a {self.rules[0].kind} have block tables of their own, and steps of "
+                f"layers with a {rule.kind} have block tables of their own, and steps of "
                 f"fixed shapes, which device {device.name} needs, have one for all; possible: "
-                + (f"--max-model-len {self.rules[0].tokens}" if tokens else "another device")
+                + (f"--max-model-len {rule.tokens}" if rule.tokens else "another device")
             )
         groups = {rule: number for number, rule in enumerate(self.rules, 1)}
         self._groups = [groups.get(spec.retention, 0) for spec in loaded.kv_layers]
@@ -53,8 +53,7 @@ class Caches:
         return num_seqs * sum(n * size for n, size in zip(counts, self.block_bytes(), strict=True))
 
     def spread(self, blocks: list[int]) -> list[int]:
-        """These blocks in every group, as messages have them; states all in the first one, for
-        steps whose results nobody reads."""
+        """These blocks in every group, as messages have them, but all states in the first one."""
         return [n for block in blocks for n in (block, *(block * (not s) for s in self._is_state))]
 
     def shapes(self, *num_blocks: int) -> list[list[tuple[tuple[int, ...], str]]]:
@@ -74,9 +73,9 @@ class Caches:
         is_touched: bool,
     ) -> None:
         """Zeroed caches of every layer; those there were have been dropped. more_blocks: of each
-        group behind the first; none: as many as that has, of states one. Without `is_touched`
-        memory that is the host's comes page by page when it is used: clearing gigabytes takes
-        seconds. host_file: where the host blocks lie, for others to read and fill."""
+        group behind the first; none: as many as that has, of states one. Without `is_touched` the
+        host's memory comes page by page when it is used: clearing gigabytes takes seconds.
+        host_file: where the host blocks lie, for others to read and fill."""
         device = self._device
         make = self._zeros
         if device.limits.shares_host_memory and num_blocks and not is_touched:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.device import CompilingDevice, DeviceBackend
 from fastdeploy_core.errors import ResourceError, WorkerError
-from fastdeploy_core.kvcache import MemoryProfile, bounded_rules
+from fastdeploy_core.kvcache import MemoryProfile
 from fastdeploy_core.loading.drafters import DrafterMaker
 from fastdeploy_core.loading.loader import LoadedModel, load_model
 from fastdeploy_core.memory.low_water import LowWater, give_back_freed, probe
@@ -100,8 +100,7 @@ class Worker:
         sizes, about_graphs = graph_sizes(
             *(self.config, device.limits, loaded.attention.values(), self.world_size),
             can_sample=can_capture_sampling(device, kernels),
-            has_offsets=any("offsets" in spec.needs for spec in loaded.attention),
-            has_groups=bool(bounded_rules(loaded.kv_layers)),
+            specs=loaded.attention,
         )
         drafters = None
         if self.config.speculative is not None:

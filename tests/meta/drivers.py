@@ -52,12 +52,17 @@ from fd_models.gemma2 import Gemma2ForCausalLM
 from fd_models.gemma3 import Gemma3ForCausalLM
 from fd_models.glm4_moe import Glm4MoeForCausalLM
 from fd_models.gpt_oss import GptOssForCausalLM
+from fd_models.granite4 import GraniteMoeHybridForCausalLM
+from fd_models.lfm2 import Lfm2ForCausalLM
 from fd_models.minimax_m2 import MiniMaxM2ForCausalLM
 from fd_models.mistral import MistralForCausalLM
 from fd_models.mixtral import MixtralForCausalLM
 from fd_models.olmo2 import Olmo2ForCausalLM
 from fd_models.phi3 import Phi3ForCausalLM
 from fd_models.qwen2_moe import Qwen2MoeForCausalLM
+from fd_models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
+from fd_models.qwen3_next import Qwen3NextForCausalLM
+from fd_models.states import PlainStates
 from fd_mycalls.parser import MyCallsParser
 from fd_mychip.device import MyChipDevice
 from fd_mycluster.launcher import MyClusterLauncher
@@ -121,7 +126,12 @@ from fd_xpu.moe import XpuMoE
 
 from fastdeploy_core.config import EngineConfig, KVEventsConfig, RequestSchedulerConfig
 from fastdeploy_core.config.server import ServerConfig
-from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
+from fastdeploy_core.contracts.attention import (
+    AttentionBackend,
+    AttentionSpec,
+    StateBackend,
+    StateSpec,
+)
 from fastdeploy_core.contracts.command import Command
 from fastdeploy_core.contracts.device import Communicator, DeviceBackend, DeviceOptions
 from fastdeploy_core.contracts.kv_transport import KVTransport, TransportOptions
@@ -210,6 +220,9 @@ attention: list[Callable[[AttentionSpec, int, DeviceBackend, KernelTable], Atten
     MetaxAttention,
     XpuAttention,
 ]
+states: list[Callable[[StateSpec, int, DeviceBackend, KernelTable], StateBackend]] = [
+    PlainStates,
+]
 moe: list[Callable[[MoESpec, DeviceBackend, KernelTable], MoEBackend]] = [
     ReferenceMoE,
     X86MoE,
@@ -264,6 +277,11 @@ models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     Phi3ForCausalLM,
     Qwen2ForCausalLM,
     Qwen2MoeForCausalLM,
+    Qwen3NextForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    GraniteMoeHybridForCausalLM,
+    Lfm2ForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
 ]

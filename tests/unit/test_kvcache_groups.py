@@ -101,7 +101,7 @@ def play(kv: KVCacheManager, dice: Random) -> dict[str, int]:
             running.remove(state)
             continue
         end = done + kv.cut(table, done, min(len(text) - done, dice.randrange(1, 17)))
-        wrong = 0 if kv.has_states else dice.randrange(4)  # drafts that are refused
+        wrong = 0 if kv._cuts else dice.randrange(4)  # drafts that are refused
         if kv.grow(table, end + wrong) is None:
             kv.free(table)
             running.remove(state)

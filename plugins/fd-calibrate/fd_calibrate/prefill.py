@@ -11,7 +11,7 @@ from fastdeploy_core.contracts.attention import AttentionBatch, cache_dtypes
 from fastdeploy_core.layers import ForwardContext
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
+    from fastdeploy_core.contracts.attention import AttentionSpec
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.tensor import Tensor
 
@@ -33,7 +33,7 @@ def grouped(samples: Sequence[list[int]], max_tokens: int) -> Iterator[list[list
 
 def prefill(
     device: DeviceBackend,
-    drivers: dict[AttentionSpec, AttentionBackend],
+    drivers: dict[Any, Any],
     kv_layers: Sequence[AttentionSpec],
     samples: Sequence[list[int]],
     *,

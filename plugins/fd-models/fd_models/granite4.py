@@ -1,5 +1,5 @@
-"""Granite 4 (transformers: GraniteMoeHybridForCausalLM): Mamba-2, and attention without positions in
-some blocks; experts beside a shared block, or that alone."""
+"""Granite 4 (transformers: GraniteMoeHybridForCausalLM): Mamba-2, and attention without positions
+in some blocks; experts beside a shared block, or that alone."""
 
 from __future__ import annotations
 
@@ -42,15 +42,23 @@ _EXPERTS = {
 
 
 class Mamba2(RecurrentLayer):
-    """One product for gate, convolved inputs and steps; a norm over the gated result of each group."""
+    """One product for gate, convolved inputs and steps; a norm over each group of the gated
+    result."""
 
     def __init__(
-        self, build: ModelBuilder, prefix: str, hidden: int, spec: StateSpec, eps: float, *, biases: tuple[bool, bool]
+        self,
+        build: ModelBuilder,
+        prefix: str,
+        hidden: int,
+        spec: StateSpec,
+        eps: float,
+        *,
+        biases: tuple[bool, bool],
     ) -> None:
         conv_bias, bias = biases
         super().__init__(build, prefix, spec, f"{prefix}.conv1d", conv_bias=conv_bias)
         self._width, self._eps = spec.num_heads * spec.value_dim, eps
-        self._sizes = [self._width, spec.channels, spec.num_heads]
+        self._sizes = [self._width, sum(spec.conv_parts), spec.num_heads]
         # The checkpoint has these joined under the layer's name.
         names = zip("zxbct", (self._width, *spec.conv_parts, spec.num_heads), strict=True)
         parts = [LinearPart(f"{prefix}.in_proj_{name}", size) for name, size in names]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fastdeploy_core.contracts import Accept, Candidate, hookimpl
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.state import StateQuestion
+    from fastdeploy_core.contracts.attention import StateQuestion
 
 # Lower than a device's own driver.
 _SCORE = 10

@@ -34,7 +34,9 @@ _NAMES = {
 class ShortConvolution(RecurrentLayer):
     """out(C * conv(B * x)) with B, C and x out of one product."""
 
-    def __init__(self, build: ModelBuilder, prefix: str, hidden: int, spec: StateSpec, bias: bool) -> None:
+    def __init__(
+        self, build: ModelBuilder, prefix: str, hidden: int, spec: StateSpec, bias: bool
+    ) -> None:
         super().__init__(build, prefix, spec, f"{prefix}.conv", conv_bias=bias)
         # The checkpoint has these three joined under the layer's name.
         parts = [LinearPart(f"{prefix}.in_proj_{part}", hidden, build.piece) for part in "bcx"]
@@ -44,7 +46,7 @@ class ShortConvolution(RecurrentLayer):
 
     def __call__(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         """x: [num_tokens, hidden], normed; so wide is the result."""
-        b, c, x = self._xp.split(self._product(x), self.spec.channels, -1)
+        b, c, x = self._xp.split(self._product(x), sum(self.spec.conv_parts), -1)
         return self._output(c * self.recur(b * x, None, None, context))
 
 
@@ -60,7 +62,12 @@ class Lfm2ForCausalLM(HybridLM):
     reads = frozenset(
         {
             *("block_auto_adjust_ff_dim", "block_dim", "block_ff_dim", "block_ffn_dim_multiplier"),
-            *("block_mlp_init_scale", "block_multiple_of", "block_norm_eps", "block_out_init_scale"),
+            *(
+                "block_mlp_init_scale",
+                "block_multiple_of",
+                "block_norm_eps",
+                "block_out_init_scale",
+            ),
             *("block_use_swiglu", "block_use_xavier_init", "conv_L_cache", "conv_bias", "conv_dim"),
             *("conv_dim_out", "conv_use_xavier_init", "full_attn_idxs", "norm_eps", "num_heads"),
             *("use_pos_enc",),

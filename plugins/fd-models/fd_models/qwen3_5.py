@@ -65,11 +65,11 @@ class _Text(DeltaLM):
         return DividedDeltaNet(build, prefix, read, spec)
 
 
-class Qwen3_5ForCausalLM(_Text):  # noqa: N801 - transformers' name
+class Qwen3_5ForCausalLM(_Text):
     """Dense blocks."""
 
 
-class Qwen3_5MoeForCausalLM(_Text, Qwen3NextForCausalLM):  # noqa: N801 - transformers' name
+class Qwen3_5MoeForCausalLM(_Text, Qwen3NextForCausalLM):
     """Experts beside a gated shared one in every block."""
 
     reads = Qwen3NextForCausalLM.reads

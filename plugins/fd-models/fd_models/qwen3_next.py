@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.model import StateSpec
+from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.layers import (
     ForwardContext,
     Linear,
@@ -18,7 +19,6 @@ from fastdeploy_core.layers import (
     PagedAttention,
     RMSNorm,
 )
-from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.models.reading import ConfigReader
 
 from .qwen2_moe import Qwen2MoeForCausalLM
@@ -123,7 +123,7 @@ class DeltaNet(RecurrentLayer):
 
     def _place_products(self, build: ModelBuilder, prefix: str, hidden: int) -> None:
         spec, size = self.spec, build.tp_size
-        wide = (spec.channels + spec.num_heads * spec.value_dim) * size
+        wide = (sum(spec.conv_parts) + spec.num_heads * spec.value_dim) * size
         self._qkvz = build.linear(f"{prefix}.in_proj_qkvz", hidden, wide, parallel="column")
         gates = 2 * spec.num_heads * size
         self._ba = build.linear(
@@ -158,8 +158,8 @@ def delta_spec(read: ConfigReader, dtype: str) -> StateSpec:
     keys, values = read.size("linear_num_key_heads"), read.size("linear_num_value_heads")
     if values % keys:
         raise ConfigError(
-            f"config.json of this {read.architecture} has linear_num_value_heads={values}; expected "
-            f"a multiple of linear_num_key_heads {keys}"
+            f"config.json of this {read.architecture} has linear_num_value_heads={values}; "
+            f"expected a multiple of linear_num_key_heads {keys}"
         )
     keys = read.divided("linear_num_key_heads", keys)
     values = read.divided("linear_num_value_heads", values)

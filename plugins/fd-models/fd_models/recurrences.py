@@ -1,5 +1,5 @@
 """Recurrences over states [key, value] in plain tensor code: the definition of what
-fastdeploy_core/contracts/state.py names.
+fastdeploy_core/contracts/attention.py names.
 
 All numbers are float32. T tokens, H heads, key width K, value width V. Of each head
 
@@ -32,7 +32,7 @@ def unit(xp: Any, x: Tensor) -> Tensor:
 
 
 def convolve(both: Tensor, weight: Tensor, bias: Tensor | None, length: int) -> Tensor:
-    """Causal, one filter per channel: [rows, length, C]. both: [rows, W - 1 + length, C], the inputs
+    """Causal, one filter per channel: [rows, length, C]. both: [rows, W - 1 + length, C], inputs
     after those before them; weight: [C, W], the newest input's last."""
     width = int(weight.shape[1])
     y = both[:, :length] * weight[:, 0]
@@ -55,7 +55,7 @@ def step(
 
 
 def causal(device: DeviceBackend) -> Tensor:
-    """[2, CHUNK, CHUNK] float32: 1 where a token sees another or itself, and where another alone."""
+    """[2, CHUNK, CHUNK] float32: 1 where a token sees another or itself, and another alone."""
     seen = np.tril(np.ones((CHUNK, CHUNK), np.float32))
     return device.to_device(np.stack((seen, np.tril(seen, -1))))
 
@@ -64,8 +64,8 @@ class Chunks:
     """Some tokens of one sequence, cut into chunks of its positions: the products within all chunks
     are computed at once, then the state passes through them one by one.
 
-    Cuts are at multiples of CHUNK from the sequence's beginning. Places of no token, in front of the
-    first and behind the last, have k = 0 and g = 0 and leave the state as it is.
+    Cuts are at multiples of CHUNK from the sequence's beginning. Places of no token, in front of
+    the first and behind the last, have k = 0 and g = 0 and leave the state as it is.
     """
 
     def __init__(self, device: DeviceBackend, seen: Tensor, count: int, start: int) -> None:

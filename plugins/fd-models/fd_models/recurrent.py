@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastdeploy_core.contracts.state import StateWeights
+from fastdeploy_core.contracts.attention import StateBackend, StateWeights
 from fastdeploy_core.layers import ForwardContext, Placement, RMSNorm
 from fastdeploy_core.models.decoder import DecoderLM
 from fastdeploy_core.models.reading import ConfigReader
@@ -27,17 +27,24 @@ if TYPE_CHECKING:
 class RecurrentLayer:
     """What recurrent layers share: their state, and the weights of convolution and decay.
 
-    conv_name: of the convolution in the checkpoint; `names` of A_log, dt_bias and, where the kind has
-    it, D, all below `prefix`.
+    conv: the convolution's name in the checkpoint; A_log, dt_bias and D, if the kind has them, are
+    below `prefix`.
     """
 
     def __init__(
-        self, build: ModelBuilder, prefix: str, spec: StateSpec, conv: str, *, conv_bias: bool = False
+        self,
+        build: ModelBuilder,
+        prefix: str,
+        spec: StateSpec,
+        conv: str,
+        *,
+        conv_bias: bool = False,
     ) -> None:
         self._build, self._xp, self.spec = build, build.xp, spec
-        self._index, self._driver = build.add_kv_layer(spec), build.state(spec)
+        self._index = build.add_kv_layer(spec)
+        self._driver: StateBackend = build.attention(spec)
         self._select_rows = build.kernels["select_rows"]
-        dtype, channels = build.xp.dtype(build.dtype), spec.channels
+        dtype, channels = build.xp.dtype(build.dtype), sum(spec.conv_parts)
         self.weights = StateWeights(build.zeros((channels, spec.conv_width), dtype))
         place = build.weights.add
         accept = partial(self._accept_channels, self.weights.conv)
@@ -128,9 +135,10 @@ class HybridLM(StrictLM):
 
     @classmethod
     def is_recurrent(cls, read: ConfigReader, number: int) -> bool:
-        """Whether a block has a recurrent layer, by layer_types; a family knows what holds without."""
-        kinds = read.config.get("layer_types")
-        return bool(kinds) and kinds[number] in cls.other_layers
+        """Whether a block has a recurrent layer, by layer_types; a family knows what holds
+        without."""
+        kinds = read.config.get("layer_types") or ()
+        return number < len(kinds) and kinds[number] in cls.other_layers
 
     @classmethod
     def state(cls, read: ConfigReader, dtype: str) -> StateSpec:

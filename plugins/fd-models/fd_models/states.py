@@ -13,10 +13,9 @@ from fastdeploy_core.errors import CapabilityError
 from .recurrences import Chunks, causal, convolve, softplus, step, unit
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.attention import AttentionBatch
+    from fastdeploy_core.contracts.attention import AttentionBatch, StateSpec, StateWeights
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
-    from fastdeploy_core.contracts.state import StateSpec, StateWeights
     from fastdeploy_core.tensor import Tensor
 
 
@@ -51,7 +50,7 @@ class PlainStates:
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
         """The state and the last inputs of the convolution."""
         spec = self.spec
-        conv = (num_blocks, spec.conv_width - 1, spec.channels)
+        conv = (num_blocks, spec.conv_width - 1, sum(spec.conv_parts))
         if not self._has_state:
             return (conv,)
         return (num_blocks, spec.num_heads, spec.key_dim, spec.value_dim), conv
@@ -80,7 +79,10 @@ class PlainStates:
             made.append(_Rows(of_step, *where, put(starts[singles] == 0), None))
         for row in np.flatnonzero(counts > 1).tolist():
             chunks = Chunks(self._device, self._seen, int(counts[row]), int(starts[row]))
-            tokens, one = slice(int(firsts[row]), int(firsts[row] + counts[row])), slice(row, row + 1)
+            tokens, one = (
+                slice(int(firsts[row]), int(firsts[row] + counts[row])),
+                slice(row, row + 1),
+            )
             where = (put(sources[one]), put(targets[one]))
             made.append(_Rows(tokens, *where, put(starts[one] == 0), chunks))
         return made
@@ -96,13 +98,14 @@ class PlainStates:
     ) -> Tensor:
         """As StateBackend.forward says."""
         xp, spec = self._xp, self.spec
-        width = spec.num_heads * spec.value_dim if self._has_state else spec.channels
+        width = spec.num_heads * spec.value_dim if self._has_state else sum(spec.conv_parts)
         out = xp.zeros([x.shape[0], width], dtype=self._dtype, device=self._device.device)
         for rows in metadata:
             convolved = self._convolve(_take(xp, x, rows.tokens), rows, weights, cache[-1])
             y = convolved
-            if self._has_state:
-                gates = [None if g is None else _take(xp, g, rows.tokens) for g in (dt, beta)]
+            if dt is not None:
+                rate = None if beta is None else _take(xp, beta, rows.tokens)
+                gates = (_take(xp, dt, rows.tokens), rate)
                 y = self._recur(xp.silu(convolved), *gates, weights, rows, cache[0])
             y = y.to(self._dtype)
             if isinstance(rows.tokens, slice):
@@ -129,24 +132,22 @@ class PlainStates:
     def _recur(
         self,
         x: Tensor,
-        dt: Tensor | None,
-        beta: Tensor | None,
+        dt: Tensor,
+        beta: Any,
         weights: StateWeights,
         rows: _Rows,
         kept: Tensor,
     ) -> Tensor:
         """[tokens, num_heads * value_dim] float32. x: convolved, [tokens, channels]."""
         xp, spec = self._xp, self.spec
-        assert dt is not None and weights.decay is not None, "a recurrence has a decay"
+        decay: Any = weights.decay
         parts = [p.reshape([p.shape[0], -1]) for p in xp.split(x, list(spec.conv_parts), -1)]
         t = softplus(xp, dt.float() + weights.dt_bias)
-        g, b = weights.decay * t, None
+        g, b = decay * t, None
         if spec.kind == "delta":
             q, k, v = self._keys(parts[0]), self._keys(parts[1]), self._values(parts[2])
-            assert beta is not None, "a delta rule has a rate"
             q, k = unit(xp, q) * spec.key_dim**-0.5, unit(xp, k)
-            b = xp.sigmoid(beta.float())
-            added = v
+            b, added = xp.sigmoid(beta.float()), v
         else:
             v, k, q = self._values(parts[0]), self._keys(parts[1]), self._keys(parts[2])
             added = v * t.unsqueeze(-1)
