@@ -63,19 +63,18 @@ def test_random_mixes_give_the_tokens_of_each_request_alone(
         return made._replace(bounded=plans) if seed % 3 == 0 else made
 
     monkeypatch.setattr(engine_core, "plan_cache", short)
+    initialize = bench._executor.initialize_cache
+
+    def poisoned(*sizes: int, **named: Any) -> None:
+        initialize(*sizes, **named)
+        poison(bench)
+
+    monkeypatch.setattr(bench._executor, "initialize_cache", poisoned)
     for seed in range(num_mixes):
         random = Random(seed)
         settings = replace(Settings.random(random), prefix_caching=random.random() < 0.8)
         chosen = random.sample(requests, random.randrange(4, 9))
-        initialize = bench._executor.initialize_cache
-
-        def poisoned(*sizes: int, **named: Any) -> None:
-            initialize(*sizes, **named)
-            poison(bench)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(bench._executor, "initialize_cache", poisoned)
-            core, collector = bench.run(settings, [(random.randrange(10), r) for r in chosen])
+        core, collector = bench.run(settings, [(random.randrange(10), r) for r in chosen])
         check(collector, chosen, alone)
         core.scheduler.kv.check()
         assert core.scheduler.kv.num_used == 0
@@ -87,7 +86,7 @@ def test_random_mixes_give_the_tokens_of_each_request_alone(
         seen["forks"] += sum(r.sampling.n > 1 for r in chosen)
     assert seen["preemptions"] and seen["prefix hits"] > num_mixes
     assert seen["shared steps"] > num_mixes // 2 and seen["forks"] > num_mixes // 2
-    assert num_mixes // 4 < seen["overlap"] < num_mixes
+    assert num_mixes // 4 <= seen["overlap"] < num_mixes
 
 
 @pytest.mark.parametrize("overlap", [False, True])

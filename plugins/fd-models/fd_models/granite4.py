@@ -117,9 +117,13 @@ class GraniteMoeHybridForCausalLM(HybridLM):
     """Mamba-2 in most blocks; constants multiply embeddings, branches, attention and logits."""
 
     qkv_bias = output_bias = "attention_bias"
-    other_layers = frozenset({"linear_attention", "mamba"})
+    recurrent = frozenset({"linear_attention", "mamba"})
+    other_layers = recurrent | {"attention"}
     recurrent_name = "mamba"
-    only = {"time_step_limit": ([0.0, inf], [0.0, {"__float__": "Infinity"}])}  # noqa: RUF012
+    only = {  # noqa: RUF012 - never changed
+        "normalization_function": ("rmsnorm",),
+        "time_step_limit": ([0.0, inf], [0.0, {"__float__": "Infinity"}]),
+    }
     reads = frozenset(
         {
             *("attention_multiplier", "embedding_multiplier", "logits_scaling", "mamba_chunk_size"),
@@ -172,10 +176,11 @@ class GraniteMoeHybridForCausalLM(HybridLM):
 
     @classmethod
     def rotary(cls, read: ConfigReader) -> RotarySpec:
-        """Without positions nothing turns: every angle is 0."""
+        """Without positions nothing turns."""
+        turning = super().rotary(read)
         if read.config.get("position_embedding_type") == "rope":
-            return super().rotary(read)
-        return RotarySpec(read.head_dim(), 10_000.0, kind="linear", parameters={"factor": inf})
+            return turning
+        return RotarySpec(read.head_dim(), 1.0, kind="none")
 
     @classmethod
     def moe(cls, read: ConfigReader, dtype: str) -> MoESpec | None:

@@ -57,7 +57,7 @@ class Lfm2ForCausalLM(HybridLM):
     tied = True
     qkv_bias = output_bias = False
     rope_theta = 1_000_000.0
-    other_layers = frozenset({"conv"})
+    recurrent = other_layers = frozenset({"conv"})
     recurrent_name = "conv"
     reads = frozenset(
         {

@@ -130,7 +130,9 @@ def gated_norm(
 class HybridLM(StrictLM):
     """A family in which some blocks have a recurrent layer in place of attention."""
 
-    other_layers = frozenset({"linear_attention"})  # of blocks with a recurrent layer
+    # Words of layer_types for blocks with a recurrent layer.
+    recurrent: ClassVar[frozenset[str]] = frozenset({"linear_attention"})
+    other_layers = recurrent
     recurrent_name: ClassVar[str]  # their layer's name in the checkpoint, in self_attn's place
 
     @classmethod
@@ -138,7 +140,7 @@ class HybridLM(StrictLM):
         """Whether a block has a recurrent layer, by layer_types; a family knows what holds
         without."""
         kinds = read.config.get("layer_types") or ()
-        return number < len(kinds) and kinds[number] in cls.other_layers
+        return number < len(kinds) and kinds[number] in cls.recurrent
 
     @classmethod
     def state(cls, read: ConfigReader, dtype: str) -> StateSpec:
