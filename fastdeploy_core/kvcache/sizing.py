@@ -82,9 +82,7 @@ def _plan_bounded(
     size, seqs, plans, needed_bytes = worker.block_size, batch.max_num_seqs, list[GroupPlan](), 0
     step = CHUNKS_IN_FLIGHT * -(-batch.max_num_batched_tokens // size)
     for group in worker.bounded:
-        if (
-            group.kind == "state"
-        ):  # one, the prompt's end beside it, and where it resumed and parted
+        if group.kind == "state":  # a live one, and where it resumed, parted, and its prompt ended
             plans.append(GroupPlan(Retention("state"), 2 * seqs + 2, min(longest, 4)))
             needed_bytes += plans[-1].num_blocks * group.bytes_per_block
             continue

@@ -9,12 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastdeploy_core.contracts.attention import (
-    AttentionBackend,
-    AttentionSpec,
-    HeadNorms,
-    Projections,
-)
+from fastdeploy_core.contracts.attention import AttentionSpec, HeadNorms, Projections
 from fastdeploy_core.contracts.kv_formats import kv_format
 from fastdeploy_core.errors import UnsupportedModel
 
@@ -26,6 +21,7 @@ from .stored import WHOLE, Piece
 from .weight_map import Placement
 
 if TYPE_CHECKING:
+    from fastdeploy_core.contracts.attention import AttentionBackend
     from fastdeploy_core.tensor import Tensor
 
     from .builder import ModelBuilder

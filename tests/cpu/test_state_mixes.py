@@ -42,10 +42,10 @@ def bench(request: pytest.FixtureRequest, checkpoints: Path, tensor_library: str
 
 def poison(bench: Bench) -> None:
     """What lies in blocks that nobody was given: NaN, which no result may show."""
-    xp = bench.worker.device.xp
     for layer in bench.worker._runner.caches.tensors:
         for tensor in layer:
-            tensor.fill_(float("nan")) if xp.name == "torch" else tensor.fill_(np.nan)
+            nan = np.full(list(tensor.shape), np.nan, np.float32)
+            tensor.copy_(bench.worker.device.to_device(nan))
 
 
 @pytest.mark.parametrize("num_mixes", NUM_MIXES)
