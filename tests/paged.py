@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from fd_accelerator.expert_communicator import AllGatherExperts
-from fd_models.states import PlainStates
+from fd_models.recurrent.states import PlainStates
 from fd_scale_out.experts import ExpertRanks
 
 from fastdeploy_core.config import BatchConfig, CacheConfig, EngineConfig, ParallelConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from fd_models.states import PlainStates
+from fd_models.recurrent.states import PlainStates
 
 from fastdeploy_core.config import BatchConfig, CacheConfig
 from fastdeploy_core.contracts.attention import StateSpec, cache_dtypes

@@ -52,17 +52,17 @@ from fd_models.gemma2 import Gemma2ForCausalLM
 from fd_models.gemma3 import Gemma3ForCausalLM
 from fd_models.glm4_moe import Glm4MoeForCausalLM
 from fd_models.gpt_oss import GptOssForCausalLM
-from fd_models.granite4 import GraniteMoeHybridForCausalLM
-from fd_models.lfm2 import Lfm2ForCausalLM
 from fd_models.minimax_m2 import MiniMaxM2ForCausalLM
 from fd_models.mistral import MistralForCausalLM
 from fd_models.mixtral import MixtralForCausalLM
 from fd_models.olmo2 import Olmo2ForCausalLM
 from fd_models.phi3 import Phi3ForCausalLM
 from fd_models.qwen2_moe import Qwen2MoeForCausalLM
-from fd_models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
-from fd_models.qwen3_next import Qwen3NextForCausalLM
-from fd_models.states import PlainStates
+from fd_models.recurrent.granite4 import GraniteMoeHybridForCausalLM
+from fd_models.recurrent.lfm2 import Lfm2ForCausalLM
+from fd_models.recurrent.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
+from fd_models.recurrent.qwen3_next import Qwen3NextForCausalLM
+from fd_models.recurrent.states import PlainStates
 from fd_mycalls.parser import MyCallsParser
 from fd_mychip.device import MyChipDevice
 from fd_mycluster.launcher import MyClusterLauncher

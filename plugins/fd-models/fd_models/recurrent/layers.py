@@ -11,8 +11,7 @@ from fastdeploy_core.contracts.attention import StateBackend, StateWeights
 from fastdeploy_core.layers import ForwardContext, Placement, RMSNorm
 from fastdeploy_core.models.decoder import DecoderLM
 from fastdeploy_core.models.reading import ConfigReader
-
-from .fields import StrictLM
+from fd_models.fields import StrictLM
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,7 +10,7 @@ from fastdeploy_core.contracts.model import ModelShapes, StateSpec
 from fastdeploy_core.layers import ForwardContext, Linear, LinearPart, LinearShape
 from fastdeploy_core.models.reading import ConfigReader
 
-from .recurrent import HybridLM, RecurrentLayer
+from .layers import HybridLM, RecurrentLayer
 
 if TYPE_CHECKING:
     from fastdeploy_core.layers import ModelBuilder, RotarySpec

@@ -20,9 +20,9 @@ from fastdeploy_core.layers import (
     RMSNorm,
 )
 from fastdeploy_core.models.reading import ConfigReader
+from fd_models.qwen2_moe import Qwen2MoeForCausalLM
 
-from .qwen2_moe import Qwen2MoeForCausalLM
-from .recurrent import HybridLM, RecurrentLayer, gated_norm
+from .layers import HybridLM, RecurrentLayer, gated_norm
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

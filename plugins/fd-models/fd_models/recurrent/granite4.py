@@ -22,9 +22,9 @@ from fastdeploy_core.layers import (
     RotarySpec,
 )
 from fastdeploy_core.models.reading import ConfigReader
+from fd_models.gemma2 import ScaledEmbedding
 
-from .gemma2 import ScaledEmbedding
-from .recurrent import HybridLM, RecurrentLayer, gated_norm
+from .layers import HybridLM, RecurrentLayer, gated_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
