@@ -284,6 +284,91 @@ FAMILY_LIMITS: dict[str, dict[str, Any]] = {
     "mistral-yarn": {"max_model_len": 256},
     "phi3-longrope": {"max_model_len": 128},
 }
+_DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "rms_norm_eps": 1e-6,
+}
+_SHARED_EXPERT: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+_GRANITE: dict[str, Any] = {
+    "architecture": "GraniteMoeHybrid",
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+    "num_hidden_layers": 4,
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 12,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 16,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+# Families whose layers keep states.
+STATE_VARIANTS: dict[str, dict[str, Any]] = {
+    "qwen3-next": {
+        "architecture": "Qwen3Next",
+        **_DELTA,
+        **_SHARED_EXPERT,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+        },
+    },
+    "qwen3-5": {
+        "architecture": "Qwen3_5",
+        "config": "Qwen3_5TextConfig",
+        **_DELTA,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    },
+    "qwen3-5-moe": {
+        "architecture": "Qwen3_5Moe",
+        "config": "Qwen3_5MoeTextConfig",
+        **_DELTA,
+        **_SHARED_EXPERT,
+        "linear_num_value_heads": 2,
+    },
+    "granite4": {
+        **_GRANITE,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "mamba_n_groups": 2,
+        "position_embedding_type": "nope",
+    },
+    "granite4-dense": {
+        **_GRANITE,
+        "num_local_experts": 0,
+        "mamba_n_groups": 1,
+        "mamba_proj_bias": True,
+        "position_embedding_type": "rope",
+    },
+    "lfm2": {
+        "architecture": "Lfm2",
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "conv_L_cache": 3,
+        "conv_bias": True,
+        "block_auto_adjust_ff_dim": True,
+        "block_multiple_of": 16,
+    },
+}
 GGUF_VARIANTS: dict[str, dict[str, Any]] = {
     "gguf-qwen3-moe": {**VARIANTS["qwen3-moe"], "mlp_only_layers": []},
     "gguf-deepseek": {
@@ -455,7 +540,8 @@ def _save(name: str, folder: Path) -> None:
     import torch
     import transformers
 
-    settings = {**_COMMON, **(VARIANTS | FAMILY_VARIANTS | GGUF_VARIANTS | WIDE_VARIANTS)[name]}
+    families = FAMILY_VARIANTS | STATE_VARIANTS
+    settings = {**_COMMON, **(VARIANTS | families | GGUF_VARIANTS | WIDE_VARIANTS)[name]}
     family = settings.pop("architecture")
     config = getattr(transformers, settings.pop("config", f"{family}Config"))(**settings)
     config._attn_implementation = "eager"

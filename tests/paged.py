@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from fd_accelerator.expert_communicator import AllGatherExperts
+from fd_models.recurrent.states import PlainStates
 from fd_scale_out.experts import ExpertRanks
 
 from fastdeploy_core.config import BatchConfig, CacheConfig, EngineConfig, ParallelConfig
@@ -40,7 +41,7 @@ def load_driver(kind: str, name: str) -> Any:
         return AllGatherExperts
     if kind == "checkpoint_format":
         return lookup(kind, name)
-    return {"attention": ReferenceAttention, "moe": ReferenceMoE}[kind]
+    return {"attention": ReferenceAttention, "moe": ReferenceMoE, "state": PlainStates}[kind]
 
 
 def with_quantizer(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache.
+"""Attention over a paged KV cache; and layers that keep a state in its place.
 
 A driver claims the largest unit it implements and the core calls only that one:
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from .kv_formats import kv_format
 from .model import AttentionSpec as AttentionSpec
+from .model import StateSpec as StateSpec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
     from .ops import KernelTable
 
 
-def cache_dtypes(spec: AttentionSpec, count: int) -> tuple[str, ...]:
+def cache_dtypes(spec: AttentionSpec | StateSpec, count: int) -> tuple[str, ...]:
     """Dtypes of the `count` tensors that a driver's cache_shapes() lists."""
+    if isinstance(spec, StateSpec):
+        return (spec.state_dtype, spec.dtype)[2 - count :]
     kind = kv_format(spec.kv_format)
     if kind is None:
         return (spec.dtype,) * count
@@ -270,4 +273,78 @@ class BlockBackend(AttentionBackend, Protocol):
     ) -> Tensor:
         """[num_tokens, hidden]: this rank's share of the layer, without the output's bias, before the sum
         over ranks. x: [num_tokens, hidden], normed; `rotary` and the cache as in forward()."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StateQuestion:
+    """Asked of `fd_state_backends`."""
+
+    device: str
+    tensor_library: str
+    spec: StateSpec
+
+
+@dataclass(slots=True, eq=False)
+class StateWeights:
+    """One layer's weights, this rank's share. Convolution: model dtype; the others: [num_heads] float32."""
+
+    conv: Tensor  # [channels, conv_width]; the newest input's weight is last
+    conv_bias: Tensor | None = None  # [channels]
+    decay: Tensor | None = None  # below 0; None: "short_conv"
+    dt_bias: Tensor | None = None
+    skip: Tensor | None = None  # "space" alone
+
+
+@runtime_checkable
+class StateBackend(Protocol):
+    """Constructed as `Driver(spec, block_size, device, kernels)`, once per distinct spec. `features` are
+    the kinds that it serves, words of model.STATE_FEATURES. Added in contract 1.3.
+
+    Of each head, with q, k, v out of the convolved input and a state S [key_dim, value_dim] in float32:
+      "delta"       g = decay * softplus(dt + dt_bias), b = sigmoid(beta); q, k of length 1, q / sqrt(key_dim);
+                    S <- e^g S;  S <- S + k (b (v - S^T k))^T;  o = S^T q      (arXiv 2412.06464)
+      "space"       t = softplus(dt + dt_bias), g = decay * t;
+                    S <- e^g S + k (t v)^T;  o = S^T q + skip * v              (Mamba-2, arXiv 2405.21060)
+      "short_conv"  no recurrence: o is the convolved input, without the silu that the others have behind it
+    """
+
+    name: str
+    contract: tuple[int, int]
+    can_capture_decode: bool
+    can_capture_mixed: bool
+    features: frozenset[str]
+
+    def __init__(
+        self, spec: StateSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
+    ) -> None: ...
+
+    def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of one layer's cache tensors; dimension 0 is the block: the state in spec.state_dtype,
+        unless the kind has none, then the convolution's last conv_width - 1 inputs in spec.dtype."""
+        ...
+
+    def prepare(self, batch: AttentionBatch) -> Any:
+        """What every layer of this spec needs for this step. Must not wait for the device.
+
+        A row that feeds tokens start to end reads the state in its table's block of token start - 1, and
+        leaves its own in that of token end - 1, often the same; nothing else of table and slot_mapping is
+        meant. A row that starts at 0 begins with zeros: what lay in a block that was another's must not show.
+        """
+        ...
+
+    def forward(
+        self,
+        x: Tensor,
+        dt: Tensor | None,
+        beta: Tensor | None,
+        weights: StateWeights,
+        cache: tuple[Tensor, ...],
+        metadata: Any,
+    ) -> Tensor:
+        """[num_tokens, num_heads * value_dim], or [num_tokens, channels] of "short_conv"; model dtype.
+
+        x: [num_tokens, channels] before the convolution: q, k, v of "delta", v, k, q of "space"; each key head
+        is that of as many neighbouring heads. dt, and beta of "delta": [num_tokens, num_heads].
+        """
         ...

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 # (major, minor); docs/reference/contract.md says what a number promises. A driver declares the one
 # that it was written for as a literal, `contract = (1, 0)`, never this constant.
-CONTRACT: Final[tuple[int, int]] = (1, 2)
+CONTRACT: Final[tuple[int, int]] = (1, 3)
 # Drivers written for an older major are served from here on. A major raises it to the one before.
 OLDEST_MAJOR: Final = 1
 
@@ -48,6 +48,12 @@ KINDS: Final[dict[str, Kind]] = {
             "fastdeploy.attention",
             "attention over the paged KV cache",
             f"{_HERE}.attention:AttentionBackend",
+        ),
+        Kind(
+            "state",
+            "fastdeploy.states",
+            "layers that keep a state per sequence",
+            f"{_HERE}.attention:StateBackend",
         ),
         Kind("moe", "fastdeploy.moe", "mixture-of-experts layers", f"{_HERE}.moe:MoEBackend"),
         Kind(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     # Only names for readers and type checkers: importing hookimpl must stay cheap.
     from collections.abc import Mapping
 
-    from .attention import AttentionQuestion
+    from .attention import AttentionQuestion, StateQuestion
     from .base import ApiRoutes, Candidate, Requirements
     from .device import DeviceQuestion
     from .kv_transport import TransportQuestion
@@ -47,6 +47,14 @@ def fd_attention_backends(question: AttentionQuestion) -> list[Candidate] | None
     Asked at start-up in the parent process, once for each distinct attention shape of the model; one
     driver must accept all of them. Answer for own drivers only, with a Decline and its reason where
     it is worth knowing why. Not asked per step or per layer. Added in contract 1.0.
+    """
+
+
+@hookspec
+def fd_state_backends(question: StateQuestion) -> list[Candidate] | None:
+    """Which of this plugin's state drivers can serve this layer?
+
+    Asked like fd_attention_backends, for models with layers that keep a state. Added in contract 1.3.
     """
 
 

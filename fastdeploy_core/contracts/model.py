@@ -138,10 +138,10 @@ class StateSpec:
     """One layer that keeps a state of fixed size per sequence instead of an entry per token.
 
     The state is [num_heads, key_dim, value_dim]; beside it lie the last conv_width - 1 inputs of a
-    causal convolution over sum(conv_parts) channels, and `kept` inputs of tokens that are not certain
-    yet. All numbers are of this rank.
+    causal convolution over sum(conv_parts) channels. contracts/attention.py has the formulae. All numbers
+    are of this rank.
 
-    Reserved: the engine refuses a model that has such layers.
+    Reserved: kind "channel_delta", and `kept`, inputs of tokens that are not certain yet.
     """
 
     kind: Literal["delta", "channel_delta", "space", "short_conv"]

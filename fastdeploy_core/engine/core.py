@@ -88,7 +88,7 @@ class EngineCore:
             model_identity=_model_identity(config) if remote is None else remote.identity,
             key_lookahead=resolved.speculative.key_lookahead,
         )
-        kv.add_groups(plan.bounded)
+        kv.add_groups(plan.bounded, cuts=settings.batch.enable_chunked_prefill)
         if self._events is not None:
             kv.prefix.on_change = self._events.note
         self.scheduler = BatchScheduler(settings, kv)

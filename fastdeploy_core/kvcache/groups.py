@@ -1,9 +1,13 @@
-"""Groups of layers that need a bounded part of a sequence alone: windows and chunks.
+"""Groups of layers that need a bounded part of a sequence alone: windows, chunks and states.
 
 Layers with equal rules (contracts.model.Retention) form a group with blocks of its own numbers.
 Layers that need every token are in the first group, which is the manager's own pool and may have
 no layer at all; here are the others. Every table has one entry for each block of tokens, in all
 groups; entries in front of what a group needs are no blocks of the sequence any more.
+
+A state stays in its block while the sequence grows: the entries of all blocks of tokens that it has
+passed name this one. At an anchor, or where another sequence may resume, the block is left as it is
+and the state goes on in a new one.
 """
 
 from __future__ import annotations
@@ -16,12 +20,12 @@ from fastdeploy_core.contracts.model import Retention
 from .blocks import BlockPool
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.model import AttentionSpec
+    from fastdeploy_core.contracts.model import AttentionSpec, StateSpec
 
     from .prefix import BlockTable, CacheEntry
 
 
-def bounded_rules(layers: Iterable[AttentionSpec]) -> tuple[Retention, ...]:
+def bounded_rules(layers: Iterable[AttentionSpec | StateSpec]) -> tuple[Retention, ...]:
     """The distinct rules of layers that do not need every token, in the order of the layers."""
     return tuple(dict.fromkeys(s.retention for s in layers if s.retention.kind != "all"))
 
@@ -46,7 +50,11 @@ class GroupTable:
     @property
     def held(self) -> list[int]:
         """The blocks that are the sequence's."""
-        return self.blocks[self.num_gone :]
+        return list(dict.fromkeys(self.blocks[self.num_gone :]))
+
+    def is_last(self, index: int) -> bool:
+        """Whether the entry's block has no later one: a state there is that of the entry's end."""
+        return self.blocks[index + 1 : index + 2] != [self.blocks[index]]
 
 
 class BoundedGroup:
@@ -58,6 +66,7 @@ class BoundedGroup:
 
     def __init__(self, plan: GroupPlan, block_size: int) -> None:
         self.rule, self.most_blocks = plan.rule, plan.most_blocks
+        self.is_state = plan.rule.kind == "state"
         self.pool = BlockPool(plan.num_blocks)
         self.pool.on_evict = self._on_evict
         self._block_size = block_size
@@ -84,11 +93,26 @@ class BoundedGroup:
         for block in table.held:
             self.pool.share(block)
 
+    def num_new(self, table: GroupTable, anchors: Sequence[int], count: int) -> int:
+        """Free blocks that the table takes to grow by so many blocks of tokens."""
+        if not self.is_state:
+            return count
+        if not table.blocks or len(table.blocks) in anchors:
+            return 1
+        last = table.blocks[-1]
+        return int(last in self._entry_of or self.pool.references(last) > 1)
+
+    def grow(self, table: GroupTable, anchors: Sequence[int], count: int) -> None:
+        """The caller has compared num_new with the pool."""
+        new = self.pool.allocate(self.num_new(table, anchors, count))
+        table.blocks += [*new, *[(new or table.blocks)[-1]] * (count - len(new))]
+
     def let_go(self, table: GroupTable, num_blocks: int) -> None:
         """Release what no token after num_blocks full blocks reads."""
         first = min(self.needed(num_blocks).start, len(table.blocks))
         if first > table.num_gone:
-            self.pool.release(reversed(table.blocks[table.num_gone : first]))
+            gone = [table.blocks[i] for i in range(table.num_gone, first) if table.is_last(i)]
+            self.pool.release(reversed(gone))
             table.num_gone = first
 
     def attach(self, entry: CacheEntry, block: int) -> None:
@@ -140,5 +164,5 @@ def make_findable(
     first = end - len(entries)
     for group, own in zip(groups, table.more, strict=True):
         for index in group.needed(end):
-            if index >= max(first, own.num_gone):
+            if index >= max(first, own.num_gone) and own.is_last(index):
                 group.attach(entries[index - first], own.blocks[index])

@@ -24,7 +24,6 @@ class PrefixMatch(NamedTuple):
     num_tokens: int  # tokens that these blocks hold
     num_host_tokens: int  # of these, tokens held in host memory only
     num_blocks_taken: int  # free blocks that `start` removes from the pool to take these
-    anchors: tuple[int, ...] = ()  # blocks after which bounded groups are worth keeping
 
 
 class ForkSource:
@@ -65,32 +64,35 @@ class KVCacheManager:
             self.pool, block_size, model_identity, self.host, hash_function, key_lookahead
         )
         self.bounded: list[BoundedGroup] = []
+        self._cuts, self._growing = False, [self.pool]
         self._device_to_device: list[tuple[int, int]] = []
         # Blocks that a copy of the step under construction reads. They become free when that step
         # is complete.
         self._release_after_step: list[int] = []
 
-    def add_groups(self, plans: Iterable[GroupPlan]) -> None:
+    def add_groups(self, plans: Iterable[GroupPlan], *, cuts: bool = True) -> None:
         """The model has these bounded groups beside the first one; called before any table is
-        made. What is copied between blocks is the first group's, so the others have neither a host
-        tier nor forks."""
+        made. cuts: prompts may be computed in parts. What is copied between blocks is the first
+        group's, so the others have neither a host tier nor forks."""
         self.bounded = [BoundedGroup(plan, self.block_size) for plan in plans]
+        self._cuts = cuts and any(group.is_state for group in self.bounded)
+        self._growing = [self.pool, *(g.pool for g in self.bounded if not g.is_state)]
         if self.bounded:
             assert self.host is None, "the host tier holds one group of layers"
             self.prefix.on_drop = self._on_drop
 
     @property
     def num_available(self) -> int:
-        """Blocks of tokens by which sequences could grow now: every group gives one for each."""
+        """Blocks of tokens by which sequences could grow now: every group gives one for each, but
+        states, which stay where they are."""
         if not self.bounded:
             return self.pool.num_available
-        return min(self.pool.num_available, *(g.pool.num_available for g in self.bounded))
+        return min(pool.num_available for pool in self._growing)
 
     @property
     def num_empty(self) -> int:
         """The same without evicting a cached prefix."""
-        pools = (self.pool, *(g.pool for g in self.bounded))
-        return min(pool.num_available - pool.num_cached for pool in pools)
+        return min(pool.num_available - pool.num_cached for pool in self._growing)
 
     @property
     def num_used(self) -> int:
@@ -117,13 +119,12 @@ class KVCacheManager:
             return NO_MATCH
         self.prefix.extend_keys(table, token_ids, num_blocks)
         entries = self.prefix.match(table, num_blocks)
-        anchors: tuple[int, ...] = ()
         if self.bounded:
             # Worth keeping: where this sequence leaves what others had, and its prompt's end.
-            anchors = (len(entries), num_blocks)
+            table.anchors = (len(entries), num_blocks)
             entries = entries[: num_resumable(self.bounded, entries)]
         if not entries:
-            return NO_MATCH._replace(anchors=anchors)
+            return NO_MATCH
         num_host = num_taken = 0
         for entry in entries:
             if entry.block is None:
@@ -132,7 +133,15 @@ class KVCacheManager:
             elif self.pool.references(entry.block) == 0:
                 num_taken += 1
         size = self.block_size
-        return PrefixMatch(entries, len(entries) * size, num_host * size, num_taken, anchors)
+        return PrefixMatch(entries, len(entries) * size, num_host * size, num_taken)
+
+    def cut(self, table: BlockTable, start: int, count: int) -> int:
+        """How many of so many tokens after `start` a step may feed: up to the next anchor, where a
+        state can be kept only if it has not gone on."""
+        if not self._cuts:
+            return count
+        ends = (anchor * self.block_size - start for anchor in table.anchors)
+        return min([count, *(end for end in ends if end > 0)])
 
     def num_needed(self, match: PrefixMatch, num_tokens: int) -> int:
         """Free blocks that `start` would use."""
@@ -171,7 +180,7 @@ class KVCacheManager:
             table.blocks.append(block)
         table.num_committed = len(match.entries)
         table.tail = match.entries[-1] if match.entries else None
-        table.anchors, table.num_passed = match.anchors, len(match.entries)
+        table.num_passed = len(match.entries)
         for group, own in zip(self.bounded, table.more, strict=True):
             group.start(own, match.entries)
         self.grow(table, num_tokens)
@@ -182,14 +191,18 @@ class KVCacheManager:
         missing = -(-num_tokens // self.block_size) - len(table.blocks)
         if missing <= 0:
             return []
-        if missing > self.num_available:
+        groups = list(zip(self.bounded, table.more, strict=True)) if self.bounded else ()
+        if missing > self.pool.num_available or any(
+            group.num_new(own, table.anchors, missing) > group.pool.num_available
+            for group, own in groups
+        ):
             return None
         blocks = self.pool.allocate(missing)
         table.blocks.extend(blocks)
         if not self.bounded:
             return blocks
-        for group, own in zip(self.bounded, table.more, strict=True):
-            own.blocks += group.pool.allocate(missing)
+        for group, own in groups:
+            group.grow(own, table.anchors, missing)
         return table.interleaved(len(table.blocks) - missing)
 
     def commit(self, table: BlockTable, token_ids: Sequence[int], num_tokens: int) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fastdeploy_core.config import BatchConfig, CacheConfig
 from fastdeploy_core.contracts.model import Retention
 from fastdeploy_core.errors import ResourceError
-from fastdeploy_core.types.worker import WorkerInfo
+from fastdeploy_core.types.worker import LayerGroup, WorkerInfo
 
 from .groups import GroupPlan
 
@@ -60,8 +60,8 @@ def plan_cache(
         f"{max_model_len} tokens; up to {batch.max_num_seqs} sequences run at once"
     ]
     report += [
-        f"KV cache: {plan.num_blocks} blocks of {block_size} tokens for layers with a {group.kind} "
-        f"of {group.tokens} tokens ({group.bytes_per_block} bytes each)"
+        f"KV cache: {plan.num_blocks} blocks{f' of {block_size} tokens' * bool(group.tokens)} for "
+        f"layers with a {_rule(group)} ({group.bytes_per_block} bytes each)"
         for plan, group in zip(bounded, tightest.bounded, strict=True)
     ]
     if num_blocks < needed:
@@ -82,6 +82,10 @@ def _plan_bounded(
     size, seqs, plans, needed_bytes = worker.block_size, batch.max_num_seqs, list[GroupPlan](), 0
     step = CHUNKS_IN_FLIGHT * -(-batch.max_num_batched_tokens // size)
     for group in worker.bounded:
+        if group.kind == "state":  # a live one, and where it resumed, parted, and its prompt ended
+            plans.append(GroupPlan(Retention("state"), 2 * seqs + 2, min(longest, 4)))
+            needed_bytes += plans[-1].num_blocks * group.bytes_per_block
+            continue
         # Between steps: tokens may begin and end within a block, and another one is begun. While
         # prompts run, their chunks beside it.
         held = min(longest, -(-group.tokens // size) + 2)
@@ -101,6 +105,10 @@ def _plan_bounded(
     return made, sum(plan.num_blocks * group.bytes_per_block for plan, group in groups)
 
 
+def _rule(group: LayerGroup) -> str:
+    return group.kind + f" of {group.tokens} tokens" * bool(group.tokens)
+
+
 def _budget(worker: WorkerInfo, cache: CacheConfig) -> int:
     if cache.kv_cache_memory_bytes is not None:
         return cache.kv_cache_memory_bytes
@@ -108,15 +116,15 @@ def _budget(worker: WorkerInfo, cache: CacheConfig) -> int:
 
 
 def _host_blocks(worker: WorkerInfo, num_ranks: int, cache: CacheConfig, report: list[str]) -> int:
-    if worker.bounded:
-        report.append("host KV tier off: it holds blocks of layers that need every token, alone")
-        return 0
-    if not worker.host_tier:
-        report.append("host KV tier off: the device cannot move blocks to host memory")
-        return 0
-    if not (cache.enable_prefix_caching and worker.block_sharing):
-        report.append("host KV tier off: it needs the prefix cache, which is off")
-        return 0
+    is_cached = cache.enable_prefix_caching and worker.block_sharing
+    for applies, why in (
+        (bool(worker.bounded), "it holds blocks of layers that need every token, alone"),
+        (not worker.host_tier, "the device cannot move blocks to host memory"),
+        (not is_cached, "it needs the prefix cache, which is off"),
+    ):
+        if applies:
+            report.append(f"host KV tier off: {why}")
+            return 0
     block_bytes = max(1, worker.bytes_per_block * num_ranks)
     num_host_blocks = cache.swap_space_bytes // block_bytes
     if num_host_blocks < 1:
@@ -156,14 +164,13 @@ def _too_small(
     if cache.kv_cache_memory_bytes is None and worker.memory_arithmetic:
         text += f" ({worker.memory_arithmetic})"
     if bounded_bytes:
-        kinds = " and ".join(f"{group.kind} of {group.tokens} tokens" for group in worker.bounded)
+        kinds = " and ".join(map(_rule, worker.bounded))
         text += (
             f"; of them layers with a {kinds} take {bounded_bytes} for all sequences; lower "
             "--max-num-seqs or --max-num-batched-tokens"
         )
-    if possible:
-        return f"{text}; lower --max-model-len to {possible}, or give it more memory"
-    return f"{text}; give it more memory"
+    lower = f"lower --max-model-len to {possible}, or " * bool(possible)
+    return f"{text}; {lower}give it more memory"
 
 
 @dataclass(frozen=True, slots=True)

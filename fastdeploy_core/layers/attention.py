@@ -21,6 +21,7 @@ from .stored import WHOLE, Piece
 from .weight_map import Placement
 
 if TYPE_CHECKING:
+    from fastdeploy_core.contracts.attention import AttentionBackend
     from fastdeploy_core.tensor import Tensor
 
     from .builder import ModelBuilder
@@ -41,7 +42,7 @@ class PagedAttention:
     ) -> None:
         spec = build.cache_spec(spec)
         self.spec, self.index = spec, build.add_kv_layer(spec)
-        self.backend = build.attention(spec)
+        self.backend: AttentionBackend = build.attention(spec)
         self.cos_sin = build.cos_sin(rotary)
         self._rotary = build.kernels["rotary_embedding"]
         self._interleaved = rotary.interleaved

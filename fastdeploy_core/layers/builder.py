@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
-from fastdeploy_core.contracts.model import spec_within
+from fastdeploy_core.contracts.attention import AttentionSpec
+from fastdeploy_core.contracts.model import StateSpec, spec_within
 from fastdeploy_core.contracts.moe import MoEBackend, MoEBlockBackend, MoESpec
 from fastdeploy_core.contracts.quantizer import (
     HEAD_QUANTIZER,
@@ -56,7 +56,7 @@ class KeptWeights(Protocol):
 class DriverFactories:
     """Make the drivers of a model's layers, one for each distinct spec."""
 
-    attention: Callable[[AttentionSpec], AttentionBackend]
+    attention: Callable[[Any], Any]  # an AttentionBackend or StateBackend for its spec
     moe: Callable[[MoESpec], MoEBackend]
 
 
@@ -109,8 +109,8 @@ class ModelBuilder:
         self._is_dummy, self._kept_weights = formats.is_dummy, formats.kept
         self.kv_format, self.kv_static = formats.kv_format, formats.kv_static
         self.weights = WeightMap()
-        self.kv_layers: list[AttentionSpec] = []
-        self.attention_drivers: dict[AttentionSpec, AttentionBackend] = {}
+        self.kv_layers: list[AttentionSpec | StateSpec] = []
+        self.attention_drivers: dict[AttentionSpec | StateSpec, Any] = {}
         self.moe_drivers: dict[MoESpec, MoEBackend] = {}
         self.unquantized: list[str] = []
         self.weight_bytes = 0  # held by layers; quantized layers count in the checkpoint's layout
@@ -179,13 +179,13 @@ class ModelBuilder:
         spec = spec_within(spec, self.max_positions)
         return replace(spec, kv_format=self.kv_format, kv_static=self.kv_static)
 
-    def add_kv_layer(self, spec: AttentionSpec) -> int:
-        """Add an attention layer; returns its index in ForwardContext.caches."""
+    def add_kv_layer(self, spec: AttentionSpec | StateSpec) -> int:
+        """Add a layer that keeps something; returns its index in ForwardContext.caches."""
         self.kv_layers.append(spec)
         return len(self.kv_layers) - 1
 
-    def attention(self, spec: AttentionSpec) -> AttentionBackend:
-        """The driver for layers of this spec; equal specs share one."""
+    def attention(self, spec: AttentionSpec | StateSpec) -> Any:
+        """The AttentionBackend or StateBackend for layers of this spec; equal specs share one."""
         if spec not in self.attention_drivers:
             self.attention_drivers[spec] = self._drivers.attention(spec)
         return self.attention_drivers[spec]

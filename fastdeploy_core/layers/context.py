@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
+from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, StateSpec
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.model import Retention
@@ -26,7 +26,7 @@ class ForwardContext:
     """The batch, what each attention driver prepared for it, and the cache of each layer."""
 
     batch: AttentionBatch
-    metadata: dict[AttentionSpec, Any]  # filled by AttentionBackend.prepare
+    metadata: dict[Any, Any]  # by spec; filled by each driver's prepare()
     caches: list[tuple[Tensor, ...]]  # in the order of ModelBuilder.kv_layers
     # [n] int64: tokens whose hidden states are read after the model, an index for select_rows;
     # None: all.
@@ -38,6 +38,6 @@ class ForwardContext:
     # The batch with tables and places of each bounded group of layers; others have `batch`.
     more: Mapping[Retention, AttentionBatch] = field(default_factory=dict)
 
-    def batch_of(self, spec: AttentionSpec) -> AttentionBatch:
+    def batch_of(self, spec: AttentionSpec | StateSpec) -> AttentionBatch:
         """The batch as layers of this spec see it."""
         return self.more.get(spec.retention, self.batch) if self.more else self.batch

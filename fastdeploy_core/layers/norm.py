@@ -22,12 +22,9 @@ class RMSNorm:
         self.weight = build.zeros((size,), build.xp.dtype(build.dtype))
         self.eps = eps
         self._norm, self._add_norm = build.kernels["rms_norm"], build.kernels["add_rms_norm"]
-        build.weights.add(
-            Placement(f"{name}.weight", (size,), (slice(0, size),), self._accept, fill=1.0)
-        )
-
-    def _accept(self, tensor: Tensor) -> None:
-        self.weight[:] = tensor.to(self.weight.dtype)
+        accept = partial(LayerNorm._accept, self.weight)
+        place = Placement(f"{name}.weight", (size,), (slice(0, size),), accept, fill=1.0)
+        build.weights.add(place)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., size], model dtype."""

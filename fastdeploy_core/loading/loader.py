@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,10 +20,10 @@ from fastdeploy_core import envs
 from fastdeploy_core.config import EngineConfig, ModelConfig
 from fastdeploy_core.config.model import checkpoint_layout, fit_dtype
 from fastdeploy_core.config.quantization import QuantizationSettings, quantization_of
-from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
+from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.device import PackingDevice
 from fastdeploy_core.contracts.kv_formats import kv_format
-from fastdeploy_core.contracts.model import ModelShapes, StoredTensor
+from fastdeploy_core.contracts.model import ModelShapes, StateSpec, StoredTensor
 from fastdeploy_core.contracts.quantizer import make_quantizer
 from fastdeploy_core.contracts.small import CausalLM, CheckpointFormat
 from fastdeploy_core.errors import UnsupportedModel, WeightError
@@ -52,8 +53,8 @@ class LoadedModel:
     model: CausalLM
     shapes: ModelShapes
     dtype: str  # the dtype the model computes in, adjusted to the device
-    kv_layers: list[AttentionSpec]  # cache order
-    attention: dict[AttentionSpec, AttentionBackend]
+    kv_layers: list[AttentionSpec | StateSpec]  # cache order
+    attention: dict[AttentionSpec | StateSpec, Any]  # an AttentionBackend or StateBackend
     builder: ModelBuilder  # the model's builder; drafters add layers with it
     load_driver: LoadDriver  # what was resolved at start-up, for drivers that requests need
     weight_bytes: int = 0
@@ -76,7 +77,6 @@ def load_model(
     hf_config = model_config.hf_config
     family = load_driver("model", model_config.architecture)
     shapes = family.shapes(hf_config, tp_size, model_config.dtype)
-    attention_class = load_driver("attention", "")
     settings = quantization_of(config)
     report += settings.notes
     checkpoint = _checkpoint(model_config, load_driver)
@@ -93,7 +93,9 @@ def load_model(
             model_config.dtype,
             max_positions=model_config.max_model_len,
             drivers=DriverFactories(
-                lambda spec: attention_class(spec, config.cache.block_size, device, kernels),
+                lambda spec: load_driver(
+                    "state" if isinstance(spec, StateSpec) else "attention", ""
+                )(spec, config.cache.block_size, device, kernels),
                 lambda spec: load_driver("moe", "")(spec, device, kernels),
             ),
             ranks=ModelRanks(tp_rank, tp_size, communicator, experts),
@@ -128,21 +130,12 @@ def _check_layers(shapes: ModelShapes, build: ModelBuilder) -> None:
         build.cache_spec(layer) if isinstance(layer, AttentionSpec) else layer
         for layer in shapes.layers
     ]
-    if stated != build.kv_layers:
-        pairs = zip(stated, build.kv_layers, strict=False)
-        first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        where = (
-            ""
-            if first is None
-            else (
-                f"; layer {first} was stated as {stated[first]} and built as "
-                f"{build.kv_layers[first]}"
+    for number, (said, made) in enumerate(zip_longest(stated, build.kv_layers)):
+        if said != made:
+            raise UnsupportedModel(
+                f"{shapes.architecture} states {said} as layer {number} of those with a cache, and "
+                f"builds {made}; shapes() must state what the constructor builds"
             )
-        )
-        raise UnsupportedModel(
-            f"{shapes.architecture} states {len(stated)} layers with a cache and builds "
-            f"{len(build.kv_layers)}{where}; shapes() must state what the constructor builds"
-        )
 
 
 def _checkpoint(model: ModelConfig, load_driver: LoadDriver) -> CheckpointFormat | None:

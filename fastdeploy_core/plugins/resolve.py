@@ -123,6 +123,7 @@ def _resolve(
     resolver.device()
     resolver.quantizer()
     resolver.attention(layers)
+    resolver.states(layers)
     resolver.moe(moe)
     resolver.speculative()
     resolver.scheduler()
@@ -139,8 +140,8 @@ def attention_questions(
     quantization: QuantizationSettings,
     max_model_len: int,
 ) -> list[AttentionQuestion]:
-    """What attention drivers are asked about a model: one question for each distinct layer.
-    UnsupportedModel where a layer keeps a state, which the engine cannot keep yet."""
+    """What attention drivers are asked about a model: one question for each distinct layer that
+    keeps entries per token."""
     from fastdeploy_core.contracts.attention import AttentionQuestion
 
     kind = kv_format(quantization.kv_format)
@@ -148,11 +149,7 @@ def attention_questions(
     questions = {}
     for spec in layers:
         if isinstance(spec, StateSpec):
-            raise UnsupportedModel(
-                f"the model has layers that keep a state per sequence ({spec.kind}), and the "
-                "engine keeps cache entries per token only; possible: a model whose layers are all "
-                "attention"
-            )
+            continue
         spec = spec_within(spec, max_model_len)
         questions[spec] = AttentionQuestion(
             device=device,
@@ -214,6 +211,21 @@ class _Resolver:
         self._layer_driver(
             "attention", "fd_attention_backends", questions, self._config.device.attention_backend
         )
+
+    def states(self, layers: Sequence[AttentionSpec | StateSpec]) -> None:
+        """One driver that accepts every layer of the model that keeps a state."""
+        from fastdeploy_core.contracts.attention import StateQuestion
+
+        place = (self._chosen["device"], self._tensor_library)
+        specs = dict.fromkeys(spec for spec in layers if isinstance(spec, StateSpec))
+        questions = [StateQuestion(*place, spec) for spec in specs]
+        if questions and self._config.speculative is not None:
+            raise ConfigError(
+                "speculation is not possible with this model: it has layers that keep a state per "
+                f"sequence ({questions[0].spec.kind}), out of which refused drafts cannot be taken "
+                "again; possible: no speculative method"
+            )
+        self._layer_driver("state", "fd_state_backends", questions, "")
 
     def moe(self, specs: Sequence[MoESpec]) -> None:
         """One driver that accepts every mixture-of-experts shape of the model."""

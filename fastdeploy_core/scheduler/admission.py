@@ -77,6 +77,7 @@ class Admission:
             return False
         if not self._has_room(seq, match):
             return self._refuse(seq)
+        chunk = self._kv.cut(seq.table, match.num_tokens, chunk)
         self._kv.start(seq.table, match, match.num_tokens + chunk)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = match.num_tokens
@@ -92,9 +93,8 @@ class Admission:
         """No room for a waiting sequence. If nobody runs whose blocks could come back, it would
         wait for ever: it gets the blocks held for forks, or fails."""
         roster = self._roster
-        if roster.running or roster.num_leaving:
-            return False
-        if not roster.drop_fork_sources():
+        is_alone = not (roster.running or roster.num_leaving)
+        if is_alone and not roster.drop_fork_sources():
             self._on_stuck(seq)
         return False
 
@@ -120,9 +120,8 @@ class Admission:
     def _must_let_pass(self, seq: Sequence) -> bool:
         """Whether shorter prompts may overtake this long one, since enough long ones run."""
         threshold = self._batch.long_prefill_token_threshold
-        if not threshold or self._batch.max_num_partial_prefills == 1:
-            return False
-        if len(seq.token_ids) <= threshold:
+        is_long = len(seq.token_ids) > threshold
+        if not threshold or self._batch.max_num_partial_prefills == 1 or not is_long:
             return False
         num_long = sum(s.num_known_at_start > threshold for s in self._roster.prefilling())
         return num_long >= self._batch.max_long_partial_prefills

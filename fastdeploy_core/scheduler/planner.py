@@ -248,6 +248,7 @@ class StepPlanner:
 
     def _continue_prefill(self, seq: Sequence) -> None:
         chunk = self._admission.chunk(seq, seq.num_computed, seq.num_known_at_start)
+        chunk = self._kv.cut(seq.table, seq.num_computed, chunk)
         has_turn = chunk > 0 and self._admission.has_prefill_slot()
         if has_turn and self._grow(seq, seq.num_computed + chunk):
             self._step.put(seq, chunk)

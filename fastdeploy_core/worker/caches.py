@@ -28,11 +28,13 @@ class Caches:
         self._device, self._kernels, self._loaded = device, kernels, loaded
         self.tensors: list[tuple[Tensor, ...]] = []  # of each layer
         self.rules = bounded_rules(loaded.kv_layers)  # of groups of layers behind the first
+        self._is_state = [rule.kind == "state" for rule in self.rules]
         if self.rules and device.limits.step_buckets is not None:
+            rule = self.rules[0]
             raise ConfigError(
-                f"layers with a {self.rules[0].kind} have block tables of their own, and steps of "
+                f"layers with a {rule.kind} have block tables of their own, and steps of "
                 f"fixed shapes, which device {device.name} needs, have one for all; possible: "
-                f"--max-model-len {self.rules[0].tokens}, where it changes nothing"
+                + (f"--max-model-len {rule.tokens}" if rule.tokens else "another device")
             )
         groups = {rule: number for number, rule in enumerate(self.rules, 1)}
         self._groups = [groups.get(spec.retention, 0) for spec in loaded.kv_layers]
@@ -44,6 +46,15 @@ class Caches:
         for group, layer in zip(self._groups, self.shapes(*found), strict=True):
             found[group] += sum(math.prod(shape[1:]) * DTYPE_BYTES[dtype] for shape, dtype in layer)
         return found
+
+    def most_bytes(self, num_seqs: int, num_blocks: int) -> int:
+        """What so many sequences of so many blocks could ever hold; of states a few each."""
+        counts = [num_blocks, *(min(num_blocks, 8) if s else num_blocks for s in self._is_state)]
+        return num_seqs * sum(n * size for n, size in zip(counts, self.block_bytes(), strict=True))
+
+    def spread(self, blocks: list[int]) -> list[int]:
+        """These blocks in every group, as messages have them, but all states in the first one."""
+        return [n for block in blocks for n in (block, *(block * (not s) for s in self._is_state))]
 
     def shapes(self, *num_blocks: int) -> list[list[tuple[tuple[int, ...], str]]]:
         """(shape, dtype) of each tensor of each layer's cache. num_blocks: of each group."""
@@ -62,14 +73,14 @@ class Caches:
         is_touched: bool,
     ) -> None:
         """Zeroed caches of every layer; those there were have been dropped. more_blocks: of each
-        group behind the first; none: as many as that has. Without `is_touched`
-        memory that is the host's comes page by page when it is used: clearing gigabytes takes
-        seconds. host_file: where the host blocks lie, for others to read and fill."""
+        group behind the first; none: as many as that has, of states one. Without `is_touched` the
+        host's memory comes page by page when it is used: clearing gigabytes takes seconds.
+        host_file: where the host blocks lie, for others to read and fill."""
         device = self._device
         make = self._zeros
         if device.limits.shares_host_memory and num_blocks and not is_touched:
             make = self._untouched
-        sizes = (num_blocks, *(more_blocks or [num_blocks] * len(self.rules)))
+        sizes = (num_blocks, *(more_blocks or [1 if s else num_blocks for s in self._is_state]))
         self.tensors = [
             tuple(make(shape, dtype) for shape, dtype in layer) for layer in self.shapes(*sizes)
         ]

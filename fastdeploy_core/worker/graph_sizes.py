@@ -6,11 +6,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from fastdeploy_core.kvcache import bounded_rules
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from fastdeploy_core.config import EngineConfig
-    from fastdeploy_core.contracts.attention import AttentionBackend
+    from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec, StateSpec
     from fastdeploy_core.contracts.device import DeviceLimits
     from fastdeploy_core.layers.experts import ExpertRanks
 
@@ -36,14 +38,13 @@ def graph_sizes(
     num_ranks: int,
     *,
     can_sample: bool = True,
-    has_offsets: bool = False,
-    has_groups: bool = False,
+    specs: Iterable[AttentionSpec | StateSpec] = (),
 ) -> tuple[tuple[int, ...], str]:
     """Batch sizes to capture, none if the device cannot or shall not, and a line for the report.
-    `can_sample`: whether sampling at random can be captured. `has_offsets`: AttentionSpec.offsets
-    of a layer; captured steps count positions by themselves. `has_groups`: layers have block tables
-    of their own."""
-    unable, long = [], False
+    can_sample: whether sampling at random can be captured. specs: of layers; captured steps count
+    positions by themselves, and have one block table."""
+    unable, long, specs = [], False, list(specs)
+    has_offsets = any("offsets" in spec.needs for spec in specs)
     for driver in drivers:
         if not driver.can_capture_decode:
             unable.append(driver.name)
@@ -53,7 +54,7 @@ def graph_sizes(
         (not limits.graph_capture, "the device captures no graphs"),
         (bool(unable), f"attention driver {unable[0] if unable else ''} cannot be captured"),
         (has_offsets, "positions of this model are not its tokens' indices"),
-        (has_groups, "layers with a window or chunks have block tables of their own"),
+        (bool(bounded_rules(specs)), "windows, chunks and states have block tables of their own"),
         (long, f"sequences of {config.model.max_model_len} tokens are too long for it here"),
         (num_ranks > 1 and not limits.graph_collectives, "the device's collectives cannot"),
         (config.speculative and not can_sample, "the reference waits where drafts are sampled"),

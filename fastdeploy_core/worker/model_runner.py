@@ -204,7 +204,7 @@ class ModelRunner:
         for step in steps:
             self.slots.num_drafts[:] = self.slots.max_drafts
             for new in step.new_sequences if self.caches.rules else ():
-                new.block_ids = np.repeat(new.block_ids, 1 + len(self.caches.rules)).tolist()
+                new.block_ids = self.caches.spread(new.block_ids)
             self.launch(step).wait()
 
     # -- a step -----------------------------------------------------------------------------------

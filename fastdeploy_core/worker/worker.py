@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.device import CompilingDevice, DeviceBackend
 from fastdeploy_core.errors import ResourceError, WorkerError
-from fastdeploy_core.kvcache import MemoryProfile, bounded_rules
+from fastdeploy_core.kvcache import MemoryProfile
 from fastdeploy_core.loading.drafters import DrafterMaker
 from fastdeploy_core.loading.loader import LoadedModel, load_model
 from fastdeploy_core.memory.low_water import LowWater, give_back_freed, probe
@@ -100,8 +100,7 @@ class Worker:
         sizes, about_graphs = graph_sizes(
             *(self.config, device.limits, loaded.attention.values(), self.world_size),
             can_sample=can_capture_sampling(device, kernels),
-            has_offsets=any(spec.offsets for spec in loaded.attention),
-            has_groups=bool(bounded_rules(loaded.kv_layers)),
+            specs=loaded.attention,
         )
         drafters = None
         if self.config.speculative is not None:
@@ -269,20 +268,20 @@ class Worker:
             return cache.kv_cache_memory_bytes, "as set by --kv-cache-memory-bytes"
         if by_hand := self._ready()[1].limits.kv_memory_bytes:
             return by_hand, "as the device's plugin or its variable sets it"
-        profile = self._profile(weight_bytes, bytes_per_block)
+        profile = self._profile(weight_bytes)
         return profile.available_bytes, profile.arithmetic()
 
-    def _profile(self, weight_bytes: int, bytes_per_block: int) -> MemoryProfile:
+    def _profile(self, weight_bytes: int) -> MemoryProfile:
         """What the largest step takes. Where memory is the host's and there is plenty, a small step
         is enough to know: a slow device would need seconds for the largest one."""
         if self._ready()[1].limits.shares_host_memory and self.world_size == 1:
             for part in SMALL_PARTS:
-                profile = self._measure(weight_bytes, bytes_per_block, part)
+                profile = self._measure(weight_bytes, part)
                 if profile.available_bytes >= profile.most_bytes:
                     return profile
-        return self._measure(weight_bytes, bytes_per_block)
+        return self._measure(weight_bytes)
 
-    def _measure(self, weight_bytes: int, bytes_per_block: int, part: int = 1) -> MemoryProfile:
+    def _measure(self, weight_bytes: int, part: int = 1) -> MemoryProfile:
         """Run the largest prefill and the widest sampling there can be, and see what they take.
         With `part` they are so many times shorter; nothing grows faster than the square of the
         length."""
@@ -293,12 +292,13 @@ class Worker:
         with _beside(weight_bytes):
             with LowWater(look) as water:
                 runner.allocate_cache(num_blocks, 0)
+                held = sum(device.xp.nbytes(x) for layer in runner.caches.tensors for x in layer)
                 runner.run_largest(steps)
             graph_bytes = runner.graph_bytes()
             runner.free_cache()
             gc.collect()
         logits_bytes = PenaltyTables.num_bytes(self.config.batch.max_num_seqs, runner.vocab_size)
-        peak = untouched - water.free_bytes - num_blocks * bytes_per_block
+        peak = untouched - water.free_bytes - held
         limits, config = device.limits, self.config
         num_processes = self.world_size * config.parallel.data_parallel_size
         per_sequence = -(-config.model.max_model_len // config.cache.block_size)
@@ -312,7 +312,7 @@ class Worker:
             graph_bytes=graph_bytes,
             utilization=self.config.cache.memory_utilization,
             shared_with=num_processes if limits.shares_host_memory else 0,
-            most_bytes=config.batch.max_num_seqs * per_sequence * bytes_per_block,
+            most_bytes=runner.caches.most_bytes(config.batch.max_num_seqs, per_sequence),
         )
 
 

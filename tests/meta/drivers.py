@@ -59,6 +59,11 @@ from fd_models.mixtral import MixtralForCausalLM
 from fd_models.olmo2 import Olmo2ForCausalLM
 from fd_models.phi3 import Phi3ForCausalLM
 from fd_models.qwen2_moe import Qwen2MoeForCausalLM
+from fd_models.recurrent.granite4 import GraniteMoeHybridForCausalLM
+from fd_models.recurrent.lfm2 import Lfm2ForCausalLM
+from fd_models.recurrent.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
+from fd_models.recurrent.qwen3_next import Qwen3NextForCausalLM
+from fd_models.recurrent.states import PlainStates
 from fd_mybias.processor import MyBiasProcessor
 from fd_mycalls.parser import MyCallsParser
 from fd_mychip.device import MyChipDevice
@@ -139,7 +144,12 @@ from fd_xpu.moe import XpuMoE
 
 from fastdeploy_core.config import EngineConfig, KVEventsConfig, RequestSchedulerConfig
 from fastdeploy_core.config.server import ServerConfig
-from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
+from fastdeploy_core.contracts.attention import (
+    AttentionBackend,
+    AttentionSpec,
+    StateBackend,
+    StateSpec,
+)
 from fastdeploy_core.contracts.command import Command
 from fastdeploy_core.contracts.device import (
     Communicator,
@@ -239,6 +249,9 @@ attention: list[Callable[[AttentionSpec, int, DeviceBackend, KernelTable], Atten
     MetaxAttention,
     XpuAttention,
 ]
+states: list[Callable[[StateSpec, int, DeviceBackend, KernelTable], StateBackend]] = [
+    PlainStates,
+]
 moe: list[Callable[[MoESpec, DeviceBackend, KernelTable], MoEBackend]] = [
     MyExpertsMoE,
     ReferenceMoE,
@@ -294,6 +307,11 @@ models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     Phi3ForCausalLM,
     Qwen2ForCausalLM,
     Qwen2MoeForCausalLM,
+    Qwen3NextForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    GraniteMoeHybridForCausalLM,
+    Lfm2ForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
 ]

@@ -21,6 +21,8 @@ RULES = {
         Retention("chunk", 8),
         Retention("window", 13),
     ],
+    "state": [Retention("state")],
+    "window 6 + state": [Retention("window", 6), Retention("state")],
 }
 
 
@@ -43,11 +45,19 @@ class Memory:
         return [table.blocks, *(own.blocks for own in table.more)]
 
     def feed(self, table, tokens, start, end):
-        """Compute tokens start to end: write each, then read what its query sees."""
-        for slots, blocks in zip(self.slots, self.tables(table), strict=True):
+        """Compute tokens start to end: write each, then read what its query sees. A state is the
+        block's only content: it is read for token start - 1, and left for token end - 1."""
+        for rule, slots, blocks in zip(self.rules, self.slots, self.tables(table), strict=True):
+            if rule.kind == "state":
+                if start:
+                    assert slots[blocks[(start - 1) // BLOCK], 0] == tuple(tokens[:start])
+                slots[blocks[(end - 1) // BLOCK], 0] = tuple(tokens[:end])
+                continue
             for at in range(start, end):
                 slots[blocks[at // BLOCK], at % BLOCK] = tuple(tokens[: at + 1])
         for rule, slots, blocks in zip(self.rules, self.slots, self.tables(table), strict=True):
+            if rule.kind == "state":
+                continue
             for at in range(start, end):
                 for key in range(rule.first_needed(at), at + 1):
                     found = slots[blocks[key // BLOCK], key % BLOCK]
@@ -68,6 +78,8 @@ def play(kv: KVCacheManager, dice: Random) -> dict[str, int]:
             table = kv.new_table()
             match = kv.match(table, text)
             chunk = min(len(text) - match.num_tokens, dice.randrange(1, 17))
+            if dice.random() < 0.8:  # else no chunk ends at an anchor
+                chunk = kv.cut(table, match.num_tokens, chunk)
             if not kv.has_room(match, match.num_tokens + chunk):
                 continue
             kv.start(table, match, match.num_tokens + chunk)
@@ -88,8 +100,8 @@ def play(kv: KVCacheManager, dice: Random) -> dict[str, int]:
             kv.free(table)
             running.remove(state)
             continue
-        end = min(len(text), done + dice.randrange(1, 17))
-        wrong = dice.randrange(4)  # drafts that are refused
+        end = done + kv.cut(table, done, min(len(text) - done, dice.randrange(1, 17)))
+        wrong = 0 if kv._cuts else dice.randrange(4)  # drafts that are refused
         if kv.grow(table, end + wrong) is None:
             kv.free(table)
             running.remove(state)
@@ -129,6 +141,58 @@ def compute(kv, tokens, *, steps=8):
         kv.commit(table, tokens, end)
         kv.let_go(table, end)
     return table, match
+
+
+def test_a_state_stays_in_its_block_and_is_kept_where_others_may_resume() -> None:
+    kv = make_manager([Retention("state")], num_blocks=400, most=6)
+    shared = [1000 + i for i in range(43)]
+    hits = []
+    for request in range(4):
+        tokens = [*shared, *(100 * request + i for i in range(21))]
+        table = kv.new_table()
+        match = kv.match(table, tokens)
+        done = match.num_tokens
+        kv.start(table, match, done)
+        while done < len(tokens):
+            done += kv.cut(table, done, min(30, len(tokens) - done))
+            assert kv.grow(table, done) is not None
+            kv.commit(table, tokens, done)
+            kv.let_go(table, done)
+            assert len(table.more[0].held) <= 2
+        for end in range(len(tokens) + 1, len(tokens) + 50):  # decodes take no further block
+            kv.grow(table, end)
+            kv.let_go(table, end)
+        assert len(table.more[0].held) == 1 and len(table.more[0].blocks) == len(table.blocks)
+        kv.free(table)
+        kv.check()
+        hits.append(match.num_tokens)
+    # The second one leaves the first at token 40, and keeps its state there for the others.
+    assert hits == [0, 0, 40, 40]
+    assert kv.match(kv.new_table(), tokens).num_tokens == 60  # the end of its prompt
+
+
+def test_a_state_that_another_sequence_resumed_from_is_left_as_it_is() -> None:
+    """Also once the cache has forgotten it."""
+    kv = make_manager([Retention("state")])
+    tokens = list(range(30))
+    table = kv.new_table()
+    match = kv.match(table, tokens)
+    kv.start(table, match, kv.cut(table, 0, 30))
+    kv.commit(table, tokens, 28)
+    tables = [kv.new_table() for _ in range(2)]
+    for other in tables:
+        kv.start(other, kv.match(other, tokens), 28)
+    (block,) = table.more[0].held
+    assert all(other.more[0].held == [block] for other in tables)
+    kv.clear_cache()
+    for other in (*tables, table):
+        assert kv.grow(other, 30) is not None
+    live = [other.more[0].blocks[-1] for other in (*tables, table)]
+    assert len(set(live)) == 3 and (block not in live[:2])
+    for other in (*tables, table):
+        kv.free(other)
+    kv.check()
+    assert kv.num_used == 0
 
 
 def test_a_long_prompt_holds_no_more_than_its_window() -> None:

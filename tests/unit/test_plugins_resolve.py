@@ -201,10 +201,31 @@ def test_driver_that_declares_a_kind_of_layer_is_asked(world, tmp_path):
         resolve(CONFIG, layers=[replace(WINDOW, softcap=30.0)], inventory=inventory)
 
 
-def test_layers_that_keep_a_state_are_refused(world):
-    state = StateSpec("delta", 2, 2, 8, 8, (16, 16, 16), 4, "float32")
-    with pytest.raises(UnsupportedModel, match=r"a state per sequence \(delta\)"):
-        resolve(CONFIG, layers=[GQA, state], inventory=world())
+STATE = StateSpec("delta", 2, 2, 8, 8, (16, 16, 16), 4, "float32")
+
+
+def test_layers_that_keep_a_state_need_a_driver_of_their_own(world, tmp_path):
+    with pytest.raises(CapabilityError, match=r"no state driver .* plain by pip install fd-models"):
+        resolve(CONFIG, layers=[GQA, STATE], inventory=world())
+    (tmp_path / "state_driver.py").write_text(
+        "from fastdeploy_core.contracts import Accept, Candidate, hookimpl\n"
+        "class Space:\n    contract = (1, 3)\n    features = frozenset({'space'})\n"
+        "@hookimpl\ndef fd_state_backends(question):\n"
+        "    return [Candidate('scan', Accept(1))]\n"
+    )
+    scan = entry("state", "scan", "state_driver:Space", "fd-scan")
+    inventory = world(scan, entry("hooks", "scan", "state_driver", "fd-scan"))
+    space = replace(STATE, kind="space")
+    resolved = resolve(CONFIG, layers=[GQA, space, space], inventory=inventory)
+    assert (resolved.name("state"), resolved.name("attention")) == ("scan", "flash")
+    with pytest.raises(CapabilityError, match=r"scan \(fd-scan\): does not declare delta "):
+        resolve(CONFIG, layers=[GQA, space, STATE], inventory=inventory)
+
+
+def test_speculation_is_refused_where_a_layer_keeps_a_state(world):
+    config = replace(CONFIG, speculative=SpeculativeConfig("ngram", 2))
+    with pytest.raises(ConfigError, match=r"state per sequence \(delta\).*possible: no specul"):
+        resolve(config, layers=[GQA, STATE], inventory=world())
 
 
 def test_plugin_may_answer_for_its_own_drivers_only(world, tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ KIT = "fastdeploy_testing.conformance"
 KINDS_WITH_SUITE = (
     "device",
     "attention",
+    "state",
     "moe",
     "expert_communicator",
     "quantizer",

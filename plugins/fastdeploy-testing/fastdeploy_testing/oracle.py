@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from fastdeploy_core.contracts.attention import StateSpec
     from fastdeploy_core.contracts.moe import RoutingSpec
 
 Array = np.ndarray
@@ -158,3 +159,48 @@ def filter_logits(logits: Array, top_k: Array, top_p: Array, min_p: Array) -> Ar
             keep &= values >= values[order[needed - 1]]
         out[row, keep] = values[keep]
     return out
+
+
+def recurrence(
+    spec: StateSpec,
+    x: Array,
+    dt: Array | None,
+    beta: Array | None,
+    *,
+    conv: Array,
+    conv_bias: Array,
+    decay: Array | None,
+    dt_bias: Array | None,
+    skip: Array | None,
+) -> Array:
+    """One layer that keeps a state, over a whole sequence, token by token: the formulae of
+    contracts.attention.StateBackend. [T, num_heads * value_dim], or [T, channels]."""
+    width = spec.conv_width
+    padded = np.concatenate((np.zeros((width - 1, x.shape[1])), x))
+    convolved = np.stack(
+        [(padded[t : t + width] * conv.T).sum(0) + conv_bias for t in range(len(x))]
+    )
+    if spec.kind == "short_conv":
+        return convolved
+    assert dt is not None and decay is not None and dt_bias is not None
+    convolved /= 1 + np.exp(-convolved)
+    parts = np.split(convolved, np.cumsum(spec.conv_parts)[:-1], 1)
+    q, k, v = parts if spec.kind == "delta" else parts[::-1]
+    each = spec.num_heads // spec.num_key_heads
+    q, k = (y.reshape(len(x), spec.num_key_heads, spec.key_dim).repeat(each, 1) for y in (q, k))
+    v = v.reshape(len(x), spec.num_heads, spec.value_dim)
+    step = np.log1p(np.exp(dt + dt_bias))
+    state, out = np.zeros((spec.num_heads, spec.key_dim, spec.value_dim)), []
+    if spec.kind == "delta":
+        q, k = (y / np.sqrt((y * y).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
+        q = q * spec.key_dim**-0.5
+    for t in range(len(x)):
+        state = state * np.exp(decay * step[t])[:, None, None]
+        new = step[t][:, None] * v[t]
+        if beta is not None:
+            seen = (state * k[t][:, :, None]).sum(1)
+            new = (v[t] - seen) / (1 + np.exp(-beta[t]))[:, None]
+        state = state + k[t][:, :, None] * new[:, None, :]
+        o = (state * q[t][:, :, None]).sum(1)
+        out.append(o if skip is None else o + skip[:, None] * v[t])
+    return np.stack(out).reshape(len(x), -1)

@@ -11,7 +11,7 @@ from fastdeploy_core.contracts.attention import AttentionBatch, cache_dtypes
 from fastdeploy_core.layers import ForwardContext
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.attention import AttentionBackend, AttentionSpec
+    from fastdeploy_core.contracts.attention import AttentionSpec, StateSpec
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.tensor import Tensor
 
@@ -33,8 +33,8 @@ def grouped(samples: Sequence[list[int]], max_tokens: int) -> Iterator[list[list
 
 def prefill(
     device: DeviceBackend,
-    drivers: dict[AttentionSpec, AttentionBackend],
-    kv_layers: Sequence[AttentionSpec],
+    drivers: dict[Any, Any],
+    kv_layers: Sequence[AttentionSpec | StateSpec],
     samples: Sequence[list[int]],
     *,
     shares_cache: bool = False,
@@ -60,7 +60,7 @@ def prefill(
         *(np.concatenate(slots), np.concatenate(positions)),
     )
 
-    def cache(spec: AttentionSpec) -> tuple[Any, ...]:
+    def cache(spec: AttentionSpec | StateSpec) -> tuple[Any, ...]:
         shapes = drivers[spec].cache_shapes(int(blocks.sum()))
         dtypes = cache_dtypes(spec, len(shapes))
         return tuple(

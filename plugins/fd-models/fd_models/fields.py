@@ -90,6 +90,7 @@ class StrictLM(GroupedQueryLM):
 
     reads: ClassVar[frozenset[str]] = frozenset()
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    other_layers: ClassVar[frozenset[str]] = frozenset()  # words of layer_types beside attention's
     uses_window: ClassVar[bool] = True  # what a config.json without use_sliding_window means
 
     @classmethod
@@ -103,10 +104,11 @@ class StrictLM(GroupedQueryLM):
             elif key not in known and not _is_neutral(value) and any(w in key for w in _WORDS):
                 raise _refused(read, key, value, f"no {key}, or null")
         kinds = read.config.get("layer_types") or []
-        allowed = {"full_attention"} | ({"sliding_attention"} if cls._window(read) else set())
+        allowed = {"full_attention", *cls.other_layers}
+        allowed |= {"sliding_attention"} if cls._window(read) else set()
         other = sorted({str(kind) for kind in kinds} - allowed)
         if other:
-            raise _refused(read, "layer_types", other, "full_attention in every layer")
+            raise _refused(read, "layer_types", other, " or ".join(sorted(allowed)))
         _check_rope(read, cls.partial_rotary is not None)
 
     @classmethod

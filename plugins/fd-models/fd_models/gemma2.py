@@ -20,12 +20,11 @@ if TYPE_CHECKING:
 
 
 class ScaledEmbedding:
-    """Embeddings times the root of their width, rounded to their dtype."""
+    """Embeddings times a number, which is rounded to their dtype."""
 
-    def __init__(self, build: ModelBuilder, embedding: Embedding, hidden: int) -> None:
+    def __init__(self, build: ModelBuilder, embedding: Embedding, scale: float) -> None:
         self._embedding = embedding
-        scale = build.xp.tensor(hidden**0.5, dtype=build.xp.dtype(build.dtype))
-        self._scale = float(scale)
+        self._scale = float(build.xp.tensor(scale, dtype=build.xp.dtype(build.dtype)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._embedding, name)
@@ -123,7 +122,7 @@ class Gemma2ForCausalLM(StrictLM):
             if placement.name.endswith("norm.weight"):
                 placement.accept = partial(_accept_less_one, placement.accept)
         read = ConfigReader(config, build.tp_size)
-        self.embedding: Any = ScaledEmbedding(build, self.embedding, self._hidden)
+        self.embedding: Any = ScaledEmbedding(build, self.embedding, self._hidden**0.5)
         self._head_cap = self._cap(read, "final_logit_softcapping", self.default_caps[1])
         self._tanh = build.xp.tanh
 

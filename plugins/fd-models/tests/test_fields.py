@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fastdeploy_core.contracts.model import StateSpec
 from fastdeploy_core.errors import ConfigError, UnsupportedModel
 from fastdeploy_core.models.shapes import read_shapes
 
@@ -87,6 +88,60 @@ RELEASED: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "swiglu_limit": 7.0,
     },
+    "Qwen3NextForCausalLM": {
+        "decoder_sparse_step": 1,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "num_experts": 512,
+        "partial_rotary_factor": 0.25,
+        "rope_scaling": None,
+        "rope_theta": 10000000,
+        "shared_expert_intermediate_size": 512,
+        "use_sliding_window": False,
+    },
+    "Lfm2ForCausalLM": {
+        "block_auto_adjust_ff_dim": True,
+        "block_dim": 64,
+        "block_ff_dim": 96,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
+        "block_norm_eps": 1e-05,
+        "block_use_swiglu": True,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "conv_dim": 64,
+        "full_attn_idxs": [2],
+        "norm_eps": 1e-05,
+        "num_heads": 8,
+        "use_pos_enc": True,
+    },
+    "GraniteMoeHybridForCausalLM": {
+        "attention_multiplier": 0.0078125,
+        "embedding_multiplier": 12,
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "logits_scaling": 16,
+        "mamba_conv_bias": True,
+        "mamba_d_conv": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 128,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 8,
+        "mamba_proj_bias": False,
+        "normalization_function": "rmsnorm",
+        "num_local_experts": 8,
+        "position_embedding_type": "nope",
+        "residual_multiplier": 0.22,
+        "rope_scaling": None,
+        "rope_theta": 10000,
+        "shared_intermediate_size": 48,
+    },
     "MiniMaxM2ForCausalLM": {
         "attn_type_list": [1, 1, 1, 1],
         "layernorm_mlp_alpha": 1.0,
@@ -128,7 +183,7 @@ def test_released_fields_are_known(architecture: str) -> None:
             "rope_parameters.low_freq_factor=1.0",
         ),
         ("rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "rope scaling 'dynamic'"),
-        ("layer_types", ["full_attention", "linear_attention"], "layer_types"),
+        ("layer_types", ["full_attention", "other_attention"], "layer_types"),
         ("hidden_act", "gelu", "hidden_act 'gelu'"),
     ],
 )
@@ -136,6 +191,8 @@ def test_a_field_that_changes_the_answers_is_refused_by_name(
     architecture: str, key: str, value: Any, named: str
 ) -> None:
     fields = {key: value}
+    if architecture.startswith("Granite") and key == "attention_multiplier":  # computes it
+        fields, named = {"query_multiplier": 0.2}, "query_multiplier=0.2"
     if architecture.startswith("Gemma"):  # computes one of them, and has another word for another
         fields = {"final_logit_scale": 2.0} if key == "final_logit_softcapping" else fields
         named = "final_logit_scale=2.0" if key == "final_logit_softcapping" else named
@@ -211,3 +268,40 @@ def test_gemma_3_is_the_same_in_the_words_of_older_and_of_newer_transformers() -
     newer["rope_parameters"]["sliding_attention"]["rope_type"] = "yarn"
     with pytest.raises(UnsupportedModel, match="'yarn' for blocks with a window"):
         read_shapes(newer)
+
+
+def test_which_blocks_keep_a_state() -> None:
+    def kinds(architecture: str, **fields: Any) -> list[str]:
+        layers = read_shapes(config(architecture, num_hidden_layers=5, **fields)).layers
+        return ["state" if isinstance(layer, StateSpec) else "attention" for layer in layers]
+
+    usual = ["state", "state", "state", "attention", "state"]
+    types = {"layer_types": ["linear_attention"] * 3 + ["full_attention", "linear_attention"]}
+    assert kinds("Qwen3NextForCausalLM") == kinds("Qwen3NextForCausalLM", **types) == usual
+    assert kinds("Qwen3NextForCausalLM", full_attention_interval=5)[3:] == ["state", "attention"]
+    assert kinds("Lfm2ForCausalLM") == ["state", "state", "attention", "state", "state"]
+    types = {"layer_types": ["mamba", "attention", "linear_attention", "full_attention", "mamba"]}
+    with pytest.raises(UnsupportedModel, match="possible: attention or full_attention or linear"):
+        kinds("GraniteMoeHybridForCausalLM", layer_types=["conv"] * 5)
+    assert kinds("GraniteMoeHybridForCausalLM", **types)[::2] == ["state"] * 3
+
+
+def test_heads_of_states_are_divided_among_ranks_or_refused() -> None:
+    one, two = (read_shapes(config("Qwen3NextForCausalLM"), n).layers[0] for n in (1, 2))
+    assert isinstance(one, StateSpec) and isinstance(two, StateSpec)
+    assert one.conv_parts == (2048, 2048, 4096) and two.conv_parts == (1024, 1024, 2048)
+    assert (two.num_heads, two.num_key_heads) == (16, 8)
+    with pytest.raises(ConfigError, match=r"linear_num_key_heads 6 .* tensor_parallel_size 4"):
+        read_shapes(
+            config(
+                "Qwen3NextForCausalLM",
+                linear_num_key_heads=6,
+                linear_num_value_heads=12,
+                num_key_value_heads=4,
+            ),
+            4,
+        )
+    with pytest.raises(ConfigError, match="expected a multiple of linear_num_key_heads 3"):
+        read_shapes(config("Qwen3NextForCausalLM", linear_num_key_heads=3))
+    with pytest.raises(UnsupportedModel, match="possible: --tensor-parallel-size 1"):
+        read_shapes(config("GraniteMoeHybridForCausalLM"), 2)

@@ -187,7 +187,9 @@ def test_a_stranger_without_the_secret_changes_no_role(apart: Apart) -> None:
     assert httpx.get(url).json()["role"] == "prefill"
 
 
-def test_one_dies_while_it_hands_over(own: Apart, stopped: Callable[[CommandProcess], None]) -> None:
+def test_one_dies_while_it_hands_over(
+    own: Apart, stopped: Callable[[CommandProcess], None]
+) -> None:
     """The prefill instance: the prompt is computed at once. The decode instance: an error or
     another's answer, and the prefill instance forgets the prompt."""
     body = text_body("dies", 30)
@@ -217,7 +219,9 @@ def test_the_decode_instance_dies_while_it_waits(own: Apart) -> None:
     wait_for(lambda: metric(own.prefill, "num_requests_running") == 0, "its end")
 
 
-def test_one_freezes_while_it_hands_over(own: Apart, stopped: Callable[[CommandProcess], None]) -> None:
+def test_one_freezes_while_it_hands_over(
+    own: Apart, stopped: Callable[[CommandProcess], None]
+) -> None:
     body = text_body("freezes", 30)
     with ThreadPoolExecutor(1) as threads:
         started = time.monotonic()

@@ -156,6 +156,20 @@ def _attention(
     return [ask_layer_drivers(hooks, inventory, "attention", "fd_attention_backends", questions)]
 
 
+def _state(
+    arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
+) -> list[Decision]:
+    from fastdeploy_core.contracts.attention import StateQuestion, StateSpec
+
+    shapes = _shapes(arguments)
+    place = _place(arguments, inventory, hooks)
+    specs = dict.fromkeys(spec for spec in shapes.layers if isinstance(spec, StateSpec))
+    questions = [StateQuestion(*place, spec) for spec in specs]
+    if not questions:
+        raise ConfigError(f"{shapes.architecture} has no layers that keep a state")
+    return [ask_layer_drivers(hooks, inventory, "state", "fd_state_backends", questions)]
+
+
 def _moe(arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager) -> list[Decision]:
     from fastdeploy_core.contracts.moe import MoEQuestion
 
@@ -397,6 +411,7 @@ _EXPLAIN: dict[str, Callable[[argparse.Namespace, Inventory, HookManager], list[
     "attention": _attention,
     "kernels": _kernels,
     "model": _model,
+    "state": _state,
     "moe": _moe,
     "expert_communicator": _expert_communicator,
     "quantizer": _quantizer,
@@ -405,4 +420,4 @@ _EXPLAIN: dict[str, Callable[[argparse.Namespace, Inventory, HookManager], list[
     "tool_parser": _parser_of_model,
 }
 # Kinds in which the next candidate serves where the best one cannot be imported.
-_NEGOTIATED = ("device", "attention", "moe", "expert_communicator", "kv_transport")
+_NEGOTIATED = ("device", "attention", "state", "moe", "expert_communicator", "kv_transport")

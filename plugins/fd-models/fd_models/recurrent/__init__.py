@@ -1,0 +1,1 @@
+"""Families with recurrent layers, these layers, and the driver that computes them."""

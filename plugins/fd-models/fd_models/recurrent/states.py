@@ -1,0 +1,176 @@
+"""Driver `plain` of layers that keep a state: plain tensor code on any device, and the answer that
+it gives at start-up. What it computes is in recurrences.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastdeploy_core.errors import CapabilityError
+
+from .recurrences import Chunks, causal, convolve, softplus, step, unit
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.attention import AttentionBatch, StateSpec, StateWeights
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.tensor import Tensor
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Rows that are computed at once."""
+
+    tokens: Tensor | slice  # of the step
+    sources: Tensor  # [R] int64: blocks that the states are read from
+    targets: Tensor  # [R] int64: and left in
+    is_new: Tensor  # [R] bool: begins with zeros
+    chunks: Chunks | None  # of a single row with several tokens; None: one token a row
+
+
+class PlainStates:
+    """Rows of one token together, others one after the other in chunks."""
+
+    name = "plain"
+    contract = (1, 3)
+    can_capture_decode = can_capture_mixed = False
+    features = frozenset({"delta", "space", "short_conv"})
+
+    def __init__(
+        self, spec: StateSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
+    ) -> None:
+        self.spec, self._block_size = spec, block_size
+        self._device, self._xp = device, device.xp
+        self._dtype = device.xp.dtype(spec.dtype)
+        self._has_state = spec.kind != "short_conv"
+        self._seen = causal(device)
+
+    def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
+        """The state and the last inputs of the convolution."""
+        spec = self.spec
+        conv = (num_blocks, spec.conv_width - 1, sum(spec.conv_parts))
+        if not self._has_state:
+            return (conv,)
+        return (num_blocks, spec.num_heads, spec.key_dim, spec.value_dim), conv
+
+    def prepare(self, batch: AttentionBatch) -> list[_Rows]:
+        """Which rows are computed at once, and where their states lie."""
+        if batch.is_padded or not batch.is_exact:
+            raise CapabilityError(
+                "state driver 'plain' takes steps as they come, and this one is padded or "
+                "captured; possible: a state driver of the device"
+            )
+        firsts = batch.cu_seqlens_q[:-1].astype(np.int64)
+        counts = batch.cu_seqlens_q[1:].astype(np.int64) - firsts
+        ends = batch.seq_lens.astype(np.int64)
+        starts, numbers = ends - counts, np.arange(batch.num_seqs)
+        size, tables = self._block_size, batch.block_tables
+        targets = tables[numbers, np.maximum(ends - 1, 0) // size].astype(np.int64)
+        sources = tables[numbers, np.maximum(starts - 1, 0) // size].astype(np.int64)
+        sources = np.where(starts > 0, sources, targets)
+        put, made = self._device.to_device, []
+        singles = np.flatnonzero(counts == 1)
+        if singles.size:
+            is_all = singles.size == batch.num_tokens
+            of_step = slice(0, singles.size) if is_all else put(firsts[singles])
+            where = (put(sources[singles]), put(targets[singles]))
+            made.append(_Rows(of_step, *where, put(starts[singles] == 0), None))
+        for row in np.flatnonzero(counts > 1).tolist():
+            chunks = Chunks(self._device, self._seen, int(counts[row]), int(starts[row]))
+            tokens, one = (
+                slice(int(firsts[row]), int(firsts[row] + counts[row])),
+                slice(row, row + 1),
+            )
+            where = (put(sources[one]), put(targets[one]))
+            made.append(_Rows(tokens, *where, put(starts[one] == 0), chunks))
+        return made
+
+    def forward(
+        self,
+        x: Tensor,
+        dt: Tensor | None,
+        beta: Tensor | None,
+        weights: StateWeights,
+        cache: tuple[Tensor, ...],
+        metadata: list[_Rows],
+    ) -> Tensor:
+        """As StateBackend.forward says."""
+        xp, spec = self._xp, self.spec
+        width = spec.num_heads * spec.value_dim if self._has_state else sum(spec.conv_parts)
+        out = xp.zeros([x.shape[0], width], dtype=self._dtype, device=self._device.device)
+        for rows in metadata:
+            convolved = self._convolve(_take(xp, x, rows.tokens), rows, weights, cache[-1])
+            y = convolved
+            if dt is not None:
+                rate = None if beta is None else _take(xp, beta, rows.tokens)
+                gates = (_take(xp, dt, rows.tokens), rate)
+                y = self._recur(xp.silu(convolved), *gates, weights, rows, cache[0])
+            y = y.to(self._dtype)
+            if isinstance(rows.tokens, slice):
+                out[rows.tokens] = y
+            else:
+                xp.index_copy_(out, 0, rows.tokens, y)
+        return out
+
+    def _old(self, kept: Tensor, rows: _Rows) -> Tensor:
+        """What the rows' blocks hold, zeros for rows that begin."""
+        found = self._xp.index_select(kept, 0, rows.sources)
+        is_new = rows.is_new.reshape([-1] + [1] * (found.ndim - 1))
+        return self._xp.where(is_new, self._xp.zeros_like(found), found)
+
+    def _convolve(self, x: Tensor, rows: _Rows, weights: StateWeights, kept: Tensor) -> Tensor:
+        """[tokens, channels] float32."""
+        xp, count = self._xp, 1 if rows.chunks is None else int(x.shape[0])
+        both = xp.cat([self._old(kept, rows), x.reshape([-1, count, x.shape[1]])], 1)
+        xp.index_copy_(kept, 0, rows.targets, both[:, count:].contiguous())
+        bias = None if weights.conv_bias is None else weights.conv_bias.float()
+        y = convolve(both.float(), weights.conv.float(), bias, count)
+        return y.reshape([-1, y.shape[2]])
+
+    def _recur(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        beta: Any,
+        weights: StateWeights,
+        rows: _Rows,
+        kept: Tensor,
+    ) -> Tensor:
+        """[tokens, num_heads * value_dim] float32. x: convolved, [tokens, channels]."""
+        xp, spec = self._xp, self.spec
+        decay: Any = weights.decay
+        parts = [p.reshape([p.shape[0], -1]) for p in xp.split(x, list(spec.conv_parts), -1)]
+        t = softplus(xp, dt.float() + weights.dt_bias)
+        g, b = decay * t, None
+        if spec.kind == "delta":
+            q, k, v = self._keys(parts[0]), self._keys(parts[1]), self._values(parts[2])
+            q, k = unit(xp, q) * spec.key_dim**-0.5, unit(xp, k)
+            b, added = xp.sigmoid(beta.float()), v
+        else:
+            v, k, q = self._values(parts[0]), self._keys(parts[1]), self._keys(parts[2])
+            added = v * t.unsqueeze(-1)
+        old = self._old(kept, rows).float()
+        if rows.chunks is None:
+            y, new = step(old, q, k, added, g, b)
+        else:
+            y, state = rows.chunks.scan(old[0], q, k, added, g, b)
+            new = state.unsqueeze(0)
+        xp.index_copy_(kept, 0, rows.targets, new.to(kept.dtype))
+        if weights.skip is not None:
+            y = y + v * weights.skip.unsqueeze(-1)
+        return y.reshape([y.shape[0], -1])
+
+    def _keys(self, x: Tensor) -> Tensor:
+        """[tokens, num_heads, key_dim]: a key head for each head."""
+        spec = self.spec
+        heads = x.reshape([x.shape[0], spec.num_key_heads, spec.key_dim])
+        return self._xp.repeat_interleave(heads, spec.num_heads // spec.num_key_heads, 1)
+
+    def _values(self, x: Tensor) -> Tensor:
+        return x.reshape([x.shape[0], self.spec.num_heads, self.spec.value_dim])
+
+
+def _take(xp: Any, x: Tensor, tokens: Tensor | slice) -> Tensor:
+    return x[tokens] if isinstance(tokens, slice) else xp.index_select(x, 0, tokens)
