@@ -4,7 +4,7 @@
 
 snapshot.json holds every method of every Protocol and of every base class of devices/ and
 fd-accelerator, every field of every record, every hook and operation. A difference under the
-same CONTRACT fails. It also holds what layers/, models/ and quantization/ name in `__all__`.
+same CONTRACT fails. It also holds what layers/, models/ and fd-quant-formats name in `__all__`.
 Plugins call these and do not implement them, so they may grow under the same number.
 """
 
@@ -22,19 +22,19 @@ from types import ModuleType
 from typing import Any
 
 import fd_accelerator
+import fd_quant_formats
 import msgspec
 
 import fastdeploy_core.contracts as contracts
 import fastdeploy_core.devices as devices
 import fastdeploy_core.layers as layers
 import fastdeploy_core.models as models
-import fastdeploy_core.quantization as quantization
 import fastdeploy_core.types as types
 from fastdeploy_core.contracts.base import CONTRACT, KINDS
 from fastdeploy_core.contracts.ops import OPERATIONS, QUANTIZED_OPERATIONS
 
 SNAPSHOT = Path(__file__).with_name("snapshot.json")
-CALLED = (layers, models, quantization)
+CALLED = (layers, models, fd_quant_formats)
 WRITE = "python tests/contract/test_snapshot.py"
 
 
@@ -289,7 +289,7 @@ def test_snapshot_sees_protocols_hooks_fields_and_operations():
     assert "question" in items["hook fd_device_probe"]
     assert "*bias: bool = ..." in items["layers.ModelBuilder"]["calls"]["linear"]
     assert "models.decoder.DecoderLayer" in items and "models.reading.ConfigReader" in items
-    assert "calls" in items["quantization.quantize_fp8"]
+    assert "calls" in items["fd_quant_formats.quantize_fp8"]
     assert all(KINDS[k].protocol.split(":")[-1] in str(items) for k in KINDS if KINDS[k].protocol)
 
 
