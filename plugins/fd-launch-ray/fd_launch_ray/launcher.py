@@ -133,6 +133,7 @@ class RayLauncher:
                     raise WorkerError(f"{name} cannot be started: {error}") from None
                 time.sleep(RETRY_S)
             except ray.exceptions.RayError as error:
+                ray.kill(node)  # else it would start later, where nobody looks for it
                 raise WorkerError(f"{name} cannot be started on the cluster: {error}") from None
 
     def stop(self, grace_s: float) -> None:

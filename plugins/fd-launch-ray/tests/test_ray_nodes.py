@@ -137,8 +137,8 @@ def test_launch_goes_on_when_a_node_is_lost(nodes: Nodes, tmp_path: Path) -> Non
         assert wait_until(lambda: "it is tried again" in said(), 100), said()
         assert answer() == first, "the other server answers while there is no room for this one"
         new = nodes.add()
-        assert wait_until(lambda: new in said(), 100), said()
-        assert wait_until(lambda: num_instances() == 2, 100)
+        assert wait_until(lambda: f" is at {new}:" in said(), 100), said()
+        assert wait_until(lambda: num_instances() == 2, 100), said()
         assert {answer() for _ in range(4)} == {first}
     finally:
         launched.terminate()
