@@ -298,7 +298,7 @@ class Link:
     def __init__(self, world: World, number: int, listener: Listener) -> None:
         self._world, self.number, self._listener = world, number, listener
         self._decode = wire.decoder(wire.FromEngine)
-        self._wire: Wire | None = None
+        self.wire: Wire | None = None
         self.is_dead = False
         self.puts: Counter[str] = Counter()
         self.delivered: set[str] = set()  # requests of which output came
@@ -310,15 +310,15 @@ class Link:
         """As Supervisor.send."""
         if self.is_dead:
             return
-        if self._wire is None:
+        if self.wire is None:
             raise Unavailable(NOT_READY)
         if isinstance(message, wire.Put):
             self.puts[message.request.request_id] += 1
-        self._wire.send(wire.encode(message))
+        self.wire.send(wire.encode(message))
 
     def health(self) -> EngineHealth:
         """As Supervisor.health."""
-        is_up = self._wire is not None
+        is_up = self.wire is not None
         return EngineHealth(
             alive=is_up, ready=is_up, last_progress_age_s=0.0, reason="", num_restarts=0
         )
@@ -337,14 +337,14 @@ class Link:
 
     def up(self, engine: Engine) -> None:
         """An engine is ready."""
-        self._wire = Wire(self._world, engine.inbox.append)
+        self.wire = Wire(self._world, engine.inbox.append)
         self._listener.on_ready(engine.process._core.info)
 
     def down(self) -> None:
         """It has died. Reported twice, as when its last words come before its end."""
-        if self._wire is not None:
-            self._wire.cut()
-        self._wire = None
+        if self.wire is not None:
+            self.wire.cut()
+        self.wire = None
         for _ in range(self._world.draw.choice([1, 2])):
             self._listener.on_down("died")
 
@@ -383,8 +383,8 @@ class Front:
         self.link.is_dead = True
         for client in self.clients:
             client.cancel()
-        if self.world.engine is not None:
-            self.world.engine.inbox.append(wire.encode(wire.Gone(self.number)))
+        if self.link.wire is not None:
+            self.link.wire.send(wire.encode(wire.Gone(self.number)))
 
 
 @dataclass
@@ -543,12 +543,16 @@ class World:
                     await asyncio.sleep(0.05)  # a client that reads slowly
 
     async def _see_it_stop(self, asked: Asked) -> None:
-        """When the client has left, by itself or with its front end, the engine stops soon. Where
-        requests come twice, the second one may come after the end of the first."""
+        """When the client has left, by itself or with its front end, the engine stops soon. But a
+        request may come twice, the second time after the first one's end, or be overtaken by the
+        word that its front end has died. Then the engine works to its end."""
         engine = self.engine
         await asyncio.sleep(LEAVE_S)
         name = asked.request.request_id
-        if engine is not None and not engine.is_dead and not self.faults.twice:
+        is_late = self.faults.twice or (
+            self.faults.overtaking and asked.front.num_lives > asked.life
+        )
+        if engine is not None and not engine.is_dead and not is_late:
             require(not engine.works_for(name), "the engine works for a client that left", name)
 
     # -- promises ---------------------------------------------------------------------------------
