@@ -50,7 +50,8 @@ EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
 # Between start and end a template writes a placeholder, as one token or as text.
 MAX_PLACE = 16
 FONT = "Roboto-Regular.ttf"
-FRAME_PIXELS = (299 * 28 * 28, 1196 * 28 * 28)  # where the folder only speaks of pictures
+# Where the folder only speaks of pictures: pixels of a frame, and frames of a video.
+FRAME_PIXELS, FRAMES = (299 * 28 * 28, 1196 * 28 * 28), (16, 180)
 MARKS = {
     "image": ("<|IMAGE_START|>", "<|IMAGE_END|>"),
     "video": ("<|VIDEO_START|>", "<|VIDEO_END|>"),
@@ -355,7 +356,7 @@ class ErnieProcessor(GridProcessor):
         image = image_rule(config, folder)
         video = read_video_rule(
             folder, image, sampling="steps", is_joined=False, counts_all=False, font=FONT,
-            pixels=FRAME_PIXELS,
+            pixels=FRAME_PIXELS, frames=FRAMES,
         )  # fmt: skip
         patch = next((config[k] for k in ("image_token_id", "im_patch_id") if k in config), None)
         known = added_tokens(folder)

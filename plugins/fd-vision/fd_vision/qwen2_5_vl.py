@@ -138,7 +138,7 @@ class Qwen2_5_VLForConditionalGeneration(VisionLM, Qwen2ForCausalLM):
     def media(config: Mapping[str, Any], folder: Path, rules: MediaRules) -> GridProcessor:
         """Pictures and videos."""
         image = image_rule(config, folder)
-        video = read_video_rule(folder, image, sampling="steps", is_joined=True, counts_all=False)
+        video = read_video_rule(folder, image, sampling="even", is_joined=True, counts_all=False)
         tokens = media_tokens(config, folder, image="image_token_id", video="video_token_id")
         per_second = vision_reader(config).number("tokens_per_second", default=4.0)
         return Qwen2_5Processor(rules, image, video, tokens, per_second)

@@ -35,9 +35,9 @@ class VideoRule(msgspec.Struct, frozen=True, tag=True):
     """What the preprocessor files say of videos, and what a family makes of them."""
 
     patches: PatchRule
-    # Which frames of n: "steps" of equal length from the first on, an even number of them;
-    # "ends": from the first to the last.
-    sampling: Literal["steps", "ends"]
+    # Which frames of n: "even", in steps of equal length from the first on, an even number of them;
+    # "steps", as many as there are; "ends", from the first to the last.
+    sampling: Literal["even", "steps", "ends"]
     is_joined: bool  # two frames are one patch; else each frame has patches of its own
     counts_all: bool  # the rule's pixels are of all frames together
     fps: float = FPS
@@ -62,15 +62,17 @@ def read_video_rule(
     folder: Path,
     image: PatchRule,
     *,
-    sampling: Literal["steps", "ends"],
+    sampling: Literal["even", "steps", "ends"],
     is_joined: bool,
     counts_all: bool,
     font: str = "",
     pixels: tuple[int, int] | None = None,
+    frames: tuple[int, int] = (4, MAX_FRAMES),
 ) -> VideoRule:
     """The rule of the model in this folder; ConfigError if its files are missing or say something
     else. `font`: frames show their time in this font, unless the files say otherwise. `pixels`:
-    the least and the most of a frame, where the folder has numbers for pictures alone."""
+    the least and the most of a frame, where the folder has numbers for pictures alone. `frames`:
+    the least and the most, where the files do not say."""
     path, found = read_file(folder, FILES, "video_processor")
     if pixels is not None and path.name == FILES[-1]:
         found = {**found, "min_pixels": pixels[0], "max_pixels": pixels[1]}
@@ -92,8 +94,8 @@ def read_video_rule(
             is_joined=is_joined,
             counts_all=counts_all,
             fps=float(found.get("fps") or FPS),
-            min_frames=int(found.get("min_frames", 4)),
-            max_frames=min(MAX_FRAMES, int(found.get("max_frames", MAX_FRAMES))),
+            min_frames=int(found.get("min_frames", frames[0])),
+            max_frames=min(MAX_FRAMES, int(found.get("max_frames", frames[1]))),
             frame_tokens=tokens if caps and counts_all else 0,
             total_tokens=tokens if caps and not counts_all else 0,
             font=letters,
@@ -119,7 +121,12 @@ def chosen(total: int, fps: float, rule: VideoRule) -> list[int]:
             count = min(max(count, rule.min_frames), rule.max_frames, total)
         found: list[int] = np.linspace(0, total - 1, count).round().astype(int).tolist()
         return found
-    if rule.num_frames:
+    number: float
+    if rule.sampling == "steps":
+        number = rule.num_frames or min(
+            max(total / fps * rule.fps, rule.min_frames), rule.max_frames, total
+        )
+    elif rule.num_frames:
         number = round(rule.num_frames / 2) * 2
     else:
         most = math.floor(min(rule.max_frames, total) / 2) * 2
@@ -127,8 +134,8 @@ def chosen(total: int, fps: float, rule: VideoRule) -> list[int]:
     if not number:  # a single frame, which stands for two
         return [0]
     # In float32, as torch counts.
-    steps = (np.arange(number) * (total / number)).astype(np.float32)
-    return [int(step) for step in steps]
+    steps = (np.arange(math.ceil(number)) * (total / number)).astype(np.float32)
+    return [int(step) for step in steps if step < total]
 
 
 def frame_size(width: int, height: int, count: int, rule: VideoRule) -> tuple[int, int]:

@@ -69,3 +69,18 @@ def test_tokens_are_those_of_each_prompt_alone(
                 assert metrics["preemptions_total"] > 0
             if setting.startswith("from the host"):
                 assert metrics["host_hit_tokens_total"] > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "ernie4_5_vl"])
+def test_two_ranks_say_the_same(
+    checkpoint: Callable[[str], Path], fd_tensor: str, name: str
+) -> None:
+    found = []
+    for ranks in (1, 2):
+        with LLM(
+            checkpoint(name), tensor_library=fd_tensor, tensor_parallel_size=ranks,
+            limit_mm_per_prompt={"video": 2}, **ROOM,
+        ) as llm:  # fmt: skip
+            outputs = llm.generate(mixes(name, 6), PARAMS, use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[0] == found[1]

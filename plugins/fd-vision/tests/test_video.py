@@ -20,8 +20,8 @@ from fd_vision.child import Job, answer, prepare
 from fd_vision.patches import PatchRule
 from fd_vision.processor import digest_of
 from fd_vision.sources import Source, read_source
-from fd_vision.video import VideoRule, chosen, frame_size
-from PIL import Image
+from fd_vision.video import VideoRule, chosen, frame_size, show_time
+from PIL import Image, ImageDraw, ImageFont
 from tiny import FAMILIES, Oracle, file_of, film, picture, runner_of
 
 from fastdeploy_core.api.llm import LLM
@@ -30,7 +30,7 @@ from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.types import SamplingParams
 
 
-def theirs(model: str, function: str) -> Callable[..., Any]:
+def theirs(model: str, function: str, **more: Any) -> Callable[..., Any]:
     """A function of transformers' video processors, which is plain arithmetic; their files import
     torchvision, which resizes pixels."""
     file = Path(transformers.__file__).parent / "models" / model / f"video_processing_{model}.py"
@@ -38,18 +38,19 @@ def theirs(model: str, function: str) -> Callable[..., Any]:
         node for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.FunctionDef) and node.name == function
     )  # fmt: skip
-    names: dict[str, Any] = {"np": np, "math": math, "torch": torch, "VideoMetadata": Any}
+    names: dict[str, Any] = {"np": np, "math": math, "torch": torch, "VideoMetadata": Any, **more}
     code = compile(ast.Module([found], []), str(file), "exec")
     exec(code, names)
     return names[function]  # type: ignore[no-any-return]
 
 
 QWEN2, QWEN3 = theirs("qwen2_vl", "sample_frames"), theirs("qwen3_vl", "sample_frames")
+ERNIE = theirs("ernie4_5_vl_moe", "sample_frames")
 QWEN3_SIZE = theirs("qwen3_vl", "smart_resize")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 ROOM = {"dtype": "float32", "max_model_len": 1024, "num_gpu_blocks_override": 96, "block_size": 16}
 RULE = VideoRule(
-    PatchRule(14, 2, 3136, 50176, (0.5,) * 3, (0.5,) * 3), "steps", True, False, min_frames=2
+    PatchRule(14, 2, 3136, 50176, (0.5,) * 3, (0.5,) * 3), "even", True, False, min_frames=2
 )
 ENDS = msgspec.structs.replace(RULE, sampling="ends", counts_all=True)
 # Frames, width and height in steps, frames for a second.
@@ -132,6 +133,9 @@ def test_the_frames_that_transformers_takes(total: int, fps: float) -> None:
         # Where it names a frame behind the last one, transformers fails.
         sampled = [n for n in QWEN2(own, meta, fps=2.0).tolist() if n < total]
         assert chosen(total, fps, RULE) == sampled
+    steps = msgspec.structs.replace(RULE, sampling="steps")
+    sampled = [n for n in ERNIE(own, meta, fps=2.0).tolist() if n < total]
+    assert chosen(total, fps, steps) == sampled
     for asked in (2, 6, 64):
         rules = [msgspec.structs.replace(rule, num_frames=asked) for rule in (RULE, ENDS)]
         if asked > total:
@@ -151,6 +155,22 @@ def test_the_size_that_transformers_takes(size: tuple[int, int], count: int) -> 
     width, height = size
     tall, wide = QWEN3_SIZE(count, height, width, 2, 28, **limits)
     assert frame_size(width, height, count, rule) == (wide, tall)
+
+
+def test_ernie_sees_the_time_in_a_corner() -> None:
+    """Pixel by pixel what transformers draws."""
+    font = next(Path("/usr/share/fonts").rglob("*.ttf"), None)
+    if font is None:
+        pytest.skip("no font on this machine")
+    pillow = {"ImageFont": ImageFont, "ImageDraw": ImageDraw}
+    same = {"to_pil_image": lambda image: image, "pil_to_tensor": lambda image: image}
+    draw = theirs("ernie4_5_vl_moe", "_render_image_with_timestamp", **pillow, **same)
+    words = theirs("ernie4_5_vl_moe", "_convert_timestamp")
+    for seconds, size in ((0.0, (200, 120)), (3725.456, (300, 300)), (59.999, (64, 900))):
+        ours, wanted = picture(*size, 1), picture(*size, 1)
+        show_time(ours, seconds, str(font))
+        draw(SimpleNamespace(font=str(font)), wanted, words(None, seconds))
+        assert ours.tobytes() == wanted.tobytes() != picture(*size, 1).tobytes()
 
 
 def job(source: bytes, rule: VideoRule = RULE, **more: Any) -> Job:
