@@ -7,7 +7,6 @@ import mmap
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from fastdeploy_core.contracts.device import MemoryInfo
@@ -56,12 +55,7 @@ class LowWater:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
         self._look()
