@@ -35,6 +35,7 @@ TEST_TOOLS = (
     "hatchling>=1.27",
     "aistudio-sdk>=0.3.5",
     "anthropic>=2",
+    "av>=14",
     "modelscope-hub>=0.5",
     "openai>=2",
     "pillow>=11",

@@ -34,7 +34,6 @@ from fastdeploy_core.types import (
 
 from .chat_reader import ChatParsers, ChatReader
 from .inputs import Prompt, Prompts, conversations, normalise_prompts, one_each
-from .progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -273,11 +272,22 @@ class LLM:
         use_tqdm: bool,
         reader: ChatReader | None,
     ) -> list[RequestOutput]:
+        from tqdm import tqdm
+
         results: dict[int, RequestOutput] = {}
-        with Progress(len(requests), use_tqdm) as progress:
+        num_read = num_written = 0
+        silent = not (use_tqdm and requests)
+        with tqdm(total=len(requests), desc="Processed prompts", disable=silent) as bar:
             for place, output in self._outputs(requests, texts, OutputKind.FINAL, reader):
                 results[place] = output
-                progress.finished(output)
+                if not silent:
+                    num_read += len(output.prompt_token_ids)
+                    num_written += sum(len(answer.token_ids) for answer in output.outputs)
+                    took_s = max(bar.format_dict["elapsed"], 1e-9)
+                    speed = f"input: {num_read / took_s:.1f} tok/s"
+                    speed += f", output: {num_written / took_s:.1f} tok/s"
+                    bar.set_postfix_str(speed, refresh=False)
+                    bar.update()
         return [results[place] for place in range(len(requests))]
 
     def _stream(
