@@ -1,5 +1,5 @@
 """Reads --speculative-config: every key of FastDeploy and vLLM is obeyed, or refused with its
-reason.
+reason (speculative.json).
 
 Options of a method stay in `options` under the inside name; the method itself checks them (its
 answer to fd_speculative_requirements).
@@ -8,7 +8,9 @@ answer to fd_speculative_requirements).
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from fastdeploy_core.errors import ConfigError
@@ -20,68 +22,17 @@ MAX_DRAFTS: Final = 32
 LOSSLESS: Final = "lossless"
 LOSSY_TOP_P: Final = "lossy_top_p"
 
+_TABLES: Final = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 # Other spellings of a method, with the options that each implies.
-METHODS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
-    "ngram": ("ngram_match", {}),
-    "[ngram]": ("ngram_match", {}),
-    "ngram_gpu": ("ngram_match", {}),
-    "deepseek_mtp": ("mtp", {}),
-    "ernie_mtp": ("mtp", {}),
-    "hybrid_mtp_ngram": ("mtp", {"mtp_strategy": "with_ngram"}),
-}
-NO_METHOD: Final = {
-    "naive": "it drafts nothing; leave --speculative-config out",
-    "eagle": "no installed method drafts with EAGLE heads",
-    "eagle3": "no installed method drafts with EAGLE heads",
-    "medusa": "no installed method drafts with Medusa heads",
-    "mlp_speculator": "no installed method drafts with MLP heads",
-}
+METHODS: Final[dict[str, tuple[str, dict[str, Any]]]] = _TABLES["methods"]
+NO_METHOD: Final[dict[str, str]] = _TABLES["no_method"]
 # vLLM's names of options that have another name here.
-OPTIONS: Final = {
-    "prompt_lookup_max": "max_ngram_size",
-    "prompt_lookup_min": "min_ngram_size",
-    "suffix_decoding_max_tree_depth": "max_depth",
-    "suffix_decoding_max_cached_requests": "max_cached_requests",
-    "suffix_decoding_max_spec_factor": "max_spec_factor",
-    "suffix_decoding_min_token_prob": "min_token_prob",
-}
-_REVISION = "models are read from a local folder; give the folder as model"
-_GRAPHS = "the drafter's steps are captured or not as the target's are"
-_NO_DRIVER = "the draft's layers run on the drivers that serve the target's"
-_CHAIN = "drafts form one chain; leave it out"
-_EXACT = (
-    "a draft is accepted when it is the token that the target samples; "
-    "possible: acceptance lossless, lossy_top_p"
-)
-# Known keys that are not taken, each with the value that asks for what happens anyway.
+OPTIONS: Final[dict[str, str]] = _TABLES["options"]
+# Known keys that are not taken: the reason, and the value that asks for what happens anyway.
 REFUSED: Final[dict[str, tuple[str, Any]]] = {
-    "num_gpu_block_expand_ratio": (
-        "the KV pool is measured with the draft's layers in it, so no ratio has to be set",
-        None,
-    ),
-    "enf_gen_phase_tag": ("thinking and answer are told apart by the parsers", False),
-    "enable_draft_logprob": (
-        "log-probabilities are those of accepted tokens; drafts have none",
-        False,
-    ),
-    "revision": (_REVISION, "main"),
-    "code_revision": (_REVISION, None),
-    "draft_load_config": ("the draft is loaded as the target is", None),
-    "max_model_len": ("drafts are made up to the target's length", None),
-    "enforce_eager": (_GRAPHS, None),
-    "disable_padded_drafter_batch": ("the device driver decides about padding", False),
-    "use_local_argmax_reduction": ("drafts are sampled like the target's tokens", False),
-    "attention_backend": (_NO_DRIVER, None),
-    "moe_backend": (_NO_DRIVER, None),
-    "parallel_drafting": (_CHAIN, False),
-    "speculative_token_tree": (_CHAIN, None),
-    "posterior_threshold": (_EXACT, None),
-    "posterior_alpha": (_EXACT, None),
-    "rejection_sample_method": (_EXACT, "strict"),
-    "acceptance_method": (_EXACT, "rejection_sampler"),
-    "draft_sample_method": ("drafts are sampled with the target's own random numbers", None),
-    "disable_logprobs": ("log-probabilities are given to who asks for them", False),
-    "disable_log_stats": ("set --disable-log-stats for the whole server", False),
+    name: (group["reason"], harmless)
+    for group in _TABLES["refused"]
+    for name, harmless in group["names"].items()
 }
 _ACCEPTANCE_OF = {"target_match": LOSSLESS, "topp": LOSSY_TOP_P}
 
