@@ -45,6 +45,7 @@ EQUIVALENT: Final = {
     ("logits_processor", "remove: is done twice"): "nothing is left to forget",
     ("logits_processor", "validate: is done twice"): "it only looks",
     ("scheduler", "abort: request_ids is in the other order"): "each is aborted for itself",
+    ("scheduler", "loads: gives what the call before gave"): "a report may be seen a little later",
     ("scheduler", "put_results: is done twice"): "deltas that come again are dropped",
     ("scheduler", "put_results: outputs has its last twice"): "deltas that come again are dropped",
     ("scheduler", "report_load: is done twice"): "the newest report counts",
