@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -139,10 +139,13 @@ def send(url: str, name: str, until: float) -> Counter[str]:
     attack, answers = ATTACKS[name], Counter[str]()
     data = attack.body if isinstance(attack.body, bytes) else json.dumps(attack.body).encode()
     with httpx.Client(base_url=url, timeout=120) as client:
-        call: Callable[[], str] = lambda: leave(url)  # noqa: E731
-        if attack.body is not None:
+
+        def call() -> str:
+            if attack.body is None:
+                return leave(url)
             headers = {"Content-Type": "application/json"}
-            call = lambda: str(client.post(attack.path, content=data, headers=headers).status_code)  # noqa: E731
+            return str(client.post(attack.path, content=data, headers=headers).status_code)
+
         while time.time() < until:
             try:
                 answers[call()] += 1
