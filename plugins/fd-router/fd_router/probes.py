@@ -86,15 +86,22 @@ class Probes:
         return bool(answer.status == 200)
 
     async def _read_role(self, instance: Instance) -> None:
-        """What it is for, and how others reach it; a server without fd-scale-out has no role."""
-        async with self._session.get(
-            f"{instance.url}/kv_handover",
-            timeout=self._timeout,
-            allow_redirects=False,
-            headers=self._headers,
-        ) as answer:
-            said = json.loads(await answer.content.read(MAX_ROLE_BYTES))
-        said = said if answer.status == 200 and isinstance(said, dict) else {}
+        """What it is for, and how others reach it. A server that does not know the route has no
+        role; one that does not answer just now keeps what it had, and is as ready as any other."""
+        said: object = None
+        try:
+            async with self._session.get(
+                f"{instance.url}/kv_handover",
+                timeout=self._timeout,
+                allow_redirects=False,
+                headers=self._headers,
+            ) as answer:
+                if answer.status == 200:
+                    said = json.loads(await answer.content.read(MAX_ROLE_BYTES))
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RecursionError) as error:
+            logger.debug("instance %s tells no role: %r", instance.name, error)
+            return
+        said = said if isinstance(said, dict) else {}
         role, instance.ticket = str(said.get("role", "")), str(said.get("ticket", ""))
         if role != instance.role:
             logger.info("instance %s: role %s", instance.name, role or "none")
