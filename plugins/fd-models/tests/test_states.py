@@ -39,7 +39,7 @@ class ForgetsBetweenSteps(PlainStates):
     def prepare(self, batch: Any) -> Any:
         rows = super().prepare(batch)
         for row in rows:
-            row.is_new = row.is_new | True
+            row.is_new = row.targets >= 0
         return rows
 
 
