@@ -1,9 +1,90 @@
-"""The conformance kit on driver `plain`."""
+"""The conformance kit on driver `plain`, and on drivers with one fault each, which must fail."""
 
 from __future__ import annotations
 
-from fastdeploy_testing.conformance.test_state import StateConformance
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fd_models.recurrent.states import PlainStates
+
+from fastdeploy_testing.conformance.test_state import SPECS, StateConformance
 
 
 class TestPlain(StateConformance):
     driver_name = "plain"
+
+
+class ReadsAtTheStart(PlainStates):
+    """A new sequence begins with what lies in its block."""
+
+    def _old(self, kept: Any, rows: Any) -> Any:
+        return self._xp.index_select(kept, 0, rows.sources)
+
+
+class OverwritesItsSource(PlainStates):
+    """The state goes on in the block that it was read from."""
+
+    def prepare(self, batch: Any) -> Any:
+        rows = super().prepare(batch)
+        for row in rows:
+            row.targets = row.sources
+        return rows
+
+
+class ForgetsBetweenSteps(PlainStates):
+    """Each step begins with zeros."""
+
+    def prepare(self, batch: Any) -> Any:
+        rows = super().prepare(batch)
+        for row in rows:
+            row.is_new = row.targets >= 0
+        return rows
+
+
+class TakesOtherKeyHeads(PlainStates):
+    """Key heads alternate instead of standing side by side."""
+
+    def _keys(self, x: Any) -> Any:
+        spec = self.spec
+        heads = x.reshape([x.shape[0], spec.num_key_heads, spec.key_dim])
+        return self._xp.cat([heads] * (spec.num_heads // spec.num_key_heads), 1)
+
+
+class KeepsAHalf(PlainStates):
+    """The state is rounded between steps."""
+
+    def _old(self, kept: Any, rows: Any) -> Any:
+        return super()._old(kept, rows).to(self._xp.bfloat16).to(kept.dtype)
+
+
+Check = Callable[..., None]
+CUT = StateConformance.test_sequences_cut_anywhere_and_mixed_equal_the_recurrence
+KEPT = StateConformance.test_a_state_that_was_left_stays_and_others_go_on_from_it
+
+
+@pytest.mark.parametrize("name", ["delta", "space"])
+@pytest.mark.parametrize(
+    ("driver", "check"),
+    [
+        (ReadsAtTheStart, CUT),
+        (OverwritesItsSource, KEPT),
+        (ForgetsBetweenSteps, CUT),
+        (TakesOtherKeyHeads, CUT),
+        (KeepsAHalf, CUT),
+    ],
+)
+def test_a_driver_with_a_fault_fails(
+    driver: type[PlainStates], check: Check, name: str, fd_tensor: str
+) -> None:
+    from fastdeploy_core.contracts.device import DeviceOptions
+    from fastdeploy_core.plugins.kernels import build_kernel_table
+    from fastdeploy_core.reference.device import CpuDevice
+
+    device = CpuDevice(DeviceOptions(tensor_library=fd_tensor, num_threads=1))
+    spec = replace(SPECS[name], dtype="float32")
+    given = (StateConformance(), driver, device, build_kernel_table("cpu"), spec)
+    with device.xp.no_grad(), pytest.raises(AssertionError):
+        check(*given)
+    device.close()
