@@ -106,10 +106,9 @@ def load_model(
         model = family(hf_config, build)
         _check_layers(shapes, build)
         fill_model(model, build, model_config.path, hf_config, model_config, checkpoint)
-    if cache is not None:
-        report += cache.report
-    elif config.model.weight_cache:
-        report.append(f"turned off: the weight cache; device {device.name} keeps no weights")
+    if config.model.weight_cache:
+        refused = [f"turned off: the weight cache; device {device.name} keeps no weights"]
+        report += refused if cache is None else cache.report
     report += [*_unquantized_lines(build), *_expert_lines(config, build)]
     return LoadedModel(
         model=model,
