@@ -205,7 +205,10 @@ class FaultyWorker(NullWorker):
 
     def _ends_with(self, seq_id: int, token: int) -> bool:
         state = self._sequences.get(seq_id)
-        return state is not None and state.tokens[state.new.num_prompt_tokens - 1] == token
+        if state is None:
+            return False
+        end = state.new.num_prompt_tokens
+        return state.tokens[end - 1 : end] == [token]  # none while the prompt is not whole
 
 
 def _break(output: ModelRunnerOutput, row: int) -> None:
