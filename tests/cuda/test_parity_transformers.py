@@ -74,6 +74,9 @@ class Theirs:
         if hasattr(config, "_experts_implementation"):
             options["experts_implementation"] = "eager"
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+        for module in model.modules():
+            if type(module).__name__ == "GptOssExperts":  # constants before transformers 5.19
+                module.alpha, module.limit = 1.702, config.swiglu_limit
         self.model = model.eval().cuda()
 
     def logits(self, prompts: dict[str, list[int]]) -> dict[str, np.ndarray]:

@@ -89,7 +89,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Stranger:
     wheels.mkdir()
     environment = Stranger(folder / "venv")
     environment.install(build(REPOSITORY, wheels))
-    for distribution in ("fastdeploy-testing", "fd-tools"):
+    for distribution in ("fastdeploy-testing", "fd-quant-formats", "fd-tools"):
         environment.install(build(REPOSITORY / "plugins" / distribution, wheels))
     made = environment.fastdeploy("plugins", "new", "fd-wonder", "--dir", folder)
     assert made.returncode == 0, made.stderr

@@ -452,9 +452,9 @@ def test_decision_by_score_then_name():
     assert decide("moe", "?", candidates, asked="no").winner == ""
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize(("device", "winner"), [("cuda", "cuda_paged"), ("gcu", "reference")])
 @pytest.mark.parametrize("needs", [{"window": 8}, {"chunk": 8}, {"sinks": True}, {"softcap": 30.0}])
-def test_installed_drivers_without_a_kind_of_layer_leave_it_to_the_reference(device, needs):
+def test_installed_drivers_without_a_kind_of_layer_leave_it_to_others(device, winner, needs):
     """Of every distribution that is installed, asked as for its own device."""
     inventory = discover()
     (question,) = attention_questions(
@@ -469,12 +469,11 @@ def test_installed_drivers_without_a_kind_of_layer_leave_it_to_the_reference(dev
     ask = (hooks, inventory, "attention", "fd_attention_backends", [question])
     decision = ask_layer_drivers(*ask)
     rows = {row.name: row.reason for row in decision.candidates if not row.accepted}
-    assert decision.winner == "reference"
-    for name in ("cuda_paged", "cpu_native"):
-        if any(entry.name == name for entry in inventory.of("attention")):
-            (word,) = needs
-            assert f"does not declare {word}" in rows[name]
-    assert "cuda_paged" in rows
+    assert decision.winner == winner
+    (word,) = needs
+    assert f"does not declare {word}" in rows["gcu_flash"]
+    if winner == "reference":
+        assert "runs on cuda" in rows["cuda_paged"]
 
 
 def test_a_window_that_no_sequence_exceeds_is_no_window():

@@ -39,10 +39,8 @@ def place(panels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(place: Path) -> dict[str, str]:
     dropped = ("FD_", "SIM_", "CUSTOM_DEVICE_ROOT", "PYTEST")
     kept = {n: v for n, v in os.environ.items() if not n.startswith(dropped)}
-    packages = [
-        ROOT,
-        *(ROOT / "plugins" / n for n in ("fd-accelerator", "fd-simdevice", "fastdeploy-testing")),
-    ]
+    plugins = ("fd-accelerator", "fd-quant-formats", "fd-simdevice", "fastdeploy-testing")
+    packages = [ROOT, *(ROOT / "plugins" / name for name in plugins)]
     return kept | {
         "PATH": f"{place / 'venv' / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(map(str, packages)),
