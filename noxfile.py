@@ -61,11 +61,13 @@ LATER = (
     *("tests/docs/test_migrate.py", "tests/docs/test_two_nodes.py"),
     *("tests/plugins/test_doctor.py", "tests/plugins/test_hostile.py"),
     *("tests/plugins/test_model_plugin.py", "tests/plugins/test_new.py"),
+    *("tests/plugins/test_picture_plugin.py", "tests/plugins/test_template.py"),
     *("tests/server/test_many_instances.py", "tests/server/test_replicas.py"),
 )
 # Their suites need neither a compiler nor hardware, so `tests` has them, too; what takes minutes,
 # such as Triton's interpreter, is left to session `plugins`.
 INTERPRETED = ("test_quant*", "test_*_blocks", "test_attention*")
+REAL_SERVERS = ("prefill*", "kv_events", "router")  # of fd-router's
 LIGHT = {
     "plugins/fd-agent-apis": (),
     "plugins/fd-accelerator": (),
@@ -75,17 +77,17 @@ LIGHT = {
     "plugins/fd-cuda": tuple(f"--ignore-glob=*/{name}.py" for name in INTERPRETED),
     "plugins/fd-gguf": (),
     "plugins/fd-grammar-llguidance": (),
-    "plugins/fd-hub": (),
+    "plugins/fd-hub": ("--dist=load",),
     "plugins/fd-kv-disk": (),
     "plugins/fd-kv-shm": (),
     "plugins/fd-kv-tcp": (),
-    "plugins/fd-launch": (),
+    "plugins/fd-launch": ("--ignore-glob=*/test_launch.py",),
     "plugins/fd-models": (),
     "plugins/fd-parsers": (),
     "plugins/fd-quant-formats": (),
     "plugins/fd-quant-hub": (),
     "plugins/fd-quant-wint2": (),
-    "plugins/fd-router": ("--ignore-glob=*/test_prefill*.py",),
+    "plugins/fd-router": tuple(f"--ignore-glob=*/test_{name}.py" for name in REAL_SERVERS),
     "plugins/fd-scale-out": (),
     # Most of its tests are in one file, and they wait more than they compute.
     "plugins/fd-sched-redis": ("--dist=load", "-m", "not slow"),
