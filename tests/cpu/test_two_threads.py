@@ -92,3 +92,10 @@ def play_with(world: World, seed: int) -> int:
 
 def test_results_read_in_mid_launch_change_nothing(world: World) -> None:
     assert sum(play_with(world, seed) for seed in range(12)) > 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_thousand_runs_change_nothing(world: World) -> None:
+    for seed in range(12, 1012):
+        play_with(world, seed)
