@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from fastdeploy_core import envs
 from fastdeploy_core.errors import ConfigError
-from fastdeploy_core.types import InstanceRole
 
 from .argument_table import Argument
 from .argument_values import ARGUMENTS, normalise, of_scope, rows_of, with_defaults
@@ -193,8 +192,8 @@ def _cache_config(v: Mapping[str, Any]) -> CacheConfig:
 
 
 def _handover_config(v: Mapping[str, Any]) -> HandoverConfig:
-    role = InstanceRole(v["splitwise_role"])
-    transport = v["kv_transport"] or ("" if role is InstanceRole.MIXED else "auto")
+    role = v["splitwise_role"]
+    transport = v["kv_transport"] or ("" if role == "mixed" else "auto")
     asked = f"--kv-transport {transport} (--splitwise-role {role})"
     if transport and v["kv_store"]:
         raise ConfigError(f"{asked} and --kv-store exclude each other; leave one of them out")

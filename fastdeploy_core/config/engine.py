@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fastdeploy_core.types import InstanceRole
-
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
@@ -77,7 +75,7 @@ class HandoverConfig:
 
     transport: str = ""  # KV transport, or "auto"; empty: none are handed over
     address: str = ""  # HOST:PORT where it listens; empty: the driver's choice
-    role: InstanceRole = InstanceRole.MIXED  # at the start
+    role: Literal["mixed", "prefill", "decode"] = "mixed"  # at the start
     timeout_s: float = 60.0  # what a request waits for its blocks at most
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
 
 from fastdeploy_core.contracts.base import Accept, Candidate, Decline
 from fastdeploy_core.plugins import preflight_child
+from fastdeploy_core.plugins.discovery import HOOKS, discover
 from fastdeploy_core.plugins.preflight import Job, decode_candidate, run
 from tests.plugin_modules import module_writer
 
@@ -184,3 +187,19 @@ def test_one_that_ends_its_parent_is_blamed_alone(write):
 
 def test_no_jobs_need_no_child():
     assert run([]) == []
+
+
+def test_hook_modules_of_this_repository_import_nothing_heavy():
+    """Each start imports all of them in processes of their own."""
+    targets = [e.module for e in discover().of(HOOKS) if not e.is_core]
+    heavy = ("torch", "paddle", "numpy", "pydantic", "fastapi")
+    code = (
+        "import importlib, sys\n"
+        "for name in ('base', 'hookspecs', 'device', 'attention', 'moe'):\n"
+        "    importlib.import_module(f'fastdeploy_core.contracts.{name}')\n"
+        f"for name in {targets!r}:\n"
+        "    importlib.import_module(name)\n"
+        f"    print(*(f'{{name}} imports {{m}}' for m in {heavy!r} if m in sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not done.stdout.strip(), done.stdout.strip().splitlines()[0]

@@ -114,7 +114,7 @@ class Handovers:
         self._options = TransportOptions(
             secret=shared_secret(), model_revision=self._digest, address=asked.address
         )
-        self._role, self._next_role = asked.role, asked.role
+        self._role = self._next_role = InstanceRole(asked.role)
         self.report = f"KV handover: transport {asked.transport}, role {asked.role}"
         self._sending: dict[str, Sending] = {}
         self._receiving: dict[str, Receiving] = {}
