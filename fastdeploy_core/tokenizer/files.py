@@ -95,6 +95,12 @@ def _add_tokens(backend: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     decoder = files.config.get("added_tokens_decoder")
     entries = decoder.items() if isinstance(decoder, Mapping) else []
+    for key, _ in entries:
+        if not key.isdecimal():
+            raise ConfigError(
+                f"{files.path / 'tokenizer_config.json'}: added_tokens_decoder has the key "
+                f"{key[:40]!r}, which is no token id; correct the file or remove the entry"
+            )
     for _, entry in sorted(entries, key=lambda item: int(item[0])):
         token = _added_token(entry)
         if token is not None and token.content not in known:
