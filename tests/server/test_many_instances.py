@@ -184,8 +184,10 @@ def test_a_drained_instance_leaves_the_queue_to_others(
         wait_for(lambda: draining() == [False, True], "the queue to know")
         ask_all()  # it may have been asking for requests in that moment
         assert ask_all() == 0
-        os.kill(engine_of(first), signal.SIGKILL)
-        wait_for(lambda: draining() == [False], "the lease to end")
+        lost = engine_of(first)
+        os.kill(lost, signal.SIGKILL)
+        wait_for(lambda: not {lost}.issuperset(engines_of(first)), "a new engine", 60)
+        time.sleep(LEASE_S)  # what the lost one said is forgotten
         wait_for(lambda: draining() == [False, True], "the new engine to be told", 60)
         ask_all()
         assert ask_all() == 0
