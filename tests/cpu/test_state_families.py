@@ -22,8 +22,8 @@ from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.tensor import DTYPE_BYTES
 from fastdeploy_core.types.worker import LayerGroup, WorkerInfo
-from fastdeploy_testing.generate import sampled_tokens
 from tests.checkpoints import NUM_GREEDY, STATE_VARIANTS, build, reference
+from tests.cpu.test_families_engine import check_engine
 from tests.paged import PagedModel
 from tests.parity import check_chunks_beside_a_decode, check_prompts_and_greedy, relative_error
 from tests.tp_rank import run_ranks
@@ -79,24 +79,7 @@ def test_what_transformers_decoded_gives_the_same_as_a_prompt(
 def test_the_engine_gives_the_tokens_of_transformers(
     checkpoints: Path, variant: str, tensor_library: str
 ) -> None:
-    """All prompts at once, a step has at most 9 tokens; then each alone, which finds its state."""
-    answers = reference(checkpoints / variant)
-    result = sampled_tokens(
-        checkpoints / variant,
-        [answer["prompt"].tolist() for answer in answers],
-        [{}],
-        max_tokens=NUM_GREEDY,
-        device="cpu",
-        dtype="float32",
-        tensor_library=tensor_library,
-        block_size=8,
-        max_num_batched_tokens=9,
-        max_num_seqs=4,
-    )
-    (run,) = result["runs"]
-    expected = [answer["greedy"].tolist() for answer in answers]
-    assert run["together"] == expected and run["alone"] == expected
-    assert result["metrics"]["prefix_hit_tokens_total"] > 0, result["metrics"]
+    check_engine(checkpoints / variant, tensor_library)
 
 
 # Rows in groups by key head; rows in plain order; convolutions alone.
