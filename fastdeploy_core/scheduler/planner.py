@@ -179,19 +179,21 @@ class StepPlanner:
         """[places] the most drafts that each row is fed; None: none has any. Every due row keeps a
         token of the budget; drafts get the rest. left: tokens up to a sequence's limit."""
         device, step = self._device, self._step
-        drafts: np.ndarray = np.where(is_due, self._roster.columns.asked[places], 0)
-        has_drafts = bool(drafts.any())
+        drafts: np.ndarray = self._roster.columns.asked[places] * is_due
+        has_drafts = np.count_nonzero(drafts) > 0
+        if not has_drafts:
+            self._keeps_back = False
+            return None
         # A step with prompts is a captured graph only without drafts: they take turns.
         if device.captures_drafts and self._has_prompts():
-            self._keeps_back = not self._keeps_back and has_drafts
-            has_drafts = has_drafts and self._keeps_back
+            has_drafts = self._keeps_back = not self._keeps_back
         budget = step.budget - int(np.count_nonzero(is_due))
         if device.captures_drafting:  # a captured graph feeds all that the device holds, or none
-            has_drafts = has_drafts and int(drafts.sum()) <= budget
+            has_drafts = has_drafts and int(np.add.reduce(drafts)) <= budget
         elif has_drafts:
             drafts = np.minimum(drafts, np.maximum(left - 1, 0))
             drafts = np.clip(budget - (np.cumsum(drafts) - drafts), 0, drafts)
-            has_drafts = bool(drafts.any())
+            has_drafts = np.count_nonzero(drafts) > 0
         return drafts if has_drafts else None
 
     def _plan_several(
@@ -200,16 +202,17 @@ class StepPlanner:
         """How many times all running sequences decode in this step, with blocks for what that
         makes."""
         columns, count, width = self._roster.columns, self._count, 1 + self._num_drafts
-        if count.most == 1 or self._has_prompts() or (columns.kind[places] == OTHER).any():
+        if count.most == 1 or self._has_prompts():
+            return 1
+        if np.count_nonzero(columns.kind[places] == OTHER):
             return 1
         if self._num_drafts:  # each decode is fed what the one before made
-            has_all = drafts is not None and (drafts == self._num_drafts).all()
-            if not has_all:
+            if drafts is None or np.count_nonzero(drafts != self._num_drafts):
                 return 1
         elif drafts is not None:
             return 1
         computed, limit = columns.computed[places], columns.limit[places]
-        number = count.choose((int((limit - computed).min()) - 1) // width)
+        number = count.choose((int(np.minimum.reduce(limit - computed)) - 1) // width)
         number = min(number, self._device.max_drafted_decodes) if self._num_drafts else number
         ends = np.minimum(computed + (number * width + self._lookahead), limit)
         return number if number > 1 and self._grow_all(seqs, places, ends) else 1

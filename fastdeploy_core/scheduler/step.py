@@ -164,7 +164,7 @@ class StepBuilder:
                 self._cohort = Cohort(seqs.copy(), places, seq_ids)
         self._has_cohort, self._num_decodes = True, num_decodes
         self.has_drafts = drafts is not None
-        if drafts is None or (drafts == drafts[0]).all():
+        if drafts is None or not np.count_nonzero(drafts != drafts[0]):
             number = 0 if drafts is None else int(drafts[0])
             self._decodes = self._cohort.decodes(number, num_decodes)
         else:

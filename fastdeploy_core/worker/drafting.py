@@ -230,6 +230,11 @@ class Drafting:
                 seq_id = int(slots.seq_ids[slot])
                 self.guard.observe(drafter, seq_id, drafted, int(accepted[0, row]))
 
+    def check(self, drafts: np.ndarray) -> None:
+        """Count it if the device has found something that is no token among these proposals."""
+        if self._drafter is not None:
+            self.guard.check_taken(self._drafter, drafts)
+
     def collect(
         self, launched: Launched, found: ModelRunnerOutput, drafts: np.ndarray | None
     ) -> None:
@@ -244,7 +249,7 @@ class Drafting:
             return
         table = np.full((slots.size, limit), NO_DRAFT, dtype=np.int64)
         if drafts is not None:
-            self.guard.check_taken(self._drafter, drafts)
+            self.check(drafts)
             table[:, : drafts.shape[1]] = np.maximum(drafts, NO_DRAFT)[:, :limit]
         for drafter in (None if self.on_device else self._drafter, self._follower):
             if drafter is None:

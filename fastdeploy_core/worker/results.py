@@ -118,12 +118,12 @@ class Results:
     def _read(self, launched: Launched) -> None:
         arriving, rows = launched.arriving, launched.rows
         wait_for(arriving.event)
-        if self._awaited is not None:
+        if self._awaited is not None and not self._outdates(launched):
             self._take_awaited()
         if self._drafting is None and self._take_single(launched):
             return
         arrays = iter(() if arriving.download is None else arriving.download.arrays)
-        pages: list[np.ndarray] = []
+        pages: np.ndarray | None = None
         fed = NO_TOKENS
         drafts: Arrival | np.ndarray | None = None
         if arriving.posted:
@@ -136,18 +136,18 @@ class Results:
         found = ModelRunnerOutput(
             step_id=launched.step_id,
             token_ids=NO_TOKENS,
-            counts=rows.slots * 0,
+            counts=rows.slots * 0 if pages is None else None,
             errors={**launched.errors},
         )
         logprobs = self._read_logprobs(launched, found, arrays)
-        if pages:
-            self._take_tokens(launched, found, pages)
+        if pages is not None:
+            counts = self._take_tokens(launched, found, pages)
             self._name_logprobs(launched, found, logprobs)
         if self._drafting is not None:
             self._num_left[rows.slots] = 0
         if self._drafting is not None and launched.concerns_drafters:
-            if pages and rows.width > 1:
-                self._tell_drafts(launched, found, pages, fed)
+            if pages is not None and rows.width > 1:
+                self._tell_drafts(launched, found, counts, fed)
             if isinstance(drafts, Arrival):
                 self._awaited = (launched, found, drafts)
             else:
@@ -190,28 +190,28 @@ class Results:
         return True
 
     @staticmethod
-    def _posted(arriving: Arriving) -> tuple[list[np.ndarray], np.ndarray]:
-        """[B, columns] marked tokens of each decode, and [num_decodes, B] drafts that were
-        judged."""
+    def _posted(arriving: Arriving) -> tuple[np.ndarray, np.ndarray]:
+        """[B, num_decodes, columns] marked tokens, and [num_decodes, B] drafts that were judged."""
         pages = [arrived(post.results) for post in arriving.posted]
-        width = pages[0].shape[1] - NUM_MORE
-        fed = np.stack([page[:, width] for page in pages])
-        return [page[:, :width] for page in pages], fed
+        size, columns = pages[0].shape
+        table = pages[0] if len(pages) == 1 else np.concatenate(pages, 1)
+        table = table.reshape([size, len(pages), columns])
+        return table[:, :, :-NUM_MORE], table[:, :, -NUM_MORE].T
 
     def _copied(
         self, launched: Launched, arrays: Iterator[np.ndarray]
-    ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray | None]:
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """The same of rows that sample, and [B, n] drafts for the next step."""
         rows, arriving, values = launched.rows, launched.arriving, next(arrays)
         size, columns = rows.slots.size, arriving.num_columns
         if rows.num_decodes > 1:  # kernel keep_results: in the column of its position
             nth = rows.starts[:, None] + np.arange(1, 1 + rows.num_decodes)
             values = np.take_along_axis(values[:size], nth % values.shape[1], 1)
-            pages = np.split(values, rows.num_decodes, 1)
+            pages = values[:, :, None]
         else:
             table = values.reshape([-1, columns]) if values.ndim == 1 else values
             num_sampling = size if rows.is_decode else int(np.count_nonzero(rows.samples))
-            pages = [table[:num_sampling, :columns].copy()]
+            pages = table[:num_sampling, None, :columns].copy()
         drafts: np.ndarray | None = None
         if arriving.has_drafts:
             drafts = values[:size, columns:] if arriving.is_joined else next(arrays)[:size]
@@ -219,35 +219,40 @@ class Results:
         return pages, np.minimum(fed, columns - 1)[None], drafts
 
     def _take_tokens(
-        self, launched: Launched, found: ModelRunnerOutput, pages: list[np.ndarray]
-    ) -> None:
+        self, launched: Launched, found: ModelRunnerOutput, pages: np.ndarray
+    ) -> np.ndarray:
         """Write tokens into the history of sequences that are still here, and advance grammars. A
-        row is cut before what means nothing, and fails if nothing of it is left."""
+        row is cut before what means nothing, and fails if nothing of it is left. Returns how many
+        tokens each decode gave, [sampling rows, num_decodes]."""
         rows, slots = launched.rows, launched.rows.slots
         own = None if rows.is_decode or rows.samples.all() else np.flatnonzero(rows.samples)
         owners = launched.owners
         if own is not None:
             slots, owners = slots[own], owners[own]
         stays = self._slots.owner[slots] == owners
-        is_whole = bool(stays.all())  # else a slot has changed hands since the launch
         sampling, state = launched.sampling, self._state
         assert sampling is not None
-        for page in pages:
+        has_grammars = state is not None and bool(sampling.plan.flags & bits.GRAMMAR)
+        is_odd = has_grammars or bool(found.errors) or np.count_nonzero(pages[:, :, 0] < 0)
+        for page in pages.transpose(1, 0, 2) if is_odd else ():
             if found.errors or np.count_nonzero(page[:, 0] < 0):
                 self._cut_broken(launched, found, page, own)
-            if state is not None and sampling.plan.flags & bits.GRAMMAR:
+            if has_grammars:
                 self._advance_grammars(found, page, slots, own, stays)
-            counts = np.add.reduce(page >= 0, 1)
-            if is_whole:
-                self._slots.learn(slots, page, counts)
-            else:
-                self._slots.learn(slots[stays], page[stays], counts[stays])
-        tokens = pages[0] if len(pages) == 1 else np.concatenate(pages, 1)
-        is_kept = tokens >= 0
-        found.token_ids = tokens[is_kept]
-        counts = np.zeros(rows.slots.size, dtype=np.int64)
-        counts[slice(None) if own is None else own] = np.add.reduce(is_kept, 1)
+        is_kept = pages >= 0
+        by_decode = np.add.reduce(is_kept, 2)
+        counts = np.add.reduce(by_decode, 1)
+        found.token_ids = pages[is_kept]
+        if np.count_nonzero(stays) == slots.size:
+            self._slots.learn(slots, found.token_ids, counts)
+        else:  # a slot has changed hands since the launch
+            is_kept[~stays] = False
+            self._slots.learn(slots[stays], pages[is_kept], counts[stays])
+        if own is not None:
+            counts, given = rows.slots * 0, counts
+            counts[own] = given
         found.counts = counts
+        return by_decode
 
     @staticmethod
     def _cut_broken(
@@ -289,15 +294,14 @@ class Results:
     # -- drafts -----------------------------------------------------------------------------------
 
     def _tell_drafts(
-        self, launched: Launched, found: ModelRunnerOutput, pages: list[np.ndarray], fed: np.ndarray
+        self, launched: Launched, found: ModelRunnerOutput, counts: np.ndarray, fed: np.ndarray
     ) -> None:
-        rows, size = launched.rows, launched.rows.slots.size
-        found.num_drafts = np.zeros((len(pages), size), dtype=np.int64)
-        found.num_accepted = np.zeros_like(found.num_drafts)
-        own = slice(None) if rows.is_decode else np.flatnonzero(rows.samples)
-        found.num_drafts[:] = fed
-        for number, page in enumerate(pages):
-            found.num_accepted[number, own] = np.maximum(np.add.reduce(page >= 0, 1) - 1, 0)
+        """counts: of `_take_tokens`. fed: [num_decodes, B] drafts."""
+        found.num_drafts, accepted = fed, np.maximum(counts.T - 1, 0)
+        if not launched.rows.is_decode:
+            accepted = np.zeros_like(fed)
+            accepted[:, launched.rows.samples] = np.maximum(counts.T - 1, 0)
+        found.num_accepted = accepted
         assert self._drafting is not None
         self._drafting.observe(launched, found)
 
@@ -310,6 +314,19 @@ class Results:
         self._num_left[slots] = 0 if drafts is None else np.add.reduce(drafts >= 0, 1)
         self._drafting.collect(launched, found, drafts)
         launched.times.draft_s += time.perf_counter() - began
+
+    def _outdates(self, launched: Launched) -> bool:
+        """Whether the step was fed the awaited drafts on the device, and left new ones for the same
+        rows: then nobody asks for the old ones."""
+        assert self._awaited is not None and self._drafting is not None
+        before, _, arrival = self._awaited
+        if launched.rows.slots is not before.rows.slots or launched.fed is not None:
+            return False
+        if not launched.arriving.posted or not launched.arriving.has_drafts:
+            return False
+        self._drafting.check(arrival.peek())
+        self._awaited = None
+        return True
 
     def _take_awaited(self) -> None:
         """Drafts that were still on their way when the step that made them was read."""

@@ -24,7 +24,7 @@ from fastdeploy_core.memory.postbox import Postbox
 from fastdeploy_core.memory.transfers import Uploads
 from fastdeploy_core.types import BatchRows, NewSequence, SchedulerOutput
 
-from .step import SampledPositions, StepRows
+from .step import StepRows
 
 if TYPE_CHECKING:
     from fastdeploy_core.config import EngineConfig
@@ -106,6 +106,7 @@ class Slots:
         # a glance that they did.
         self._last: StepRows | None = None
         self._last_ids = np.zeros(0, dtype=np.int64)
+        self._last_counts: np.ndarray | None = None  # of the last message, if its rows were alike
         self._num_gone = 0  # sequences that left since then
         self._uniform: dict[tuple[int, int, int], StepRows] = {}
         # The device's entries, and what the host has told it.
@@ -228,11 +229,11 @@ class Slots:
         return self.token_ids[slot, self.num_prompt[slot] : self.num_known[slot]]
 
     def learn(self, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """The host learns the next tokens of each slot: the first `counts` of tokens [slots, n]."""
-        known = self.num_known[slots]
-        where = known[:, None] + np.arange(tokens.shape[1])
+        """The host learns the next `counts` tokens of each slot; tokens: [sum of counts]."""
+        ends, known = np.add.accumulate(counts), self.num_known[slots]
+        where = np.arange(tokens.size) + np.repeat(known + counts - ends, counts)
         most = self.token_ids.shape[1] - 1  # what has come to its end goes on until that is known
-        self.token_ids[slots[:, None], np.minimum(where, most)] = tokens
+        self.token_ids[np.repeat(slots, counts), np.minimum(where, most)] = tokens
         self.num_known[slots] = np.minimum(known + counts, self.max_model_len + 1)
 
     def learn_one(self, slots: np.ndarray, tokens: np.ndarray) -> None:
@@ -285,18 +286,24 @@ class Slots:
         return bool(self._num_gone and (self.seq_ids[last.slots] != self._last_ids).any())
 
     def _read(self, message: BatchRows, slots: np.ndarray, num_decodes: int) -> StepRows:
-        counts, num_drafts = message.counts, message.num_drafts
-        if (counts <= num_drafts).any() or (num_drafts > self.max_drafts * num_decodes).any():
+        counts, num_drafts, last = message.counts, message.num_drafts, self._last
+        is_same = counts is self._last_counts and last is not None and slots is last.slots
+        if is_same and num_decodes == last.num_decodes:
+            return self._decodes(slots, message.starts, last.width - 1, num_decodes)
+        self._last_counts = None
+        own, most = counts - num_drafts, int(num_drafts.max(initial=0))
+        if np.count_nonzero(own <= 0) or most > self.max_drafts * num_decodes:
             raise WorkerError(
                 f"a step is inconsistent: {counts.tolist()} tokens with {num_drafts.tolist()} "
                 f"drafts, of which a sequence has at most {self.max_drafts}"
             )
-        is_decode = message.samples.all() and bool((counts - num_drafts == num_decodes).all())
-        most = int(num_drafts.max(initial=0)) // num_decodes
-        if is_decode and slots.size and (num_drafts == most * num_decodes).all():
-            return self._decodes(slots, message.starts, most, num_decodes)
+        is_decode = np.count_nonzero(message.samples & (own == num_decodes)) == slots.size
+        is_uniform = np.count_nonzero(num_drafts == most) == slots.size
+        if is_decode and is_uniform and slots.size and not most % num_decodes:
+            self._last_counts = counts
+            return self._decodes(slots, message.starts, most // num_decodes, num_decodes)
         columns = (slots, message.starts, counts, num_drafts, message.samples)
-        return StepRows(*columns, is_decode=bool(is_decode), width=1 + most)
+        return StepRows(*columns, is_decode=is_decode, width=1 + most // num_decodes)
 
     def _decodes(
         self, slots: np.ndarray, starts: np.ndarray, num_drafts: int, num_decodes: int
@@ -306,13 +313,10 @@ class Slots:
         key = (slots.size, num_drafts, num_decodes)
         if key not in self._uniform:
             same = np.full(slots.size, num_drafts, dtype=np.int64)
-            counts, width = (same + 1) * num_decodes, 1 + num_drafts
-            nth = np.tile(np.arange(width), slots.size)
-            where = SampledPositions(
-                np.repeat(np.arange(slots.size), width), np.arange(nth.size), nth
-            )
-            made = StepRows(slots, starts, counts, same, same >= 0, True, width, num_decodes)
-            made.sampled = where
+            columns = (slots, starts, same + 1, same, same >= 0)
+            made = StepRows(*columns, is_decode=True, width=1 + num_drafts, num_decodes=num_decodes)
+            made.positions()  # the same in each decode
+            made.counts = made.counts * num_decodes
             self._uniform[key] = made
         like = self._uniform[key]
         rows = StepRows(slots, starts, like.counts, like.num_drafts, like.samples, True, like.width)
@@ -329,9 +333,8 @@ class Slots:
         that can be is held to the room on the device, and in `exact`."""
         ends = rows.seq_lens
         if self.max_drafts:
-            ends = ends - rows.num_drafts * rows.num_decodes
-            is_bound = rows.samples & (rows.counts - rows.num_drafts * rows.num_decodes == 1)
-            ends = np.where(is_bound, 1, ends)
+            own = rows.counts - rows.num_drafts * rows.num_decodes
+            ends = np.where(rows.samples & (own == 1), 1, rows.starts + own)
         if np.count_nonzero(ends > self.room[rows.slots]):
             raise WorkerError(
                 f"a step is inconsistent: lengths {ends.tolist()}, "
@@ -385,10 +388,9 @@ class Slots:
             )
             self._sent = (rows.slots, size, self.version)
             self.is_held[rows.slots] = True
-        if self.state.history is not None and not limit:
-            # Nobody reads them after this step, and nobody goes on with them.
-            self._has_history[rows.slots] = False
-        elif self.state.history is not None:
+            if not limit:  # nobody reads them after this step, and nobody goes on with them
+                self._has_history[rows.slots] = False
+        if limit and self.state.history is not None:
             self.catch_up(rows)
 
     def _send(self, updates: list[Update]) -> None:
@@ -472,7 +474,10 @@ class Slots:
         """A step was queued that makes so many drafts, after which those before are old."""
         if self.max_drafts:
             are = self._drafts_are[rows.slots]
-            self._drafts_are[rows.slots] = NEW if max_drafts > 0 else np.where(are, OLD, NONE)
+            if max_drafts > 0:
+                self._drafts_are[rows.slots] = NEW
+            elif np.count_nonzero(are):
+                self._drafts_are[rows.slots] = np.where(are, OLD, NONE)
 
     def forget(self) -> None:
         """A step failed: what the device holds is not known."""
