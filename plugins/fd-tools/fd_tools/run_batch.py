@@ -106,8 +106,9 @@ async def _in_order(app: Any, lines: Iterator[str], limit: int) -> AsyncIterator
 async def _answer(app: Any, line: str) -> dict[str, Any]:
     """The output line of an input line."""
     from fastdeploy_core.serving.http.errors import ApiError
-    from fastdeploy_core.serving.http.in_process import call
     from fastdeploy_core.serving.http.json_body import parse_json
+
+    from .in_process import call
 
     custom_id = None
     try:
