@@ -180,7 +180,7 @@ class StepPlanner:
         token of the budget; drafts get the rest. left: tokens up to a sequence's limit."""
         device, step = self._device, self._step
         drafts: np.ndarray = self._roster.columns.asked[places] * is_due
-        has_drafts = np.count_nonzero(drafts) > 0
+        has_drafts = bool(np.count_nonzero(drafts))
         if not has_drafts:
             self._keeps_back = False
             return None
@@ -193,7 +193,7 @@ class StepPlanner:
         elif has_drafts:
             drafts = np.minimum(drafts, np.maximum(left - 1, 0))
             drafts = np.clip(budget - (np.cumsum(drafts) - drafts), 0, drafts)
-            has_drafts = np.count_nonzero(drafts) > 0
+            has_drafts = bool(np.count_nonzero(drafts))
         return drafts if has_drafts else None
 
     def _plan_several(

@@ -240,7 +240,7 @@ class Results:
             if has_grammars:
                 self._advance_grammars(found, page, slots, own, stays)
         is_kept = pages >= 0
-        by_decode = np.add.reduce(is_kept, 2)
+        by_decode: np.ndarray = np.add.reduce(is_kept, 2)
         counts = np.add.reduce(by_decode, 1)
         found.token_ids = pages[is_kept]
         if np.count_nonzero(stays) == slots.size:

@@ -106,7 +106,8 @@ class Slots:
         # a glance that they did.
         self._last: StepRows | None = None
         self._last_ids = np.zeros(0, dtype=np.int64)
-        self._last_counts: np.ndarray | None = None  # of the last message, if its rows were alike
+        # Counts that were found to be alike, drafts of each row, decodes: seldom others come next.
+        self._alike: tuple[np.ndarray | None, int, int] = (None, 0, 1)
         self._num_gone = 0  # sequences that left since then
         self._uniform: dict[tuple[int, int, int], StepRows] = {}
         # The device's entries, and what the host has told it.
@@ -286,11 +287,9 @@ class Slots:
         return bool(self._num_gone and (self.seq_ids[last.slots] != self._last_ids).any())
 
     def _read(self, message: BatchRows, slots: np.ndarray, num_decodes: int) -> StepRows:
-        counts, num_drafts, last = message.counts, message.num_drafts, self._last
-        is_same = counts is self._last_counts and last is not None and slots is last.slots
-        if is_same and num_decodes == last.num_decodes:
-            return self._decodes(slots, message.starts, last.width - 1, num_decodes)
-        self._last_counts = None
+        counts, num_drafts = message.counts, message.num_drafts
+        if counts is self._alike[0]:
+            return self._decodes(slots, message.starts, *self._alike[1:])
         own, most = counts - num_drafts, int(num_drafts.max(initial=0))
         if np.count_nonzero(own <= 0) or most > self.max_drafts * num_decodes:
             raise WorkerError(
@@ -300,8 +299,8 @@ class Slots:
         is_decode = np.count_nonzero(message.samples & (own == num_decodes)) == slots.size
         is_uniform = np.count_nonzero(num_drafts == most) == slots.size
         if is_decode and is_uniform and slots.size and not most % num_decodes:
-            self._last_counts = counts
-            return self._decodes(slots, message.starts, most // num_decodes, num_decodes)
+            self._alike = counts, most // num_decodes, num_decodes
+            return self._decodes(slots, message.starts, *self._alike[1:])
         columns = (slots, message.starts, counts, num_drafts, message.samples)
         return StepRows(*columns, is_decode=is_decode, width=1 + most // num_decodes)
 
