@@ -6,7 +6,7 @@ from .groups import BoundedGroup, GroupPlan, bounded_rules
 from .host_tier import HostTier
 from .manager import NO_MATCH, ForkSource, KVCacheManager, PrefixMatch
 from .prefix import BlockTable, CacheEntry, PrefixCache
-from .sizing import CachePlan, MemoryProfile, plan_cache
+from .sizing import CachePlan, MemoryProfile, plan_cache, pool_bytes
 
 __all__ = [
     "NO_MATCH",
@@ -24,4 +24,5 @@ __all__ = [
     "PrefixMatch",
     "bounded_rules",
     "plan_cache",
+    "pool_bytes",
 ]

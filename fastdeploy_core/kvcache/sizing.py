@@ -6,7 +6,7 @@ as much again for cached prefixes. The layers that need every token get the rest
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +32,22 @@ class CachePlan(NamedTuple):
     num_host_blocks: int
     report: list[str]
     bounded: tuple[GroupPlan, ...] = ()
+
+
+def pool_bytes(
+    cache: CacheConfig, bytes_per_block: int, by_hand: int, measure: Callable[[], MemoryProfile]
+) -> tuple[int, str]:
+    """Bytes for the KV pool of a rank, and how they came about. by_hand: what the device says where
+    it cannot be measured, or 0."""
+    if cache.num_blocks_override is not None:
+        size = cache.num_blocks_override * bytes_per_block
+        return size, f"{cache.num_blocks_override} blocks as set by --num-gpu-blocks-override"
+    if cache.kv_cache_memory_bytes is not None:
+        return cache.kv_cache_memory_bytes, "as set by --kv-cache-memory-bytes"
+    if by_hand:
+        return by_hand, "as the device's plugin or its variable sets it"
+    profile = measure()
+    return profile.available_bytes, profile.arithmetic()
 
 
 def plan_cache(

@@ -202,9 +202,7 @@ class StepPlanner:
         """How many times all running sequences decode in this step, with blocks for what that
         makes."""
         columns, count, width = self._roster.columns, self._count, 1 + self._num_drafts
-        if count.most == 1 or self._has_prompts():
-            return 1
-        if np.count_nonzero(columns.kind[places] == OTHER):
+        if count.most == 1 or self._has_prompts() or OTHER in columns.kind[places]:
             return 1
         if self._num_drafts:  # each decode is fed what the one before made
             if drafts is None or np.count_nonzero(drafts != self._num_drafts):

@@ -4,13 +4,15 @@ blocks."""
 from __future__ import annotations
 
 import math
-import mmap
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastdeploy_core.contracts.attention import cache_dtypes
 from fastdeploy_core.errors import ConfigError, WorkerError
 from fastdeploy_core.kvcache import bounded_rules
 from fastdeploy_core.memory.block_mover import BlockMover
+from fastdeploy_core.memory.host_pages import untouched
 from fastdeploy_core.tensor import DTYPE_BYTES
 from fastdeploy_core.types import BlockCopies
 
@@ -77,9 +79,9 @@ class Caches:
         host's memory comes page by page when it is used: clearing gigabytes takes seconds.
         host_file: where the host blocks lie, for others to read and fill."""
         device = self._device
-        make = self._zeros
+        make: Callable[[tuple[int, ...], str], Tensor] = self._zeros
         if device.limits.shares_host_memory and num_blocks and not is_touched:
-            make = self._untouched
+            make = partial(untouched, device.xp)
         sizes = (num_blocks, *(more_blocks or [1 if s else num_blocks for s in self._is_state]))
         self.tensors = [
             tuple(make(shape, dtype) for shape, dtype in layer) for layer in self.shapes(*sizes)
@@ -89,16 +91,6 @@ class Caches:
     def _zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         xp = self._device.xp
         return xp.zeros(shape, dtype=xp.dtype(dtype), device=self._device.device)
-
-    def _untouched(self, shape: tuple[int, ...], dtype: str) -> Tensor:
-        num_bytes = math.prod(shape) * DTYPE_BYTES[dtype]
-        try:
-            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, OverflowError) as error:
-            raise MemoryError(f"{num_bytes} bytes of host memory: {error}") from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # a step reads a little of many blocks: a page each
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return self._device.xp.from_buffer(memory, dtype, shape)
 
     def drop(self) -> None:
         """Give the memory back, as far as nobody else holds the tensors."""

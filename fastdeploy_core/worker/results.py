@@ -147,7 +147,8 @@ class Results:
             self._num_left[rows.slots] = 0
         if self._drafting is not None and launched.concerns_drafters:
             if pages is not None and rows.width > 1:
-                self._tell_drafts(launched, found, counts, fed)
+                found.num_drafts, found.num_accepted = fed, np.maximum(counts.T - 1, 0)
+                self._drafting.observe(launched, found)
             if isinstance(drafts, Arrival):
                 self._awaited = (launched, found, drafts)
             else:
@@ -223,7 +224,7 @@ class Results:
     ) -> np.ndarray:
         """Write tokens into the history of sequences that are still here, and advance grammars. A
         row is cut before what means nothing, and fails if nothing of it is left. Returns how many
-        tokens each decode gave, [sampling rows, num_decodes]."""
+        tokens each decode gave, [B, num_decodes]."""
         rows, slots = launched.rows, launched.rows.slots
         own = None if rows.is_decode or rows.samples.all() else np.flatnonzero(rows.samples)
         owners = launched.owners
@@ -249,9 +250,9 @@ class Results:
             is_kept[~stays] = False
             self._slots.learn(slots[stays], pages[is_kept], counts[stays])
         if own is not None:
-            counts, given = rows.slots * 0, counts
-            counts[own] = given
-        found.counts = counts
+            given, by_decode = by_decode, np.zeros((rows.slots.size, 1), dtype=np.int64)
+            by_decode[own] = given
+        found.counts = counts if own is None else np.add.reduce(by_decode, 1)
         return by_decode
 
     @staticmethod
@@ -292,18 +293,6 @@ class Results:
                     break
 
     # -- drafts -----------------------------------------------------------------------------------
-
-    def _tell_drafts(
-        self, launched: Launched, found: ModelRunnerOutput, counts: np.ndarray, fed: np.ndarray
-    ) -> None:
-        """counts: of `_take_tokens`. fed: [num_decodes, B] drafts."""
-        found.num_drafts, accepted = fed, np.maximum(counts.T - 1, 0)
-        if not launched.rows.is_decode:
-            accepted = np.zeros_like(fed)
-            accepted[:, launched.rows.samples] = np.maximum(counts.T - 1, 0)
-        found.num_accepted = accepted
-        assert self._drafting is not None
-        self._drafting.observe(launched, found)
 
     def _take_drafts(
         self, launched: Launched, found: ModelRunnerOutput, drafts: np.ndarray | None

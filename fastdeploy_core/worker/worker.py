@@ -10,12 +10,13 @@ import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.device import CompilingDevice, DeviceBackend
 from fastdeploy_core.errors import ResourceError, WorkerError
-from fastdeploy_core.kvcache import MemoryProfile
+from fastdeploy_core.kvcache import MemoryProfile, pool_bytes
 from fastdeploy_core.loading.drafters import DrafterMaker
 from fastdeploy_core.loading.loader import LoadedModel, load_model
 from fastdeploy_core.memory.low_water import LowWater, give_back_freed, probe
@@ -203,7 +204,9 @@ class Worker:
     ) -> WorkerInfo:
         runner, config, limits = self._ready()[0], self.config, device.limits
         bytes_per_block, *more_bytes = runner.caches.block_bytes()
-        available, arithmetic = self._available(weight_bytes, bytes_per_block + sum(more_bytes))
+        size, by_hand = bytes_per_block + sum(more_bytes), limits.kv_memory_bytes
+        measure = partial(self._profile, weight_bytes)
+        available, arithmetic = pool_bytes(config.cache, size, by_hand, measure)
         rules = zip(runner.caches.rules, more_bytes, strict=True)
         report = [
             f"device {device.name} on {device.xp.name} {device.xp.version}, {loaded.dtype}",
@@ -257,19 +260,6 @@ class Worker:
             runner.rehearse_graphs()
             runner.free_cache()
         return True
-
-    def _available(self, weight_bytes: int, bytes_per_block: int) -> tuple[int, str]:
-        """Bytes for the KV pool and how they came about."""
-        cache = self.config.cache
-        if cache.num_blocks_override is not None:
-            size = cache.num_blocks_override * bytes_per_block
-            return size, f"{cache.num_blocks_override} blocks as set by --num-gpu-blocks-override"
-        if cache.kv_cache_memory_bytes is not None:
-            return cache.kv_cache_memory_bytes, "as set by --kv-cache-memory-bytes"
-        if by_hand := self._ready()[1].limits.kv_memory_bytes:
-            return by_hand, "as the device's plugin or its variable sets it"
-        profile = self._profile(weight_bytes)
-        return profile.available_bytes, profile.arithmetic()
 
     def _profile(self, weight_bytes: int) -> MemoryProfile:
         """What the largest step takes. Where memory is the host's and there is plenty, a small step

@@ -15,10 +15,10 @@ from fastdeploy_core.config import BatchConfig
 from fastdeploy_core.contracts.device import DeviceLimits, MemoryInfo, StepBuckets
 from fastdeploy_core.errors import CapabilityError, FastDeployError, ResourceError, WorkerError
 from fastdeploy_core.kvcache import MemoryProfile
+from fastdeploy_core.memory import host_pages
 from fastdeploy_core.memory.low_water import LowWater
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.types import BlockCopies, SamplingParams, SchedulerOutput
-from fastdeploy_core.worker import caches
 from fastdeploy_core.worker.worker import Worker, largest_steps
 from tests.worker_steps import (
     BLOCK_SIZE,
@@ -377,7 +377,7 @@ def test_a_cache_that_does_not_fit_is_explained(
     def no_memory(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(caches.mmap, "mmap", no_memory)
+    monkeypatch.setattr(host_pages.mmap, "mmap", no_memory)
     with pytest.raises(ResourceError, match="does not fit"):
         worker.initialize_cache(1000, 0)
 
