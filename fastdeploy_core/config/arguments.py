@@ -72,6 +72,7 @@ def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder
             raise ConfigError(f"{name} is an argument of the server, not of the engine")
     v = with_defaults(values)
     model = _model_config(v, find)
+    v |= model.hf_config.get("engine_arguments", {})  # see contracts.small.PoolingLM
     return _record(
         EngineConfig,
         v,
@@ -142,6 +143,9 @@ def _model_config(v: Mapping[str, Any], find: FindModel) -> ModelConfig:
             "quantization": v["quantization"] or "",
             "generation_config": v["generation_config"],
             "hf_overrides": _mapping(v, "hf_overrides"),
+            "runner": v["runner"],
+            "convert": v["convert"],
+            "pooler_config": _mapping(v, "pooler_config"),
             "chat_template": _chat_template(v["chat_template"]),
             "trust_special_tokens": v["trust_special_tokens"],
             "weight_cache": v["weight_cache"],
@@ -357,4 +361,5 @@ def build_server_config(
         force_include_usage=v["enable_force_include_usage"],
         log_requests=v["enable_log_requests"],
         stats_interval_s=v["stats_interval"],
+        pooling=engine.model.hf_config.get("pooling", {}),
     )

@@ -42,6 +42,9 @@ _OVERRIDES: Final = frozenset(
         "weight_cache",
         "revision",
         "download_dir",
+        "runner",
+        "convert",
+        "pooler_config",
     )
 )
 _MAX_JSON_BYTES: Final = 16 * 1024 * 1024
@@ -58,6 +61,8 @@ class FoundModel:
     hf_config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
     checkpoint_format: str = ""
+    # Makes of config.json, with the user's overrides, what the engine shall read.
+    adapt: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
 
 
 FindModel = Callable[[Path, Mapping[str, Any]], FoundModel]
@@ -108,6 +113,7 @@ def read_model_config(
     found = find(Path(path).expanduser(), asked)
     hf_config = _flat({**found.hf_config, **_mapping(asked, "hf_overrides")})
     _check_architectures(hf_config, found.path)
+    hf_config = {**found.adapt(hf_config)}
     load_format = asked.get("load_format", "auto")
     if load_format not in _LOAD_FORMATS:
         raise ConfigError(

@@ -92,6 +92,7 @@ class _Sequence:
         if delta.logprobs is not None:
             for entry in delta.logprobs[:taken]:
                 self._add_logprobs(entry)
+        self.output.pooled = delta.pooled
         if delta.finish_reason is not None or stop is not None:
             self._finish(delta, stop, pieces)
         text = pieces[0] if len(pieces) == 1 else "".join(pieces)
@@ -242,6 +243,7 @@ class RequestState:
                     logprobs,
                     whole.finish_reason,
                     whole.stop_reason,
+                    pooled=whole.pooled,
                 )
             )
         return self._output(outputs, self.prompt_logprobs if prompt_logprobs else None)

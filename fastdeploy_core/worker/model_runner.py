@@ -70,6 +70,8 @@ class ModelRunner:
         if rank == 0:
             self._state = SamplingState(config, device, kernels, self._columns, loaded.load_driver)
         self._media = self._make_media(loaded.model)
+        self._features = loaded.model.features & {"pooling"}  # what sequences may bring
+        self._features |= frozenset() if self._media is None else self._media.features
         parts: list[Any] = [self._columns, *(self._state.parts if self._state else ())]
         parts += [] if self._media is None else [self._media]
         captured = CapturedSampling(device, kernels, self._columns, max_num_seqs)
@@ -145,7 +147,7 @@ class ModelRunner:
         # Kept results have no place for drafts; posted ones do.
         takes_drafts = captures_drafting and self.slots.postbox is not None
         return {
-            "features": frozenset() if self._media is None else self._media.features,
+            "features": self._features,
             "captures_drafts": drafting is not None,
             "captures_drafting": captures_drafting,
             "max_decodes": self.max_decodes,
@@ -352,6 +354,8 @@ class ModelRunner:
         finds them."""
         rows, slots, sampler = launched.rows, self.slots, self._sampler
         plan, has_drafts = sampler.plan(rows), bool(rows.num_drafts.any())
+        if "pooling" in self._features:
+            launched.pooled = logits[: plan.num_rows]
         if rows.shape is not None and not has_drafts and self._is_simple[rows.slots].all():
             launched.sampling, marked, where = sampler.sample_padded(logits, plan)
             slots.take_sampled(rows, where, launched.sampling.token_ids)
@@ -421,7 +425,7 @@ class ModelRunner:
 
     def _add(self, new: NewSequence) -> None:
         extras = new.extras if new.extras is not None and new.extras.needs else None
-        if extras and (self._media is None or extras.needs - self._media.features):
+        if extras and extras.needs - self._features:
             raise WorkerError(
                 f"sequence {new.seq_id} brings {', '.join(sorted(extras.needs))}, which this "
                 "worker does not report among its features"

@@ -91,6 +91,7 @@ class Results:
             tensors.append(drafts)
         for _, record in self._logprob_parts(launched):
             tensors += record.tensors()
+        tensors += [] if launched.pooled is None else [launched.pooled]
         if tensors or not arriving.posted:
             arriving.download = self._downloads.start(tensors)
             arriving.event = self._device.record_event()
@@ -140,6 +141,9 @@ class Results:
             errors={**launched.errors},
         )
         logprobs = self._read_logprobs(launched, found, arrays)
+        if launched.pooled is not None:
+            vectors = zip(rows.positions().rows.tolist(), next(arrays), strict=True)
+            found.pooled = {row: vector.tobytes() for row, vector in vectors}
         if pages:
             self._take_tokens(launched, found, pages)
             self._name_logprobs(launched, found, logprobs)
@@ -168,7 +172,7 @@ class Results:
         rows, arriving, sampling = launched.rows, launched.arriving, launched.sampling
         if not rows.is_decode or rows.num_decodes > 1 or launched.errors or sampling is None:
             return False
-        if sampling.plan.flags & TELLS_MORE:
+        if sampling.plan.flags & TELLS_MORE or launched.pooled is not None:
             return False
         if arriving.posted:
             tokens = arrived(arriving.posted[0].results)[:, 0]

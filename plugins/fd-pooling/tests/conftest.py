@@ -1,0 +1,3 @@
+"""Options of the conformance kit."""
+
+pytest_plugins = ["fastdeploy_testing.pytest_plugin"]
