@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pooling_models
 import pytest
 from pooling_models import PAIRS, QUERY, STEP_ID, STEPS, TEXTS
 
@@ -18,18 +17,6 @@ from fd_pooling.offline import PoolingParams
 TOLERANCE = 1e-5
 SIZES = {"max_num_seqs": 4, "block_size": 16, "num_gpu_blocks_override": 96}
 Open = Callable[..., LLM]
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    pooling_models.build(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def answers(models: Path) -> dict[str, Any]:
-    return pooling_models.build(models)
 
 
 @pytest.fixture
