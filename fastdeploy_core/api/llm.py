@@ -198,16 +198,12 @@ class LLM:
 
         def __getattr__(self, name: str) -> Any:
             """Methods that the model's family adds (contracts.small.PoolingLM)."""
-            resolved = self.__dict__.get("_resolved")
-            if name.startswith("_") or resolved is None:
-                raise AttributeError(name)
-            family = resolved.load("model", self.config.model.architecture)
+            family = None
+            if not name.startswith("_"):
+                family = self._resolved.load("model", self.config.model.architecture)
             methods = family.methods() if hasattr(family, "methods") else {}
             if name not in methods:
-                raise AttributeError(
-                    f"this LLM has no {name}(); embed, encode, classify, score and reward are of "
-                    "LLM(model, runner='pooling')"
-                )
+                raise AttributeError(f"LLM has no {name}; embed and such need runner='pooling'")
             return partial(methods[name], self)
 
     def _run(

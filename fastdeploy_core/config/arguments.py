@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -129,7 +129,7 @@ def _parallel_config(v: Mapping[str, Any]) -> ParallelConfig:
 def _model_config(v: Mapping[str, Any], find: FindModel) -> ModelConfig:
     if not v["model"]:
         raise ConfigError("no model given; name a folder: `fastdeploy serve DIR` or --model DIR")
-    model = read_model_config(
+    return read_model_config(
         v["model"],
         {
             "revision": v["revision"],
@@ -142,6 +142,7 @@ def _model_config(v: Mapping[str, Any], find: FindModel) -> ModelConfig:
             "seed": v["seed"],
             "quantization": v["quantization"] or "",
             "generation_config": v["generation_config"],
+            "override_generation_config": _mapping(v, "override_generation_config"),
             "hf_overrides": _mapping(v, "hf_overrides"),
             "runner": v["runner"],
             "convert": v["convert"],
@@ -152,8 +153,6 @@ def _model_config(v: Mapping[str, Any], find: FindModel) -> ModelConfig:
         },
         find,
     )
-    changed = _mapping(v, "override_generation_config")
-    return replace(model, generation_config={**model.generation_config, **changed})
 
 
 def _chat_template(value: str | None) -> str | None:

@@ -210,16 +210,10 @@ class RequestState:
         """The output so far."""
         outputs = []
         for sequence in self.sequences:
-            output = sequence.output
+            output, text = sequence.output, sequence.text()
             logprobs = None if output.logprobs is None else list(output.logprobs)
-            outputs.append(
-                replace(
-                    output,
-                    text=sequence.text(),
-                    token_ids=list(output.token_ids),
-                    logprobs=logprobs,
-                )
-            )
+            ids = list(output.token_ids)
+            outputs.append(replace(output, text=text, token_ids=ids, logprobs=logprobs))
         whole = self._output(outputs, self.prompt_logprobs)
         # a copy: the caller may keep this output next to later ones
         whole.metrics = replace(self.metrics)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _KIND: Final = "checkpoint_format"
-# Models that are made for it; others are pooled where --runner or --convert says so.
+# Models that are made to be pooled; others are where --runner or --convert says so.
 _POOLED: Final = re.compile(r"(Classification|RewardModel)$")
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -62,21 +62,20 @@ def _adapted(
     hf_config: Mapping[str, Any],
 ) -> Mapping[str, Any]:
     """config.json for the family PoolingLM where prompts are pooled, else as it is."""
-    runner, convert = (str(asked.get(name) or "auto") for name in ("runner", "convert"))
-    is_made_for_it = (found.path / "modules.json").is_file() or _POOLED.search(
+    runner, convert = asked.get("runner", "auto"), asked.get("convert", "auto")
+    is_for_it = (found.path / "modules.json").is_file() or _POOLED.search(
         hf_config["architectures"][0]
     )
-    if convert in ("auto", "none") and not (runner == "pooling" or is_made_for_it):
-        return hf_config
-    if runner == "generate":
+    generates = convert == "none" or (convert == "auto" and not is_for_it)
+    if runner == "generate" or (runner == "auto" and generates):
+        if convert not in ("auto", "none") or asked.get("pooler_config"):
+            raise ConfigError("--convert and --pooler-config are for --runner pooling alone")
         return hf_config
     family: type[PoolingLM] = _load(find("model", "PoolingLM", inventory))
     return family.adapt(found.path, found.tokenizer_path, hf_config, asked)
 
 
-def _in_its_format(
-    path: Path, asked: Mapping[str, Any], inventory: Inventory | None
-) -> FoundModel:
+def _in_its_format(path: Path, asked: Mapping[str, Any], inventory: Inventory | None) -> FoundModel:
     load_format = str(asked.get("load_format") or "auto")
     revision, where = str(asked.get("revision") or ""), (asked.get("download_dir"), inventory)
     given, path = path, _fetched(path, revision, *where)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class BertLM:
-    """BertModel. With `pair_separator` in the configuration, tokens behind the first of those are of
-    type 1, as in a pair of texts; else all are of type 0."""
+    """BertModel. With `pair_separator` in the configuration, tokens behind the first of those are
+    of type 1, as in a pair of texts; else all are of type 0."""
 
     features = frozenset[str]()
 

@@ -195,5 +195,3 @@ def make_head(
     dense = build.linear(names[0], hidden, hidden, bias=True, quantize=False)
     labels = build.linear(names[1], hidden, width, bias=True, quantize=False)
     return lambda x: labels(xp.tanh(dense(x))).float()
-
-

@@ -175,9 +175,7 @@ def score(
         raise InvalidRequest(
             f"this model has {settings.width} labels, so a pair has no single score; use classify()"
         )
-    pairs = [
-        prompter.pair(a, b, instruction, params.cut) for a, b in zip(each, two, strict=True)
-    ]
+    pairs = [prompter.pair(a, b, instruction, params.cut) for a, b in zip(each, two, strict=True)]
     found = _run(llm, pairs, params, use_tqdm, "classify")
     for output in found:
         output.outputs = ScoringOutput(float(output.outputs.data[0]))
@@ -227,9 +225,7 @@ def _run(
     if params.dimensions is not None and settings.task == "embed":
         check_dimensions(settings, params.dimensions)
     prompter = Prompter(settings, llm._tokenizer, llm._limits)
-    requests = pooled_requests(
-        prompts, settings, prompter, llm._limits, RequestOptions(), "prompt"
-    )
+    requests = pooled_requests(prompts, settings, prompter, llm._limits, RequestOptions(), "prompt")
     flat = [request for own in requests for request in own]
     outputs = iter(llm._collect(flat, [None] * len(flat), use_tqdm, None))
     found = []

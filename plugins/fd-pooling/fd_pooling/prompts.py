@@ -177,8 +177,8 @@ class Prompter:
             raise InvalidRequest(f"{param} must not be empty", param=param)
         if len(ids) > longest:
             raise RequestTooLong(
-                f"{param} has {len(ids)} tokens; this model takes at most {longest}. Please shorten "
-                "it, or pass truncate_prompt_tokens: -1",
+                f"{param} has {len(ids)} tokens; this model takes at most {longest}. Please "
+                "shorten it, or pass truncate_prompt_tokens: -1",
                 param=param,
             )
 

@@ -28,9 +28,7 @@ def pooled_requests(
         prompter.check(ids, param)
         found.append([])
         for part in prompter.steps(ids):
-            request = build_request(
-                part, NO_TOKENS, tokenizer=None, limits=limits, options=options
-            )
+            request = build_request(part, NO_TOKENS, tokenizer=None, limits=limits, options=options)
             request.extras = SequenceExtras(pooling=settings.pooling_type)
             found[-1].append(request)
     return found

@@ -110,7 +110,7 @@ def pooling_routes() -> ApiRoutes:
 
     @post(ScoreRequest, "/score", "/v1/score")
     async def score(http: Request) -> Response:
-        state, settings, body = await _read(http, ScoreRequest)
+        state, _, body = await _read(http, ScoreRequest)
         queries, documents = body.sides()
         call_id = _id(http, body)
 
@@ -125,7 +125,7 @@ def pooling_routes() -> ApiRoutes:
 
     @post(RerankRequest, "/rerank", "/v1/rerank", "/v2/rerank")
     async def rerank(http: Request) -> Response:
-        state, settings, body = await _read(http, RerankRequest)
+        state, _, body = await _read(http, RerankRequest)
         query, documents = body.texts()
         call_id = _id(http, body)
 
@@ -183,7 +183,7 @@ def _only(settings: PoolingSettings, task: str) -> None:
 
 
 def _id(http: Request, body: PoolingFields) -> str:
-    return call_of(http, cast(Any, body)).id  # it reads request_id alone
+    return call_of(http, cast("Any", body)).id  # it reads request_id alone
 
 
 def _input_prompts(body: InputRequest) -> Prompts:
@@ -219,7 +219,7 @@ async def _answer_input(
         _only(settings, "embed")
         check_dimensions(settings, body.dimensions)
     param = param or ("input" if body.messages is None else "messages")
-    call, items = call_of(http, cast(Any, body)), body.items()
+    call, items = call_of(http, cast("Any", body)), body.items()
     job = PoolingJob(
         state, body, call, len(items), _input_prompts(body), render, body.dimensions, param
     )
@@ -281,7 +281,7 @@ async def _answer_pairs(
         def scores(vectors: Vectors, num_tokens: int) -> dict[str, Any]:
             return render([float(vector[0]) for vector in vectors], num_tokens)
 
-    call, count = call_of(http, cast(Any, body)), len(documents)
+    call, count = call_of(http, cast("Any", body)), len(documents)
     job = PoolingJob(state, body, call, count, make, scores, None, "documents")
     return await answer(http, state, job)
 

@@ -157,7 +157,7 @@ class EmbedRequest(PoolingFields):
 
     texts: list[str]
     input_type: str | None = None
-    embedding_types: list[Literal["float", "base64"]] = ["float"]
+    embedding_types: list[Literal["float", "base64"]] = Field(default=["float"], min_length=1)
     output_dimension: int | None = None
     truncate: Literal["NONE", "START", "END"] = "NONE"
     max_tokens: int | None = Field(default=None, ge=1)

@@ -59,7 +59,7 @@ class PoolingSettings:
     normalize: bool = False  # vectors get length 1
     activation: str = "none"  # of ACTIVATIONS, after the head
     labels: tuple[str, ...] = ()  # of classes
-    # Head "tokens": those of no and yes; "bert": the separator's; pooling type STEP: those of steps.
+    # Head "tokens": of no and yes; head "bert": the separator; pooling type STEP: behind steps.
     token_ids: tuple[int, ...] = ()
     template: str = ""  # of scored pairs: "qwen3_reranker"; empty: the tokenizer's own pairs
     # Numbers of first dimensions that are an embedding of their own; (0,): any.
@@ -70,7 +70,7 @@ class PoolingSettings:
     def of(cls, value: Mapping[str, Any]) -> PoolingSettings:
         """The settings out of a configuration, where tuples may have become lists."""
         names = {field.name for field in fields(cls)}
-        found = {
+        found: dict[str, Any] = {
             name: tuple(item) if isinstance(item, list) else item
             for name, item in value.items()
             if name in names
@@ -219,14 +219,14 @@ def _activation(count: int, config: Mapping[str, Any]) -> str:
 def _ids_of(words: Any, folder: Path) -> tuple[int, ...]:
     if not isinstance(words, list) or len(words) != 2:
         raise ConfigError(
-            f"classifier_from_token must be two tokens, such as [\"no\", \"yes\"]; got {words!r:.60}"
+            f'classifier_from_token must be two tokens, such as ["no", "yes"]; got {words!r:.60}'
         )
     tokenizer = Tokenizer.load(folder)
     found = [tokenizer.encode(str(word), False) for word in words]
     if any(len(ids) != 1 for ids in found):
         raise ConfigError(
             f"{words[0]!r} and {words[1]!r} are not one token each of this tokenizer; name others: "
-            "--hf-overrides '{\"classifier_from_token\": [\"no\", \"yes\"]}', or pool vectors: "
+            '--hf-overrides \'{"classifier_from_token": ["no", "yes"]}\', or pool vectors: '
             "--convert embed"
         )
     return tuple(ids[0] for ids in found)
@@ -245,9 +245,7 @@ def _dimensions(family: str, config: Mapping[str, Any]) -> tuple[int, ...]:
     listed = config.get("matryoshka_dimensions")
     if isinstance(listed, list) and listed:
         if not all(type(n) is int and n > 0 for n in listed):
-            raise ConfigError(
-                f"matryoshka_dimensions must be numbers above 0, got {listed!r:.60}"
-            )
+            raise ConfigError(f"matryoshka_dimensions must be numbers above 0, got {listed!r:.60}")
         return tuple(sorted(listed))
     size = (family, config.get("hidden_size"), config.get("num_hidden_layers"))
     return (0,) if config.get("is_matryoshka") or size in _MATRYOSHKA else ()

@@ -57,8 +57,8 @@ def activated(name: str, x: np.ndarray) -> np.ndarray:
         shifted = np.exp(x - x.max())
         return np.asarray(shifted / shifted.sum())
     if name == "tanh":
-        return np.tanh(x)
-    return np.maximum(x, 0.0) if name == "relu" else x
+        return np.asarray(np.tanh(x))
+    return np.asarray(np.maximum(x, 0.0)) if name == "relu" else x
 
 
 def cosine(one: np.ndarray, two: np.ndarray) -> float:

@@ -33,8 +33,9 @@ STEP_ID = 7
 STEPS = [[9, 12, 30, 7, 40, 41, 7, 55, 7], [20, 7]]
 CORPUS = [*TEXTS, QUERY, "yes no yes no yes no", "system user assistant Judge Document Query"] * 4
 TEMPLATE = (
-    "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n'"
-    " }}{%- endfor %}"
+    "{%- for m in messages %}"
+    "{{- '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
 )
 SIZES = {
     "hidden_size": 32,
@@ -95,9 +96,7 @@ def _bert_style() -> Any:
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=300, special_tokens=special, show_progress=False
-    )
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
@@ -226,7 +225,7 @@ def _card_ids(tokenizer: Any) -> list[list[int]]:
     """process_inputs() of Qwen3-Reranker's model card."""
     prefix = (
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query "
-        "and the Instruct provided. Note that the answer can only be \"yes\" or \"no\".<|im_end|>\n"
+        'and the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
         "<|im_start|>user\n"
     )
     suffix = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fd_pooling.offline import PoolingParams
 from pooling_models import PAIRS, QUERY, STEP_ID, STEPS, TEXTS
 
 from fastdeploy import LLM, SamplingParams
 from fastdeploy_core.errors import ConfigError, InvalidRequest, RequestTooLong, UnsupportedModel
-from fd_pooling.offline import PoolingParams
 
 TOLERANCE = 1e-5
 SIZES = {"max_num_seqs": 4, "block_size": 16, "num_gpu_blocks_override": 96}
