@@ -38,117 +38,125 @@ ANSWERED = {
 def pooling_routes() -> ApiRoutes:
     """All of them. Their errors have the shape of OpenAI's."""
     router = APIRouter()
-
-    def post(model: type[PoolingFields], *paths: str) -> Callable[..., Any]:
-        def add(endpoint: Callable[..., Any]) -> Callable[..., Any]:
-            for path in paths:
-                router.post(path, openapi_extra=_body_of(model))(endpoint)
-            return endpoint
-
-        return add
-
-    @post(InputRequest, "/v1/embeddings")
-    async def embeddings(http: Request) -> Response:
-        state, settings, body = await _read(http, InputRequest)
-        _only(settings, "embed")
-
-        def render(vectors: Vectors, num_tokens: int) -> dict[str, Any]:
-            data = _data("embedding", "embedding", vectors, body)
-            model = state.check_model(body.model)
-            return {"object": "list", "data": data, "model": model, "usage": _usage(num_tokens)}
-
-        return await _answer_input(http, state, body, render)
-
-    @post(EmbedRequest, "/v2/embed")
-    async def embed(http: Request) -> Response:
-        state, settings, body = await _read(http, EmbedRequest)
-        _only(settings, "embed")
-        given, call_id = body.as_input(), _id(http, body)
-
-        def render(vectors: Vectors, num_tokens: int) -> dict[str, Any]:
-            kinds = {kind: [encoded(v, kind) for v in vectors] for kind in body.embedding_types}
-            return {
-                "id": call_id,
-                "response_type": "embeddings_by_type",
-                "embeddings": kinds,
-                "texts": body.texts,
-                "meta": {"api_version": {"version": "2"}, "billed_units": _units(num_tokens)},
-            }
-
-        return await _answer_input(http, state, given, render, "texts")
-
-    @post(InputRequest, "/pooling")
-    async def pooling(http: Request) -> Response:
-        state, _, body = await _read(http, InputRequest)
-        return await _answer_list(http, state, body, "pooling", "data")
-
-    @post(InputRequest, "/v1/reward", "/v1/chat/reward")
-    async def reward(http: Request) -> Response:
-        state, settings, body = await _read(http, InputRequest)
-        _only(settings, "reward")
-        return await _answer_list(http, state, body, "reward", "score")
-
-    @post(InputRequest, "/classify", "/v1/classify")
-    async def classify(http: Request) -> Response:
-        state, settings, body = await _read(http, InputRequest)
-        _only(settings, "classify")
-        call_id = _id(http, body)
-
-        def render(vectors: Vectors, num_tokens: int) -> dict[str, Any]:
-            data = [
-                {
-                    "index": number,
-                    "label": settings.labels[int(vector.argmax())],
-                    "probs": vector.tolist(),
-                    "num_classes": settings.width,
-                }
-                for number, vector in enumerate(vectors)
-            ]
-            return _list(call_id, state.check_model(body.model), data, num_tokens)
-
-        return await _answer_input(http, state, body, render)
-
-    @post(ScoreRequest, "/score", "/v1/score")
-    async def score(http: Request) -> Response:
-        state, _, body = await _read(http, ScoreRequest)
-        queries, documents = body.sides()
-        call_id = _id(http, body)
-
-        def render(scores: list[float], num_tokens: int) -> dict[str, Any]:
-            data = [
-                {"index": number, "object": "score", "score": value}
-                for number, value in enumerate(scores)
-            ]
-            return _list(call_id, state.check_model(body.model), data, num_tokens)
-
-        return await _answer_pairs(http, state, body, queries, documents, render)
-
-    @post(RerankRequest, "/rerank", "/v1/rerank", "/v2/rerank")
-    async def rerank(http: Request) -> Response:
-        state, _, body = await _read(http, RerankRequest)
-        query, documents = body.texts()
-        call_id = _id(http, body)
-
-        def render(scores: list[float], num_tokens: int) -> dict[str, Any]:
-            order = sorted(range(len(scores)), key=lambda number: (-scores[number], number))
-            results = [
-                {"index": number, "relevance_score": scores[number]}
-                | ({"document": {"text": documents[number]}} if body.return_documents else {})
-                for number in order[: body.top_n or len(order)]
-            ]
-            return {
-                "id": call_id,
-                "model": state.check_model(body.model),
-                "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-                "results": results,
-                "meta": {"billed_units": {"search_units": 1}},
-            }
-
-        return await _answer_pairs(
-            *(http, state, body, [query], documents, render), body.max_tokens_per_doc
-        )
-
+    for endpoint, (model, paths) in _ROUTES.items():
+        for path in paths:
+            router.post(path, openapi_extra=_body_of(model))(endpoint)
     return ApiRoutes(router)
+
+
+# -- the routes -----------------------------------------------------------------------------------
+
+
+async def _embeddings(http: Request) -> Response:
+    state, settings, body = await _read(http, InputRequest)
+    _only(settings, "embed")
+
+    def render(vectors: Vectors, num_tokens: int) -> dict[str, Any]:
+        data = _data("embedding", "embedding", vectors, body)
+        model = state.check_model(body.model)
+        return {"object": "list", "data": data, "model": model, "usage": _usage(num_tokens)}
+
+    return await _answer_input(http, state, body, render)
+
+
+async def _embed(http: Request) -> Response:
+    state, settings, body = await _read(http, EmbedRequest)
+    _only(settings, "embed")
+    given, call_id = body.as_input(), _id(http, body)
+
+    def render(vectors: Vectors, num_tokens: int) -> dict[str, Any]:
+        kinds = {kind: [encoded(v, kind) for v in vectors] for kind in body.embedding_types}
+        return {
+            "id": call_id,
+            "response_type": "embeddings_by_type",
+            "embeddings": kinds,
+            "texts": body.texts,
+            "meta": {"api_version": {"version": "2"}, "billed_units": _units(num_tokens)},
+        }
+
+    return await _answer_input(http, state, given, render, "texts")
+
+
+async def _pooling(http: Request) -> Response:
+    state, _, body = await _read(http, InputRequest)
+    return await _answer_list(http, state, body, "pooling", "data")
+
+
+async def _reward(http: Request) -> Response:
+    state, settings, body = await _read(http, InputRequest)
+    _only(settings, "reward")
+    return await _answer_list(http, state, body, "reward", "score")
+
+
+async def _classify(http: Request) -> Response:
+    state, settings, body = await _read(http, InputRequest)
+    _only(settings, "classify")
+    call_id = _id(http, body)
+
+    def render(vectors: Vectors, num_tokens: int) -> dict[str, Any]:
+        data = [
+            {
+                "index": number,
+                "label": settings.labels[int(vector.argmax())],
+                "probs": vector.tolist(),
+                "num_classes": settings.width,
+            }
+            for number, vector in enumerate(vectors)
+        ]
+        return _list(call_id, state.check_model(body.model), data, num_tokens)
+
+    return await _answer_input(http, state, body, render)
+
+
+async def _score(http: Request) -> Response:
+    state, _, body = await _read(http, ScoreRequest)
+    queries, documents = body.sides()
+    call_id = _id(http, body)
+
+    def render(scores: list[float], num_tokens: int) -> dict[str, Any]:
+        data = [
+            {"index": number, "object": "score", "score": value}
+            for number, value in enumerate(scores)
+        ]
+        return _list(call_id, state.check_model(body.model), data, num_tokens)
+
+    return await _answer_pairs(http, state, body, queries, documents, render)
+
+
+async def _rerank(http: Request) -> Response:
+    state, _, body = await _read(http, RerankRequest)
+    query, documents = body.texts()
+    call_id = _id(http, body)
+
+    def render(scores: list[float], num_tokens: int) -> dict[str, Any]:
+        order = sorted(range(len(scores)), key=lambda number: (-scores[number], number))
+        results = [
+            {"index": number, "relevance_score": scores[number]}
+            | ({"document": {"text": documents[number]}} if body.return_documents else {})
+            for number in order[: body.top_n or len(order)]
+        ]
+        return {
+            "id": call_id,
+            "model": state.check_model(body.model),
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+            "results": results,
+            "meta": {"billed_units": {"search_units": 1}},
+        }
+
+    return await _answer_pairs(
+        *(http, state, body, [query], documents, render), body.max_tokens_per_doc
+    )
+
+
+_ROUTES: dict[Callable[..., Any], tuple[type[PoolingFields], tuple[str, ...]]] = {
+    _embeddings: (InputRequest, ("/v1/embeddings",)),
+    _embed: (EmbedRequest, ("/v2/embed",)),
+    _pooling: (InputRequest, ("/pooling",)),
+    _reward: (InputRequest, ("/v1/reward", "/v1/chat/reward")),
+    _classify: (InputRequest, ("/classify", "/v1/classify")),
+    _score: (ScoreRequest, ("/score", "/v1/score")),
+    _rerank: (RerankRequest, ("/rerank", "/v1/rerank", "/v2/rerank")),
+}
 
 
 # -- reading --------------------------------------------------------------------------------------
