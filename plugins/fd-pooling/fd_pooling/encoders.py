@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.model import ModelShapes
@@ -16,9 +16,14 @@ from fastdeploy_core.errors import UnsupportedModel
 from fastdeploy_core.models.reading import ConfigReader
 
 if TYPE_CHECKING:
+    from fastdeploy_core.contracts.attention import AttentionBatch
     from fastdeploy_core.contracts.model import StoredTensor
     from fastdeploy_core.layers import ForwardContext, ModelBuilder
     from fastdeploy_core.tensor import Tensor
+
+
+# Added to the score of a key that is padding; float16 holds it, and rows of padding stay finite.
+HIDDEN: Final = -30000.0
 
 
 class BertLM:
@@ -63,6 +68,7 @@ class BertLM:
         build.add_kv_layer(spec)
         hidden, eps = read.size("hidden_size"), read.number("layer_norm_eps", default=1e-12)
         self._xp, self._first = build.xp, self.first_position(config)
+        self._dtype = build.dtype
         self.weights = build.weights
         for text in ("position_ids", "token_type_ids", "pooler.", "cls.", "lm_head."):
             build.weights.ignore(text)  # a head that is served announces its own weights
@@ -83,26 +89,28 @@ class BertLM:
     def forward(self, input_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         """input_ids, positions: [num_tokens] int64 of whole prompts; returns hidden states
         [num_tokens, hidden], or those of context.rows."""
-        batch = context.batch
-        ends = batch.cu_seqlens_q[: batch.num_seqs + 1].tolist()
-        # What is behind a prompt's tokens in a padded row is no token of it.
-        parts = [
-            (first, min(end, first + max(1, length)), end)
-            for (first, end), length in zip(pairwise(ends), batch.seq_lens.tolist(), strict=False)
-        ]
+        rows = rows_of(context.batch)
+        mask = self._mask(context.batch)
         x = self.words(input_ids) + self.places(positions + self._first)
-        x = self.norm(x + self.types(self._types_of(input_ids, parts)))
+        x = self.norm(x + self.types(self._types_of(input_ids, rows)))
         for layer in self.layers:
-            x = layer(x, parts)
+            x = layer(x, rows, mask)
         return x if context.rows is None else self._xp.index_select(x, 0, context.rows)
 
-    def _types_of(self, input_ids: Tensor, parts: list[tuple[int, int, int]]) -> Tensor:
+    def _mask(self, batch: AttentionBatch) -> Tensor | None:
+        """[num_tokens] model dtype, added to the scores of each key; None: no token is padding."""
+        if not batch.is_padded:
+            return None
+        hidden: Tensor = (batch.slot_mapping < 0).to(self._xp.dtype(self._dtype)) * HIDDEN
+        return hidden
+
+    def _types_of(self, input_ids: Tensor, rows: list[tuple[int, int]]) -> Tensor:
         xp = self._xp
         found = xp.zeros_like(input_ids)
         if self._separator is None:
             return found
         is_end = (input_ids == self._separator).long()
-        for first, end, _ in parts:
+        for first, end in rows:
             own = is_end[first:end]
             before = xp.cumsum(own, 0) - own
             found[first:end] = (before > 0).long()
@@ -142,24 +150,24 @@ class EncoderLayer:
         self.norm = build.layer_norm(f"{prefix}.output.LayerNorm", hidden, eps)
         self._dim, self._xp = read.head_dim(), build.xp
 
-    def __call__(self, x: Tensor, parts: list[tuple[int, int, int]]) -> Tensor:
-        """x: [num_tokens, hidden]. parts: (first token, behind the last, where the next row
-        begins) of each prompt."""
-        x = self.attention_norm(x + self.output(self._attend(x, parts)))
+    def __call__(self, x: Tensor, rows: list[tuple[int, int]], mask: Tensor | None) -> Tensor:
+        """x: [num_tokens, hidden]. rows, mask: see BertLM."""
+        x = self.attention_norm(x + self.output(self._attend(x, rows, mask)))
         return self.norm(x + self.down(self._xp.gelu(self.up(x))))
 
-    def _attend(self, x: Tensor, parts: list[tuple[int, int, int]]) -> Tensor:
-        dim = self._dim
+    def _attend(self, x: Tensor, rows: list[tuple[int, int]], mask: Tensor | None) -> Tensor:
+        xp, dim, found = self._xp, self._dim, []
         q, k, v = (part(x).reshape([x.shape[0], -1, dim]) for part in self.projections)
-        found = []
-        for first, end, following in parts:
-            heads = [t[first:end].transpose(0, 1) for t in (q, k, v)]
-            own = self._xp.attend(heads[0].unsqueeze(1), heads[1], heads[2], None, dim**-0.5)
-            own = own.squeeze(1).transpose(0, 1).reshape([end - first, -1])
-            found.append(own)
-            if following > end:
-                found.append(self._xp.zeros_like(x[end:following, : own.shape[1]]))
-        rest = x.shape[0] - (parts[-1][2] if parts else 0)
-        if rest:  # tokens of no row
-            found.append(self._xp.zeros_like(x[-rest:, : q.shape[1] * dim]))
-        return self._xp.cat(found)
+        for first, end in rows:
+            size, heads = end - first, [t[first:end].transpose(0, 1) for t in (q, k, v)]
+            own = None if mask is None else mask[first:end].unsqueeze(0).expand([size, size])
+            seen = xp.attend(heads[0].unsqueeze(1), heads[1], heads[2], own, dim**-0.5)
+            found.append(seen.squeeze(1).transpose(0, 1).reshape([size, -1]))
+        return xp.cat(found)
+
+
+def rows_of(batch: AttentionBatch) -> list[tuple[int, int]]:
+    """The first token of each row, and the one behind its last; padding of a padded step
+    included."""
+    ends = batch.cu_seqlens_q[: batch.num_seqs + 1].tolist()
+    return list(pairwise(ends))

@@ -17,7 +17,7 @@ import numpy as np
 from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.models.shapes import model_class
 
-from .encoders import BertLM, RobertaLM
+from .encoders import BertLM, RobertaLM, rows_of
 from .settings import PoolingSettings, SentenceFiles, read_settings, stem
 
 if TYPE_CHECKING:
@@ -95,21 +95,27 @@ class PoolingLM:
         hidden = self._model.forward(input_ids, positions, replace(context, rows=None))
         return self._pooled(hidden, rows, context)
 
-    def _pooled(self, hidden: Tensor, rows: Tensor | None, context: ForwardContext) -> Tensor:
+    def _pooled(self, hidden: Tensor, read: Tensor | None, context: ForwardContext) -> Tensor:
         """hidden: [num_tokens, hidden] of whole prompts."""
-        xp, batch = self._xp, context.batch
-        ends = batch.cu_seqlens_q[: batch.num_seqs + 1].tolist()
-        found = []
-        for first, end, length in zip(ends, ends[1:], batch.seq_lens.tolist(), strict=False):
-            own = hidden[first : min(end, first + max(1, length))]  # what is behind is padding
-            found.append(own[0] if self._settings.pooling_type == "CLS" else own.float().mean(0))
+        xp, batch, found = self._xp, context.batch, []
+        rows = rows_of(batch)
+        counts = (batch.slot_mapping >= 0).float().unsqueeze(1) if batch.is_padded else None
+        for first, end in rows:
+            own = hidden[first:end]
+            if self._settings.pooling_type == "CLS":
+                found.append(own[0])
+            elif counts is None:
+                found.append(own.float().mean(0))
+            else:  # without padding
+                count = counts[first:end]
+                found.append((own.float() * count).sum(0) / xp.clamp(count.sum(), 1.0))
         vectors = xp.stack(found)
         if self._settings.head != "none":  # whose weights are of the model's dtype
             vectors = vectors.to(hidden.dtype)
-        if rows is None:
+        if read is None:
             return vectors
-        of_token = np.repeat(np.arange(batch.num_seqs), np.diff(ends))
-        sequence = xp.index_select(self._build.device.to_device(of_token), 0, rows)
+        of_token = np.repeat(np.arange(len(rows)), [end - first for first, end in rows])
+        sequence = xp.index_select(self._build.device.to_device(of_token), 0, read)
         return xp.index_select(vectors, 0, sequence)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
