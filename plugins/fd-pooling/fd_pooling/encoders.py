@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.model import ModelShapes
 from fastdeploy_core.errors import UnsupportedModel
+from fastdeploy_core.layers import Placement
 from fastdeploy_core.models.reading import ConfigReader
 
 if TYPE_CHECKING:
@@ -73,12 +74,12 @@ class BertLM:
         for text in ("position_ids", "token_type_ids", "pooler.", "cls.", "lm_head."):
             build.weights.ignore(text)  # a head that is served announces its own weights
         self.words = build.embedding("embeddings.word_embeddings", read.size("vocab_size"), hidden)
-        self.places = build.embedding(
-            "embeddings.position_embeddings", read.size("max_position_embeddings"), hidden
+        places, types = (
+            read.size("max_position_embeddings"),
+            read.size("type_vocab_size", default=2),
         )
-        self.types = build.embedding(
-            "embeddings.token_type_embeddings", read.size("type_vocab_size", default=2), hidden
-        )
+        self.places = Table(build, "embeddings.position_embeddings", places, hidden)
+        self.types = Table(build, "embeddings.token_type_embeddings", types, hidden)
         self.norm = build.layer_norm("embeddings.LayerNorm", hidden, eps)
         self.layers = [
             EncoderLayer(build, f"encoder.layer.{number}", read, eps)
@@ -128,6 +129,25 @@ class RobertaLM(BertLM):
     def first_position(config: Mapping[str, Any]) -> int:
         """Row of the position table that the first token takes."""
         return int(config.get("pad_token_id") or 1) + 1
+
+
+class Table:
+    """A small embedding, whole on every rank: there may be fewer rows than ranks."""
+
+    def __init__(self, build: ModelBuilder, name: str, size: int, hidden: int) -> None:
+        self._xp = build.xp
+        self.rows = build.zeros((size, hidden), build.xp.dtype(build.dtype))
+
+        def accept(tensor: Tensor) -> None:
+            self.rows[:] = tensor.to(self.rows.dtype)
+
+        region = (slice(0, size), slice(0, hidden))
+        build.weights.add(Placement(f"{name}.weight", (size, hidden), region, accept))
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """[n] int64 to [n, hidden]."""
+        found: Tensor = self._xp.index_select(self.rows, 0, ids)
+        return found
 
 
 class EncoderLayer:

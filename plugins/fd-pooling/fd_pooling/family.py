@@ -47,13 +47,14 @@ class PoolingLM:
         arguments = {**ENGINE_ARGUMENTS}
         if settings.needs_whole_prompts:
             arguments |= WHOLE_PROMPTS
-        lengths = [settings.max_position_embeddings, SentenceFiles(folder).max_tokens]
+        sentence = SentenceFiles(folder)
+        lengths = [settings.max_position_embeddings, sentence.max_tokens]
         if settings.is_encoder:
             lengths[0] -= family_of(settings).first_position(config)
         changed = {
             "architectures": [PoolingLM.__name__],
             "max_position_embeddings": min(length for length in lengths if length),
-            "pooling": settings.as_config(),
+            "pooling": {**settings.as_config(), "prompts": sentence.prompts},
             "engine_arguments": arguments,
         }
         logger.info(

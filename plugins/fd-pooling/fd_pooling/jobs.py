@@ -53,6 +53,7 @@ class PoolingJob:
         self.settings = PoolingSettings.of(state.config.pooling)
         self.num_requests = min(count, WINDOW, state.admission.limit)
         self._requests: list[list[Request]] = []
+        self._num_tokens = 0  # of all prompts
 
     async def prepare(self) -> None:
         """Tokenize."""
@@ -70,8 +71,10 @@ class PoolingJob:
             salt_scope="" if state.config.share_prefix_cache else call.tenant,
             log_id=call.id,
         )
+        prompts = self._make(prompter)
+        self._num_tokens = sum(map(len, prompts))
         self._requests = pooled_requests(
-            self._make(prompter), self.settings, prompter, state.limits, options, self._param
+            prompts, self.settings, prompter, state.limits, options, self._param
         )
 
     async def complete(self) -> dict[str, Any]:
@@ -90,8 +93,7 @@ class PoolingJob:
                 for _ in requests
             ]
             vectors.append(np.stack(own) if self.settings.pooling_type == "STEP" else own[0])
-        last = (requests[-1] for requests in self._requests)
-        return self._render(vectors, sum(len(request.prompt_token_ids) for request in last))
+        return self._render(vectors, self._num_tokens)
 
     async def _pool(self, requests: Sequence[Request]) -> list[bytes]:
         """In order. The first failure ends all of them."""

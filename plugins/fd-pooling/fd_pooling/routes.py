@@ -62,7 +62,7 @@ async def _embeddings(http: Request) -> Response:
 async def _embed(http: Request) -> Response:
     state, settings, body = await _read(http, EmbedRequest)
     _only(settings, "embed")
-    given, call_id = body.as_input(), _id(http, body)
+    given, call_id = body.as_input(state.config.pooling.get("prompts", {})), _id(http, body)
 
     def render(vectors: Vectors, num_tokens: int) -> dict[str, Any]:
         kinds = {kind: [encoded(v, kind) for v in vectors] for kind in body.embedding_types}

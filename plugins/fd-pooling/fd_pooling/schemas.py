@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -162,14 +163,18 @@ class EmbedRequest(PoolingFields):
     truncate: Literal["NONE", "START", "END"] = "NONE"
     max_tokens: int | None = Field(default=None, ge=1)
 
-    def as_input(self) -> InputRequest:
-        """The same as a body of /v1/embeddings."""
+    def as_input(self, prompts: Mapping[str, str]) -> InputRequest:
+        """The same as a body of /v1/embeddings. prompts: what the model's authors write before
+        texts, by what these are for; of others nothing is written."""
+        kind = self.input_type or ""
+        before = prompts.get(kind, prompts.get(kind.removeprefix("search_"), ""))
         cut: dict[str, Any] = {}
         if self.truncate != "NONE":
             side = "left" if self.truncate == "START" else "right"
             cut = {"truncate_prompt_tokens": self.max_tokens or -1, "truncation_side": side}
         same = self.model_dump(include={"model", "priority", "request_id", "cache_salt"})
-        return InputRequest(input=self.texts, dimensions=self.output_dimension, **same, **cut)
+        texts = [before + text for text in self.texts]
+        return InputRequest(input=texts, dimensions=self.output_dimension, **same, **cut)
 
 
 def _check_count(documents: list[str]) -> None:

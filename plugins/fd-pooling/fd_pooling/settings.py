@@ -306,6 +306,8 @@ class SentenceFiles:
     def __init__(self, folder: Path) -> None:
         self.is_there = (folder / "modules.json").is_file()
         self.pooling_type, self.normalizes = "", False
+        # Words that the model was trained to read in front of texts, by what the texts are for.
+        self.prompts = _sentence_prompts(folder / "config_sentence_transformers.json")
         self.max_tokens = _sentence_length(folder / "sentence_bert_config.json")
         for module in _read_list(folder / "modules.json") if self.is_there else ():
             kind, path = str(module.get("type", "")).rpartition(".")[2], str(module.get("path"))
@@ -336,6 +338,8 @@ def _read_list(path: Path) -> list[dict[str, Any]]:
 
 def _sentence_pooling(path: Path) -> str:
     config = read_json(path)
+    if config.get("include_prompt") is False:
+        raise UnsupportedModel(f"{path} leaves prompts out of the mean, which is not served")
     word = config.get("pooling_mode")
     chosen = [word] if isinstance(word, str) else word
     if isinstance(chosen, list):
@@ -351,6 +355,20 @@ def _sentence_pooling(path: Path) -> str:
             f"{', '.join(_WORDS)}"
         )
     return found[0]
+
+
+def _sentence_prompts(path: Path) -> dict[str, str]:
+    config = read_json(path) if path.is_file() else {}
+    given = config.get("prompts")
+    found = dict(given) if isinstance(given, Mapping) else {}
+    if found.get(config.get("default_prompt_name")):
+        logger.warning(
+            "%s names a default prompt, %r, which sentence-transformers writes before each text; "
+            "here texts are pooled as they come",
+            path.name,
+            config["default_prompt_name"],
+        )
+    return {name: text for name, text in found.items() if isinstance(text, str) and text}
 
 
 def _sentence_length(path: Path) -> int:

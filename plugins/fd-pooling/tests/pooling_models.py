@@ -167,8 +167,13 @@ def _main(folder: Path) -> None:
         transformer = modules.Transformer(str(folder / name))
         parts = [transformer, modules.Pooling(SIZES["hidden_size"], pooling_mode=mode)]
         parts += [modules.Normalize()] if normalizes else []
-        model = SentenceTransformer(modules=parts, device="cpu")
-        answers[name] = {"texts": model.encode(TEXTS, batch_size=1).tolist()}
+        prompts = {"query": "What is: ", "document": ""}
+        model = SentenceTransformer(modules=parts, device="cpu", prompts=prompts)
+        asked = model.encode(TEXTS, batch_size=1, prompt_name="query")
+        answers[name] = {
+            "texts": model.encode(TEXTS, batch_size=1).tolist(),
+            "query_texts": asked.tolist(),
+        }
         model.save_pretrained(str(folder / name))
 
     def cross(name: str) -> None:

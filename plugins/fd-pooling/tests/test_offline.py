@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,18 @@ import numpy as np
 import pytest
 from fd_pooling.offline import PoolingParams
 from pooling_models import PAIRS, QUERY, STEP_ID, STEPS, TEXTS
+from safetensors.numpy import load_file, save_file
 
 from fastdeploy import LLM, SamplingParams
-from fastdeploy_core.errors import ConfigError, InvalidRequest, RequestTooLong, UnsupportedModel
+from fastdeploy_core.contracts.device import DeviceOptions, StepBuckets
+from fastdeploy_core.errors import (
+    ConfigError,
+    FastDeployError,
+    InvalidRequest,
+    RequestTooLong,
+    UnsupportedModel,
+)
+from fastdeploy_core.reference.device import CpuDevice
 
 TOLERANCE = 1e-5
 SIZES = {"max_num_seqs": 4, "block_size": 16, "num_gpu_blocks_override": 96}
@@ -111,7 +122,8 @@ def test_mixes_of_batch_chunks_and_cache_equal_one_at_a_time(name: str, open_llm
     lengths = [1, 2, 16, 17, 48, 49, 119, 120]
     prompts = [whole[:n] for n in lengths] + [random.integers(5, 150, n).tolist() for n in lengths]
     chunks = {"max_num_batched_tokens": 40} if name == "qwen3-embedding" else {}
-    llm = open_llm(name, max_model_len=120, **chunks)
+    # So few blocks that prompts wait for each other, and cached beginnings are dropped.
+    llm = open_llm(name, max_model_len=120, num_gpu_blocks_override=14, **chunks)
     expected = [llm.embed([p], use_tqdm=False)[0].outputs.embedding for p in prompts]
     llm.reset_prefix_cache()
     num_cached = 0
@@ -180,6 +192,8 @@ def test_what_a_model_is_not_for_is_said(open_llm: Open) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "error", "words"),
     [
+        ("qwen3-embedding", {"runner": "generate", "task": "embed"}, ConfigError, "alone"),
+        ("qwen3-reranker", {"pooler_config": {"normalize": False}}, ConfigError, "alone"),
         ("bert-mean", {"convert": "classify"}, ConfigError, "no head that classifies"),
         ("qwen3-classes", {"convert": "embed"}, ConfigError, "possible: auto, classify"),
         ("qwen2-prm", {}, ConfigError, "step_tag_id"),
@@ -194,3 +208,46 @@ def test_what_cannot_be_stops_the_start(
 ) -> None:
     with pytest.raises(error, match=words):
         open_llm(name, **arguments)
+
+
+@pytest.mark.parametrize("name", ["qwen3-embedding", "qwen2-mean", "bert-cross", "xlmr-cls"])
+def test_steps_of_fixed_shapes_pool_no_padding(
+    name: str, open_llm: Open, answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on devices that compile for each shape: rows are padded, and there are rows of nobody."""
+    make = CpuDevice.__init__
+
+    def padded(device: CpuDevice, options: DeviceOptions) -> None:
+        make(device, options)
+        buckets = StepBuckets((1, 2, 4), (16, 64, 256), (4,), (4, 16))
+        device.limits = replace(device.limits, step_buckets=buckets, mixed_batches=False)
+
+    monkeypatch.setattr(CpuDevice, "__init__", padded)
+    llm, expected = open_llm(name), answers[name]
+    if "pairs" in expected:
+        scores = [each.outputs.score for each in llm.score(QUERY, TEXTS, use_tqdm=False)]
+        assert close(scores, expected["pairs"])
+    else:
+        found = llm.embed(TEXTS, use_tqdm=False)
+        assert close([each.outputs.embedding for each in found], expected["texts"])
+
+
+def test_ranks_pool_alike(open_llm: Open, answers: dict[str, Any]) -> None:
+    llm = open_llm("xlmr-cross", tensor_parallel_size=2)
+    found = llm.score(QUERY, TEXTS, use_tqdm=False)
+    assert close([output.outputs.score for output in found], answers["xlmr-cross"]["pairs"])
+
+
+def test_a_prompt_whose_numbers_are_not_finite_fails_alone(
+    open_llm: Open, models: Path, tmp_path: Path
+) -> None:
+    broken = shutil.copytree(models / "qwen3-embedding", tmp_path / "broken")
+    file = broken / "model.safetensors"
+    tensors = load_file(file)
+    tensors["embed_tokens.weight"][9] = np.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    llm = open_llm(str(broken))
+    with pytest.raises(FastDeployError, match="not finite"):
+        llm.embed([[9, 10]], use_tqdm=False)
+    assert np.isfinite(llm.embed([[8, 10]], use_tqdm=False)[0].outputs.embedding).all()
+    assert not llm.get_metrics()["num_requests"]

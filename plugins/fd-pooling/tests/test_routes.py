@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import json
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import cohere
@@ -12,11 +14,19 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from fd_pooling.routes import pooling_routes
 from pooling_models import CONVERSATION, PAIRS, QUERY, TEXTS
-from server_process import ServerProcess
+from server_process import ServerProcess, run
+
+from fastdeploy_core.plugins.known import providers
 
 Server = Callable[..., ServerProcess]
 TOLERANCE = 1e-5
+
+
+def test_every_route_is_known_to_servers_without_the_plugin() -> None:
+    known = {route for route, name in providers("route").items() if name == "fd-pooling"}
+    assert known == {f"POST {route.path}" for route in pooling_routes().router.routes}
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -120,6 +130,32 @@ def test_the_cohere_clients_embed_and_rerank(server: Server, answers: dict[str, 
         assert [each.index for each in ranked.results] == order[:3]
         expected = [scores[number] for number in order[:3]]
         assert close([each.relevance_score for each in ranked.results], expected)
+
+
+def test_coheres_input_type_writes_the_prompt_of_that_name(
+    server: Server, answers: dict[str, Any]
+) -> None:
+    url, expected = server("bert-mean").url, answers["bert-mean"]
+    for kind, name in (("search_query", "query_texts"), ("search_document", "texts")):
+        body = {"texts": TEXTS, "input_type": kind}
+        found = post(url, "/v2/embed", body).json()["embeddings"]["float"]
+        assert close(found, expected[name])
+
+
+def test_a_batch_file_is_answered(models: Path, tmp_path: Path, answers: dict[str, Any]) -> None:
+    asked = [
+        {"custom_id": str(n), "url": "/v1/embeddings", "method": "POST", "body": {"input": text}}
+        for n, text in enumerate(TEXTS)
+    ]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in asked))
+    options = ("--num-threads", "1", "--num-gpu-blocks-override", "64", "--dtype", "float32")
+    done = run(
+        "run-batch", "-i", str(source), "-o", str(target), str(models / "bert-mean"), *options
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line)["response"]["body"] for line in target.read_text().splitlines()]
+    assert close([line["data"][0]["embedding"] for line in lines], answers["bert-mean"]["texts"])
 
 
 def test_pairs_in_every_spelling(server: Server, answers: dict[str, Any]) -> None:
