@@ -111,10 +111,9 @@ class ExtensibleLM(CausalLM, Protocol):
 
 @runtime_checkable
 class PoolingLM(CausalLM, Protocol):
-    """The family of that name: it pools each prompt of a model of another family to one vector. Its
-    `features` hold "pooling"; forward() returns, and compute_logits() takes, one row for each prompt
-    that ends in the step, and compute_logits() returns [num_rows, width of a vector] float32. Added
-    in contract 1.4."""
+    """The family of that name: it pools each prompt of another family's model to one vector. Its
+    `features` hold "pooling"; forward() returns a row for each prompt that ends in the step, and
+    compute_logits() makes of these [num_rows, width of a vector] float32. Added in contract 1.4."""
 
     @staticmethod
     def adapt(

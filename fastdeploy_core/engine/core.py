@@ -279,10 +279,7 @@ class EngineCore:
                 param=min(missing),
             )
         if "pooling" in self._features and not request.is_pooled:
-            raise InvalidRequest(
-                "this engine pools prompts (--runner pooling) and generates no text; ask "
-                "/v1/embeddings, /score, /rerank, /classify or /pooling"
-            )
+            raise InvalidRequest("this engine pools prompts (--runner pooling), generates no text")
         if self._features:
             check_media(request)
 

@@ -63,9 +63,8 @@ def _adapted(
 ) -> Mapping[str, Any]:
     """config.json for the family PoolingLM where prompts are pooled, else as it is."""
     runner, convert = asked.get("runner", "auto"), asked.get("convert", "auto")
-    is_for_it = (found.path / "modules.json").is_file() or _POOLED.search(
-        hf_config["architectures"][0]
-    )
+    own = hf_config["architectures"][0]
+    is_for_it = (found.path / "modules.json").is_file() or _POOLED.search(own)
     generates = convert == "none" or (convert == "auto" and not is_for_it)
     if runner == "generate" or (runner == "auto" and generates):
         if convert not in ("auto", "none") or asked.get("pooler_config"):
