@@ -70,8 +70,6 @@ class ModelRunner:
         if rank == 0:
             self._state = SamplingState(config, device, kernels, self._columns, loaded.load_driver)
         self._media = self._make_media(loaded.model)
-        pools = loaded.model.features & {"pooling"}
-        self._features = self._media.features if self._media else pools
         parts: list[Any] = [self._columns, *(self._state.parts if self._state else ())]
         parts += [] if self._media is None else [self._media]
         captured = CapturedSampling(device, kernels, self._columns, max_num_seqs)
@@ -147,7 +145,7 @@ class ModelRunner:
         # Kept results have no place for drafts; posted ones do.
         takes_drafts = captures_drafting and self.slots.postbox is not None
         return {
-            "features": self._features,
+            "features": self._media.features if self._media else self._model.features & {"pooling"},
             "captures_drafts": drafting is not None,
             "captures_drafting": captures_drafting,
             "max_decodes": self.max_decodes,
@@ -351,7 +349,7 @@ class ModelRunner:
         finds them."""
         rows, slots, sampler = launched.rows, self.slots, self._sampler
         plan, has_drafts = sampler.plan(rows), bool(rows.num_drafts.any())
-        if "pooling" in self._features:
+        if "pooling" in self._model.features:
             launched.pooled = logits[: plan.num_rows]
         if rows.shape is not None and not has_drafts and self._is_simple[rows.slots].all():
             launched.sampling, marked, where = sampler.sample_padded(logits, plan)
@@ -422,7 +420,7 @@ class ModelRunner:
 
     def _add(self, new: NewSequence) -> None:
         extras = new.extras
-        if extras is not None and extras.needs - self._features:
+        if extras is not None and extras.needs - self.facts()["features"]:
             raise WorkerError(
                 f"sequence {new.seq_id} brings {', '.join(sorted(extras.needs))}, which this "
                 "worker does not report among its features"

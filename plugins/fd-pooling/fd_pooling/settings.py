@@ -140,7 +140,7 @@ def read_settings(
         found = replace(found, dimensions=_dimensions(family, config))
     else:
         found = _with_classes(found, ending, config, tokenizer)
-    return _checked(_overridden(found, asked.get("pooler_config") or {}, tokenizer))
+    return _checked(_overridden(found, asked.get("pooler_config") or {}))
 
 
 def _task(convert: str, own: Task, ending: str) -> Task:
@@ -167,7 +167,13 @@ def _head(
         return "bert" if family == "Bert" else "roberta"
     if ending in ("ForRewardModel", "ForProcessRewardModel"):
         return "mlp"
-    return "score" if ending == "ForSequenceClassification" else "tokens"
+    if ending == "ForSequenceClassification":
+        return "score"
+    if task == "reward":
+        raise ConfigError(
+            f"{family}{ending} has no head of rewards; possible: --convert embed or classify"
+        )
+    return "tokens"
 
 
 def _with_classes(
@@ -181,8 +187,8 @@ def _with_classes(
         found = replace(found, width=1, labels=(str(words[-1]),), template=template)
         return replace(found, activation="sigmoid", token_ids=_ids_of(words, tokenizer))
     names = config.get("id2label") or {}
-    default = {"ForRewardModel": 1}.get(ending, max(2, len(names)) if not names else len(names))
-    count = int(config.get("num_labels") or default)
+    # transformers' default is two.
+    count = int(config.get("num_labels") or len(names) or (1 if ending == "ForRewardModel" else 2))
     labels = tuple(str(names.get(str(n), f"LABEL_{n}")) for n in range(count))
     found = replace(found, width=count, labels=labels)
     if ending == "ForProcessRewardModel":
@@ -251,9 +257,7 @@ def _dimensions(family: str, config: Mapping[str, Any]) -> tuple[int, ...]:
     return (0,) if config.get("is_matryoshka") or size in _MATRYOSHKA else ()
 
 
-def _overridden(
-    found: PoolingSettings, given: Mapping[str, Any], tokenizer: Path
-) -> PoolingSettings:
+def _overridden(found: PoolingSettings, given: Mapping[str, Any]) -> PoolingSettings:
     """--pooler-config, in vLLM's and FastDeploy's spellings."""
     known = ("pooling_type", "normalize", "use_activation", "dimensions", "step_tag_id")
     for given_name, value in given.items():

@@ -195,6 +195,7 @@ def test_what_a_model_is_not_for_is_said(open_llm: Open) -> None:
         ("qwen3-embedding", {"runner": "generate", "task": "embed"}, ConfigError, "alone"),
         ("qwen3-reranker", {"pooler_config": {"normalize": False}}, ConfigError, "alone"),
         ("bert-mean", {"convert": "classify"}, ConfigError, "no head that classifies"),
+        ("qwen3-reranker", {"convert": "reward"}, ConfigError, "no head of rewards"),
         ("qwen3-classes", {"convert": "embed"}, ConfigError, "possible: auto, classify"),
         ("qwen2-prm", {}, ConfigError, "step_tag_id"),
         ("qwen3-embedding", {"pooler_config": {"pooling_type": "MAX"}}, UnsupportedModel, "LAST"),
