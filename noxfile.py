@@ -36,11 +36,13 @@ TEST_TOOLS = (
     "aistudio-sdk>=0.3.5",
     "anthropic>=2",
     "av>=14",
+    "cohere>=5",
     "modelscope-hub>=0.5",
     "openai>=2",
     "pillow>=11",
     "pip>=24",  # tests install wheels with it, and environments made by uv have none
     "scipy>=1.14",
+    "sentence-transformers>=5",
     "transformers>=5,<6",
 )
 PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("*/pyproject.toml"))
@@ -84,6 +86,7 @@ LIGHT = {
     "plugins/fd-launch": ("--ignore-glob=*/test_launch.py",),
     "plugins/fd-models": (),
     "plugins/fd-parsers": (),
+    "plugins/fd-pooling": ("--ignore-glob=*/test_routes.py",),
     "plugins/fd-quant-formats": (),
     "plugins/fd-quant-hub": (),
     "plugins/fd-quant-wint2": (),

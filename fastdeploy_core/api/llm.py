@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from fastdeploy_core.config.arguments import build_engine_config
 from fastdeploy_core.engine.client import LocalEngine
@@ -192,6 +193,18 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    if not TYPE_CHECKING:  # which still finds names that there are not
+
+        def __getattr__(self, name: str) -> Any:
+            """Methods that the model's family adds (contracts.small.PoolingLM)."""
+            family = None
+            if not name.startswith("_"):
+                family = self._resolved.load("model", self.config.model.architecture)
+            methods = family.methods() if hasattr(family, "methods") else {}
+            if name not in methods:
+                raise AttributeError(f"LLM has no {name}; embed and such need runner='pooling'")
+            return partial(methods[name], self)
 
     def _run(
         self,

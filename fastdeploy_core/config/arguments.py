@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,6 +72,7 @@ def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder
             raise ConfigError(f"{name} is an argument of the server, not of the engine")
     v = with_defaults(values)
     model = _model_config(v, find)
+    v |= model.hf_config.get("engine_arguments", {})  # see contracts.small.PoolingLM
     return _record(
         EngineConfig,
         v,
@@ -128,7 +129,7 @@ def _parallel_config(v: Mapping[str, Any]) -> ParallelConfig:
 def _model_config(v: Mapping[str, Any], find: FindModel) -> ModelConfig:
     if not v["model"]:
         raise ConfigError("no model given; name a folder: `fastdeploy serve DIR` or --model DIR")
-    model = read_model_config(
+    return read_model_config(
         v["model"],
         {
             "revision": v["revision"],
@@ -141,15 +142,17 @@ def _model_config(v: Mapping[str, Any], find: FindModel) -> ModelConfig:
             "seed": v["seed"],
             "quantization": v["quantization"] or "",
             "generation_config": v["generation_config"],
+            "override_generation_config": _mapping(v, "override_generation_config"),
             "hf_overrides": _mapping(v, "hf_overrides"),
+            "runner": v["runner"],
+            "convert": v["convert"],
+            "pooler_config": _mapping(v, "pooler_config"),
             "chat_template": _chat_template(v["chat_template"]),
             "trust_special_tokens": v["trust_special_tokens"],
             "weight_cache": v["weight_cache"],
         },
         find,
     )
-    changed = _mapping(v, "override_generation_config")
-    return replace(model, generation_config={**model.generation_config, **changed})
 
 
 def _chat_template(value: str | None) -> str | None:
@@ -357,4 +360,5 @@ def build_server_config(
         force_include_usage=v["enable_force_include_usage"],
         log_requests=v["enable_log_requests"],
         stats_interval_s=v["stats_interval"],
+        pooling=engine.model.hf_config.get("pooling", {}),
     )

@@ -3,40 +3,23 @@ module of the core contains another project's spelling that names a vendor."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from fastdeploy_core.errors import ConfigError
 
 from .engine import GraphConfig
 
 MAX_SIZE = 65536
-_COMPILER = "models are run as they are written, no compiler rewrites them"
-_PREFILL = (
-    "decode steps and steps with prompts are both captured, each as one graph; only the batch "
-    "sizes of decode steps can be chosen"
-)
-_ALWAYS = (
-    "captured graphs share one memory, cover the whole model, and are warmed up as they need it"
-)
-
+_TABLE: Final = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 # Options of the two sections that change nothing here: the values they may have, and why only
 # these.
-_FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "graph_opt_level": ((0,), _COMPILER),
-    "sot_warmup_sizes": (([],), _COMPILER),
-    "cudagraph_splitting_ops": (([],), _COMPILER),
-    "splitting_ops": (([],), _COMPILER),
-    "level": ((0,), _COMPILER),
-    "mode": ((0, "NONE"), _COMPILER),
-    "backend": (("", "eager"), _COMPILER),
-    "use_inductor": ((False,), _COMPILER),
-    "cudagraph_only_prefill": ((False,), _PREFILL),
-    "cudagraph_capture_sizes_prefill": (([],), _PREFILL),
-    "full_cuda_graph": ((True,), _ALWAYS),
-    "use_unique_memory_pool": ((True,), _ALWAYS),
-    "cudagraph_num_of_warmups": ((1,), _ALWAYS),
-    "cudagraph_copy_inputs": ((False,), _ALWAYS),
+_FIXED: dict[str, tuple[list[Any], str]] = {
+    name: (values, _TABLE["reasons"][why])
+    for why, options in _TABLE["fixed"].items()
+    for name, values in options.items()
 }
 _MODES = {"NONE": False, "FULL": True, "FULL_DECODE_ONLY": True}
 
@@ -108,7 +91,7 @@ def _section(flag: str, given: Any) -> GraphConfig:
 
 def _why(key: str) -> str:
     if key == "cudagraph_mode":
-        return f"{_PREFILL}; possible: {', '.join(_MODES)}"
+        return f"{_TABLE['reasons']['prefill']}; possible: {', '.join(_MODES)}"
     if key in _FIXED:
         allowed, reason = _FIXED[key]
         return f"{reason}; possible: {', '.join(map(repr, allowed))}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -25,24 +25,10 @@ _DTYPE_ALIASES: Final = {
     "fp16": "float16",
 }
 _LOAD_FORMATS: Final = ("auto", "safetensors", "dummy")
-_OVERRIDES: Final = frozenset(
-    (
-        "tokenizer_path",
-        "served_names",
-        "dtype",
-        "max_model_len",
-        "load_format",
-        "seed",
-        "quantization",
-        "generation_config",
-        "override_generation_config",
-        "chat_template",
-        "trust_special_tokens",
-        "hf_overrides",
-        "weight_cache",
-        "revision",
-        "download_dir",
-    )
+# What may be given beside the fields of ModelConfig.
+_BESIDE: Final = (
+    *("override_generation_config", "hf_overrides", "revision", "download_dir"),
+    *("runner", "convert", "pooler_config"),
 )
 _MAX_JSON_BYTES: Final = 16 * 1024 * 1024
 _DEFAULT_MAX_MODEL_LEN: Final = 2048
@@ -58,6 +44,8 @@ class FoundModel:
     hf_config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
     checkpoint_format: str = ""
+    # Makes of config.json, with the user's overrides, what the engine shall read.
+    adapt: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
 
 
 FindModel = Callable[[Path, Mapping[str, Any]], FoundModel]
@@ -101,13 +89,15 @@ def read_model_config(
     mappings merged into generation_config.json and config.json.
     """
     asked = {k: v for k, v in (overrides or {}).items() if v is not None}
-    if unknown := sorted(asked.keys() - _OVERRIDES):
+    known = {*_BESIDE, *(field.name for field in fields(ModelConfig))}
+    if unknown := sorted(asked.keys() - known):
         raise ConfigError(
-            f"unknown model setting {', '.join(unknown)}; possible: {', '.join(sorted(_OVERRIDES))}"
+            f"unknown model setting {', '.join(unknown)}; possible: {', '.join(sorted(known))}"
         )
     found = find(Path(path).expanduser(), asked)
     hf_config = _flat({**found.hf_config, **_mapping(asked, "hf_overrides")})
     _check_architectures(hf_config, found.path)
+    hf_config = {**found.adapt(hf_config)}
     load_format = asked.get("load_format", "auto")
     if load_format not in _LOAD_FORMATS:
         raise ConfigError(

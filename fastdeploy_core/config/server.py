@@ -46,3 +46,4 @@ class ServerConfig:
     log_stats: bool = True
     stats_interval_s: float = 10.0
     tokenizer_threads: int = 2
+    pooling: Mapping[str, Any] = field(default_factory=dict)  # see contracts.small.PoolingLM

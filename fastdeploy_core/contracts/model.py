@@ -30,7 +30,7 @@ LAYER_FEATURES: Final = ATTENTION_FEATURES | STATE_FEATURES
 #   embeddings  vectors stand in the place of some tokens' embeddings
 #   positions   forward() also takes positions of three axes, [3, num_tokens], and positions that
 #               are not the tokens' indices
-#   pooling     hidden states of some rows are pooled, and those rows get no token
+#   pooling     hidden states are pooled to vectors, and rows get no token (small.PoolingLM)
 MODEL_FEATURES: Final = frozenset({"adapter", "embeddings", "positions", "pooling"})
 
 

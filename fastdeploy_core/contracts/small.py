@@ -110,6 +110,27 @@ class ExtensibleLM(CausalLM, Protocol):
 
 
 @runtime_checkable
+class PoolingLM(CausalLM, Protocol):
+    """The family of that name: it pools each prompt of another family's model to one vector. Its
+    `features` hold "pooling"; forward() returns a row for each prompt that ends in the step, and
+    compute_logits() makes of these [num_rows, width of a vector] float32. Added in contract 1.4."""
+
+    @staticmethod
+    def adapt(
+        folder: Path, tokenizer: Path, config: Mapping[str, Any], asked: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """config.json as the engine shall read it: "architectures" is ["PoolingLM"]; "pooling" is what
+        front ends must know; "engine_arguments", by name, take the place of the user's. asked: "runner",
+        "convert" and "pooler_config". ConfigError for what cannot be. Needs no tensor library."""
+        ...
+
+    @staticmethod
+    def methods() -> Mapping[str, Callable[..., Any]]:
+        """What LLM can do with it, such as embed: functions whose first argument is the LLM."""
+        ...
+
+
+@runtime_checkable
 class CheckpointFormat(Protocol):
     """A model that is stored otherwise than as config.json and *.safetensors. The entry point's
     name is the suffix of its files in lower case, without the dot.

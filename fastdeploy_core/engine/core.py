@@ -278,6 +278,8 @@ class EngineCore:
                 f"beside token ids: {', '.join(sorted(self._features)) or 'nothing'}",
                 param=min(missing),
             )
+        if "pooling" in self._features and not request.is_pooled:
+            raise InvalidRequest("this engine pools prompts (--runner pooling), generates no text")
         if self._features:
             check_media(request)
 

@@ -92,6 +92,7 @@ class _Sequence:
         if delta.logprobs is not None:
             for entry in delta.logprobs[:taken]:
                 self._add_logprobs(entry)
+        self.output.pooled = delta.pooled
         if delta.finish_reason is not None or stop is not None:
             self._finish(delta, stop, pieces)
         text = pieces[0] if len(pieces) == 1 else "".join(pieces)
@@ -209,16 +210,10 @@ class RequestState:
         """The output so far."""
         outputs = []
         for sequence in self.sequences:
-            output = sequence.output
+            output, text = sequence.output, sequence.text()
             logprobs = None if output.logprobs is None else list(output.logprobs)
-            outputs.append(
-                replace(
-                    output,
-                    text=sequence.text(),
-                    token_ids=list(output.token_ids),
-                    logprobs=logprobs,
-                )
-            )
+            ids = list(output.token_ids)
+            outputs.append(replace(output, text=text, token_ids=ids, logprobs=logprobs))
         whole = self._output(outputs, self.prompt_logprobs)
         # a copy: the caller may keep this output next to later ones
         whole.metrics = replace(self.metrics)
@@ -242,6 +237,7 @@ class RequestState:
                     logprobs,
                     whole.finish_reason,
                     whole.stop_reason,
+                    pooled=whole.pooled,
                 )
             )
         return self._output(outputs, self.prompt_logprobs if prompt_logprobs else None)

@@ -182,7 +182,7 @@ def _merge(first: RequestOutputDelta, second: RequestOutputDelta) -> None:
         known.token_ids.extend(seq.token_ids)
         if seq.logprobs is not None:
             known.logprobs = [*(known.logprobs or []), *seq.logprobs]
-        _take_set(known, seq, ("finish_reason", "stop_reason", "drafts"))
+        _take_set(known, seq, ("finish_reason", "stop_reason", "drafts", "pooled"))
     names = ("prompt_logprobs", "num_cached_tokens", "queue_s", "finished", "error", "error_type")
     _take_set(first, second, names)
 

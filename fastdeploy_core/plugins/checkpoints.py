@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,11 +33,13 @@ from .manager import call_with_limit
 from .preflight_child import describe
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.small import CheckpointFormat, ModelSource
+    from fastdeploy_core.contracts.small import CheckpointFormat, ModelSource, PoolingLM
 
 logger = logging.getLogger(__name__)
 
 _KIND: Final = "checkpoint_format"
+# Models that are made to be pooled; others are where --runner or --convert says so.
+_POOLED: Final = re.compile(r"(Classification|RewardModel)$")
 _NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -47,6 +51,30 @@ def find_model(
     `asked`: the overrides of config.model.read_model_config. PluginNotFound names the distribution
     to install; what a driver says of a damaged file is passed on.
     """
+    found = _in_its_format(path, asked, inventory)
+    return replace(found, adapt=partial(_adapted, found, asked, inventory))
+
+
+def _adapted(
+    found: FoundModel,
+    asked: Mapping[str, Any],
+    inventory: Inventory | None,
+    hf_config: Mapping[str, Any],
+) -> Mapping[str, Any]:
+    """config.json for the family PoolingLM where prompts are pooled, else as it is."""
+    runner, convert = asked.get("runner", "auto"), asked.get("convert", "auto")
+    own = hf_config["architectures"][0]
+    is_for_it = (found.path / "modules.json").is_file() or _POOLED.search(own)
+    generates = convert == "none" or (convert == "auto" and not is_for_it)
+    if runner == "generate" or (runner == "auto" and generates):
+        if convert not in ("auto", "none") or asked.get("pooler_config"):
+            raise ConfigError("--convert and --pooler-config are for --runner pooling alone")
+        return hf_config
+    family: type[PoolingLM] = _load(find("model", "PoolingLM", inventory))
+    return family.adapt(found.path, found.tokenizer_path, hf_config, asked)
+
+
+def _in_its_format(path: Path, asked: Mapping[str, Any], inventory: Inventory | None) -> FoundModel:
     load_format = str(asked.get("load_format") or "auto")
     revision, where = str(asked.get("revision") or ""), (asked.get("download_dir"), inventory)
     given, path = path, _fetched(path, revision, *where)

@@ -100,9 +100,8 @@ class Admission:
 
     def chunk(self, seq: Sequence, start: int, end: int, *, is_new: bool = False) -> int:
         """How many of a prompt's tokens from `start` to `end` may run in this step."""
-        chunk = min(end - start, self._step.budget)
-        threshold = self._batch.long_prefill_token_threshold
-        chunk = min(chunk, threshold) if threshold else chunk
+        threshold = self._batch.long_prefill_token_threshold or end
+        chunk = min(end - start, self._step.budget, threshold)
         if not seq.table.embeddings:
             return chunk
         return self._step.within_encoding(seq, start, chunk, is_new=is_new)

@@ -134,7 +134,8 @@ class BatchScheduler:
         self.counters.requests_total += 1
         self.counters.prompt_tokens_total += len(request.prompt_token_ids)
         self._roster.add(state)
-        if request.sampling.max_tokens == 0 and not state.wants_prompt_logprobs:
+        is_run = state.wants_prompt_logprobs or request.is_pooled
+        if request.sampling.max_tokens == 0 and not is_run:
             self._outcome.complete_empty(state)
         elif state.deadline_s is not None:
             heapq.heappush(self._deadlines, (state.deadline_s, request.request_id))

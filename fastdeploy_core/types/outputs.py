@@ -54,6 +54,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    pooled: bytes | None = None  # float32: what the prompt was pooled to
 
     @property
     def finished(self) -> bool:

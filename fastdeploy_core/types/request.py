@@ -80,6 +80,11 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     extras: SequenceExtras | None = None
     handover: str = ""  # which other instance has to do with it, as a router says: fd-scale-out
 
+    @property
+    def is_pooled(self) -> bool:
+        """Whether it asks for a vector, with max_tokens=0, instead of tokens."""
+        return self.extras is not None and bool(self.extras.pooling)
+
 
 class DraftStats(msgspec.Struct, omit_defaults=True):
     """How the drafts of one sequence fared."""
@@ -110,6 +115,7 @@ class SequenceDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # stop token id, when one ended it
     drafts: DraftStats | None = None  # with the finish_reason, if the sequence had drafts
+    pooled: bytes | None = None  # as ModelRunnerOutput.pooled, with the finish_reason
 
 
 class RequestOutputDelta(msgspec.Struct, kw_only=True, omit_defaults=True, tag="delta"):

@@ -58,9 +58,10 @@ class SequenceExtras(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """What a sequence asks of model and worker beyond token ids and sampling.
 
     An engine refuses a request with `needs` that its workers do not report (WorkerInfo.features).
-    They report "embeddings" and "positions" for a family that has them; `adapter` and `pooling` are
-    reserved. `adapter` and `embeddings` are part of the block hash, so the prefix cache can never
-    mix two of them; positions follow from the token ids and from what `embeddings` digests.
+    They report "embeddings", "positions" and "pooling" for a family that has them, and then
+    no request without "pooling" is taken; `adapter` is reserved. `adapter` and `embeddings`
+    are part of the block hash, so the prefix cache can never mix two of them; positions
+    follow from the token ids and from what `embeddings` digests.
     """
 
     adapter: str = ""  # a LoRA adapter: its name and the generation of its weights
@@ -205,3 +206,4 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True, eq=False):
     draft_s: float = 0.0  # seconds in drafters
     execute_s: float = 0.0  # seconds in the worker, the forward pass included
     draft_failures: int = 0  # proposals lost since the start, because a drafter failed
+    pooled: dict[int, bytes] = {}  # float32 in the host's order: what a row was pooled to

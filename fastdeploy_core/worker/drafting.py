@@ -134,7 +134,9 @@ class Drafting:
 
     def _propose(self, drafter: Drafter, launched: Launched, target: TargetStep) -> Tensor | None:
         rows, slots, limit = launched.rows, self._slots, launched.max_drafts
-        plan = self._plan_of(rows.slots)
+        plan = self._plan
+        if plan is None or not plan.matches(self._columns, rows.slots):  # kept while they stay
+            plan = self._plan = SamplingPlan(self._columns, rows.slots, self._device)
 
         def draw(logits: Tensor, step: int) -> Tensor:
             # The token sampled now stands one after the last verified one, the first draft two.
@@ -196,13 +198,6 @@ class Drafting:
             drafter.propose(batches.make_captured(captured, ids, 0, lambda x, _: self._greedy(x)))
 
         return fill
-
-    def _plan_of(self, slots: np.ndarray) -> SamplingPlan:
-        """How the rows sample; kept while they stay."""
-        plan = self._plan
-        if plan is None or not plan.matches(self._columns, slots):
-            plan = self._plan = SamplingPlan(self._columns, slots, self._device)
-        return plan
 
     def _checked(self, drafts: Any, num_rows: int, max_drafts: int) -> Tensor:
         """A drafter's answer, without what is no token."""

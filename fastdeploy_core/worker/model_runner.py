@@ -145,7 +145,7 @@ class ModelRunner:
         # Kept results have no place for drafts; posted ones do.
         takes_drafts = captures_drafting and self.slots.postbox is not None
         return {
-            "features": frozenset() if self._media is None else self._media.features,
+            "features": self._media.features if self._media else self._model.features & {"pooling"},
             "captures_drafts": drafting is not None,
             "captures_drafting": captures_drafting,
             "max_decodes": self.max_decodes,
@@ -330,7 +330,10 @@ class ModelRunner:
             if self._media is not None:
                 where = rows.starts, rows.counts, rows.first_tokens()
                 embedded = self._media.embedded(rows.slots, *where)
-        read, reads_all = rows.read_tokens(), self._reads_all_hidden(rows)
+        read, drafting = rows.read_tokens(), self._drafting
+        # Hidden states are read of tokens that are not sampled, too; the same on every rank.
+        reads_all = drafting is not None and drafting.reads_hidden
+        reads_all = reads_all or bool(self._sampler.wants_prompt_logprobs(rows).size)
         step = rows, laid_out, None if reads_all else read, embedded
         launched.target = forward(self._graphs, self._loaded, self.caches.tensors, *step)
         hidden = launched.target.hidden
@@ -341,17 +344,13 @@ class ModelRunner:
             hidden = self._xp.index_select(hidden, 0, self._device.to_device(read))
         return self._model.compute_logits(hidden)
 
-    def _reads_all_hidden(self, rows: StepRows) -> bool:
-        """Whether hidden states are read of tokens that are not sampled, too; the same on every
-        rank."""
-        is_drafted_from = self._drafting is not None and self._drafting.reads_hidden
-        return is_drafted_from or bool(self._sampler.wants_prompt_logprobs(rows).size)
-
     def _sample(self, launched: Launched, logits: Tensor) -> Tensor:
         """Tokens of a step laid out on the host: marked ones on the device, where the next step
         finds them."""
         rows, slots, sampler = launched.rows, self.slots, self._sampler
         plan, has_drafts = sampler.plan(rows), bool(rows.num_drafts.any())
+        if "pooling" in self._model.features:
+            launched.pooled = logits[: plan.num_rows]
         if rows.shape is not None and not has_drafts and self._is_simple[rows.slots].all():
             launched.sampling, marked, where = sampler.sample_padded(logits, plan)
             slots.take_sampled(rows, where, launched.sampling.token_ids)
@@ -420,14 +419,14 @@ class ModelRunner:
             self._drafting.forget(seq_id)
 
     def _add(self, new: NewSequence) -> None:
-        extras = new.extras if new.extras is not None and new.extras.needs else None
-        if extras and (self._media is None or extras.needs - self._media.features):
+        extras = new.extras
+        if extras is not None and extras.needs - self.facts()["features"]:
             raise WorkerError(
                 f"sequence {new.seq_id} brings {', '.join(sorted(extras.needs))}, which this "
                 "worker does not report among its features"
             )
         slot = self.slots.add(new)
-        if self._media is not None and extras:
+        if self._media is not None and extras is not None:
             self._media.add(slot, extras)
         self._is_simple[slot] = is_simple(new, self._config)
         self._refused.pop(new.seq_id, None)

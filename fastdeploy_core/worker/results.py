@@ -28,7 +28,6 @@ from .step import Arriving, Launched
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.sampling.logprobs import LogprobTensors
     from fastdeploy_core.sampling.state import SamplingState
     from fastdeploy_core.tensor import Tensor
@@ -91,6 +90,7 @@ class Results:
             tensors.append(drafts)
         for _, record in self._logprob_parts(launched):
             tensors += record.tensors()
+        tensors += [] if launched.pooled is None else [launched.pooled]
         if tensors or not arriving.posted:
             arriving.download = self._downloads.start(tensors)
             arriving.event = self._device.record_event()
@@ -140,6 +140,9 @@ class Results:
             errors={**launched.errors},
         )
         logprobs = self._read_logprobs(launched, found, arrays)
+        if launched.pooled is not None:
+            vectors = zip(rows.positions().rows.tolist(), next(arrays), strict=True)
+            found.pooled = {row: vector.tobytes() for row, vector in vectors}
         if pages is not None:
             counts = self._take_tokens(launched, found, pages)
             self._name_logprobs(launched, found, logprobs)
@@ -169,7 +172,7 @@ class Results:
         rows, arriving, sampling = launched.rows, launched.arriving, launched.sampling
         if not rows.is_decode or rows.num_decodes > 1 or launched.errors or sampling is None:
             return False
-        if sampling.plan.flags & TELLS_MORE:
+        if sampling.plan.flags & TELLS_MORE or launched.pooled is not None:
             return False
         if arriving.posted:
             tokens = arrived(arriving.posted[0].results)[:, 0]

@@ -154,6 +154,7 @@ class Launched:
     fed: np.ndarray | None = None  # [B] drafts of each row, where the host knows them
     sampling: Sampling | None = None  # None: no row samples
     prompt_logprobs: list[tuple[int, LogprobTensors]] = field(default_factory=list)  # by batch row
+    pooled: Tensor | None = None  # [R, width] float32, of a family that pools prompts
     target: TargetStep | None = None  # for drafters; None once they have been asked
     arriving: Arriving = field(default_factory=Arriving)
     results: ModelRunnerOutput | None = None  # once they are read

@@ -105,6 +105,7 @@ from fd_parsers.think import (
     MistralThinkParser,
     ThinkParser,
 )
+from fd_pooling.family import PoolingLM as PooledLM
 from fd_quant_formats.fp8 import BlockFp8, WFp8AFp8
 from fd_quant_formats.integer import W4A8, W8A8, WInt4, WInt8
 from fd_quant_formats.mixed import MixedQuantizer
@@ -171,6 +172,7 @@ from fastdeploy_core.contracts.small import (
     LogitsProcessor,
     ModelSource,
     MultimodalLM,
+    PoolingLM,
     ProcessorContext,
     ReasoningParser,
     ToolParser,
@@ -321,6 +323,9 @@ multimodal: list[Callable[[Mapping[str, Any], ModelBuilder], MultimodalLM]] = [
     Qwen2_5_VLForConditionalGeneration,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeForConditionalGeneration,
+]
+pooling: list[Callable[[Mapping[str, Any], ModelBuilder], PoolingLM]] = [
+    PooledLM,
 ]
 checkpoint_formats: list[Callable[[Path], CheckpointFormat]] = [
     MySuffixCheckpoint,

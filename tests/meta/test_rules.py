@@ -277,6 +277,7 @@ PRIVATE = {
     },
     "fd-hub": {"cli", "envs", "plugins"},
     "fd-launch": {"plugins"},
+    "fd-pooling": {"api", "config", "engine", "models", "serving", "tokenizer"},
     "fd-scale-out": {
         *("config", "engine", "envs", "kvcache", "loading", "plugins", "scheduler", "serving"),
     },

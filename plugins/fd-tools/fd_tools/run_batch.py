@@ -19,7 +19,10 @@ from fastdeploy_core.cli.parsing import parse_table
 from fastdeploy_core.config.argument_values import of_scope
 from fastdeploy_core.errors import ConfigError
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/pooling", "/classify"),
+    *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v1/reward"),  # those of fd-pooling
+)
 IN_FLIGHT_PER_SEQ = 2  # enough to keep the batch full while answers are written
 
 

@@ -1,0 +1,1 @@
+"""Prompts pooled to vectors: embeddings, scores, classes and rewards, offline and over HTTP."""
