@@ -39,6 +39,7 @@ from fastdeploy_core.scheduler import BatchScheduler
 from fastdeploy_core.types import InstanceRole, Request, RequestOutputDelta, SequenceDelta
 from fastdeploy_core.types.engine import EngineStats
 from fd_scale_out.host_blocks import HostMemory, identity_of, run_threads
+from fd_scale_out.receiver_driven import DECODE_ERRORS, MAX_NOTE_BYTES
 
 from . import messages
 from .messages import Abort, Aborted, Accept, Alive, Commit, Have, Hello, Want
@@ -414,7 +415,7 @@ class Handovers:
         if kind is TransferEventKind.NOTE:
             try:
                 note = messages.decode(event.note)
-            except messages.DECODE_ERRORS as error:
+            except DECODE_ERRORS as error:
                 self._warn(f"a note is unreadable: {error}")
                 return
             self._on_note(event.peer, note, now)
@@ -556,4 +557,4 @@ class Handovers:
 def _fits(name: str, first: SequenceDelta) -> bool:
     """Whether a first token goes into a note: all log-probabilities of a vocabulary do not."""
     note = Commit(name, 2**31, 2**31, first)
-    return len(messages.encode(note)) <= messages.MAX_NOTE_BYTES
+    return len(messages.encode(note)) <= MAX_NOTE_BYTES

@@ -18,8 +18,7 @@ import msgspec
 from fastdeploy_core import envs
 from fastdeploy_core.errors import ConfigError, InvalidRequest
 from fastdeploy_core.types import InstanceRole
-
-from .messages import DECODE_ERRORS
+from fd_scale_out.receiver_driven import DECODE_ERRORS
 
 SECRET_VARIABLE: Final = "FD_KV_SECRET"  # noqa: S105, its name
 MIN_SECRET_CHARS: Final = 32
