@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar, Final
+from typing import Final
 
 import msgspec
 
@@ -106,10 +106,10 @@ class Transfer:
 class ReceiverDrivenTransport(ABC):
     """See contracts.kv_transport.KVTransport. Thread-safe."""
 
-    name: ClassVar[str]
-    contract: ClassVar[tuple[int, int]]
-    capabilities: ClassVar[TransportCapabilities]
-    protocol: ClassVar[int]  # of the driver's messages
+    name: str
+    contract: tuple[int, int]
+    capabilities: TransportCapabilities
+    protocol: int  # of the driver's messages
 
     def __init__(self, options: TransportOptions) -> None:
         """ConfigError for a short secret."""

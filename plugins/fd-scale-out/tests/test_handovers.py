@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 import pytest
 from fd_kv_shm.shm import SharedMemoryTransport
-from fd_kv_tcp import wire as tcp_wire
 from fd_kv_tcp.transport import TcpTransport
 from fd_scale_out.handover import messages, receiving, sending
 from fd_scale_out.handover.ticket import make_ticket, read_ticket, shared_secret
+from fd_scale_out.receiver_driven import descriptor_decoder, encode
 from null_engine import (
     Collector,
     InlineExecutor,
@@ -606,10 +606,10 @@ def apart() -> Iterator[tuple[Two, Between]]:
     """Two engines over TCP; what the decode engine asks of the other one passes through a
     Between."""
     two = Two("tcp")
-    there = tcp_wire.descriptor_decoder.decode(part(two.prefill)._transport.descriptor())
-    between = Between(there.port)
-    there.port = between.port
-    two.ticket_given = make_ticket(shared_secret(), "tcp", tcp_wire.encode(there))
+    there = descriptor_decoder.decode(part(two.prefill)._transport.descriptor())
+    between = Between(int(there.address.rpartition(":")[2]))
+    there.address = f"127.0.0.1:{between.port}"
+    two.ticket_given = make_ticket(shared_secret(), "tcp", encode(there))
     yield two, between
     between.holds.clear()
     between.close()
