@@ -224,6 +224,8 @@ def one_run(
         found[f"{way}, busy, between tokens p50, s"].append(cuts[49])
         found[f"{way}, busy, between tokens p99, s"].append(cuts[98])
         found[f"{way}, busy, first token, s"].append(statistics.median(firsts))
+        text = ", ".join(f"{v[-1]:.4f}" for name, v in found.items() if name.startswith(way))
+        print(f"run {number + 1} of {options.runs}, {way}: {text}", file=sys.stderr, flush=True)
         num_taken = servers.num_taken() - before
         num_asked = 1 + options.prompts * (1 + len(options.prompt_tokens))
         if num_taken != (num_asked if way == "apart" else 0):
@@ -248,8 +250,10 @@ def main() -> None:
     options, words = parse_arguments()
     figures: dict[str, list[float]] = defaultdict(list)
     with ExitStack() as stack:
+        began = time.monotonic()
         servers = Servers(options, words, stack)
         wait_until(lambda: len(servers.roles()) == 2, "both servers")
+        print(f"both serve after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         for number in range(options.runs):
             one_run(options, servers, number, figures)
     show(options, figures)
