@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_HAVE_BYTES: Final = 32 * 2**20  # of the blocks of one Have: notes wait behind a pull
+MAX_HAVE_BYTES: Final = 32 * 2**20  # of the blocks of one pull: notes wait behind it
 MAX_HELD_SHARE: Final = 0.8  # of the host tier, for other instances to fetch
 MAX_QUARANTINE_SHARE: Final = 0.05  # of the host tier; beyond that the transport is opened anew
 MAX_EARLY: Final = 1024  # Wants that came before their prompts
@@ -144,6 +144,8 @@ class Handovers:
         """The ranks have their host tiers, and this is the engine's batch scheduler."""
         self._scheduler, self.kv = scheduler, scheduler.kv
         self.host = self._memory.open(scheduler.kv)
+        block_bytes = sum(size for _, size in self._memory.ranks)
+        self._most_blocks = max(1, min(messages.MAX_BLOCKS, MAX_HAVE_BYTES // block_bytes))
         self._open_transport()
 
     @property
@@ -364,9 +366,7 @@ class Handovers:
     def _send(
         self, name: str, request: Request, table: BlockTable, entries: list[CacheEntry]
     ) -> None:
-        size = sum(size for _, size in self._memory.ranks)
-        most = max(1, min(messages.MAX_BLOCKS, MAX_HAVE_BYTES // size))
-        sending = Sending(name, table.keys.copy(), self, time.monotonic(), most)
+        sending = Sending(name, table.keys.copy(), self, time.monotonic(), self._most_blocks)
         self._sending[name], self._by_request[request.request_id] = sending, name
         for number, key in enumerate(sending.keys):
             self._by_key.setdefault(key, []).append((sending, number))
@@ -394,7 +394,7 @@ class Handovers:
         world = _Incoming(self, request, table)
         self._by_request[request.request_id] = order.name
         self._receiving[order.name] = Receiving(
-            order.name, peer, want, world, time.monotonic(), timeout_s
+            order.name, peer, want, world, time.monotonic(), timeout_s, self._most_blocks
         )
         return True
 
