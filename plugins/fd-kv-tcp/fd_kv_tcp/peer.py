@@ -19,7 +19,7 @@ from fd_scale_out.receiver_driven import MAX_NOTES, Descriptor, Transfer, WireEr
 from fastdeploy_core.contracts.base import CONTRACT
 
 from . import wire
-from .wire import Channel
+from .wire import Channel, Progress
 
 if TYPE_CHECKING:
     from .transport import TcpTransport
@@ -42,6 +42,7 @@ class Peer:
         self._has_job = threading.Condition(transport.lock)
         self._notes: deque[tuple[frozenset[Transfer], bytes]] = deque()
         self._sockets: list[socket.socket] = []
+        self._progress = Progress()
         self._wakes, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         transport.start(self._control)
@@ -91,7 +92,7 @@ class Peer:
             self._sockets.append(sock)
             if self.is_down:
                 raise WireError("no longer wanted")
-        channel = Channel(sock, own.options.secret, is_client=True)
+        channel = Channel(sock, own.options.secret, is_client=True, progress=self._progress)
         channel.ask(
             wire.Hello(
                 protocol=wire.PROTOCOL,

@@ -14,7 +14,9 @@ import hmac
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -76,12 +78,27 @@ AnyMessage = Hello | Welcome | Refused | Read | Note | Ping | Pong
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
+@dataclass(slots=True)
+class Progress:
+    """Of the connections to one peer, which share a network: while bytes come on one of them, the
+    others wait."""
+
+    moved_s: float = 0.0  # when bytes came last
+
+
 class Channel:
     """An authenticated connection. The constructor shakes hands, within the socket's timeout."""
 
-    def __init__(self, sock: socket.socket, secret: bytes, *, is_client: bool) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        secret: bytes,
+        *,
+        is_client: bool,
+        progress: Progress | None = None,
+    ) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._sock = sock
+        self._sock, self._progress = sock, progress or Progress()
         nonce = secrets.token_bytes(NONCE_BYTES)
         if is_client:
             sock.sendall(GREETING + nonce)
@@ -195,9 +212,15 @@ class Channel:
     def _take_into(self, content: memoryview) -> None:
         at = 0
         while at < content.nbytes:
-            count = self._sock.recv_into(content[at:])
+            try:
+                count = self._sock.recv_into(content[at:])
+            except TimeoutError:
+                if time.monotonic() - self._progress.moved_s >= (self._sock.gettimeout() or 0.0):
+                    raise
+                continue
             if not count:
                 raise WireError("the peer has gone")
+            self._progress.moved_s = time.monotonic()
             at += count
 
 
