@@ -3,14 +3,17 @@ and over TCP. What goes wrong on the way: test_prefill_faults.py and test_prefil
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from conftest import Router
 from roles import (
     BLOCK_SIZE,
     SECRET,
@@ -19,6 +22,7 @@ from roles import (
     ask,
     check_idle,
     said,
+    server,
     taken,
     text_body,
 )
@@ -177,3 +181,55 @@ def test_roles_change_under_load(own: Apart) -> None:
     check_idle(own.prefill, own.decode)
     body = text_body("in the end")
     assert said(ask(own.router.url, TEXT, body)) == said(ask(own.prefill.url, TEXT, body))
+
+
+def test_roles_follow_the_traffic() -> None:
+    """`--slo-tpot`: two decode instances, prompts come, and one of them becomes a prefill instance;
+    answers come, and it becomes one that answers. No request fails."""
+    servers = [server("decode"), server("decode")]
+    router = Router(
+        [one.url for one in servers],
+        *("--prefill-min-tokens", "64", "--slo-tpot", "0.004"),
+        *("--role-interval", "1", "--role-dwell", "2"),
+        extra={"FD_KV_SECRET": SECRET},
+    ).until_ready(2)
+    stop, failed = threading.Event(), list[str]()
+
+    def load(number: int, **fields: Any) -> None:
+        for turn in itertools.count():
+            if stop.is_set():
+                return
+            body = {**text_body(f"traffic {number} {turn}", 12), **fields}
+            answer = httpx.post(router.url + TEXT, json=body, timeout=60)
+            if answer.status_code != 200:
+                failed.append(answer.text)
+
+    def until(roles: list[str], **fields: Any) -> None:
+        stop.clear()
+        with ThreadPoolExecutor(4) as threads:
+            for number in range(4):
+                threads.submit(load, number, **fields)
+            try:
+                wait_for(lambda: sorted(router.listed("role").values()) == roles, f"{roles}", 60)
+            finally:
+                stop.set()
+
+    try:
+        until(["decode", "prefill"], max_tokens=1)
+        until(["decode", "decode"], prompt="Go on", max_tokens=200, ignore_eos=True)
+        assert not failed
+        changes = [line for line in router.lines if "roles: instance" in line]
+        assert "becomes prefill" in changes[0] and "becomes decode" in changes[-1]
+        changed = "fastdeploy_router_role_changes_total"
+        assert router.metric(changed, outcome="200") == len(changes)
+        assert router.metric("fastdeploy_router_role_demand", role="decode") > 0
+    finally:
+        for process in (router, *servers):
+            process.stop()
+
+
+def test_changing_roles_takes_the_secret(tmp_path: Path) -> None:
+    words = ("router", "--instances", "http://127.0.0.1:1", "--slo-tpot", "0.1")
+    process = CommandProcess(*words, extra={"FD_CACHE_DIR": str(tmp_path)})
+    assert process.wait() != 0
+    assert "kv-secret" in process.log and "FD_KV_SECRET" in process.log
