@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -36,9 +36,12 @@ def server(
 class Apart:
     """A prefill instance, a decode instance, and the router."""
 
-    def __init__(self, *options: str) -> None:
-        self.options = options
-        self.prefill, self.decode = server("prefill", *options), server("decode", *options)
+    def __init__(self, *options: str, each: Mapping[str, Sequence[str]] | None = None) -> None:
+        """each: more options, by role."""
+        self.options, each = options, each or {}
+        self.prefill, self.decode = (
+            server(role, *options, *each.get(role, ())) for role in ("prefill", "decode")
+        )
         self.route()
 
     def route(self) -> None:

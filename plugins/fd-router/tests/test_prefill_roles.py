@@ -136,12 +136,24 @@ def test_a_stranger_without_the_secret_changes_no_role(apart: Apart) -> None:
     assert httpx.get(url).json()["role"] == "prefill"
 
 
-def test_several_ranks_hand_over_what_each_has() -> None:
-    two = Apart("--kv-transport", "shm", "--tensor-parallel-size", "2")
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_any_number_of_ranks_hands_over_to_any(
+    transport: str, num_prefill: int, num_decode: int
+) -> None:
+    """Heads that the ranks of one divide in another way than those of the other."""
+    ranks = {"prefill": str(num_prefill), "decode": str(num_decode)}
+    two = Apart(
+        "--kv-transport",
+        transport,
+        each={role: ("--tensor-parallel-size", count) for role, count in ranks.items()},
+    )
     try:
-        answer = ask(two.router.url, TEXT, text_body("ranks"))
-        assert taken(two.decode) == 1
-        assert said(ask(two.prefill.url, TEXT, text_body("ranks"))) == said(answer)
+        for number in range(3):
+            body = text_body(f"ranks {number}", 12 + 8 * number)
+            answer = ask(two.router.url, TEXT, body)
+            assert taken(two.decode) == number + 1
+            assert said(ask(two.prefill.url, TEXT, body)) == said(answer)
         check_idle(two.prefill, two.decode)
     finally:
         two.stop()

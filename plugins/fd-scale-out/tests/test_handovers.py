@@ -21,7 +21,7 @@ import pytest
 from fd_kv_shm.shm import SharedMemoryTransport
 from fd_kv_tcp.transport import TcpTransport
 from fd_scale_out.handover import messages, receiving, sending
-from fd_scale_out.handover.ticket import make_ticket, read_ticket, shared_secret
+from fd_scale_out.handover.ticket import Ticket, make_ticket, read_ticket, shared_secret
 from fd_scale_out.receiver_driven import descriptor_decoder, encode
 from null_engine import (
     Collector,
@@ -385,7 +385,8 @@ def test_orders_that_make_no_sense_are_refused() -> None:
     for wrong in ("", "?", ticket[:-4], "A" + ticket[1:], ticket[::-1], "é"):
         with pytest.raises(InvalidRequest):
             read_ticket(shared_secret(), "shm", wrong)
-    assert read_ticket(shared_secret(), "shm", ticket) == part(core)._transport.descriptor()
+    found = read_ticket(shared_secret(), "shm", ticket)
+    assert found.descriptor == part(core)._transport.descriptor()
     with pytest.raises(InvalidRequest, match="--kv-transport shm"):
         read_ticket(shared_secret(), "tcp", ticket)
     core.close()
@@ -609,7 +610,8 @@ def apart() -> Iterator[tuple[Two, Between]]:
     there = descriptor_decoder.decode(part(two.prefill)._transport.descriptor())
     between = Between(int(there.address.rpartition(":")[2]))
     there.address = f"127.0.0.1:{between.port}"
-    two.ticket_given = make_ticket(shared_secret(), "tcp", encode(there))
+    ticket = Ticket("tcp", encode(there), part(two.prefill)._layout)
+    two.ticket_given = make_ticket(shared_secret(), ticket)
     yield two, between
     between.holds.clear()
     between.close()
