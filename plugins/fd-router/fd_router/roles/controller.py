@@ -46,6 +46,13 @@ class Work(NamedTuple):
     seconds: float = 0.0  # in steps
     queued: float = 0.0  # prompt tokens that wait
 
+    def since(self, before: Work) -> Work:
+        """What was done after `before`."""
+        steps, generated, computed, seconds, _ = (
+            now - then for now, then in zip(self, before, strict=True)
+        )
+        return Work(steps, generated, computed, seconds, self.queued)
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -151,8 +158,7 @@ class RoleController:
         for one in members:
             before = self._before.get(one.name)
             if before is not None and one.work.steps >= before.steps:
-                pairs = zip(one.work[:4], before[:4], strict=True)
-                done[one.name] = Work(*(now - then for now, then in pairs), one.work.queued)
+                done[one.name] = one.work.since(before)
         self._before = {one.name: one.work for one in members}
         return done
 
@@ -167,9 +173,10 @@ class RoleController:
             computed / passed_s * self._cost.values[2],
             generated / passed_s * goals.tpot_s / self._cost.batch(goals),
         )
-        before = self._demand or now
-        self._demand = tuple(
-            old + SMOOTHING * (new - old) for old, new in zip(before, now, strict=True)
+        prompts, answers = self._demand or now
+        self._demand = (
+            prompts + SMOOTHING * (now[0] - prompts),
+            answers + SMOOTHING * (now[1] - answers),
         )
         return self._demand
 
