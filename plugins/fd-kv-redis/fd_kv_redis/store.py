@@ -58,7 +58,7 @@ class RedisStore:
     def get(self, name: str, parts: Sequence[memoryview]) -> bool:
         """See KVStore."""
         content = self._client.getex(PREFIX + name, ex=self._ttl_s)
-        if content is None or len(content) != sum(part.nbytes for part in parts):
+        if not isinstance(content, bytes) or len(content) != sum(part.nbytes for part in parts):
             return False
         at, left = 0, memoryview(content)
         for part in parts:
