@@ -42,6 +42,7 @@ from typing import Any
 from figures import add_json_option, print_figures
 
 START_S = 180.0
+STREAM_TOKENS = 3000  # of an answer that is being written; another one follows
 SECRET = secrets.token_hex(32)
 ROLES = {"mixed": ("mixed", "mixed"), "apart": ("prefill", "decode")}
 WAYS = ("one", "mixed", "apart")
@@ -107,6 +108,8 @@ def ask(
 ) -> list[float]:
     """When each event of the answer came, until its end or until `end` is set."""
     body = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
+    # Tokens without a text, as made-up weights choose, have an event then, too.
+    body["return_token_ids"] = True
     request = urllib.request.Request(
         url + "/v1/completions",
         json.dumps(body | {"stream": True}).encode(),
@@ -181,26 +184,35 @@ def busy(
 ) -> tuple[list[float], list[float]]:
     """Seconds between tokens of the streams while prompts come, and to the prompts' first
     tokens."""
-    end, firsts = threading.Event(), []
-    threads = ThreadPoolExecutor(options.streams)
-    # Short prompts, which are answered where they come.
-    streams = [
-        threads.submit(ask, url, [9, 5 + number], 100_000 // options.streams, end)
-        for number in range(options.streams)
-    ]
-    time.sleep(1)
-    began = time.perf_counter()
-    for prompt in prompts:
-        firsts += quiet(url, [prompt])
-        time.sleep(options.pause)
-    ended = time.perf_counter()
-    end.set()
+    end, firsts = threading.Event(), list[float]()
+
+    def stream(number: int) -> list[list[float]]:
+        """One answer after the other to a short prompt, which is computed where it comes."""
+        answers = []
+        while not end.is_set():
+            answers.append(ask(url, [9, 5 + number], STREAM_TOKENS, end))
+        return answers
+
+    with ThreadPoolExecutor(options.streams) as threads:
+        streams = [threads.submit(stream, number) for number in range(options.streams)]
+        try:
+            time.sleep(1)
+            began = time.perf_counter()
+            for prompt in prompts:
+                firsts += quiet(url, [prompt])
+                time.sleep(options.pause)
+            ended = time.perf_counter()
+        finally:
+            end.set()
     gaps = [
         later - before
-        for stream in streams
-        for before, later in pairwise(stream.result())
+        for one in streams
+        for times in one.result()
+        for before, later in pairwise(times)
         if began <= before and later <= ended
     ]
+    if len(gaps) < 2:
+        sys.exit(f"{len(gaps)} tokens came while prompts were computed; more --prompts are needed")
     return gaps, firsts
 
 
