@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 from typing import Any
 
 import numpy as np
@@ -106,3 +107,15 @@ def test_layouts_that_are_not_of_one_model_are_refused() -> None:
         with pytest.raises(CapabilityError):
             divide(other, own)
             Staging(other, own, [(memoryview(bytearray(10)), 1)] * 2)
+
+
+def test_memory_of_a_block_is_given_back() -> None:
+    shape = ((1, 4, 4096, 2), "bfloat16"), ((1, 2, 4096, 2), "bfloat16")
+    there, here = (Layout(n, 4, ((one,),)) for n, one in zip((1, 2), shape, strict=True))
+    own = [(memoryview(bytearray(3 * here.block.itemsize)), here.block.itemsize)] * 2
+    staging = Staging(there, here, own)
+    ((view, size),) = staging.ranks
+    view[:] = b"\1" * (3 * size)
+    staging.free(1)
+    assert bytes(view[size + mmap.PAGESIZE : 2 * size - mmap.PAGESIZE]).strip(b"\0") == b""
+    assert bytes(view[:size]) == bytes(view[2 * size :]) == b"\1" * size

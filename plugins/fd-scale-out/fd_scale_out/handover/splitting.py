@@ -148,7 +148,9 @@ class Staging:
             raise CapabilityError("blocks lie in another way than the layout says")
         num_blocks = len(own[0][0]) // own[0][1]
         size = there.block.itemsize
-        self._memory = [mmap.mmap(-1, num_blocks * size) for _ in range(there.num_ranks)]
+        # Private, so that free() gives pages back.
+        how = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = [mmap.mmap(-1, num_blocks * size, flags=how) for _ in range(there.num_ranks)]
         self.ranks = [(memoryview(memory), size) for memory in self._memory]
         self._from = [np.frombuffer(memory, there.block) for memory in self._memory]
         self._to = [np.frombuffer(view, here.block, num_blocks) for view, _ in own]
