@@ -81,6 +81,7 @@ LIGHT = {
     "plugins/fd-grammar-llguidance": (),
     "plugins/fd-hub": ("--dist=load",),
     "plugins/fd-kv-disk": (),
+    "plugins/fd-kv-redis": ("--ignore-glob=*/test_servers.py",),
     "plugins/fd-kv-shm": (),
     "plugins/fd-kv-tcp": (),
     "plugins/fd-launch": ("--ignore-glob=*/test_launch.py",),

@@ -1,51 +1,71 @@
-"""What long prompts do to answers that are being written: one server, and prefill apart.
+"""What prefill and decode apart cost and bring: two servers that hand prompts over, beside one of
+them alone and beside both as mixed instances.
 
     python benchmarks/prefill_apart.py models/ernie-tiny
-    python benchmarks/prefill_apart.py MODEL --prompt-tokens 4000 --threads 8
+    python benchmarks/prefill_apart.py MODEL --prompt-tokens 2048 8192 -- --load-format dummy
 
-Starts one server on all threads, and after it two servers on half of them each with a router in
-front (fd-router, fd-kv-disk). Streams are read token by token while long prompts come, one after
-the other; printed are the times between two tokens of a stream, and to a long prompt's first token.
+Starts two servers and a router (fd-router, fd-scale-out, fd-kv-shm). Each run measures three ways,
+in an order that changes from run to run; the servers stay, and change their roles in between:
+
+  one    one of the servers is asked directly, the other one is idle
+  mixed  the router divides requests between both
+  apart  one computes prompts, the other one writes answers
+
+Quiet: the time to the first token of prompts that come one after the other, for each length.
+Busy: answers are being written while prompts of the last length come; the times between two tokens
+of these answers, and to the prompts' first tokens. Prompts are random, so none is cached.
+Printed are medians over the runs, and ratios. What follows `--` goes to both servers.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import random
 import re
+import secrets
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
+from typing import Any
 
 from figures import add_json_option, print_figures
 
-START_S = 120.0
+START_S = 180.0
+STREAM_TOKENS = 3000  # of an answer that is being written; another one follows
+SECRET = secrets.token_hex(32)
+ROLES = {"mixed": ("mixed", "mixed"), "apart": ("prefill", "decode")}
+WAYS = ("one", "mixed", "apart")
 _URL = re.compile(r"(?:serving .* at|routing at) (http://\S+)")
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Command line."""
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """Options, and the words for both servers."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("model", help="folder")
-    parser.add_argument("--threads", type=int, default=2, help="of both servers together")
-    parser.add_argument("--streams", type=int, default=4)
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=1500)
+    parser.add_argument("--threads", type=int, default=1, help="of each server, on a CPU")
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[512, 1024, 2048])
+    parser.add_argument("--prompts", type=int, default=5, help="of each length, a run and a way")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=4, help="answers that are being written")
     parser.add_argument("--pause", type=float, default=0.3, help="seconds between two prompts")
+    parser.add_argument("--kv-transport", default="shm")
     add_json_option(parser)
-    return parser.parse_args()
+    words = [*sys.argv[1:], "--"]
+    at = words.index("--")
+    return parser.parse_args(words[:at]), words[at + 1 : -1]
 
 
 @contextmanager
@@ -56,6 +76,7 @@ def running(*words: str) -> Iterator[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        env=os.environ | {"FD_KV_SECRET": SECRET},
     )
     assert process.stdout is not None
     try:
@@ -74,19 +95,25 @@ def running(*words: str) -> Iterator[str]:
         process.wait(30)
 
 
+def call(url: str, body: dict[str, Any] | None = None, **headers: str) -> Any:
+    """What a route answers."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **headers})
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        return json.loads(answer.read())
+
+
 def ask(
     url: str, prompt: list[int], num_tokens: int, end: threading.Event | None = None
 ) -> list[float]:
     """When each event of the answer came, until its end or until `end` is set."""
-    body = {
-        "prompt": prompt,
-        "max_tokens": num_tokens,
-        "ignore_eos": True,
-        "stream": True,
-        "temperature": 0,
-    }
+    body = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
+    # Tokens without a text, as made-up weights choose, have an event then, too.
+    body["return_token_ids"] = True
     request = urllib.request.Request(
-        url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        url + "/v1/completions",
+        json.dumps(body | {"stream": True}).encode(),
+        {"Content-Type": "application/json"},
     )
     times = []
     with urllib.request.urlopen(request, timeout=300) as answer:
@@ -98,71 +125,151 @@ def ask(
     return times
 
 
-def measure(options: argparse.Namespace, url: str) -> dict[str, list[float]]:
-    """Times between tokens of the streams while prompts come, and to the prompts' first tokens."""
-    rng, size = random.Random(0), options.prompt_tokens
-    prompts = [[rng.randrange(5, 250) for _ in range(size)] for _ in range(options.prompts)]
-    ask(url, prompts[0][:300], 4)
-    end, firsts = threading.Event(), []
-    threads = ThreadPoolExecutor(options.streams)
-    streams = [threads.submit(ask, url, [9, n], 3000, end) for n in range(options.streams)]
-    time.sleep(2)
-    began = time.perf_counter()
+class Servers:
+    """Two servers and a router, whose roles change."""
+
+    def __init__(self, options: argparse.Namespace, words: list[str], stack: ExitStack) -> None:
+        longest = max(options.prompt_tokens)
+        serve = ["serve", options.model, "--port", "0", "--num-threads", str(options.threads)]
+        serve += ["--max-model-len", str(max(4096, 2 * longest))]
+        serve += ["--kv-transport", options.kv_transport, *words]
+        with ThreadPoolExecutor(2) as threads:
+            made = list(threads.map(lambda _: stack.enter_context(running(*serve)), range(2)))
+        self.urls: list[str] = made
+        router = ["router", "--port", "0", "--admin-key", "admin", "--probe-interval", "0.1"]
+        router += ["--instances", *self.urls]
+        self.router = stack.enter_context(running(*router))
+
+    def url(self, way: str) -> str:
+        """Where requests go, once the roles are in force."""
+        if way == "one":
+            return self.urls[1]
+        for url, role in zip(self.urls, ROLES[way], strict=True):
+            call(url + "/kv_handover", {"role": role}, **{"X-KV-Secret": SECRET})
+        wait_until(lambda: self.roles() == list(ROLES[way]), "the router to know the roles")
+        return self.router
+
+    def roles(self) -> list[str]:
+        """Of the servers that the router finds ready."""
+        found = call(self.router + "/admin/instances", Authorization="Bearer admin")
+        return [one["role"] for one in found if one["state"] == "ready"]
+
+    def num_taken(self) -> float:
+        """Prompts that were handed over."""
+        with urllib.request.urlopen(self.urls[1] + "/metrics", timeout=20) as answer:
+            lines = re.findall(rb"^fastdeploy:kv_taken_over_total\S* (\S+)", answer.read(), re.M)
+        return sum(map(float, lines))
+
+
+def wait_until(done: Callable[[], bool], what: str) -> None:
+    """Poll; ends the program if it takes too long."""
+    end = time.monotonic() + START_S
+    while not done():
+        if time.monotonic() > end:
+            sys.exit(f"waited {START_S:g} s for {what}")
+        time.sleep(0.05)
+
+
+def quiet(url: str, prompts: list[list[int]]) -> list[float]:
+    """Seconds to each prompt's first token."""
+    found = []
     for prompt in prompts:
-        started = time.perf_counter()
-        firsts.append(ask(url, prompt, 1)[0] - started)
-        time.sleep(options.pause)
-    ended = time.perf_counter()
-    end.set()
+        began = time.perf_counter()
+        found.append(ask(url, prompt, 1)[0] - began)
+    return found
+
+
+def busy(
+    options: argparse.Namespace, url: str, prompts: list[list[int]]
+) -> tuple[list[float], list[float]]:
+    """Seconds between tokens of the streams while prompts come, and to the prompts' first
+    tokens."""
+    end, firsts = threading.Event(), list[float]()
+
+    def stream(number: int) -> list[list[float]]:
+        """One answer after the other to a short prompt, which is computed where it comes."""
+        answers = []
+        while not end.is_set():
+            answers.append(ask(url, [9, 5 + number], STREAM_TOKENS, end))
+        return answers
+
+    with ThreadPoolExecutor(options.streams) as threads:
+        streams = [threads.submit(stream, number) for number in range(options.streams)]
+        try:
+            time.sleep(1)
+            began = time.perf_counter()
+            for prompt in prompts:
+                firsts += quiet(url, [prompt])
+                time.sleep(options.pause)
+            ended = time.perf_counter()
+        finally:
+            end.set()
     gaps = [
         later - before
-        for stream in streams
-        for before, later in pairwise(stream.result())
+        for one in streams
+        for times in one.result()
+        for before, later in pairwise(times)
         if began <= before and later <= ended
     ]
-    return {"between tokens": gaps, "to the first token": firsts}
+    if len(gaps) < 2:
+        sys.exit(f"{len(gaps)} tokens came while prompts were computed; more --prompts are needed")
+    return gaps, firsts
 
 
-def show(name: str, values: Sequence[float]) -> None:
-    """One line."""
-    cuts = statistics.quantiles(values, n=100, method="inclusive")
-    print(f"{name:32} p50 {cuts[49]:8.4f}  p99 {cuts[98]:8.4f}  of {len(values)}")
+def one_run(
+    options: argparse.Namespace, servers: Servers, number: int, found: dict[str, list[float]]
+) -> None:
+    """Adds a value to each figure."""
+    rng = random.Random(number)
+
+    def prompts(size: int) -> list[list[int]]:
+        return [[rng.randrange(5, 250) for _ in range(size)] for _ in range(options.prompts)]
+
+    for way in (*WAYS[number % 3 :], *WAYS[: number % 3]):
+        url, before = servers.url(way), servers.num_taken()
+        quiet(url, prompts(max(options.prompt_tokens))[:1])
+        for size in options.prompt_tokens:
+            seconds = statistics.median(quiet(url, prompts(size)))
+            found[f"{way}, quiet, first token of {size}, s"].append(seconds)
+        gaps, firsts = busy(options, url, prompts(options.prompt_tokens[-1]))
+        cuts = statistics.quantiles(gaps, n=100, method="inclusive")
+        found[f"{way}, busy, between tokens p50, s"].append(cuts[49])
+        found[f"{way}, busy, between tokens p99, s"].append(cuts[98])
+        found[f"{way}, busy, first token, s"].append(statistics.median(firsts))
+        text = ", ".join(f"{v[-1]:.4f}" for name, v in found.items() if name.startswith(way))
+        print(f"run {number + 1} of {options.runs}, {way}: {text}", file=sys.stderr, flush=True)
+        num_taken = servers.num_taken() - before
+        num_asked = 1 + options.prompts * (1 + len(options.prompt_tokens))
+        if num_taken != (num_asked if way == "apart" else 0):
+            sys.exit(f"{way}: {num_taken:g} of {num_asked} prompts were handed over")
 
 
-def wait_until_used(url: str, prompt: list[int]) -> None:
-    """The router has found its instances."""
-    end = time.monotonic() + START_S
-    while time.monotonic() < end:
-        with suppress(urllib.error.HTTPError):  # 503 before the first probe
-            ask(url, prompt, 1)
-        with urllib.request.urlopen(url + "/metrics", timeout=10) as answer:
-            if re.search(rb'router_prefills_total\{[^}]*outcome="200"', answer.read()):
-                return
-        time.sleep(0.2)
-    sys.exit("no prompt came to the prefill instance")
+def show(options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
+    """A table of medians: ways as columns, and what is apart in relation to both others."""
+    print(f"{options.model}, {options.kv_transport}, threads of each server: {options.threads}")
+    print(f"{platform.machine()}, {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}")
+    print(f"{options.runs} runs, {options.prompts} prompts each, {options.streams} streams")
+    heads = (*WAYS, "apart/one", "apart/mixed")
+    print(f"{'median over runs':32}" + "".join(f"{head:>13}" for head in heads))
+    for name in [name.removeprefix("one, ") for name in figures if name.startswith("one, ")]:
+        one, mixed, apart = (statistics.median(figures[f"{way}, {name}"]) for way in WAYS)
+        cells = [f"{value:13.4f}" for value in (one, mixed, apart)]
+        print(f"{name:32}" + "".join(cells) + f"{apart / one:13.2f}{apart / mixed:13.2f}")
 
 
 def main() -> None:
     """Measure and print."""
-    options, figures = parse_arguments(), {}
-    serve = ["serve", options.model, "--port", "0", "--max-model-len", "4096"]
-    serve += ["--num-gpu-blocks-override", "600", "--max-num-seqs", "16", "--num-threads"]
-    with running(*serve, str(options.threads)) as url:
-        figures["one server"] = measure(options, url)
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        store = ["--kv-store", "disk", "--kv-store-config.path", folder, "--swap-space", "0.5"]
-        half = [*serve, str(max(1, options.threads // 2)), *store]
-        prefill = stack.enter_context(running(*half))
-        decode = stack.enter_context(running(*half, "--kv-store-config.wait_s", "0.5"))
-        router = ["router", "--port", "0", "--prefill", prefill, "--instances", decode]
-        url = stack.enter_context(running(*router))
-        wait_until_used(url, list(range(9, 400)))
-        figures["prefill apart"] = measure(options, url)
-    for way, found in figures.items():
-        for what, values in found.items():
-            show(f"{way}, {what}, s", values)
-    flat = {f"{way}, {what}, s": v for way, found in figures.items() for what, v in found.items()}
-    print_figures(options, flat)
+    options, words = parse_arguments()
+    figures: dict[str, list[float]] = defaultdict(list)
+    with ExitStack() as stack:
+        began = time.monotonic()
+        servers = Servers(options, words, stack)
+        wait_until(lambda: len(servers.roles()) == 2, "both servers")
+        print(f"both serve after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        for number in range(options.runs):
+            one_run(options, servers, number, figures)
+    show(options, figures)
+    print_figures(options, figures)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,9 +44,12 @@ def run(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[s
 class CommandProcess:
     """A command of `fastdeploy` that listens; its log is kept."""
 
-    def __init__(self, *arguments: str, extra: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, *arguments: str, extra: Mapping[str, str] | None = None, within: Sequence[str] = ()
+    ) -> None:
+        """extra: of its environment. within: a command that runs it in its own place, by exec."""
         self.process = subprocess.Popen(
-            command(*arguments),
+            [*within, *command(*arguments)],
             env=environment() | dict(extra or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

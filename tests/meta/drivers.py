@@ -41,6 +41,7 @@ from fd_hub.pull import main as pull
 from fd_iluvatar.attention import IluvatarAttention
 from fd_iluvatar.device import IluvatarDevice
 from fd_kv_disk.disk import DiskStore
+from fd_kv_redis.store import RedisStore
 from fd_kv_shm.shm import SharedMemoryTransport
 from fd_kv_tcp.transport import TcpTransport
 from fd_launch.command import main as launch
@@ -204,6 +205,7 @@ from fastdeploy_testing.new import main as new_plugin
 kv_stores: list[Callable[[Mapping[str, Any]], KVStore]] = [
     MyDiskStore,
     DiskStore,
+    RedisStore,
 ]
 kv_transports: list[Callable[[TransportOptions], KVTransport]] = [
     MyWireTransport,

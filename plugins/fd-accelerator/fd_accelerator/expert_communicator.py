@@ -37,13 +37,12 @@ class _Handle:
     weights: Tensor  # [all_tokens, top_k] float32
 
 
-class LoopbackExperts:
-    """All experts are on this rank: dispatch sorts, combine restores the order. See
-    ExpertCommunicator."""
+class PlacedExperts:
+    """Base of expert communicators: where experts are, and what is refused. A driver adds dispatch,
+    combine and cost_s."""
 
-    name = "loopback"
-    contract = CONTRACT
-    capabilities = ExpertCommunicatorCapabilities(deterministic=True, max_ranks=1)
+    name: str
+    capabilities: ExpertCommunicatorCapabilities
 
     def __init__(self, group: ExpertGroup) -> None:
         self._xp = group.device.xp
@@ -69,14 +68,57 @@ class LoopbackExperts:
             )
         return plan
 
-    def dispatch(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: ExpertPlan
-    ) -> Dispatched:
-        """Group the rows for this rank's experts."""
+    def set_expert_map(self, version: int, physical_to_logical: list[int]) -> None:
+        """Map logical ids to physical ones; copies of one expert divide its tokens by token
+        index."""
+        if version <= self._version:
+            return
+        table = expert_places(physical_to_logical, self._num_physical)
+        self._version = version
+        xp = self._xp
+        self._table = xp.tensor(table, dtype=xp.int64, device=self._device)
+
+    def set_active_ranks(self, active: list[bool]) -> None:
+        """Refused unless all ranks are active: this communicator is not elastic."""
+        if not all(active):
+            raise CapabilityError(
+                f"expert communicator {self.name!r} is not elastic (capabilities.elastic is False)"
+            )
+
+    def close(self) -> None:
+        """Nothing to free; the group belongs to the caller."""
+
+    @staticmethod
+    def _check(x: Tensor, plan: ExpertPlan) -> None:
         if x.shape[0] > plan.max_tokens:
             raise CapabilityError(
                 f"{x.shape[0]} tokens in one dispatch, the plan was made for {plan.max_tokens}"
             )
+
+    def _physical(self, topk_ids: Tensor) -> Tensor:
+        """The physical expert of every choice; -1 stays -1."""
+        xp = self._xp
+        copies = int(self._table.shape[1])
+        token = xp.arange(int(topk_ids.shape[0]), device=self._device).unsqueeze(-1)
+        index = xp.clamp(topk_ids, 0) * copies + token % copies
+        chosen = xp.index_select(self._table.reshape([-1]), 0, index.reshape([-1]))
+        chosen = chosen.reshape(list(topk_ids.shape))
+        return xp.where(topk_ids >= 0, chosen, topk_ids)
+
+
+class LoopbackExperts(PlacedExperts):
+    """All experts are on this rank: dispatch sorts, combine restores the order. See
+    ExpertCommunicator."""
+
+    name = "loopback"
+    contract = CONTRACT
+    capabilities = ExpertCommunicatorCapabilities(deterministic=True, max_ranks=1)
+
+    def dispatch(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: ExpertPlan
+    ) -> Dispatched:
+        """Group the rows for this rank's experts."""
+        self._check(x, plan)
         xp = self._xp
         num_tokens = int(x.shape[0])
         x, topk_ids, topk_weights = self._gather(x, topk_ids, topk_weights, plan)
@@ -143,36 +185,6 @@ class LoopbackExperts:
         dispatched = self.dispatch(x, ids, weights, plan)
         self.combine(dispatched.x, dispatched.handle)
         return time.perf_counter() - started
-
-    def set_expert_map(self, version: int, physical_to_logical: list[int]) -> None:
-        """Map logical ids to physical ones; copies of one expert divide its tokens by token
-        index."""
-        if version <= self._version:
-            return
-        table = expert_places(physical_to_logical, self._num_physical)
-        self._version = version
-        xp = self._xp
-        self._table = xp.tensor(table, dtype=xp.int64, device=self._device)
-
-    def set_active_ranks(self, active: list[bool]) -> None:
-        """Refused unless all ranks are active: this communicator is not elastic."""
-        if not all(active):
-            raise CapabilityError(
-                f"expert communicator {self.name!r} is not elastic (capabilities.elastic is False)"
-            )
-
-    def close(self) -> None:
-        """Nothing to free; the group belongs to the caller."""
-
-    def _physical(self, topk_ids: Tensor) -> Tensor:
-        """The physical expert of every choice; -1 stays -1."""
-        xp = self._xp
-        copies = int(self._table.shape[1])
-        token = xp.arange(int(topk_ids.shape[0]), device=self._device).unsqueeze(-1)
-        index = xp.clamp(topk_ids, 0) * copies + token % copies
-        chosen = xp.index_select(self._table.reshape([-1]), 0, index.reshape([-1]))
-        chosen = chosen.reshape(list(topk_ids.shape))
-        return xp.where(topk_ids >= 0, chosen, topk_ids)
 
     def _gather(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: ExpertPlan

@@ -20,9 +20,9 @@ from fastdeploy_core.contracts.moe import (
     ExpertCommunicatorCapabilities,
     ExpertGroup,
     ExpertPlan,
-    expert_places,
 )
-from fastdeploy_core.errors import CapabilityError, ConfigError
+from fastdeploy_core.errors import CapabilityError
+from fd_accelerator.expert_communicator import PlacedExperts
 
 from .communicator import CudaCommunicator
 
@@ -55,7 +55,7 @@ class _Local:
     routes: tuple[Tensor, list[int], list[int]] | None = None
 
 
-class AllGatherExperts:
+class AllGatherExperts(PlacedExperts):
     """See ExpertCommunicator. Every rank sees all tokens and adds its experts' share."""
 
     name = "cuda_all_gather"
@@ -65,20 +65,8 @@ class AllGatherExperts:
     )
 
     def __init__(self, group: ExpertGroup) -> None:
-        self._device, self._communicator = group.device, group.communicator
-        self.rank, self.world_size = group.rank, group.world_size
-        self._num_physical = len(group.physical_to_logical)
-        self._num_local = group.num_local
-        self._version = -1
-        self.set_expert_map(0, list(group.physical_to_logical))
-
-    def plan(self, plan: ExpertPlan) -> ExpertPlan:
-        """The caching allocator keeps what a step allocates; nothing is reserved here."""
-        if plan.num_physical_experts != self._num_physical:
-            raise ConfigError(
-                f"plan for {plan.num_physical_experts} experts, the group has {self._num_physical}"
-            )
-        return plan
+        super().__init__(group)
+        self._backend = group.device
 
     def dispatch(
         self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: ExpertPlan
@@ -114,7 +102,7 @@ class AllGatherExperts:
         plan = ExpertPlan(
             max(1, tokens_per_rank), 1024, 1, self._num_physical, "contiguous", "bfloat16"
         )
-        device = self._device.device
+        device = self._device
         x = torch.zeros((tokens_per_rank, 1024), dtype=torch.bfloat16, device=device)
         ids = torch.arange(tokens_per_rank, device=device).unsqueeze(1) % self._table.shape[0]
         weights = torch.ones((tokens_per_rank, 1), device=device)
@@ -122,44 +110,9 @@ class AllGatherExperts:
         for _ in range(3):
             began = time.perf_counter()
             sent = self.dispatch(x, ids, weights, plan)
-            self._device.to_host(self.combine(sent.x, sent.handle)[:1])
+            self._backend.to_host(self.combine(sent.x, sent.handle)[:1])
             times.append(time.perf_counter() - began)
         return min(times)
-
-    def set_expert_map(self, version: int, physical_to_logical: list[int]) -> None:
-        """Map logical ids to physical ones; copies of one expert divide its tokens by token
-        index."""
-        if version <= self._version:
-            return
-        table = expert_places(physical_to_logical, self._num_physical)
-        self._version = version
-        self._table = torch.tensor(table, dtype=torch.int64, device=self._device.device)
-
-    def set_active_ranks(self, active: list[bool]) -> None:
-        """Refused unless all are active: these communicators are not elastic."""
-        if not all(active):
-            raise CapabilityError(
-                f"expert communicator {self.name!r} is not elastic (capabilities.elastic is False)"
-            )
-
-    def close(self) -> None:
-        """Nothing to free; the group belongs to the caller."""
-
-    # -- on this rank -----------------------------------------------------------------------------
-
-    @staticmethod
-    def _check(x: Tensor, plan: ExpertPlan) -> None:
-        if x.shape[0] > plan.max_tokens:
-            raise CapabilityError(
-                f"{x.shape[0]} tokens in one dispatch, the plan was made for {plan.max_tokens}"
-            )
-
-    def _physical(self, topk_ids: Tensor) -> Tensor:
-        """The physical expert of every choice; -1 stays -1."""
-        copies = self._table.shape[1]
-        token = torch.arange(topk_ids.shape[0], device=topk_ids.device).unsqueeze(-1)
-        chosen = self._table.view(-1)[topk_ids.clamp(min=0) * copies + token % copies]
-        return torch.where(topk_ids >= 0, chosen, topk_ids)
 
     def _group(
         self, x: Tensor, physical: Tensor, weights: Tensor, plan: ExpertPlan, num_tokens: int
@@ -239,7 +192,7 @@ class AllToAllExperts(AllGatherExperts):
         rank_of = torch.where(physical >= 0, physical // self._num_local, -1)
         wanted = (rank_of.unsqueeze(-1) == ranks).any(1)  # [tokens, ranks]
         counts = self._peers.all_gather(wanted.sum(0).unsqueeze(0), 0)
-        table = self._device.to_host(counts).tolist()
+        table = self._backend.to_host(counts).tolist()
         send, receive = table[self.rank], [row[self.rank] for row in table]
         # By rank, then by token.
         tokens = torch.nonzero(wanted.t())[:, 1]

@@ -15,16 +15,16 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import msgspec
+from fd_scale_out.receiver_driven import ReceiverDrivenTransport, WireError, encode, peer_name
 
 from fastdeploy_core.contracts.base import CONTRACT
 
 from . import wire
-from .wire import WireError
 
 STAGING_BYTES: Final = 8 * 1024 * 1024  # per link, unless two blocks need more
 MAX_ACTIVE_TRANSFERS: Final = 16  # per link; the others wait for their turn
@@ -33,24 +33,13 @@ MAX_QUEUED_BLOCKS: Final = MAX_ACTIVE_TRANSFERS * wire.MAX_READ_BLOCKS
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
-@dataclass(slots=True)
-class Terms:
-    """What both sides must agree on, from the transport's options and regions."""
-
-    secret: bytes
-    epoch: int
-    model_revision: str
-    layouts: dict[int, tuple[int, str]]
-    handshake_s: float
-
-
 @dataclass(slots=True, eq=False)
 class Link:
     """State of one connection. `peer` is known (and trusted) once `is_open`."""
 
     sock: socket.socket
     role: Literal["client", "server"]
-    terms: Terms
+    own: ReceiverDrivenTransport
     peer: str = ""
     peer_epoch: int = 0
     is_open: bool = False
@@ -70,18 +59,18 @@ class Link:
 
     def __post_init__(self) -> None:
         self.sock.setblocking(False)
-        self.deadline = time.monotonic() + self.terms.handshake_s
+        self.deadline = time.monotonic() + self.own.handshake_s
         if self.role == "client":
             hello = wire.Hello(
                 protocol=wire.PROTOCOL,
                 contract=CONTRACT,
-                epoch=self.terms.epoch,
+                epoch=self.own.epoch,
                 nonce=secrets.token_bytes(wire.NONCE_BYTES),
-                model_revision=self.terms.model_revision,
+                model_revision=self.own.options.model_revision,
                 expected_epoch=self.peer_epoch,
-                layouts=self.terms.layouts,
+                layouts=self.own.layouts(),
             )
-            self._hello = wire.encode(hello)
+            self._hello = encode(hello)
             self._send_payload(self._hello)
 
     def fileno(self) -> int:
@@ -90,7 +79,7 @@ class Link:
 
     def send(self, message: msgspec.Struct) -> None:
         """Queue a message; flush() writes it."""
-        self._send_payload(wire.encode(message))
+        self._send_payload(encode(message))
 
     def flush(self) -> None:
         """Write what the socket takes now."""
@@ -102,7 +91,7 @@ class Link:
             return
         del self.outgoing[:sent]
 
-    def receive(self) -> list[wire.Message]:
+    def receive(self) -> list[wire.AnyMessage]:
         """Read what is there; handshake messages are dealt with here, the others returned."""
         limit = wire.MAX_FRAME_BYTES if self.is_open else wire.MAX_HANDSHAKE_BYTES
         try:
@@ -118,7 +107,7 @@ class Link:
         if not data:
             raise WireError("the peer has gone")
         self._incoming += data
-        messages: list[wire.Message] = []
+        messages: list[wire.AnyMessage] = []
         while (payload := wire.take_frame(self._incoming, limit)) is not None:
             message = wire.decode(payload)
             if isinstance(message, wire.Bye):
@@ -142,7 +131,7 @@ class Link:
             return
         self.closed_reason = reason
         with contextlib.suppress(OSError):
-            self.outgoing += wire.frame(wire.encode(wire.Bye(reason)))
+            self.outgoing += wire.frame(encode(wire.Bye(reason)))
             self.sock.send(self.outgoing)
         self.sock.close()
         for fd in self._fds:
@@ -158,7 +147,7 @@ class Link:
         if len(self.outgoing) > MAX_OUT_BYTES:
             raise WireError("the peer does not read what it is sent")
 
-    def _handshake(self, message: wire.Message, payload: bytes) -> None:
+    def _handshake(self, message: wire.AnyMessage, payload: bytes) -> None:
         if self.role == "server":
             if isinstance(message, wire.Hello) and not self._hello:
                 self._on_hello(message, payload)
@@ -170,7 +159,7 @@ class Link:
             self._challenge = payload
             if message.epoch != self.peer_epoch:
                 raise WireError("the peer has restarted: another epoch answers")
-            self.send(wire.Proof(wire.proof(self.terms.secret, b"client", self._transcript)))
+            self.send(wire.Proof(wire.proof(self.own.options.secret, b"client", self._transcript)))
             return
         elif isinstance(message, wire.Welcome) and self._challenge:
             self._on_welcome(message)
@@ -186,23 +175,23 @@ class Link:
             raise WireError(f"protocol {hello.protocol}, contract {hello.contract} not spoken here")
         if len(hello.nonce) != wire.NONCE_BYTES:
             raise WireError("wrong nonce")
-        if hello.expected_epoch != self.terms.epoch:
+        if hello.expected_epoch != self.own.epoch:
             raise WireError("the peer has restarted: another epoch answers")
         self._hello = payload
         # Told apart only after the proof, so that unknown processes learn nothing about the model.
-        self._refusal = _terms_refusal(self.terms, hello.model_revision, hello.layouts)
+        self._refusal = self.own.terms_refusal(hello.model_revision, hello.layouts)
         self.peer_epoch = hello.epoch
-        self._challenge = wire.encode(
-            wire.Challenge(self.terms.epoch, secrets.token_bytes(wire.NONCE_BYTES))
+        self._challenge = encode(
+            wire.Challenge(self.own.epoch, secrets.token_bytes(wire.NONCE_BYTES))
         )
         self._send_payload(self._challenge)
 
     def _on_proof(self, message: wire.Proof) -> None:
-        if not wire.proves(message.mac, self.terms.secret, b"client", self._transcript):
+        if not wire.proves(message.mac, self.own.options.secret, b"client", self._transcript):
             raise WireError("authentication failed: the secrets differ")
         if self._refusal:
             raise WireError(self._refusal)
-        largest = max((size for size, _ in self.terms.layouts.values()), default=1)
+        largest = max((size for size, _ in self.own.layouts().values()), default=1)
         self.slot_bytes = -(-largest // mmap.PAGESIZE) * mmap.PAGESIZE
         self.num_slots = max(2, min(64, STAGING_BYTES // self.slot_bytes))
         self.free_slots.extend(range(self.num_slots))
@@ -212,8 +201,8 @@ class Link:
             os.ftruncate(fd, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             self.staging = mmap.mmap(fd, size)
-            mac = wire.proof(self.terms.secret, b"server", self._transcript)
-            payload = wire.encode(wire.Welcome(mac, self.slot_bytes, self.num_slots))
+            mac = wire.proof(self.own.options.secret, b"server", self._transcript)
+            payload = encode(wire.Welcome(mac, self.slot_bytes, self.num_slots))
             data = wire.frame(payload)
             if self.outgoing or socket.send_fds(self.sock, [data], [fd]) != len(data):
                 raise WireError("the peer does not read what it is sent")
@@ -222,7 +211,7 @@ class Link:
         self._opened()
 
     def _on_welcome(self, message: wire.Welcome) -> None:
-        if not wire.proves(message.mac, self.terms.secret, b"server", self._transcript):
+        if not wire.proves(message.mac, self.own.options.secret, b"server", self._transcript):
             raise WireError("authentication failed: the secrets differ")
         if len(self._fds) != 1:
             raise WireError("no staging memory came with the welcome")
@@ -243,12 +232,7 @@ class Link:
 
     def _opened(self) -> None:
         self.is_open = True
-        self.peer = peer_name(self.peer_epoch)
-
-
-def peer_name(epoch: int) -> str:
-    """Both sides call a peer by its epoch."""
-    return f"shm-{epoch:016x}"
+        self.peer = peer_name(self.own.name, self.peer_epoch)
 
 
 def peer_uid(sock: socket.socket) -> int:
@@ -270,17 +254,3 @@ def short_path(address: str) -> Iterator[str]:
         yield f"/proc/self/fd/{descriptor}/{name}"
     finally:
         os.close(descriptor)
-
-
-def _terms_refusal(
-    terms: Terms, model_revision: str, layouts: Mapping[int, tuple[int, str]]
-) -> str:
-    if model_revision != terms.model_revision:
-        return f"model revision {model_revision!r:.80}, here it is {terms.model_revision!r:.80}"
-    for region_id in layouts.keys() & terms.layouts.keys():
-        if tuple(layouts[region_id]) != tuple(terms.layouts[region_id]):
-            return (
-                f"region {region_id} has layout {layouts[region_id]}, here it is "
-                f"{terms.layouts[region_id]}"
-            )
-    return ""

@@ -14,18 +14,28 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from fastdeploy_core.contracts.kv_transport import TransferEvent, TransferEventKind, TransferPlan
+from fd_scale_out.receiver_driven import (
+    MAX_NOTE_BYTES,
+    MAX_NOTES,
+    Descriptor,
+    RegionInfo,
+    Transfer,
+    WireError,
+)
+
+from fastdeploy_core.contracts.kv_transport import TransferEvent, TransferEventKind
 from fastdeploy_core.errors import InvalidRequest
 
 from . import wire
 from .destination import Destination
-from .link import MAX_ACTIVE_TRANSFERS, Link, Terms, peer_name, peer_uid, short_path
+from .link import MAX_ACTIVE_TRANSFERS, Link, peer_uid, short_path
 from .source import Source
-from .state import Peer, Transfer
 
 if TYPE_CHECKING:
     from .shm import SharedMemoryTransport
@@ -33,8 +43,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LINKS: Final = 256
-MAX_NOTES: Final = 256
 _TICK_S: Final = 0.05
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A peer we connected to, or that connected to us."""
+
+    regions: dict[int, RegionInfo] = field(default_factory=dict)
+    outbound: Link | None = None  # we pull through this one
+    inbound: Link | None = None
+    waiting: deque[tuple[frozenset[int], bytes]] = field(default_factory=deque)  # notes
+    last_progress: float = 0.0
 
 
 class Pump:
@@ -47,7 +67,6 @@ class Pump:
         self._destination = Destination(transport, self)
         self.peers: dict[str, Peer] = {}
         self.by_serial: dict[int, Transfer] = {}
-        self._serials = 0
         self._links: set[Link] = set()
         self._stopping = False
         self._selector = selectors.DefaultSelector()
@@ -68,13 +87,13 @@ class Pump:
         self._thread = threading.Thread(target=self._run, name="fd-kv-shm", daemon=True)
         self._thread.start()
 
-    def connect(self, descriptor: wire.Descriptor) -> str:
+    def connect(self, descriptor: Descriptor) -> None:
         """Begin a link to the peer unless there is one; failures show as PEER_DOWN."""
-        name = peer_name(descriptor.epoch)
-        peer = self.peers.setdefault(name, Peer(name))
+        name = descriptor.peer
+        peer = self.peers.setdefault(name, Peer())
         peer.regions = {r.region_id: r for r in descriptor.regions}
         if peer.outbound is not None and not peer.outbound.closed_reason:
-            return name
+            return
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)
         try:
@@ -83,42 +102,35 @@ class Pump:
         except (OSError, ValueError) as error:
             sock.close()
             self._down(name, f"cannot connect: {error}")
-            return name
-        link = Link(sock, "client", self._terms(), peer=name, peer_epoch=descriptor.epoch)
+            return
+        link = Link(sock, "client", self._transport, peer=name, peer_epoch=descriptor.epoch)
         peer.outbound = link
         self._add(link)
-        return name
 
-    def remote_regions(self, peer: str) -> dict[int, wire.RegionInfo]:
+    def remote_regions(self, peer: str) -> dict[int, RegionInfo]:
         """Regions of a peer we are connected (or connecting) to."""
         known = self.peers.get(peer)
         if known is None or known.outbound is None or known.outbound.closed_reason:
             raise InvalidRequest(f"no connection to peer {peer!r:.80}; call connect() first")
         return known.regions
 
-    def start(self, peer: str, plan: TransferPlan, view: memoryview) -> None:
+    def start(self, transfer: Transfer) -> None:
         """Begin a checked transfer."""
-        self._serials += 1
-        block_bytes = self._transport.regions[plan.region_ids[0]][0].block_bytes
-        transfer = Transfer(
-            serial=self._serials,
-            peer=peer,
-            plan=plan,
-            view=view,
-            block_bytes=block_bytes,
-            submitted=time.monotonic(),
-        )
-        self._transport.transfers[plan.transfer_id] = transfer
-        if not len(plan.source_blocks):
-            self._transport.finish(transfer, TransferEventKind.DONE)
-            return
         self.by_serial[transfer.serial] = transfer
         self.wake()
 
-    def drop(self, transfer: Transfer) -> None:
-        """A transfer was cancelled: tell the source, forget it."""
-        transfer.is_over = True
-        self.forget(transfer)
+    def forget(self, transfer: Transfer) -> None:
+        """Out of the table: from now on no copy for it can start."""
+        if self.by_serial.pop(transfer.serial, None) is None:
+            return
+        peer = self.peers.get(transfer.peer)
+        link = peer.outbound if peer else None
+        unfinished = transfer.num_copied < transfer.num_asked
+        if unfinished and link is not None and link.is_open and not link.closed_reason:
+            try:
+                link.send(wire.Drop(transfer.serial))
+            except WireError as error:
+                self._end(link, str(error))
         self.wake()
 
     def disconnect(self, name: str, reason: str) -> None:
@@ -127,8 +139,6 @@ class Pump:
         for link in (peer.outbound, peer.inbound) if peer else ():
             if link is not None:
                 self._detach(link, reason)
-        for transfer in [t for t in self.by_serial.values() if t.peer == name]:
-            del self.by_serial[transfer.serial]
         self.wake()
 
     def note(self, name: str, data: bytes) -> bool:
@@ -215,7 +225,7 @@ class Pump:
     def _guarded(self, link: Link, work: Callable[[Link], None]) -> None:
         try:
             work(link)
-        except (wire.WireError, OSError) as error:
+        except (WireError, OSError) as error:
             with self._lock:
                 self._end(link, str(error))
 
@@ -226,11 +236,11 @@ class Pump:
                 if len(self._links) >= MAX_LINKS or peer_uid(sock) not in (os.getuid(), 0):
                     sock.close()
                     return
-                self._add(Link(sock, "server", self._terms()))
+                self._add(Link(sock, "server", self._transport))
 
     def _greet(self, link: Link) -> None:
         """An authenticated peer has connected to us."""
-        peer = self.peers.setdefault(link.peer, Peer(link.peer))
+        peer = self.peers.setdefault(link.peer, Peer())
         if peer.inbound is not None:
             self._detach(peer.inbound, "replaced by a newer connection")
         peer.inbound = link
@@ -265,10 +275,10 @@ class Pump:
             link.send(wire.Note(data))
             link.flush()
 
-    def _handle(self, link: Link, message: wire.Message) -> None:
+    def _handle(self, link: Link, message: wire.AnyMessage) -> None:
         if isinstance(message, wire.Note):
-            if len(message.data) > wire.MAX_NOTE_BYTES:
-                raise wire.WireError(f"note of {len(message.data)} bytes")
+            if len(message.data) > MAX_NOTE_BYTES:
+                raise WireError(f"note of {len(message.data)} bytes")
             with self._lock:
                 self._transport.emit(
                     TransferEvent(TransferEventKind.NOTE, link.peer, note=message.data)
@@ -279,7 +289,8 @@ class Pump:
             with self._lock:
                 transfer = self.by_serial.get(message.serial)
                 if transfer is not None and transfer.peer == link.peer:
-                    self._fail(transfer, f"the peer refuses: {message.reason[:200]}")
+                    reason = f"the peer refuses: {message.reason[:200]}"
+                    self._transport.finish(transfer, TransferEventKind.FAILED, reason)
         elif link.role == "server" and isinstance(message, wire.Read):
             self._source.queue(link, message)
         elif link.role == "server" and isinstance(message, wire.Free):
@@ -287,50 +298,22 @@ class Pump:
         elif link.role == "server" and isinstance(message, wire.Drop):
             self._source.drop(link, message.serial)
         else:
-            raise wire.WireError(f"unexpected {type(message).__name__} from a {link.role}'s peer")
+            raise WireError(f"unexpected {type(message).__name__} from a {link.role}'s peer")
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
         timeout_s = self._transport.options.progress_timeout_s
+        self._transport.fail_late(now)
         for transfer in list(self.by_serial.values()):
             peer = self.peers.get(transfer.peer)
             # A peer's progress counts for all its transfers, because they wait for one another.
-            moved = max(transfer.submitted, peer.last_progress if peer else 0.0)
-            if now >= transfer.submitted + transfer.plan.deadline_s:
-                self._fail(transfer, f"not finished within {transfer.plan.deadline_s:g} s")
-            elif now >= moved + timeout_s:
-                self._fail(transfer, f"no progress for {timeout_s:g} s")
+            moved = max(transfer.started_s, peer.last_progress if peer else 0.0)
+            if now >= moved + timeout_s:
+                reason = f"no progress for {timeout_s:g} s"
+                self._transport.finish(transfer, TransferEventKind.FAILED, reason)
         for link in list(self._links):
             if not link.is_open and not link.closed_reason and now >= link.deadline:
-                self._end(link, f"no answer to the handshake within {link.terms.handshake_s:g} s")
-
-    def _fail(self, transfer: Transfer, reason: str) -> None:
-        self.forget(transfer)
-        self._transport.finish(transfer, TransferEventKind.FAILED, reason)
-
-    def forget(self, transfer: Transfer) -> None:
-        """Out of the table: from now on no copy for it can start."""
-        if self.by_serial.pop(transfer.serial, None) is None:
-            return
-        peer = self.peers.get(transfer.peer)
-        link = peer.outbound if peer else None
-        unfinished = transfer.num_copied < transfer.num_requested
-        if unfinished and link is not None and link.is_open and not link.closed_reason:
-            try:
-                link.send(wire.Drop(transfer.serial))
-            except wire.WireError as error:
-                self._end(link, str(error))
-
-    def _terms(self) -> Terms:
-        return Terms(
-            secret=self._transport.options.secret,
-            epoch=self._transport.epoch,
-            model_revision=self._transport.options.model_revision,
-            layouts={
-                i: (r.block_bytes, r.layout_hash) for i, (r, _) in self._transport.regions.items()
-            },
-            handshake_s=max(1.0, self._transport.options.progress_timeout_s),
-        )
+                self._end(link, f"no answer to the handshake within {link.own.handshake_s:g} s")
 
     def _add(self, link: Link) -> None:
         self._links.add(link)
@@ -363,8 +346,7 @@ class Pump:
         self._down(link.peer, reason)
 
     def _down(self, name: str, reason: str) -> None:
-        for transfer in [t for t in self.by_serial.values() if t.peer == name]:
-            self._fail(transfer, f"the peer is down: {reason}")
+        self._transport.fail_all(name, f"the peer is down: {reason}")
         peer = self.peers.get(name)
         if peer is not None and peer.outbound is None and peer.inbound is None:
             peer.waiting.clear()

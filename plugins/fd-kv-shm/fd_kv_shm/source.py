@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from fd_scale_out.receiver_driven import WireError
+
 from . import wire
 from .link import MAX_QUEUED_BLOCKS, Link
 
@@ -32,7 +34,7 @@ class Source:
                 link.send(wire.Refused(message.serial, reason))
                 return
             if len(message.blocks) + len(link.queue) > MAX_QUEUED_BLOCKS:
-                raise wire.WireError("more blocks requested than may wait")
+                raise WireError("more blocks requested than may wait")
             if min(message.blocks) < 0 or max(message.blocks) >= region[0].num_blocks:
                 reason = f"block out of range, there are {region[0].num_blocks}"
                 link.send(wire.Refused(message.serial, reason))
@@ -68,7 +70,7 @@ class Source:
             if len(slots) + len(link.free_slots) > link.num_slots or not all(
                 0 <= s < link.num_slots for s in slots
             ):
-                raise wire.WireError("slots freed that were not in use")
+                raise WireError("slots freed that were not in use")
             link.free_slots.extend(slots)
 
     def drop(self, link: Link, serial: int) -> None:

@@ -12,27 +12,17 @@ import struct
 from typing import Final
 
 import msgspec
+from fd_scale_out.receiver_driven import DECODE_ERRORS, Message, WireError
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 NONCE_BYTES: Final = 32
 MAX_FRAME_BYTES: Final = 256 * 1024
 MAX_HANDSHAKE_BYTES: Final = 64 * 1024
-MAX_NOTE_BYTES: Final = 4096
 MAX_READ_BLOCKS: Final = 512
 _LENGTH: Final = struct.Struct("!I")
-# What msgspec raises for hostile bytes: invalid UTF-8 and deep nesting have errors of their own.
-DECODE_ERRORS: Final = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 
 
-class WireError(Exception):
-    """The other side broke the protocol; the link ends."""
-
-
-class _Message(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
-    """Base of all messages."""
-
-
-class Hello(_Message):
+class Hello(Message):
     """Client's first words. layouts: region id to (block_bytes, layout_hash)."""
 
     protocol: int
@@ -44,20 +34,20 @@ class Hello(_Message):
     layouts: dict[int, tuple[int, str]]
 
 
-class Challenge(_Message):
+class Challenge(Message):
     """Server's answer."""
 
     epoch: int
     nonce: bytes
 
 
-class Proof(_Message):
+class Proof(Message):
     """Client shows that it knows the secret."""
 
     mac: bytes
 
 
-class Welcome(_Message):
+class Welcome(Message):
     """Server shows the same; the staging memory's descriptor travels beside it."""
 
     mac: bytes
@@ -65,7 +55,7 @@ class Welcome(_Message):
     num_slots: int
 
 
-class Read(_Message):
+class Read(Message):
     """Client wants blocks; index of the first within its transfer."""
 
     serial: int
@@ -74,76 +64,46 @@ class Read(_Message):
     blocks: list[int]
 
 
-class Ready(_Message):
+class Ready(Message):
     """Blocks lie in the staging area: (index within the transfer, slot) pairs."""
 
     serial: int
     items: list[tuple[int, int]]
 
 
-class Free(_Message):
+class Free(Message):
     """Client has copied these slots."""
 
     slots: list[int]
 
 
-class Drop(_Message):
+class Drop(Message):
     """Client no longer wants a transfer."""
 
     serial: int
 
 
-class Refused(_Message):
+class Refused(Message):
     """Server will not serve a transfer."""
 
     serial: int
     reason: str
 
 
-class Note(_Message):
+class Note(Message):
     """A control message of the core's."""
 
     data: bytes
 
 
-class Bye(_Message):
+class Bye(Message):
     """Why the link is about to end; shown in PEER_DOWN."""
 
     reason: str
 
 
-Message = Hello | Challenge | Proof | Welcome | Read | Ready | Free | Drop | Refused | Note | Bye
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Message)
-
-
-class RegionInfo(_Message):
-    """A region in a descriptor."""
-
-    region_id: int
-    num_blocks: int
-    block_bytes: int
-    layout_hash: str
-
-
-class Descriptor(_Message):
-    """What a peer needs to connect. Everything in it is public within the deployment."""
-
-    driver: str
-    protocol: int
-    contract: tuple[int, int]
-    epoch: int
-    address: str
-    model_revision: str
-    regions: list[RegionInfo]
-
-
-descriptor_decoder = msgspec.msgpack.Decoder(Descriptor)
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """Payload of a frame."""
-    return _encoder.encode(message)
+AnyMessage = Hello | Challenge | Proof | Welcome | Read | Ready | Free | Drop | Refused | Note | Bye
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def frame(payload: bytes) -> bytes:
@@ -151,10 +111,10 @@ def frame(payload: bytes) -> bytes:
     return _LENGTH.pack(len(payload)) + payload
 
 
-def decode(payload: bytes) -> Message:
+def decode(payload: bytes) -> AnyMessage:
     """One message; WireError if it is not one."""
     try:
-        message: Message = _decoder.decode(payload)
+        message: AnyMessage = _decoder.decode(payload)
         return message
     except DECODE_ERRORS as error:
         raise WireError(f"malformed message: {error}") from None

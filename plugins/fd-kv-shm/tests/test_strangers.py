@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from fd_kv_shm import wire
-from fd_kv_shm.link import peer_name
 from fd_kv_shm.shm import SharedMemoryTransport
+from fd_scale_out.receiver_driven import descriptor_decoder, encode, peer_name
 
 from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.kv_transport import (
@@ -62,7 +62,7 @@ def pull(source, **options):
 
 
 def address(transport):
-    return wire.descriptor_decoder.decode(transport.descriptor()).address
+    return descriptor_decoder.decode(transport.descriptor()).address
 
 
 def talk(transport):
@@ -99,7 +99,7 @@ def hello(transport, **changes):
 
 
 def sent(message):
-    return wire.frame(wire.encode(message))
+    return wire.frame(encode(message))
 
 
 def test_socket_lies_in_a_private_folder(source):
@@ -195,7 +195,7 @@ def test_guessing_the_proof_gets_no_memory(source):
 
 def test_recorded_handshake_cannot_be_replayed(source):
     """The server's nonce is new each time, so yesterday's proof proves nothing."""
-    greeting = wire.encode(hello(source))
+    greeting = encode(hello(source))
     with talk(source) as sock:
         sock.sendall(wire.frame(greeting))
         buffer = bytearray()
@@ -214,7 +214,7 @@ def test_recorded_handshake_cannot_be_replayed(source):
 def opened(source):
     """An authenticated socket that then misbehaves."""
     sock = talk(source)
-    greeting = wire.encode(hello(source))
+    greeting = encode(hello(source))
     sock.sendall(wire.frame(greeting))
     buffer = bytearray()
     while (challenge := wire.take_frame(buffer, 65536)) is None:
@@ -285,7 +285,7 @@ def test_too_many_transfers_are_refused(source):
 
 def test_names_of_peers_follow_from_their_epoch(source):
     transport, _ = open_transport()
-    assert transport.connect(source.descriptor()) == peer_name(source.epoch)
+    assert transport.connect(source.descriptor()) == peer_name("shm", source.epoch)
     transport.close()
 
 

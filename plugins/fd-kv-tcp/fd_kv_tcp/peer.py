@@ -1,8 +1,7 @@
 """The side that reads: connections to one peer, and the transfers from it.
 
 One connection carries notes and the question whether the peer is still there; several others carry
-blocks. What they receive is copied to its place under the transport's lock, and only while its
-transfer is wanted: nothing else writes a destination block.
+blocks.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from fd_scale_out.receiver_driven import MAX_NOTES, Descriptor, Transfer, WireError
+
 from fastdeploy_core.contracts.base import CONTRACT
-from fastdeploy_core.contracts.kv_transport import TransferEvent, TransferEventKind, TransferPlan
 
 from . import wire
-from .server import peer_name
-from .wire import Channel, WireError
+from .wire import Channel, Progress
 
 if TYPE_CHECKING:
     from .transport import TcpTransport
@@ -28,31 +27,14 @@ if TYPE_CHECKING:
 NUM_STREAMS: Final = 3
 BATCH_BYTES: Final = 1 << 20  # asked for at once; a larger block travels alone
 MAX_BATCH_BLOCKS: Final = 16384
-MAX_NOTES: Final = 256
 PINGS_PER_TIMEOUT: Final = 4
-
-
-class Transfer:
-    """A pull that is under way."""
-
-    def __init__(self, peer: str, plan: TransferPlan, views: list[tuple[memoryview, int]]) -> None:
-        self.peer, self.plan = peer, plan
-        self.views = views  # of each region: its bytes, and those of a block
-        self.deadline_s = time.monotonic() + plan.deadline_s
-        self.num_asked = self.num_copied = 0  # blocks
-        self.is_over = False
-
-    @property
-    def block_bytes(self) -> int:
-        """Of one block in all regions."""
-        return sum(size for _, size in self.views)
 
 
 class Peer:
     """Whom this transport has connected to. Methods without `_` are called with its lock held."""
 
-    def __init__(self, transport: TcpTransport, descriptor: wire.Descriptor) -> None:
-        self.name = peer_name(descriptor.epoch)
+    def __init__(self, transport: TcpTransport, descriptor: Descriptor) -> None:
+        self.name = descriptor.peer
         self.regions = {r.region_id: r for r in descriptor.regions}
         self.is_down = False
         self.transfers: list[Transfer] = []
@@ -60,6 +42,7 @@ class Peer:
         self._has_job = threading.Condition(transport.lock)
         self._notes: deque[tuple[frozenset[Transfer], bytes]] = deque()
         self._sockets: list[socket.socket] = []
+        self._progress = Progress()
         self._wakes, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         transport.start(self._control)
@@ -73,7 +56,6 @@ class Peer:
 
     def end(self, transfer: Transfer) -> None:
         """Nothing of it is copied from now on."""
-        transfer.is_over = True
         with contextlib.suppress(ValueError):
             self.transfers.remove(transfer)
         self.wake()
@@ -104,12 +86,13 @@ class Peer:
         """An authenticated connection to exactly this peer."""
         own, there = self._transport, self._descriptor
         timeout_s = own.options.progress_timeout_s
-        sock = socket.create_connection((there.host, there.port), timeout_s)
+        host, _, port = there.address.rpartition(":")
+        sock = socket.create_connection((host, int(port)), timeout_s)
         with own.lock:
             self._sockets.append(sock)
             if self.is_down:
                 raise WireError("no longer wanted")
-        channel = Channel(sock, own.options.secret, is_client=True)
+        channel = Channel(sock, own.options.secret, is_client=True, progress=self._progress)
         channel.ask(
             wire.Hello(
                 protocol=wire.PROTOCOL,
@@ -142,7 +125,7 @@ class Peer:
                 if channel in readable:
                     channel.receive()
                     raise WireError("the peer spoke without being asked")
-        except (WireError, OSError) as error:
+        except (WireError, OSError, ValueError) as error:
             self._transport.lose(self, _words(error, pause_s))
         finally:
             self._wakes.close()
@@ -169,7 +152,10 @@ class Peer:
                 blocks = [int(b) for b in transfer.plan.source_blocks[first : first + count]]
                 channel.send(wire.Read(list(transfer.plan.region_ids), blocks))
                 channel.receive_data(content)
-                self._land(transfer, first, count, content)
+                for index in range(count):
+                    part = content[index * transfer.block_bytes :][: transfer.block_bytes]
+                    if not self._transport.land(transfer, first + index, part):
+                        break
         except (WireError, OSError) as error:
             timeout_s = self._transport.options.progress_timeout_s
             self._transport.lose(self, _words(error, timeout_s))
@@ -179,7 +165,7 @@ class Peer:
         with self._transport.lock:
             while not self.is_down:
                 for transfer in self.transfers:
-                    first, total = transfer.num_asked, len(transfer.plan.source_blocks)
+                    first, total = transfer.num_asked, transfer.num_blocks
                     if first < total:
                         most = max(1, BATCH_BYTES // transfer.block_bytes)
                         count = min(most, MAX_BATCH_BLOCKS, total - first)
@@ -187,32 +173,6 @@ class Peer:
                         return transfer, first, count
                 self._has_job.wait()
         return None
-
-    def _land(self, transfer: Transfer, first: int, count: int, content: memoryview) -> None:
-        """Copy blocks to their places: the only code that writes there."""
-        total, at = len(transfer.plan.target_blocks), 0
-        for index in range(first, first + count):
-            with self._transport.lock:
-                if transfer.is_over:
-                    return
-                block = int(transfer.plan.target_blocks[index])
-                for view, size in transfer.views:
-                    view[block * size : (block + 1) * size] = content[at : at + size]
-                    at += size
-                transfer.num_copied += 1
-                done = transfer.num_copied
-                if done == total:
-                    self._transport.finish(transfer, TransferEventKind.DONE)
-                elif done * 4 // total != (done - 1) * 4 // total:
-                    num_bytes = done * transfer.block_bytes
-                    self._transport.emit(
-                        TransferEvent(
-                            TransferEventKind.PROGRESS,
-                            self.name,
-                            transfer.plan.transfer_id,
-                            num_bytes,
-                        )
-                    )
 
 
 def _words(error: Exception, timeout_s: float) -> str:

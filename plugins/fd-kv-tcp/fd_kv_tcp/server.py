@@ -8,11 +8,13 @@ import socket
 import threading
 from typing import TYPE_CHECKING, Final
 
+from fd_scale_out.receiver_driven import MAX_NOTE_BYTES, WireError, peer_name
+
 from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.kv_transport import TransferEvent, TransferEventKind
 
 from . import wire
-from .wire import Channel, WireError
+from .wire import Channel
 
 if TYPE_CHECKING:
     from .transport import TcpTransport
@@ -92,18 +94,13 @@ class Server:
             refusal = f"protocol {hello.protocol}, contract {hello.major} not spoken here"
         elif hello.expected_epoch != own.epoch:
             refusal = "the peer has restarted: another epoch answers"
-        elif hello.model_revision != own.options.model_revision:
-            refusal = "the peer serves another model revision"
         else:
-            layouts = own.layouts()
-            for region_id in hello.layouts.keys() & layouts.keys():
-                if tuple(hello.layouts[region_id]) != layouts[region_id]:
-                    refusal = f"region {region_id} has another layout here"
+            refusal = own.terms_refusal(hello.model_revision, hello.layouts)
         channel.send(wire.Refused(refusal) if refusal else wire.Welcome())
-        return "" if refusal else peer_name(hello.epoch)
+        return "" if refusal else peer_name(own.name, hello.epoch)
 
-    def _answer(self, channel: Channel, name: str, message: wire.Message) -> None:
-        if isinstance(message, wire.Note) and len(message.data) <= wire.MAX_NOTE_BYTES:
+    def _answer(self, channel: Channel, name: str, message: wire.AnyMessage) -> None:
+        if isinstance(message, wire.Note) and len(message.data) <= MAX_NOTE_BYTES:
             self._transport.emit(TransferEvent(TransferEventKind.NOTE, name, note=message.data))
             channel.send(wire.Pong())
         elif isinstance(message, wire.Ping):
@@ -131,8 +128,3 @@ class Server:
             for block in message.blocks
             for view, size in regions
         ]
-
-
-def peer_name(epoch: int) -> str:
-    """Both sides call a peer by its epoch."""
-    return f"tcp-{epoch:016x}"

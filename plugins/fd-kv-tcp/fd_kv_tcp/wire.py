@@ -14,32 +14,25 @@ import hmac
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
+from fd_scale_out.receiver_driven import DECODE_ERRORS, Message, WireError, encode
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 GREETING: Final = b"FastDeploy KV 1\n"
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
 CODE_BYTES: Final = 16
 MAX_MESSAGE_BYTES: Final = 1 << 20
-MAX_NOTE_BYTES: Final = 4096
 MESSAGE, DATA = 0, 1  # kinds of frames
 _HEAD: Final = struct.Struct("!BQ")  # kind, bytes of the content
-DECODE_ERRORS: Final = (msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError)
 
 
-class WireError(Exception):
-    """The other side does not speak as it should; the connection ends."""
-
-
-class _Message(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
-    """Base of all messages."""
-
-
-class Hello(_Message):
+class Hello(Message):
     """Client: who it is, and whom it expects."""
 
     protocol: int
@@ -50,78 +43,62 @@ class Hello(_Message):
     layouts: dict[int, tuple[int, str]]  # by region: bytes of a block, layout hash
 
 
-class Welcome(_Message):
+class Welcome(Message):
     """Server: both fit together."""
 
 
-class Refused(_Message):
+class Refused(Message):
     """Server: they do not, or what was asked for cannot be."""
 
     reason: str
 
 
-class Read(_Message):
+class Read(Message):
     """Client: the content of these blocks, each in all of the regions. A DATA frame answers."""
 
     region_ids: list[int]
     blocks: list[int]
 
 
-class Note(_Message):
+class Note(Message):
     """Client: a control message of the core's. A Pong answers."""
 
     data: bytes
 
 
-class Ping(_Message):
+class Ping(Message):
     """Client: still there?"""
 
 
-class Pong(_Message):
+class Pong(Message):
     """Server: yes."""
 
 
-Message = Hello | Welcome | Refused | Read | Note | Ping | Pong
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Message)
+AnyMessage = Hello | Welcome | Refused | Read | Note | Ping | Pong
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
-class RegionInfo(_Message):
-    """A region in a descriptor."""
+@dataclass(slots=True)
+class Progress:
+    """Of the connections to one peer, which share a network: while bytes come on one of them, the
+    others wait."""
 
-    region_id: int
-    num_blocks: int
-    block_bytes: int
-    layout_hash: str
-
-
-class Descriptor(_Message):
-    """What a peer needs to connect. Everything in it is public within the deployment."""
-
-    driver: str
-    protocol: int
-    contract: tuple[int, int]
-    epoch: int
-    host: str
-    port: int
-    model_revision: str
-    regions: list[RegionInfo]
-
-
-descriptor_decoder = msgspec.msgpack.Decoder(Descriptor)
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """A message as MessagePack."""
-    return _encoder.encode(message)
+    moved_s: float = 0.0  # when bytes came last
 
 
 class Channel:
     """An authenticated connection. The constructor shakes hands, within the socket's timeout."""
 
-    def __init__(self, sock: socket.socket, secret: bytes, *, is_client: bool) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        secret: bytes,
+        *,
+        is_client: bool,
+        progress: Progress | None = None,
+    ) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._sock = sock
+        self._sock, self._progress = sock, progress or Progress()
         nonce = secrets.token_bytes(NONCE_BYTES)
         if is_client:
             sock.sendall(GREETING + nonce)
@@ -160,14 +137,14 @@ class Channel:
         """Bytes of blocks, as one frame."""
         self._send(DATA, parts)
 
-    def receive(self) -> Message:
+    def receive(self) -> AnyMessage:
         """One message; WireError for whatever else comes."""
         size, code = self._take_head(MESSAGE, MAX_MESSAGE_BYTES)
         view = memoryview(bytearray(size))
         self._take_into(view)
         self._check(code, view)
         try:
-            message: Message = _decoder.decode(view)
+            message: AnyMessage = _decoder.decode(view)
             return message
         except DECODE_ERRORS as error:
             raise WireError(f"malformed message: {error}") from None
@@ -235,9 +212,15 @@ class Channel:
     def _take_into(self, content: memoryview) -> None:
         at = 0
         while at < content.nbytes:
-            count = self._sock.recv_into(content[at:])
+            try:
+                count = self._sock.recv_into(content[at:])
+            except TimeoutError:
+                if time.monotonic() - self._progress.moved_s >= (self._sock.gettimeout() or 0.0):
+                    raise
+                continue
             if not count:
                 raise WireError("the peer has gone")
+            self._progress.moved_s = time.monotonic()
             at += count
 
 

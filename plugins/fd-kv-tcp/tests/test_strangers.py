@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from fd_kv_tcp import wire
 from fd_kv_tcp.transport import ADDRESS_VARIABLE, TcpTransport
-from fd_kv_tcp.wire import Channel, WireError
+from fd_kv_tcp.wire import Channel
+from fd_scale_out.receiver_driven import Descriptor, WireError, descriptor_decoder, encode
 
 from fastdeploy_core.contracts.kv_transport import (
     Region,
@@ -78,8 +79,8 @@ def pull(descriptor: bytes, **options: Any) -> bool:
 
 
 def where(transport: TcpTransport) -> tuple[str, int]:
-    descriptor = wire.descriptor_decoder.decode(transport.descriptor())
-    return descriptor.host, descriptor.port
+    host, _, port = descriptor_decoder.decode(transport.descriptor()).address.rpartition(":")
+    return host, int(port)
 
 
 def answer(sock: socket.socket) -> bytes:
@@ -193,9 +194,9 @@ def _proxy(
     """A descriptor of somebody in the middle, who passes on change(data, way); way 0: to the
     source."""
     listener = socket.create_server(("127.0.0.1", 0))
-    there = wire.descriptor_decoder.decode(source.descriptor())
+    there = descriptor_decoder.decode(source.descriptor())
     fields = {name: getattr(there, name) for name in there.__struct_fields__}
-    mine = wire.Descriptor(**fields | {"port": listener.getsockname()[1]})
+    mine = Descriptor(**fields | {"address": f"127.0.0.1:{listener.getsockname()[1]}"})
 
     def carry(one: socket.socket, other: socket.socket) -> None:
         ends = [one, other]
@@ -225,7 +226,7 @@ def _proxy(
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
 
-    return wire.encode(mine), stop
+    return encode(mine), stop
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -24,6 +24,7 @@ from .options import RouterOptions
 from .prefill import Prefill
 from .probes import Probes
 from .proxy import RETRY_AFTER, Proxy, error_response
+from .roles.switching import RoleSwitching
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,9 @@ class Router:
             prefill = Prefill(session, options.prefill, self._metrics, self._fleet)
             probes = [Probes(fleet, session, options) for fleet in (self._fleet, prefill.fleet)]
             self._known |= prefill.fleet.instances
+            roles: RoleSwitching | None = None
+            if options.goals is not None:
+                roles = RoleSwitching(self._fleet, prefill, session, self._metrics, options.goals)
             self._proxy = Proxy(self._fleet, session, options, self._metrics, prefill)
             runner = web.AppRunner(
                 self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
@@ -76,10 +80,12 @@ class Router:
             for group in probes:
                 group.start()
             context = zmq.asyncio.Context()
-            followers = [
+            tasks = [
                 asyncio.create_task(Follower(context, self._fleet.events, one, number).run())
                 for number, one in enumerate(options.kv_events)
             ]
+            if roles is not None:
+                tasks.append(asyncio.create_task(roles.run()))
             host, port = runner.addresses[0][:2]
             logger.info(
                 "routing at http://%s:%d to %d instances", host, port, len(self._fleet.instances)
@@ -88,9 +94,9 @@ class Router:
             await self._drain()
             for group in probes:
                 await group.stop()
-            for follower in followers:
-                follower.cancel()
-            await asyncio.gather(*followers, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             context.destroy(0)
             await runner.cleanup()
 

@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from .instances import Fleet, Instance
 
@@ -31,8 +31,19 @@ class RouterMetrics:
         self.retries = counter("retries", "requests tried here after another instance")
         self.migrations = counter("migrations", "streams carried on here")
         self.prefills = counter("prefills", "prompts sent there first", ("instance", "outcome"))
-        self.refused = Counter(
-            PREFIX + "refused", "requests that no instance could answer", registry=self._registry
+        text = "roles that the router changed"
+        self.role_changes = counter("role_changes", text, ("instance", "role", "outcome"))
+        self.refused = counter("refused", "requests that no instance could answer", ())
+        self.role_demand = Gauge(
+            PREFIX + "role_demand",
+            "instances that prompts and answers need, as --slo-tpot counts",
+            ("role",),
+            registry=self._registry,
+        )
+        self.mixed_share = Gauge(
+            PREFIX + "mixed_share",
+            "share of prompts that --slo-tpot does not hand over",
+            registry=self._registry,
         )
 
     def render(self, fleet: Fleet) -> bytes:

@@ -12,6 +12,7 @@ from fastdeploy_core.errors import ConfigError
 
 from .cached.follower import Publisher
 from .policies import DEFAULT_POLICY, POLICIES
+from .roles.controller import Goals
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class RouterOptions:
     timing: Timing = Timing()
     kv_events: tuple[Publisher, ...] = ()  # of each instance those of its engines
     prefill: PrefillOptions = PrefillOptions()
+    goals: Goals | None = None  # None: roles are left as they are
 
 
 def parse(arguments: Sequence[str]) -> RouterOptions:
@@ -77,9 +79,12 @@ def parse(arguments: Sequence[str]) -> RouterOptions:
         "probe_interval",
         "probe_timeout",
         "answer_timeout",
+        "role_interval",
     ):
         if not getattr(given, name) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0")
+    if given.slo_tpot < 0 or given.role_dwell < 0:
+        raise ConfigError("--slo-tpot and --role-dwell must not be negative")
     if given.max_retries < 0 or given.drain_timeout < 0:
         raise ConfigError("--max-retries and --drain-timeout must not be negative")
     return RouterOptions(
@@ -97,6 +102,9 @@ def parse(arguments: Sequence[str]) -> RouterOptions:
         prefill=PrefillOptions(
             prefill_urls, given.policy, given.prefill_min_tokens, given.prefill_timeout
         ),
+        goals=Goals(given.slo_tpot, given.role_interval, given.role_dwell)
+        if given.slo_tpot
+        else None,
     )
 
 
@@ -123,6 +131,11 @@ def _parser() -> argparse.ArgumentParser:
     text = "shorter prompts (estimated) are computed where they are answered; default: %(default)s"
     add("--prefill-min-tokens", type=int, default=own.min_tokens, help=text)
     add("--prefill-timeout", type=float, default=own.timeout_s, help="seconds; then without it")
+    goals = Goals(0.0)
+    text = "longest time between two tokens, seconds; above 0 the router changes roles by the load"
+    add("--slo-tpot", type=float, default=goals.tpot_s, help=text)
+    add("--role-interval", type=float, default=goals.interval_s, help="seconds between decisions")
+    add("--role-dwell", type=float, default=goals.dwell_s, help="seconds between two role changes")
     add("--policy", choices=list(POLICIES), default=defaults.policy, help="default: %(default)s")
     add("--host", default=defaults.host, help="default: %(default)s")
     add("--port", type=int, default=defaults.port, help="0: any; default: %(default)s")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import random
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -67,6 +68,7 @@ class Prefill:
         self.fleet, self._answering = Fleet(options.instances, options.policy), answering
         self._session, self._options, self._metrics = session, options, metrics
         self._tasks: set[asyncio.Task[None]] = set()
+        self.mixed_share = 0.0  # of prompts that are not handed over (roles/controller.py)
 
     async def compute(self, asked: Asked, headers: Mapping[str, str]) -> None:
         """Have the prompt computed, if it is long enough and there is an instance for it."""
@@ -114,6 +116,8 @@ class Prefill:
         own = self._answering.instances[to.instance.name]
         num_new = asked.view.prompt_tokens - to.cached_tokens
         if not own.ticket or own.role == PREFILL or num_new < self._options.min_tokens:
+            return None
+        if random.random() < self.mixed_share:  # noqa: S311, for balance
             return None
         return self._answering.choose_prefill(asked.view)
 

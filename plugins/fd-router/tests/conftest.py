@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -21,10 +21,13 @@ ADMIN = {"Authorization": "Bearer admin"}
 class Router(CommandProcess):
     """A running `fastdeploy router` with probes in quick succession."""
 
-    def __init__(self, instances: list[str], *options: str) -> None:
+    def __init__(
+        self, instances: list[str], *options: str, extra: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(
             *("router", "--instances", ",".join(instances), "--port", "0", "--admin-key", "admin"),
             *("--probe-interval", "0.1", "--probe-timeout", "0.5", *options),
+            extra=extra,
         )
 
     def until_ready(self, count: int) -> Router:

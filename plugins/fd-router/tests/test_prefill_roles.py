@@ -1,60 +1,41 @@
 """Prefill and decode apart: real servers with roles hand prompts to each other, over shared memory
-and over TCP, while processes are killed, frozen, cut off and given other roles."""
+and over TCP. What goes wrong on the way: test_prefill_faults.py and test_prefill_networks.py."""
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
-import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from conftest import MODEL, Router
+from conftest import Router
+from roles import (
+    BLOCK_SIZE,
+    SECRET,
+    TEXT,
+    Apart,
+    ask,
+    check_idle,
+    said,
+    server,
+    taken,
+    text_body,
+)
 from server_process import CommandProcess
 from server_support import wait_for
 
-BLOCK_SIZE = 16
-STORY = "Once upon a time there was a king who had three daughters and no bread at all. "
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-SECRET = "a secret of at least thirty-two characters"
+CHAT = "/v1/chat/completions"
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-
-
-def server(role: str, *options: str) -> CommandProcess:
-    """On the demo model."""
-    return CommandProcess(
-        *("serve", str(MODEL), "--host", "127.0.0.1", "--port", "0", "--max-num-seqs", "8"),
-        *("--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", "64"),
-        *("--num-gpu-blocks-override", "256", "--swap-space", "0.1", "--num-threads", "1"),
-        # A busy machine is no reason to give up.
-        *("--splitwise-role", role, "--kv-transport-timeout", "600", *options),
-        extra={"FD_KV_SECRET": SECRET},
-    )
-
-
-class Apart:
-    """A prefill instance, a decode instance, and the router."""
-
-    def __init__(self, *options: str) -> None:
-        self.prefill, self.decode = server("prefill", *options), server("decode", *options)
-        urls = [self.prefill.url, self.decode.url]
-        self.router = Router(urls, "--prefill-min-tokens", "64").until_ready(2)
-        wait_for(lambda: set(self.router.listed("role").values()) == {"prefill", "decode"}, "roles")
-
-    def stop(self) -> None:
-        for process in (self.router, self.decode, self.prefill):
-            process.signal(signal.SIGCONT)
-            process.stop()
 
 
 @pytest.fixture(scope="module", params=["shm", "tcp"])
@@ -71,38 +52,6 @@ def own(request: pytest.FixtureRequest) -> Iterator[Apart]:
     made = Apart("--kv-transport", request.param)
     yield made
     made.stop()
-
-
-def ask(url: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    answer = httpx.post(url + path, json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def text_body(name: str, repeat: int = 12, **fields: Any) -> dict[str, Any]:
-    return {"prompt": f"({name}) " + STORY * repeat, "max_tokens": 12, "temperature": 0, **fields}
-
-
-def said(answer: dict[str, Any]) -> list[Any]:
-    """The choices, without the digits of log-probabilities that a chunk's size decides."""
-    text = re.sub(r"-?\d+\.\d+(e-?\d+)?", lambda n: f"{float(n[0]):.3f}", repr(answer["choices"]))
-    return [text]
-
-
-def metric(process: CommandProcess, name: str) -> float:
-    text = httpx.get(process.url + "/metrics", timeout=20).text
-    lines = [line for line in text.splitlines() if line.startswith(f"fastdeploy:{name}")]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
-
-
-def taken(process: CommandProcess) -> float:
-    return metric(process, "kv_taken_over_total")
-
-
-def check_idle(*processes: CommandProcess) -> None:
-    """Every block has come back."""
-    for process in processes:
-        wait_for(lambda p=process: metric(p, "kv_blocks_used{") == 0, "blocks", 30)
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -187,64 +136,24 @@ def test_a_stranger_without_the_secret_changes_no_role(apart: Apart) -> None:
     assert httpx.get(url).json()["role"] == "prefill"
 
 
-def test_one_dies_while_it_hands_over(
-    own: Apart, stopped: Callable[[CommandProcess], None]
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_any_number_of_ranks_hands_over_to_any(
+    transport: str, num_prefill: int, num_decode: int
 ) -> None:
-    """The prefill instance: the prompt is computed at once. The decode instance: an error or
-    another's answer, and the prefill instance forgets the prompt."""
-    body = text_body("dies", 30)
-    with ThreadPoolExecutor(1) as threads:
-        started = time.monotonic()
-        asking = threads.submit(ask, own.router.url, TEXT, body)
-        wait_for(lambda: own.router.in_flight()[own.prefill.name], "the request to be there")
-        own.prefill.process.kill()
-        answer = asking.result()
-    assert time.monotonic() - started < 20
-    assert said(ask(own.decode.url, TEXT, body)) == said(answer)
-    wait_for(lambda: own.router.listed("state")[own.prefill.name] != "ready", "the loss")
-    again = ask(own.router.url, TEXT, text_body("alone"))
-    assert said(ask(own.decode.url, TEXT, text_body("alone"))) == said(again)
-    check_idle(own.decode)
-
-
-def test_the_decode_instance_dies_while_it_waits(own: Apart) -> None:
-    body = text_body("waits", 30)
-    with ThreadPoolExecutor(1) as threads:
-        asking = threads.submit(ask, own.router.url, TEXT, body)
-        wait_for(lambda: own.router.in_flight()[own.prefill.name], "the request to be there")
-        own.decode.process.kill()
-        answer = asking.result()  # of the other: there is nobody else
-    assert said(ask(own.prefill.url, TEXT, body)) == said(answer)
-    check_idle(own.prefill)
-    wait_for(lambda: metric(own.prefill, "num_requests_running") == 0, "its end")
-
-
-def test_one_freezes_while_it_hands_over(
-    own: Apart, stopped: Callable[[CommandProcess], None]
-) -> None:
-    body = text_body("freezes", 30)
-    with ThreadPoolExecutor(1) as threads:
-        started = time.monotonic()
-        asking = threads.submit(ask, own.router.url, TEXT, body)
-        wait_for(lambda: own.router.in_flight()[own.prefill.name], "the request to be there")
-        stopped(own.prefill)
-        answer = asking.result()
-    assert time.monotonic() - started < 25  # a lease at most, and the answer
-    own.prefill.signal(signal.SIGCONT)
-    assert said(ask(own.prefill.url, TEXT, body)) == said(answer)
-    check_idle(own.prefill, own.decode)
-    before = taken(own.decode)
-    wait_for(lambda: own.router.listed("state")[own.prefill.name] == "ready", "it to be back")
-    ask(own.router.url, TEXT, text_body("after"))
-    assert taken(own.decode) == before + 1, "and all is as before"
-
-
-def test_several_ranks_hand_over_what_each_has() -> None:
-    two = Apart("--kv-transport", "shm", "--tensor-parallel-size", "2")
+    """Heads that the ranks of one divide in another way than those of the other."""
+    ranks = {"prefill": str(num_prefill), "decode": str(num_decode)}
+    two = Apart(
+        "--kv-transport",
+        transport,
+        each={role: ("--tensor-parallel-size", count) for role, count in ranks.items()},
+    )
     try:
-        answer = ask(two.router.url, TEXT, text_body("ranks"))
-        assert taken(two.decode) == 1
-        assert said(ask(two.prefill.url, TEXT, text_body("ranks"))) == said(answer)
+        for number in range(3):
+            body = text_body(f"ranks {number}", 12 + 8 * number)
+            answer = ask(two.router.url, TEXT, body)
+            assert taken(two.decode) == number + 1
+            assert said(ask(two.prefill.url, TEXT, body)) == said(answer)
         check_idle(two.prefill, two.decode)
     finally:
         two.stop()
@@ -284,3 +193,55 @@ def test_roles_change_under_load(own: Apart) -> None:
     check_idle(own.prefill, own.decode)
     body = text_body("in the end")
     assert said(ask(own.router.url, TEXT, body)) == said(ask(own.prefill.url, TEXT, body))
+
+
+def test_roles_follow_the_traffic() -> None:
+    """`--slo-tpot`: two decode instances, prompts come, and one of them becomes a prefill instance;
+    answers come, and it becomes one that answers. No request fails."""
+    servers = [server("decode"), server("decode")]
+    router = Router(
+        [one.url for one in servers],
+        *("--prefill-min-tokens", "64", "--slo-tpot", "0.004"),
+        *("--role-interval", "1", "--role-dwell", "2"),
+        extra={"FD_KV_SECRET": SECRET},
+    ).until_ready(2)
+    stop, failed = threading.Event(), list[str]()
+
+    def load(number: int, **fields: Any) -> None:
+        for turn in itertools.count():
+            if stop.is_set():
+                return
+            body = {**text_body(f"traffic {number} {turn}", 12), **fields}
+            answer = httpx.post(router.url + TEXT, json=body, timeout=60)
+            if answer.status_code != 200:
+                failed.append(answer.text)
+
+    def until(roles: list[str], **fields: Any) -> None:
+        stop.clear()
+        with ThreadPoolExecutor(4) as threads:
+            for number in range(4):
+                threads.submit(load, number, **fields)
+            try:
+                wait_for(lambda: sorted(router.listed("role").values()) == roles, f"{roles}", 60)
+            finally:
+                stop.set()
+
+    try:
+        until(["decode", "prefill"], max_tokens=1)
+        until(["decode", "decode"], prompt="Go on", max_tokens=200, ignore_eos=True)
+        assert not failed
+        changes = [line for line in router.lines if "roles: instance" in line]
+        assert "becomes prefill" in changes[0] and "becomes decode" in changes[-1]
+        changed = "fastdeploy_router_role_changes_total"
+        assert router.metric(changed, outcome="200") == len(changes)
+        assert router.metric("fastdeploy_router_role_demand", role="decode") > 0
+    finally:
+        for process in (router, *servers):
+            process.stop()
+
+
+def test_changing_roles_takes_the_secret(tmp_path: Path) -> None:
+    words = ("router", "--instances", "http://127.0.0.1:1", "--slo-tpot", "0.1")
+    process = CommandProcess(*words, extra={"FD_CACHE_DIR": str(tmp_path)})
+    assert process.wait() != 0
+    assert "kv-secret" in process.log and "FD_KV_SECRET" in process.log

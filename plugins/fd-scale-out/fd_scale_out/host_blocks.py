@@ -44,7 +44,12 @@ class HostMemory:
 
     def block(self, number: int) -> list[memoryview]:
         """The bytes of a host block on each rank."""
-        return [view[number * size : (number + 1) * size] for view, size in self.ranks]
+        return parts_of(self.ranks, number)
+
+
+def parts_of(ranks: list[tuple[memoryview, int]], number: int) -> list[memoryview]:
+    """The bytes of a block on each rank. ranks: of each its memory, and the bytes of a block."""
+    return [view[number * size : (number + 1) * size] for view, size in ranks]
 
 
 def run_threads(name: str, number: int) -> Tasks:
@@ -61,9 +66,9 @@ def run_threads(name: str, number: int) -> Tasks:
     return tasks
 
 
-def identity_of(config: EngineConfig, infos: list[WorkerInfo]) -> str:
-    """A text that stands for whatever the bytes of blocks depend on beside their tokens, on any
-    host: the weights, what computes with them, and the layout of the cache on each rank."""
+def identity_of(config: EngineConfig, infos: list[WorkerInfo], *, with_layout: bool = True) -> str:
+    """A text that stands for whatever the content of blocks depends on beside their tokens, on any
+    host: the weights and what computes with them; with_layout: and how it lies on each rank."""
     model, drafts = config.model, config.speculative
     made_up = model.seed if model.load_format == "dummy" else None
     parts: list[Any] = [model.hf_config, model.dtype, model.quantization, made_up, drafts]
@@ -71,6 +76,7 @@ def identity_of(config: EngineConfig, infos: list[WorkerInfo]) -> str:
     for path in (model.path, Path(draft_path or model.path)):
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
         parts.append(fingerprint(files, with_times=False))
-    for info in infos:
-        parts += [info.kv_layout, info.block_size, info.tensor_library, info.drivers]
+    for info in infos if with_layout else infos[:1]:
+        layout = info.kv_layout if with_layout else ""
+        parts += [layout, info.block_size, info.tensor_library, info.drivers]
     return "\0".join(map(repr, [config.cache.kv_dtype, *parts]))

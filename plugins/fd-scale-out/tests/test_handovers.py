@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 import pytest
 from fd_kv_shm.shm import SharedMemoryTransport
-from fd_kv_tcp import wire as tcp_wire
 from fd_kv_tcp.transport import TcpTransport
 from fd_scale_out.handover import messages, receiving, sending
-from fd_scale_out.handover.ticket import make_ticket, read_ticket, shared_secret
+from fd_scale_out.handover.ticket import Ticket, make_ticket, read_ticket, shared_secret
+from fd_scale_out.receiver_driven import descriptor_decoder, encode
 from null_engine import (
     Collector,
     InlineExecutor,
@@ -385,7 +385,8 @@ def test_orders_that_make_no_sense_are_refused() -> None:
     for wrong in ("", "?", ticket[:-4], "A" + ticket[1:], ticket[::-1], "é"):
         with pytest.raises(InvalidRequest):
             read_ticket(shared_secret(), "shm", wrong)
-    assert read_ticket(shared_secret(), "shm", ticket) == part(core)._transport.descriptor()
+    found = read_ticket(shared_secret(), "shm", ticket)
+    assert found.descriptor == part(core)._transport.descriptor()
     with pytest.raises(InvalidRequest, match="--kv-transport shm"):
         read_ticket(shared_secret(), "tcp", ticket)
     core.close()
@@ -606,10 +607,11 @@ def apart() -> Iterator[tuple[Two, Between]]:
     """Two engines over TCP; what the decode engine asks of the other one passes through a
     Between."""
     two = Two("tcp")
-    there = tcp_wire.descriptor_decoder.decode(part(two.prefill)._transport.descriptor())
-    between = Between(there.port)
-    there.port = between.port
-    two.ticket_given = make_ticket(shared_secret(), "tcp", tcp_wire.encode(there))
+    there = descriptor_decoder.decode(part(two.prefill)._transport.descriptor())
+    between = Between(int(there.address.rpartition(":")[2]))
+    there.address = f"127.0.0.1:{between.port}"
+    ticket = Ticket("tcp", encode(there), part(two.prefill)._layout)
+    two.ticket_given = make_ticket(shared_secret(), ticket)
     yield two, between
     between.holds.clear()
     between.close()

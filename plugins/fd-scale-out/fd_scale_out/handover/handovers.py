@@ -33,18 +33,20 @@ from fastdeploy_core.contracts.kv_transport import (
     TransferPlan,
     TransportOptions,
 )
-from fastdeploy_core.errors import FastDeployError
+from fastdeploy_core.errors import CapabilityError, FastDeployError
 from fastdeploy_core.kvcache import BlockTable, CacheEntry, CachePlan
 from fastdeploy_core.scheduler import BatchScheduler
 from fastdeploy_core.types import InstanceRole, Request, RequestOutputDelta, SequenceDelta
 from fastdeploy_core.types.engine import EngineStats
-from fd_scale_out.host_blocks import HostMemory, identity_of, run_threads
+from fd_scale_out.host_blocks import HostMemory, identity_of, parts_of, run_threads
+from fd_scale_out.receiver_driven import DECODE_ERRORS, MAX_NOTE_BYTES
 
 from . import messages
 from .messages import Abort, Aborted, Accept, Alive, Commit, Have, Hello, Want
 from .receiving import Pull, Receiving
 from .sending import BEAT_S, Sending
-from .ticket import Order, make_ticket, read_order, read_ticket, shared_secret
+from .splitting import Layout, Staging, layout_of
+from .ticket import Order, Ticket, make_ticket, read_order, read_ticket, shared_secret
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.kv_transport import KVTransport
@@ -52,9 +54,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_HAVE_BYTES: Final = 32 * 2**20  # of the blocks of one Have: notes wait behind a pull
+MAX_HAVE_BYTES: Final = 32 * 2**20  # of the blocks of one pull: notes wait behind it
 MAX_HELD_SHARE: Final = 0.8  # of the host tier, for other instances to fetch
 MAX_QUARANTINE_SHARE: Final = 0.05  # of the host tier; beyond that the transport is opened anew
+MAX_LAYOUTS: Final = 4  # of other instances; memory for each of their blocks is set aside
 MAX_EARLY: Final = 1024  # Wants that came before their prompts
 # Of --kv-transport-timeout. A prompt that takes longer to get into this engine is computed by who
 # wants it: the queue here is too long.
@@ -64,22 +67,42 @@ EARLY_SHARE: Final = 1 / 12
 class _Incoming:
     """What a Receiving has done: its ReceivingWorld."""
 
-    def __init__(self, owner: Handovers, request: Request, table: BlockTable) -> None:
-        self._owner, self._request, self._table = owner, request, table
-        self.say, self.pull = owner.say, owner.pull
-        self.cancel, self.quarantine = owner.cancel, owner.quarantine
-        self.reserve, self.release = owner.host.reserve, owner.end_leases
+    def __init__(
+        self, owner: Handovers, request: Request, table: BlockTable, staging: Staging | None
+    ) -> None:
+        """staging: where blocks of an instance with another number of ranks arrive."""
+        self._owner, self._request, self._table, self._staging = owner, request, table, staging
+        self.say, self.cancel, self.quarantine = owner.say, owner.cancel, owner.quarantine
+        self.reserve = owner.host.reserve
+
+    def pull(self, receiving: Receiving, pull: Pull, attempt: int) -> bool:
+        """As the other instance has them."""
+        return self._owner.pull(receiving, pull, attempt, self._staging)
 
     def check(self, receiving: Receiving, pull: Pull) -> None:
         """In a thread: how many leading blocks are what the other instance had."""
+        staging = self._staging
+        ranks = staging.ranks if staging else None
 
         def count() -> None:
             pairs = zip(pull.targets, pull.checksums, strict=True)
-            wrong = (i for i, (block, sum_) in enumerate(pairs) if self._owner.sum(block) != sum_)
+            wrong = (i for i, (b, sum_) in enumerate(pairs) if self._owner.sum(b, ranks) != sum_)
             num_good = next(wrong, len(pull.targets))
+            if staging:
+                for block in pull.targets[:num_good]:
+                    staging.move(block)
+                for block in pull.targets:
+                    staging.free(block)
             self._owner.call(lambda: receiving.checked(pull, num_good))
 
-        self._owner.sums.put(count)
+        self._owner.in_thread(count)
+
+    def release(self, blocks: list[int]) -> None:
+        """Not before the thread has moved what it was told to move there."""
+        if self._staging:
+            self._owner.in_thread(lambda: self._owner.call(lambda: self._owner.end_leases(blocks)))
+        else:
+            self._owner.end_leases(blocks)
 
     def adopt(self, first: int, blocks: list[int]) -> None:
         """Into the prefix cache."""
@@ -106,8 +129,9 @@ class Handovers:
         asked = config.handover
         self._memory = HostMemory(len(infos), plan, f"--kv-transport {asked.transport}")
         self.paths = self._memory.paths  # where each rank's host tier is to lie
-        # The prefix cache's model_identity.
-        self.identity = identity_of(config, infos)
+        # The prefix cache's model_identity: instances with other ranks have the same.
+        self.identity = identity_of(config, infos, with_layout=False)
+        self._layout, self._stagings = layout_of(config, infos), dict[Layout, Staging]()
         self._vocab_size = infos[0].vocab_size
         self._digest = hashlib.sha256(self.identity.encode()).hexdigest()
         self._make_transport, self._timeout_s = make_transport, asked.timeout_s
@@ -143,6 +167,8 @@ class Handovers:
         """The ranks have their host tiers, and this is the engine's batch scheduler."""
         self._scheduler, self.kv = scheduler, scheduler.kv
         self.host = self._memory.open(scheduler.kv)
+        block_bytes = sum(size for _, size in self._memory.ranks)
+        self._most_blocks = max(1, min(messages.MAX_BLOCKS, MAX_HAVE_BYTES // block_bytes))
         self._open_transport()
 
     @property
@@ -206,10 +232,9 @@ class Handovers:
             is_full = len(self._leases) >= self.host.num_blocks * MAX_HELD_SHARE
             if is_done and wanted and (block in self._leases or not is_full):
                 self._leases[block] += len(wanted)
-                self._num_sums += 1
                 for sending, _ in wanted:
                     sending.num_checked += 1
-                self.sums.put(partial(self._sum_of, block, wanted))
+                self.in_thread(partial(self._sum_of, block, wanted))
             elif block not in self._leases:
                 self.host.end_lease(block)
         if not is_done:
@@ -266,10 +291,11 @@ class Handovers:
             logger.debug("no note to %s: %s", peer, error)
             self.call(partial(self._lose, peer))
 
-    def pull(self, receiving: Receiving, pull: Pull, attempt: int) -> bool:
+    def pull(self, receiving: Receiving, pull: Pull, attempt: int, staging: Staging | None) -> bool:
         """One transfer, or several where the transport takes fewer regions at once."""
-        most, regions = self._transport.capabilities.max_regions, range(len(self._memory.ranks))
-        parts = [list(regions[i : i + most]) for i in range(0, len(regions), most)]
+        most = self._transport.capabilities.max_regions
+        regions = _region_ids(staging.layout if staging else self._layout)
+        parts = [regions[i : i + most] for i in range(0, len(regions), most)]
         ids = {next(self._ids) for _ in parts}
         try:
             for transfer_id, part in zip(sorted(ids), parts, strict=True):
@@ -327,10 +353,20 @@ class Handovers:
         self._done.put(function)
         os.eventfd_write(self._wake, 1)
 
-    def sum(self, block: int) -> int:
-        """CRC-32 of a host block on all ranks."""
+    def in_thread(self, task: Callable[[], None]) -> None:
+        """Have the thread do something that ends with `call`, after what it has to do already."""
+        self._num_sums += 1
+
+        def do() -> None:
+            task()
+            self.call(self._one_done)
+
+        self.sums.put(do)
+
+    def sum(self, block: int, ranks: list[tuple[memoryview, int]] | None = None) -> int:
+        """CRC-32 of a block on all ranks, of the host tier or of other memory like it."""
         value = 0
-        for part in self._memory.block(block):
+        for part in parts_of(ranks or self._memory.ranks, block):
             value = zlib.crc32(part, value)
         return value
 
@@ -338,15 +374,37 @@ class Handovers:
 
     def _open_transport(self) -> None:
         self._transport = self._make_transport(self._options)
+        self._register(self._layout, self._memory.ranks)
+        descriptor = self._transport.descriptor()
+        for layout, staging in self._stagings.items():
+            self._register(layout, staging.ranks)
+        self._hello = messages.encode(Hello(descriptor))
+        ticket = Ticket(self._transport.name, descriptor, self._layout)
+        self._ticket = make_ticket(self._options.secret, ticket)
+
+    def _register(self, layout: Layout, ranks: list[tuple[memoryview, int]]) -> None:
+        name = f"{self._digest}.{layout.digest}"
         self._transport.register(
             [
-                Region(rank, view[: len(view) // size * size], size, f"{self._digest}.{rank}")
-                for rank, (view, size) in enumerate(self._memory.ranks)
+                Region(number, view[: len(view) // size * size], size, f"{name}.{rank}")
+                for rank, (number, (view, size)) in enumerate(
+                    zip(_region_ids(layout), ranks, strict=True)
+                )
             ]
         )
-        descriptor = self._transport.descriptor()
-        self._hello = messages.encode(Hello(descriptor))
-        self._ticket = make_ticket(self._options.secret, self._transport.name, descriptor)
+
+    def _staging_for(self, layout: Layout) -> Staging | None:
+        """Where blocks of a layout arrive that is not ours; CapabilityError if they are of no use
+        here."""
+        if layout == self._layout:
+            return None
+        if layout not in self._stagings:
+            if len(self._stagings) >= MAX_LAYOUTS:
+                raise CapabilityError(f"instances have more than {MAX_LAYOUTS} numbers of ranks")
+            staging = Staging(layout, self._layout, self._memory.ranks)
+            self._register(layout, staging.ranks)
+            self._stagings[layout] = staging
+        return self._stagings[layout]
 
     def _reopen(self) -> None:
         """Nothing of before can arrive any more, and peers of before cannot connect again."""
@@ -363,9 +421,7 @@ class Handovers:
     def _send(
         self, name: str, request: Request, table: BlockTable, entries: list[CacheEntry]
     ) -> None:
-        size = sum(size for _, size in self._memory.ranks)
-        most = max(1, min(messages.MAX_BLOCKS, MAX_HAVE_BYTES // size))
-        sending = Sending(name, table.keys.copy(), self, time.monotonic(), most)
+        sending = Sending(name, table.keys.copy(), self, time.monotonic(), self._most_blocks)
         self._sending[name], self._by_request[request.request_id] = sending, name
         for number, key in enumerate(sending.keys):
             self._by_key.setdefault(key, []).append((sending, number))
@@ -379,8 +435,9 @@ class Handovers:
     def _receive(self, order: Order, request: Request, table: BlockTable, first: int) -> bool:
         total = len(table.keys)
         try:
-            descriptor = read_ticket(self._options.secret, self._transport.name, order.ticket)
-            peer = self._transport.connect(descriptor)
+            ticket = read_ticket(self._options.secret, self._transport.name, order.ticket)
+            staging = self._staging_for(ticket.layout)
+            peer = self._transport.connect(ticket.descriptor)
         except FastDeployError as error:
             self._fail(f"cannot connect: {error}")
             return False
@@ -390,10 +447,10 @@ class Handovers:
                 self._transport.note(peer, self._hello)
         want = Want(order.name, request.attempt + 1, first, total, table.keys[-1])
         timeout_s = min(self._timeout_s, request.deadline_s or self._timeout_s)
-        world = _Incoming(self, request, table)
+        world = _Incoming(self, request, table, staging)
         self._by_request[request.request_id] = order.name
         self._receiving[order.name] = Receiving(
-            order.name, peer, want, world, time.monotonic(), timeout_s
+            order.name, peer, want, world, time.monotonic(), timeout_s, self._most_blocks
         )
         return True
 
@@ -402,19 +459,21 @@ class Handovers:
         checksum = self.sum(block)
 
         def add() -> None:
-            self._num_sums -= 1
             for sending, number in wanted:
                 sending.num_checked -= 1
                 sending.add(number, block, checksum)
 
         self.call(add)
 
+    def _one_done(self) -> None:
+        self._num_sums -= 1
+
     def _on_event(self, event: TransferEvent) -> None:
         kind, now = event.kind, time.monotonic()
         if kind is TransferEventKind.NOTE:
             try:
                 note = messages.decode(event.note)
-            except messages.DECODE_ERRORS as error:
+            except DECODE_ERRORS as error:
                 self._warn(f"a note is unreadable: {error}")
                 return
             self._on_note(event.peer, note, now)
@@ -553,7 +612,13 @@ class Handovers:
             logger.warning("KV handover: %s (further ones of the kind are not logged)", text)
 
 
+def _region_ids(layout: Layout) -> list[int]:
+    """Of its ranks, with each transport: those of another layout are others."""
+    first = int(layout.digest[:6], 16) << 8
+    return [first + rank for rank in range(layout.num_ranks)]
+
+
 def _fits(name: str, first: SequenceDelta) -> bool:
     """Whether a first token goes into a note: all log-probabilities of a vocabulary do not."""
     note = Commit(name, 2**31, 2**31, first)
-    return len(messages.encode(note)) <= messages.MAX_NOTE_BYTES
+    return len(messages.encode(note)) <= MAX_NOTE_BYTES

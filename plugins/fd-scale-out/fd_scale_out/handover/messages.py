@@ -9,9 +9,7 @@ import msgspec
 
 from fastdeploy_core.types import SequenceDelta
 
-MAX_NOTE_BYTES: Final = 4096
 MAX_BLOCKS: Final = 256  # of one Have; two numbers of at most five bytes each
-DECODE_ERRORS: Final = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 
 
 class _Note(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):

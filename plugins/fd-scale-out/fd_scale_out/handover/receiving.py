@@ -15,7 +15,7 @@ import msgspec
 
 from fastdeploy_core.types import SequenceDelta
 
-from .messages import Abort, Aborted, Accept, Alive, Commit, Have, Want
+from .messages import MAX_BLOCKS, Abort, Aborted, Accept, Alive, Commit, Have, Want
 from .sending import BEAT_S, LEASE_S
 
 MAX_PULLS: Final = 2  # of one handover at once: one arrives while the next is asked for
@@ -80,11 +80,18 @@ class Receiving:
     """One prompt. It is over once `world.finish` was called. One thread calls."""
 
     def __init__(
-        self, name: str, peer: str, want: Want, world: ReceivingWorld, now: float, timeout_s: float
+        self,
+        name: str,
+        peer: str,
+        want: Want,
+        world: ReceivingWorld,
+        now: float,
+        timeout_s: float,
+        most: int = MAX_BLOCKS,
     ) -> None:
-        """want: what is asked for."""
+        """want: what is asked for. most: blocks of one pull, unless one Have has more."""
         self.name, self.peer, self.is_over = name, peer, False
-        self._world, self._want = world, want
+        self._world, self._want, self._most = world, want, most
         self._announced: deque[Have] = deque()
         self._pulls: deque[Pull] = deque()  # in the order of their blocks
         self._expected = want.first  # the block that is announced next
@@ -198,13 +205,19 @@ class Receiving:
     def _pull(self) -> None:
         while self._announced and len(self._pulls) < MAX_PULLS and not self.is_over:
             note = self._announced.popleft()
-            targets = self._world.reserve(len(note.blocks))
-            if len(targets) < len(note.blocks):  # what finds no room is computed
+            first, blocks, checksums = note.first, list(note.blocks), list(note.checksums)
+            # What was announced while others were on their way comes in one transfer.
+            while self._announced and len(blocks) + len(self._announced[0].blocks) <= self._most:
+                more = self._announced.popleft()
+                blocks += more.blocks
+                checksums += more.checksums
+            targets = self._world.reserve(len(blocks))
+            if len(targets) < len(blocks):  # what finds no room is computed
                 self._has_room = False
                 self._announced.clear()
             if targets:
                 count = len(targets)
-                pull = Pull(note.first, note.blocks[:count], note.checksums[:count], targets)
+                pull = Pull(first, blocks[:count], checksums[:count], targets)
                 self._pulls.append(pull)
                 if not self._begin(pull):
                     self.give_up("the other instance is gone", tell=False)

@@ -57,12 +57,12 @@ class Sending:
         return next((i for i in range(self.num_blocks) if i not in self._held), self.num_blocks)
 
     def add(self, number: int, block: int, checksum: int) -> None:
-        """Block `number` of the prompt is in this host block."""
+        """Block `number` of the prompt is in this host block. The peer hears of it with the next
+        tick, so that blocks which are ready together come in one Have."""
         if self.is_over or number in self._held:
             self._world.release([block])
             return
         self._held[number] = block, checksum
-        self._tell()
 
     def commit(self, first_token: SequenceDelta | None) -> None:
         """The prompt is computed. Blocks behind the first one that is missing will not come."""
@@ -125,6 +125,7 @@ class Sending:
         """Time passes."""
         if self.is_over:
             return
+        self._tell()
         if now >= self._lease_s:
             self._end()
         elif self._peer and not self._is_failed and now >= self._beat_s:

@@ -10,6 +10,7 @@ import hmac
 import os
 import re
 import secrets
+import zlib
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -18,12 +19,14 @@ import msgspec
 from fastdeploy_core import envs
 from fastdeploy_core.errors import ConfigError, InvalidRequest
 from fastdeploy_core.types import InstanceRole
+from fd_scale_out.receiver_driven import DECODE_ERRORS
 
-from .messages import DECODE_ERRORS
+from .splitting import Layout
 
 SECRET_VARIABLE: Final = "FD_KV_SECRET"  # noqa: S105, its name
 MIN_SECRET_CHARS: Final = 32
 MAX_TICKET_BYTES: Final = 16 * 1024
+MAX_CONTENT_BYTES: Final = 1 << 20
 _MAC_BYTES: Final = 32
 _NAME: Final = re.compile(r"[0-9a-f]{32}")
 
@@ -65,33 +68,41 @@ def shared_secret() -> bytes:
     return secret
 
 
-def make_ticket(secret: bytes, transport: str, descriptor: bytes) -> str:
+class Ticket(NamedTuple):
+    """How an instance is reached. layout: how its blocks lie, see splitting.py."""
+
+    transport: str
+    descriptor: bytes
+    layout: Layout
+
+
+def make_ticket(secret: bytes, ticket: Ticket) -> str:
     """A ticket as text for a header."""
-    content = msgspec.msgpack.encode((transport, descriptor))
+    content = zlib.compress(msgspec.msgpack.encode(ticket))
     return base64.urlsafe_b64encode(content + _mac(secret, content)).decode()
 
 
-def read_ticket(secret: bytes, transport: str, text: str) -> bytes:
-    """The descriptor in a ticket; InvalidRequest for one that nobody with the secret made."""
+def read_ticket(secret: bytes, transport: str, text: str) -> Ticket:
+    """A ticket; InvalidRequest for one that nobody with the secret made."""
     try:
         data = base64.b64decode(text.encode(), altchars=b"-_", validate=True)
         content, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
         is_ours = hmac.compare_digest(mac, _mac(secret, content))
-        name, descriptor = (
-            msgspec.msgpack.decode(content, type=tuple[str, bytes]) if is_ours else ("", b"")
-        )
-    except (binascii.Error, *DECODE_ERRORS) as error:
+        content = zlib.decompressobj().decompress(content, MAX_CONTENT_BYTES) if is_ours else b""
+        ticket = msgspec.msgpack.decode(content, type=Ticket) if is_ours else None
+    except (binascii.Error, zlib.error, *DECODE_ERRORS) as error:
         raise InvalidRequest(f"malformed ticket: {error}") from None
-    if not is_ours:
+    if ticket is None:
         raise InvalidRequest(
             "the ticket was signed with another secret; give both instances the same "
             f"{SECRET_VARIABLE}, or run them as the same user"
         )
-    if name != transport:
+    if ticket.transport != transport:
         raise InvalidRequest(
-            f"the ticket is for --kv-transport {name:.40}; this instance has {transport}"
+            f"the ticket is for --kv-transport {ticket.transport:.40}; this instance has "
+            f"{transport}"
         )
-    return bytes(descriptor)
+    return ticket
 
 
 class Order(NamedTuple):

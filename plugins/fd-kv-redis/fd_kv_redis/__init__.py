@@ -1,0 +1,1 @@
+"""KV store `redis`: blocks that engines of several hosts keep and share."""

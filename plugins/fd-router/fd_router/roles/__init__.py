@@ -1,0 +1,1 @@
+"""Which instances compute prompts for others, by what the traffic needs."""
