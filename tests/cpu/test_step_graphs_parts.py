@@ -428,7 +428,7 @@ def test_memory_for_recordings_is_measured_before_the_cache_is_sized(
     # 4 sizes; the first has five recordings (50 + 4), the others five small ones each.
     assert "- 0.07 GiB for captured decode steps" in info.memory_arithmetic
     assert info.available_bytes <= int(1000 * mib * 0.9) - 100 * mib - (54 + 3 * 5) * mib
-    assert worker._profile(0, info.bytes_per_block).graph_bytes == 69 * mib
+    assert worker._profile(0).graph_bytes == 69 * mib
     worker.close()
 
 
