@@ -25,6 +25,7 @@ from fd_cuda.device import CudaDevice
 from fd_cuda.experts import AllGatherExperts as CudaAllGatherExperts
 from fd_cuda.experts import AllToAllExperts, ByBatchExperts
 from fd_cuda.moe import CudaMoE
+from fd_cuda.states.driver import CudaStates
 from fd_dcu.device import DcuDevice
 from fd_gaudi.attention import GaudiBlock
 from fd_gaudi.device import GaudiDevice
@@ -250,6 +251,7 @@ attention: list[Callable[[AttentionSpec, int, DeviceBackend, KernelTable], Atten
     XpuAttention,
 ]
 states: list[Callable[[StateSpec, int, DeviceBackend, KernelTable], StateBackend]] = [
+    CudaStates,
     PlainStates,
 ]
 moe: list[Callable[[MoESpec, DeviceBackend, KernelTable], MoEBackend]] = [
