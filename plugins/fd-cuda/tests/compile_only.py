@@ -48,7 +48,7 @@ def compile_only(capability: int) -> list[Any]:
 
 
 def main() -> int:
-    """Every attention step of the tests, wide heads as models have them, and layers with a state."""
+    """Every attention step of the tests, wide heads as models have, and layers with a state."""
     capability = int(sys.argv[1])
     knobs.runtime.interpret = False
     kernels = compile_only(capability)

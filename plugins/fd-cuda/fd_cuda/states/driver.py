@@ -215,8 +215,9 @@ class CudaStates:
         out: Tensor,
     ) -> None:
         """Long rows."""
-        batch, spec, rows, chunks = metadata.batch, self.spec, metadata.long_rows, metadata.chunks
-        assert rows is not None and chunks is not None
+        batch, spec = metadata.batch, self.spec
+        rows: Any = metadata.long_rows
+        chunks: Any = metadata.chunks
         of_rows = (batch.cu_seqlens_q_dev, batch.seq_lens_dev)
         inner = x.new_empty((x.shape[0], spec.num_heads, CHUNK))
         wanted = read = None

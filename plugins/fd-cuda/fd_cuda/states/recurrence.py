@@ -133,8 +133,9 @@ def step_states(
 
 @triton.jit
 def inverse(lower, CHUNK: tl.constexpr):
-    """(1 + lower)^-1; lower, 64 by 64, is zero on and above its diagonal. The inverses of blocks of twice the
-    size come from those of half the size, which is as stable as one row after the other."""
+    """(1 + lower)^-1; lower, 64 by 64, is zero on and above its diagonal. The inverses of blocks of
+    twice the size come from those of half the size, which is as stable as one row after the
+    other."""
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     pairs = (i % 2 == 1) & (j == i - 1)
     found = tl.where(i == j, 1.0, 0.0) - tl.where(pairs, lower, 0.0)
@@ -177,9 +178,9 @@ def within_chunks(
 ):
     """What chunks need of themselves. Grid (chunks, heads).
 
-    Of token i, with c the sum of decays up to it: inner[i, j] = e^(c_i - c_j) q_i k_j for j up to i;
-    and of "delta", with A[i, j] = b_i e^(c_i - c_j) k_i k_j for j before i, wanted = (1 + A)^-1 b v and
-    read = (1 + A)^-1 b e^c k. Shapes [tokens, heads, ...], in x's dtype.
+    Of token i, with c the sum of decays up to it: inner[i, j] = e^(c_i - c_j) q_i k_j for j up to
+    i; and of "delta", with A[i, j] = b_i e^(c_i - c_j) k_i k_j for j before i,
+    wanted = (1 + A)^-1 b v and read = (1 + A)^-1 b e^c k. Shapes [tokens, heads, ...], x's dtype.
     """
     join_chain(PDL)
     item, head = chunks + tl.program_id(0) * 2, tl.program_id(1)
