@@ -62,7 +62,8 @@ class Layer:
         def normal(*shape: int, kind: Any = torch.bfloat16) -> torch.Tensor:
             return torch.randn(*shape, device="cuda").to(kind)
 
-        self.x, self.dt = normal(tokens, channels), normal(tokens, heads)
+        self.x = normal(tokens, channels)
+        self.dt = normal(tokens, heads) if spec.num_heads else None
         self.beta = normal(tokens, heads) if spec.kind == "delta" else None
         gates = [normal(heads, kind=torch.float32) for _ in range(3)]
         self.weights = StateWeights(normal(channels, spec.conv_width), None, *gates)
