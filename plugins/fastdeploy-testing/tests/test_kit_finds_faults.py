@@ -22,8 +22,8 @@ from fastdeploy_core.contracts.speculative import HostDraftInput
 from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.tensor import load
 from fastdeploy_testing.conformance.test_attention import (
-    BEYOND_PLAIN,
     BATCHES,
+    BEYOND_PLAIN,
     AttentionConformance,
     gqa_spec,
 )
