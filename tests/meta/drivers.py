@@ -57,7 +57,7 @@ from fd_models.gpt_oss import GptOssForCausalLM
 from fd_models.minimax_m2 import MiniMaxM2ForCausalLM
 from fd_models.mistral import MistralForCausalLM
 from fd_models.mixtral import MixtralForCausalLM
-from fd_models.olmo2 import Olmo2ForCausalLM
+from fd_models.olmo2 import Olmo2ForCausalLM, Olmo3ForCausalLM
 from fd_models.phi3 import Phi3ForCausalLM
 from fd_models.qwen2_moe import Qwen2MoeForCausalLM
 from fd_models.recurrent.granite4 import GraniteMoeHybridForCausalLM
@@ -306,6 +306,7 @@ models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     MixtralForCausalLM,
     MyModelForCausalLM,
     Olmo2ForCausalLM,
+    Olmo3ForCausalLM,
     Phi3ForCausalLM,
     Qwen2ForCausalLM,
     Qwen2MoeForCausalLM,
