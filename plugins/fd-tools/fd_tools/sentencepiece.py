@@ -71,7 +71,8 @@ def _read(source: Path) -> Any:
         ) from error
     from google.protobuf.message import DecodeError
 
-    model = sentencepiece_model_pb2.ModelProto()
+    proto: Any = sentencepiece_model_pb2  # made when it is imported, so nothing knows its names
+    model = proto.ModelProto()
     try:
         model.ParseFromString(source.read_bytes())
     except (OSError, DecodeError) as error:
