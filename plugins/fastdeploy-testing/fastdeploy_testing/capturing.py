@@ -102,7 +102,7 @@ class RecordableAttention:
     unit: Literal["core", "rope_kv"] = "core"
     can_capture_decode = True
     can_capture_mixed = False
-    features = frozenset({"window", "chunk"})
+    features = frozenset({"window", "chunk", "sinks"})
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
@@ -158,6 +158,8 @@ class RecordableAttention:
         cache: tuple[Tensor, ...],
         metadata: _Metadata,
         rotary: Tensor | None = None,
+        *,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """[num_tokens, num_heads * v_head_dim]."""
         xp, spec, fed = self._xp, self.spec, metadata.num_tokens
@@ -177,7 +179,10 @@ class RecordableAttention:
         scores = xp.matmul_nt(queries, load(cache[0], spec.head_dim)).squeeze(2)
         never = xp.full([1], -1e30, dtype=scores.dtype, device=self._device.device)
         scores = xp.where(metadata.hidden.unsqueeze(1), never, scores)
-        weights = xp.softmax(scores, -1).unsqueeze(2)
+        if sinks is not None:
+            column = sinks.reshape([1, -1, 1]) + xp.zeros_like(scores[:, :, :1])
+            scores = xp.cat((scores, column), -1)
+        weights = xp.softmax(scores, -1)[:, :, :keys].unsqueeze(2)
         out = xp.matmul(weights, load(cache[1], spec.v_head_dim))
         out = out.reshape([fed, spec.num_heads * spec.v_head_dim])
         missing = q.shape[0] - fed
