@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from fastdeploy_core.contracts.attention import (
     AttentionBatch,
+    StateQuestion,
     StateSpec,
     StateWeights,
     cache_dtypes,
@@ -30,6 +31,7 @@ from fastdeploy_core.contracts.attention import (
 from fastdeploy_core.contracts.device import DeviceOptions
 from fd_models.recurrent.states import PlainStates
 
+from fd_cuda.attention.question import why_not_state
 from fd_cuda.device import CudaDevice
 from fd_cuda.states.driver import CudaStates, Launch
 
@@ -134,7 +136,10 @@ def decode_table(device: CudaDevice) -> list[dict[str, Any]]:
 
 def prompt_table(device: CudaDevice) -> list[dict[str, Any]]:
     found = []
-    for (name, spec), (label, fed) in itertools.product(SPECS.items(), PROMPTS.items()):
+    served = {
+        n: s for n, s in SPECS.items() if not why_not_state(StateQuestion("cuda", "torch", s))
+    }
+    for (name, spec), (label, fed) in itertools.product(served.items(), PROMPTS.items()):
         row = {"layer": name, "prompt": label, "us": Layer(device, spec, fed, 0, 4).us()}
         if sum(fed) <= 1024:
             row["plain_us"] = Layer(device, spec, fed, 0, 1, PlainStates).us()
@@ -146,7 +151,7 @@ def prompt_table(device: CudaDevice) -> list[dict[str, Any]]:
 def sweep(device: CudaDevice) -> list[dict[str, Any]]:
     """Other ways to cut the kernels that hold states."""
     found = []
-    for name, launch in itertools.product(list(SPECS)[:2], LAUNCHES):
+    for name, launch in itertools.product(list(SPECS)[:1], LAUNCHES):
         for label, fed in (("64 decodes", [1] * 64), ("1 x 16384", [16384])):
             start = 100 if max(fed) == 1 else 0
             layer = Layer(device, SPECS[name], fed, start, 4)
