@@ -47,6 +47,8 @@ class PlainStates:
         self._device, self._xp = device, device.xp
         self._dtype = device.xp.dtype(spec.dtype)
         self._has_state = spec.kind != "short_conv"
+        # There one graph of the most rows serves all, and here rows of nobody cost what others do.
+        self.can_capture_decode = not device.limits.graph_any_size
         self._seen = causal(device)
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
