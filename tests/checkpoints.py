@@ -226,6 +226,15 @@ FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rope_parameters": _LLAMA3,
     },
+    "olmo3": {
+        "architecture": "Olmo3",
+        "num_hidden_layers": 5,
+        "sliding_window": 7,
+        "rope_parameters": {
+            "full_attention": {**_YARN, "attention_factor": 1.2},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
     "phi3": {"architecture": "Phi3"},
     "phi3-partial": {
         "architecture": "Phi3",

@@ -155,8 +155,7 @@ def _extra_tokens(config: Mapping[str, Any]) -> list[str]:
 
 
 def _token_text(value: Any) -> str | None:
-    if isinstance(value, Mapping):
-        value = value.get("content")
+    value = value.get("content") if isinstance(value, Mapping) else value
     return value if isinstance(value, str) and value else None
 
 
@@ -186,9 +185,10 @@ def _no_tokenizer_json(folder: Path) -> str:
     models += [name for name in ("vocab.json", "merges.txt") if (folder / name).is_file()]
     found = f"found {', '.join(models)}, but no tokenizer.json" if models else "no tokenizer.json"
     message = f"cannot load a tokenizer from {folder}: {found}; this engine reads tokenizer.json"
-    if models:
-        message += (
-            '; convert it once with transformers installed: python -c "from transformers import '
-            f"AutoTokenizer as T; T.from_pretrained('{folder}').save_pretrained('{folder}')\""
-        )
-    return message
+    how = (
+        'python -c "from transformers import AutoTokenizer as T; '
+        f"T.from_pretrained('{folder}').save_pretrained('{folder}')\""
+    )
+    if "tokenizer.model" in models:
+        how = f"fastdeploy tokenizer convert --model {folder} (in fd-tools[sentencepiece])"
+    return f"{message}; convert it once: {how}" if models else message

@@ -6,8 +6,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from fastdeploy_core.kvcache import bounded_rules
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -42,20 +40,19 @@ def graph_sizes(
 ) -> tuple[tuple[int, ...], str]:
     """Batch sizes to capture, none if the device cannot or shall not, and a line for the report.
     can_sample: whether sampling at random can be captured. specs: of layers; captured steps count
-    positions by themselves, and have one block table."""
-    unable, long, specs = [], False, list(specs)
-    has_offsets = any("offsets" in spec.needs for spec in specs)
-    for driver in drivers:
-        if not driver.can_capture_decode:
-            unable.append(driver.name)
-        long |= config.model.max_model_len > getattr(driver, "max_recorded_len", math.inf)
+    positions by themselves."""
+    drivers = list(drivers)
+    unable = [driver.name for driver in drivers if not driver.can_capture_decode]
+    longest = min((getattr(d, "max_recorded_len", math.inf) for d in drivers), default=math.inf)
     obstacles = (
         (not config.graphs.enabled, "as asked"),
         (not limits.graph_capture, "the device captures no graphs"),
         (bool(unable), f"attention driver {unable[0] if unable else ''} cannot be captured"),
-        (has_offsets, "positions of this model are not its tokens' indices"),
-        (bool(bounded_rules(specs)), "windows, chunks and states have block tables of their own"),
-        (long, f"sequences of {config.model.max_model_len} tokens are too long for it here"),
+        (any("offsets" in s.needs for s in specs), "positions are not the tokens' indices"),
+        (
+            config.model.max_model_len > longest,
+            f"sequences of {config.model.max_model_len} tokens are too long for it here",
+        ),
         (num_ranks > 1 and not limits.graph_collectives, "the device's collectives cannot"),
         (config.speculative and not can_sample, "the reference waits where drafts are sampled"),
     )

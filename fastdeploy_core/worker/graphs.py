@@ -12,7 +12,7 @@ import gc
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.config import EngineConfig
     from fastdeploy_core.contracts.attention import AttentionBatch
     from fastdeploy_core.contracts.device import CapturedGraph, DeviceBackend
+    from fastdeploy_core.contracts.model import Retention
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.contracts.small import CausalLM
     from fastdeploy_core.layers.context import EmbeddedRows
@@ -87,16 +88,21 @@ class Graphs:
         sampling: CapturedSampling | None = None,
     ) -> None:
         self.device, self.xp, self.slots, self.plan = device, device.xp, slots, plan
-        self.model, self._loaded = loaded.model, loaded
+        self.model, self.loaded = loaded.model, loaded
         self.drafting, self.sampling = drafting, sampling
         self.prepare, self.greedy = kernels["prepare_decode"], kernels["greedy"]
+        self.no_turn = self.xp.zeros_like(slots.state.turn)  # groups of layers have the same turn
         self.keep_results = kernels["keep_results"]
         self.any_size = device.limits.graph_any_size
         # A drafter with layers of its own has to fill its cache after prompts, too.
         self.fill = None if drafting is None else drafting.captured_fill
         tables, most = slots.block_tables.shape[1], max(plan.sizes)
+        # Of each group of layers: they differ in block tables and in where tokens lie.
         self.buffers = {
-            width: DecodeBuffers(device, most, width, tables, slots.max_model_len + width - 1)
+            width: [
+                DecodeBuffers(device, most, width, tables, slots.max_model_len + width - 1)
+                for _ in slots.tables
+            ]
             for width in plan.widths
         }
         self.prompt_buffers: PromptBuffers | None = None
@@ -112,7 +118,7 @@ class Graphs:
             self.kept = self.xp.zeros(shape, dtype=self.xp.int64, device=device.device)
         self._decodes: dict[tuple[int, int], CapturedDecode] = {}
         self._prompts: dict[int, CapturedPrompt] = {}
-        self._caches: list[tuple[Tensor, ...]] = []
+        self.caches: list[tuple[Tensor, ...]] = []
 
     def find(self, num_rows: int, width: int) -> CapturedDecode | None:
         """The smallest captured decode step that holds so many rows of up to `width` tokens."""
@@ -137,11 +143,6 @@ class Graphs:
         if rows.slots.size > size or (is_padding_dear and tokens < LEAST_SHARE * size):
             return None
         return self._prompts.get(size)
-
-    def context(self, batch: AttentionBatch) -> ForwardContext:
-        """What the model's layers need."""
-        metadata = {spec: driver.prepare(batch) for spec, driver in self._loaded.attention.items()}
-        return ForwardContext(batch, metadata, self._caches)
 
     def takes(self, graph: CapturedGraph | None) -> bool:
         """Whether fewer tokens cost less in a graph, where the device says so of its graphs."""
@@ -207,11 +208,11 @@ class Graphs:
         self._prompts.clear()
         if self.prompt_buffers is not None:
             self.prompt_buffers.clear()
-        self._caches = []
+        self.caches = []
         gc.collect()
 
     def _begin(self, caches: list[tuple[Tensor, ...]]) -> None:
-        self._caches = caches
+        self.caches = caches
         self.slots.stand_down()
 
     def _decode_steps(self) -> Iterator[CapturedDecode]:
@@ -259,8 +260,10 @@ class CapturedDecode:
 
     def __init__(self, graphs: Graphs, size: int, width: int) -> None:
         self.size, self.width = size, width
-        self._graphs, self._buffers = graphs, graphs.buffers[width]
-        self.attention = self._buffers.batch(size)  # of what the host sees only shapes are right
+        self._graphs, self._buffers = graphs, graphs.buffers[width][0]
+        # Of what the host sees only shapes are right.
+        self.attention, *more = (buffers.batch(size) for buffers in graphs.buffers[width])
+        self._more = dict(zip(graphs.slots.more_tables, more, strict=True))
         self.input_ids = self._buffers.input_ids[: size * width]
         self._forward: CapturedGraph | None = None
         self._head: CapturedGraph | None = None
@@ -400,25 +403,17 @@ class CapturedDecode:
 
     def compute(self) -> None:
         """From slots to hidden states."""
-        graphs, state, batch = self._graphs, self._graphs.slots.state, self.attention
-        graphs.prepare(
-            state.rows[: self.size],
-            state.tables,
-            state.num_computed,
-            state.newest,
-            state.drafts,
-            state.num_drafts,
-            state.room,
-            graphs.slots.block_size,
-            state.turn,
-            self.input_ids,
-            batch.positions,
-            batch.slot_mapping,
-            batch.seq_lens_dev,
-            batch.block_tables_dev,
-        )
-        self.context = graphs.context(batch)
-        self.hidden = graphs.model.forward(self.input_ids, batch.positions, self.context)
+        graphs, state, first = self._graphs, self._graphs.slots.state, self.attention
+        batches = first, *self._more.values()
+        for (tables, _), batch in zip(graphs.slots.tables, batches, strict=True):
+            graphs.prepare(
+                *(state.rows[: self.size], tables, state.num_computed, state.newest),
+                *(state.drafts, state.num_drafts, state.room, graphs.slots.block_size),
+                *(state.turn if batch is first else graphs.no_turn, self.input_ids),
+                *(batch.positions, batch.slot_mapping, batch.seq_lens_dev, batch.block_tables_dev),
+            )
+        self.context = make_context(graphs.loaded, graphs.caches, first, self._more)
+        self.hidden = graphs.model.forward(self.input_ids, first.positions, self.context)
 
     def compute_logits(self) -> None:
         """From hidden states to logits."""
@@ -533,7 +528,7 @@ class CapturedPrompt:
     def run_once(self) -> None:
         """What is captured."""
         graphs, batch = self._graphs, self.attention
-        self.context = graphs.context(batch)
+        self.context = make_context(graphs.loaded, graphs.caches, batch, {})
         if graphs.fill is None:
             self.context.rows = self._buffers.read_tokens[: batch.num_seqs]
         self.hidden = run_model(graphs.model, self.input_ids, self.context)
@@ -554,13 +549,24 @@ def forward(
     captured = None if graphs is None else graphs.find_prompt(rows, reads_all=read is None)
     if captured is not None:
         return captured.run(batch, input_ids, read)
+    context = make_context(loaded, caches, batch, more)
+    context.rows = None if read is None else loaded.builder.device.to_device(read)
+    context.embedded = embedded
+    return TargetStep(batch, context, input_ids, run_model(loaded.model, input_ids, context, axes))
+
+
+def make_context(
+    loaded: LoadedModel,
+    caches: list[tuple[Tensor, ...]],
+    batch: AttentionBatch,
+    more: Mapping[Retention, AttentionBatch],
+) -> ForwardContext:
+    """What layers need of a step. more: the batch of each bounded group of them."""
     metadata = {
         spec: driver.prepare(more.get(spec.retention, batch))
         for spec, driver in loaded.attention.items()
     }
-    index = None if read is None else loaded.builder.device.to_device(read)
-    context = ForwardContext(batch, metadata, caches, index, embedded, more=more)
-    return TargetStep(batch, context, input_ids, run_model(loaded.model, input_ids, context, axes))
+    return ForwardContext(batch, metadata, caches, more=more)
 
 
 def run_model(

@@ -75,9 +75,8 @@ class HostLayout:
             block, offset = np.divmod(indices, self._slots.block_size)
             own = np.ascontiguousarray(tables[rows.slots, : batch.block_tables.shape[1]])
             where = tables[token_slots, block].astype(np.int64) * self._slots.block_size + offset
-            tables_dev, mapping = put(own), put(where)
-            made = replace(batch, block_tables=own, block_tables_dev=tables_dev)
-            more[rule] = replace(made, slot_mapping=mapping)
+            there = {"block_tables_dev": put(own), "slot_mapping": put(where)}
+            more[rule] = replace(batch, block_tables=own, **there)
         axes = None if axes is None else self._device.to_device(axes)
         return LaidOut(batch, input_ids, more, axes)
 

@@ -92,6 +92,7 @@ class ModelRunner:
             keeps_history=drafting is not None and drafting.reads_history and bool(graph_sizes),
             is_read=bool(graph_sizes) or (drafting is not None and drafting.on_device),
         )
+        slots.add_groups(self.caches.rules)
         if drafting is not None:
             drafting.attach(slots, captured)
         buckets, self._layout = device.limits.step_buckets, HostLayout(device, slots, self._media)
@@ -108,7 +109,6 @@ class ModelRunner:
             self._graphs = Graphs(device, kernels, loaded, slots, plan, drafting, sampling)
         self._is_simple = np.zeros(max_num_seqs, dtype=bool)  # see is_simple()
         self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
-        slots.add_groups(self.caches.rules)
 
     def _make_media(self, model: Any) -> SequenceMedia | None:
         """Where pictures of sequences are kept; None: they bring none. ConfigError for what cannot
@@ -127,13 +127,13 @@ class ModelRunner:
 
     def _graph_plan(self, sizes: tuple[int, ...]) -> GraphPlan:
         config, drafting, loaded = self._config, self._drafting, self._loaded
+        drivers, ranks = loaded.attention.values(), loaded.builder.expert_ranks
+        prompts = prompt_sizes(config, self._device.limits, drivers, ranks)
         return GraphPlan(
             sizes=tuple(sorted(sizes)),
             widths=(1,) if drafting is None else drafting.widths(),
             draft_numbers=() if drafting is None else drafting.numbers(),
-            prompt_sizes=prompt_sizes(
-                config, self._device.limits, loaded.attention.values(), loaded.builder.expert_ranks
-            ),
+            prompt_sizes=() if self.caches.rules else prompts,  # those have one block table
             num_decodes=self.max_decodes,
         )
 

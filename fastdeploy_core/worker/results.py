@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastdeploy_core.contracts.device import DeviceBackend
 from fastdeploy_core.memory.postbox import NUM_MORE, Arrival, arrived
 from fastdeploy_core.memory.transfers import Downloads, wait_for
 from fastdeploy_core.sampling import columns as bits

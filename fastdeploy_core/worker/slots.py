@@ -148,7 +148,8 @@ class Slots:
             turn=zeros(1),
             history=history,
         )
-        self._flat_tables = self.state.tables.view([-1])
+        # Of each group of layers, on the device and here.
+        self.tables: list[tuple[Tensor, np.ndarray]] = [(self.state.tables, self.block_tables)]
         self.postbox: Postbox | None = None
         if isinstance(device, PostingDevice):
             sizes = (self.max_num_seqs, self.max_drafts, max_decodes)
@@ -156,7 +157,9 @@ class Slots:
 
     def add_groups(self, rules: Iterable[Retention]) -> None:
         """Layers of these rules have block tables of their own."""
-        self.more_tables = {rule: np.zeros_like(self.block_tables) for rule in rules}
+        for rule in rules:
+            self.more_tables[rule] = np.zeros_like(self.block_tables)
+            self.tables.append((self._xp.zeros_like(self.state.tables), self.more_tables[rule]))
 
     # -- sequences --------------------------------------------------------------------------------
 
@@ -169,7 +172,7 @@ class Slots:
                 f"sequence {new.seq_id} does not fit: all {self.max_num_seqs} slots are taken"
             )
         length = len(new.token_ids)
-        num_blocks = len(new.block_ids) // (1 + len(self.more_tables))
+        num_blocks = len(new.block_ids) // len(self.tables)
         if length > self.max_model_len or num_blocks > self.block_tables.shape[1]:
             raise WorkerError(
                 f"sequence {new.seq_id} has {length} tokens and {num_blocks} blocks; this worker "
@@ -207,20 +210,15 @@ class Slots:
             part.reset(slot)
 
     def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
-        first = int(self.num_blocks[slot])
-        own = block_ids
-        if self.more_tables:  # numbers of all groups alternate
-            own = block_ids[:: 1 + len(self.more_tables)]
-        last = first + len(own)
+        first, num_groups = int(self.num_blocks[slot]), len(self.tables)
+        last = first + len(block_ids) // num_groups
         if last > self.block_tables.shape[1]:
             raise WorkerError(
                 f"sequence {self.seq_ids[slot]} would get {last} blocks; "
                 f"{self.block_tables.shape[1]} are the most for {self.max_model_len} tokens"
             )
-        self.block_tables[slot, first:last] = own
-        if own is not block_ids:
-            for number, table in enumerate(self.more_tables.values(), 1):
-                table[slot, first:last] = block_ids[number :: 1 + len(self.more_tables)]
+        for number, (_, table) in enumerate(self.tables):  # numbers of all groups alternate
+            table[slot, first:last] = block_ids[number::num_groups]
         self.num_blocks[slot] = last
         self.room[slot] = min(last * self.block_size, self.max_model_len)
         self.version += 1
@@ -433,7 +431,7 @@ class Slots:
         self._num_sent[slots] = self.num_blocks[slots]
         entries = rows * self.block_tables.shape[1] + columns
         return [
-            (self._flat_tables, entries, self.block_tables[rows, columns]),
+            *((there.view([-1]), entries, here[rows, columns]) for there, here in self.tables),
             (self.state.room, slots, self.room[slots]),
         ]
 
@@ -494,7 +492,8 @@ class Slots:
         padding = np.full(self._sent_rows.size, self.max_num_seqs, dtype=np.int64)
         self._send([(self.state.rows, None, padding)])
         self._sent_rows[:] = padding
-        self.state.tables.zero_()
+        for table, _ in self.tables:
+            table.zero_()
 
     # -- what the device keeps of a step ----------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -9,9 +10,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
-from fastdeploy_core.config import BatchConfig, CacheConfig, EngineConfig
+from fastdeploy_core.config import BatchConfig, CacheConfig, EngineConfig, GraphConfig
 from fastdeploy_core.config.arguments import build_engine_config
 from fastdeploy_core.engine.core import EngineCore
 from fastdeploy_core.engine.processes.worker_process import make_worker
@@ -19,6 +21,7 @@ from fastdeploy_core.models.shapes import read_shapes
 from fastdeploy_core.plugins.resolve import resolve
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.types import Request, SchedulerOutput
+from fastdeploy_testing.capturing import OnCapturingDevice
 from tests.checkpoints import VOCAB
 from tests.null_engine import Collector, make_request
 
@@ -169,10 +172,20 @@ class Settings:
 
 
 class Bench:
-    """Runs requests with any settings on one loaded model."""
+    """Runs requests with any settings on one loaded model. graphs: on a device that captures."""
 
-    def __init__(self, checkpoint: Path, tensor_library: str) -> None:
+    def __init__(
+        self,
+        checkpoint: Path,
+        tensor_library: str,
+        graphs: GraphConfig | None = None,
+        **model: Any,
+    ) -> None:
         self.config, self._resolved = make_engine_config(checkpoint, tensor_library)
+        self.config = replace(self.config, model=replace(self.config.model, **model))
+        if graphs is not None:
+            self.config = replace(self.config, graphs=graphs)
+            self._resolved = OnCapturingDevice(self._resolved)
         self._executor = SharedExecutor(self.config, self._resolved)
         self.block_bytes = self._executor._info.bytes_per_block
         self._num_seq_ids = 0
@@ -181,6 +194,11 @@ class Bench:
     def worker(self) -> Any:
         """The one worker."""
         return self._executor._worker
+
+    @property
+    def num_replays(self) -> int:
+        """Of what was captured since the cache was made."""
+        return sum(work.num_replays for work in self.worker.device.recorded)
 
     def engine(self, settings: Settings) -> EngineCore:
         """An engine that continues the worker's count of sequences."""
@@ -250,6 +268,43 @@ def answers_alone(bench: Bench, requests: list[Request]) -> dict[str, list[list[
         _, collector = bench.run(Settings(), [(0, request)])
         alone[request.request_id] = collector.answers(request.request_id)
     return alone
+
+
+def poison(bench: Bench) -> None:
+    """What lies in blocks that nobody was given: NaN, which no result may show."""
+    for layer in bench.worker._runner.caches.tensors:
+        for tensor in layer:
+            nan = np.full(list(tensor.shape), np.nan, np.float32)
+            tensor.copy_(bench.worker.device.to_device(nan))
+
+
+def check_captured(
+    captured: Bench,
+    requests: list[Request],
+    alone: dict[str, list[list[int]]],
+    num_mixes: int,
+) -> Counter[str]:
+    """Random mixes over captured decode steps. Returns counts of what happened."""
+    seen: Counter[str] = Counter()
+    initialize = captured._executor.initialize_cache
+
+    def poisoned(*sizes: int, **named: Any) -> None:
+        initialize(*sizes, **named)
+        poison(captured)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captured._executor, "initialize_cache", poisoned)
+        for seed in range(num_mixes):
+            random = Random(seed)
+            settings = replace(Settings.random(random), overlap=seed % 3 > 0)
+            chosen = random.sample(requests, random.randrange(4, 9))
+            core, collector = captured.run(settings, [(random.randrange(10), r) for r in chosen])
+            check(collector, chosen, alone)
+            core.scheduler.kv.check()
+            seen["steps"] += core.stats().steps_total
+            seen["preemptions"] += core.stats().preemptions_total
+            seen["replays"] += captured.num_replays  # each engine captures anew
+    return seen
 
 
 def check(collector: Collector, requests: list[Request], alone: dict[str, list[list[int]]]) -> None:

@@ -34,7 +34,7 @@ class RecordablePrompts(RecordableAttention):
             slots=block * self.block_size + where % self.block_size,
             rows=row,
             hidden=where.unsqueeze(0) > own.unsqueeze(1),
-            unwritten=where.unsqueeze(0) >= lengths.unsqueeze(1),
+            foreign=where.unsqueeze(0) >= lengths.unsqueeze(1),
         )
 
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 
 from fastdeploy_core.config import GraphConfig
-from fastdeploy_testing.capturing import OnCapturingDevice
-from tests.cpu import engine_mixes
 from tests.cpu.engine_mixes import (
     Bench,
     Settings,
@@ -35,15 +31,7 @@ def benches(
     checkpoint = write_model(tmp_path_factory.mktemp("llama"))
 
     def make(graphs: GraphConfig) -> Bench:
-        def config(path: Path, library: str, num_ranks: int = 1) -> tuple[Any, Any]:
-            made, resolved = original(path, library, num_ranks)
-            model = replace(made.model, load_format="dummy")
-            return replace(made, model=model, graphs=graphs), OnCapturingDevice(resolved)
-
-        original = engine_mixes.make_engine_config
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_mixes, "make_engine_config", config)
-            bench = Bench(checkpoint, tensor_library)
+        bench = Bench(checkpoint, tensor_library, graphs, load_format="dummy")
         sharpen(bench.worker)
         return bench
 
@@ -51,10 +39,6 @@ def benches(
     yield recorded, eager
     for bench in (recorded, eager):
         bench.worker.close()
-
-
-def num_replays(bench: Bench) -> int:
-    return sum(work.num_replays for work in bench.worker.device.recorded)
 
 
 def test_random_mixes_give_the_tokens_of_each_request_alone(benches: tuple[Bench, Bench]) -> None:
@@ -70,7 +54,7 @@ def test_random_mixes_give_the_tokens_of_each_request_alone(benches: tuple[Bench
         check(collector, chosen, alone)
         steps += core.stats().steps_total
         preemptions += core.stats().preemptions_total
-        replays += num_replays(recorded)  # each engine allocates its cache, and records anew
+        replays += recorded.num_replays  # each engine allocates its cache, and records anew
     assert preemptions > 5 and replays > steps / 4
 
 
@@ -81,4 +65,4 @@ def test_request_that_breaks_a_step_fails_alone(
     recorded, eager = benches
     requests = make_requests(Random(9), 6)
     check_poisoned_step(recorded, requests, answers_alone(eager, requests), overlap, monkeypatch)
-    assert num_replays(recorded) > 5
+    assert recorded.num_replays > 5

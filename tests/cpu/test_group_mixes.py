@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fastdeploy_core.config import GraphConfig
 from fastdeploy_core.engine import core as engine_core
 from fastdeploy_core.engine.client import LocalEngine
 from fastdeploy_core.engine.processes.worker_process import make_worker
@@ -25,6 +26,7 @@ from tests.cpu.engine_mixes import (
     Settings,
     answers_alone,
     check,
+    check_captured,
     check_poisoned_step,
     make_engine_config,
     make_requests,
@@ -48,8 +50,26 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def bench(request: pytest.FixtureRequest, checkpoints: Path, tensor_library: str) -> Bench:
-    return Bench(checkpoints / request.param, tensor_library)
+def variant(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def bench(variant: str, checkpoints: Path, tensor_library: str) -> Bench:
+    return Bench(checkpoints / variant, tensor_library)
+
+
+@pytest.mark.parametrize("num_mixes", NUM_MIXES)
+def test_captured_steps_give_the_same_tokens(
+    bench: Bench, checkpoints: Path, variant: str, tensor_library: str, num_mixes: int
+) -> None:
+    """Decodes replayed over blocks that hold NaN where nobody wrote."""
+    requests = make_requests(Random(6), 14)
+    alone = answers_alone(bench, requests)
+    captured = Bench(checkpoints / variant, tensor_library, GraphConfig(sizes=(1, 2, 4, 8)))
+    seen = check_captured(captured, requests, alone, num_mixes)
+    captured.worker.close()
+    assert seen["replays"] > seen["steps"] / 4 and seen["preemptions"]
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 
+from fastdeploy_core.config import GraphConfig
 from fastdeploy_core.engine import core as engine_core
 from tests.checkpoints import build
 from tests.cpu.engine_mixes import (
@@ -20,8 +20,10 @@ from tests.cpu.engine_mixes import (
     Settings,
     answers_alone,
     check,
+    check_captured,
     check_poisoned_step,
     make_requests,
+    poison,
 )
 from tests.null_engine import make_request
 
@@ -36,16 +38,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def bench(request: pytest.FixtureRequest, checkpoints: Path, tensor_library: str) -> Bench:
-    return Bench(checkpoints / request.param, tensor_library)
+def variant(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-def poison(bench: Bench) -> None:
-    """What lies in blocks that nobody was given: NaN, which no result may show."""
-    for layer in bench.worker._runner.caches.tensors:
-        for tensor in layer:
-            nan = np.full(list(tensor.shape), np.nan, np.float32)
-            tensor.copy_(bench.worker.device.to_device(nan))
+@pytest.fixture(scope="module")
+def bench(variant: str, checkpoints: Path, tensor_library: str) -> Bench:
+    return Bench(checkpoints / variant, tensor_library)
 
 
 @pytest.mark.parametrize("num_mixes", NUM_MIXES)
@@ -87,6 +86,19 @@ def test_random_mixes_give_the_tokens_of_each_request_alone(
     assert seen["preemptions"] and seen["prefix hits"] > num_mixes
     assert seen["shared steps"] > num_mixes // 2 and seen["forks"] > num_mixes // 2
     assert num_mixes // 4 <= seen["overlap"] < num_mixes
+
+
+@pytest.mark.parametrize("num_mixes", NUM_MIXES)
+def test_captured_steps_give_the_same_tokens(
+    bench: Bench, checkpoints: Path, variant: str, tensor_library: str, num_mixes: int
+) -> None:
+    """Decodes replayed over blocks that hold NaN where nobody wrote."""
+    requests = make_requests(Random(6), 14)
+    alone = answers_alone(bench, requests)
+    captured = Bench(checkpoints / variant, tensor_library, GraphConfig(sizes=(1, 2, 4, 8)))
+    seen = check_captured(captured, requests, alone, num_mixes)
+    captured.worker.close()
+    assert seen["replays"] > seen["steps"] / 4 and seen["preemptions"]
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -4,6 +4,7 @@ gives."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,7 +81,7 @@ def spoiled_buffers(steps: Steps) -> Iterator[None]:
 
     def spoil() -> None:
         if device.current in first_halves:
-            for buffers in graphs.buffers.values():
+            for buffers in itertools.chain(*graphs.buffers.values()):
                 for name, value in vars(buffers).items():
                     if isinstance(value, device.xp.tensor_type) and name not in constant:
                         value.fill_(-77)

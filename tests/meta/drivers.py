@@ -25,6 +25,7 @@ from fd_cuda.device import CudaDevice
 from fd_cuda.experts import AllGatherExperts as CudaAllGatherExperts
 from fd_cuda.experts import AllToAllExperts, ByBatchExperts
 from fd_cuda.moe import CudaMoE
+from fd_cuda.states.driver import CudaStates
 from fd_dcu.device import DcuDevice
 from fd_gaudi.attention import GaudiBlock
 from fd_gaudi.device import GaudiDevice
@@ -57,7 +58,7 @@ from fd_models.gpt_oss import GptOssForCausalLM
 from fd_models.minimax_m2 import MiniMaxM2ForCausalLM
 from fd_models.mistral import MistralForCausalLM
 from fd_models.mixtral import MixtralForCausalLM
-from fd_models.olmo2 import Olmo2ForCausalLM
+from fd_models.olmo2 import Olmo2ForCausalLM, Olmo3ForCausalLM
 from fd_models.phi3 import Phi3ForCausalLM
 from fd_models.qwen2_moe import Qwen2MoeForCausalLM
 from fd_models.recurrent.granite4 import GraniteMoeHybridForCausalLM
@@ -254,6 +255,7 @@ attention: list[Callable[[AttentionSpec, int, DeviceBackend, KernelTable], Atten
     XpuAttention,
 ]
 states: list[Callable[[StateSpec, int, DeviceBackend, KernelTable], StateBackend]] = [
+    CudaStates,
     PlainStates,
 ]
 moe: list[Callable[[MoESpec, DeviceBackend, KernelTable], MoEBackend]] = [
@@ -308,6 +310,7 @@ models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     MixtralForCausalLM,
     MyModelForCausalLM,
     Olmo2ForCausalLM,
+    Olmo3ForCausalLM,
     Phi3ForCausalLM,
     Qwen2ForCausalLM,
     Qwen2MoeForCausalLM,

@@ -141,7 +141,7 @@ def test_lone_surrogates_are_refused(plain: Tokenizer) -> None:
 
 def test_sentencepiece_only_folders_are_refused_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
-    with pytest.raises(ConfigError, match=r"found tokenizer\.model.*save_pretrained"):
+    with pytest.raises(ConfigError, match=r"found tokenizer\.model.*fastdeploy tokenizer convert"):
         Tokenizer.load(tmp_path)
 
 

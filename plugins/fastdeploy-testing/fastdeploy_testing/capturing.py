@@ -91,7 +91,7 @@ class _Metadata:
     slots: Tensor  # [rows, keys] int64: where each key of a row lies in the cache
     rows: Tensor  # [num_tokens] int64
     hidden: Tensor  # [num_tokens, keys] bool: keys the token does not see
-    unwritten: Tensor  # [rows, keys] bool: keys after what was written of the row
+    foreign: Tensor  # [rows, keys] bool: in front of what the row needs, or behind what was written
 
 
 class RecordableAttention:
@@ -102,7 +102,7 @@ class RecordableAttention:
     unit: Literal["core", "rope_kv"] = "core"
     can_capture_decode = True
     can_capture_mixed = False
-    features = frozenset[str]()
+    features = frozenset({"window", "chunk", "sinks"})
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
@@ -133,13 +133,22 @@ class RecordableAttention:
         own = xp.index_select(lengths, 0, rows) - nth_last_dev
         is_padding = (batch.slot_mapping[:num_tokens] < 0).to(xp.int64)
         num_padding = xp.index_add_(xp.zeros_like(lengths), 0, rows, is_padding)
+        earliest = lengths - xp.from_numpy(np.diff(batch.cu_seqlens_q).astype(np.int64))
+        is_gone = where.unsqueeze(0) < self._first_seen(earliest).unsqueeze(1)
+        is_hidden = where.unsqueeze(0) < self._first_seen(own).unsqueeze(1)
         return _Metadata(
             num_tokens=num_tokens,
             slots=block * self.block_size + where % self.block_size,
             rows=rows,
-            hidden=where.unsqueeze(0) > own.unsqueeze(1),
-            unwritten=where.unsqueeze(0) >= (lengths - num_padding).unsqueeze(1),
+            hidden=(where.unsqueeze(0) > own.unsqueeze(1)) | is_hidden,
+            foreign=(where.unsqueeze(0) >= (lengths - num_padding).unsqueeze(1)) | is_gone,
         )
+
+    def _first_seen(self, tokens: Tensor) -> Tensor:
+        """Index of the first key that each of these tokens sees."""
+        if self.spec.chunk:
+            return tokens // self.spec.chunk * self.spec.chunk
+        return tokens - (self.spec.window - 1) if self.spec.window else tokens * 0
 
     def forward(
         self,
@@ -149,12 +158,14 @@ class RecordableAttention:
         cache: tuple[Tensor, ...],
         metadata: _Metadata,
         rotary: Tensor | None = None,
+        *,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """[num_tokens, num_heads * v_head_dim]."""
         xp, spec, fed = self._xp, self.spec, metadata.num_tokens
         group = spec.num_heads // spec.num_kv_heads
         rows, keys = metadata.slots.shape
-        gone = metadata.unwritten.unsqueeze(2).unsqueeze(3)
+        gone = metadata.foreign.unsqueeze(2).unsqueeze(3)
 
         def load(pool: Tensor, dim: int) -> Tensor:
             flat = pool.view([-1, spec.num_kv_heads * dim])
@@ -168,7 +179,10 @@ class RecordableAttention:
         scores = xp.matmul_nt(queries, load(cache[0], spec.head_dim)).squeeze(2)
         never = xp.full([1], -1e30, dtype=scores.dtype, device=self._device.device)
         scores = xp.where(metadata.hidden.unsqueeze(1), never, scores)
-        weights = xp.softmax(scores, -1).unsqueeze(2)
+        if sinks is not None:
+            column = sinks.reshape([1, -1, 1]) + xp.zeros_like(scores[:, :, :1])
+            scores = xp.cat((scores, column), -1)
+        weights = xp.softmax(scores, -1)[:, :, :keys].unsqueeze(2)
         out = xp.matmul(weights, load(cache[1], spec.v_head_dim))
         out = out.reshape([fed, spec.num_heads * spec.v_head_dim])
         missing = q.shape[0] - fed

@@ -23,6 +23,7 @@ from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.tensor import load
 from fastdeploy_testing.conformance.test_attention import (
     BATCHES,
+    BEYOND_PLAIN,
     AttentionConformance,
     gqa_spec,
 )
@@ -373,6 +374,28 @@ def test_spoilt_attention_fails(device: Any, kernels: Any, spoil: Any) -> None:
     with pytest.raises((*FAILURE, IndexError, ValueError)):
         _Attention(spoil)._check(None, device, kernels, spec, rows, "float32")  # type: ignore[arg-type]
     assert BATCHES
+
+
+class _DeclaresEverything(AttentionConformance):
+    """Plain attention that declares what it does not compute."""
+
+    def _backend(self, request: Any, device: Any, kernels: Any, spec: Any, size: int) -> Any:
+        from fastdeploy_core.reference.attention import ReferenceAttention
+
+        plain = ReferenceAttention(gqa_spec("gqa 4:2", spec.dtype), size, device, kernels)
+        forward = plain.forward
+        plain.forward = lambda *given, sinks=None: forward(*given)  # type: ignore[method-assign]
+        return plain
+
+
+@pytest.mark.parametrize("name", BEYOND_PLAIN)
+def test_a_driver_that_declares_what_it_does_not_compute_fails(
+    device: Any, kernels: Any, name: str
+) -> None:
+    suite = _DeclaresEverything()
+    suite.test_mixed_batches_equal_the_oracle_gqa(None, device, kernels, "float32")  # type: ignore[arg-type]
+    with pytest.raises(FAILURE):
+        suite.test_what_it_declares_equals_the_oracle(None, device, kernels, "float32", name)  # type: ignore[arg-type]
 
 
 def test_spoilt_expert_communicator_fails(device: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastdeploy_core.contracts import Accept, Candidate, Decline, hookimpl
-from fastdeploy_core.contracts.attention import AttentionQuestion
+from fastdeploy_core.contracts.attention import AttentionQuestion, StateQuestion
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.contracts.kv_formats import KV_FORMATS
 from fastdeploy_core.contracts.moe import ExpertQuestion, MoEQuestion
@@ -63,17 +63,21 @@ def fd_attention_backends(question: AttentionQuestion) -> list[Candidate]:
 
 
 @hookimpl
+def fd_state_backends(question: StateQuestion) -> list[Candidate]:
+    """Triton kernels on torch."""
+    from .attention.question import why_not_state
+
+    reason = why_not_state(question)
+    answer = Decline(reason) if reason else Accept(_SCORE, "Triton kernels")
+    return [Candidate("cuda_states", answer)]
+
+
+@hookimpl
 def fd_moe_backends(question: MoEQuestion) -> list[Candidate]:
     """Triton and CUDA C++ kernels on torch."""
-    from .probe import has_triton
+    from .attention.question import why_not_triton
 
-    reason = ""
-    if question.device != "cuda":
-        reason = f"runs on cuda, not on {question.device}"
-    elif question.tensor_library != "torch":
-        reason = f"needs torch, the device runs on {question.tensor_library}"
-    elif not has_triton():
-        reason = "triton is not installed; run: pip install triton"
+    reason = why_not_triton(question.device, question.tensor_library)
     verdict = Decline(reason) if reason else Accept(_SCORE, "grouped kernels")
     return [Candidate("cuda", verdict)]
 

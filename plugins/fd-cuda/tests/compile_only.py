@@ -48,14 +48,15 @@ def compile_only(capability: int) -> list[Any]:
 
 
 def main() -> int:
-    """Every attention step of the tests, and wide heads as models have them."""
+    """Every attention step of the tests, wide heads as models have, and layers with a state."""
     capability = int(sys.argv[1])
     knobs.runtime.interpret = False
     kernels = compile_only(capability)
     from attention_steps import compile_cases
+    from state_steps import cases
 
     names: dict[str, int] = {}
-    for case in compile_cases(capability):
+    for case in (*compile_cases(capability), *cases()):
         case()
     for kernel in kernels:
         name = kernel.metadata.name

@@ -31,6 +31,7 @@ from fastdeploy_core.contracts.quant_formats import FORMATS
 from launches import copy_plainly, count_launches, never_launched
 from packed_weights import packed
 from ranks_in_turn import RanksInTurn
+from state_steps import cases
 
 from fastdeploy_testing.drivers import build_kernel_table, lookup
 from fd_cuda.attention.gqa import PagedAttention
@@ -256,6 +257,12 @@ def attention() -> None:
             step.run(built, step.batch(is_exact=False))
 
 
+def states() -> None:
+    """Layers that keep a state: decodes, prompts, and rows of nobody."""
+    for case in cases(DEVICE):
+        case()
+
+
 class Streamed(Sizes):
     """Attention of full batches, for few rows."""
 
@@ -371,7 +378,7 @@ PARTS: dict[str, Callable[[], None]] = {
     part.__name__: part
     for part in (
         native_products, native_filter, triton_filter, body, steps, sampling, experts, many_rows,
-        drafting, attention, streams, packed_pipe, trellis, quantized_caches, one_shot,
+        drafting, attention, states, streams, packed_pipe, trellis, quantized_caches, one_shot,
     )
 } | {name: functools.partial(packed_products, name) for name in (*FORMATS, "ccq2")}  # fmt: skip
 

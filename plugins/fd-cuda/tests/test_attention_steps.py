@@ -383,7 +383,7 @@ def test_kernels_compile_for_architectures(capability: int) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]).keys() == {
-        "clear_padding", "cut_decodes", "cut_prompts", "cut_stream", "decode_attention",
-        "latent_attention", "one_shot_sum", "prefill_attention",
-        "rotate_and_write",
+        "clear_padding", "convolve", "cut_decodes", "cut_prompts", "cut_stream",
+        "decode_attention", "latent_attention", "one_shot_sum", "prefill_attention",
+        "rotate_and_write", "scan_chunks", "step_states", "within_chunks",
     }  # fmt: skip

@@ -16,7 +16,8 @@ from fastdeploy_core.models.reading import ConfigReader
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionSpec
-    from fastdeploy_core.layers import RotarySpec
+    from fastdeploy_core.contracts.model import ModelShapes
+    from fastdeploy_core.layers import ModelBuilder, RotarySpec
 
 _READ: Final = {
     "attention_bias",
@@ -79,6 +80,7 @@ _ROPE: Final = {
         }
     ),
 }
+LOCAL_BASE: Final = "rope_local_base_freq"  # of blocks with a window
 _ROPE_NAMES: Final = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
 
 
@@ -133,6 +135,51 @@ class StrictLM(GroupedQueryLM):
         if not read.flag("use_sliding_window", default=cls.uses_window):
             return 0
         return read.count("sliding_window", default=0)
+
+
+class LocalRopeLM(StrictLM):
+    """A family whose blocks with a window turn by a base of their own, without scaling."""
+
+    local_theta: ClassVar[float | None] = None  # None: the base of the other blocks
+
+    @classmethod
+    def layer(
+        cls, read: ConfigReader, number: int, spec: AttentionSpec, rotary: RotarySpec
+    ) -> tuple[AttentionSpec, RotarySpec]:
+        """With the block's window and its rule."""
+        spec, rotary = super().layer(read, number, spec, rotary)
+        if not spec.window:
+            return spec, rotary
+        theta = read.number(LOCAL_BASE, default=cls.local_theta or rotary.theta)
+        return spec, replace(rotary, theta=theta, kind="default", parameters={})
+
+    @classmethod
+    def shapes(cls, config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
+        """Shapes of one rank."""
+        return super().shapes(_with_one_rope(config), tp_size, dtype)
+
+    def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
+        super().__init__(_with_one_rope(config), build)
+
+
+def _with_one_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """config.json as older releases of transformers wrote it: a rule for blocks without a window,
+    and a base for the others."""
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, Mapping) or not isinstance(rope.get("full_attention"), Mapping):
+        return config
+    local = rope.get("sliding_attention") or {}
+    if local.get("rope_type", "default") != "default":
+        raise UnsupportedModel(
+            f"config.json of this {ConfigReader(config).architecture} has rope scaling "
+            f"{local['rope_type']!r} for blocks with a window, which is not supported; possible: "
+            "default"
+        )
+    return {
+        **config,
+        "rope_parameters": rope["full_attention"],
+        LOCAL_BASE: local.get("rope_theta"),
+    }
 
 
 def _check_rope(read: ConfigReader, is_partial: bool) -> None:

@@ -1,4 +1,4 @@
-"""OLMo 2 (transformers: Olmo2ForCausalLM; arXiv 2501.00656)."""
+"""OLMo 2 and 3 (transformers: Olmo2ForCausalLM, Olmo3ForCausalLM; arXiv 2501.00656)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from fastdeploy_core.layers import ForwardContext, RMSNorm
 
-from .fields import StrictLM
+from .fields import LOCAL_BASE, LocalRopeLM, StrictLM
 
 if TYPE_CHECKING:
     from fastdeploy_core.layers import ModelBuilder
     from fastdeploy_core.models.decoder import AttentionLayer, Block, FeedForward
+    from fastdeploy_core.models.reading import ConfigReader
     from fastdeploy_core.tensor import Tensor
 
 
@@ -59,3 +60,15 @@ class Olmo2ForCausalLM(StrictLM):
             post_feed_forward_norm=build.norm(f"{prefix}.post_feedforward_layernorm", size, eps),
             select_rows=build.kernels["select_rows"],
         )
+
+
+class Olmo3ForCausalLM(LocalRopeLM, Olmo2ForCausalLM):
+    """OLMo 2 with a window in all but every fourth block; these alone turn by a scaled rule."""
+
+    rope_theta = 500_000.0
+    reads = frozenset({LOCAL_BASE})
+
+    @classmethod
+    def has_window(cls, read: ConfigReader, number: int) -> bool:
+        """All but every fourth block."""
+        return bool((number + 1) % 4)

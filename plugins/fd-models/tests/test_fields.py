@@ -34,6 +34,19 @@ RELEASED: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
     },
     "Olmo2ForCausalLM": {"attention_bias": False},
+    "Olmo3ForCausalLM": {
+        "attention_bias": False,
+        "sliding_window": 4096,
+        "rope_theta": 500000,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "yarn",
+        },
+    },
     "Phi3ForCausalLM": {
         "sliding_window": 2047,
         "original_max_position_embeddings": 4096,
@@ -239,6 +252,7 @@ def test_a_share_of_a_head_is_a_number_up_to_1(share: Any) -> None:
             [64, 0, 0, 0],
         ),
         ("Gemma2ForCausalLM", {}, [128, 0, 128, 0]),
+        ("Olmo3ForCausalLM", {}, [4096, 4096, 4096, 0]),
         ("Gemma3ForCausalLM", {}, [128, 128, 128, 128]),
         ("Gemma3ForCausalLM", {"sliding_window_pattern": 2}, [128, 0, 128, 0]),
         ("GptOssForCausalLM", {}, [128, 0, 128, 0]),

@@ -1,4 +1,5 @@
-"""`fastdeploy tokenizer encode | decode | info`: what a model's tokenizer does with a text."""
+"""`fastdeploy tokenizer encode | decode | info | convert`: what a model's tokenizer does with a
+text, and a tokenizer.json for folders without."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from fastdeploy_core.contracts.command import CommandParser
@@ -15,6 +17,11 @@ from fastdeploy_core.errors import ConfigError
 def main(argv: Sequence[str]) -> int:
     """Run one subcommand."""
     arguments = _parser().parse_args(argv)
+    if arguments.command == "convert":
+        from .sentencepiece import convert
+
+        print(f"wrote {convert(Path(arguments.model))}")
+        return 0
     from fastdeploy_core.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(arguments.model)
@@ -40,6 +47,10 @@ def _parser() -> argparse.ArgumentParser:
     decode.add_argument("ids", nargs="+", help="ids, separated by spaces or commas")
     decode.add_argument("--skip-special-tokens", action="store_true")
     info = commands.add_parser("info", help="size, special tokens, chat template")
+    convert = commands.add_parser(
+        "convert", help="tokenizer.model (SentencePiece) to tokenizer.json"
+    )
+    convert.add_argument("--model", required=True, metavar="DIR")
     for command in (encode, decode, info):
         command.add_argument("--model", "--tokenizer", required=True, metavar="DIR")
         command.add_argument("--json", action="store_true", help="one JSON object")

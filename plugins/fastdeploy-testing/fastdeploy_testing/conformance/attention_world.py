@@ -42,6 +42,10 @@ class World:
     ) -> None:
         self.device, self.kernels, self.spec, self.block_size = device, kernels, spec, block_size
         self._suite = suite
+        self.sinks: np.ndarray | None = None
+        if spec.sinks:
+            noise = np.random.default_rng(5).standard_normal(spec.num_heads)
+            self.sinks = (2 * noise).astype("float32")
         self.rows = [self._row(first_seed + i, n, t) for i, (n, t) in enumerate(rows)]
         if shared_blocks:  # the first row's blocks are the prefix of all rows
             shared = shared_blocks * block_size
@@ -58,6 +62,7 @@ class World:
             row.blocks = [int(b) for b in self.rows[0].blocks[:shared_blocks]]
             count = own if row is not self.rows[0] else own + shared_blocks
             row.blocks += [int(free.pop()) for _ in range(count)]
+        self._nobodys = int(free[0])
         self.cache: tuple[Any, ...] = ()
         self.before: list[np.ndarray] = []
 
@@ -117,7 +122,7 @@ class World:
         ]
         own, self.rows = self.rows, whole
         self.num_tokens = sum(row.num_new for row in whole)
-        backend.forward(*self.step_inputs(), self.cache, backend.prepare(self.batch()))
+        self.forward(backend, self.step_inputs())
         self.rows = own
         self.num_tokens = sum(row.num_new for row in own)
 
@@ -139,11 +144,14 @@ class World:
         return self.put(q), self.put(np.concatenate(k)), self.put(np.concatenate(v))
 
     def batch(self) -> AttentionBatch:
-        """The step's rows, host arrays and their device twins."""
+        """The step's rows, host arrays and their device twins. Entries in front of what a row needs
+        name a block that nobody has written."""
         width = max((len(r.blocks) for r in self.rows), default=1)
         tables = np.zeros((len(self.rows), width), "int32")
         for index, row in enumerate(self.rows):
             tables[index, : len(row.blocks)] = row.blocks
+            needed = self.spec.retention.first_needed(len(row.k) - row.num_new)
+            tables[index, : needed // self.block_size] = self._nobodys
         starts = np.cumsum([0, *(r.num_new for r in self.rows)])
         lengths = [len(r.k) for r in self.rows]
         positions = [t for r in self.rows for t in range(len(r.k) - r.num_new, len(r.k))]
@@ -154,6 +162,13 @@ class World:
         ]
         put = self.device.to_device
         return AttentionBatch.upload(put, starts, lengths, tables, slots, positions)
+
+    def forward(self, backend: Any, inputs: tuple[Any, Any, Any]) -> Any:
+        """The step's result."""
+        more = {}
+        if self.sinks is not None:
+            more["sinks"] = self._suite.to_device(self.device, self.sinks, "float32")
+        return backend.forward(*inputs, self.cache, backend.prepare(self.batch()), **more)
 
     def check_canaries(self) -> None:
         """Check that nothing else in the cache changed: neither canaries nor earlier entries."""

@@ -32,6 +32,16 @@ SHAPES = {
     "head 64": (2, 1, 64, 64),
 }
 
+BEYOND_PLAIN: dict[str, dict[str, Any]] = {
+    "window": {"window": 40},
+    "window of a block": {"window": 16},
+    "window of one token": {"window": 1},
+    "chunk": {"chunk": 24},
+    "sinks": {"sinks": True},
+    "softcap": {"softcap": 0.7},
+    "window with sinks": {"window": 37, "sinks": True},
+}
+
 
 def gqa_spec(shape: str, dtype: str) -> AttentionSpec:
     """A spec of the grid."""
@@ -60,6 +70,21 @@ class AttentionConformance(OnDevice):
         self, request: pytest.FixtureRequest, device: Any, kernels: Any, dtype: str, shape: str
     ) -> None:
         self._check(request, device, kernels, gqa_spec(shape, dtype), BATCHES["mixed"], dtype)
+
+    @pytest.mark.parametrize("name", BEYOND_PLAIN)
+    @pytest.mark.capability("features")
+    def test_what_it_declares_equals_the_oracle(
+        self, request: pytest.FixtureRequest, device: Any, kernels: Any, dtype: str, name: str
+    ) -> None:
+        """Entries of tables in front of a window or chunk name a block of NaN."""
+        plain = gqa_spec("gqa 4:2", dtype)
+        spec = replace(plain, **BEYOND_PLAIN[name])
+        backend = self._backend(request, device, kernels, plain, self._block_size(device))
+        missing = spec.needs - getattr(backend, "features", frozenset())
+        if missing:
+            pytest.skip(f"features does not name {', '.join(sorted(missing))}")
+        for rows in (BATCHES["mixed"], BATCHES["chunk after chunk"]):
+            self._check(request, device, kernels, spec, rows, dtype)
 
     def test_mla_equals_the_oracle(
         self, request: pytest.FixtureRequest, device: Any, kernels: Any, dtype: str
@@ -230,7 +255,7 @@ class AttentionConformance(OnDevice):
         backend = self._backend(request, device, kernels, spec, size)
         world = World(self, device, kernels, spec, size, rows, shared_blocks, first_seed)
         inputs = world.write(backend)
-        got = backend.forward(*inputs, world.cache, backend.prepare(world.batch()))
+        got = world.forward(backend, inputs)
         width = spec.num_heads * (spec.kv_lora_rank if spec.kind == "mla" else spec.v_head_dim)
         assert tuple(got.shape) == (world.num_tokens, width)
         world.check_canaries()
@@ -263,7 +288,13 @@ class AttentionConformance(OnDevice):
             relative, absolute = self.tolerance(dtype)
             for index, (got, row) in enumerate(zip(results, world.rows, strict=True)):
                 q, k, v = (self.rounded(device, a, dtype) for a in (row.q, row.k, row.v))
-                expected = oracle.attention(q, k, v, spec.scale)
+                expected = oracle.attention(
+                    *(q, k, v, spec.scale),
+                    window=spec.window,
+                    chunk=spec.chunk,
+                    softcap=spec.softcap,
+                    sinks=world.sinks,
+                )
                 worst = float(np.max(np.abs(got - expected)))
                 limit = absolute + relative * float(np.max(np.abs(expected)))
                 assert worst <= limit, (

@@ -1,10 +1,10 @@
-"""Which attention these kernels serve. Imports no tensor library."""
+"""Which attention and which recurrences these kernels serve. Imports no tensor library."""
 
 from __future__ import annotations
 
 import importlib.util
 
-from fastdeploy_core.contracts.attention import AttentionQuestion
+from fastdeploy_core.contracts.attention import AttentionQuestion, StateQuestion
 from fastdeploy_core.contracts.kv_formats import KV_FORMATS
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -12,19 +12,45 @@ MAX_HEAD_DIM = 256
 MAX_LATENT = 512
 # Query rows (tokens times heads of a group) of one program.
 MAX_ROWS = 128
+MAX_STATE_DIM = 256
+# Earlier inputs that a program of the convolution reads fit into its own tokens.
+MAX_CONV_WIDTH = 17
+
+
+def why_not_triton(device: str, tensor_library: str, *dtypes: str) -> str:
+    """Why Triton kernels cannot serve these; empty if they can."""
+    if device != "cuda":
+        return f"runs on cuda, not on {device}"
+    if tensor_library != "torch":
+        return f"needs torch, the device runs on {tensor_library}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; run: pip install triton"
+    unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
+    return f"dtype {unknown[0]}; possible: {', '.join(DTYPES)}" if unknown else ""
+
+
+def why_not_state(question: StateQuestion) -> str:
+    """Why not; empty if they do."""
+    spec = question.spec
+    reason = why_not_triton(question.device, question.tensor_library, spec.dtype, spec.state_dtype)
+    if reason:
+        return reason
+    if spec.kind != "delta":
+        # Their kernels pass the conformance kit, on a GPU too, and decodes of models' sizes. A
+        # prompt of Granite 4's size ended with an illegal access on an H200, not explained yet.
+        return f"kind {spec.kind}: long prompts of it fail on a GPU; possible: delta"
+    if spec.conv_width > MAX_CONV_WIDTH:
+        return f"convolutions over {spec.conv_width} tokens; at most {MAX_CONV_WIDTH}"
+    widest = max(spec.key_dim, spec.value_dim)
+    return f"states {widest} wide; at most {MAX_STATE_DIM}" if widest > MAX_STATE_DIM else ""
 
 
 def why_not(question: AttentionQuestion) -> str:
     """Why not; empty if they do."""
     spec = question.spec
-    if question.device != "cuda":
-        return f"runs on cuda, not on {question.device}"
-    if question.tensor_library != "torch":
-        return f"needs torch, the device runs on {question.tensor_library}"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed; run: pip install triton"
-    if spec.dtype not in DTYPES:
-        return f"dtype {spec.dtype}; possible: {', '.join(DTYPES)}"
+    reason = why_not_triton(question.device, question.tensor_library, spec.dtype)
+    if reason:
+        return reason
     quantized = question.kv_dtype in KV_FORMATS
     if not quantized and question.kv_dtype not in ("auto", spec.dtype):
         possible = ", ".join(("auto", spec.dtype, *KV_FORMATS))

@@ -28,6 +28,7 @@ class _Rows:
     targets: Tensor  # [R] int64: and left in
     is_new: Tensor  # [R] bool: begins with zeros
     chunks: Chunks | None  # of a single row with several tokens; None: one token a row
+    is_any: Tensor | None = None  # bool: there is a row at all; None: there is
 
 
 class PlainStates:
@@ -35,7 +36,8 @@ class PlainStates:
 
     name = "plain"
     contract = (1, 3)
-    can_capture_decode = can_capture_mixed = False
+    can_capture_decode = True
+    can_capture_mixed = False
     features = frozenset({"delta", "space", "short_conv"})
 
     def __init__(
@@ -45,6 +47,8 @@ class PlainStates:
         self._device, self._xp = device, device.xp
         self._dtype = device.xp.dtype(spec.dtype)
         self._has_state = spec.kind != "short_conv"
+        # There one graph of the most rows serves all, and here rows of nobody cost what others do.
+        self.can_capture_decode = not device.limits.graph_any_size
         self._seen = causal(device)
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
@@ -57,11 +61,14 @@ class PlainStates:
 
     def prepare(self, batch: AttentionBatch) -> list[_Rows]:
         """Which rows are computed at once, and where their states lie."""
-        if batch.is_padded or not batch.is_exact:
+        if batch.is_padded or (not batch.is_exact and batch.tokens_per_row != 1):
             raise CapabilityError(
-                "state driver 'plain' takes steps as they come, and this one is padded or "
-                "captured; possible: a state driver of the device"
+                "state driver 'plain' takes steps as they come and captured ones of one token per "
+                "row, and this one is padded or captured with more; possible: a state driver of "
+                "the device"
             )
+        if not batch.is_exact:
+            return [self._captured(batch)]
         firsts = batch.cu_seqlens_q[:-1].astype(np.int64)
         counts = batch.cu_seqlens_q[1:].astype(np.int64) - firsts
         ends = batch.seq_lens.astype(np.int64)
@@ -86,6 +93,24 @@ class PlainStates:
             where = (put(sources[one]), put(targets[one]))
             made.append(_Rows(tokens, *where, put(starts[one] == 0), chunks))
         return made
+
+    def _captured(self, batch: AttentionBatch) -> _Rows:
+        """One token a row, by the device's numbers alone. Rows of nobody do again what the first
+        row of somebody does, so that every block is written with what belongs there."""
+        xp, lengths = self._xp, batch.seq_lens_dev.to(self._xp.int64)
+        is_row = (lengths > 0).to(xp.int64)
+        own = xp.arange(batch.num_seqs, dtype=xp.int64, device=self._device.device)
+        rows = own * is_row + xp.argmax(is_row, dim=0) * (1 - is_row)
+        ends = xp.index_select(lengths, 0, rows)
+        tables = xp.index_select(batch.block_tables_dev, 0, rows)
+
+        def block_of(tokens: Tensor) -> Tensor:
+            """[R] int64: of the state behind each row's tokens."""
+            entry = xp.clamp(tokens - 1, 0, None) // self._block_size
+            return xp.gather(tables, 1, entry.unsqueeze(1)).squeeze(1).to(xp.int64)
+
+        blocks = (block_of(ends - 1), block_of(ends))
+        return _Rows(rows, *blocks, ends == 1, None, is_row.sum() > 0)
 
     def forward(
         self,
@@ -120,11 +145,18 @@ class PlainStates:
         is_new = rows.is_new.reshape([-1] + [1] * (found.ndim - 1))
         return self._xp.where(is_new, self._xp.zeros_like(found), found)
 
+    def _leave(self, kept: Tensor, rows: _Rows, new: Tensor) -> None:
+        """Into the rows' blocks."""
+        xp = self._xp
+        if rows.is_any is not None:
+            new = xp.where(rows.is_any, new, xp.index_select(kept, 0, rows.targets))
+        xp.index_copy_(kept, 0, rows.targets, new)
+
     def _convolve(self, x: Tensor, rows: _Rows, weights: StateWeights, kept: Tensor) -> Tensor:
         """[tokens, channels] float32."""
         xp, count = self._xp, 1 if rows.chunks is None else int(x.shape[0])
         both = xp.cat([self._old(kept, rows), x.reshape([-1, count, x.shape[1]])], 1)
-        xp.index_copy_(kept, 0, rows.targets, both[:, count:].contiguous())
+        self._leave(kept, rows, both[:, count:].contiguous())
         bias = None if weights.conv_bias is None else weights.conv_bias.float()
         y = convolve(both.float(), weights.conv.float(), bias, count)
         return y.reshape([-1, y.shape[2]])
@@ -157,7 +189,7 @@ class PlainStates:
         else:
             y, state = rows.chunks.scan(old[0], q, k, added, g, b)
             new = state.unsqueeze(0)
-        xp.index_copy_(kept, 0, rows.targets, new.to(kept.dtype))
+        self._leave(kept, rows, new.to(kept.dtype))
         if weights.skip is not None:
             y = y + v * weights.skip.unsqueeze(-1)
         return y.reshape([y.shape[0], -1])

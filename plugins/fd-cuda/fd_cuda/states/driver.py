@@ -1,0 +1,245 @@
+"""Driver `cuda_states`: layers that keep a state.
+
+A step's rows are of two sorts. Those of up to SHORT tokens (decodes) need nothing from the host, so
+that steps of them alone can be captured; longer ones (prompts) are computed in chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from fastdeploy_core.errors import CapabilityError
+
+from fd_cuda.kernels.common import cdiv, pad2
+from fd_cuda.kernels.common import options as launch_options
+
+from .convolution import convolve
+from .recurrence import CHUNK, scan_chunks, step_states, within_chunks
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.attention import AttentionBatch, StateSpec, StateWeights
+    from fastdeploy_core.contracts.device import DeviceBackend
+    from fastdeploy_core.contracts.ops import KernelTable
+    from torch import Tensor
+
+SHORT = 8
+_CHANNELS, _TOKENS = 128, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a kernel that holds a state is cut."""
+
+    size: int  # numbers of a state that a program has in its registers
+    num_warps: int
+    num_stages: int = 1
+
+    def values(self, key_pad: int, value_pad: int) -> int:
+        """Values of a program."""
+        return min(value_pad, max(16, self.size // key_pad))
+
+
+STEP = Launch(4096, 4)
+SCAN, SCAN_FLOAT32 = Launch(4096, 8, 2), Launch(2048, 8)
+
+
+@dataclass(slots=True)
+class _Metadata:
+    batch: AttentionBatch
+    short: int  # tokens of the longest short row; 0: there is none
+    long_rows: Tensor | None
+    chunks: Tensor | None  # [chunks, 2]: row, number in the row
+
+
+class CudaStates:
+    """One instance per distinct spec; see StateBackend."""
+
+    name = "cuda_states"
+    contract = (1, 3)
+    can_capture_decode = True
+    can_capture_mixed = False
+    features = frozenset({"delta", "space", "short_conv"})
+
+    def __init__(
+        self, spec: StateSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
+    ) -> None:
+        self.spec, self._block_size, self._device = spec, block_size, device
+        self._has_state, self._is_delta = spec.kind != "short_conv", spec.kind == "delta"
+        self.step, self.scan = STEP, SCAN_FLOAT32 if spec.dtype == "float32" else SCAN
+        self._key_pad, self._value_pad = max(16, pad2(spec.key_dim)), max(16, pad2(spec.value_dim))
+        keys, values = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
+        parts = {"Q_AT": 0, "K_AT": keys, "V_AT": 2 * keys}
+        if not self._is_delta:
+            parts = {"Q_AT": values + keys, "K_AT": values, "V_AT": 0}
+        self._shape: dict[str, Any] = {
+            "HEADS": spec.num_heads,
+            "EACH": spec.num_heads // max(1, spec.num_key_heads),
+            "KEY": spec.key_dim,
+            "VALUE": spec.value_dim,
+            "DELTA": self._is_delta,
+            "KEY_PAD": self._key_pad,
+            **parts,
+        }
+
+    def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
+        """The state, [num_blocks, num_heads, key_dim, value_dim], and the convolution's last
+        inputs, [num_blocks, conv_width - 1, channels]."""
+        spec = self.spec
+        conv = (num_blocks, spec.conv_width - 1, sum(spec.conv_parts))
+        if not self._has_state:
+            return (conv,)
+        return (num_blocks, spec.num_heads, spec.key_dim, spec.value_dim), conv
+
+    def prepare(self, batch: AttentionBatch) -> _Metadata:
+        """Which rows are computed in chunks: one small copy, for prompts alone."""
+        if batch.is_padded or (not batch.is_exact and batch.tokens_per_row != 1):
+            raise CapabilityError(
+                f"state driver {self.name!r} takes steps as they come, and captured ones of one "
+                f"token per row; this one is {'padded' if batch.is_padded else 'captured'} with "
+                f"{batch.tokens_per_row or 'any number of'} tokens per row; possible: no "
+                "speculation, and no captured steps with prompts"
+            )
+        if batch.tokens_per_row == 1:
+            return _Metadata(batch, 1, None, None)
+        fed = np.diff(batch.cu_seqlens_q)
+        short = int(fed[fed <= SHORT].max(initial=0))
+        rows = np.flatnonzero(fed > SHORT)
+        if not rows.size:
+            return _Metadata(batch, short, None, None)
+        ends = batch.seq_lens[rows].astype(np.int64)
+        counts = (ends - 1) // CHUNK - (ends - fed[rows]) // CHUNK + 1
+        numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        pairs = np.stack((np.repeat(rows, counts), numbers), 1).astype(np.int32)
+        both = self._device.to_device(np.concatenate((rows.astype(np.int32), pairs.ravel())))
+        return _Metadata(batch, short, both[: rows.size], both[rows.size :].view(-1, 2))
+
+    def forward(
+        self,
+        x: Tensor,
+        dt: Tensor | None,
+        beta: Tensor | None,
+        weights: StateWeights,
+        cache: tuple[Tensor, ...],
+        metadata: _Metadata,
+    ) -> Tensor:
+        """As StateBackend.forward says."""
+        batch, spec = metadata.batch, self.spec
+        convolved = x.new_empty(x.shape)
+        out = convolved
+        if self._has_state:
+            out = x.new_empty((x.shape[0], spec.num_heads * spec.value_dim))
+        if x.shape[0] > batch.cu_seqlens_q[-1]:
+            out.zero_()
+        if metadata.short:
+            self._convolve(x, weights, convolved, cache[-1], metadata, None)
+            if self._has_state:
+                self._step(convolved, dt, beta, weights, cache[0], metadata, out)
+        if metadata.chunks is not None:
+            self._convolve(x, weights, convolved, cache[-1], metadata, metadata.chunks)
+            if self._has_state:
+                self._scan(convolved, dt, beta, weights, cache[0], metadata, out)
+        return out
+
+    def _convolve(
+        self,
+        x: Tensor,
+        weights: StateWeights,
+        out: Tensor,
+        kept: Tensor,
+        metadata: _Metadata,
+        chunks: Tensor | None,
+    ) -> None:
+        """Short rows, or chunks of long ones."""
+        batch, spec = metadata.batch, self.spec
+        channels, units, block = x.shape[1], 0, _CHANNELS
+        num_blocks = cdiv(channels, block)
+        if self._is_delta:
+            units, block = 2 * spec.num_key_heads, self._key_pad
+            num_blocks = units + cdiv(channels - units * spec.key_dim, block)
+        num_items = batch.num_seqs if chunks is None else chunks.shape[0]
+        parts = 1 if chunks is None else CHUNK // _TOKENS
+        convolve[(num_items, num_blocks, parts)](
+            *(x, weights.conv, weights.conv_bias, out, kept),
+            *(batch.cu_seqlens_q_dev, batch.seq_lens_dev, batch.block_tables_dev, chunks),
+            *(x.stride(0), batch.block_tables_dev.stride(0)),
+            CHANNELS=channels,
+            WIDTH=spec.conv_width,
+            WIDTH_PAD=pad2(spec.conv_width),
+            UNIT_HEADS=units,
+            HEAD=spec.key_dim,
+            SCALE=max(1, spec.key_dim) ** -0.5,
+            SILU=self._has_state,
+            BIAS=weights.conv_bias is not None,
+            BLOCK_SIZE=self._block_size,
+            CHUNK=0 if chunks is None else CHUNK,
+            TOKENS=pad2(metadata.short) if chunks is None else _TOKENS,
+            BLOCK=block,
+            **launch_options(num_warps=4),
+        )
+
+    def _step(
+        self,
+        x: Tensor,
+        dt: Any,
+        beta: Any,
+        weights: StateWeights,
+        state: Tensor,
+        metadata: _Metadata,
+        out: Tensor,
+    ) -> None:
+        """Short rows."""
+        batch, spec = metadata.batch, self.spec
+        values = self.step.values(self._key_pad, self._value_pad)
+        step_states[(cdiv(spec.value_dim, values), spec.num_heads, batch.num_seqs)](
+            *(x, dt, beta, weights.decay, weights.dt_bias, weights.skip, out, state),
+            *(batch.cu_seqlens_q_dev, batch.seq_lens_dev, batch.block_tables_dev),
+            *(x.stride(0), dt.stride(0), 0 if beta is None else beta.stride(0)),
+            batch.block_tables_dev.stride(0),
+            **self._shape,
+            BLOCK_SIZE=self._block_size,
+            MOST=SHORT,
+            VALUES=values,
+            **launch_options(num_warps=self.step.num_warps),
+        )
+
+    def _scan(
+        self,
+        x: Tensor,
+        dt: Any,
+        beta: Any,
+        weights: StateWeights,
+        state: Tensor,
+        metadata: _Metadata,
+        out: Tensor,
+    ) -> None:
+        """Long rows."""
+        batch, spec = metadata.batch, self.spec
+        rows: Any = metadata.long_rows
+        chunks: Any = metadata.chunks
+        of_rows = (batch.cu_seqlens_q_dev, batch.seq_lens_dev)
+        inner = x.new_empty((x.shape[0], spec.num_heads, CHUNK))
+        wanted = read = None
+        if self._is_delta:
+            wanted = x.new_empty((x.shape[0], spec.num_heads, spec.value_dim))
+            read = x.new_empty((x.shape[0], spec.num_heads, spec.key_dim))
+        within_chunks[(chunks.shape[0], spec.num_heads)](
+            *(x, dt, beta, weights.decay, weights.dt_bias, inner, wanted, read, *of_rows, chunks),
+            *(x.stride(0), dt.stride(0), 0 if beta is None else beta.stride(0)),
+            **self._shape,
+            CHUNK=CHUNK,
+            VALUE_PAD=self._value_pad,
+            **launch_options(num_warps=8),
+        )
+        values = self.scan.values(self._key_pad, self._value_pad)
+        scan_chunks[(cdiv(spec.value_dim, values), spec.num_heads, rows.shape[0])](
+            *(x, dt, weights.decay, weights.dt_bias, weights.skip, inner, wanted, read, out, state),
+            *(*of_rows, batch.block_tables_dev, rows),
+            *(x.stride(0), dt.stride(0), batch.block_tables_dev.stride(0)),
+            **self._shape,
+            BLOCK_SIZE=self._block_size,
+            CHUNK=CHUNK,
+            VALUES=values,
+            **launch_options(num_warps=self.scan.num_warps, num_stages=self.scan.num_stages),
+        )

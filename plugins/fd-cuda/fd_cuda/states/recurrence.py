@@ -1,0 +1,309 @@
+"""Kernels of recurrences over states [key, value]; contracts/attention.py has the formulae.
+
+Rows of few tokens take one token after the other: step_states. Longer ones are cut into chunks at
+multiples of CHUNK from the sequence's beginning: within_chunks computes what no state is needed
+for, all chunks at once, and scan_chunks passes the state through a row's chunks. A row's chunks do
+not depend on how its tokens were divided among steps, if those end at multiples of CHUNK.
+
+States are float32 in registers. Products of 16-bit models round their factors to 16 bits, and the
+inverse within a chunk keeps float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fd_cuda.kernels.common import join_chain
+
+CHUNK = 64
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + e^x), float32, with all its digits where it is small, too."""
+    small = tl.exp(-tl.abs(x))
+    above = 1 + small
+    log = tl.where(above == 1, small, tl.log(above) * (small / (above - 1)))
+    return tl.maximum(x, 0) + log
+
+
+@triton.jit
+def product(a, b, acc):
+    """acc + a b. Factors in float32 are multiplied as sums of three shorter numbers, which keeps
+    all but the last of their digits."""
+    return tl.dot(a, b, acc, input_precision="tf32x3")
+
+
+@triton.jit
+def block_of(table, token, BLOCK_SIZE: tl.constexpr):
+    """The block that a sequence's state behind that token is in."""
+    return tl.load(table + tl.maximum(token, 0) // BLOCK_SIZE).to(tl.int64)
+
+
+@triton.jit
+def chunk_of(number, start, end, CHUNK: tl.constexpr):
+    """(first token, number of tokens) of a row's chunk, by their index in the row; the row has the
+    sequence's tokens start to end."""
+    begin = (start // CHUNK + number) * CHUNK
+    first = tl.maximum(begin, start)
+    return first - start, tl.minimum(begin + CHUNK, end) - first
+
+
+@triton.jit(do_not_specialize=["stride_x", "stride_dt", "stride_beta", "stride_table"])
+def step_states(
+    x,
+    dt,
+    beta,
+    decay,
+    dt_bias,
+    skip,
+    out,
+    state,
+    starts,
+    lengths,
+    tables,
+    stride_x,
+    stride_dt,
+    stride_beta,
+    stride_table,
+    HEADS: tl.constexpr,
+    EACH: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    Q_AT: tl.constexpr,
+    K_AT: tl.constexpr,
+    V_AT: tl.constexpr,
+    DELTA: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MOST: tl.constexpr,
+    KEY_PAD: tl.constexpr,
+    VALUES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Rows of up to MOST tokens. Grid (blocks of VALUES values, heads, rows).
+
+    x: [tokens, channels], convolved, q and k of length 1; q, k and v begin at channels Q_AT, K_AT
+    and V_AT. EACH neighbouring heads have a key head. Rows of nobody give zeros.
+    """
+    join_chain(PDL)
+    head, row = tl.program_id(1), tl.program_id(2)
+    first, length = tl.load(starts + row), tl.load(lengths + row)
+    count = tl.load(starts + row + 1) - first
+    keys = tl.arange(0, KEY_PAD)
+    values = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    is_key, is_value = keys < KEY, values < VALUE
+    own = head.to(tl.int64) * (KEY * VALUE) + keys[:, None] * VALUE + values[None, :]
+    inside = is_key[:, None] & is_value[None, :]
+    if length == 0:
+        for token in range(count):
+            at = (first + token).to(tl.int64) * (HEADS * VALUE) + head * VALUE + values
+            tl.store(out + at, tl.zeros([VALUES], out.dtype.element_ty), mask=is_value)
+    if (length > 0) & (count > 0) & (count <= MOST):
+        start = length - count
+        table = tables + row.to(tl.int64) * stride_table
+        source = block_of(table, start - 1, BLOCK_SIZE)
+        target = block_of(table, length - 1, BLOCK_SIZE)
+        size: tl.constexpr = HEADS * KEY * VALUE
+        s = tl.load(state + source * size + own, mask=inside & (start > 0), other=0.0)
+        s = s.to(tl.float32)
+        bias, rate = tl.load(dt_bias + head), tl.load(decay + head)
+        for token in range(count):
+            at = (first + token).to(tl.int64)
+            of_key = x + at * stride_x + (head // EACH) * KEY + keys
+            q = tl.load(of_key + Q_AT, mask=is_key, other=0.0).to(tl.float32)
+            k = tl.load(of_key + K_AT, mask=is_key, other=0.0).to(tl.float32)
+            of_value = x + at * stride_x + V_AT + head * VALUE + values
+            v = tl.load(of_value, mask=is_value, other=0.0).to(tl.float32)
+            t = softplus(tl.load(dt + at * stride_dt + head).to(tl.float32) + bias)
+            s = s * tl.exp(rate * t)
+            if DELTA:
+                b = tl.sigmoid(tl.load(beta + at * stride_beta + head).to(tl.float32))
+                new = b * (v - tl.sum(s * k[:, None], 0))
+            else:
+                new = t * v
+            s = s + k[:, None] * new[None, :]
+            y = tl.sum(s * q[:, None], 0)
+            if not DELTA:
+                y = y + tl.load(skip + head) * v
+            place = out + at * (HEADS * VALUE) + head * VALUE + values
+            tl.store(place, y.to(out.dtype.element_ty), mask=is_value)
+        tl.store(state + target * size + own, s.to(state.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def inverse(lower, CHUNK: tl.constexpr):
+    """(1 + lower)^-1; lower, 64 by 64, is zero on and above its diagonal. The inverses of blocks of
+    twice the size come from those of half the size, which is as stable as one row after the
+    other."""
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    pairs = (i % 2 == 1) & (j == i - 1)
+    found = tl.where(i == j, 1.0, 0.0) - tl.where(pairs, lower, 0.0)
+    for level in tl.static_range(1, 6):
+        size = 2**level
+        beside = (i // size % 2 == 1) & (j // size == i // size - 1)
+        part = product(tl.where(beside, lower, 0.0), found, None)
+        found = found - product(found, part, None)
+    return found
+
+
+@triton.jit(do_not_specialize=["stride_x", "stride_dt", "stride_beta"])
+def within_chunks(
+    x,
+    dt,
+    beta,
+    decay,
+    dt_bias,
+    inner,
+    wanted,
+    read,
+    starts,
+    lengths,
+    chunks,
+    stride_x,
+    stride_dt,
+    stride_beta,
+    HEADS: tl.constexpr,
+    EACH: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    Q_AT: tl.constexpr,
+    K_AT: tl.constexpr,
+    V_AT: tl.constexpr,
+    DELTA: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEY_PAD: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """What chunks need of themselves. Grid (chunks, heads).
+
+    Of token i, with c the sum of decays up to it: inner[i, j] = e^(c_i - c_j) q_i k_j for j up to
+    i; and of "delta", with A[i, j] = b_i e^(c_i - c_j) k_i k_j for j before i,
+    wanted = (1 + A)^-1 b v and read = (1 + A)^-1 b e^c k. Shapes [tokens, heads, ...], x's dtype.
+    """
+    join_chain(PDL)
+    item, head = chunks + tl.program_id(0) * 2, tl.program_id(1)
+    row, number = tl.load(item), tl.load(item + 1)
+    first, end = tl.load(starts + row), tl.load(lengths + row)
+    start = end - (tl.load(starts + row + 1) - first)
+    begin, count = chunk_of(number, start, end, CHUNK)
+    i = tl.arange(0, CHUNK)
+    at, real = (first + begin + i).to(tl.int64), i < count
+    keys, values = tl.arange(0, KEY_PAD), tl.arange(0, VALUE_PAD)
+    of_key = real[:, None] & (keys < KEY)[None, :]
+    rows = x + at[:, None] * stride_x + (head // EACH) * KEY + keys[None, :]
+    q = tl.load(rows + Q_AT, mask=of_key, other=0.0)
+    k = tl.load(rows + K_AT, mask=of_key, other=0.0)
+    step = tl.load(dt + at * stride_dt + head, mask=real, other=0.0).to(tl.float32)
+    g = tl.load(decay + head) * softplus(step + tl.load(dt_bias + head))
+    c = tl.cumsum(tl.where(real, g, 0.0), 0)
+    between = c[:, None] - c[None, :]
+    seen = i[:, None] >= i[None, :]
+    fade = tl.where(seen, tl.exp(tl.where(seen, between, 0.0)), 0.0)
+    y = product(q, tl.trans(k), None) * fade
+    places = inner + (at * HEADS + head)[:, None] * CHUNK + i[None, :]
+    tl.store(places, y.to(inner.dtype.element_ty), mask=real[:, None])
+    if DELTA:
+        of_value = real[:, None] & (values < VALUE)[None, :]
+        rows = x + at[:, None] * stride_x + V_AT + head * VALUE + values[None, :]
+        v = tl.load(rows, mask=of_value, other=0.0)
+        b = tl.load(beta + at * stride_beta + head, mask=real, other=0.0).to(tl.float32)
+        b = tl.sigmoid(b)[:, None]
+        lower = b * product(k, tl.trans(k), None) * fade
+        lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
+        solved = inverse(lower, CHUNK).to(x.dtype.element_ty)
+        own = product(solved, (b * v.to(tl.float32)).to(x.dtype.element_ty), None)
+        places = wanted + (at * HEADS + head)[:, None] * VALUE + values[None, :]
+        tl.store(places, own.to(wanted.dtype.element_ty), mask=of_value)
+        grown = b * tl.exp(c)[:, None] * k.to(tl.float32)
+        own = product(solved, grown.to(x.dtype.element_ty), None)
+        places = read + (at * HEADS + head)[:, None] * KEY + keys[None, :]
+        tl.store(places, own.to(read.dtype.element_ty), mask=of_key)
+
+
+@triton.jit(do_not_specialize=["stride_x", "stride_dt", "stride_table"])
+def scan_chunks(
+    x,
+    dt,
+    decay,
+    dt_bias,
+    skip,
+    inner,
+    wanted,
+    read,
+    out,
+    state,
+    starts,
+    lengths,
+    tables,
+    long_rows,
+    stride_x,
+    stride_dt,
+    stride_table,
+    HEADS: tl.constexpr,
+    EACH: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    Q_AT: tl.constexpr,
+    K_AT: tl.constexpr,
+    V_AT: tl.constexpr,
+    DELTA: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEY_PAD: tl.constexpr,
+    VALUES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A row's chunks, one after the other, with what within_chunks left. Grid (blocks of VALUES
+    values, heads, long rows)."""
+    join_chain(PDL)
+    head, row = tl.program_id(1), tl.load(long_rows + tl.program_id(2))
+    first, end = tl.load(starts + row), tl.load(lengths + row)
+    start = end - (tl.load(starts + row + 1) - first)
+    i, keys = tl.arange(0, CHUNK), tl.arange(0, KEY_PAD)
+    values = tl.program_id(0) * VALUES + tl.arange(0, VALUES)
+    is_key, is_value = keys < KEY, values < VALUE
+    table = tables + row.to(tl.int64) * stride_table
+    size: tl.constexpr = HEADS * KEY * VALUE
+    own = head.to(tl.int64) * (KEY * VALUE) + keys[:, None] * VALUE + values[None, :]
+    inside = is_key[:, None] & is_value[None, :]
+    source = block_of(table, start - 1, BLOCK_SIZE)
+    s = tl.load(state + source * size + own, mask=inside & (start > 0), other=0.0).to(tl.float32)
+    bias, rate = tl.load(dt_bias + head), tl.load(decay + head)
+    kind = x.dtype.element_ty
+    for number in range((end - 1) // CHUNK - start // CHUNK + 1):
+        begin, count = chunk_of(number, start, end, CHUNK)
+        at, real = (first + begin + i).to(tl.int64), i < count
+        of_key = real[:, None] & is_key[None, :]
+        of_value = real[:, None] & is_value[None, :]
+        rows = x + at[:, None] * stride_x + (head // EACH) * KEY + keys[None, :]
+        q = tl.load(rows + Q_AT, mask=of_key, other=0.0)
+        k = tl.load(rows + K_AT, mask=of_key, other=0.0)
+        step = tl.load(dt + at * stride_dt + head, mask=real, other=0.0).to(tl.float32)
+        t = tl.where(real, softplus(step + bias), 0.0)
+        c = tl.cumsum(rate * t, 0)
+        last = tl.sum(rate * t, 0)
+        narrow = s.to(kind)
+        if DELTA:
+            places = wanted + (at * HEADS + head)[:, None] * VALUE + values[None, :]
+            new = tl.load(places, mask=of_value, other=0.0).to(tl.float32)
+            places = read + (at * HEADS + head)[:, None] * KEY + keys[None, :]
+            new -= product(tl.load(places, mask=of_key, other=0.0), narrow, None)
+        else:
+            places = x + at[:, None] * stride_x + V_AT + head * VALUE + values[None, :]
+            v = tl.load(places, mask=of_value, other=0.0).to(tl.float32)
+            new = t[:, None] * v
+        places = inner + (at * HEADS + head)[:, None] * CHUNK + i[None, :]
+        mixed = tl.load(places, mask=real[:, None], other=0.0)
+        y = product(q, narrow, None) * tl.exp(c)[:, None]
+        y = product(mixed, new.to(kind), y)
+        if not DELTA:
+            y += tl.load(skip + head) * v
+        places = out + (at * HEADS + head)[:, None] * VALUE + values[None, :]
+        tl.store(places, y.to(out.dtype.element_ty), mask=of_value)
+        # Faded values, not keys: those come from memory as they are.
+        faded = (new * tl.exp(last - c)[:, None]).to(kind)
+        s = product(tl.trans(k), faded, s * tl.exp(last))
+    target = block_of(table, end - 1, BLOCK_SIZE)
+    tl.store(state + target * size + own, s.to(state.dtype.element_ty), mask=inside)
