@@ -3,15 +3,16 @@
     python -m tests.kills --kills 1000
     python -m tests.kills --kills 1000 --lanes 12
 
-A lane is a process that runs one server after the other. Servers of several layouts run a fake model whose tokens are known. While clients ask, a process is
-chosen and killed: an engine, a worker rank, an API server, or the parent of all. Counted are
-requests that were lost (no end, no error, and the connection not broken by the death of what held
-it), answered twice or wrongly, and blocks that stay in use when all is over.
+Servers of several layouts run a fake model whose tokens are known; --lanes of them at once. While
+clients ask, a process is chosen and killed: an engine, a worker rank, an API server, or the parent
+of all. Counted are requests that were lost (no end, no error, and the connection not broken by the
+death of what held it), answered twice or wrongly, and blocks that stay in use when all is over.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -127,16 +128,15 @@ def processes(server: ServerProcess) -> dict[int, str]:
     """The server's processes by id, with what each is."""
     found, ring = {server.process.pid: "parent"}, [server.process.pid]
     while ring:
-        pid = ring.pop()
-        for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-            try:
-                below = [int(child) for child in listed.read_text().split()]
-                lines = {p: Path(f"/proc/{p}/cmdline").read_bytes() for p in below}
-            except OSError:
-                continue  # it has just ended
-            ring += below
-            for child, line in lines.items():
-                found[child] = next((n for key, n in NAMES.items() if key in line), "helper")
+        for listed in Path(f"/proc/{ring.pop()}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # the thread has just ended
+                for child in map(int, listed.read_text().split()):
+                    ring.append(child)
+                    with contextlib.suppress(OSError):  # the child has
+                        line = Path(f"/proc/{child}/cmdline").read_bytes()
+                        found[child] = next(
+                            (n for key, n in NAMES.items() if key in line), "helper"
+                        )
     return found
 
 
@@ -164,7 +164,8 @@ def play(model: Path, layout: str, seed: int, most: int) -> Counter[str]:
         while num_killed(seen) < most:
             time.sleep(1.5 * draw.random())
             alive = processes(server)
-            pid = draw.choice(sorted(alive)[0 if draw.random() < 0.1 else 1 :])
+            others = [process for process in alive if process != server.process.pid]
+            pid = server.process.pid if draw.random() < 0.1 or not others else draw.choice(others)
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -199,15 +200,27 @@ def play(model: Path, layout: str, seed: int, most: int) -> Counter[str]:
     return seen
 
 
-def run(model: Path, num_kills: int, first_seed: int = 0, num_lanes: int = 1) -> Counter[str]:
-    """At least so many kills, over all layouts in turn, by so many servers at once."""
+def run(
+    model: Path,
+    num_kills: int,
+    first_seed: int = 0,
+    num_lanes: int = 1,
+    limit_s: float = float("inf"),
+) -> Counter[str]:
+    """At least so many kills, over all layouts in turn, by so many servers at once. After limit_s
+    no further server is started."""
+    until_s = time.monotonic() + limit_s
     seen = Counter[str]()
     seeds = itertools.count(first_seed)
     spawn = multiprocessing.get_context("spawn")
+
+    def is_wanted() -> bool:
+        return num_killed(seen) < num_kills and time.monotonic() < until_s
+
     with ProcessPoolExecutor(num_lanes, spawn) as lanes:
         running: dict[Future[Counter[str]], int] = {}
-        while running or num_killed(seen) < num_kills:
-            while len(running) < num_lanes and num_killed(seen) < num_kills:
+        while running or is_wanted():
+            while len(running) < num_lanes and is_wanted():
                 seed = next(seeds)
                 most = min(KILLS_PER_SERVER, num_kills - num_killed(seen))
                 running[lanes.submit(play, model, layout_of(seed), seed, most)] = seed
@@ -238,10 +251,12 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--lanes", type=int, default=1, help="servers at once")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="at most, about")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = write_null_model(Path(folder), step_s=0.005, num_blocks=512)
-        seen = run(model, options.kills, options.first, options.lanes)
+        limit_s = 60 * options.minutes
+        seen = run(model, options.kills, options.first, options.lanes, limit_s)
     print(f"{num_killed(seen)} kills: {_line(seen)}")
     print(", ".join(f"{what} {seen[what]}" for what in BAD))
     return any(seen[what] for what in BAD)
