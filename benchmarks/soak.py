@@ -2,6 +2,7 @@ r"""Requests of every kind and fuzzed ones over all routes, for long: errors, st
 
     python benchmarks/soak.py models/ernie-tiny --tensor-library torch --requests 20000
     python benchmarks/soak.py MODEL --minutes 60 -- --max-num-seqs 8
+    python benchmarks/soak.py MODEL --leaving 1  # memory after 20,000 that left in mid-body
 
 Starts one server and reads its routes from /openapi.json. `--clients` processes send requests: a
 part is answered (`--normal`), the rest has one to three fields replaced by values that do not fit,
@@ -30,7 +31,7 @@ from typing import Any, NamedTuple
 import httpx
 from figures import add_json_option, print_figures
 from start_up import Start
-from under_attack import memory_bytes
+from under_attack import leave, memory_bytes
 
 HEALTH_S = 0.02
 SETTLE_S = 3.0
@@ -115,6 +116,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=0.0, help="instead of --requests")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--normal", type=float, default=0.3, help="share of requests that fit")
+    parser.add_argument("--leaving", type=float, default=0.0, help="share that leaves in mid-body")
     parser.add_argument("--warm-up", type=float, default=0.2, help="share of requests")
     parser.add_argument("--seed", type=int, default=1)
     add_json_option(parser)
@@ -167,13 +169,19 @@ def make_request(draw: random.Random, routes: Routes, normal: float) -> tuple[st
     return method, path, json.dumps(body).encode()
 
 
-def send(url: str, seed: int, count: int, until: float, normal: float) -> Sent:
+def send(
+    url: str, seed: int, count: int, until: float, normal: float, leaving: float = 0.0
+) -> Sent:
     """One client."""
     draw, routes, seen = random.Random(seed), Routes(url), Sent(Counter(), [])
     with httpx.Client(base_url=url, timeout=120) as client:
         for _ in range(count):
             if time.time() > until:
                 break
+            if draw.random() < leaving:
+                seen.statuses["left in mid-body"] += 1
+                leave(url)
+                continue
             method, path, body = make_request(draw, routes, normal)
             headers = {"Content-Type": "application/json"}
             try:
@@ -218,7 +226,9 @@ def phase(
     until = time.time() + 60 * options.minutes * share if options.minutes else float("inf")
     count = sys.maxsize if options.minutes else count
     jobs = [
-        pool.submit(send, server.url, seed + number, count, until, options.normal)
+        pool.submit(
+            send, server.url, seed + number, count, until, options.normal, options.leaving
+        )
         for number in range(options.clients)
     ]
     seen = Sent(Counter(), [])
