@@ -78,6 +78,7 @@ LIGHT = {
     "plugins/fd-gguf": (),
     "plugins/fd-grammar-llguidance": (),
     "plugins/fd-hub": ("--dist=load",),
+    "plugins/fd-key-limits": (),
     "plugins/fd-kv-disk": (),
     "plugins/fd-kv-shm": (),
     "plugins/fd-kv-tcp": (),

@@ -40,6 +40,7 @@ from fd_hub.modelscope import ModelScope
 from fd_hub.pull import main as pull
 from fd_iluvatar.attention import IluvatarAttention
 from fd_iluvatar.device import IluvatarDevice
+from fd_key_limits.limits import KeyLimits
 from fd_kv_disk.disk import DiskStore
 from fd_kv_shm.shm import SharedMemoryTransport
 from fd_kv_tcp.transport import TcpTransport
@@ -403,6 +404,7 @@ several_api_servers: list[
     Callable[[EngineConfig, ServerConfig, Plugins, socket.socket], FrontEnds]
 ] = [FrontEnds]
 divided_experts: list[Callable[[DeviceBackend, Communicator], ExpertRanks]] = [WholeExperts]
+key_limits: list[Callable[[str, int], KeyLimits]] = [KeyLimits]
 shared_queue: list[Callable[[EngineLink, RequestScheduler, Listener], EngineLink]] = [SharedQueue]
 weight_cache: list[Callable[[PackingDevice, Path], KeptWeights]] = [WeightCache]
 kv_events: list[Callable[[KVEventsConfig, int, int, int], KVEvents]] = [KVEvents]

@@ -108,7 +108,7 @@ class KeyLimits:
         try:
             self._limits = read(self._path)
         except ConfigError as error:
-            logger.error("%s; the limits stay as they were", error)  # noqa: TRY400 - in one line
+            logger.error("%s; the limits stay as they were", error)
         else:
             logger.info("%s was read again: %d sections", self._path, len(self._limits))
 

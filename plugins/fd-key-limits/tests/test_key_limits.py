@@ -13,14 +13,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
-
-from fastdeploy_core.config.arguments import build_engine_config, build_server_config
-from fastdeploy_core.errors import ConfigError, QueueFull
-from fastdeploy_core.tokenizer import Tokenizer
 from fd_key_limits import limits as module
 from fd_key_limits.file import Limits, read
 from fd_key_limits.limits import Account, KeyLimits
 from server_support import ScriptedEngine, live, wait_for, write_tokenizer
+
+from fastdeploy_core.config.arguments import build_engine_config, build_server_config
+from fastdeploy_core.errors import ConfigError, QueueFull
+from fastdeploy_core.tokenizer import Tokenizer
 
 KEYS = ("sk-one", "sk-two")
 BODY = {"prompt": "12345678", "max_tokens": 4, "ignore_eos": True}
@@ -88,7 +88,8 @@ def test_running_requests_end_with_their_clients(path: Path, tokenizer: Tokenize
         headers = {"Authorization": f"Bearer {KEYS[0]}"}
         body = BODY | {"stream": True}
         with httpx.stream("POST", f"{ask.url}/v1/completions", json=body, headers=headers) as held:
-            next(held.iter_lines())
+            lines = held.iter_lines()
+            next(lines)  # and kept: a generator that is dropped closes its connection
             assert refused(ask(KEYS[0]), "running_requests = 1") == 1
             other = threading.Thread(target=ask, args=(KEYS[1],))
             other.start()
