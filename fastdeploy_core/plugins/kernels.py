@@ -49,14 +49,15 @@ class CellVerdict:
     reason: str  # the target of one that is used; else why it is not
 
 
-def kernel_facts(model: ModelConfig, tensor_library: str) -> dict[str, Any]:
+def kernel_facts(model: ModelConfig, tensor_library: str, objective: str = "") -> dict[str, Any]:
     """What cells are asked with: contracts.ops.KERNEL_FACTS, those that the model has."""
     sizes = {name: model.hf_config.get(name) for name in KERNEL_SIZES}
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
     if not sizes["head_dim"] and isinstance(heads, int) and heads and isinstance(hidden, int):
         sizes["head_dim"] = hidden // heads
     known = {name: size for name, size in sizes.items() if isinstance(size, int)}
-    return {"tensor_library": tensor_library, "dtype": model.dtype, **known}
+    own = {"tensor_library": tensor_library, "dtype": model.dtype, "objective": objective}
+    return own | known
 
 
 @dataclass(slots=True)
@@ -293,12 +294,18 @@ def misspelt(operation: str) -> str:
 
 
 def _choose(cells: Iterable[_Cell], facts: Mapping[str, Any], problems: _Problems) -> _Chosen:
-    """One importable cell per operation: cells with a predicate come first (they claim a special
-    case), then the order of distribution names; the core's cells come last."""
+    """One importable cell per operation: cells for the objective come first and those for another
+    one last, then cells with a predicate (they claim a special case), then the order of
+    distribution names; the core's cells come last."""
     chosen = _Chosen()
-    order = sorted(
-        cells, key=lambda c: (not c.kernel.predicate, c.entry.is_core, c.entry.distribution)
-    )
+    ranks = {facts.get("objective", ""): 0, "": 1}  # nothing asked for: 1 for what says nothing
+
+    def place(cell: _Cell) -> tuple[object, ...]:
+        kernel, entry = cell.kernel, cell.entry
+        rank = ranks.get(kernel.objective, 2)
+        return rank, not kernel.predicate, entry.is_core, entry.distribution
+
+    order = sorted(cells, key=place)
     for cell in order:
         if cell.operation in chosen.functions:
             used = chosen.origins[cell.operation]

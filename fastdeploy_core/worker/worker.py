@@ -91,7 +91,7 @@ class Worker:
             self._communicator = device.communicator(self.rank, self.world_size, self.address)
         kernels = build_kernel_table(
             device.name,
-            kernel_facts(self.config.model, device.xp.name),
+            kernel_facts(self.config.model, device.xp.name, self.config.device.kernel_objective),
             self.config.device.allow_fallback,
             resolved=self.resolved,
         )

@@ -27,6 +27,7 @@ CPU = {"linear": "kernel_mod:reference", "greedy": "kernel_mod:reference",
 CHIP = {"linear": "kernel_mod:own", "greedy": "kernel_mod:absent"}
 THIRD = {"linear": Kernel("kernel_mod:special", "kernel_mod:is_wide"),
          "sample": Kernel("kernel_mod:third", "kernel_mod:breaks"), "extra_op": "kernel_mod:third"}
+FAST = {"linear": Kernel("kernel_mod:special", objective="latency"), "greedy": "kernel_mod:own"}
 LIST = ["linear"]
 WRONG = {"linear": 3}
 FULL = {"linear": "kernel_mod:own", "greedy": "kernel_mod:own", "sample": "kernel_mod:own"}
@@ -146,6 +147,18 @@ def test_every_cell_has_one_verdict(resolved):
     assert sorted(used) == sorted(set(used)) == sorted(table.functions)
     reasons = {(c.distribution, c.operation): c.reason for c in table.cells if not c.is_used}
     assert "cannot be loaded" in reasons["fd-chip", "greedy"]
+
+
+@pytest.mark.parametrize(
+    ("objective", "expected"),
+    [("latency", "special"), ("determinism", "own"), ("throughput", "own"), ("", "own")],
+)
+def test_cells_for_an_objective_are_used_for_it(resolved, objective, expected):
+    fast = entry("kernels", "chip", "kernel_mod:FAST", "fd-a-fast")  # else the first by its name
+    table = build_kernel_table("chip", {"objective": objective}, resolved=resolved(CHIP, fast))
+    assert table["linear"]() == expected
+    alone = build_kernel_table("chip", {"objective": objective}, resolved=resolved(fast))
+    assert alone["linear"]() == "special", "better than none of the device's own"
 
 
 def test_failing_predicate_means_no(resolved):

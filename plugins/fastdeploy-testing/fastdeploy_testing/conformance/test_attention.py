@@ -230,7 +230,8 @@ class AttentionConformance(OnDevice):
         backend = self._backend(request, device, kernels, spec, size)
         world = World(self, device, kernels, spec, size, rows, shared_blocks, first_seed)
         inputs = world.write(backend)
-        got = backend.forward(*inputs, world.cache, backend.prepare(world.batch()))
+        with self.unchanged(device, **dict(zip("qkv", inputs, strict=True))):
+            got = backend.forward(*inputs, world.cache, backend.prepare(world.batch()))
         width = spec.num_heads * (spec.kv_lora_rank if spec.kind == "mla" else spec.v_head_dim)
         assert tuple(got.shape) == (world.num_tokens, width)
         world.check_canaries()
