@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import httpx
 from figures import add_json_option, print_figures
 from start_up import Start
-from under_attack import leave, memory_bytes
+from under_attack import leave, memory_by_process
 
 HEALTH_S = 0.02
 SETTLE_S = 3.0
@@ -187,20 +187,20 @@ def send(
                     client.get("/version").raise_for_status()
                 continue
             method, path, body = make_request(draw, routes, normal)
-            headers = {"Content-Type": "application/json"}
+            headers, text = {"Content-Type": "application/json"}, ""
             try:
                 if draw.random() < 0.03:  # it leaves
                     with client.stream(method, path, content=body, headers=headers) as answer:
                         status = f"left at {answer.status_code}"
                 else:
                     answer = client.request(method, path, content=body, headers=headers)
-                    status = str(answer.status_code)
+                    status, text = str(answer.status_code), answer.text[:200]
             except httpx.HTTPError as error:
                 status = type(error).__name__
             seen.statuses[status] += 1
             # 501: a route or a field that this server does not serve, in words
             if status.startswith("5") and status != "501":
-                seen.failures.append(f"{status} {method} {path} {body[:300]!r}")
+                seen.failures.append(f"{status} {method} {path} {body[:300]!r}: {text}")
     return seen
 
 
@@ -224,8 +224,8 @@ class Health(threading.Thread):
 
 def phase(
     server: Start, pool: ProcessPoolExecutor, options: argparse.Namespace, share: float, seed: int
-) -> tuple[Sent, int]:
-    """A part of all requests; what was seen, and the server's memory afterwards."""
+) -> tuple[Sent, Counter[str]]:
+    """A part of all requests; what was seen, and the memory of the server's processes then."""
     count = round(options.requests * share / options.clients)
     until = time.time() + 60 * options.minutes * share if options.minutes else float("inf")
     count = sys.maxsize if options.minutes else count
@@ -238,7 +238,7 @@ def phase(
         seen.statuses.update(job.result().statuses)
         seen.failures.extend(job.result().failures)
     time.sleep(SETTLE_S)
-    return seen, memory_bytes(server.process.pid)
+    return seen, memory_by_process(server.process.pid)
 
 
 def main() -> int:
@@ -260,7 +260,8 @@ def main() -> int:
     finally:
         server.stop()
     statuses, failures = first.statuses + rest.statuses, first.failures + rest.failures
-    growth = (after - before) / max(1, rest.statuses.total())
+    growths = {n: (after[n] - before[n]) / max(1, rest.statuses.total()) for n in after | before}
+    growth = sum(growths.values())
     print(
         f"{options.model} {' '.join(options.serve)}: {statuses.total()} requests, "
         f"{options.clients} clients, seed {options.seed}, {os.cpu_count()} cores shared with them, "
@@ -269,7 +270,8 @@ def main() -> int:
     )
     print(", ".join(f"{count} x {status}" for status, count in sorted(statuses.items())))
     print(f"longest answer of /health {1000 * health.longest:.0f} ms")
-    print(f"growth {growth / 1000:.3f} KB a request after the warm-up")
+    parts = ", ".join(f"{name} {each / 1000:.3f}" for name, each in growths.items())
+    print(f"growth {growth / 1000:.3f} KB a request after the warm-up: {parts}")
     print("\n".join([f"{len(failures)} answered 5xx", *failures[:20]]))
     figures = {"health, ms": [1000 * health.longest], "growth, KB": [growth / 1000]}
     print_figures(options, figures)

@@ -96,17 +96,26 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def memory_bytes(pid: int) -> int:
-    """Memory of a process and all below it, what they share counted once (Linux)."""
-    total = 0
+def memory_by_process(pid: int, name: str = "server") -> Counter[str]:
+    """Bytes of a process and all below it, by what each is, what they share counted once (Linux).
+    "server" is the process that was started."""
+    found = Counter[str]()
     with suppress(OSError):  # it has just ended
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
-                total += 1024 * int(line.split()[1])
+                found[name] += 1024 * int(line.split()[1])
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
-            total += sum(memory_bytes(int(child)) for child in listed.read_text().split())
-    return total
+            for child in listed.read_text().split():
+                line = Path(f"/proc/{child}/cmdline").read_text()
+                kind = next((k for k in ("engine", "api", "rank") if f"fastdeploy-{k}" in line), "")
+                found += memory_by_process(int(child), kind or "helpers")
+    return found
+
+
+def memory_bytes(pid: int) -> int:
+    """Memory of a process and all below it."""
+    return memory_by_process(pid).total()
 
 
 def ask(url: str, until: float, pause_s: float) -> tuple[list[float], int]:

@@ -98,9 +98,7 @@ def mutants_of(kind: str) -> list[Mutant]:
     for (owner, _), protocol in MADE.items():
         found += list(_of_protocol(protocol)) if owner == kind else []
     named = {m.name: m for m in found}  # the closer Protocol's, where both have a method
-    return [
-        m for m in named.values() if not {(kind, m.name), (kind, m.method)} & EQUIVALENT.keys()
-    ]
+    return [m for m in named.values() if not {(kind, m.name), (kind, m.method)} & EQUIVALENT.keys()]
 
 
 def protocols_of(kind: str) -> list[str]:
