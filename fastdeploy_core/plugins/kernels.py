@@ -17,11 +17,12 @@ from fastdeploy_core.contracts.ops import KERNEL_SIZES, OPERATIONS, QUANTIZED_OP
 from fastdeploy_core.errors import CapabilityError, PluginError
 
 from .discovery import PluginEntry, discover
-from .drivers import load
+from .drivers import load, scale_out
 from .preflight_child import describe
 
 if TYPE_CHECKING:
     from fastdeploy_core.config import ModelConfig
+    from fastdeploy_core.config.engine import DeviceConfig
 
     from .resolve import ResolvedPlugins
 
@@ -49,15 +50,14 @@ class CellVerdict:
     reason: str  # the target of one that is used; else why it is not
 
 
-def kernel_facts(model: ModelConfig, tensor_library: str, objective: str = "") -> dict[str, Any]:
+def kernel_facts(model: ModelConfig, tensor_library: str) -> dict[str, Any]:
     """What cells are asked with: contracts.ops.KERNEL_FACTS, those that the model has."""
     sizes = {name: model.hf_config.get(name) for name in KERNEL_SIZES}
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
     if not sizes["head_dim"] and isinstance(heads, int) and heads and isinstance(hidden, int):
         sizes["head_dim"] = hidden // heads
     known = {name: size for name, size in sizes.items() if isinstance(size, int)}
-    own = {"tensor_library": tensor_library, "dtype": model.dtype, "objective": objective}
-    return own | known
+    return {"tensor_library": tensor_library, "dtype": model.dtype, **known}
 
 
 @dataclass(slots=True)
@@ -180,17 +180,19 @@ class ChosenKernels:
 def build_kernel_table(
     device_name: str,
     facts: Mapping[str, Any] | None = None,
-    allow_fallback: bool = True,
+    asked: DeviceConfig | None = None,
     *,
     resolved: ResolvedPlugins | None = None,
 ) -> ChosenKernels:
     """Choose a kernel for every operation.
 
-    Predicates of cells are called with `facts` (dtype, head_dim, ...). With allow_fallback=False an
-    operation that only the reference has is a CapabilityError.
+    Predicates of cells are called with `facts` (dtype, head_dim, ...) and the objective that was
+    asked for. With asked.allow_fallback=False an operation that only the reference has is a
+    CapabilityError.
     """
     entries = discover().of("kernels") if resolved is None else resolved.plugin_entries("kernels")
-    facts = facts or {}
+    facts = {"objective": asked.kernel_objective if asked else ""} | dict(facts or {})
+    allow_fallback = asked is None or asked.allow_fallback
     problems = _Problems()
     own = _cells([e for e in entries if e.name == device_name], problems)
     of_reference = [e for e in entries if e.name == REFERENCE and device_name != REFERENCE]
@@ -231,6 +233,8 @@ def build_kernel_table(
     table = ChosenKernels(device_name, both, late, allow_fallback)
     _compose(table, composing, facts, problems)
     table.problems = tuple(problems.lines)
+    if asked and asked.capture_shapes:
+        scale_out("shapes", "--capture-shapes")(asked.capture_shapes, table)
     return table
 
 

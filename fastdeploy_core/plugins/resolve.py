@@ -392,6 +392,8 @@ class _Resolver:
             self._add(
                 find("checkpoint_format", self._config.model.checkpoint_format, self._inventory)
             )
+        if self._config.device.capture_shapes:
+            self._add(find_scale_out("shapes", "--capture-shapes", self._inventory))
         if self._config.model.weight_cache:
             self._add(find_scale_out("weight-cache", "--weight-cache", self._inventory))
         if name := self._config.cache.kv_store:

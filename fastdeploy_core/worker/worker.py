@@ -91,8 +91,8 @@ class Worker:
             self._communicator = device.communicator(self.rank, self.world_size, self.address)
         kernels = build_kernel_table(
             device.name,
-            kernel_facts(self.config.model, device.xp.name, self.config.device.kernel_objective),
-            self.config.device.allow_fallback,
+            kernel_facts(self.config.model, device.xp.name),
+            self.config.device,
             resolved=self.resolved,
         )
         free_before = device.memory().free_bytes
