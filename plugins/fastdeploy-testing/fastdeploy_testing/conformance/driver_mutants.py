@@ -461,7 +461,7 @@ class Hunt:
         if kind in KINDS_WITH_MUTANTS and not self.kind:
             self.kind, self.mutants = kind, mutants_of(kind)
             self.living = list(self.mutants)
-        if kind == self.kind and inspect.isclass(driver):
+        if self.kind and kind == self.kind and inspect.isclass(driver):
             self._wrap(driver, *protocols_of(kind))
 
     def _wrap(self, driver: type, *protocols: str) -> None:
