@@ -168,12 +168,12 @@ def test_the_model_calls_a_tool_by_itself(api: openai.OpenAI) -> None:
 
 def test_what_a_processor_refuses_names_its_field(api: openai.OpenAI) -> None:
     """The engine process refuses it, so the name crosses a border."""
-    with pytest.raises(openai.BadRequestError, match="maps token ids") as caught:
+    with pytest.raises(openai.BadRequestError, match="must be 0 or more") as caught:
         api.completions.create(
             model="ernie-tiny",
             prompt="a",
             max_tokens=1,
-            extra_body={"logits_processors_args": {"logit_bias": {"x": 1}}},
+            extra_body={"logits_processors_args": {"thinking_budget": -1}},
         )
     assert caught.value.param == "logits_processors_args"
 
