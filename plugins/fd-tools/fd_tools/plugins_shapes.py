@@ -4,6 +4,7 @@ device that is here: what to tune first, and whether it helped."""
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -73,7 +74,7 @@ def replay(calls: Sequence[Call], asked: argparse.Namespace) -> tuple[list[Timed
             try:
                 function = kernels[call.operation]
                 given = [_made(device, x, seed) for seed, x in enumerate(call.arguments)]
-                each = _seconds(device, lambda f=function, g=given: f(*g))
+                each = _seconds(device, functools.partial(function, *given))
             except Exception as error:
                 skipped.append(f"{call.operation}({shown}): {type(error).__name__}: {error}")
                 continue
