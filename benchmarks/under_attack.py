@@ -126,12 +126,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def memory_by_process(pid: int, name: str = "server") -> Counter[str]:
-    """Bytes of a process and all below it, by what each is, what they share counted once (Linux).
-    "server" is the process that was started."""
+    """Bytes of a process and all below it, by what each is, what they share counted once (Linux);
+    without files: what others map, too, changes with them. "server" is the process that was
+    started."""
     found = Counter[str]()
     with suppress(OSError):  # it has just ended
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
+            if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
                 found[name] += 1024 * int(line.split()[1])
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
