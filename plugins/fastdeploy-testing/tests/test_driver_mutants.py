@@ -52,7 +52,7 @@ def hunt(folder: Path, kind: str, library: str, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr[-2000:]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(k, marks=[pytest.mark.slow] if k in SLOW else []) for k in KINDS_WITH_MUTANTS],
