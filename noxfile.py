@@ -82,6 +82,7 @@ LIGHT = {
     "plugins/fd-gguf": (),
     "plugins/fd-grammar-llguidance": (),
     "plugins/fd-hub": ("--dist=load",),
+    "plugins/fd-key-limits": (),
     "plugins/fd-kv-disk": (),
     "plugins/fd-kv-redis": ("--ignore-glob=*/test_servers.py",),
     "plugins/fd-kv-shm": (),

@@ -2,6 +2,7 @@ r"""Requests of every kind and fuzzed ones over all routes, for long: errors, st
 
     python benchmarks/soak.py models/ernie-tiny --tensor-library torch --requests 20000
     python benchmarks/soak.py MODEL --minutes 60 -- --max-num-seqs 8
+    python benchmarks/soak.py MODEL --leaving 1  # memory after 20,000 that left in mid-body
 
 Starts one server and reads its routes from /openapi.json. `--clients` processes send requests: a
 part is answered (`--normal`), the rest has one to three fields replaced by values that do not fit,
@@ -30,7 +31,7 @@ from typing import Any, NamedTuple
 import httpx
 from figures import add_json_option, print_figures
 from start_up import Start
-from under_attack import memory_bytes
+from under_attack import leave, memory_by_process
 
 HEALTH_S = 0.02
 SETTLE_S = 3.0
@@ -115,6 +116,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=0.0, help="instead of --requests")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--normal", type=float, default=0.3, help="share of requests that fit")
+    parser.add_argument("--leaving", type=float, default=0.0, help="share that leaves in mid-body")
     parser.add_argument("--warm-up", type=float, default=0.2, help="share of requests")
     parser.add_argument("--seed", type=int, default=1)
     add_json_option(parser)
@@ -167,28 +169,38 @@ def make_request(draw: random.Random, routes: Routes, normal: float) -> tuple[st
     return method, path, json.dumps(body).encode()
 
 
-def send(url: str, seed: int, count: int, until: float, normal: float) -> Sent:
+def send(
+    url: str, seed: int, count: int, until: float, normal: float, leaving: float = 0.0
+) -> Sent:
     """One client."""
     draw, routes, seen = random.Random(seed), Routes(url), Sent(Counter(), [])
     with httpx.Client(base_url=url, timeout=120) as client:
         for _ in range(count):
             if time.time() > until:
                 break
+            if draw.random() < leaving:
+                seen.statuses["left in mid-body"] += 1
+                leave(url)
+                # The server keeps up: what thousands of open connections take at once stays with
+                # the process, and is no growth.
+                if seen.statuses["left in mid-body"] % 20 == 0:
+                    client.get("/version").raise_for_status()
+                continue
             method, path, body = make_request(draw, routes, normal)
-            headers = {"Content-Type": "application/json"}
+            headers, text = {"Content-Type": "application/json"}, ""
             try:
                 if draw.random() < 0.03:  # it leaves
                     with client.stream(method, path, content=body, headers=headers) as answer:
                         status = f"left at {answer.status_code}"
                 else:
                     answer = client.request(method, path, content=body, headers=headers)
-                    status = str(answer.status_code)
+                    status, text = str(answer.status_code), answer.text[:200]
             except httpx.HTTPError as error:
                 status = type(error).__name__
             seen.statuses[status] += 1
             # 501: a route or a field that this server does not serve, in words
             if status.startswith("5") and status != "501":
-                seen.failures.append(f"{status} {method} {path} {body[:300]!r}")
+                seen.failures.append(f"{status} {method} {path} {body[:300]!r}: {text}")
     return seen
 
 
@@ -212,13 +224,13 @@ class Health(threading.Thread):
 
 def phase(
     server: Start, pool: ProcessPoolExecutor, options: argparse.Namespace, share: float, seed: int
-) -> tuple[Sent, int]:
-    """A part of all requests; what was seen, and the server's memory afterwards."""
+) -> tuple[Sent, Counter[str]]:
+    """A part of all requests; what was seen, and the memory of the server's processes then."""
     count = round(options.requests * share / options.clients)
     until = time.time() + 60 * options.minutes * share if options.minutes else float("inf")
     count = sys.maxsize if options.minutes else count
     jobs = [
-        pool.submit(send, server.url, seed + number, count, until, options.normal)
+        pool.submit(send, server.url, seed + number, count, until, options.normal, options.leaving)
         for number in range(options.clients)
     ]
     seen = Sent(Counter(), [])
@@ -226,7 +238,7 @@ def phase(
         seen.statuses.update(job.result().statuses)
         seen.failures.extend(job.result().failures)
     time.sleep(SETTLE_S)
-    return seen, memory_bytes(server.process.pid)
+    return seen, memory_by_process(server.process.pid)
 
 
 def main() -> int:
@@ -248,7 +260,8 @@ def main() -> int:
     finally:
         server.stop()
     statuses, failures = first.statuses + rest.statuses, first.failures + rest.failures
-    growth = (after - before) / max(1, rest.statuses.total())
+    growths = {n: (after[n] - before[n]) / max(1, rest.statuses.total()) for n in after | before}
+    growth = sum(growths.values())
     print(
         f"{options.model} {' '.join(options.serve)}: {statuses.total()} requests, "
         f"{options.clients} clients, seed {options.seed}, {os.cpu_count()} cores shared with them, "
@@ -257,7 +270,8 @@ def main() -> int:
     )
     print(", ".join(f"{count} x {status}" for status, count in sorted(statuses.items())))
     print(f"longest answer of /health {1000 * health.longest:.0f} ms")
-    print(f"growth {growth / 1000:.3f} KB a request after the warm-up")
+    parts = ", ".join(f"{name} {each / 1000:.3f}" for name, each in growths.items())
+    print(f"growth {growth / 1000:.3f} KB a request after the warm-up: {parts}")
     print("\n".join([f"{len(failures)} answered 5xx", *failures[:20]]))
     figures = {"health, ms": [1000 * health.longest], "growth, KB": [growth / 1000]}
     print_figures(options, figures)

@@ -2,6 +2,7 @@ r"""What a normal client of a server sees while others attack it, and what the a
 
     python benchmarks/under_attack.py models/ernie-tiny --tensor-library torch
     python benchmarks/under_attack.py MODEL --only grammar,biases --seconds 20 -- --max-num-seqs 8
+    python benchmarks/under_attack.py MODEL --without-defence
 
 Starts one server. A normal client asks for a short answer, again and again, from a process of its
 own: first alone, then under each attack in turn, which other processes send as fast as they can.
@@ -9,6 +10,8 @@ Prints per attack the client's p50 and p99, p99 as a multiple of the quiet one, 
 attackers were answered, and by how much the memory of all the server's processes had grown at its
 peak and after the attack. The first attack also warms caches up, so all run once before any
 counts. Client, attackers and server share the processors. Arguments after -- go to the server.
+With --without-defence each attack comes once more, against a server whose one bound on it is taken
+away (DEFENCES): what the bound is worth, and whether this table would show that it is gone.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import platform
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -33,6 +37,7 @@ import httpx
 from figures import add_json_option, print_figures
 from start_up import Start
 
+ROOT = Path(__file__).resolve().parents[1]
 SETTLE_S = 3.0  # until freed memory is counted
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HUGE = "a bit of text, " * 500_000
@@ -69,6 +74,29 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
+_CHARS = """
+from fastdeploy_core.engine import input
+input.RequestLimits.max_chars = property(lambda limits: 10**9)
+"""
+_PARTS = """
+from fastdeploy_core.serving.http import json_body
+json_body.MAX_KEYS = json_body.MAX_VALUES = json_body.MAX_DEPTH = 10**9
+"""
+# What takes the bound on an attack away, run by every process of the server when it starts.
+DEFENCES: dict[str, str] = {
+    "text, to tokenize": _CHARS,
+    "text, to be cut": _CHARS,
+    "ambiguous grammar": "from fastdeploy_core.sampling import masks; masks.BUDGET_S = 1e9",
+    "bad words": "from fastdeploy_core.types import sampling; sampling.MAX_BAD_WORD_CHARS = 10**9",
+    "keys": _PARTS,
+    "biases": _PARTS
+    + "from fastdeploy_core.types import sampling; sampling.MAX_LOGIT_BIAS = 10**9",
+    "looping templates": (
+        "from fastdeploy_core.tokenizer import template_process as t; t.WALL_LIMIT_S = 30.0"
+    ),
+}
+
+
 class Seen(NamedTuple):
     """What the normal client saw, and memory in bytes beyond that before the attack."""
 
@@ -88,6 +116,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tensor-library", default="", choices=["", "torch", "paddle"])
     parser.add_argument("--seconds", type=float, default=10.0, help="of each attack")
     parser.add_argument("--pause", type=float, default=0.05, help="of the client between requests")
+    parser.add_argument("--without-defence", action="store_true", help="see above")
     parser.add_argument("--only", default="", help="attacks by a part of their name, with commas")
     add_json_option(parser)
     own, _, serve = " ".join(["", *sys.argv[1:]]).partition(" -- ")
@@ -96,17 +125,27 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def memory_bytes(pid: int) -> int:
-    """Memory of a process and all below it, what they share counted once (Linux)."""
-    total = 0
+def memory_by_process(pid: int, name: str = "server") -> Counter[str]:
+    """Bytes of a process and all below it, by what each is, what they share counted once (Linux);
+    without files: what others map, too, changes with them. "server" is the process that was
+    started."""
+    found = Counter[str]()
     with suppress(OSError):  # it has just ended
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                total += 1024 * int(line.split()[1])
+            if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
+                found[name] += 1024 * int(line.split()[1])
     for listed in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
-            total += sum(memory_bytes(int(child)) for child in listed.read_text().split())
-    return total
+            for child in listed.read_text().split():
+                line = Path(f"/proc/{child}/cmdline").read_text()
+                kind = next((k for k in ("engine", "api", "rank") if f"fastdeploy-{k}" in line), "")
+                found += memory_by_process(int(child), kind or "helpers")
+    return found
+
+
+def memory_bytes(pid: int) -> int:
+    """Memory of a process and all below it."""
+    return memory_by_process(pid).total()
 
 
 def ask(url: str, until: float, pause_s: float) -> tuple[list[float], int]:
@@ -155,15 +194,21 @@ def send(url: str, name: str, until: float) -> Counter[str]:
 
 
 @contextmanager
-def running(options: argparse.Namespace) -> Iterator[Start]:
-    """A server that has answered once."""
-    server = Start(options)
-    try:
-        server.wait_ready()
-        server.first_token()
-        yield server
-    finally:
-        server.stop()
+def running(options: argparse.Namespace, patch: str = "") -> Iterator[Start]:
+    """A server that has answered once; its processes run `patch` first."""
+    with tempfile.TemporaryDirectory() as folder:
+        before = os.environ.get("PYTHONPATH", "")
+        if patch:
+            (Path(folder) / "sitecustomize.py").write_text(patch)
+            os.environ["PYTHONPATH"] = os.pathsep.join([folder, str(ROOT), before]).strip(":")
+        server = Start(options)
+        os.environ["PYTHONPATH"] = before
+        try:
+            server.wait_ready()
+            server.first_token()
+            yield server
+        finally:
+            server.stop()
 
 
 def watch(
@@ -200,7 +245,7 @@ def main() -> None:
         flush=True,
     )
     columns = ("p50, ms", "p99, ms", "x quiet", "failed", "peak, MB", "kept, MB")
-    print(f"{'':22}" + "".join(f"{column:>10}" for column in columns) + "  answers")
+    print(f"{'':30}" + "".join(f"{column:>10}" for column in columns) + "  answers")
     spawn = multiprocessing.get_context("spawn")
     most = 1 + max(attack.senders for attack in ATTACKS.values())
     figures: dict[str, list[float]] = {}
@@ -210,21 +255,32 @@ def main() -> None:
         quiet = watch(server, pool, options, "", options.seconds)
         for name in ("", *names):
             seen = watch(server, pool, options, name, options.seconds) if name else quiet
-            factor = p99(seen.seconds) / p99(quiet.seconds)
-            cells = (
-                f"{1000 * statistics.median(seen.seconds):.1f}",
-                f"{1000 * p99(seen.seconds):.1f}",
-                f"{factor:.1f}",
-                str(seen.num_failed),
-                f"{seen.peak / 1e6:.1f}",
-                f"{seen.kept / 1e6:.1f}",
-            )
-            counts = ", ".join(f"{count} x {answer}" for answer, count in seen.answers.items())
-            row = "".join(f"{cell:>10}" for cell in cells)
-            print(f"{name or 'quiet':22}{row}  {counts}", flush=True)
-            figures[f"{name or 'quiet'}: p99, ms"] = [1000 * p99(seen.seconds)]
-            figures[f"{name or 'quiet'}: kept, MB"] = [seen.kept / 1e6]
-        print_figures(options, figures)
+            show(name or "quiet", seen, quiet, figures)
+    with ProcessPoolExecutor(most, spawn) as pool:
+        for name in [n for n in names if options.without_defence and n in DEFENCES]:
+            with running(options, DEFENCES[name]) as server:
+                watch(server, pool, options, "", 2.0)
+                seen = watch(server, pool, options, name, options.seconds)
+            show(f"{name}, no defence", seen, quiet, figures)
+    print_figures(options, figures)
+
+
+def show(name: str, seen: Seen, quiet: Seen, figures: dict[str, list[float]]) -> None:
+    """A row of the table."""
+    factor = p99(seen.seconds) / p99(quiet.seconds)
+    cells = (
+        f"{1000 * statistics.median(seen.seconds):.1f}",
+        f"{1000 * p99(seen.seconds):.1f}",
+        f"{factor:.1f}",
+        str(seen.num_failed),
+        f"{seen.peak / 1e6:.1f}",
+        f"{seen.kept / 1e6:.1f}",
+    )
+    counts = ", ".join(f"{count} x {answer}" for answer, count in seen.answers.items())
+    row = "".join(f"{cell:>10}" for cell in cells)
+    print(f"{name:30}{row}  {counts}", flush=True)
+    figures[f"{name}: p99, ms"] = [1000 * p99(seen.seconds)]
+    figures[f"{name}: kept, MB"] = [seen.kept / 1e6]
 
 
 if __name__ == "__main__":

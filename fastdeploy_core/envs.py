@@ -1,14 +1,17 @@
-"""Every environment variable the project reads: one row each (name, type, default, doc).
+"""Every environment variable the project reads: a row each of environment.json.
 
 `envs.FD_X` reads the variable now; a value of the wrong form raises ConfigError naming it. Nothing
-else in the project touches os.environ for settings, so this file is the whole documentation.
+else in the project touches os.environ for settings, so that file is the whole documentation.
+`parse` of a row is a name of _PARSERS, with what it needs to know.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from .errors import ConfigError
@@ -70,163 +73,26 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def _text(text: str) -> str:
-    return text
-
-
-VARIABLES: Final[dict[str, Variable]] = {
-    v.name: v
-    for v in (
-        Variable(
-            "FD_PLUGINS",
-            "comma-separated distribution names",
-            None,
-            "Which installed plugins take part. Unset or `all`: all of them; a list: only these "
-            "(the core's own drivers and commands always do); empty: the core alone.",
-            _names,
-            keep_empty=True,
-        ),
-        Variable(
-            "FD_PLUGINS_PREFERRED",
-            "comma-separated distribution names",
-            (),
-            "Distributions whose drivers are used where another has the same name, the core's own "
-            "included: a model family, a parser or a scheduler of the core is replaced so.",
-            _names,
-        ),
-        Variable(
-            "FD_PLUGINS_DISABLED",
-            "comma-separated distribution names",
-            (),
-            "Plugins that take no part although installed. A name also in FD_PLUGINS is an error.",
-            _names,
-        ),
-        Variable(
-            "FD_TRACE_PLUGINS",
-            "yes or no",
-            False,
-            "Write every hook call with its arguments, result and milliseconds to stderr.",
-            _boolean,
-        ),
-        Variable(
-            "FD_PLUGIN_PREFLIGHT",
-            "yes or no",
-            True,
-            "Import third-party plugins first in a child process with a time limit, so that one "
-            "that hangs, crashes or exits cannot take the server with it. Off saves its time at "
-            "start-up.",
-            _boolean,
-        ),
-        Variable(
-            "FD_PLUGIN_HOOK_TIMEOUT_S",
-            "seconds",
-            2.0,
-            "How long third-party hook modules may hang while they are imported and say which "
-            "devices are here; they are asked side by side. One that goes on reading files or "
-            "touching new memory, as an import does, may take as long as a driver. All later "
-            "answers that hang may take half of it together.",
-            _number(0.1, 3600),
-        ),
-        Variable(
-            "FD_PLUGIN_DRIVER_TIMEOUT_S",
-            "seconds",
-            60.0,
-            "How long importing one third-party driver may take: in the pre-flight child process, "
-            "where one that neither computes nor reads is given up after 2 s, or of a checkpoint "
-            "format in the process that reads the model path.",
-            _number(0.1, 3600),
-        ),
-        Variable(
-            "FD_FOR_TORCH_MODEL_FORMAT",
-            "yes or no",
-            False,
-            "Read every checkpoint as torch stores it ([out, in] linear weights), regardless of "
-            "its config.json.",
-            _boolean,
-        ),
-        Variable(
-            "FD_MODEL_SOURCE",
-            "huggingface, modelscope, aistudio, or the name of a plugin's source",
-            "huggingface",
-            "Where a model comes from that is named instead of given as a folder.",
-            str.lower,
-        ),
-        Variable(
-            "VLLM_USE_MODELSCOPE",
-            "yes or no",
-            False,
-            "The same as FD_MODEL_SOURCE=modelscope, as vLLM's deployments say it.",
-            _boolean,
-        ),
-        Variable(
-            "FD_MODEL_CACHE",
-            "folder",
-            None,
-            "Where downloaded models are kept without --download-dir. Unset: the hub's own cache.",
-            _text,
-        ),
-        Variable(
-            "FD_CACHE_DIR",
-            "folder",
-            "~/.cache/fastdeploy",
-            "Where files are kept that can be made again, such as a tokenizer unpacked from a "
-            "checkpoint file.",
-            _text,
-        ),
-        Variable(
-            "FD_KV_SECRET",
-            "at least 32 characters",
-            "",
-            "What instances that hand KV blocks to each other prove to know (--kv-transport). "
-            "Unset: a file of this user in FD_CACHE_DIR, made when it is first needed.",
-            _text,
-        ),
-        Variable(
-            "FD_API_KEY",
-            "comma-separated keys",
-            (),
-            "Keys clients of the API server must send (or sha256:HEX), beside those of --api-key.",
-            _names,
-        ),
-        Variable("FD_ADMIN_KEY", "a key", "", "The same as --admin-key.", _text),
-        Variable(
-            "VLLM_API_KEY",
-            "a key",
-            (),
-            "One more such key, under the name that vLLM's deployments set.",
-            lambda text: (text,),
-        ),
-        Variable(
-            "FD_LOG_LEVEL",
-            "debug, info, warning or error",
-            "info",
-            "How much the command line tools and the server log.",
-            _choice("debug", "info", "warning", "error"),
-        ),
-        Variable(
-            "FD_LOG_FORMAT",
-            "text or json",
-            "text",
-            "How log lines look: for people, or one JSON object for each.",
-            _choice("text", "json"),
-        ),
-        Variable(
-            "FD_LOG_DIR",
-            "folder",
-            None,
-            "Where each process also keeps its log: server.log, engine.log and so on, a new file "
-            "every midnight. Unset: standard error alone.",
-            _text,
-        ),
-        Variable(
-            "FD_LOG_BACKUP_COUNT",
-            "a number of days",
-            7.0,
-            "How many days' files FD_LOG_DIR keeps of each process.",
-            _number(1, 3650),
-        ),
-    )
+_PARSERS: Final[dict[str, Callable[..., Callable[[str], Any]]]] = {
+    "boolean": lambda: _boolean,
+    "choice": _choice,
+    "lower": lambda: str.lower,
+    "names": lambda: _names,
+    "number": _number,
+    "one": lambda: lambda text: (text,),
+    "text": lambda: str,
 }
+
+
+def _variables() -> Iterator[tuple[str, Variable]]:
+    for row in json.loads(Path(__file__).with_name("environment.json").read_text("utf-8")):
+        kind, *bounds = row["parse"]
+        default = tuple(row["default"]) if isinstance(row["default"], list) else row["default"]
+        parse = _PARSERS[kind](*bounds)
+        yield row["name"], Variable(**(row | {"default": default, "parse": parse}))
+
+
+VARIABLES: Final[dict[str, Variable]] = dict(_variables())
 
 
 def read(name: str, environ: Mapping[str, str] | None = None) -> Any:

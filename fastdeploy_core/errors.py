@@ -74,11 +74,15 @@ def needs_trace(error: BaseException) -> bool:
 
 
 def error_named(name: str, message: str) -> FastDeployError:
-    """The error that crossed a process border as the name of a class here and a message."""
+    """The error that crossed a process border as the name of a class here and a message. Behind the
+    name may stand the field that is at fault."""
+    name, _, param = name.partition(":")
     kind = globals().get(name)
     if not (isinstance(kind, type) and issubclass(kind, FastDeployError)):
         kind = FastDeployError
     error: FastDeployError = kind(message)
+    if param and isinstance(error, RequestError):
+        error.param = param
     return error
 
 

@@ -1,17 +1,21 @@
 """kill -9 at random moments over every process of real servers, under load.
 
     python -m tests.kills --kills 1000
+    python -m tests.kills --kills 1000 --lanes 12
 
-Servers of several layouts run a fake model whose tokens are known. While clients ask, a process is
-chosen and killed: an engine, a worker rank, an API server, or the parent of all. Counted are
-requests that were lost (no end, no error, and the connection not broken by the death of what held
-it), answered twice or wrongly, and blocks that stay in use when all is over.
+Servers of several layouts run a fake model whose tokens are known; --lanes of them at once. While
+clients ask, a process is chosen and killed: an engine, a worker rank, an API server, or the parent
+of all. Counted are requests that were lost (no end, no error, and the connection not broken by the
+death of what held it), answered twice or wrongly, and blocks that stay in use when all is over.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -21,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 
 import httpx
@@ -59,6 +64,12 @@ class Load:
         for thread in self._threads:
             thread.start()
 
+    def __enter__(self) -> Load:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     def stop(self) -> None:
         """End when each client has its answer."""
         self._stopping.set()
@@ -66,14 +77,17 @@ class Load:
             thread.join()
 
     def _run(self, draw: random.Random) -> None:
-        while not self._stopping.is_set():
-            outcome = ask(self._url, draw)
-            self.seen[outcome] += 1
-            if outcome in (BROKEN, "error"):
-                time.sleep(0.05)
+        # A connection for each request: one that was kept may end with a process that is killed.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        with httpx.Client(base_url=self._url, timeout=PATIENCE_S, limits=limits) as client:
+            while not self._stopping.is_set():
+                outcome = ask(client, draw)
+                self.seen[outcome] += 1
+                if outcome in (BROKEN, "error"):
+                    time.sleep(0.05)
 
 
-def ask(url: str, draw: random.Random) -> str:
+def ask(client: httpx.Client, draw: random.Random) -> str:
     """One request: how it ended."""
     prompt = [draw.randrange(200) for _ in range(draw.randrange(1, 40))]
     count, stream = draw.randrange(1, 60), draw.random() < 0.5
@@ -83,7 +97,7 @@ def ask(url: str, draw: random.Random) -> str:
     tokens: list[int] = []
     has_error = is_done = False
     try:
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S) as answer:
+        with client.stream("POST", "/v1/completions", json=body) as answer:
             if answer.status_code != 200:
                 return "error"
             if not stream:
@@ -114,16 +128,15 @@ def processes(server: ServerProcess) -> dict[int, str]:
     """The server's processes by id, with what each is."""
     found, ring = {server.process.pid: "parent"}, [server.process.pid]
     while ring:
-        pid = ring.pop()
-        for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-            try:
-                below = [int(child) for child in listed.read_text().split()]
-                lines = {p: Path(f"/proc/{p}/cmdline").read_bytes() for p in below}
-            except OSError:
-                continue  # it has just ended
-            ring += below
-            for child, line in lines.items():
-                found[child] = next((n for key, n in NAMES.items() if key in line), "helper")
+        for listed in Path(f"/proc/{ring.pop()}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # the thread has just ended
+                for child in map(int, listed.read_text().split()):
+                    ring.append(child)
+                    with contextlib.suppress(OSError):  # the child has
+                        line = Path(f"/proc/{child}/cmdline").read_bytes()
+                        found[child] = next(
+                            (n for key, n in NAMES.items() if key in line), "helper"
+                        )
     return found
 
 
@@ -145,17 +158,20 @@ def is_ready(url: str) -> bool:
 def play(model: Path, layout: str, seed: int, most: int) -> Counter[str]:
     """One server, with up to `most` kills; what was seen."""
     draw, seen = random.Random(seed), Counter[str]()
-    with serving(model, *NULL, *LAYOUTS[layout]) as server:
+    with serving(model, *NULL, *LAYOUTS[layout]) as server, Load(server.url, seed) as load:
         url = server.url
-        load = Load(url, seed)
         killed: set[str] = set()
-        for _ in range(most):
+        while num_killed(seen) < most:
             time.sleep(1.5 * draw.random())
             alive = processes(server)
-            pid = draw.choice(sorted(alive)[0 if draw.random() < 0.1 else 1 :])
+            others = [process for process in alive if process != server.process.pid]
+            pid = server.process.pid if draw.random() < 0.1 or not others else draw.choice(others)
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue  # a helper that has just ended
             killed.add(alive[pid])
             seen[f"killed: {alive[pid]}"] += 1
-            os.kill(pid, signal.SIGKILL)
             if pid == server.process.pid:
                 break
             try:
@@ -184,17 +200,45 @@ def play(model: Path, layout: str, seed: int, most: int) -> Counter[str]:
     return seen
 
 
-def run(model: Path, num_kills: int, first_seed: int = 0) -> Counter[str]:
-    """So many kills, over all layouts in turn."""
+def run(
+    model: Path,
+    num_kills: int,
+    first_seed: int = 0,
+    num_lanes: int = 1,
+    limit_s: float = float("inf"),
+) -> Counter[str]:
+    """At least so many kills, over all layouts in turn, by so many servers at once. After limit_s
+    no further server is started."""
+    until_s = time.monotonic() + limit_s
     seen = Counter[str]()
-    seed = first_seed
-    while (done := sum(n for what, n in seen.items() if what.startswith("killed"))) < num_kills:
-        layout = [*LAYOUTS][seed % len(LAYOUTS)]
-        now = play(model, layout, seed, min(KILLS_PER_SERVER, num_kills - done))
-        print(f"seed {seed}, {layout}: {_line(now)}", flush=True)
-        seen += now
-        seed += 1
+    seeds = itertools.count(first_seed)
+    spawn = multiprocessing.get_context("spawn")
+
+    def is_wanted() -> bool:
+        return num_killed(seen) < num_kills and time.monotonic() < until_s
+
+    with ProcessPoolExecutor(num_lanes, spawn) as lanes:
+        running: dict[Future[Counter[str]], int] = {}
+        while running or is_wanted():
+            while len(running) < num_lanes and is_wanted():
+                seed = next(seeds)
+                most = min(KILLS_PER_SERVER, num_kills - num_killed(seen))
+                running[lanes.submit(play, model, layout_of(seed), seed, most)] = seed
+            for job in wait(running, return_when=FIRST_COMPLETED).done:
+                seed, now = running.pop(job), job.result()
+                print(f"seed {seed}, {layout_of(seed)}: {_line(now)}", flush=True)
+                seen += now
     return seen
+
+
+def layout_of(seed: int) -> str:
+    """Every seed has its layout, whoever plays it."""
+    return [*LAYOUTS][seed % len(LAYOUTS)]
+
+
+def num_killed(seen: Counter[str]) -> int:
+    """Kills of every kind of process."""
+    return sum(count for what, count in seen.items() if what.startswith("killed"))
 
 
 def _line(seen: Counter[str]) -> str:
@@ -206,11 +250,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--lanes", type=int, default=1, help="servers at once")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="at most, about")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = write_null_model(Path(folder), step_s=0.005, num_blocks=512)
-        seen = run(model, options.kills, options.first)
-    print(_line(seen))
+        limit_s = 60 * options.minutes
+        seen = run(model, options.kills, options.first, options.lanes, limit_s)
+    print(f"{num_killed(seen)} kills: {_line(seen)}")
     print(", ".join(f"{what} {seen[what]}" for what in BAD))
     return any(seen[what] for what in BAD)
 

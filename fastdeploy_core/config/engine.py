@@ -120,6 +120,8 @@ class DeviceConfig:
     tensor_library: str = ""
     attention_backend: str = ""
     moe_backend: str = ""
+    kernel_objective: str = ""  # what kernels are chosen for, where there are several
+    capture_shapes: str = ""  # a file: what operations were called with
     num_threads: int = 0
     allow_fallback: bool = True  # False (--no-fallback): a missing kernel is an error
 

@@ -17,6 +17,7 @@ class ServerConfig:
     root_path: str = ""
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_key: str = field(default="", repr=False)  # empty: there are no routes for operators
+    api_key_limits: str = ""  # a file, read by fd-key-limits
     allowed_hosts: tuple[str, ...] = ()  # empty: any Host header
     allowed_origins: tuple[str, ...] = ()  # empty: no CORS headers at all
     ssl_keyfile: str | None = None

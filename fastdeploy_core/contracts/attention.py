@@ -70,6 +70,7 @@ class AttentionQuestion:
     block_size: int
     kv_dtype: str  # "auto", or the cache format, as in spec.kv_format
     plain_projections: bool = False  # the matrices around attention are not quantized
+    objective: str = ""  # a word of ops.OBJECTIVES, if one was asked for
 
 
 @dataclass(slots=True)

@@ -58,6 +58,7 @@ class MoEQuestion:
     tensor_library: str
     spec: MoESpec
     quantization: str = ""  # internal format of the experts (quant_formats.py); several: "a,b"
+    objective: str = ""  # a word of ops.OBJECTIVES, if one was asked for
 
 
 @runtime_checkable

@@ -65,7 +65,8 @@ class AsyncEngine:
 
     If the process dies or stands still, `health` says why, and the process is started again
     (WatchdogConfig.max_restarts). Streams that had output end with WorkerError; requests without
-    any run again in the next process, once. Where a queue is shared, the queue decides about
+    any run again in the next process, once, one at a time until each has output: one that ends
+    that process, too, ends alone. Where a queue is shared, the queue decides about
     streams: they may go on in another engine. With --data-parallel-size, the engines together are
     one here.
     """
@@ -84,7 +85,10 @@ class AsyncEngine:
         self._front_end = front_end
         self._loop = asyncio.get_running_loop()
         self._streams: dict[str, OutputStream] = {}
-        self._lost: dict[str, asyncio.TimerHandle] = {}  # requests that wait for the next process
+        # Requests that a lost process had, until they run again: one after the other, so that one
+        # which kills its process does so alone.
+        self._lost: dict[str, asyncio.TimerHandle] = {}
+        self._suspect = ""  # the one that runs again and has no output yet
         self._all_ended = asyncio.Event()
         self._all_ended.set()
         self._questions: dict[int, asyncio.Future[EngineStats]] = {}
@@ -190,6 +194,9 @@ class AsyncEngine:
             del self._streams[request_id]
             if (timer := self._lost.pop(request_id, None)) is not None:
                 timer.cancel()
+            if self._suspect == request_id:
+                self._suspect = ""
+            self._run_next()
             if not self._streams:
                 self._all_ended.set()
             if not stream.is_ended:
@@ -283,10 +290,7 @@ class AsyncEngine:
         self.info = info
         if not self._ready.done():
             self._ready.set_result(info)
-        lost, self._lost = self._lost, {}
-        for request_id, timer in lost.items():
-            timer.cancel()
-            self._run_again(self._streams[request_id])
+        self._run_next()
 
     def _on_message(self, message: wire.Deltas | wire.Stats) -> None:
         if isinstance(message, wire.Stats):
@@ -313,6 +317,9 @@ class AsyncEngine:
                 continue
             if not stream.put(output):
                 stalled.append(output.request_id)
+        if self._suspect and streams[self._suspect].has_output:
+            self._suspect = ""
+            self._run_next()
         if stalled:
             logger.warning("output is not read, or was lost in part: %s", ", ".join(stalled))
             self._abort_in_engine(stalled)
@@ -323,6 +330,7 @@ class AsyncEngine:
             # May come twice for one end: what waits for the next process waits on.
             running = [name for name in self._streams if name not in self._lost]
             self._on_lost([name for name in running if not self._keep(name)])
+            self._suspect = ""
         for answer in self._questions.values():
             if not answer.done():
                 answer.set_exception(WorkerError(STOPPED))
@@ -339,7 +347,6 @@ class AsyncEngine:
         stream = self._streams[request_id]
         if stream.is_ended or stream.has_output or stream.is_repeated:
             return False
-        stream.is_repeated = True
         # Output of the lost attempt may still come, and would be taken for that of the next one.
         attempt = stream.request.attempt + 1
         stream.request = msgspec.structs.replace(stream.request, attempt=attempt)
@@ -348,17 +355,27 @@ class AsyncEngine:
         self._lost[request_id] = self._loop.call_at(until_s, self._on_lost, [request_id])
         return True
 
-    def _run_again(self, stream: OutputStream) -> None:
+    def _run_next(self) -> None:
+        """Run the next lost request again, if the one before has output or has ended."""
+        request_id = next(iter(self._lost), "")
+        if request_id and not self._suspect and self._run_again(self._streams[request_id]):
+            self._lost.pop(request_id).cancel()
+            self._suspect = request_id
+
+    def _run_again(self, stream: OutputStream) -> bool:
+        """Whether the request was sent; without an engine it waits for the next one."""
         if stream.is_ended:
-            return
+            return False
         request = stream.request
         if request.deadline_s is not None:
             left_s = max(0.0, stream.began_s + request.deadline_s - self._loop.time())
             request = msgspec.structs.replace(request, deadline_s=left_s)
         try:
             self._link.send(wire.Put(request, self._front_end))
-        except WorkerError as error:
-            stream.fail(error)
+        except WorkerError:
+            return False
+        stream.is_repeated = True
+        return True
 
     def _on_dead(self, error: FastDeployError) -> None:
         self._on_lost(list(self._lost))
@@ -383,9 +400,11 @@ class _ToLoop(Listener):
         """The engine sent output or counters."""
         self._call(self._engine._on_message, message)
 
-    def on_down(self, reason: str) -> None:
+    def on_down(self, reason: str) -> bool:
         """The engine ended."""
+        is_repeated = bool(self._engine._suspect)  # the loop forgets it next
         self._call(self._engine._on_down)
+        return is_repeated
 
     def on_lost(self, request_ids: Sequence[str]) -> None:
         """These requests will not be answered any more."""

@@ -331,7 +331,7 @@ class OutputProcessor:
             if sequence.finished and part.finish_reason is None:
                 stopped.append(part.index)
         if delta.error is not None:
-            state.error, state.error_type = delta.error, delta.error_type
+            state.error, state.error_type = delta.error, delta.error_type.partition(":")[0]
         if delta.error is not None or delta.finished:
             reason = FinishReason.ERROR if delta.error is not None else FinishReason.ABORT
             for sequence in state.sequences:

@@ -17,11 +17,12 @@ from fastdeploy_core.contracts.ops import KERNEL_SIZES, OPERATIONS, QUANTIZED_OP
 from fastdeploy_core.errors import CapabilityError, PluginError
 
 from .discovery import PluginEntry, discover
-from .drivers import load
+from .drivers import load, scale_out
 from .preflight_child import describe
 
 if TYPE_CHECKING:
     from fastdeploy_core.config import ModelConfig
+    from fastdeploy_core.config.engine import DeviceConfig
 
     from .resolve import ResolvedPlugins
 
@@ -179,17 +180,19 @@ class ChosenKernels:
 def build_kernel_table(
     device_name: str,
     facts: Mapping[str, Any] | None = None,
-    allow_fallback: bool = True,
+    asked: DeviceConfig | None = None,
     *,
     resolved: ResolvedPlugins | None = None,
 ) -> ChosenKernels:
     """Choose a kernel for every operation.
 
-    Predicates of cells are called with `facts` (dtype, head_dim, ...). With allow_fallback=False an
-    operation that only the reference has is a CapabilityError.
+    Predicates of cells are called with `facts` (dtype, head_dim, ...) and the objective that was
+    asked for. With asked.allow_fallback=False an operation that only the reference has is a
+    CapabilityError.
     """
     entries = discover().of("kernels") if resolved is None else resolved.plugin_entries("kernels")
-    facts = facts or {}
+    facts = {"objective": asked.kernel_objective if asked else ""} | dict(facts or {})
+    allow_fallback = asked is None or asked.allow_fallback
     problems = _Problems()
     own = _cells([e for e in entries if e.name == device_name], problems)
     of_reference = [e for e in entries if e.name == REFERENCE and device_name != REFERENCE]
@@ -230,6 +233,8 @@ def build_kernel_table(
     table = ChosenKernels(device_name, both, late, allow_fallback)
     _compose(table, composing, facts, problems)
     table.problems = tuple(problems.lines)
+    if asked and asked.capture_shapes:
+        scale_out("shapes", "--capture-shapes")(asked.capture_shapes, table)
     return table
 
 
@@ -293,12 +298,18 @@ def misspelt(operation: str) -> str:
 
 
 def _choose(cells: Iterable[_Cell], facts: Mapping[str, Any], problems: _Problems) -> _Chosen:
-    """One importable cell per operation: cells with a predicate come first (they claim a special
-    case), then the order of distribution names; the core's cells come last."""
+    """One importable cell per operation: cells for the objective come first and those for another
+    one last, then cells with a predicate (they claim a special case), then the order of
+    distribution names; the core's cells come last."""
     chosen = _Chosen()
-    order = sorted(
-        cells, key=lambda c: (not c.kernel.predicate, c.entry.is_core, c.entry.distribution)
-    )
+    ranks = {facts.get("objective", ""): 0, "": 1}  # nothing asked for: 1 for what says nothing
+
+    def place(cell: _Cell) -> tuple[object, ...]:
+        kernel, entry = cell.kernel, cell.entry
+        rank = ranks.get(kernel.objective, 2)
+        return rank, not kernel.predicate, entry.is_core, entry.distribution
+
+    order = sorted(cells, key=place)
     for cell in order:
         if cell.operation in chosen.functions:
             used = chosen.origins[cell.operation]

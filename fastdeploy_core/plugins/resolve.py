@@ -139,6 +139,7 @@ def attention_questions(
     block_size: int,
     quantization: QuantizationSettings,
     max_model_len: int,
+    objective: str = "",
 ) -> list[AttentionQuestion]:
     """What attention drivers are asked about a model: one question for each distinct layer that
     keeps entries per token."""
@@ -158,6 +159,7 @@ def attention_questions(
             block_size=block_size,
             kv_dtype=cache_format or "auto",
             plain_projections=not quantization.method,
+            objective=objective,
         )
     return list(questions.values())
 
@@ -207,6 +209,7 @@ class _Resolver:
             block_size=self._config.cache.block_size,
             quantization=self._quantization,
             max_model_len=self._config.model.max_model_len,
+            objective=self._config.device.kernel_objective,
         )
         self._layer_driver(
             "attention", "fd_attention_backends", questions, self._config.device.attention_backend
@@ -237,6 +240,7 @@ class _Resolver:
                 tensor_library=self._tensor_library,
                 spec=spec,
                 quantization=self._expert_formats,
+                objective=self._config.device.kernel_objective,
             )
             for spec in dict.fromkeys(specs)
         ]
@@ -388,6 +392,8 @@ class _Resolver:
             self._add(
                 find("checkpoint_format", self._config.model.checkpoint_format, self._inventory)
             )
+        if self._config.device.capture_shapes:
+            self._add(find_scale_out("shapes", "--capture-shapes", self._inventory))
         if self._config.model.weight_cache:
             self._add(find_scale_out("weight-cache", "--weight-cache", self._inventory))
         if name := self._config.cache.kv_store:

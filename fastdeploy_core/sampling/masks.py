@@ -238,7 +238,7 @@ class TokenMasks:
             mask &= possible.view(np.uint32)
             return matcher.is_finished(), ""
         except InvalidRequest as error:
-            return False, f"invalid_request: {error}"
+            return False, f"InvalidRequest:{error.param or ''}: {error}"
         except Exception:
             logger.exception("a grammar matcher failed in fill_mask()")
             return False, GRAMMAR_FAILED

@@ -29,7 +29,7 @@ from .roster import Roster
 from .sequence import RequestState, Sequence
 from .step import Cohort, Row, ScheduledStep
 
-REFUSED = "invalid_request: "
+REFUSED = "InvalidRequest:"
 NAN_MESSAGE = "the model produced numbers that are not finite for this request (nan_logits)"
 
 
@@ -285,7 +285,7 @@ class Outcome:
     def _fail_row(self, request: RequestState, code: str) -> None:
         """A worker found that one request cannot go on; codes are worker/model_runner.py's."""
         if code.startswith(REFUSED):
-            self.fail(request, code.removeprefix(REFUSED), "InvalidRequest")
+            self.fail(request, *code.split(": ", 1)[::-1])
         else:
             self.fail(request, NAN_MESSAGE if code == "nan_logits" else code, "FastDeployError")
 

@@ -195,6 +195,8 @@ async def app_around(
     async with contextlib.AsyncExitStack() as stack:
         engine_task = asyncio.create_task(starting)
         try:
+            path, count = server_config.api_key_limits, server_config.api_server_count
+            limits_of_keys = path and scale_out("key-limits", "--api-key-limits")(path, count)
             tokenizer, plugins, media = await asyncio.to_thread(
                 _prepare_app, engine_config, server_config, resolved
             )
@@ -219,7 +221,7 @@ async def app_around(
         )
         stack.callback(compiler.close)
         app = create_app(
-            engine,
+            limits_of_keys.around(engine) if limits_of_keys else engine,
             tokenizer,
             server_config,
             limits=limits,

@@ -8,6 +8,7 @@ taken any more, by no API server of this port; running ones end, and the process
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -21,6 +22,8 @@ from fastdeploy_core.serving.http.middleware import DRAIN_PATH, OPEN_PATHS
 
 from .respond import json_response
 from .state import ServerState
+
+logger = logging.getLogger(__name__)
 
 STATS_TIMEOUT_S = 2.0
 
@@ -44,6 +47,7 @@ def service_router(state: ServerState) -> APIRouter:
         async def drain() -> Response:
             state.occupancy.table.drain()
             state.engine.take_no_more()
+            logger.info("/drain: no new requests are taken; %d run", state.admission.total)
             return json_response({"status": "draining", "server_load": state.admission.total})
 
     @router.get("/load")

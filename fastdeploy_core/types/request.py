@@ -135,7 +135,7 @@ class RequestOutputDelta(msgspec.Struct, kw_only=True, omit_defaults=True, tag="
     queue_s: float | None = None  # time spent waiting, in the first delta
     finished: bool = False  # no more deltas of this request follow
     error: str | None = None  # the request failed; safe to show to the client
-    error_type: str = ""  # class name in errors.py
+    error_type: str = ""  # class name in errors.py, and the field at fault: "InvalidRequest:n"
 
 
 class TokenDeltas(msgspec.Struct, tag="tokens"):

@@ -436,7 +436,7 @@ class ModelRunner:
         try:
             self._state.add(slot, new)
         except RequestError as error:
-            self._refused[new.seq_id] = f"invalid_request: {error}"
+            self._refused[new.seq_id] = f"InvalidRequest:{error.param or ''}: {error}"
         except Exception as error:  # a plugin's own failure costs its request only
             logger.exception("sequence %s cannot be sampled as asked", new.seq_id)
             self._refused[new.seq_id] = f"sampling_setup_failed: {type(error).__name__}"

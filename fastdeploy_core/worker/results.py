@@ -27,6 +27,7 @@ from .step import Arriving, Launched
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.sampling.logprobs import LogprobTensors
     from fastdeploy_core.sampling.state import SamplingState
     from fastdeploy_core.tensor import Tensor

@@ -93,7 +93,7 @@ class Worker:
         kernels = build_kernel_table(
             device.name,
             kernel_facts(self.config.model, device.xp.name),
-            self.config.device.allow_fallback,
+            self.config.device,
             resolved=self.resolved,
         )
         free_before = device.memory().free_bytes

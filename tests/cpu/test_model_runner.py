@@ -379,8 +379,9 @@ def test_parameters_the_worker_cannot_serve_fail_their_request_only(steps: Steps
     rows = steps.step([steps.row(n) for n in (1, 2, 3, 4, 5)])
     assert rows[0].token_ids == truth
     for row in rows[1:]:
-        assert row.error is not None and row.error.startswith("invalid_request: ")
+        assert row.error is not None and row.error.startswith("InvalidRequest:")
         assert not row.token_ids
+    assert str(rows[2].error).startswith("InvalidRequest:logits_processors_args: ")
     clear(steps)
     steps.add(2, [5, 6])
     assert steps.step([steps.row(2)])[0].token_ids == truth, "the slot is clean again"

@@ -166,6 +166,18 @@ def test_the_model_calls_a_tool_by_itself(api: openai.OpenAI) -> None:
     assert json.loads(call.function.arguments) == {"city": "Paris"}
 
 
+def test_what_a_processor_refuses_names_its_field(api: openai.OpenAI) -> None:
+    """The engine process refuses it, so the name crosses a border."""
+    with pytest.raises(openai.BadRequestError, match="must be 0 or more") as caught:
+        api.completions.create(
+            model="ernie-tiny",
+            prompt="a",
+            max_tokens=1,
+            extra_body={"logits_processors_args": {"thinking_budget": -1}},
+        )
+    assert caught.value.param == "logits_processors_args"
+
+
 def test_prompts_are_scored_by_echo(server: ServerProcess) -> None:
     body = {"prompt": "The capital of China is", "echo": True, "max_tokens": 0, "logprobs": 1}
     answer = httpx.post(server.url + "/v1/completions", json=body, timeout=60).json()

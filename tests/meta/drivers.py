@@ -41,6 +41,7 @@ from fd_hub.modelscope import ModelScope
 from fd_hub.pull import main as pull
 from fd_iluvatar.attention import IluvatarAttention
 from fd_iluvatar.device import IluvatarDevice
+from fd_key_limits.limits import KeyLimits
 from fd_kv_disk.disk import DiskStore
 from fd_kv_redis.store import RedisStore
 from fd_kv_shm.shm import SharedMemoryTransport
@@ -133,9 +134,11 @@ from fd_tools.chat import chat, complete
 from fd_tools.collect_env import main as collect_env
 from fd_tools.plugins_doctor import main as plugins_doctor
 from fd_tools.plugins_report import main as plugins_report
+from fd_tools.plugins_shapes import main as plugins_shapes
 from fd_tools.plugins_show import main as plugins_show
 from fd_tools.plugins_why import main as plugins_why
 from fd_tools.run_batch import main as run_batch
+from fd_tools.shapes import capture
 from fd_tools.tokenizer import main as tokenizer
 from fd_vision.ernie4_5_vl import Ernie4_5_VLMoeForConditionalGeneration
 from fd_vision.paddleocr_vl import PaddleOCRVLForConditionalGeneration
@@ -189,6 +192,7 @@ from fastdeploy_core.layers.experts import ExpertRanks
 from fastdeploy_core.models.ernie import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
 from fastdeploy_core.models.llama import LlamaForCausalLM
 from fastdeploy_core.models.qwen import Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
+from fastdeploy_core.plugins.kernels import ChosenKernels
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.reference.device import CpuDevice
@@ -398,6 +402,7 @@ commands: list[Command] = [
     launch,
     plugins_doctor,
     plugins_report,
+    plugins_shapes,
     plugins_show,
     plugins_why,
 ]
@@ -413,6 +418,8 @@ several_api_servers: list[
     Callable[[EngineConfig, ServerConfig, Plugins, socket.socket], FrontEnds]
 ] = [FrontEnds]
 divided_experts: list[Callable[[DeviceBackend, Communicator], ExpertRanks]] = [WholeExperts]
+captured_shapes: list[Callable[[str, ChosenKernels], None]] = [capture]
+key_limits: list[Callable[[str, int], KeyLimits]] = [KeyLimits]
 shared_queue: list[Callable[[EngineLink, RequestScheduler, Listener], EngineLink]] = [SharedQueue]
 weight_cache: list[Callable[[PackingDevice, Path], KeptWeights]] = [WeightCache]
 kv_events: list[Callable[[KVEventsConfig, int, int, int], KVEvents]] = [KVEvents]

@@ -342,6 +342,25 @@ def test_requests_without_output_run_again_in_the_next_engine():
     asyncio.run(main())
 
 
+def test_a_request_that_ends_its_engine_twice_ends_alone():
+    async def main():
+        faults = ({"kind": "die", "token": POISON},)
+        watchdog = WatchdogConfig(max_restarts=1)
+        async with engine_of(device="faulty", faults=faults, watchdog=watchdog) as engine:
+            prompts = [[POISON], [5, 6], [5, 7], [5, 8]]
+            requests = [make_request(f"r{i}", prompt) for i, prompt in enumerate(prompts)]
+            results = await asyncio.wait_for(
+                asyncio.gather(*(answer(engine, r) for r in requests), return_exceptions=True),
+                PATIENCE_S,
+            )
+            assert isinstance(results[0], WorkerError)
+            assert results[1:] == [expected_answers(request) for request in requests[1:]]
+            assert engine.health().num_restarts == 2, "the budget of one was spent once"
+            await assert_serves(engine)
+
+    asyncio.run(main())
+
+
 def test_requests_that_wait_for_an_engine_end_when_none_comes():
     async def main():
         watchdog = WatchdogConfig(max_restarts=0)
@@ -456,8 +475,10 @@ def test_engine_that_keeps_dying_stays_dead():
         watchdog = WatchdogConfig(max_restarts=1)
         async with engine_of(device="faulty", faults=faults, watchdog=watchdog) as engine:
             await until_ready(engine)
-            with pytest.raises(WorkerError):  # it ran twice: nothing of it had been shown
-                await answer(engine, make_request("bad", [POISON]))
+            for name in ("bad", "worse"):  # the second end of each is its own and costs nothing
+                await until_ready(engine)
+                with pytest.raises(WorkerError):
+                    await answer(engine, make_request(name, [POISON]))
             reason = await asyncio.wait_for(engine.wait_dead(), PATIENCE_S)
             assert "killed by SIGKILL" in reason and not engine.health().alive
             with pytest.raises(WorkerError):

@@ -7,6 +7,7 @@ import logging
 import msgspec
 import pytest
 
+from fastdeploy_core.config.engine import DeviceConfig
 from fastdeploy_core.contracts.ops import OPERATIONS, Deny
 from fastdeploy_core.errors import CapabilityError, ConfigError
 from fastdeploy_core.plugins.kernels import build_kernel_table
@@ -27,6 +28,7 @@ CPU = {"linear": "kernel_mod:reference", "greedy": "kernel_mod:reference",
 CHIP = {"linear": "kernel_mod:own", "greedy": "kernel_mod:absent"}
 THIRD = {"linear": Kernel("kernel_mod:special", "kernel_mod:is_wide"),
          "sample": Kernel("kernel_mod:third", "kernel_mod:breaks"), "extra_op": "kernel_mod:third"}
+FAST = {"linear": Kernel("kernel_mod:special", objective="latency"), "greedy": "kernel_mod:own"}
 LIST = ["linear"]
 WRONG = {"linear": 3}
 FULL = {"linear": "kernel_mod:own", "greedy": "kernel_mod:own", "sample": "kernel_mod:own"}
@@ -84,9 +86,13 @@ def test_kernel_that_cannot_be_imported_is_warned_of_and_replaced(resolved, capl
 
 def test_no_fallback_names_what_is_missing(resolved):
     with pytest.raises(CapabilityError, match="greedy, sample"):
-        build_kernel_table("chip", {}, allow_fallback=False, resolved=resolved(CHIP))
+        build_kernel_table(
+            "chip", {}, asked=DeviceConfig(allow_fallback=False), resolved=resolved(CHIP)
+        )
     full = entry("kernels", "chip", "kernel_mod:FULL", "fd-chip")
-    table = build_kernel_table("chip", {}, allow_fallback=False, resolved=resolved(full))
+    table = build_kernel_table(
+        "chip", {}, asked=DeviceConfig(allow_fallback=False), resolved=resolved(full)
+    )
     assert set(ask(table).values()) == {"own"}
 
 
@@ -148,6 +154,22 @@ def test_every_cell_has_one_verdict(resolved):
     assert "cannot be loaded" in reasons["fd-chip", "greedy"]
 
 
+@pytest.mark.parametrize(
+    ("objective", "expected"),
+    [("latency", "special"), ("determinism", "own"), ("throughput", "own"), ("", "own")],
+)
+def test_cells_for_an_objective_are_used_for_it(resolved, objective, expected):
+    fast = entry("kernels", "chip", "kernel_mod:FAST", "fd-a-fast")  # else the first by its name
+    table = build_kernel_table(
+        "chip", asked=DeviceConfig(kernel_objective=objective), resolved=resolved(CHIP, fast)
+    )
+    assert table["linear"]() == expected
+    alone = build_kernel_table(
+        "chip", asked=DeviceConfig(kernel_objective=objective), resolved=resolved(fast)
+    )
+    assert alone["linear"]() == "special", "better than none of the device's own"
+
+
 def test_failing_predicate_means_no(resolved):
     table = build_kernel_table("chip", {"head_dim": 1}, resolved=resolved(CHIP, THIRD))
     assert table["sample"]() == "reference"
@@ -164,7 +186,9 @@ def test_table_of_the_wrong_form_costs_its_own_cells_only(resolved, caplog):
 
 def test_reference_device_logs_no_fallback(resolved, caplog):
     with caplog.at_level(logging.INFO):
-        table = build_kernel_table("cpu", {}, allow_fallback=False, resolved=resolved(CHIP))
+        table = build_kernel_table(
+            "cpu", {}, asked=DeviceConfig(allow_fallback=False), resolved=resolved(CHIP)
+        )
     assert set(ask(table).values()) == {"reference"} and not caplog.records
 
 
@@ -204,7 +228,9 @@ def test_operation_that_few_models_need_falls_back_when_a_layer_asks(resolved, c
 
 
 def test_operation_that_few_models_need_is_refused_only_when_asked_for(resolved):
-    table = build_kernel_table("chip", allow_fallback=False, resolved=resolved(*ODD))
+    table = build_kernel_table(
+        "chip", asked=DeviceConfig(allow_fallback=False), resolved=resolved(*ODD)
+    )
     assert table["linear"]() == table["linear_even"]() == "own"
     with pytest.raises(CapabilityError, match=r"linear_odd.*--no-fallback"):
         table["linear_odd"]
@@ -290,5 +316,7 @@ def test_a_composed_operation_is_no_fallback(tmp_path, monkeypatch):
     entries = [
         ResolvedEntry(e.kind, e.name, e.group, e.target, e.distribution, e.version) for e in rows
     ]
-    table = build_kernel_table("chip", allow_fallback=False, resolved=ResolvedPlugins(entries, {}))
+    table = build_kernel_table(
+        "chip", asked=DeviceConfig(allow_fallback=False), resolved=ResolvedPlugins(entries, {})
+    )
     assert table["both"](2) == 24

@@ -19,7 +19,7 @@ from fastdeploy_core.contracts.signature import Operation, declared_in
 from .body import BodyOperations, FusedOperations
 from .cache import CacheOperations
 from .decode import DecodeOperations, HistoryOperations
-from .kernel import KERNEL_FACTS, KERNEL_SIZES, Deny, Kernel, KernelTable
+from .kernel import KERNEL_FACTS, KERNEL_SIZES, OBJECTIVES, Deny, Kernel, KernelTable
 from .moe import MoEOperations
 from .quantized import FORMAT_OPERATIONS, KV_OPERATIONS
 from .sampling import SamplingOperations
@@ -29,6 +29,7 @@ __all__ = [
     "KERNEL_FACTS",
     "KERNEL_SIZES",
     "KV_OPERATIONS",
+    "OBJECTIVES",
     "OPERATIONS",
     "QUANTIZED_OPERATIONS",
     "Deny",

@@ -19,7 +19,8 @@ KERNEL_SIZES: Final = (
     "head_dim",
     "vocab_size",
 )
-KERNEL_FACTS: Final = ("tensor_library", "dtype", *KERNEL_SIZES)
+OBJECTIVES: Final = ("latency", "throughput", "determinism")
+KERNEL_FACTS: Final = ("tensor_library", "dtype", "objective", *KERNEL_SIZES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,9 @@ class Kernel:
     each with a "module:function" that does the operation and what the cell does to x first, such as rounding it. It
     takes the operation's arguments, then the prepared weight, and returns what the operation does, but in the normed or
     activated tensor's place anything that the cell takes for x. The product is the same to the last bit.
+
+    `objective`: what the cell is made for, a word of OBJECTIVES. Cells for the objective that was asked for
+    (fact "objective") come first, then those without one, then the others (since contract 1.4).
     """
 
     target: str
@@ -86,6 +90,7 @@ class Kernel:
     activations: Literal["", "int8"] = ""
     behind: Mapping[str, str] = field(default_factory=dict)
     denies: tuple[Deny, ...] = ()
+    objective: Literal["", "latency", "throughput", "determinism"] = ""
 
 
 class KernelTable(Protocol):

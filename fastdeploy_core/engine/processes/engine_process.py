@@ -264,7 +264,7 @@ class EngineProcess:
         if reason is None:
             return None
         delta = refusal(request, error_of(reason))
-        self._core.count_rejection(delta.error_type)
+        self._core.count_rejection(delta.error_type.partition(":")[0])
         return delta
 
     def _show_stall(self, shown: int) -> int:

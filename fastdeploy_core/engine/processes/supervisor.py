@@ -60,9 +60,9 @@ class Listener:
     def on_message(self, message: wire.Deltas | wire.Stats) -> None:
         """The engine sent output or counters."""
 
-    def on_down(self, reason: str) -> None:
+    def on_down(self, reason: str) -> object:
         """The engine ended or is about to end; requests sent to it will not be answered any more.
-        May be called twice for one end."""
+        May be called twice for one end. True: a request ended it that had ended the one before."""
 
     def on_lost(self, request_ids: Sequence[str]) -> None:
         """These requests will not be answered any more; others are not concerned."""
@@ -178,6 +178,7 @@ class Supervisor:
         self._has_lived = False
         self._num_restarts = 0
         self._restarts: list[float] = []
+        self._is_blamed = False  # a request ended two engines: no sign that more will end
         self._thread = threading.Thread(target=self._run, name="fd-supervisor", daemon=True)
 
     @property
@@ -256,7 +257,7 @@ class Supervisor:
         """Start an engine and attend to it until it ends; returns why it ended."""
         self._reason = "starting"
         life = _Life(self._config, self._resolved, self._front_ends, self._woken)
-        self._life = life
+        self._life, self._is_blamed = life, False
         reason = ""
         try:
             reason = self._attend(life)
@@ -267,7 +268,7 @@ class Supervisor:
             life.tidy(STOP_GRACE_S if self._stopping.is_set() else 0.5)
         if not self._stopping.is_set():
             logger.error("%s ended: %s", self._name, self._reason)
-        self._listener.on_down(self._reason)
+        self._is_blamed |= self._listener.on_down(self._reason) is True
         return as_error(life.failure, self._reason)
 
     def _attend(self, life: _Life) -> str:
@@ -313,7 +314,7 @@ class Supervisor:
             if life.is_ready:
                 life.is_ready = False
                 self._reason = message.message
-                self._listener.on_down(message.message)
+                self._is_blamed |= self._listener.on_down(message.message) is True
         else:
             self._listener.on_message(message)
 
@@ -324,11 +325,12 @@ class Supervisor:
             return False
         now = time.monotonic()
         self._restarts = [t for t in self._restarts if now - t < RESTART_WINDOW_S]
-        return len(self._restarts) < self._config.watchdog.max_restarts
+        return self._is_blamed or len(self._restarts) < self._config.watchdog.max_restarts
 
     def _back_off(self) -> None:
         wait_s = min(MAX_BACKOFF_S, 0.5 * 2 ** len(self._restarts))
-        self._restarts.append(time.monotonic())
+        if not self._is_blamed:
+            self._restarts.append(time.monotonic())
         logger.warning("%s is restarted in %.1f s", self._name, wait_s)
         self._reason = f"{self._reason}; being restarted"
         self._stopping.wait(wait_s)

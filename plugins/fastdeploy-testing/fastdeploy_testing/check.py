@@ -70,6 +70,8 @@ def main(argv: Sequence[str]) -> int:
             "-p", "fastdeploy_testing.pytest_plugin",
             "--pyargs", *suites(kind), "--fd-driver", name, "--fd-kind", kind,
         ]  # fmt: skip
+        if arguments.mutants:
+            command += ["-p", _hunt(kind)]
         if arguments.tensor:
             command += ["--fd-tensor", arguments.tensor]
         if device:
@@ -106,11 +108,28 @@ def _parser() -> argparse.ArgumentParser:
         help="setting of the driver itself; may be repeated",
     )
     parser.add_argument("--report", metavar="FILE", help="write the results as JSON")
+    parser.add_argument(
+        "--mutants",
+        action="store_true",
+        help="run each test on drivers with one fault each, too, and print how many are found",
+    )
     parser.add_argument("-k", dest="keyword", default="", help="only tests that match, as pytest")
     parser.add_argument(
         "-v", dest="verbose", action="store_true", help="one line per test, and tracebacks"
     )
     return parser
+
+
+def _hunt(kind: str) -> str:
+    """The module that makes mutants of that kind."""
+    from .conformance.driver_mutants import KINDS_WITH_MUTANTS
+
+    if kind in ("device", "kernels"):
+        return f"{KIT}.mutants"
+    if kind in KINDS_WITH_MUTANTS:
+        return f"{KIT}.driver_mutants"
+    possible = ", ".join(sorted(("device", "kernels", *KINDS_WITH_MUTANTS)))
+    raise ConfigError(f"there are no mutants of kind {kind}; of: {possible}")
 
 
 def suites(kind: str) -> list[str]:

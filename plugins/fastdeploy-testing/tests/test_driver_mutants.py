@@ -13,7 +13,7 @@ import pytest
 
 from fastdeploy_testing.conformance.driver_mutants import KINDS_WITH_MUTANTS, mutants_of
 from fastdeploy_testing.conformance.mutants import FEWEST
-from fastdeploy_testing.new import create
+from fastdeploy_testing.new import TEMPLATES, create
 
 # Ten seconds each and more: a scheduler's tests wait for leases.
 SLOW = set(KINDS_WITH_MUTANTS) - {"tool_parser"}
@@ -38,7 +38,8 @@ def install(project: Path, site: Path) -> None:
 
 def hunt(folder: Path, kind: str, library: str, *words: str) -> tuple[int, str]:
     """Exit code, and what was printed, of the template's own tests on mutants."""
-    project, site = create("fd-my-own", folder, kind), folder / "site"
+    template = next(name for name, t in TEMPLATES.items() if t.kind == kind)
+    project, site = create("fd-my-own", folder, template), folder / "site"
     install(project, site)
     path = os.pathsep.join([str(site), *(p for p in sys.path if p)])
     done = subprocess.run(
@@ -51,7 +52,7 @@ def hunt(folder: Path, kind: str, library: str, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr[-2000:]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(k, marks=[pytest.mark.slow] if k in SLOW else []) for k in KINDS_WITH_MUTANTS],

@@ -11,6 +11,7 @@ from fastdeploy_core.contracts.base import DISTRIBUTION, KINDS, Accept, Candidat
 from fastdeploy_core.contracts.command import CommandParser
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.contracts.model import ModelShapes
+from fastdeploy_core.contracts.ops import OBJECTIVES
 from fastdeploy_core.errors import ConfigError, FastDeployError
 from fastdeploy_core.plugins.discovery import Inventory, discover
 from fastdeploy_core.plugins.drivers import find, without_broken
@@ -86,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--quantization", default="", help="number format by name")
+    parser.add_argument("--kernel-objective", default="", choices=["", *OBJECTIVES])
     parser.add_argument("--json", action="store_true", help="the stable form for programs")
     return parser
 
@@ -152,6 +154,7 @@ def _attention(
         block_size=arguments.block_size,
         quantization=read_quantization(model, arguments.kv_cache_dtype),
         max_model_len=model.max_model_len,
+        objective=arguments.kernel_objective,
     )
     return [ask_layer_drivers(hooks, inventory, "attention", "fd_attention_backends", questions)]
 
@@ -182,6 +185,7 @@ def _moe(arguments: argparse.Namespace, inventory: Inventory, hooks: HookManager
         tensor_library=library,
         spec=shapes.moe,
         quantization=_expert_formats(arguments, inventory, hooks),
+        objective=arguments.kernel_objective,
     )
     return [ask_candidates(hooks, inventory, "moe", "fd_moe_backends", question)[0]]
 
@@ -272,6 +276,7 @@ def _kernels(
         facts = kernel_facts(model, library)
     elif arguments.dtype != "auto":
         facts["dtype"] = arguments.dtype
+    facts["objective"] = arguments.kernel_objective
     cells = build_kernel_table(device, facts).cells
     rows = [
         CandidateRow(cell.operation, cell.distribution, cell.is_used, 0, cell.reason)

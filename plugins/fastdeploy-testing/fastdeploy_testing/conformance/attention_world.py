@@ -80,6 +80,9 @@ class World:
         (q, k, v) of the step."""
         device, spec = self.device, self.spec
         shapes = backend.cache_shapes(self.num_blocks)
+        assert all(shape[0] == self.num_blocks for shape in shapes), (
+            f"cache_shapes({self.num_blocks}) gives {shapes}: dimension 0 is the block"
+        )
         arrays = [np.full(shape, np.nan, "float32") for shape in shapes]
         owned = sorted({b for row in self.rows for b in row.blocks})
         for array in arrays:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,8 +17,6 @@ from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_testing.conformance.declared import DeclaredKernels
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from fastdeploy_core.plugins.discovery import PluginEntry
 
 # (relative, absolute) distance from a float64 oracle, by the dtype of inputs and outputs.
@@ -118,6 +117,16 @@ class OnDevice(Conformance):
         if device.xp.dtype_name(x.dtype) in ("float16", "bfloat16", "float32"):
             return np.array(device.to_host(x.float()), "float64")
         return np.array(device.to_host(x))
+
+    @contextmanager
+    def unchanged(self, device: Any, **tensors: Any) -> Iterator[None]:
+        """Check that none of these tensors is another one afterwards; None may be among them."""
+        given = {name: x for name, x in tensors.items() if x is not None}
+        before = {name: self.to_host(device, x) for name, x in given.items()}
+        yield
+        for name, x in given.items():
+            same = np.array_equal(self.to_host(device, x), before[name], equal_nan=True)
+            assert same, f"{name} is not as it was given"
 
     def assert_dtype(self, device: Any, result: Any, dtype: str) -> None:
         """The result is of that dtype, as the contract says."""

@@ -255,7 +255,8 @@ class AttentionConformance(OnDevice):
         backend = self._backend(request, device, kernels, spec, size)
         world = World(self, device, kernels, spec, size, rows, shared_blocks, first_seed)
         inputs = world.write(backend)
-        got = world.forward(backend, inputs)
+        with self.unchanged(device, **dict(zip("qkv", inputs, strict=True))):
+            got = world.forward(backend, inputs)
         width = spec.num_heads * (spec.kv_lora_rank if spec.kind == "mla" else spec.v_head_dim)
         assert tuple(got.shape) == (world.num_tokens, width)
         world.check_canaries()

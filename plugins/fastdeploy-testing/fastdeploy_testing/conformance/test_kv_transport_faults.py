@@ -6,6 +6,7 @@ All tests ask: can a byte be written to a block after its owner was told that no
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import secrets
 import time
@@ -104,6 +105,24 @@ class KVTransportFaultsConformance(KVTransportSuite):
         time.sleep(0.3)
         here.transport.poll()
         assert np.all(here.memory == CANARY), "a frozen peer's bytes landed after fence()"
+
+    def test_a_transfer_ends_at_its_own_deadline(
+        self, driver: Any, options: TransportOptions
+    ) -> None:
+        """However long a peer may stand still."""
+        patient = dataclasses.replace(options, progress_timeout_s=60.0)
+        size: dict[str, Any] = {"num_blocks": 4, "block_bytes": BLOCK_BYTES}
+        here, remote = Side(driver, patient, **size), RemotePeer(driver.name, patient, **size)
+        try:
+            name = here.transport.connect(remote.descriptor)
+            here.transport.submit(name, self.plan(1, [0], [0]))
+            here.finish(1)
+            remote.freeze()
+            here.transport.submit(name, self.plan(2, [1], [1], deadline_s=0.5))
+            assert here.finish(2, limit_s=20)[2].kind is TransferEventKind.FAILED
+        finally:
+            remote.close()
+            here.transport.close()
 
     def test_peer_can_be_used_again_after_a_fence(self, here: Side, peer: RemotePeer) -> None:
         name = here.transport.connect(peer.descriptor)

@@ -67,6 +67,29 @@ class MoEConformance(OnDevice):
         ]
         assert np.array_equal(results[0], results[1]), "the same call gives another result"
 
+    def test_one_driver_serves_several_layers(
+        self, request: pytest.FixtureRequest, device: Any, kernels: Any
+    ) -> None:
+        """It is made once for all layers of a spec; each has its weights."""
+        dtype, spec = device.limits.dtypes[0], RoutingSpec(8, 2)
+        backend = self._backend(request, device, kernels, dtype, spec)
+        layers = [self._weights(spec), tuple(w[::-1] * 2 for w in self._weights(spec))]
+        prepared = [
+            backend.prepare_weights(*(self.to_device(device, w, dtype) for w in weights))
+            for weights in layers
+        ]
+        for seed in (1, 7):
+            logits, x = values(seed + 1, 5, 8), values(seed, 5, HIDDEN)
+            ids, shares = oracle.moe_routing(logits.astype("float64"), None, spec)
+            for weights, ready in zip(layers, prepared, strict=True):
+                got = self._call(device, kernels, backend, ready, dtype, spec, logits, x)
+                rounded = (self.rounded(device, w, dtype) for w in weights)
+                tokens = self.rounded(device, x, dtype)
+                expected = oracle.moe_experts(tokens, ids, shares, *rounded)
+                relative, absolute = self.tolerance(dtype)
+                limit = absolute + relative * float(np.max(np.abs(expected)))
+                assert float(np.max(np.abs(got - expected))) <= limit
+
     @pytest.mark.parametrize("tokens", [1, 5, 40])
     @pytest.mark.parametrize("num_shared", [0, 2])
     def test_a_block_is_norm_experts_and_sum(
@@ -177,9 +200,11 @@ class MoEConformance(OnDevice):
         ids = weights = None
         if backend.unit == "experts":
             ids, weights = kernels["moe_routing"](on_device, bias_dev, spec)
-        result = backend.forward(
-            self.to_device(device, x, dtype), prepared, on_device, bias_dev, ids, weights
-        )
+        tokens = self.to_device(device, x, dtype)
+        with self.unchanged(
+            device, x=tokens, logits=on_device, bias=bias_dev, topk_ids=ids, topk_weights=weights
+        ):
+            result = backend.forward(tokens, prepared, on_device, bias_dev, ids, weights)
         return self.to_host(device, result)
 
     def _weights(self, spec: RoutingSpec) -> tuple[np.ndarray, np.ndarray]:

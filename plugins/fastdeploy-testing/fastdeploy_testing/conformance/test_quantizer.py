@@ -105,13 +105,11 @@ class QuantizerConformance(OnDevice):
     ) -> None:
         prepared = quantizer.prepare(linear, self._quantized(device, quantizer, linear))
         x = values(1, tokens, linear.in_features)
-        bias = values(2, linear.out_features)
-        got = quantizer.apply(
-            linear,
-            prepared,
-            self.to_device(device, x),
-            self.to_device(device, bias) if linear.has_bias else None,
-        )
+        bias = 9 * values(2, linear.out_features)
+        given = self.to_device(device, x)
+        given_bias = self.to_device(device, bias) if linear.has_bias else None
+        with self.unchanged(device, x=given, bias=given_bias):
+            got = quantizer.apply(linear, prepared, given, given_bias)
         weight = self.to_host(device, self._weight(device, linear))
         expected = x.astype("float64") @ weight.T
         if linear.has_bias:
@@ -156,6 +154,28 @@ class QuantizerConformance(OnDevice):
             device, quantizer.apply(linear, prepared, self.to_device(device, x[:1]), None)
         )
         assert np.allclose(together[:1], alone, rtol=1e-3, atol=1e-3)
+
+    def test_one_quantizer_serves_several_layers(
+        self, device: Any, quantizer: Any, max_relative_error: float
+    ) -> None:
+        """It is made once for a model."""
+        layers = [x for x in LAYERS if x.role == "linear" and quantizer.supports(x)]
+        ready = []
+        for layer in layers:
+            stored = self._quantized(device, quantizer, layer)
+            declared = quantizer.parameters(layer)
+            assert all(tuple(declared[n].shape) == tuple(x.shape) for n, x in stored.items())
+            weight = self.to_host(device, self._weight(device, layer))
+            shown = self.to_host(device, quantizer.dequantize(layer, stored))
+            assert np.allclose(shown, weight, atol=max_relative_error * np.max(np.abs(weight)))
+            ready.append((layer, quantizer.prepare(layer, stored), weight))
+        for layer, prepared, weight in (*ready, *ready[::-1]):
+            for seed in (3, 4):
+                x = values(seed, 2, layer.in_features)
+                got = quantizer.apply(layer, prepared, self.to_device(device, x), None)
+                expected = x.astype("float64") @ weight.T
+                worst = float(np.max(np.abs(self.to_host(device, got) - expected)))
+                assert worst <= max_relative_error * float(np.max(np.abs(expected)))
 
     def _quantized(self, device: Any, quantizer: Any, layer: LayerSpec) -> dict[str, Any]:
         try:

@@ -1,0 +1,1 @@
+"""What each API key may use: requests and tokens per minute, and requests at once."""
