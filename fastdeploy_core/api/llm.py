@@ -23,11 +23,14 @@ from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.errors import ConfigError, InvalidRequest, WorkerError, error_named
 from fastdeploy_core.grammar.compiler import GrammarCompiler
 from fastdeploy_core.plugins.checkpoints import find_model
+from fastdeploy_core.plugins.drivers import scale_out
 from fastdeploy_core.tokenizer import Tokenizer
 from fastdeploy_core.types import (
+    LoRARequest,
     Request,
     RequestOutput,
     SamplingParams,
+    SequenceExtras,
     StructuredOutputsParams,
     TokenDeltas,
 )
@@ -39,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Priority = int | Sequence[int] | None
+LoRA = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class _Batch:
@@ -101,6 +105,7 @@ class LLM:
         use_tqdm: bool = True,
         stream: bool = False,
         *,
+        lora_request: LoRA = None,
         priority: Priority = None,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """Continue prompts; outputs come in the order of the prompts.
@@ -111,8 +116,10 @@ class LLM:
         `sampling_params`: one for all, or a list with one for each; None: what the model's
         generation_config.json says, up to the end of the context. With stream=True the result is an
         iterator of new pieces instead: each RequestOutput holds only what was added.
+        `lora_request`: the adapter, one for all or one or None for each; needs enable_lora=True.
         """
-        return self._run(normalise_prompts(prompts), sampling_params, use_tqdm, stream, priority)
+        options = (sampling_params, use_tqdm, stream, priority, lora_request)
+        return self._run(normalise_prompts(prompts), *options)
 
     def chat(
         self,
@@ -120,6 +127,7 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
+        lora_request: LoRA = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
@@ -153,7 +161,8 @@ class LLM:
         reader = None
         if self._parsers is not None:
             reader = ChatReader(self._parsers, tools, chat_template_kwargs)
-        return self._run(prompts, sampling_params, use_tqdm, stream, priority, reader)
+        options = (sampling_params, use_tqdm, stream, priority, lora_request)
+        return self._run(prompts, *options, reader)
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer; ConfigError when the LLM was made without one."""
@@ -200,23 +209,37 @@ class LLM:
         use_tqdm: bool,
         stream: bool,
         priority: Priority,
+        lora_request: LoRA,
         reader: ChatReader | None = None,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         params = one_each("sampling_params", sampling_params, len(prompts))
         default = self.get_default_sampling_params()
         priorities = one_each("priority", priority, len(prompts))
+        extras = self._extras(one_each("lora_request", lora_request, len(prompts)))
         # Check every request before the first one is given to the engine.
         requests = [
-            self._build(prompt, default if param is None else param, rank or 0, reader)
-            for prompt, param, rank in zip(prompts, params, priorities, strict=True)
+            self._build(prompt, default if param is None else param, rank or 0, own, reader)
+            for prompt, param, rank, own in zip(prompts, params, priorities, extras, strict=True)
         ]
         texts = [prompt.text for prompt in prompts]
         if stream:
             return self._stream(requests, texts, reader)
         return self._collect(requests, texts, use_tqdm, reader)
 
+    def _extras(self, asked: Sequence[LoRARequest | None]) -> list[SequenceExtras | None]:
+        """What the requests bring, by the adapters asked for."""
+        if not any(asked):
+            return [None] * len(asked)
+        make = scale_out("lora-request", "lora_request")
+        return [a and make(a.lora_name, a.lora_path, self.config) for a in asked]
+
     def _build(
-        self, prompt: Prompt, params: SamplingParams, priority: int, reader: ChatReader | None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        extras: SequenceExtras | None,
+        reader: ChatReader | None,
     ) -> Request:
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(
@@ -240,6 +263,7 @@ class LLM:
                 cache_salt=prompt.cache_salt,
                 media=self._media,
                 media_parts=prompt.media,
+                extras=extras,
             ),
         )
         if params.structured_outputs is not None:

@@ -160,6 +160,18 @@ class MediaConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoRAConfig:
+    """LoRA adapters of the model; fd-lora serves them."""
+
+    lora_modules: Mapping[str, str] = field(default_factory=dict)  # by name the folder
+    lora_root: str = ""  # folder below which a running server finds more; empty: it loads none
+    max_loras: int = 1  # different ones in a step
+    max_lora_rank: int = 16
+    max_cpu_loras: int = 1  # kept in host memory
+    lora_target_modules: tuple[str, ...] = ()  # last part of a layer's name; empty: all
+
+
+@dataclass(frozen=True, slots=True)
 class StructuredOutputsConfig:
     """Limits on compiling grammars; reliability rule S-08."""
 
@@ -211,6 +223,7 @@ class EngineConfig:
     request_scheduler: RequestSchedulerConfig = field(default_factory=RequestSchedulerConfig)
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
+    lora: LoRAConfig | None = None  # None: no adapters
     speculative: SpeculativeConfig | None = None
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     logits_processors: tuple[str, ...] = ()

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
 
+    from .adapters import Adapters
+
 
 class KeptWeights(Protocol):
     """Laid-out weights that are kept between starts."""
@@ -99,8 +101,10 @@ class ModelBuilder:
         drivers: DriverFactories,
         ranks: ModelRanks = _ONE_RANK,
         formats: WeightFormats = _FULL_PRECISION,
+        adapters: Adapters | None = None,
     ) -> None:
-        self.device, self.kernels, self.xp = device, kernels, device.xp
+        self.device, self.xp, self.adapters = device, device.xp, adapters
+        self.kernels = kernels if adapters is None else adapters.watch(kernels)
         self.dtype, self.max_positions = dtype, max_positions
         self.tp_rank, self.tp_size = ranks.rank, ranks.size
         self.communicator, self.expert_ranks = ranks.communicator, ranks.experts
@@ -123,7 +127,7 @@ class ModelBuilder:
         own."""
         other = copy.copy(self)
         other.weights = self.weights.same_dialect()
-        other.quantizer, other._kept_weights = quantizer, None
+        other.quantizer, other._kept_weights, other.adapters = quantizer, None, None
         other.unquantized, other.weight_bytes = [], 0
         return other
 

@@ -81,6 +81,15 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     handover: str = ""  # which other instance has to do with it, as a router says: fd-scale-out
 
 
+class LoRARequest(msgspec.Struct, frozen=True):
+    """An adapter for LLM.generate, with vLLM's fields. The number tells nothing here: an adapter is
+    told from others by its name and its files."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
 class DraftStats(msgspec.Struct, omit_defaults=True):
     """How the drafts of one sequence fared."""
 

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionBatch
     from fastdeploy_core.contracts.device import CapturedGraph, DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
-    from fastdeploy_core.contracts.small import CausalLM
     from fastdeploy_core.layers.context import EmbeddedRows
     from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.memory.postbox import Posted
@@ -87,7 +86,7 @@ class Graphs:
         sampling: CapturedSampling | None = None,
     ) -> None:
         self.device, self.xp, self.slots, self.plan = device, device.xp, slots, plan
-        self.model, self._loaded = loaded.model, loaded
+        self.model, self.loaded = loaded.model, loaded
         self.drafting, self.sampling = drafting, sampling
         self.prepare, self.greedy = kernels["prepare_decode"], kernels["greedy"]
         self.keep_results = kernels["keep_results"]
@@ -140,7 +139,7 @@ class Graphs:
 
     def context(self, batch: AttentionBatch) -> ForwardContext:
         """What the model's layers need."""
-        metadata = {spec: driver.prepare(batch) for spec, driver in self._loaded.attention.items()}
+        metadata = {spec: driver.prepare(batch) for spec, driver in self.loaded.attention.items()}
         return ForwardContext(batch, metadata, self._caches)
 
     def takes(self, graph: CapturedGraph | None) -> bool:
@@ -418,7 +417,7 @@ class CapturedDecode:
             batch.block_tables_dev,
         )
         self.context = graphs.context(batch)
-        self.hidden = graphs.model.forward(self.input_ids, batch.positions, self.context)
+        self.hidden = run_model(graphs.loaded, self.input_ids, self.context)
 
     def compute_logits(self) -> None:
         """From hidden states to logits."""
@@ -536,7 +535,7 @@ class CapturedPrompt:
         self.context = graphs.context(batch)
         if graphs.fill is None:
             self.context.rows = self._buffers.read_tokens[: batch.num_seqs]
-        self.hidden = run_model(graphs.model, self.input_ids, self.context)
+        self.hidden = run_model(graphs.loaded, self.input_ids, self.context)
 
 
 def forward(
@@ -560,15 +559,17 @@ def forward(
     }
     index = None if read is None else loaded.builder.device.to_device(read)
     context = ForwardContext(batch, metadata, caches, index, embedded, more=more)
-    return TargetStep(batch, context, input_ids, run_model(loaded.model, input_ids, context, axes))
+    return TargetStep(batch, context, input_ids, run_model(loaded, input_ids, context, axes))
 
 
 def run_model(
-    model: CausalLM, input_ids: Tensor, context: ForwardContext, axes: Tensor | None = None
+    loaded: LoadedModel, input_ids: Tensor, context: ForwardContext, axes: Tensor | None = None
 ) -> Tensor:
     """Hidden states of context.rows, or of all tokens. axes: see LaidOut. WorkerError: the model
     returns others than it should."""
-    positions = context.batch.positions if axes is None else axes
+    if loaded.builder.adapters is not None:
+        loaded.builder.adapters.begin(context.batch)
+    positions, model = context.batch.positions if axes is None else axes, loaded.model
     hidden, rows = model.forward(input_ids, positions, context), context.rows
     if rows is not None and hidden.shape[0] != rows.shape[0]:
         raise WorkerError(

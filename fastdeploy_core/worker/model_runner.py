@@ -71,7 +71,9 @@ class ModelRunner:
             self._state = SamplingState(config, device, kernels, self._columns, loaded.load_driver)
         self._media = self._make_media(loaded.model)
         parts: list[Any] = [self._columns, *(self._state.parts if self._state else ())]
-        parts += [] if self._media is None else [self._media]
+        # What sequences may bring.
+        self._bring = [b for b in (self._media, loaded.builder.adapters) if b is not None]
+        parts += self._bring
         captured = CapturedSampling(device, kernels, self._columns, max_num_seqs)
         # One rank knows what all rows need.
         self._is_alone = communicator is None
@@ -109,6 +111,8 @@ class ModelRunner:
         self._is_simple = np.zeros(max_num_seqs, dtype=bool)  # see is_simple()
         self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
         slots.add_groups(self.caches.rules)
+        if loaded.builder.adapters is not None:
+            loaded.builder.adapters.attach(slots.state.rows)
 
     def _make_media(self, model: Any) -> SequenceMedia | None:
         """Where pictures of sequences are kept; None: they bring none. ConfigError for what cannot
@@ -145,7 +149,7 @@ class ModelRunner:
         # Kept results have no place for drafts; posted ones do.
         takes_drafts = captures_drafting and self.slots.postbox is not None
         return {
-            "features": frozenset() if self._media is None else self._media.features,
+            "features": self._features(),
             "captures_drafts": drafting is not None,
             "captures_drafting": captures_drafting,
             "max_decodes": self.max_decodes,
@@ -326,6 +330,8 @@ class ModelRunner:
         rows = launched.rows
         with self._lock:
             laid_out = self._layout.lay_out(rows)
+            if self._loaded.builder.adapters is not None:
+                self._loaded.builder.adapters.lay_out(rows.slots, rows.counts)
             embedded = None
             if self._media is not None:
                 where = rows.starts, rows.counts, rows.first_tokens()
@@ -413,6 +419,9 @@ class ModelRunner:
 
     # -- sequences and failures -------------------------------------------------------------------
 
+    def _features(self) -> frozenset[str]:
+        return frozenset[str]().union(*(part.features for part in self._bring))
+
     def _forget(self, seq_id: int) -> None:
         self.slots.remove(seq_id)
         self._refused.pop(seq_id, None)
@@ -421,21 +430,20 @@ class ModelRunner:
 
     def _add(self, new: NewSequence) -> None:
         extras = new.extras if new.extras is not None and new.extras.needs else None
-        if extras and (self._media is None or extras.needs - self._media.features):
+        if extras and extras.needs - self._features():
             raise WorkerError(
                 f"sequence {new.seq_id} brings {', '.join(sorted(extras.needs))}, which this "
                 "worker does not report among its features"
             )
         slot = self.slots.add(new)
-        if self._media is not None and extras:
-            self._media.add(slot, extras)
         self._is_simple[slot] = is_simple(new, self._config)
         self._refused.pop(new.seq_id, None)
         self._columns.add(slot, new.sampling, new.seed)
-        if self._state is None:
-            return
         try:
-            self._state.add(slot, new)
+            for part in self._bring if extras else ():
+                part.add(slot, extras)
+            if self._state is not None:
+                self._state.add(slot, new)
         except RequestError as error:
             self._refused[new.seq_id] = f"invalid_request: {error}"
         except Exception as error:  # a plugin's own failure costs its request only
