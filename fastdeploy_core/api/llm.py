@@ -118,8 +118,8 @@ class LLM:
         iterator of new pieces instead: each RequestOutput holds only what was added.
         `lora_request`: the adapter, one for all or one or None for each; needs enable_lora=True.
         """
-        options = (sampling_params, use_tqdm, stream, priority, lora_request)
-        return self._run(normalise_prompts(prompts), *options)
+        asked = (sampling_params, use_tqdm, stream, priority, lora_request)
+        return self._run(normalise_prompts(prompts), *asked)
 
     def chat(
         self,
@@ -161,8 +161,8 @@ class LLM:
         reader = None
         if self._parsers is not None:
             reader = ChatReader(self._parsers, tools, chat_template_kwargs)
-        options = (sampling_params, use_tqdm, stream, priority, lora_request)
-        return self._run(prompts, *options, reader)
+        asked = (sampling_params, use_tqdm, stream, priority, lora_request)
+        return self._run(prompts, *asked, reader)
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer; ConfigError when the LLM was made without one."""
@@ -215,30 +215,23 @@ class LLM:
         params = one_each("sampling_params", sampling_params, len(prompts))
         default = self.get_default_sampling_params()
         priorities = one_each("priority", priority, len(prompts))
-        extras = self._extras(one_each("lora_request", lora_request, len(prompts)))
+        adapters = one_each("lora_request", lora_request, len(prompts))
         # Check every request before the first one is given to the engine.
         requests = [
-            self._build(prompt, default if param is None else param, rank or 0, own, reader)
-            for prompt, param, rank, own in zip(prompts, params, priorities, extras, strict=True)
+            self._build(prompt, default if param is None else param, rank or 0, lora, reader)
+            for prompt, param, rank, lora in zip(prompts, params, priorities, adapters, strict=True)
         ]
         texts = [prompt.text for prompt in prompts]
         if stream:
             return self._stream(requests, texts, reader)
         return self._collect(requests, texts, use_tqdm, reader)
 
-    def _extras(self, asked: Sequence[LoRARequest | None]) -> list[SequenceExtras | None]:
-        """What the requests bring, by the adapters asked for."""
-        if not any(asked):
-            return [None] * len(asked)
-        make = scale_out("lora-request", "lora_request")
-        return [a and make(a.lora_name, a.lora_path, self.config) for a in asked]
-
     def _build(
         self,
         prompt: Prompt,
         params: SamplingParams,
         priority: int,
-        extras: SequenceExtras | None,
+        lora: LoRARequest | None,
         reader: ChatReader | None,
     ) -> Request:
         if not isinstance(params, SamplingParams):
@@ -252,6 +245,10 @@ class LLM:
                 f"{prompt.media[0].where} cannot be served",
                 param="prompts",
             )
+        extras: SequenceExtras | None = None
+        if lora is not None:
+            make = scale_out("lora-request", "lora_request")
+            extras = make(lora.lora_name, lora.lora_path, self.config)
         request = build_request(
             prompt.token_ids if prompt.token_ids is not None else prompt.text or "",
             params,

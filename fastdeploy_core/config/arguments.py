@@ -7,7 +7,6 @@ unknown one is refused with the nearest valid name, and cross-field rules are ch
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -87,7 +86,14 @@ def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder
         request_scheduler=_scheduler_config(v),
         structured_outputs=_structured_config(v),
         media=_media_config(v),
-        lora=_lora_config(v),
+        lora=_record(
+            LoRAConfig,
+            v,
+            lora_modules=tuple(v["lora_modules"] or ()),
+            lora_target_modules=tuple(v["lora_target_modules"] or ()),
+        )
+        if v["enable_lora"] or v["lora_modules"]
+        else None,
         speculative=read_speculative(_mapping(v, "speculative_config"), v["tensor_parallel_size"]),
         watchdog=_record(
             WatchdogConfig,
@@ -117,39 +123,6 @@ def _media_config(v: Mapping[str, Any]) -> MediaConfig:
         allowed_media_domains=tuple(v["allowed_media_domains"] or ()),
         allowed_local_media_path=None if folder is None else Path(folder),
     )
-
-
-def _lora_config(v: Mapping[str, Any]) -> LoRAConfig | None:
-    modules = dict(map(_lora_module, v["lora_modules"] or ()))
-    if not v["enable_lora"]:
-        if modules or v["lora_root"]:
-            raise ConfigError("--lora-modules and --lora-root need --enable-lora")
-        return None
-    return _record(
-        LoRAConfig,
-        v,
-        lora_modules=modules,
-        lora_root=v["lora_root"] or "",
-        max_cpu_loras=max(v["max_loras"], v["max_cpu_loras"] or 0),
-        lora_target_modules=tuple(v["lora_target_modules"] or ()),
-    )
-
-
-def _lora_module(text: str) -> tuple[str, str]:
-    """The name and the folder of one adapter: NAME=FOLDER, or vLLM's JSON."""
-    name, _, path = text.partition("=")
-    if text.startswith("{"):
-        try:
-            given = json.loads(text)
-            name, path = given["name"], given["path"]
-        except (ValueError, KeyError):
-            name = path = ""
-    if not (isinstance(name, str) and isinstance(path, str) and name and path):
-        raise ConfigError(
-            f"--lora-modules has {text!r:.80}; expected NAME=FOLDER, or "
-            '{"name": "NAME", "path": "FOLDER"}'
-        )
-    return name, path
 
 
 def _parallel_config(v: Mapping[str, Any]) -> ParallelConfig:
@@ -381,7 +354,7 @@ def build_server_config(
         allowed_hosts=tuple(v["allowed_hosts"] or ()),
         allowed_origins=tuple(origins),
         served_names=engine.model.served_names or (_own_name(v["model"], engine.model.path),),
-        verify_model_name=bool(v["served_model_name"]) or v["enable_lora"],
+        verify_model_name=bool(v["served_model_name"]) or engine.lora is not None,
         body_timeout_s=v["body_timeout"],
         keep_alive_s=v["keep_alive"],
         stream_stall_timeout_s=v["stream_stall_timeout"],

@@ -163,11 +163,11 @@ class MediaConfig:
 class LoRAConfig:
     """LoRA adapters of the model; fd-lora serves them."""
 
-    lora_modules: Mapping[str, str] = field(default_factory=dict)  # by name the folder
+    lora_modules: tuple[str, ...] = ()  # NAME=FOLDER, or JSON
     lora_root: str = ""  # folder below which a running server finds more; empty: it loads none
     max_loras: int = 1  # different ones in a step
     max_lora_rank: int = 16
-    max_cpu_loras: int = 1  # kept in host memory
+    max_cpu_loras: int = 0  # kept in host memory, at least max_loras
     lora_target_modules: tuple[str, ...] = ()  # last part of a layer's name; empty: all
 
 

@@ -1,13 +1,12 @@
 """What adds LoRA adapters to linear layers: target `lora` of fd-lora, with --enable-lora.
 
-Each row of a step may have an adapter of its own, or none. A layer adds B(A x) to its product with
-x, with the A and B of each row's adapter. The matrices of `max_loras` adapters lie in slots at fixed
-addresses, so captured steps stay valid while adapters come and go.
+A layer adds B(A x) to its product with x, with the A and B of each row's adapter, which lie in slots
+at fixed addresses: captured steps stay valid while adapters come and go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -20,22 +19,12 @@ if TYPE_CHECKING:
     from fastdeploy_core.types import SequenceExtras
 
     from .builder import ModelBuilder
-    from .norm import RMSNorm
     from .stored import Piece
 
 
-class AdaptedLinear(Protocol):
-    """The adapters of one linear layer."""
-
-    def __call__(self, y: Tensor, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """y [num_tokens, out_features of this rank] and what the rows' adapters add for x
-        [num_tokens, in_features of this rank], or for norm(x); y may be overwritten. Rows without
-        an adapter stay as they are."""
-        ...
-
-
 class Adapters(Protocol):
-    """All adapters of one rank. The worker adds and resets sequences by slot, as with SlotState."""
+    """All adapters of one rank. `add` and `reset` as SequenceMedia's: InvalidRequest for an adapter
+    that cannot be used."""
 
     features: frozenset[str]  # as WorkerInfo.features
 
@@ -45,26 +34,23 @@ class Adapters(Protocol):
 
     def layer(
         self, build: ModelBuilder, spec: LayerSpec, pieces: Sequence[Piece], in_piece: Piece
-    ) -> AdaptedLinear | None:
-        """A layer is made. pieces: this rank's share of the outputs of each part; in_piece: of the
-        inputs. None: no adapter may change it."""
+    ) -> Callable[..., Tensor] | None:
+        """For a layer that is made: called with y [num_tokens, out_features], x [num_tokens,
+        in_features] and maybe the RMSNorm of x that the product was of, it returns y, perhaps in
+        place, with what the rows' adapters add. pieces: this rank's share of the outputs of each
+        part; in_piece: of the inputs. None: no adapter may change the layer."""
         ...
 
     def attach(self, rows: Tensor) -> None:
         """rows [max_num_seqs] int64, on the device: the slots of a captured step's rows."""
         ...
 
-    def add(self, slot: int, extras: SequenceExtras) -> None:
-        """A sequence with this adapter has got a slot. InvalidRequest: it cannot be used."""
-        ...
+    def add(self, slot: int, extras: SequenceExtras) -> None: ...
 
-    def reset(self, slot: int) -> None:
-        """The slot is free."""
-        ...
+    def reset(self, slot: int) -> None: ...
 
     def lay_out(self, slots: np.ndarray, counts: np.ndarray) -> None:
-        """A step that is laid out on the host comes: the slots of its rows, and their tokens; [B]
-        int64 each."""
+        """A step laid out on the host comes: the slots of its rows, and their tokens, [B] int64."""
         ...
 
     def begin(self, batch: AttentionBatch) -> None:

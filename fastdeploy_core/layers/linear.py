@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.quant_formats import PackedWeight
     from fastdeploy_core.tensor import Tensor
 
-    from .adapters import AdaptedLinear
     from .builder import ModelBuilder
     from .norm import RMSNorm
 
@@ -119,7 +118,7 @@ class Linear:
             parts=tuple(LayerPart(part.name, part.rows) for part in self._parts),
             shards=1 if parallel == "none" else build.tp_size,
         )
-        self._adapter: AdaptedLinear | None = None
+        self._adapter: Callable[..., Tensor] | None = None
         if build.adapters is not None and not shape.is_float32 and shape.role == "linear":
             pieces = [part.piece for part in self._parts]
             self._adapter = build.adapters.layer(build, self.spec, pieces, self._in_piece)

@@ -28,7 +28,6 @@ from fastdeploy_core.contracts.quantizer import make_quantizer
 from fastdeploy_core.contracts.small import CausalLM, CheckpointFormat
 from fastdeploy_core.errors import UnsupportedModel, WeightError
 from fastdeploy_core.layers import DriverFactories, ModelBuilder, ModelRanks, WeightFormats
-from fastdeploy_core.layers.adapters import Adapters
 from fastdeploy_core.layers.cache_scales import CACHE_SCALE_NAMES
 from fastdeploy_core.layers.experts import ExpertRanks
 from fastdeploy_core.tensor import DTYPE_BYTES
@@ -101,7 +100,8 @@ def load_model(
             ),
             ranks=ModelRanks(tp_rank, tp_size, communicator, experts),
             formats=replace(formats, kept=cache),
-            adapters=_adapters(fitted, device, kernels, family, load_driver),
+            adapters=config.lora
+            and load_driver("scale_out", "lora")(fitted, device, kernels, family),
         )
         for text in CACHE_SCALE_NAMES if settings.kv_unused else ():
             build.weights.ignore(text)
@@ -197,20 +197,6 @@ def _weight_formats(
         kv_format="" if kind is None else kind.name,
         kv_static=settings.kv_static,
     )
-
-
-def _adapters(
-    config: EngineConfig,
-    device: DeviceBackend,
-    kernels: KernelTable,
-    family: type[CausalLM],
-    load_driver: LoadDriver,
-) -> Adapters | None:
-    """What adds LoRA adapters to the model's layers, if that is wanted."""
-    if config.lora is None:
-        return None
-    adapters: Adapters = load_driver("scale_out", "lora")(config, device, kernels, family)
-    return adapters
 
 
 def _expert_ranks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fastdeploy_core.config.server import ServerConfig
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.engine.client import AsyncEngine
     from fastdeploy_core.grammar.compiler import GrammarCompiler
     from fastdeploy_core.tokenizer import Tokenizer
-    from fastdeploy_core.types import Request
+    from fastdeploy_core.types import Request, SequenceExtras
 
 DRAINING_RETRY_S = 5.0
 MAX_WAITING_TEMPLATES = 16
@@ -82,6 +83,12 @@ class Admission:
         self._metrics.in_flight.set(self.in_flight)
 
 
+def no_model(name: str, names: Sequence[str]) -> ApiError:
+    """404 for a model that this server does not have."""
+    there_are = f"The model `{name[:128]}` does not exist. There are: {', '.join(names)}."
+    return ApiError(404, there_are, param="model")
+
+
 class ServerState:
     """Built once per app by create_app."""
 
@@ -100,6 +107,7 @@ class ServerState:
         self.config = config
         self.compiler = compiler
         self.media = media  # of a family that takes pictures
+        self.adapters: Mapping[str, SequenceExtras] = {}  # by name, with --enable-lora
         self.metrics = Metrics(config.served_names[0] if config.served_names else "model")
         self.occupancy = occupancy or OwnOccupancy()
         self.admission = Admission(engine, config, self.metrics, self.occupancy)
@@ -128,12 +136,21 @@ class ServerState:
 
     def check_model(self, name: str | None) -> str:
         """The model name for the answer; 404 for a model that this server does not have."""
-        names = self.config.served_names
+        names = self.model_names
         if not name:
             return names[0]
         if self.config.verify_model_name and name not in names:
-            raise ApiError(404, f"The model `{name[:128]}` does not exist.", param="model")
+            raise no_model(name, names)
         return name
+
+    @property
+    def model_names(self) -> list[str]:
+        """What clients may ask for: the model, then its adapters."""
+        return [*self.config.served_names, *self.adapters]
+
+    def extras_of(self, name: str | None) -> SequenceExtras | None:
+        """What requests for this model bring: its adapter, unless it was unloaded meanwhile."""
+        return self.adapters.get(self.check_model(name))
 
     def close(self) -> None:
         """Stop helper threads and processes; the engine belongs to its creator."""

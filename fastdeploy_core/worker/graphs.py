@@ -400,22 +400,10 @@ class CapturedDecode:
     def compute(self) -> None:
         """From slots to hidden states."""
         graphs, state, batch = self._graphs, self._graphs.slots.state, self.attention
-        graphs.prepare(
-            state.rows[: self.size],
-            state.tables,
-            state.num_computed,
-            state.newest,
-            state.drafts,
-            state.num_drafts,
-            state.room,
-            graphs.slots.block_size,
-            state.turn,
-            self.input_ids,
-            batch.positions,
-            batch.slot_mapping,
-            batch.seq_lens_dev,
-            batch.block_tables_dev,
-        )
+        rows, fed = state.rows[: self.size], (state.newest, state.drafts, state.num_drafts)
+        held = (rows, state.tables, state.num_computed, *fed, state.room, graphs.slots.block_size)
+        where = (batch.positions, batch.slot_mapping, batch.seq_lens_dev, batch.block_tables_dev)
+        graphs.prepare(*held, state.turn, self.input_ids, *where)
         self.context = graphs.context(batch)
         self.hidden = run_model(graphs.loaded, self.input_ids, self.context)
 

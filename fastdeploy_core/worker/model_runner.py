@@ -74,6 +74,7 @@ class ModelRunner:
         # What sequences may bring.
         self._bring = [b for b in (self._media, loaded.builder.adapters) if b is not None]
         parts += self._bring
+        self._features = frozenset[str]().union(*(b.features for b in self._bring))
         captured = CapturedSampling(device, kernels, self._columns, max_num_seqs)
         # One rank knows what all rows need.
         self._is_alone = communicator is None
@@ -149,7 +150,7 @@ class ModelRunner:
         # Kept results have no place for drafts; posted ones do.
         takes_drafts = captures_drafting and self.slots.postbox is not None
         return {
-            "features": self._features(),
+            "features": self._features,
             "captures_drafts": drafting is not None,
             "captures_drafting": captures_drafting,
             "max_decodes": self.max_decodes,
@@ -419,9 +420,6 @@ class ModelRunner:
 
     # -- sequences and failures -------------------------------------------------------------------
 
-    def _features(self) -> frozenset[str]:
-        return frozenset[str]().union(*(part.features for part in self._bring))
-
     def _forget(self, seq_id: int) -> None:
         self.slots.remove(seq_id)
         self._refused.pop(seq_id, None)
@@ -430,7 +428,7 @@ class ModelRunner:
 
     def _add(self, new: NewSequence) -> None:
         extras = new.extras if new.extras is not None and new.extras.needs else None
-        if extras and extras.needs - self._features():
+        if extras and extras.needs - self._features:
             raise WorkerError(
                 f"sequence {new.seq_id} brings {', '.join(sorted(extras.needs))}, which this "
                 "worker does not report among its features"

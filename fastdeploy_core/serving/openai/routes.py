@@ -13,7 +13,7 @@ from starlette.responses import Response
 from fastdeploy_core.serving.http.errors import ApiError
 from fastdeploy_core.serving.http.json_body import read_model, tenant_of
 from fastdeploy_core.serving.respond import answer, json_response
-from fastdeploy_core.serving.state import ServerState
+from fastdeploy_core.serving.state import ServerState, no_model
 
 from .chat import ChatJob
 from .completion import CompletionJob
@@ -79,14 +79,13 @@ def openai_router(state: ServerState) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> Response:
-        cards = [_card(state, name, created) for name in state.config.served_names]
+        cards = [_card(state, name, created) for name in state.model_names]
         return json_response({"object": "list", "data": cards})
 
     @router.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
-        if model_id not in state.config.served_names:
-            message = f"The model `{model_id[:128]}` does not exist."
-            raise ApiError(404, message, param="model")
+        if model_id not in state.model_names:
+            raise no_model(model_id, state.model_names)
         return json_response(_card(state, model_id, created))
 
     @router.post("/tokenize", openapi_extra=_body_of(TokenizeRequest))
@@ -139,6 +138,7 @@ def call_of(http: Request, body: SamplingFields) -> Call:
 
 
 def _card(state: ServerState, name: str, created: int) -> dict[str, Any]:
+    adapter = state.adapters.get(name)
     permission = {
         "id": f"modelperm-{name}",
         "object": "model_permission",
@@ -158,8 +158,8 @@ def _card(state: ServerState, name: str, created: int) -> dict[str, Any]:
         "object": "model",
         "created": created,
         "owned_by": "FastDeploy",
-        "root": name,
-        "parent": None,
+        "root": name if adapter is None else adapter.adapter_path,
+        "parent": None if adapter is None else state.config.served_names[0],
         "max_model_len": state.limits.max_model_len,
         "permission": [permission],
     }

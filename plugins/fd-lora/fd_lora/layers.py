@@ -18,7 +18,8 @@ import numpy as np
 
 from fastdeploy_core.errors import ConfigError, InvalidRequest, WorkerError
 
-from .files import adapter_extras, read_folder
+from .files import read_folder
+from .served import operators_adapters
 from .targets import Half, Slots, Targets
 
 if TYPE_CHECKING:
@@ -161,9 +162,9 @@ class AdapterLayers:
     def attach(self, rows: Tensor) -> None:
         """The model is there: adapters that the operator named have to fit it."""
         self._captured_rows = rows
-        for name, path in self._lora.lora_modules.items():
+        for name, extras in operators_adapters(self._config).items():
             try:
-                self._halves(adapter_extras(name, path, self._config))
+                self._halves(extras)
             except InvalidRequest as error:
                 raise ConfigError(f"--lora-modules {name}: {error}") from error
 
@@ -249,7 +250,7 @@ class AdapterLayers:
                     "was loaded; load it again"
                 )
             found = self._on_host[extras.adapter] = self._targets.halves(folder)
-            if len(self._on_host) > self._lora.max_cpu_loras:
+            if len(self._on_host) > max(self._lora.max_cpu_loras, self._lora.max_loras):
                 self._on_host.popitem(last=False)
         self._on_host.move_to_end(extras.adapter)
         return found
