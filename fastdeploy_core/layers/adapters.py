@@ -1,7 +1,7 @@
 """What adds LoRA adapters to linear layers: target `lora` of fd-lora, with --enable-lora.
 
-A layer adds B(A x) to its product with x, with the A and B of each row's adapter, which lie in slots
-at fixed addresses: captured steps stay valid while adapters come and go.
+A layer adds B(A x) to its product with x, with the A and B of each row's adapter. These lie in
+slots at fixed addresses: captured steps stay valid while adapters come and go.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ from .settings import SchedulerSettings
 from .step import StepBuilder
 
 MAX_PASSED_OVER = 64
-# What has waited so long for an adapter's slot is not overtaken by what has one.
-ADAPTER_PATIENCE_S = 1.0
+ADAPTER_PATIENCE_S = 1.0  # what waits longer for a slot is not overtaken by what has one
 
 
 class Admission:
@@ -37,7 +36,7 @@ class Admission:
         self._step = step
         self._on_stuck = on_stuck
         self._max_adapters, self._keeps_slots = settings.max_adapters, False
-        self._used_by: tuple[object, set[str]] = (None, set())  # running places, their adapters
+        self._used: set[str] = set()  # adapters of running sequences
         self._watermark = max(1, roster.kv.pool.num_blocks // 100)
 
     def admit(self) -> None:
@@ -45,7 +44,9 @@ class Admission:
         if not self._roster.num_waiting:
             return
         passed_over: set[Sequence] = set()
-        self._keeps_slots = False
+        if self._max_adapters:
+            self._used = {seq.table.scope[1] for seq in self._roster.running} - {""}
+            self._keeps_slots = False
         while (
             self._step.budget > 0
             and len(self._roster.running) < self._batch.max_num_seqs
@@ -59,6 +60,8 @@ class Admission:
                 passed_over.add(seq)
             elif not self.try_start(seq):
                 break
+            elif adapter := seq.table.scope[1]:
+                self._used.add(adapter)
 
     def try_start(self, seq: Sequence) -> bool:
         """Give a waiting sequence its first blocks and a row; False if it has to wait."""
@@ -136,14 +139,9 @@ class Admission:
         adapter = seq.table.scope[1]
         if not adapter:
             return False
-        places = self._roster.running_places()
-        if places is not self._used_by[0]:
-            used = {other.table.scope[1] for other in self._roster.running} - {""}
-            self._used_by = places, used
-        if adapter in self._used_by[1] or len(self._used_by[1]) < self._max_adapters:
+        if adapter in self._used or len(self._used) < self._max_adapters:
             return self._keeps_slots
-        waited_s = self._roster.clock() - seq.request.arrival_s
-        self._keeps_slots = self._keeps_slots or waited_s > ADAPTER_PATIENCE_S
+        self._keeps_slots |= self._roster.clock() - seq.request.arrival_s > ADAPTER_PATIENCE_S
         return True
 
     def _has_room(self, seq: Sequence, match: PrefixMatch) -> bool:

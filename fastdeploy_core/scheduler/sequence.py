@@ -123,10 +123,9 @@ class RequestState:
         self.followers_wait = False  # sequences 1 to n-1 wait for the prompt that 0 computes
         self.fork_source: ForkSource | None = None
         # The whole prompt, first entry None, filled chunk by chunk; None when not asked for.
-        wants_prompt_logprobs = request.sampling.prompt_logprobs is not None
-        self.prompt_logprobs: list[TokenLogprobs | None] | None = (
-            [None] if wants_prompt_logprobs else None
-        )
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if request.sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
         self.num_cached_tokens: int | None = None
         self.queue_s: float | None = None
         self.num_deltas = 0  # with several sequences; else Columns.deltas counts them

@@ -59,8 +59,9 @@ class SequenceExtras(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     An engine refuses a request with `needs` that its workers do not report (WorkerInfo.features).
     They report "embeddings" and "positions" for a family that has them, "adapter" with
-    --enable-lora; `pooling` is reserved. `adapter` and `embeddings` are part of the block hash, so the prefix cache can never
-    mix two of them; positions follow from the token ids and from what `embeddings` digests.
+    --enable-lora; `pooling` is reserved. `adapter` and `embeddings` are part of the block hash, so
+    the prefix cache can never mix two of them; positions follow from the token ids and from what
+    `embeddings` digests.
     """
 
     adapter: str = ""  # a LoRA adapter: NAME@GENERATION, which is a digest of its files

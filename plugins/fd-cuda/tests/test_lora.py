@@ -1,5 +1,5 @@
-"""What adapters add, against fd-lora's plain tensor code: on the GPU where there is one, in Triton's
-interpreter elsewhere."""
+"""What adapters add, against fd-lora's plain tensor code: on the GPU where there is one, in
+Triton's interpreter elsewhere."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_rows_get_what_their_adapter_adds(
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
-    """One adapter among several, rows in any order and number of rows below a tile: bit for bit, but
-    for the interpreter, whose products are numpy's."""
+    """One adapter among several, rows in any order, fewer rows than a tile: bit for bit, but for
+    the interpreter, whose products are numpy's."""
     equal = torch.equal if DEVICE == "cuda" else partial(torch.allclose, rtol=1e-4, atol=1e-4)
     depth, width, rank = 80, 96, 8
     a, b = torch.randn(3, rank, depth, device=DEVICE), torch.randn(3, width, rank, device=DEVICE)

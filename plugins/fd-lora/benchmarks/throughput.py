@@ -2,8 +2,8 @@
 
     python plugins/fd-lora/benchmarks/throughput.py --device cuda --shape ernie-0.3b qwen3-0.6b
 
-Weights of model and adapters are random. Each line is one kind of batch in one engine: how many of
-its rows have an adapter, of how many; `plain` is an engine without --enable-lora. Rounds go in turn.
+Weights of model and adapters are random. Each line is one kind of batch: how many adapters its rows
+have. `plain` is an engine without --enable-lora. Rounds go in turn.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class Engine:
         each = [adapters[row % len(adapters)] for row in range(options.batch)]
         taken = []
         for count in (1, options.output):
-            params = SamplingParams(max_tokens=count, ignore_eos=True, detokenize=False, temperature=0)
+            params = SamplingParams(
+                max_tokens=count, ignore_eos=True, detokenize=False, temperature=0
+            )
             began = time.perf_counter()
             self._llm.generate(prompts, params, use_tqdm=False, lora_request=each)
             taken.append(time.perf_counter() - began)
@@ -120,7 +122,9 @@ def measure(shape: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--shape", nargs="+", default=["ernie-0.3b"], choices=SHAPES)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batch", type=int, default=64)

@@ -28,7 +28,7 @@ MAX_NAME_CHARS: Final = 256
 _PREFIX: Final = "base_model.model."
 _KEY: Final = re.compile(r"(?P<module>.+)\.lora_(?P<half>A|B)\.weight")
 
-# Keys of adapter_config.json that say how it was trained or where it belongs, or that are used here.
+# Keys of adapter_config.json that say how it was trained or where it belongs, or are used here.
 _KNOWN: Final = frozenset(
     {
         *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
@@ -77,7 +77,7 @@ class AdapterFolder:
         return max(module.rank for module in self.modules.values())
 
     def weights(self, device: Any) -> dict[tuple[str, str], Any]:
-        """Stored tensors by module and half, "A" [rank, in_features] or "B" [out_features, rank]."""
+        """Stored tensors by module and half: "A" [rank, inputs] or "B" [outputs, rank]."""
         file = SafetensorsFile(self.path / WEIGHTS_NAME, device)
         return {_split(self.path, name): tensor for name, tensor in file.tensors()}
 
@@ -155,7 +155,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{path} is not an adapter's configuration: {error}") from None
     if config.get("peft_type") != "LORA":
-        raise InvalidRequest(f"{path} has peft_type {config.get('peft_type')!r:.40}; possible: LORA")
+        raise InvalidRequest(
+            f"{path} has peft_type {config.get('peft_type')!r:.40}; possible: LORA"
+        )
     for key, value in config.items():
         if value and key not in _KNOWN:
             reason = _REASONS.get(key, "this version does not know it")
@@ -168,8 +170,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     begin = str(config.get("init_lora_weights", "")).lower()
     if begin.startswith(_CHANGE_BASE):
         raise InvalidRequest(
-            f"{path} has init_lora_weights {begin!r:.40}, which changes the base's weights, too; save "
-            "it with path_initial_model_for_weight_conversion, which makes a plain adapter of it"
+            f"{path} has init_lora_weights {begin!r:.40}, which changes the base's weights, too; "
+            "save it with path_initial_model_for_weight_conversion, which makes it a plain adapter"
         )
     return config
 
@@ -192,8 +194,8 @@ def _module(
     rank = _of(path, name, config, "rank_pattern", "r")
     if a is None or b is None or a[0] != rank or b[1] != rank:
         raise InvalidRequest(
-            f"{path}: {name} has lora_A {a} and lora_B {b}; {CONFIG_NAME} says rank {rank:g}, so that "
-            "they must be [rank, inputs] and [outputs, rank]"
+            f"{path}: {name} has lora_A {a} and lora_B {b}; {CONFIG_NAME} says rank {rank:g}, so "
+            "that they must be [rank, inputs] and [outputs, rank]"
         )
     alpha = _of(path, name, config, "alpha_pattern", "lora_alpha")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -214,6 +216,7 @@ def _of(path: Path, name: str, config: Mapping[str, Any], patterns: str, default
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value <= 0:
         raise InvalidRequest(
-            f"{path / CONFIG_NAME} has {default} {value!r:.40} for {name}; expected a number above 0"
+            f"{path / CONFIG_NAME} has {default} {value!r:.40} for {name}; expected a number above "
+            "0"
         )
     return float(value)

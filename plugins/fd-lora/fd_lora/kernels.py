@@ -3,12 +3,13 @@ without one run.
 
     lora(y, x, norm_weight, eps, a, b, ends, slots) -> y
 
-y [T, N] gets b[s] (a[s] x) added in each row whose slot s is 0 or more; other rows stay as they are,
-bit for bit. y may be overwritten. x [T, K]; with norm_weight [K] it is rms_norm(x) instead. A layer
-that joins P matrices has P adapters side by side: a [S, P * R, K] holds their first halves one after
-the other, b [S, N, R] their second ones, and outputs from ends[p - 1] up to ends[p] belong to part
-p. Both are zero beyond an adapter's rank, and have y's dtype. slots [T] int32. Sums are in float32;
-a x is rounded to y's dtype.
+y [T, N] gets b[s] (a[s] x) added in each row whose slot s is 0 or more; other rows stay as they
+are, bit for bit. y may be overwritten. x [T, K]; with norm_weight [K] it is rms_norm(x) instead.
+
+A layer that joins P matrices has P adapters side by side: a [S, P * R, K] holds their first halves
+one after the other, b [S, N, R] their second ones, and outputs from ends[p - 1] up to ends[p]
+belong to part p. Both are zero beyond an adapter's rank, and have y's dtype. slots [T] int32. Sums
+are in float32; a x is rounded to y's dtype.
 """
 
 from __future__ import annotations

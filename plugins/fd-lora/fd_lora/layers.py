@@ -1,9 +1,9 @@
 """The worker's side: adapters in slots on the device, and which row of a step has which.
 
-Everything that a captured step reads lies at fixed addresses: the matrices of each slot, the slot of
-each running sequence's adapter, and the slots of a prompt step's tokens. An adapter that is needed
-and not there is read when its first sequence comes, alike on every rank, since the step's message
-decides. It keeps its slot until others need the place and nobody uses it.
+Everything that a captured step reads lies at fixed addresses: the matrices of each slot, the slot
+of each running sequence's adapter, and the slots of a prompt step's tokens. An adapter that is
+needed and not there is read when its first sequence comes, alike on every rank, since the step's
+message decides. It keeps its slot until others need the place and nobody uses it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from fastdeploy_core.errors import ConfigError, InvalidRequest, WorkerError
 
 from .files import read_folder
-from .served import operators_adapters
+from .served import lora_settings, operators_adapters
 from .targets import Half, Slots, Targets
 
 if TYPE_CHECKING:
@@ -114,9 +114,9 @@ class AdapterLayers:
     def __init__(
         self, config: EngineConfig, device: DeviceBackend, kernels: KernelTable, family: type[Any]
     ) -> None:
-        assert config.lora is not None
         _check(device, family)
-        self._config, self._lora, self._device, self._xp = config, config.lora, device, device.xp
+        self._config, self._lora = config, lora_settings(config)
+        self._device, self._xp = device, device.xp
         self._kernel, self._rows = kernels["lora"], StepRows(device)
         self._targets = Targets(device, config.model.dtype, self._lora.max_lora_rank)
         self._layers: list[Slots] = []
@@ -171,8 +171,8 @@ class AdapterLayers:
     # -- a step -----------------------------------------------------------------------------------
 
     def lay_out(self, slots: np.ndarray, counts: np.ndarray) -> None:
-        """Tokens after the step's have no adapter, for a captured step may be larger than what it is
-        given."""
+        """Tokens after the step's have no adapter, for a captured step may be larger than what it
+        is given."""
         of_row = self._of_sequence[slots]
         self._is_idle = bool((of_row == NO_SLOT).all())
         of_token = np.repeat(of_row, counts)

@@ -1,5 +1,5 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter: adapters that come and go while the server
-runs, with vLLM's names.
+"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, with vLLM's names: adapters that come and
+go while the server runs.
 
 An adapter is loaded by a request of one token that uses it: when the route answers, it is in a slot
 of the engine and fits the model. One that is unloaded ends for new requests; those that run go on.
@@ -31,7 +31,7 @@ _PROBE = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 class LoadBody(BaseModel):
-    """Of /v1/load_lora_adapter. load_inplace: the adapter of that name may be another one already."""
+    """Of /v1/load_lora_adapter. load_inplace: the name may belong to another adapter already."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
     lora_name: str = Field(max_length=MAX_NAME_CHARS)
@@ -59,8 +59,8 @@ def adapter_routes() -> ApiRoutes:
         if adapters.get(name, extras) != extras and not body.load_inplace:
             raise ApiError(
                 400,
-                f"an adapter `{name}` is loaded already, with other files; unload it first, or send "
-                '"load_inplace": true',
+                f"an adapter `{name}` is loaded already, with other files; unload it first, or "
+                'send "load_inplace": true',
                 param="lora_name",
             )
         await _use(state, extras)

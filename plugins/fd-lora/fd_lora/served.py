@@ -1,5 +1,5 @@
-"""The adapters that an API server knows, by name. Requests bring name, digest and folder along, so an
-engine that was restarted, or another one behind the port, finds them by itself."""
+"""The adapters that an API server knows, by name. Requests bring name, digest and folder along, so
+an engine that was restarted, or another one behind the port, finds them by itself."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.config.engine import LoRAConfig
 from fastdeploy_core.errors import ConfigError, InvalidRequest
 from fastdeploy_core.types import SequenceExtras
 
@@ -17,13 +18,12 @@ class ServedAdapters(dict[str, SequenceExtras]):
     """What each adapter's requests bring; at first those of --lora-modules."""
 
     def __init__(self, config: EngineConfig) -> None:
-        assert config.lora is not None
         super().__init__(operators_adapters(config))
-        self._config, self.root = config, config.lora.lora_root
+        self._config, self.root = config, lora_settings(config).lora_root
 
     def read(self, name: str, path: str) -> SequenceExtras:
-        """The adapter in a folder below --lora-root, to which a path may be relative. InvalidRequest:
-        it is elsewhere, or cannot be used."""
+        """The adapter in a folder below --lora-root, to which a path may be relative.
+        InvalidRequest: it is elsewhere, or cannot be used."""
         root = Path(self.root).expanduser().resolve()
         folder = (root / path).resolve()
         if "\0" in path or not folder.is_relative_to(root):
@@ -33,10 +33,17 @@ class ServedAdapters(dict[str, SequenceExtras]):
         return adapter_extras(name, str(folder), self._config)
 
 
+def lora_settings(config: EngineConfig) -> LoRAConfig:
+    """Of an engine that serves adapters."""
+    if config.lora is None:
+        raise ConfigError("this engine serves no adapters; start it with --enable-lora")
+    return config.lora
+
+
 def operators_adapters(config: EngineConfig) -> dict[str, SequenceExtras]:
     """Those of --lora-modules. ConfigError says what is wrong with one."""
     found: dict[str, SequenceExtras] = {}
-    for text in config.lora.lora_modules if config.lora is not None else ():
+    for text in lora_settings(config).lora_modules:
         name, path = _named(text)
         if name in found:
             raise ConfigError(f"--lora-modules names {name!r} twice")

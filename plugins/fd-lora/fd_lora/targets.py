@@ -1,8 +1,8 @@
 """Where each matrix of an adapter goes: this rank's share of it, in which layer, at which place.
 
-A layer may join several modules of the checkpoint (q, k and v; gate and up), whose adapters lie side
-by side in it. Some checkpoints hold them as one module; its adapter then has one first half for all
-parts, and its second half is cut like the weight.
+A layer may join several modules of the checkpoint (q, k and v; gate and up), whose adapters lie
+side by side in it. Some checkpoints hold them as one module; its adapter then has one first half
+for all parts, and its second half is cut like the weight.
 """
 
 from __future__ import annotations
@@ -87,9 +87,7 @@ class Targets:
         self._modules: dict[str, _Module] = {}
         self.canonical: Callable[[str], str] = str  # a checkpoint's name in the model's spelling
 
-    def add(
-        self, slots: Slots, spec: LayerSpec, pieces: Sequence[Piece], in_piece: Piece
-    ) -> None:
+    def add(self, slots: Slots, spec: LayerSpec, pieces: Sequence[Piece], in_piece: Piece) -> None:
         """A layer's modules, as layers.adapters.Adapters.layer is given them."""
         starts = accumulate((part.out_features for part in spec.parts), initial=0)
         parts = [
@@ -127,7 +125,7 @@ class Targets:
         return found
 
     def _host(self, stored: Any, region: tuple[slice, slice], scale: float) -> Tensor:
-        """A part of a stored matrix in the model's dtype; the scale is folded in before rounding."""
+        """A part of a stored matrix in the model's dtype, scaled before it is rounded."""
         xp = self._xp
         part = xp.from_numpy(np.array(stored.bits()[region]), xp.dtype(stored.dtype))
         return (part.float() * scale).to(self._dtype)

@@ -41,8 +41,8 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 
 
 def logits_of(output: RequestOutput, vocab: int) -> np.ndarray:
-    """[positions but the first, vocab]: what each prompt token was predicted with, of an engine with
-    logprobs_mode="raw_logits"."""
+    """[positions but the first, vocab]: what each prompt token was predicted with, by an engine
+    with logprobs_mode="raw_logits"."""
     found = []
     for position in (output.prompt_logprobs or [])[1:]:
         assert position is not None

@@ -1,4 +1,4 @@
-"""Adapters with random weights as PEFT saves them, and what PEFT on transformers computes with them.
+"""Adapters with random weights as PEFT saves them, and what PEFT on transformers computes.
 
 Run as a program in a child process (`build` does that), because transformers needs torch and the
 suite may run on paddle."""

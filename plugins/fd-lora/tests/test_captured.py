@@ -78,4 +78,4 @@ def test_captured_steps_follow_adapters_that_come_and_go(tmp_path: Path) -> None
     assert sum(same) >= 0.9 * len(same)
     base = first[-1]
     assert first[4] != base
-    assert [row for row in first[0][::2]] == base[::2]
+    assert first[0][::2] == base[::2]

@@ -33,7 +33,10 @@ def requests(number: int) -> list[tuple[list[int], str | None, SamplingParams]]:
     draw, found = random.Random(3), []
     beginnings = [[draw.randrange(3, 131) for _ in range(length)] for length in (8, 16, 24)]
     for _ in range(number):
-        prompt = [*draw.choice(beginnings), *(draw.randrange(3, 131) for _ in range(draw.randrange(4)))]
+        prompt = [
+            *draw.choice(beginnings),
+            *(draw.randrange(3, 131) for _ in range(draw.randrange(4))),
+        ]
         greedy = {"temperature": 0.0} if draw.random() < 0.7 else {"seed": draw.randrange(99)}
         count = draw.randrange(1, 13)
         params = SamplingParams(max_tokens=count, ignore_eos=True, **greedy)

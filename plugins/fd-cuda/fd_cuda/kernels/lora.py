@@ -146,8 +146,8 @@ def lora(
     ends: Sequence[int],
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """y [T, N] with b[s] (a[s] x) added in rows of slot s, in its memory where that is possible; see
-    fd_lora.kernels."""
+    """y [T, N] with b[s] (a[s] x) added in rows of slot s, in its memory where that is possible:
+    see fd_lora.kernels."""
     num_rows, width = y.shape
     if not num_rows:
         return y
@@ -199,9 +199,7 @@ def choose(num_rows: int, width: int, depth: int, dtype: str, *, has_norm: bool)
 
 
 @functools.cache
-def _tiles(
-    ends: tuple[int, ...], columns: int, device: torch.device
-) -> tuple[torch.Tensor, int]:
+def _tiles(ends: tuple[int, ...], columns: int, device: torch.device) -> tuple[torch.Tensor, int]:
     """[tiles, 3] int32: the part that each tile of outputs belongs to, its first output, and where
     the part ends."""
     found = [
