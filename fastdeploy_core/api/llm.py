@@ -30,7 +30,6 @@ from fastdeploy_core.types import (
     Request,
     RequestOutput,
     SamplingParams,
-    SequenceExtras,
     StructuredOutputsParams,
     TokenDeltas,
 )
@@ -216,10 +215,14 @@ class LLM:
         default = self.get_default_sampling_params()
         priorities = one_each("priority", priority, len(prompts))
         adapters = one_each("lora_request", lora_request, len(prompts))
+        for prompt, lora in zip(prompts, adapters, strict=True):
+            if lora is not None:
+                make = scale_out("lora-request", "lora_request")
+                prompt.extras = make(lora.lora_name, lora.lora_path, self.config)
         # Check every request before the first one is given to the engine.
         requests = [
-            self._build(prompt, default if param is None else param, rank or 0, lora, reader)
-            for prompt, param, rank, lora in zip(prompts, params, priorities, adapters, strict=True)
+            self._build(prompt, default if param is None else param, rank or 0, reader)
+            for prompt, param, rank in zip(prompts, params, priorities, strict=True)
         ]
         texts = [prompt.text for prompt in prompts]
         if stream:
@@ -227,12 +230,7 @@ class LLM:
         return self._collect(requests, texts, use_tqdm, reader)
 
     def _build(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        priority: int,
-        lora: LoRARequest | None,
-        reader: ChatReader | None,
+        self, prompt: Prompt, params: SamplingParams, priority: int, reader: ChatReader | None
     ) -> Request:
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(
@@ -245,10 +243,6 @@ class LLM:
                 f"{prompt.media[0].where} cannot be served",
                 param="prompts",
             )
-        extras: SequenceExtras | None = None
-        if lora is not None:
-            make = scale_out("lora-request", "lora_request")
-            extras = make(lora.lora_name, lora.lora_path, self.config)
         request = build_request(
             prompt.token_ids if prompt.token_ids is not None else prompt.text or "",
             params,
@@ -260,7 +254,7 @@ class LLM:
                 cache_salt=prompt.cache_salt,
                 media=self._media,
                 media_parts=prompt.media,
-                extras=extras,
+                extras=prompt.extras,
             ),
         )
         if params.structured_outputs is not None:

@@ -174,14 +174,13 @@ class Attention:
         self._driver_norms = self.paged.norms_heads
         # A driver that also claims the projections, and the weights in its own layout. It would
         # leave these norms, and adapters, out.
-        left_out = "" if build.adapters is None else "has LoRA adapters beside them"
-        if self._whole_norms is not None:
-            left_out = "normalises all heads at once behind them"
-        if self.paged.backend.unit == "projections" and left_out:
+        has_more = self._whole_norms is not None or build.adapters is not None
+        if self.paged.backend.unit == "projections" and has_more:
             raise UnsupportedModel(
                 f"attention driver {self.paged.backend.name!r} computes projections itself, but "
-                f"{prefix} {left_out}; possible: a driver of another unit; run: fastdeploy plugins "
-                "why attention --model DIR"
+                f"{prefix} normalises all heads at once behind them, or has LoRA adapters beside "
+                "them; possible: a driver of another unit; run: fastdeploy plugins why attention "
+                "--model DIR"
             )
         self._block: Any = self.paged.backend if self.paged.backend.unit == "projections" else None
         self._projections: Any = None

@@ -7,7 +7,7 @@ There is one builder per model and rank. It collects the destination of each che
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -35,11 +35,13 @@ from .stored import WHOLE, Piece
 from .weight_map import WeightMap
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from fastdeploy_core.contracts.attention import AttentionBatch
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
-
-    from .adapters import Adapters
+    from fastdeploy_core.types import SequenceExtras
 
 
 class KeptWeights(Protocol):
@@ -52,6 +54,25 @@ class KeptWeights(Protocol):
     def put(self, name: str, prepared: Any) -> None:
         """Keep a weight."""
         ...
+
+
+class Adapters(Protocol):
+    """LoRA adapters of one rank: target `lora` of fd-lora, which says more of each method."""
+
+    features: frozenset[str]  # as WorkerInfo.features
+
+    # The kernels that layers are given; and what adds to a layer's product, None: nothing may.
+    def watch(self, kernels: KernelTable) -> KernelTable: ...
+    def layer(
+        self, build: ModelBuilder, spec: LayerSpec, pieces: Sequence[Piece], in_piece: Piece
+    ) -> Callable[..., Tensor] | None: ...
+
+    # Sequences by slot, as with SequenceMedia; and which of them are the rows of a step.
+    def add(self, slot: int, extras: SequenceExtras) -> None: ...
+    def reset(self, slot: int) -> None: ...
+    def attach(self, rows: Tensor) -> None: ...
+    def lay_out(self, slots: np.ndarray, counts: np.ndarray) -> None: ...
+    def begin(self, batch: AttentionBatch) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,8 +100,9 @@ def load_model(
             ),
             ranks=ModelRanks(tp_rank, tp_size, communicator, experts),
             formats=replace(formats, kept=cache),
-            adapters=config.lora
-            and load_driver("scale_out", "lora")(fitted, device, kernels, family),
+            adapters=None
+            if config.lora is None
+            else load_driver("scale_out", "lora")(fitted, device, kernels, family),
         )
         for text in CACHE_SCALE_NAMES if settings.kv_unused else ():
             build.weights.ignore(text)

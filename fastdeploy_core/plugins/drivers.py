@@ -84,7 +84,7 @@ def find_scale_out(name: str, asked: str, inventory: Inventory | None = None) ->
     maker of an ExpertCommunicator, most tokens in place). Or what shares something with others:
     KV blocks (`kv-events`, `kv-store`: engine/core.py), requests (`shared-queue`: client.py), or
     weights with later starts (`weight-cache`: loading/loader.py). Or what adds adapters to layers
-    (`lora`: layers/adapters.py) and requests (`lora-request`: api/, `lora-server`: serving/).
+    (`lora`: layers/builder.py) and requests (`lora-request`: api/, `lora-server`: serving/).
     asked: the arguments that need it."""
     try:
         return find("scale_out", name, inventory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fastdeploy_core.config.server import ServerConfig
@@ -83,12 +83,6 @@ class Admission:
         self._metrics.in_flight.set(self.in_flight)
 
 
-def no_model(name: str, names: Sequence[str]) -> ApiError:
-    """404 for a model that this server does not have."""
-    there_are = f"The model `{name[:128]}` does not exist. There are: {', '.join(names)}."
-    return ApiError(404, there_are, param="model")
-
-
 class ServerState:
     """Built once per app by create_app."""
 
@@ -136,12 +130,17 @@ class ServerState:
 
     def check_model(self, name: str | None) -> str:
         """The model name for the answer; 404 for a model that this server does not have."""
-        names = self.model_names
         if not name:
-            return names[0]
-        if self.config.verify_model_name and name not in names:
-            raise no_model(name, names)
+            return self.model_names[0]
+        if self.config.verify_model_name:
+            self.check_name(name)
         return name
+
+    def check_name(self, name: str) -> None:
+        """404 for a name that this server does not have."""
+        if name not in self.model_names:
+            there_are = f"does not exist. There are: {', '.join(self.model_names)}."
+            raise ApiError(404, f"The model `{name[:128]}` {there_are}", param="model")
 
     @property
     def model_names(self) -> list[str]:

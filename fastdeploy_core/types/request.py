@@ -82,8 +82,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
-    """An adapter for LLM.generate, with vLLM's fields. The number tells nothing here: an adapter is
-    told from others by its name and its files."""
+    """An adapter, as vLLM names it. Here the name and the files tell adapters apart."""
 
     lora_name: str
     lora_int_id: int

@@ -438,8 +438,9 @@ class ModelRunner:
         self._refused.pop(new.seq_id, None)
         self._columns.add(slot, new.sampling, new.seed)
         try:
-            for part in self._bring if extras else ():
-                part.add(slot, extras)
+            for part in self._bring:
+                if extras is not None:
+                    part.add(slot, extras)
             if self._state is not None:
                 self._state.add(slot, new)
         except RequestError as error:

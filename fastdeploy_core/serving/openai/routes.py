@@ -13,7 +13,7 @@ from starlette.responses import Response
 from fastdeploy_core.serving.http.errors import ApiError
 from fastdeploy_core.serving.http.json_body import read_model, tenant_of
 from fastdeploy_core.serving.respond import answer, json_response
-from fastdeploy_core.serving.state import ServerState, no_model
+from fastdeploy_core.serving.state import ServerState
 
 from .chat import ChatJob
 from .completion import CompletionJob
@@ -84,8 +84,7 @@ def openai_router(state: ServerState) -> APIRouter:
 
     @router.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
-        if model_id not in state.model_names:
-            raise no_model(model_id, state.model_names)
+        state.check_name(model_id)
         return json_response(_card(state, model_id, created))
 
     @router.post("/tokenize", openapi_extra=_body_of(TokenizeRequest))
@@ -143,15 +142,11 @@ def _card(state: ServerState, name: str, created: int) -> dict[str, Any]:
         "id": f"modelperm-{name}",
         "object": "model_permission",
         "created": created,
-        "allow_create_engine": False,
-        "allow_sampling": True,
-        "allow_logprobs": True,
-        "allow_search_indices": False,
-        "allow_view": True,
-        "allow_fine_tuning": False,
+        **dict.fromkeys(("allow_sampling", "allow_logprobs", "allow_view"), True),
+        **dict.fromkeys(("allow_create_engine", "allow_search_indices"), False),
+        **dict.fromkeys(("allow_fine_tuning", "is_blocking"), False),
         "organization": "*",
         "group": None,
-        "is_blocking": False,
     }
     return {
         "id": name,

@@ -130,11 +130,11 @@ def _read(path: Path, *_: tuple[int, int, int]) -> AdapterFolder:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     config = _read_config(path / CONFIG_NAME)
     try:
-        file = SafetensorsFile(path / WEIGHTS_NAME, None)  # type: ignore[arg-type]
+        stored = SafetensorsFile(path / WEIGHTS_NAME, None)  # type: ignore[arg-type]
     except WeightError as error:
         raise InvalidRequest(str(error)) from None
     halves: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, tensor in file.tensors():
+    for name, tensor in stored.tensors():
         module, half = _split(path, name)
         if half in halves.setdefault(module, {}) or len(tensor.shape) != 2:
             raise InvalidRequest(f"{path}: {name} comes twice, or is no matrix: {tensor.shape}")
@@ -214,9 +214,10 @@ def _of(path: Path, name: str, config: Mapping[str, Any], patterns: str, default
     except (AttributeError, re.error) as error:
         raise InvalidRequest(f"{path / CONFIG_NAME} has a wrong {patterns}: {error}") from None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0:
+    number = float(value) if is_number and value is not None else math.nan
+    if not (math.isfinite(number) and number > 0):
         raise InvalidRequest(
             f"{path / CONFIG_NAME} has {default} {value!r:.40} for {name}; expected a number above "
             "0"
         )
-    return float(value)
+    return number

@@ -85,7 +85,7 @@ class WatchedKernels:
 
 
 class AdaptedLinear:
-    """layers.adapters.AdaptedLinear."""
+    """The slots of one linear layer."""
 
     def __init__(
         self, rows: StepRows, kernel: Callable[..., Any], slots: Slots, ends: tuple[int, ...]
@@ -93,7 +93,9 @@ class AdaptedLinear:
         self._rows, self._kernel, self._slots, self._ends = rows, kernel, slots, ends
 
     def __call__(self, y: Tensor, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """See there."""
+        """y [num_tokens, out_features of this rank] and, maybe in its place, what the rows'
+        adapters add for x [num_tokens, in_features of this rank], or for norm(x). Rows without an
+        adapter stay as they are."""
         rows, slots = self._rows, self._slots
         if rows.is_idle:
             return y
@@ -107,7 +109,7 @@ class AdaptedLinear:
 
 
 class AdapterLayers:
-    """layers.adapters.Adapters."""
+    """layers.builder.Adapters."""
 
     features = frozenset({"adapter"})
 
@@ -136,13 +138,14 @@ class AdapterLayers:
         self._captured_rows: Tensor = None
 
     def watch(self, kernels: KernelTable) -> WatchedKernels:
-        """See layers.adapters.Adapters, as for all that follows."""
+        """The table for layers: it notes which rows of a step they go on with."""
         return WatchedKernels(kernels, self._rows)
 
     def layer(
         self, build: ModelBuilder, spec: LayerSpec, pieces: Sequence[Piece], in_piece: Piece
     ) -> AdaptedLinear | None:
-        """None where --lora-target-modules leaves the layer out."""
+        """A layer is made. pieces: this rank's share of the outputs of each of its parts; in_piece:
+        of the inputs. None where --lora-target-modules leaves it out."""
         wanted = self._lora.lora_target_modules
         names = {name.rpartition(".")[2] for name in (spec.name, *(p.name for p in spec.parts))}
         if wanted and not names.intersection(wanted):
@@ -160,7 +163,8 @@ class AdapterLayers:
         return AdaptedLinear(self._rows, self._kernel, slots, tuple(ends))
 
     def attach(self, rows: Tensor) -> None:
-        """The model is there: adapters that the operator named have to fit it."""
+        """The model is there: adapters that the operator named have to fit it. rows [max_num_seqs]
+        int64, on the device: the slots of a captured step's rows."""
         self._captured_rows = rows
         for name, extras in operators_adapters(self._config).items():
             try:
@@ -171,8 +175,9 @@ class AdapterLayers:
     # -- a step -----------------------------------------------------------------------------------
 
     def lay_out(self, slots: np.ndarray, counts: np.ndarray) -> None:
-        """Tokens after the step's have no adapter, for a captured step may be larger than what it
-        is given."""
+        """A step laid out on the host comes: the slots of its rows, and their tokens, [B] int64.
+        Tokens after these have no adapter, for a captured step may be larger than what it is
+        given."""
         of_row = self._of_sequence[slots]
         self._is_idle = bool((of_row == NO_SLOT).all())
         of_token = np.repeat(of_row, counts)
@@ -185,7 +190,8 @@ class AdapterLayers:
         self._num_marked = size
 
     def begin(self, batch: AttentionBatch) -> None:
-        """A captured decode step finds its sequences' slots on the device; others were laid out."""
+        """A forward pass of this batch is queued or captured next. A captured decode step finds
+        its sequences' slots on the device; others were laid out."""
         num_rows, width = batch.num_seqs, batch.tokens_per_row
         if batch.is_exact or not width:
             of_token = self._of_token[: batch.num_tokens]
@@ -200,7 +206,8 @@ class AdapterLayers:
     # -- sequences and their adapters -------------------------------------------------------------
 
     def add(self, slot: int, extras: SequenceExtras) -> None:
-        """The adapter is read if it is not there."""
+        """A sequence with this adapter has got a slot; it is read if it is not there.
+        InvalidRequest: it cannot be used."""
         if not extras.adapter:
             return
         number = self._slot_of.get(extras.adapter)
@@ -211,7 +218,7 @@ class AdapterLayers:
         self._point(slot, number)
 
     def reset(self, slot: int) -> None:
-        """The adapter stays where it is."""
+        """The sequence's slot is free. Its adapter stays where it is."""
         number = int(self._of_sequence[slot])
         if number != NO_SLOT:
             self._users[number] -= 1

@@ -20,7 +20,7 @@ from fastdeploy_core.serving.http.errors import ApiError
 from fastdeploy_core.serving.http.json_body import read_model, tenant_of
 from fastdeploy_core.serving.openai.generation import run
 from fastdeploy_core.serving.respond import json_response
-from fastdeploy_core.serving.state import ServerState, no_model
+from fastdeploy_core.serving.state import ServerState
 from fastdeploy_core.types import SamplingParams, SequenceExtras
 
 from .files import MAX_NAME_CHARS
@@ -72,8 +72,9 @@ def adapter_routes() -> ApiRoutes:
     async def unload(http: Request) -> Response:
         state, adapters = _adapters(http)
         name = (await read_model(http, UnloadBody, state.threads)).lora_name
+        state.check_name(name)
         if adapters.pop(name, None) is None:
-            raise no_model(name, list(adapters))
+            raise ApiError(400, f"`{name}` is the model itself, no adapter", param="lora_name")
         return json_response({"status": "unloaded", "lora_name": name})
 
     return ApiRoutes(router)

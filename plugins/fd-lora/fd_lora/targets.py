@@ -88,7 +88,7 @@ class Targets:
         self.canonical: Callable[[str], str] = str  # a checkpoint's name in the model's spelling
 
     def add(self, slots: Slots, spec: LayerSpec, pieces: Sequence[Piece], in_piece: Piece) -> None:
-        """A layer's modules, as layers.adapters.Adapters.layer is given them."""
+        """A layer's modules, as AdapterLayers.layer is given them."""
         starts = accumulate((part.out_features for part in spec.parts), initial=0)
         parts = [
             _Part(number, start, part.out_features * piece.count, piece)
