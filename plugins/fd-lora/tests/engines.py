@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import save_file
 
 from fastdeploy_core.api.llm import LLM
 from fastdeploy_core.types import LoRARequest, RequestOutput, SamplingParams
@@ -48,3 +50,19 @@ def logits_of(output: RequestOutput, vocab: int) -> np.ndarray:
         assert position is not None
         found.append([position[token].logprob for token in range(vocab)])
     return np.array(found)
+
+
+def write_adapter(
+    folder: Path, name: str, sizes: Mapping[str, tuple[int, int]], *, rank: int = 4, seed: int = 0
+) -> Path:
+    """An adapter with random weights, as PEFT stores it; sizes: inputs and outputs by module."""
+    draw, tensors = np.random.default_rng(seed), {}
+    for module, (inputs, outputs) in sizes.items():
+        for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+            noise = draw.standard_normal(shape, dtype=np.float32) * np.float32(0.2)
+            tensors[f"base_model.model.{module}.lora_{half}.weight"] = noise
+    (folder / name).mkdir(exist_ok=True)
+    save_file(tensors, folder / name / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+    (folder / name / "adapter_config.json").write_text(json.dumps(settings))
+    return folder / name

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engines import tokens_of
-from safetensors.numpy import save_file
+from engines import tokens_of, write_adapter
 
 from fastdeploy_core.api.llm import LLM
 from fastdeploy_core.types import LoRARequest, SamplingParams
@@ -34,18 +33,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 def adapter(folder: Path, number: int) -> LoRARequest:
     """Large enough that its tokens are others than the base's."""
-    draw, tensors = np.random.default_rng(number), {}
-    for layer in range(CONFIG["num_hidden_layers"]):
-        for name, (inputs, outputs) in SIZES.items():
-            prefix = f"base_model.model.model.layers.{layer}.{name}.lora_"
-            for half, shape in (("A", (8, inputs)), ("B", (outputs, 8))):
-                noise = draw.standard_normal(shape, dtype=np.float32) * np.float32(0.1)
-                tensors[f"{prefix}{half}.weight"] = noise
-    path = folder / f"a{number}"
-    path.mkdir()
-    save_file(tensors, path / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 16}
-    (path / "adapter_config.json").write_text(json.dumps(settings))
+    sizes = {
+        f"model.layers.{layer}.{name}": size
+        for layer in range(CONFIG["num_hidden_layers"])
+        for name, size in SIZES.items()
+    }
+    path = write_adapter(folder, f"a{number}", sizes, rank=8, seed=number)
     return LoRARequest(path.name, 1, str(path))
 
 
