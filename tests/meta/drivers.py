@@ -46,6 +46,9 @@ from fd_kv_tcp.transport import TcpTransport
 from fd_launch.command import main as launch
 from fd_launch.processes import LocalLauncher, StaticLauncher
 from fd_launch_ray.launcher import RayLauncher
+from fd_lora.files import adapter_extras
+from fd_lora.layers import AdapterLayers
+from fd_lora.served import ServedAdapters
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
 from fd_models.deepseek_v3 import DeepseekV3ForCausalLM
@@ -405,6 +408,11 @@ several_api_servers: list[
 divided_experts: list[Callable[[DeviceBackend, Communicator], ExpertRanks]] = [WholeExperts]
 shared_queue: list[Callable[[EngineLink, RequestScheduler, Listener], EngineLink]] = [SharedQueue]
 weight_cache: list[Callable[[PackingDevice, Path], KeptWeights]] = [WeightCache]
+adapters: list[Callable[[EngineConfig, DeviceBackend, KernelTable, type[Any]], Adapters]] = [
+    AdapterLayers
+]
+adapter_request: list[Callable[[str, str, EngineConfig], SequenceExtras]] = [adapter_extras]
+served_adapters: list[Callable[[EngineConfig], Mapping[str, SequenceExtras]]] = [ServedAdapters]
 kv_events: list[Callable[[KVEventsConfig, int, int, int], KVEvents]] = [KVEvents]
 stored_blocks: list[
     Callable[

@@ -277,6 +277,7 @@ PRIVATE = {
     },
     "fd-hub": {"cli", "envs", "plugins"},
     "fd-launch": {"plugins"},
+    "fd-lora": {"config", "engine", "layers", "loading", "serving"},
     "fd-scale-out": {
         *("config", "engine", "envs", "kvcache", "loading", "plugins", "scheduler", "serving"),
     },

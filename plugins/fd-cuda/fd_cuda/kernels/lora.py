@@ -1,11 +1,10 @@
 """The operation `lora` of fd-lora: what adapters add to a product, each row with its own or none.
 
-Rows are not sorted. A program takes one adapter and one tile of outputs, and computes the tile for
-those of its rows that have this adapter; it ends at once where none has. So the number of adapters
-in a step costs programs that end, and nothing that was captured depends on who has which.
+Rows are not sorted: a program takes one adapter, finds the rows that have it, and ends at once
+where there are none. So nothing that was captured depends on who has which.
 
-Few rows: one launch, in which each program computes A x anew for its tile of outputs, which costs
-less than a second launch. Many rows: A x first, then its products.
+Few rows: one launch, a program for each adapter and each tile of outputs, which computes A x anew;
+that costs less than a second launch. Many rows: A x first, then its products, by tiles of rows.
 """
 
 from __future__ import annotations
@@ -19,11 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .common import batch_invariant, cdiv, join_chain, options, pad2
+from .common import cdiv, join_chain, options, pad2
 
-_MANY = 256  # rows from which A x is computed once
-_WIDE = 4096  # outputs from which a program takes more of them
-_DEPTH = 128  # inputs that a program reads at a time
+_MANY = 257  # rows from which A x is computed once
 
 
 @triton.jit
@@ -60,20 +57,22 @@ def _inner(
 
 
 @triton.jit
-def _add(
-    y_p, b_p, inner, rows, mine, slot, first, end, y_stride,
-    N: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, BN: tl.constexpr,
+def _second_half(
+    b_p, slot, first, end, N: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """Add B times inner to outputs from `first` on, below `end`, of these rows."""
+    """B of the outputs from `first` on, below `end`: [BN, RANK]."""
     ranks, cols = tl.arange(0, RANK), first + tl.arange(0, BN)
     b_p += slot.to(tl.int64) * N * R
-    b_mask = (cols < end)[:, None] & (ranks < R)[None, :]
-    b = tl.load(b_p + cols[:, None] * R + ranks[None, :], mask=b_mask, other=0.0)
+    mask = (cols < end)[:, None] & (ranks < R)[None, :]
+    return tl.load(b_p + cols[:, None] * R + ranks[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _outputs(y_p, rows, mine, first, end, y_stride, BN: tl.constexpr):
+    """Where the outputs of these rows from `first` on, below `end`, are, and which there are."""
+    cols = first + tl.arange(0, BN)
     place = y_p + rows.to(tl.int64)[:, None] * y_stride + cols[None, :]
-    mask = mine[:, None] & (cols < end)[None, :]
-    y = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    y = tl.dot(inner.to(b.dtype), tl.trans(b), y, input_precision="ieee")
-    tl.store(place, y.to(y_p.dtype.element_ty), mask=mask)
+    return place, mine[:, None] & (cols < end)[None, :]
 
 
 @triton.jit
@@ -86,18 +85,33 @@ def _tile(p):
 def _lora(
     y_p, x_p, w_p, a_p, b_p, slots_p, tiles_p, num_rows, y_stride, x_stride, eps,
     K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    MOST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    tile, slot = tl.program_id(0), tl.program_id(1)
-    part, first, end = _tile(tiles_p + tile * 3)
-    rows = tl.program_id(2) * BM + tl.arange(0, BM)
+    slot = tl.program_id(1)
+    part, first, end = _tile(tiles_p + tl.program_id(0) * 3)
+    every = tl.arange(0, MOST)
+    if EARLY:  # weights are there before what the kernel before writes
+        b = _second_half(b_p, slot, first, end, N, R, RANK, BN)
     join_chain(PDL)
-    mine = tl.load(slots_p + rows, mask=rows < num_rows, other=-1) == slot
-    if tl.max(mine.to(tl.int32), 0) > 0:
-        inner = _inner(
-            x_p, w_p, a_p, rows, mine, slot, part, x_stride, eps, K, R, PARTS, RANK, BM, BK, NORM
-        )
-        _add(y_p, b_p, inner, rows, mine, slot, first, end, y_stride, N, R, RANK, BN)
+    has = tl.load(slots_p + every, mask=every < num_rows, other=-1) == slot
+    place = tl.cumsum(has.to(tl.int32), 0) - 1
+    count = tl.sum(has.to(tl.int32), 0)
+    if count > 0:
+        if not EARLY:
+            b = _second_half(b_p, slot, first, end, N, R, RANK, BN)
+        for start in range(0, count, BM):
+            nth = start + tl.arange(0, BM)
+            chosen = has[None, :] & (place[None, :] == nth[:, None])
+            rows, mine = tl.sum(tl.where(chosen, every[None, :], 0), 1), nth < count
+            target, mask = _outputs(y_p, rows, mine, first, end, y_stride, BN)
+            y = tl.load(target, mask=mask, other=0.0).to(tl.float32)
+            inner = _inner(
+                x_p, w_p, a_p, rows, mine, slot, part, x_stride, eps,
+                K, R, PARTS, RANK, BM, BK, NORM,
+            )  # fmt: skip
+            y = tl.dot(inner.to(b.dtype), tl.trans(b), y, input_precision="ieee")
+            tl.store(target, y.to(y_p.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -133,7 +147,11 @@ def _lora_expand(
     if tl.max(mine.to(tl.int32), 0) > 0:
         place = inner_p + (rows.to(tl.int64) * PARTS + part)[:, None] * RANK
         inner = tl.load(place + tl.arange(0, RANK)[None, :], mask=mine[:, None], other=0.0)
-        _add(y_p, b_p, inner, rows, mine, slot, first, end, y_stride, N, R, RANK, BN)
+        b = _second_half(b_p, slot, first, end, N, R, RANK, BN)
+        target, mask = _outputs(y_p, rows, mine, first, end, y_stride, BN)
+        y = tl.load(target, mask=mask, other=0.0).to(tl.float32)
+        y = tl.dot(inner.to(b.dtype), tl.trans(b), y, input_precision="ieee")
+        tl.store(target, y.to(y_p.dtype.element_ty), mask=mask)
 
 
 def lora(
@@ -156,16 +174,18 @@ def lora(
     num_slots, depth, rank, has_norm = a.shape[0], a.shape[2], b.shape[2], norm_weight is not None
     plan = choose(num_rows, width, depth, str(y.dtype).removeprefix("torch."), has_norm=has_norm)
     tiles, num_tiles = _tiles(tuple(ends), plan.columns, y.device)
-    padded, groups = max(16, pad2(rank)), cdiv(num_rows, plan.rows)
+    padded = max(16, pad2(rank))
     sizes = {"R": rank, "PARTS": len(ends), "RANK": padded, "BM": plan.rows}
     deep = {"K": depth, "BK": plan.depth, "NORM": has_norm}
     how = options(num_warps=plan.warps, num_stages=plan.stages)
     if num_rows < _MANY:
-        _lora[(num_tiles, num_slots, groups)](
+        _lora[(num_tiles, num_slots)](
             y, x, norm_weight, a, b, slots, tiles, num_rows, y.stride(0), x.stride(0), eps,
-            N=width, BN=plan.columns, **sizes, **deep, **how,
+            N=width, BN=plan.columns, MOST=max(16, pad2(num_rows)), EARLY=plan.is_early,
+            **sizes, **deep, **how,
         )  # fmt: skip
         return y
+    groups = cdiv(num_rows, plan.rows)
     inner = torch.empty((num_rows, len(ends) * padded), dtype=y.dtype, device=y.device)
     _lora_shrink[(len(ends), num_slots, groups)](
         x, norm_weight, a, inner, slots, num_rows, x.stride(0), eps, **sizes, **deep, **how
@@ -185,17 +205,19 @@ class Plan:
     depth: int
     warps: int
     stages: int
+    is_early: bool = True  # B is read while the kernel before still runs
 
 
 @functools.cache
 def choose(num_rows: int, width: int, depth: int, dtype: str, *, has_norm: bool) -> Plan:
-    """The plan for these sizes. A row is computed alike however many rows there are where that is
-    asked for."""
-    rows = 16 if num_rows <= 16 and not batch_invariant() else 64
+    """The plan for these sizes."""
     # What is multiplied in float32 takes twice the shared memory.
     is_wide = dtype == "float32" or (dtype == "float16" and has_norm)
-    most, stages = (32, 2) if is_wide else (_DEPTH, 3)
-    return Plan(rows, 64 if width < _WIDE else 128, min(most, max(16, pad2(depth))), 4, stages)
+    inner = max(16, pad2(depth))
+    if num_rows >= _MANY:
+        return Plan(64, 128, min(32 if is_wide else 128, inner), 4, 2 if is_wide else 3)
+    columns = 128 if width < 4096 else 256
+    return Plan(16, columns, min(64 if is_wide else 512, inner), 4, 2)
 
 
 @functools.cache
