@@ -70,18 +70,14 @@ class ModelRunner:
         if rank == 0:
             self._state = SamplingState(config, device, kernels, self._columns, loaded.load_driver)
         self._media = self._make_media(loaded.model)
-        parts: list[Any] = [self._columns, *(self._state.parts if self._state else ())]
-        # What sequences may bring.
         self._bring = [b for b in (self._media, loaded.builder.adapters) if b is not None]
-        parts += self._bring
-        self._features = frozenset[str]().union(*(b.features for b in self._bring))
+        parts: list[Any] = [self._columns, *self._bring]
+        parts += () if self._state is None else self._state.parts
         captured = CapturedSampling(device, kernels, self._columns, max_num_seqs)
-        # One rank knows what all rows need.
-        self._is_alone = communicator is None
+        self._is_alone = communicator is None  # one rank knows what all rows need
         captures_all = self._is_alone and can_capture_sampling(device, kernels)
-        self.max_decodes = 1  # see WorkerInfo
-        if captures_all and max(graph_sizes, default=0) >= max_num_seqs:
-            self.max_decodes = max_decodes(config, device)
+        captures_most = captures_all and max(graph_sizes, default=0) >= max_num_seqs
+        self.max_decodes = max_decodes(config, device) if captures_most else 1  # see WorkerInfo
         drafting: Drafting | None = None
         if drafters is not None and config.speculative is not None:
             drafting = Drafting(
@@ -106,8 +102,7 @@ class ModelRunner:
         self._results = Results(device, slots, self._state, self._lock, drafting)
         self._graphs: Graphs | None = None
         if graph_sizes:
-            plan = self._graph_plan(graph_sizes)
-            sampling = captured if captures_all else None
+            plan, sampling = self._graph_plan(graph_sizes), captured if captures_all else None
             self._graphs = Graphs(device, kernels, loaded, slots, plan, drafting, sampling)
         self._is_simple = np.zeros(max_num_seqs, dtype=bool)  # see is_simple()
         self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
@@ -150,7 +145,7 @@ class ModelRunner:
         # Kept results have no place for drafts; posted ones do.
         takes_drafts = captures_drafting and self.slots.postbox is not None
         return {
-            "features": self._features,
+            "features": frozenset[str]().union(*(b.features for b in self._bring)),
             "captures_drafts": drafting is not None,
             "captures_drafting": captures_drafting,
             "max_decodes": self.max_decodes,
@@ -428,7 +423,7 @@ class ModelRunner:
 
     def _add(self, new: NewSequence) -> None:
         extras = new.extras if new.extras is not None and new.extras.needs else None
-        if extras and extras.needs - self._features:
+        if extras and extras.needs.difference(*(b.features for b in self._bring)):
             raise WorkerError(
                 f"sequence {new.seq_id} brings {', '.join(sorted(extras.needs))}, which this "
                 "worker does not report among its features"

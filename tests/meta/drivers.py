@@ -183,7 +183,7 @@ from fastdeploy_core.engine.client import EngineLink
 from fastdeploy_core.engine.processes.supervisor import Listener
 from fastdeploy_core.kvcache import CachePlan
 from fastdeploy_core.layers import ModelBuilder
-from fastdeploy_core.layers.builder import KeptWeights
+from fastdeploy_core.layers.builder import Adapters, KeptWeights
 from fastdeploy_core.layers.experts import ExpertRanks
 from fastdeploy_core.models.ernie import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
 from fastdeploy_core.models.llama import LlamaForCausalLM
@@ -196,6 +196,7 @@ from fastdeploy_core.sampling.processors import LogitBiasLogitsProcessor
 from fastdeploy_core.sampling.thinking import ThinkingBudgetLogitsProcessor
 from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.serving.asking import Plugins
+from fastdeploy_core.types import SequenceExtras
 from fastdeploy_core.types.worker import WorkerInfo
 from fastdeploy_testing.check import main as check_plugin
 from fastdeploy_testing.examine import main as examine_device
