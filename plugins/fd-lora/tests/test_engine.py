@@ -30,6 +30,7 @@ def answer(folder: Path, name: str, number: int = 1) -> tuple[list[int], np.ndar
     return found[0].tolist(), found[1], found[2].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["all", "mixed"])
 def test_two_ranks_divide_an_adapter(folder: Path, fd_tensor: str, name: str) -> None:
     prompt, _, greedy = answer(folder, name)
@@ -37,6 +38,7 @@ def test_two_ranks_divide_an_adapter(folder: Path, fd_tensor: str, name: str) ->
         assert tokens_of(ask(llm, [prompt], [lora(folder, name)], GREEDY)) == [greedy]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", ["wint8", "wint4"])
 def test_a_quantized_base_gets_the_whole_adapter(
     folder: Path, fd_tensor: str, quantization: str

@@ -13,6 +13,7 @@ from engines import ask, engine, lora, tokens_of
 
 from fastdeploy_core.types import SamplingParams
 
+pytestmark = pytest.mark.slow
 NAMES = [None, "some", "all", "mixed", "regex"]
 NUM_MIXES = 200
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_GREEDY, ignore_eos=True)
 SCORED = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=-1)
 
 
-@pytest.mark.parametrize("base", ADAPTERS)
+@pytest.mark.parametrize(
+    "base", ["llama", *(pytest.param(b, marks=pytest.mark.slow) for b in ADAPTERS if b != "llama")]
+)
 def test_logits_and_greedy_tokens_are_pefts(
     made: Callable[[str], Path], fd_tensor: str, base: str
 ) -> None:

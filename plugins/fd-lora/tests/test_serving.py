@@ -147,6 +147,7 @@ def test_what_cannot_be_used_is_refused_and_not_listed(
     assert [card.id for card in api.models.list()] == ["base", "first"]
 
 
+@pytest.mark.slow
 def test_adapters_come_and_go_under_load(
     server: ServerProcess, api: openai.OpenAI, answers: dict[str | None, list[int]]
 ) -> None:
