@@ -1,10 +1,13 @@
 """The operation `lora` of fd-lora: what adapters add to a product, each row with its own or none.
 
-Rows are not sorted: a program takes one adapter, finds the rows that have it, and ends at once
-where there are none. So nothing that was captured depends on who has which.
+Two launches. The first computes A x: a program takes one adapter and a share of the inputs, for all
+of the layer's parts at once, so that x is read once. The second adds these sums up and adds B A x:
+a program takes one adapter and a tile of outputs. Sums are added in one order, so a row does not
+depend on the others.
 
-Few rows: one launch, a program for each adapter and each tile of outputs, which computes A x anew;
-that costs less than a second launch. Many rows: A x first, then its products, by tiles of rows.
+Rows are not sorted: of few rows a program finds those that have its adapter, of many it takes a
+tile and leaves out the others. It ends at once where there are none. So nothing that was captured
+depends on who has which.
 """
 
 from __future__ import annotations
@@ -20,136 +23,97 @@ import triton.language as tl
 
 from .common import cdiv, join_chain, options, pad2
 
-_MANY = 257  # rows from which A x is computed once
+FEW = 256  # rows among which a program looks for its own
+MOST_SPLITS = 16  # parts of the inputs
 
 
 @triton.jit
-def _inner(
-    x_p, w_p, a_p, rows, mine, slot, part, x_stride, eps,
-    K: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, BM: tl.constexpr,
-    BK: tl.constexpr, NORM: tl.constexpr,
+def _rows_of(slot, slots_p, num_rows, MOST: tl.constexpr, BM: tl.constexpr):
+    """Rows of this program, and which of them have the slot. MOST: few rows, at most so many."""
+    nth = tl.program_id(2) * BM + tl.arange(0, BM)
+    if MOST:
+        every = tl.arange(0, MOST)
+        has = tl.load(slots_p + every, mask=every < num_rows, other=-1) == slot
+        place = tl.cumsum(has.to(tl.int32), 0) - 1
+        chosen = has[None, :] & (place[None, :] == nth[:, None])
+        rows = tl.sum(tl.where(chosen, every[None, :], 0), 1)
+        mine = nth < tl.sum(has.to(tl.int32), 0)
+    else:
+        rows = nth
+        mine = tl.load(slots_p + nth, mask=nth < num_rows, other=-1) == slot
+    return rows.to(tl.int64), mine
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _shrink(
+    x_p, w_p, a_p, inner_p, squares_p, slots_p, num_rows, x_stride,
+    K: tl.constexpr, RANKS: tl.constexpr, PADDED: tl.constexpr, MOST: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, DEPTH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A x of these rows, [BM, RANK] float32; with NORM of x over its root mean square, times w."""
-    ranks = tl.arange(0, RANK)
-    a_p += (slot * PARTS + part).to(tl.int64) * R * K
-    x_p += rows.to(tl.int64)[:, None] * x_stride
-    inner = tl.zeros((BM, RANK), dtype=tl.float32)
-    squares = tl.zeros((BM,), dtype=tl.float32)
-    for start in range(0, K, BK):
-        cols = start + tl.arange(0, BK)
-        inside = cols < K
-        x = tl.load(x_p + cols[None, :], mask=mine[:, None] & inside[None, :], other=0.0)
-        a_mask = (ranks < R)[:, None] & inside[None, :]
-        a = tl.load(a_p + ranks[:, None] * K + cols[None, :], mask=a_mask, other=0.0)
-        if NORM:
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            wide *= tl.load(w_p + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
-            if x.dtype == tl.float16:  # whose range the product may leave
-                inner = tl.dot(wide, tl.trans(a.to(tl.float32)), inner, input_precision="ieee")
+    """inner [splits, T, RANKS]: A times x over DEPTH inputs; with NORM times x * w, whose squares,
+    without w, are added up in squares [splits, T]."""
+    split, slot = tl.program_id(0), tl.program_id(1)
+    join_chain(PDL)
+    rows, mine = _rows_of(slot, slots_p, num_rows, MOST, BM)
+    if tl.max(mine.to(tl.int32), 0) > 0:
+        ranks = tl.arange(0, PADDED)
+        a_rows = a_p + slot.to(tl.int64) * RANKS * K + ranks[:, None] * K
+        x_rows = x_p + rows[:, None] * x_stride
+        inner = tl.zeros((BM, PADDED), dtype=tl.float32)
+        squares = tl.zeros((BM,), dtype=tl.float32)
+        for start in range(0, DEPTH, BK):
+            cols = split * DEPTH + start + tl.arange(0, BK)
+            inside = cols < K
+            x = tl.load(x_rows + cols[None, :], mask=mine[:, None] & inside[None, :], other=0.0)
+            a_mask = (ranks < RANKS)[:, None] & inside[None, :]
+            a = tl.load(a_rows + cols[None, :], mask=a_mask, other=0.0)
+            if NORM:
+                wide = x.to(tl.float32)
+                squares += tl.sum(wide * wide, 1)
+                wide *= tl.load(w_p + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+                if x.dtype == tl.float16:  # whose range the product may leave
+                    inner = tl.dot(wide, tl.trans(a.to(tl.float32)), inner, input_precision="ieee")
+                else:
+                    inner = tl.dot(wide.to(x.dtype), tl.trans(a), inner, input_precision="ieee")
             else:
-                inner = tl.dot(wide.to(x.dtype), tl.trans(a), inner, input_precision="ieee")
-        else:
-            inner = tl.dot(x, tl.trans(a), inner, input_precision="ieee")
-    if NORM:
-        inner *= tl.rsqrt(squares / K + eps)[:, None]
-    return inner
-
-
-@triton.jit
-def _second_half(
-    b_p, slot, first, end, N: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, BN: tl.constexpr
-):  # fmt: skip
-    """B of the outputs from `first` on, below `end`: [BN, RANK]."""
-    ranks, cols = tl.arange(0, RANK), first + tl.arange(0, BN)
-    b_p += slot.to(tl.int64) * N * R
-    mask = (cols < end)[:, None] & (ranks < R)[None, :]
-    return tl.load(b_p + cols[:, None] * R + ranks[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _outputs(y_p, rows, mine, first, end, y_stride, BN: tl.constexpr):
-    """Where the outputs of these rows from `first` on, below `end`, are, and which there are."""
-    cols = first + tl.arange(0, BN)
-    place = y_p + rows.to(tl.int64)[:, None] * y_stride + cols[None, :]
-    return place, mine[:, None] & (cols < end)[None, :]
-
-
-@triton.jit
-def _tile(p):
-    """A row of `_tiles`."""
-    return tl.load(p), tl.load(p + 1), tl.load(p + 2)
+                inner = tl.dot(x, tl.trans(a), inner, input_precision="ieee")
+        place = split.to(tl.int64) * num_rows + rows
+        mask = mine[:, None] & (ranks < RANKS)[None, :]
+        tl.store(inner_p + place[:, None] * RANKS + ranks[None, :], inner, mask=mask)
+        if NORM:
+            tl.store(squares_p + place, squares, mask=mine)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _lora(
-    y_p, x_p, w_p, a_p, b_p, slots_p, tiles_p, num_rows, y_stride, x_stride, eps,
-    K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
-    MOST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr,
-    EARLY: tl.constexpr, PDL: tl.constexpr,
+def _expand(
+    y_p, inner_p, squares_p, b_p, slots_p, tiles_p, num_rows, y_stride, eps,
+    K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    SPLITS: tl.constexpr, MOST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.program_id(1)
-    part, first, end = _tile(tiles_p + tl.program_id(0) * 3)
-    every = tl.arange(0, MOST)
-    if EARLY:  # weights are there before what the kernel before writes
-        b = _second_half(b_p, slot, first, end, N, R, RANK, BN)
+    tile, slot = tl.program_id(0) * 3, tl.program_id(1)
+    part, end = tl.load(tiles_p + tile), tl.load(tiles_p + tile + 2)
+    cols, ranks = tl.load(tiles_p + tile + 1) + tl.arange(0, BN), tl.arange(0, RANK)
     join_chain(PDL)
-    has = tl.load(slots_p + every, mask=every < num_rows, other=-1) == slot
-    place = tl.cumsum(has.to(tl.int32), 0) - 1
-    count = tl.sum(has.to(tl.int32), 0)
-    if count > 0:
-        if not EARLY:
-            b = _second_half(b_p, slot, first, end, N, R, RANK, BN)
-        for start in range(0, count, BM):
-            nth = start + tl.arange(0, BM)
-            chosen = has[None, :] & (place[None, :] == nth[:, None])
-            rows, mine = tl.sum(tl.where(chosen, every[None, :], 0), 1), nth < count
-            target, mask = _outputs(y_p, rows, mine, first, end, y_stride, BN)
-            y = tl.load(target, mask=mask, other=0.0).to(tl.float32)
-            inner = _inner(
-                x_p, w_p, a_p, rows, mine, slot, part, x_stride, eps,
-                K, R, PARTS, RANK, BM, BK, NORM,
-            )  # fmt: skip
-            y = tl.dot(inner.to(b.dtype), tl.trans(b), y, input_precision="ieee")
-            tl.store(target, y.to(y_p.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _lora_shrink(
-    x_p, w_p, a_p, inner_p, slots_p, num_rows, x_stride, eps,
-    K: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, BM: tl.constexpr,
-    BK: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    part, slot = tl.program_id(0), tl.program_id(1)
-    rows = tl.program_id(2) * BM + tl.arange(0, BM)
-    join_chain(PDL)
-    mine = tl.load(slots_p + rows, mask=rows < num_rows, other=-1) == slot
+    rows, mine = _rows_of(slot, slots_p, num_rows, MOST, BM)
     if tl.max(mine.to(tl.int32), 0) > 0:
-        inner = _inner(
-            x_p, w_p, a_p, rows, mine, slot, part, x_stride, eps, K, R, PARTS, RANK, BM, BK, NORM
-        )
-        ranks = tl.arange(0, RANK)
-        place = inner_p + (rows.to(tl.int64) * PARTS + part)[:, None] * RANK + ranks[None, :]
-        tl.store(place, inner.to(inner_p.dtype.element_ty), mask=mine[:, None])
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _lora_expand(
-    y_p, inner_p, b_p, slots_p, tiles_p, num_rows, y_stride,
-    N: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    tile, slot = tl.program_id(0), tl.program_id(1)
-    part, first, end = _tile(tiles_p + tile * 3)
-    rows = tl.program_id(2) * BM + tl.arange(0, BM)
-    join_chain(PDL)
-    mine = tl.load(slots_p + rows, mask=rows < num_rows, other=-1) == slot
-    if tl.max(mine.to(tl.int32), 0) > 0:
-        place = inner_p + (rows.to(tl.int64) * PARTS + part)[:, None] * RANK
-        inner = tl.load(place + tl.arange(0, RANK)[None, :], mask=mine[:, None], other=0.0)
-        b = _second_half(b_p, slot, first, end, N, R, RANK, BN)
-        target, mask = _outputs(y_p, rows, mine, first, end, y_stride, BN)
+        target = y_p + rows[:, None] * y_stride + cols[None, :]
+        mask = mine[:, None] & (cols < end)[None, :]
         y = tl.load(target, mask=mask, other=0.0).to(tl.float32)
+        b_mask = (cols < end)[:, None] & (ranks < R)[None, :]
+        b_rows = b_p + slot.to(tl.int64) * N * R + cols[:, None] * R
+        b = tl.load(b_rows + ranks[None, :], mask=b_mask, other=0.0)
+        inner = tl.zeros((BM, RANK), dtype=tl.float32)
+        squares = tl.zeros((BM,), dtype=tl.float32)
+        own = mine[:, None] & (ranks < R)[None, :]
+        for split in tl.static_range(SPLITS):
+            place = rows + split * num_rows.to(tl.int64)
+            sums = inner_p + place[:, None] * RANKS + part * R + ranks[None, :]
+            inner += tl.load(sums, mask=own, other=0.0)
+            if NORM:
+                squares += tl.load(squares_p + place, mask=mine, other=0.0)
+        if NORM:
+            inner *= tl.rsqrt(squares / K + eps)[:, None]
         y = tl.dot(inner.to(b.dtype), tl.trans(b), y, input_precision="ieee")
         tl.store(target, y.to(y_p.dtype.element_ty), mask=mask)
 
@@ -171,53 +135,55 @@ def lora(
         return y
     y = y if y.stride(1) == 1 else y.contiguous()
     x = x if x.stride(1) == 1 else x.contiguous()
-    num_slots, depth, rank, has_norm = a.shape[0], a.shape[2], b.shape[2], norm_weight is not None
-    plan = choose(num_rows, width, depth, str(y.dtype).removeprefix("torch."), has_norm=has_norm)
+    num_slots, ranks, depth = a.shape
+    rank, has_norm = b.shape[2], norm_weight is not None
+    plan = choose(num_rows, width, depth, ranks, str(y.dtype).removeprefix("torch."))
     tiles, num_tiles = _tiles(tuple(ends), plan.columns, y.device)
-    padded = max(16, pad2(rank))
-    sizes = {"R": rank, "PARTS": len(ends), "RANK": padded, "BM": plan.rows}
-    deep = {"K": depth, "BK": plan.depth, "NORM": has_norm}
-    how = options(num_warps=plan.warps, num_stages=plan.stages)
-    if num_rows < _MANY:
-        _lora[(num_tiles, num_slots)](
-            y, x, norm_weight, a, b, slots, tiles, num_rows, y.stride(0), x.stride(0), eps,
-            N=width, BN=plan.columns, MOST=max(16, pad2(num_rows)), EARLY=plan.is_early,
-            **sizes, **deep, **how,
-        )  # fmt: skip
-        return y
-    groups = cdiv(num_rows, plan.rows)
-    inner = torch.empty((num_rows, len(ends) * padded), dtype=y.dtype, device=y.device)
-    _lora_shrink[(len(ends), num_slots, groups)](
-        x, norm_weight, a, inner, slots, num_rows, x.stride(0), eps, **sizes, **deep, **how
-    )
-    _lora_expand[(num_tiles, num_slots, groups)](
-        y, inner, b, slots, tiles, num_rows, y.stride(0), N=width, BN=plan.columns, **sizes, **how
-    )
+    splits, groups = cdiv(depth, plan.depth), cdiv(num_rows, plan.rows)
+    inner = torch.empty((splits, num_rows, ranks), dtype=torch.float32, device=y.device)
+    squares = None
+    if has_norm:
+        squares = torch.empty((splits, num_rows), dtype=torch.float32, device=y.device)
+    most = max(16, pad2(num_rows)) if num_rows <= FEW else 0
+    sizes = {"K": depth, "RANKS": ranks, "MOST": most, "BM": plan.rows, "NORM": has_norm}
+    _shrink[(splits, num_slots, groups)](
+        x, norm_weight, a, inner, squares, slots, num_rows, x.stride(0),
+        PADDED=max(16, pad2(ranks)), BK=plan.inner, DEPTH=plan.depth,
+        **sizes, **options(num_warps=plan.warps, num_stages=plan.stages),
+    )  # fmt: skip
+    _expand[(num_tiles, num_slots, groups)](
+        y, inner, squares, b, slots, tiles, num_rows, y.stride(0), eps,
+        N=width, R=rank, RANK=max(16, pad2(rank)), SPLITS=splits, BN=plan.columns,
+        **sizes, **options(num_warps=plan.warps),
+    )  # fmt: skip
     return y
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a program is cut: rows and outputs of its tile, inputs that it reads at a time."""
+    """How the work is cut: rows and outputs of a tile, inputs of a program, inputs that it reads at
+    a time."""
 
     rows: int
     columns: int
     depth: int
+    inner: int
     warps: int
     stages: int
-    is_early: bool = True  # B is read while the kernel before still runs
 
 
 @functools.cache
-def choose(num_rows: int, width: int, depth: int, dtype: str, *, has_norm: bool) -> Plan:
-    """The plan for these sizes."""
-    # What is multiplied in float32 takes twice the shared memory.
-    is_wide = dtype == "float32" or (dtype == "float16" and has_norm)
-    inner = max(16, pad2(depth))
-    if num_rows >= _MANY:
-        return Plan(64, 128, min(32 if is_wide else 128, inner), 4, 2 if is_wide else 3)
-    columns = 128 if width < 4096 else 256
-    return Plan(16, columns, min(64 if is_wide else 512, inner), 4, 2)
+def choose(num_rows: int, width: int, depth: int, ranks: int, dtype: str) -> Plan:
+    """Few rows: all loads of a program are under way at once. Many: larger tiles, which read all of
+    their inputs, one part after the other."""
+    # Numbers of A in shared memory; what is multiplied in float32 takes twice the room.
+    held = 16384 if dtype == "bfloat16" else 8192
+    inner = max(16, min(256, pad2(depth), held // max(16, pad2(ranks))))
+    if num_rows > FEW:
+        inner = min(64, inner)
+        return Plan(64 if ranks <= 64 else 16, 128, cdiv(depth, inner) * inner, inner, 4, 3)
+    share = cdiv(cdiv(depth, MOST_SPLITS), inner) * inner
+    return Plan(16, 64 if width < 4096 else 128, share, inner, 4, 2)
 
 
 @functools.cache
