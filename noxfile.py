@@ -88,6 +88,7 @@ LIGHT = {
     "plugins/fd-kv-shm": (),
     "plugins/fd-kv-tcp": (),
     "plugins/fd-launch": ("--ignore-glob=*/test_launch.py",),
+    "plugins/fd-lora": ("-m", "not slow"),
     "plugins/fd-models": (),
     "plugins/fd-parsers": (),
     "plugins/fd-pooling": ("--ignore-glob=*/test_routes.py",),

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.types import (
         CompletionOutput,
         Logprob,
+        LoRARequest,
         RequestMetrics,
         RequestOutput,
         SamplingParams,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "fastdeploy_core.api.llm",
     "CompletionOutput": "fastdeploy_core.types",
+    "LoRARequest": "fastdeploy_core.types",
     "Logprob": "fastdeploy_core.types",
     "RequestMetrics": "fastdeploy_core.types",
     "RequestOutput": "fastdeploy_core.types",
@@ -36,6 +38,7 @@ _HOMES = {
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "LoRARequest",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",

@@ -8,6 +8,7 @@ from typing import Any
 
 from fastdeploy_core.contracts.model import MediaPart
 from fastdeploy_core.errors import InvalidRequest
+from fastdeploy_core.types import SequenceExtras
 
 # str, {"prompt": ...}, {"prompt_token_ids": ...}, [ids], or a list of these
 Prompts = str | Mapping[str, Any] | Sequence[Any]
@@ -20,7 +21,7 @@ _PROMPT_KEYS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prompt:
     """Text, or token ids, or both; with both, the ids are used and the text is only shown."""
 
@@ -29,6 +30,7 @@ class Prompt:
     cache_salt: str = ""
     add_special_tokens: bool = True
     media: Sequence[MediaPart] = ()
+    extras: SequenceExtras | None = None  # of a model that takes no pictures
 
 
 def normalise_prompts(prompts: Prompts) -> list[Prompt]:

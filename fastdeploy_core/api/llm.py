@@ -24,8 +24,10 @@ from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.errors import ConfigError, InvalidRequest, WorkerError, error_named
 from fastdeploy_core.grammar.compiler import GrammarCompiler
 from fastdeploy_core.plugins.checkpoints import find_model
+from fastdeploy_core.plugins.drivers import scale_out
 from fastdeploy_core.tokenizer import Tokenizer
 from fastdeploy_core.types import (
+    LoRARequest,
     Request,
     RequestOutput,
     SamplingParams,
@@ -40,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Priority = int | Sequence[int] | None
+LoRA = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class _Batch:
@@ -102,6 +105,7 @@ class LLM:
         use_tqdm: bool = True,
         stream: bool = False,
         *,
+        lora_request: LoRA = None,
         priority: Priority = None,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """Continue prompts; outputs come in the order of the prompts.
@@ -112,8 +116,10 @@ class LLM:
         `sampling_params`: one for all, or a list with one for each; None: what the model's
         generation_config.json says, up to the end of the context. With stream=True the result is an
         iterator of new pieces instead: each RequestOutput holds only what was added.
+        `lora_request`: the adapter, one for all or one or None for each; needs enable_lora=True.
         """
-        return self._run(normalise_prompts(prompts), sampling_params, use_tqdm, stream, priority)
+        asked = (sampling_params, use_tqdm, stream, priority, lora_request)
+        return self._run(normalise_prompts(prompts), *asked)
 
     def chat(
         self,
@@ -121,6 +127,7 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
+        lora_request: LoRA = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
@@ -154,7 +161,8 @@ class LLM:
         reader = None
         if self._parsers is not None:
             reader = ChatReader(self._parsers, tools, chat_template_kwargs)
-        return self._run(prompts, sampling_params, use_tqdm, stream, priority, reader)
+        asked = (sampling_params, use_tqdm, stream, priority, lora_request)
+        return self._run(prompts, *asked, reader)
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer; ConfigError when the LLM was made without one."""
@@ -213,11 +221,17 @@ class LLM:
         use_tqdm: bool,
         stream: bool,
         priority: Priority,
+        lora_request: LoRA,
         reader: ChatReader | None = None,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         params = one_each("sampling_params", sampling_params, len(prompts))
         default = self.get_default_sampling_params()
         priorities = one_each("priority", priority, len(prompts))
+        adapters = one_each("lora_request", lora_request, len(prompts))
+        for prompt, lora in zip(prompts, adapters, strict=True):
+            if lora is not None:
+                make = scale_out("lora-request", "lora_request")
+                prompt.extras = make(lora.lora_name, lora.lora_path, self.config)
         # Check every request before the first one is given to the engine.
         requests = [
             self._build(prompt, default if param is None else param, rank or 0, reader)
@@ -253,6 +267,7 @@ class LLM:
                 cache_salt=prompt.cache_salt,
                 media=self._media,
                 media_parts=prompt.media,
+                extras=prompt.extras,
             ),
         )
         if params.structured_outputs is not None:

@@ -25,6 +25,7 @@ from .engine import (
     EngineConfig,
     HandoverConfig,
     KVEventsConfig,
+    LoRAConfig,
     MediaConfig,
     ModelConfig,
     ParallelConfig,
@@ -56,7 +57,9 @@ T = TypeVar("T")
 def _record(kind: type[T], v: Mapping[str, Any], **given: Any) -> T:
     """A record of the arguments that are fields under their own name, and of what is given."""
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    return kind(**{**{name: v[name] for name in names if name in v}, **given})
+    own = {name: v[name] for name in names if name in v and name not in given}
+    frozen = {name: tuple(x) if isinstance(x, list) else x for name, x in own.items()}
+    return kind(**frozen, **given)
 
 
 def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder) -> EngineConfig:
@@ -86,6 +89,7 @@ def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder
         request_scheduler=_scheduler_config(v),
         structured_outputs=_structured_config(v),
         media=_media_config(v),
+        lora=_record(LoRAConfig, v) if v["enable_lora"] or v["lora_modules"] else None,
         speculative=read_speculative(_mapping(v, "speculative_config"), v["tensor_parallel_size"]),
         watchdog=_record(
             WatchdogConfig,
@@ -93,7 +97,6 @@ def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder
             progress_timeout_s=v["progress_timeout"],
             startup_timeout_s=v["startup_timeout"],
         ),
-        logits_processors=tuple(v["logits_processors"] or ()),
     )
 
 
@@ -112,7 +115,6 @@ def _media_config(v: Mapping[str, Any]) -> MediaConfig:
         MediaConfig,
         v,
         limit_mm_per_prompt=limits,
-        allowed_media_domains=tuple(v["allowed_media_domains"] or ()),
         allowed_local_media_path=None if folder is None else Path(folder),
     )
 
@@ -345,10 +347,9 @@ def build_server_config(
         host=v["host"] or ("0.0.0.0" if keys else "127.0.0.1"),  # noqa: S104
         api_keys=keys,
         admin_key=admin_key,
-        allowed_hosts=tuple(v["allowed_hosts"] or ()),
         allowed_origins=tuple(origins),
         served_names=engine.model.served_names or (_own_name(v["model"], engine.model.path),),
-        verify_model_name=bool(v["served_model_name"]),
+        verify_model_name=bool(v["served_model_name"]) or engine.lora is not None,
         body_timeout_s=v["body_timeout"],
         keep_alive_s=v["keep_alive"],
         stream_stall_timeout_s=v["stream_stall_timeout"],

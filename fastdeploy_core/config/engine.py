@@ -162,6 +162,18 @@ class MediaConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LoRAConfig:
+    """LoRA adapters of the model; fd-lora serves them."""
+
+    lora_modules: tuple[str, ...] = ()  # NAME=FOLDER, or JSON
+    lora_root: str = ""  # folder below which a running server finds more; empty: it loads none
+    max_loras: int = 1  # different ones in a step
+    max_lora_rank: int = 16
+    max_cpu_loras: int = 0  # kept in host memory, at least max_loras
+    lora_target_modules: tuple[str, ...] = ()  # last part of a layer's name; empty: all
+
+
+@dataclass(frozen=True, slots=True)
 class StructuredOutputsConfig:
     """Limits on compiling grammars; reliability rule S-08."""
 
@@ -213,6 +225,7 @@ class EngineConfig:
     request_scheduler: RequestSchedulerConfig = field(default_factory=RequestSchedulerConfig)
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
+    lora: LoRAConfig | None = None  # None: no adapters
     speculative: SpeculativeConfig | None = None
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     logits_processors: tuple[str, ...] = ()

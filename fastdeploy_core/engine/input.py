@@ -114,6 +114,7 @@ class RequestOptions:
     log_id: str = ""  # begins the engine's id of the request, so that logs can be matched
     media: MediaProcessor | None = None  # of a family that takes pictures
     media_parts: Sequence[MediaPart] = ()
+    extras: SequenceExtras | None = None  # of a model that takes no pictures
 
 
 def grammar_start(thinking: Thinking | None, tokenizer: Tokenizer) -> GrammarStart | None:
@@ -160,7 +161,7 @@ def build_request(
     token_ids = _token_ids(prompt, tokenizer, limits, sampling.max_tokens, options)
     # No client can name another tenant's salt: "@" is not possible in a salt of a request.
     salt = f"{options.salt_scope}@{options.cache_salt}" if options.salt_scope else ""
-    extras: SequenceExtras | None = None
+    extras = options.extras
     if options.media is not None:
         if options.media_parts and options.truncation is not None:
             raise InvalidRequest(

@@ -173,12 +173,14 @@ class Attention:
         self.paged = PagedAttention(build, prefix, spec, rotary, kv_piece)
         self._driver_norms = self.paged.norms_heads
         # A driver that also claims the projections, and the weights in its own layout. It would
-        # leave these norms out.
-        if self.paged.backend.unit == "projections" and self._whole_norms is not None:
+        # leave these norms, and adapters, out.
+        has_more = self._whole_norms is not None or build.adapters is not None
+        if self.paged.backend.unit == "projections" and has_more:
             raise UnsupportedModel(
                 f"attention driver {self.paged.backend.name!r} computes projections itself, but "
-                f"{prefix} normalises all heads at once behind them; possible: a driver of another "
-                "unit; run: fastdeploy plugins why attention --model DIR"
+                f"{prefix} normalises all heads at once behind them, or has LoRA adapters beside "
+                "them; possible: a driver of another unit; run: fastdeploy plugins why attention "
+                "--model DIR"
             )
         self._block: Any = self.paged.backend if self.paged.backend.unit == "projections" else None
         self._projections: Any = None

@@ -7,7 +7,7 @@ There is one builder per model and rank. It collects the destination of each che
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -35,9 +35,13 @@ from .stored import WHOLE, Piece
 from .weight_map import WeightMap
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from fastdeploy_core.contracts.attention import AttentionBatch
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
+    from fastdeploy_core.types import SequenceExtras
 
 
 class KeptWeights(Protocol):
@@ -50,6 +54,25 @@ class KeptWeights(Protocol):
     def put(self, name: str, prepared: Any) -> None:
         """Keep a weight."""
         ...
+
+
+class Adapters(Protocol):
+    """LoRA adapters of one rank: target `lora` of fd-lora, which says more of each method."""
+
+    features: frozenset[str]  # as WorkerInfo.features
+
+    # The kernels that layers are given; and what adds to a layer's product, None: nothing may.
+    def watch(self, kernels: KernelTable) -> KernelTable: ...
+    def layer(
+        self, build: ModelBuilder, spec: LayerSpec, pieces: Sequence[Piece], in_piece: Piece
+    ) -> Callable[..., Tensor] | None: ...
+
+    # Sequences by slot, as with SequenceMedia; and which of them are the rows of a step.
+    def add(self, slot: int, extras: SequenceExtras) -> None: ...
+    def reset(self, slot: int) -> None: ...
+    def attach(self, rows: Tensor) -> None: ...
+    def lay_out(self, slots: np.ndarray, counts: np.ndarray) -> None: ...
+    def begin(self, batch: AttentionBatch) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +122,10 @@ class ModelBuilder:
         drivers: DriverFactories,
         ranks: ModelRanks = _ONE_RANK,
         formats: WeightFormats = _FULL_PRECISION,
+        adapters: Adapters | None = None,
     ) -> None:
-        self.device, self.kernels, self.xp = device, kernels, device.xp
+        self.device, self.xp, self.adapters = device, device.xp, adapters
+        self.kernels = kernels if adapters is None else adapters.watch(kernels)
         self.dtype, self.max_positions = dtype, max_positions
         self.tp_rank, self.tp_size = ranks.rank, ranks.size
         self.communicator, self.expert_ranks = ranks.communicator, ranks.experts
@@ -123,7 +148,7 @@ class ModelBuilder:
         own."""
         other = copy.copy(self)
         other.weights = self.weights.same_dialect()
-        other.quantizer, other._kept_weights = quantizer, None
+        other.quantizer, other._kept_weights, other.adapters = quantizer, None, None
         other.unquantized, other.weight_bytes = [], 0
         return other
 

@@ -60,6 +60,9 @@ class LinearShape:
     is_float32: bool = False  # weight and product are float32, with every model dtype
 
 
+_BEFORE = ("add_rms_norm", "silu_and_mul")
+
+
 @dataclass(frozen=True, slots=True)
 class _Packed:
     """A weight for the kernel of its number format. `after_norm` and `after_silu`: kernels that
@@ -93,8 +96,6 @@ class Linear:
         self._in = shape.in_features // self._in_piece.count
         self._gated = shape.gated
         self._kernel = "linear_float32" if shape.is_float32 else "linear"
-        if shape.gated:
-            self._kernel = "gated_linear"
         self._product, self._silu = build.kernels["linear"], build.kernels["silu_and_mul"]
         self._activation = self._silu
         self._packed: _Packed | None = None
@@ -117,6 +118,12 @@ class Linear:
             parts=tuple(LayerPart(part.name, part.rows) for part in self._parts),
             shards=1 if parallel == "none" else build.tp_size,
         )
+        self._adapter: Callable[..., Tensor] | None = None
+        if build.adapters is not None and not shape.is_float32 and shape.role == "linear":
+            pieces = [part.piece for part in self._parts]
+            self._adapter = build.adapters.layer(build, self.spec, pieces, self._in_piece)
+        if shape.gated and self._adapter is None:
+            self._kernel = "gated_linear"
         quantizer = build.quantizer_for(self.spec) if shape.quantize else None
         self._quantizer = quantizer
         # One quantized product, or one per part if the format cannot join the parts.
@@ -130,7 +137,7 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in_features of this rank] to [num_tokens, out_features of this rank]."""
-        if self._gated and self._is_plain:
+        if self._kernel == "gated_linear" and self._is_plain:
             y = self._gated_product(x, None, 0.0, self.weight, self.bias)
         else:
             y = self._multiply(x)
@@ -144,12 +151,12 @@ class Linear:
 
     def _multiply(self, x: Tensor) -> Tensor:
         if self._quantizer is not None:
-            return self._quantized(self._quantizer, x)
-        if self._packed is not None:
-            y: Tensor = self._packed.product(x, self._packed.weight, self.bias)
-            return y
-        y = self._product(x, self.weight, self.bias)
-        return y
+            y = self._quantized(self._quantizer, x)
+        elif self._packed is not None:
+            y = self._packed.product(x, self._packed.weight, self.bias)
+        else:
+            y = self._product(x, self.weight, self.bias)
+        return y if self._adapter is None else self._adapter(y, x)
 
     def finish(self, y: Tensor) -> Tensor:
         """Add bias and sum over ranks, for a product that was computed elsewhere."""
@@ -167,8 +174,12 @@ class Linear:
     def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(this layer's y for norm(x + residual), x + residual). residual None: nothing to add."""
         if residual is None and self._is_plain and self._reduce is None:
-            product = self._gated_product if self._gated else self._norm_product
-            return product(x, norm.weight, norm.eps, self.weight, self.bias), x
+            is_one = self._kernel == "gated_linear"
+            product = self._gated_product if is_one else self._norm_product
+            y = product(x, norm.weight, norm.eps, self.weight, self.bias)
+            if self._adapter is not None:
+                y = self._adapter(y, x, norm)
+            return self._activation(y) if self._gated and not is_one else y, x
         packed = self._packed
         if residual is None or packed is None or packed.after_norm is None:
             normed, total = norm.add(x, residual)
@@ -193,7 +204,8 @@ class Linear:
         """Two addends of total + y; the second is None if they were added already. total may be
         overwritten."""
         if self._is_plain and self._reduce is None and not self._gated:
-            return self._add_product(x, self.weight, self.bias, total), None
+            y = self._add_product(x, self.weight, self.bias, total)
+            return y if self._adapter is None else self._adapter(y, x), None
         return self(x), total
 
     def _product_specs(self) -> list[LayerSpec]:
@@ -275,8 +287,8 @@ class Linear:
         self._packed = _Packed(
             kernels[operation],
             kernels.prepare(operation, packed),
-            kernels.behind(operation, "add_rms_norm"),
-            kernels.behind(operation, "silu_and_mul"),
+            # An adapter takes what these would round.
+            *(None if self._adapter else kernels.behind(operation, name) for name in _BEFORE),
         )
 
     def _place_bias(self) -> None:

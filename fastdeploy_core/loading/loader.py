@@ -82,9 +82,8 @@ def load_model(
     checkpoint = _checkpoint(model_config, load_driver)
     fitted = replace(config, model=model_config)
     keeping = _weight_cache(fitted, settings, device, tp_rank, checkpoint, load_driver)
-    experts = None
-    if shapes.moe is not None and config.parallel.divides_experts:
-        experts = _expert_ranks(config, device, communicator, load_driver)
+    experts = _expert_ranks(config, shapes, device, communicator, load_driver)
+    adapters = None if config.lora is None else load_driver("scale_out", "lora")
     formats = _weight_formats(model_config, settings, device, kernels, load_driver)
     with device.xp.no_grad(), keeping as cache:
         build = ModelBuilder(
@@ -100,6 +99,7 @@ def load_model(
             ),
             ranks=ModelRanks(tp_rank, tp_size, communicator, experts),
             formats=replace(formats, kept=cache),
+            adapters=adapters and adapters(fitted, device, kernels, family),
         )
         for text in CACHE_SCALE_NAMES if settings.kv_unused else ():
             build.weights.ignore(text)
@@ -199,11 +199,14 @@ def _weight_formats(
 
 def _expert_ranks(
     config: EngineConfig,
+    shapes: ModelShapes,
     device: DeviceBackend,
     communicator: Communicator | None,
     load_driver: LoadDriver,
-) -> ExpertRanks:
-    """The ranks that divide experts among them."""
+) -> ExpertRanks | None:
+    """The ranks that divide experts among them; None: each has a share of every expert."""
+    if shapes.moe is None or not config.parallel.divides_experts:
+        return None
     make = None
     if config.parallel.expert_communicator:
         make = load_driver("expert_communicator", "")

@@ -83,7 +83,8 @@ def find_scale_out(name: str, asked: str, inventory: Inventory | None = None) ->
     `api-servers` (both configurations, plugins, listener), or `experts` (device, communicator,
     maker of an ExpertCommunicator, most tokens in place). Or what shares something with others:
     KV blocks (`kv-events`, `kv-store`: engine/core.py), requests (`shared-queue`: client.py), or
-    weights with later starts (`weight-cache`: loading/loader.py).
+    weights with later starts (`weight-cache`: loading/loader.py). Or what adds adapters to layers
+    (`lora`: layers/builder.py) and requests (`lora-request`: api/, `lora-server`: serving/).
     asked: the arguments that need it."""
     try:
         return find("scale_out", name, inventory)

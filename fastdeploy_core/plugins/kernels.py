@@ -138,7 +138,7 @@ class ChosenKernels:
         self._late.discard(operation)
         self.fallbacks.append(operation)
         logger.info(
-            "device %s has no kernel %s: the reference serves it (it dequantizes at every step)",
+            "device %s has no kernel %s: the reference serves it, which is slower",
             self.device,
             operation,
         )

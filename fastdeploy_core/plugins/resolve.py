@@ -396,6 +396,8 @@ class _Resolver:
             self._add(find_scale_out("shapes", "--capture-shapes", self._inventory))
         if self._config.model.weight_cache:
             self._add(find_scale_out("weight-cache", "--weight-cache", self._inventory))
+        if self._config.lora is not None:
+            self._add(find_scale_out("lora", "--enable-lora", self._inventory))
         if name := self._config.cache.kv_store:
             self._take(decide("kv_store", name, [], asked=name))
             self._add(find_scale_out("kv-store", "--kv-store", self._inventory))

@@ -43,7 +43,7 @@ def kernel_lines(kernels: ChosenKernels) -> list[str]:
     lines = [f"kernels: {len(foreign)} of {len(origins)} from plugins{whose}"]
     if kernels.fallbacks:
         lines.append(
-            f"no kernel of {kernels.device}, the reference dequantizes at every step: "
+            f"no kernel of {kernels.device}, the reference serves, which is slower: "
             f"{', '.join(kernels.fallbacks)}"
         )
     return lines

@@ -14,6 +14,7 @@ from .settings import SchedulerSettings
 from .step import StepBuilder
 
 MAX_PASSED_OVER = 64
+ADAPTER_PATIENCE_S = 1.0  # what waits longer for a slot is not overtaken by what has one
 
 
 class Admission:
@@ -34,6 +35,8 @@ class Admission:
         self._counters = counters
         self._step = step
         self._on_stuck = on_stuck
+        self._max_adapters, self._keeps_slots = settings.max_adapters, False
+        self._used: set[str] = set()  # adapters of running sequences
         self._watermark = max(1, roster.kv.pool.num_blocks // 100)
 
     def admit(self) -> None:
@@ -41,6 +44,9 @@ class Admission:
         if not self._roster.num_waiting:
             return
         passed_over: set[Sequence] = set()
+        if self._max_adapters:
+            self._used = {seq.table.scope[1] for seq in self._roster.running} - {""}
+            self._keeps_slots = False
         while (
             self._step.budget > 0
             and len(self._roster.running) < self._batch.max_num_seqs
@@ -50,10 +56,12 @@ class Admission:
             seq = self._roster.next_waiting(passed_over)
             if seq is None:
                 break
-            if self._must_let_pass(seq):
+            if self._must_let_pass(seq) or self._lacks_slot(seq):
                 passed_over.add(seq)
             elif not self.try_start(seq):
                 break
+            elif adapter := seq.table.scope[1]:
+                self._used.add(adapter)
 
     def try_start(self, seq: Sequence) -> bool:
         """Give a waiting sequence its first blocks and a row; False if it has to wait."""
@@ -124,6 +132,16 @@ class Admission:
             return False
         num_long = sum(s.num_known_at_start > threshold for s in self._roster.prefilling())
         return num_long >= self._batch.max_long_partial_prefills
+
+    def _lacks_slot(self, seq: Sequence) -> bool:
+        """Whether its LoRA adapter has to wait until all sequences of another one have ended."""
+        adapter = seq.table.scope[1]
+        if not adapter:
+            return False
+        if adapter in self._used or len(self._used) < self._max_adapters:
+            return self._keeps_slots
+        self._keeps_slots |= self._roster.clock() - seq.request.arrival_s > ADAPTER_PATIENCE_S
+        return True
 
     def _has_room(self, seq: Sequence, match: PrefixMatch) -> bool:
         """Room for all of the sequence and its next token, beside what running prompts still need:

@@ -18,10 +18,8 @@ from fastdeploy_core.types import (
     FinishReason,
     ModelRunnerOutput,
     Request,
-    RequestOutputDelta,
     RequestStatus,
     SequenceDelta,
-    TokenDeltas,
     split_branch_id,
 )
 from fastdeploy_core.types.engine import EngineStats
@@ -59,6 +57,7 @@ class BatchScheduler:
             num_drafts=settings.num_speculative_tokens,
         )
         self._outcome = Outcome(self._roster, self.counters)
+        self.take_deltas = self._outcome.take_deltas  # for clients, since the last call
         self._policy: DraftPolicy | None = None
         if settings.speculative is not None:
             is_captured = settings.device.captures_drafts
@@ -151,25 +150,19 @@ class BatchScheduler:
         num_tokens = len(request.prompt_token_ids)
         if not num_tokens:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
-        num_more = 0 if request.sampling.max_tokens == 0 else 1
-        if num_tokens + num_more <= self.max_request_tokens:
+        least, kv = num_tokens + (request.sampling.max_tokens != 0), self.kv
+        if least <= self.max_request_tokens:
             return
-        kv = self.kv
-        if num_tokens + num_more > self.settings.max_model_len:
-            raise RequestTooLong(
-                f"the prompt has {num_tokens} tokens; the model's context is "
-                f"{self.settings.max_model_len} tokens, at least one of which must be left to "
-                "generate; shorten the prompt",
-                param="prompt",
-            )
-        raise RequestTooLong(
-            f"the prompt has {num_tokens} tokens and needs "
-            f"{kv.num_blocks_for(num_tokens + num_more)} KV blocks of {kv.block_size} tokens with "
-            f"its first output token; the pool has {kv.pool.num_blocks} blocks in all, so at most "
+        why = (
+            f" and needs {kv.num_blocks_for(least)} KV blocks of {kv.block_size} tokens with its "
+            f"first output token; the pool has {kv.pool.num_blocks} blocks in all, so at most "
             f"{self.max_request_tokens} tokens fit; shorten the prompt or give the KV cache more "
-            "memory",
-            param="prompt",
+            "memory"
         )
+        if least > (longest := self.settings.max_model_len):
+            why = f"; the model's context is {longest} tokens, at least one of which must be left "
+            why += "to generate; shorten the prompt"
+        raise RequestTooLong(f"the prompt has {num_tokens} tokens{why}", param="prompt")
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests without a further delta; unknown ids are ignored. A branch id ends one
@@ -225,10 +218,6 @@ class BatchScheduler:
         requests, held = self._roster.requests, self._roster.held
         oldest = next(name for name in requests if name not in held)
         self._outcome.fail(requests[oldest], message, "OutOfBlocks")
-
-    def take_deltas(self) -> list[RequestOutputDelta | TokenDeltas]:
-        """What clients must be told since the last call."""
-        return self._outcome.take_deltas()
 
     def stats(self) -> EngineStats:
         """The counters as they are, with the gauges of now; from any thread."""

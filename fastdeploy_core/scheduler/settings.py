@@ -26,6 +26,7 @@ class SchedulerSettings:
     lookahead_tokens: int = 0  # of the speculative method; see contracts.Requirements
     max_encode_tokens: int = NO_LIMIT  # vectors of pictures in a step, or one picture
     seed: int = 0
+    max_adapters: int = 0  # different LoRA adapters in a step
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -55,6 +56,7 @@ def make_settings(
         if batch.enable_chunked_prefill
         else NO_LIMIT,
         seed=config.model.seed,
+        max_adapters=0 if config.lora is None else config.lora.max_loras,
     )
 
 

@@ -23,6 +23,7 @@ _TOKEN_IDS, _STOP_IDS, _REQUEST_ID, _ATTEMPT, _TENANT = map(
     attrgetter,
     ("token_ids", "stop_ids", "request.request_id", "request.request.attempt", "request.tenant"),
 )
+_COLUMNS = ("seq_ids", "starts", "counts", "samples", "num_drafts")  # of BatchRows
 
 
 class Row(NamedTuple):
@@ -288,14 +289,9 @@ class StepBuilder:
     def _columns_of(self, cohort: Cohort) -> BatchRows:
         """Explicit rows for a message: the cohort's, then the others."""
         rows, (num_drafts, counts, samples, _) = self._rows, self._decodes
+        columns = (cohort.seq_ids, self._starts, counts, samples, num_drafts)
         if not rows:  # the same arrays as long as the sequences are the same
-            return BatchRows(
-                seq_ids=cohort.seq_ids,
-                starts=self._starts,
-                counts=counts,
-                samples=samples,
-                num_drafts=num_drafts,
-            )
+            return BatchRows(**dict(zip(_COLUMNS, columns, strict=True)))
         single = BatchRows.of(
             [row.seq.seq_id for row in rows],
             [row.start for row in rows],
@@ -304,10 +300,5 @@ class StepBuilder:
         )
         if not cohort.seqs:
             return single
-        return BatchRows(
-            seq_ids=np.concatenate((cohort.seq_ids, single.seq_ids)),
-            starts=np.concatenate((self._starts, single.starts)),
-            counts=np.concatenate((counts, single.counts)),
-            samples=np.concatenate((samples, single.samples)),
-            num_drafts=np.concatenate((num_drafts, single.num_drafts)),
-        )
+        named = zip(_COLUMNS, columns, strict=True)
+        return BatchRows(**{n: np.concatenate((own, getattr(single, n))) for n, own in named})

@@ -230,6 +230,8 @@ async def app_around(
             occupancy=occupancy,
             media=media,
         )
+        if engine_config.lora is not None:
+            app.state.server.adapters = scale_out("lora-server", "--enable-lora")(engine_config)
         yield app, engine
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fastdeploy_core.config.server import ServerConfig
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.engine.client import AsyncEngine
     from fastdeploy_core.grammar.compiler import GrammarCompiler
     from fastdeploy_core.tokenizer import Tokenizer
-    from fastdeploy_core.types import Request
+    from fastdeploy_core.types import Request, SequenceExtras
 
 DRAINING_RETRY_S = 5.0
 MAX_WAITING_TEMPLATES = 16
@@ -100,6 +101,7 @@ class ServerState:
         self.config = config
         self.compiler = compiler
         self.media = media  # of a family that takes pictures
+        self.adapters: Mapping[str, SequenceExtras] = {}  # by name, with --enable-lora
         self.metrics = Metrics(config.served_names[0] if config.served_names else "model")
         self.occupancy = occupancy or OwnOccupancy()
         self.admission = Admission(engine, config, self.metrics, self.occupancy)
@@ -128,12 +130,26 @@ class ServerState:
 
     def check_model(self, name: str | None) -> str:
         """The model name for the answer; 404 for a model that this server does not have."""
-        names = self.config.served_names
         if not name:
-            return names[0]
-        if self.config.verify_model_name and name not in names:
-            raise ApiError(404, f"The model `{name[:128]}` does not exist.", param="model")
+            return self.model_names[0]
+        if self.config.verify_model_name:
+            self.check_name(name)
         return name
+
+    def check_name(self, name: str) -> None:
+        """404 for a name that this server does not have."""
+        if name not in self.model_names:
+            there_are = f"does not exist. There are: {', '.join(self.model_names)}."
+            raise ApiError(404, f"The model `{name[:128]}` {there_are}", param="model")
+
+    @property
+    def model_names(self) -> list[str]:
+        """What clients may ask for: the model, then its adapters."""
+        return [*self.config.served_names, *self.adapters]
+
+    def extras_of(self, name: str | None) -> SequenceExtras | None:
+        """What requests for this model bring: its adapter, unless it was unloaded meanwhile."""
+        return self.adapters.get(self.check_model(name))
 
     def close(self) -> None:
         """Stop helper threads and processes; the engine belongs to its creator."""

@@ -86,6 +86,14 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.extras is not None and bool(self.extras.pooling)
 
 
+class LoRARequest(msgspec.Struct, frozen=True):
+    """An adapter, as vLLM names it. Here the name and the files tell adapters apart."""
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str
+
+
 class DraftStats(msgspec.Struct, omit_defaults=True):
     """How the drafts of one sequence fared."""
 

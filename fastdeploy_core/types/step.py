@@ -58,13 +58,13 @@ class SequenceExtras(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """What a sequence asks of model and worker beyond token ids and sampling.
 
     An engine refuses a request with `needs` that its workers do not report (WorkerInfo.features).
-    They report "embeddings", "positions" and "pooling" for a family that has them, and then
-    no request without "pooling" is taken; `adapter` is reserved. `adapter` and `embeddings`
-    are part of the block hash, so the prefix cache can never mix two of them; positions
-    follow from the token ids and from what `embeddings` digests.
+    They report "embeddings", "positions" and "pooling" for a family that has them, and then no
+    request without "pooling" is taken; "adapter" with --enable-lora. `adapter` and `embeddings` are
+    part of the block hash, so the prefix cache can never mix two of them; positions follow from the
+    token ids and from what `embeddings` digests.
     """
 
-    adapter: str = ""  # a LoRA adapter: its name and the generation of its weights
+    adapter: str = ""  # a LoRA adapter: NAME@GENERATION, which is a digest of its files
     embeddings: list[EmbeddedSpan] = []  # in the order of their tokens, without overlaps
     # Positions of the prompt on three axes (time, height, width): [3, num_prompt_tokens] int32 in C
     # order. Empty: the position of a token is its index.
@@ -72,6 +72,7 @@ class SequenceExtras(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     position_offset: int = 0  # added to the index of every token after the prompt
     pooling: str = ""  # how the hidden states become one vector; empty: tokens are sampled
     media: list[MediaItem] = []  # what `embeddings` digest, each once
+    adapter_path: str = ""  # the adapter's folder
 
     @property
     def needs(self) -> frozenset[str]:

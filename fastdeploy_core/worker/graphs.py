@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import CapturedGraph, DeviceBackend
     from fastdeploy_core.contracts.model import Retention
     from fastdeploy_core.contracts.ops import KernelTable
-    from fastdeploy_core.contracts.small import CausalLM
     from fastdeploy_core.layers.context import EmbeddedRows
     from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.memory.postbox import Posted
@@ -413,7 +412,7 @@ class CapturedDecode:
                 *(batch.positions, batch.slot_mapping, batch.seq_lens_dev, batch.block_tables_dev),
             )
         self.context = make_context(graphs.loaded, graphs.caches, first, self._more)
-        self.hidden = graphs.model.forward(self.input_ids, first.positions, self.context)
+        self.hidden = run_model(graphs.loaded, self.input_ids, self.context)
 
     def compute_logits(self) -> None:
         """From hidden states to logits."""
@@ -531,7 +530,7 @@ class CapturedPrompt:
         self.context = make_context(graphs.loaded, graphs.caches, batch, {})
         if graphs.fill is None:
             self.context.rows = self._buffers.read_tokens[: batch.num_seqs]
-        self.hidden = run_model(graphs.model, self.input_ids, self.context)
+        self.hidden = run_model(graphs.loaded, self.input_ids, self.context)
 
 
 def forward(
@@ -552,7 +551,7 @@ def forward(
     context = make_context(loaded, caches, batch, more)
     context.rows = None if read is None else loaded.builder.device.to_device(read)
     context.embedded = embedded
-    return TargetStep(batch, context, input_ids, run_model(loaded.model, input_ids, context, axes))
+    return TargetStep(batch, context, input_ids, run_model(loaded, input_ids, context, axes))
 
 
 def make_context(
@@ -570,11 +569,13 @@ def make_context(
 
 
 def run_model(
-    model: CausalLM, input_ids: Tensor, context: ForwardContext, axes: Tensor | None = None
+    loaded: LoadedModel, input_ids: Tensor, context: ForwardContext, axes: Tensor | None = None
 ) -> Tensor:
     """Hidden states of context.rows, or of all tokens. axes: see LaidOut. WorkerError: the model
     returns others than it should."""
-    positions = context.batch.positions if axes is None else axes
+    if loaded.builder.adapters is not None:
+        loaded.builder.adapters.begin(context.batch)
+    positions, model = context.batch.positions if axes is None else axes, loaded.model
     hidden, rows = model.forward(input_ids, positions, context), context.rows
     if rows is not None and hidden.shape[0] != rows.shape[0]:
         raise WorkerError(

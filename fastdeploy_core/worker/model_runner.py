@@ -70,15 +70,16 @@ class ModelRunner:
         if rank == 0:
             self._state = SamplingState(config, device, kernels, self._columns, loaded.load_driver)
         self._media = self._make_media(loaded.model)
-        parts: list[Any] = [self._columns, *(self._state.parts if self._state else ())]
-        parts += [] if self._media is None else [self._media]
+        self._bring = [b for b in (self._media, loaded.builder.adapters) if b is not None]
+        pools: frozenset[str] = loaded.model.features & {"pooling"}
+        self._features = pools.union(*(part.features for part in self._bring))
+        parts: list[Any] = [self._columns, *self._bring]
+        parts += () if self._state is None else self._state.parts
         captured = CapturedSampling(device, kernels, self._columns, max_num_seqs)
-        # One rank knows what all rows need.
-        self._is_alone = communicator is None
+        self._is_alone = communicator is None  # one rank knows what all rows need
         captures_all = self._is_alone and can_capture_sampling(device, kernels)
-        self.max_decodes = 1  # see WorkerInfo
-        if captures_all and max(graph_sizes, default=0) >= max_num_seqs:
-            self.max_decodes = max_decodes(config, device)
+        captures_most = captures_all and max(graph_sizes, default=0) >= max_num_seqs
+        self.max_decodes = max_decodes(config, device) if captures_most else 1  # see WorkerInfo
         drafting: Drafting | None = None
         if drafters is not None and config.speculative is not None:
             drafting = Drafting(
@@ -104,11 +105,12 @@ class ModelRunner:
         self._results = Results(device, slots, self._state, self._lock, drafting)
         self._graphs: Graphs | None = None
         if graph_sizes:
-            plan = self._graph_plan(graph_sizes)
-            sampling = captured if captures_all else None
+            plan, sampling = self._graph_plan(graph_sizes), captured if captures_all else None
             self._graphs = Graphs(device, kernels, loaded, slots, plan, drafting, sampling)
         self._is_simple = np.zeros(max_num_seqs, dtype=bool)  # see is_simple()
         self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
+        if loaded.builder.adapters is not None:
+            loaded.builder.adapters.attach(slots.state.rows)
 
     def _make_media(self, model: Any) -> SequenceMedia | None:
         """Where pictures of sequences are kept; None: they bring none. ConfigError for what cannot
@@ -145,7 +147,7 @@ class ModelRunner:
         # Kept results have no place for drafts; posted ones do.
         takes_drafts = captures_drafting and self.slots.postbox is not None
         return {
-            "features": self._media.features if self._media else self._model.features & {"pooling"},
+            "features": self._features,
             "captures_drafts": drafting is not None,
             "captures_drafting": captures_drafting,
             "max_decodes": self.max_decodes,
@@ -326,6 +328,8 @@ class ModelRunner:
         rows = launched.rows
         with self._lock:
             laid_out = self._layout.lay_out(rows)
+            if self._loaded.builder.adapters is not None:
+                self._loaded.builder.adapters.lay_out(rows.slots, rows.counts)
             embedded = None
             if self._media is not None:
                 where = rows.starts, rows.counts, rows.first_tokens()
@@ -420,21 +424,21 @@ class ModelRunner:
 
     def _add(self, new: NewSequence) -> None:
         extras = new.extras
-        if extras is not None and extras.needs - self.facts()["features"]:
+        if extras is not None and extras.needs - self._features:
             raise WorkerError(
                 f"sequence {new.seq_id} brings {', '.join(sorted(extras.needs))}, which this "
                 "worker does not report among its features"
             )
         slot = self.slots.add(new)
-        if self._media is not None and extras is not None:
-            self._media.add(slot, extras)
         self._is_simple[slot] = is_simple(new, self._config)
         self._refused.pop(new.seq_id, None)
         self._columns.add(slot, new.sampling, new.seed)
-        if self._state is None:
-            return
         try:
-            self._state.add(slot, new)
+            for part in self._bring:
+                if extras is not None:
+                    part.add(slot, extras)
+            if self._state is not None:
+                self._state.add(slot, new)
         except RequestError as error:
             self._refused[new.seq_id] = f"InvalidRequest:{error.param or ''}: {error}"
         except Exception as error:  # a plugin's own failure costs its request only

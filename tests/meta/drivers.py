@@ -49,6 +49,9 @@ from fd_kv_tcp.transport import TcpTransport
 from fd_launch.command import main as launch
 from fd_launch.processes import LocalLauncher, StaticLauncher
 from fd_launch_ray.launcher import RayLauncher
+from fd_lora.files import adapter_extras
+from fd_lora.layers import AdapterLayers
+from fd_lora.served import ServedAdapters
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
 from fd_models.deepseek_v3 import DeepseekV3ForCausalLM
@@ -187,7 +190,7 @@ from fastdeploy_core.engine.client import EngineLink
 from fastdeploy_core.engine.processes.supervisor import Listener
 from fastdeploy_core.kvcache import CachePlan
 from fastdeploy_core.layers import ModelBuilder
-from fastdeploy_core.layers.builder import KeptWeights
+from fastdeploy_core.layers.builder import Adapters, KeptWeights
 from fastdeploy_core.layers.experts import ExpertRanks
 from fastdeploy_core.models.ernie import Ernie4_5_MoeForCausalLM, Ernie4_5ForCausalLM
 from fastdeploy_core.models.llama import LlamaForCausalLM
@@ -201,6 +204,7 @@ from fastdeploy_core.sampling.processors import LogitBiasLogitsProcessor
 from fastdeploy_core.sampling.thinking import ThinkingBudgetLogitsProcessor
 from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.serving.asking import Plugins
+from fastdeploy_core.types import SequenceExtras
 from fastdeploy_core.types.worker import WorkerInfo
 from fastdeploy_testing.check import main as check_plugin
 from fastdeploy_testing.examine import main as examine_device
@@ -422,6 +426,11 @@ captured_shapes: list[Callable[[str, ChosenKernels], None]] = [capture]
 key_limits: list[Callable[[str, int], KeyLimits]] = [KeyLimits]
 shared_queue: list[Callable[[EngineLink, RequestScheduler, Listener], EngineLink]] = [SharedQueue]
 weight_cache: list[Callable[[PackingDevice, Path], KeptWeights]] = [WeightCache]
+adapters: list[Callable[[EngineConfig, DeviceBackend, KernelTable, type[Any]], Adapters]] = [
+    AdapterLayers
+]
+adapter_request: list[Callable[[str, str, EngineConfig], SequenceExtras]] = [adapter_extras]
+served_adapters: list[Callable[[EngineConfig], Mapping[str, SequenceExtras]]] = [ServedAdapters]
 kv_events: list[Callable[[KVEventsConfig, int, int, int], KVEvents]] = [KVEvents]
 stored_blocks: list[
     Callable[

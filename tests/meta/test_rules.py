@@ -278,6 +278,7 @@ PRIVATE = {
     "fd-hub": {"cli", "envs", "plugins"},
     "fd-launch": {"plugins"},
     "fd-pooling": {"api", "config", "engine", "models", "serving", "tokenizer"},
+    "fd-lora": {"config", "engine", "layers", "loading", "serving"},
     "fd-scale-out": {
         *("config", "engine", "envs", "kvcache", "loading", "plugins", "scheduler", "serving"),
     },

@@ -420,11 +420,15 @@ def test_every_argument_changes_a_configuration(model: Path) -> None:
         "kv_cache_dtype": "int8",
         "device": "x",
         "enable_expert_parallel": True,
+        "enable_lora": True,
+        "lora_modules": ["name=folder"],
     }
     together = {
         "ssl_keyfile": "ssl_certfile",
         "ssl_certfile": "ssl_keyfile",
         "expert_communicator": "enable_expert_parallel",
+        **dict.fromkeys(("lora_root", "max_loras", "max_lora_rank"), "enable_lora"),
+        **dict.fromkeys(("max_cpu_loras", "lora_target_modules"), "enable_lora"),
     }
 
     def build(values: dict[str, Any]) -> tuple[EngineConfig, ServerConfig]:
@@ -444,6 +448,8 @@ def test_every_argument_changes_a_configuration(model: Path) -> None:
         if row.name in together:
             other = together[row.name]
             changed = build({row.name: value, other: special.get(other, value)})
+            if other == "enable_lora":
+                assert changed != build({"enable_lora": True}), row.name
         else:
             changed = build({row.name: value})
         assert changed != plain, row.name

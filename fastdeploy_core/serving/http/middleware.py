@@ -26,7 +26,9 @@ logger = logging.getLogger(__name__)
 
 # Probes of orchestrators, which send no key; the answers say nothing but up or down.
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
-DRAIN_PATH = "/drain"  # only the operator's own key opens it
+DRAIN_PATH = "/drain"
+# Only the operator's own key opens these, if there is one.
+ADMIN_PATHS = {DRAIN_PATH, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 MAX_HEADERS = 100  # the HTTP parser bounds their bytes
 _CLIENT_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
@@ -142,7 +144,7 @@ class Keys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         known = self.digests
-        if scope["type"] == "http" and self.admin and route_path(scope) == DRAIN_PATH:
+        if scope["type"] == "http" and self.admin and route_path(scope) in ADMIN_PATHS:
             known = self.admin
         if scope["type"] != "http" or not known or scope["path"] in OPEN_PATHS:
             await self.app(scope, receive, send)

@@ -79,14 +79,12 @@ def openai_router(state: ServerState) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> Response:
-        cards = [_card(state, name, created) for name in state.config.served_names]
+        cards = [_card(state, name, created) for name in state.model_names]
         return json_response({"object": "list", "data": cards})
 
     @router.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
-        if model_id not in state.config.served_names:
-            message = f"The model `{model_id[:128]}` does not exist."
-            raise ApiError(404, message, param="model")
+        state.check_name(model_id)
         return json_response(_card(state, model_id, created))
 
     @router.post("/tokenize", openapi_extra=_body_of(TokenizeRequest))
@@ -139,27 +137,24 @@ def call_of(http: Request, body: SamplingFields) -> Call:
 
 
 def _card(state: ServerState, name: str, created: int) -> dict[str, Any]:
+    adapter = state.adapters.get(name)
     permission = {
         "id": f"modelperm-{name}",
         "object": "model_permission",
         "created": created,
-        "allow_create_engine": False,
-        "allow_sampling": True,
-        "allow_logprobs": True,
-        "allow_search_indices": False,
-        "allow_view": True,
-        "allow_fine_tuning": False,
+        **dict.fromkeys(("allow_sampling", "allow_logprobs", "allow_view"), True),
+        **dict.fromkeys(("allow_create_engine", "allow_search_indices"), False),
+        **dict.fromkeys(("allow_fine_tuning", "is_blocking"), False),
         "organization": "*",
         "group": None,
-        "is_blocking": False,
     }
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "FastDeploy",
-        "root": name,
-        "parent": None,
+        "root": name if adapter is None else adapter.adapter_path,
+        "parent": None if adapter is None else state.config.served_names[0],
         "max_model_len": state.limits.max_model_len,
         "permission": [permission],
     }

@@ -112,4 +112,5 @@ def request_options(
         log_id=call.id,
         media=state.media,
         handover=call.handover,
+        extras=state.extras_of(body.model),
     )

@@ -2,7 +2,8 @@
 
 One module per kind of work: linear.py (products and what is fused with them; plans.py chooses
 kernels), norm.py, cache.py, step.py (around a decode step), sampling.py and filtering.py (logits to
-tokens), routing.py and experts.py (mixture of experts), quant_*.py (packed weights). native/ holds
+tokens), routing.py and experts.py (mixture of experts), lora.py (adapters), quant_*.py (packed
+weights). native/ holds
 CUDA C++, everything else is Triton.
 """
 
@@ -40,6 +41,7 @@ _MODULES: Final = {
     "experts": ("moe_experts",),
     "sampling": ("greedy", "sample", "apply_penalties", "apply_bitmask", "log_softmax"),
     "filtering": ("filter_logits",),
+    "lora": ("lora",),
 }
 
 

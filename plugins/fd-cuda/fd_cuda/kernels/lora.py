@@ -1,0 +1,198 @@
+"""The operation `lora` of fd-lora: what adapters add to a product, each row with its own or none.
+
+Two launches. The first computes A x: a program takes one adapter and a share of the inputs, for all
+of the layer's parts at once, so that x is read once. The second adds these sums up and adds B A x:
+a program takes one adapter and a tile of outputs. Sums are added in one order, so a row does not
+depend on the others.
+
+Rows are not sorted: of few rows a program finds those that have its adapter, of many it takes a
+tile and leaves out the others. It ends at once where there are none. So nothing that was captured
+depends on who has which.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import cdiv, join_chain, options, pad2
+
+FEW = 256  # rows among which a program looks for its own
+MOST_SPLITS = 16  # parts of the inputs
+
+
+@triton.jit
+def _rows_of(slot, slots_p, num_rows, MOST: tl.constexpr, BM: tl.constexpr):
+    """Rows of this program, and which of them have the slot. MOST: few rows, at most so many."""
+    nth = tl.program_id(2) * BM + tl.arange(0, BM)
+    if MOST:
+        every = tl.arange(0, MOST)
+        has = tl.load(slots_p + every, mask=every < num_rows, other=-1) == slot
+        place = tl.cumsum(has.to(tl.int32), 0) - 1
+        chosen = has[None, :] & (place[None, :] == nth[:, None])
+        rows = tl.sum(tl.where(chosen, every[None, :], 0), 1)
+        mine = nth < tl.sum(has.to(tl.int32), 0)
+    else:
+        rows = nth
+        mine = tl.load(slots_p + nth, mask=nth < num_rows, other=-1) == slot
+    return rows.to(tl.int64), mine
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _shrink(
+    x_p, w_p, a_p, inner_p, squares_p, slots_p, num_rows, x_stride,
+    K: tl.constexpr, RANKS: tl.constexpr, PADDED: tl.constexpr, MOST: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, DEPTH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """inner [splits, T, RANKS]: A times x over DEPTH inputs; with NORM times x * w, whose squares,
+    without w, are added up in squares [splits, T]."""
+    split, slot = tl.program_id(0), tl.program_id(1)
+    join_chain(PDL)
+    rows, mine = _rows_of(slot, slots_p, num_rows, MOST, BM)
+    if tl.max(mine.to(tl.int32), 0) > 0:
+        ranks = tl.arange(0, PADDED)
+        a_rows = a_p + slot.to(tl.int64) * RANKS * K + ranks[:, None] * K
+        x_rows = x_p + rows[:, None] * x_stride
+        inner = tl.zeros((BM, PADDED), dtype=tl.float32)
+        squares = tl.zeros((BM,), dtype=tl.float32)
+        for start in range(0, DEPTH, BK):
+            cols = split * DEPTH + start + tl.arange(0, BK)
+            inside = cols < K
+            x = tl.load(x_rows + cols[None, :], mask=mine[:, None] & inside[None, :], other=0.0)
+            a_mask = (ranks < RANKS)[:, None] & inside[None, :]
+            a = tl.load(a_rows + cols[None, :], mask=a_mask, other=0.0)
+            if NORM:
+                wide = x.to(tl.float32)
+                squares += tl.sum(wide * wide, 1)
+                wide *= tl.load(w_p + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
+                if x.dtype == tl.float16:  # whose range the product may leave
+                    inner = tl.dot(wide, tl.trans(a.to(tl.float32)), inner, input_precision="ieee")
+                else:
+                    inner = tl.dot(wide.to(x.dtype), tl.trans(a), inner, input_precision="ieee")
+            else:
+                inner = tl.dot(x, tl.trans(a), inner, input_precision="ieee")
+        place = split.to(tl.int64) * num_rows + rows
+        mask = mine[:, None] & (ranks < RANKS)[None, :]
+        tl.store(inner_p + place[:, None] * RANKS + ranks[None, :], inner, mask=mask)
+        if NORM:
+            tl.store(squares_p + place, squares, mask=mine)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _expand(
+    y_p, inner_p, squares_p, b_p, slots_p, tiles_p, num_rows, y_stride, eps,
+    K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    SPLITS: tl.constexpr, MOST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    tile, slot = tl.program_id(0) * 3, tl.program_id(1)
+    part, end = tl.load(tiles_p + tile), tl.load(tiles_p + tile + 2)
+    cols, ranks = tl.load(tiles_p + tile + 1) + tl.arange(0, BN), tl.arange(0, RANK)
+    join_chain(PDL)
+    rows, mine = _rows_of(slot, slots_p, num_rows, MOST, BM)
+    if tl.max(mine.to(tl.int32), 0) > 0:
+        target = y_p + rows[:, None] * y_stride + cols[None, :]
+        mask = mine[:, None] & (cols < end)[None, :]
+        y = tl.load(target, mask=mask, other=0.0).to(tl.float32)
+        b_mask = (cols < end)[:, None] & (ranks < R)[None, :]
+        b_rows = b_p + slot.to(tl.int64) * N * R + cols[:, None] * R
+        b = tl.load(b_rows + ranks[None, :], mask=b_mask, other=0.0)
+        inner = tl.zeros((BM, RANK), dtype=tl.float32)
+        squares = tl.zeros((BM,), dtype=tl.float32)
+        own = mine[:, None] & (ranks < R)[None, :]
+        for split in tl.static_range(SPLITS):
+            place = rows + split * num_rows.to(tl.int64)
+            sums = inner_p + place[:, None] * RANKS + part * R + ranks[None, :]
+            inner += tl.load(sums, mask=own, other=0.0)
+            if NORM:
+                squares += tl.load(squares_p + place, mask=mine, other=0.0)
+        if NORM:
+            inner *= tl.rsqrt(squares / K + eps)[:, None]
+        y = tl.dot(inner.to(b.dtype), tl.trans(b), y, input_precision="ieee")
+        tl.store(target, y.to(y_p.dtype.element_ty), mask=mask)
+
+
+def lora(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    ends: Sequence[int],
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """y [T, N] with b[s] (a[s] x) added in rows of slot s, in its memory where that is possible:
+    see fd_lora.kernels."""
+    num_rows, width = y.shape
+    if not num_rows:
+        return y
+    y = y if y.stride(1) == 1 else y.contiguous()
+    x = x if x.stride(1) == 1 else x.contiguous()
+    num_slots, ranks, depth = a.shape
+    rank, has_norm = b.shape[2], norm_weight is not None
+    plan = choose(num_rows, width, depth, ranks, str(y.dtype).removeprefix("torch."))
+    tiles, num_tiles = _tiles(tuple(ends), plan.columns, y.device)
+    splits, groups = cdiv(depth, plan.depth), cdiv(num_rows, plan.rows)
+    inner = torch.empty((splits, num_rows, ranks), dtype=torch.float32, device=y.device)
+    squares = None
+    if has_norm:
+        squares = torch.empty((splits, num_rows), dtype=torch.float32, device=y.device)
+    most = max(16, pad2(num_rows)) if num_rows <= FEW else 0
+    sizes = {"K": depth, "RANKS": ranks, "MOST": most, "BM": plan.rows, "NORM": has_norm}
+    _shrink[(splits, num_slots, groups)](
+        x, norm_weight, a, inner, squares, slots, num_rows, x.stride(0),
+        PADDED=max(16, pad2(ranks)), BK=plan.inner, DEPTH=plan.depth,
+        **sizes, **options(num_warps=plan.warps, num_stages=plan.stages),
+    )  # fmt: skip
+    _expand[(num_tiles, num_slots, groups)](
+        y, inner, squares, b, slots, tiles, num_rows, y.stride(0), eps,
+        N=width, R=rank, RANK=max(16, pad2(rank)), SPLITS=splits, BN=plan.columns,
+        **sizes, **options(num_warps=plan.warps),
+    )  # fmt: skip
+    return y
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the work is cut: rows and outputs of a tile, inputs of a program, inputs that it reads at
+    a time."""
+
+    rows: int
+    columns: int
+    depth: int
+    inner: int
+    warps: int
+    stages: int
+
+
+@functools.cache
+def choose(num_rows: int, width: int, depth: int, ranks: int, dtype: str) -> Plan:
+    """Few rows: all loads of a program are under way at once. Many: larger tiles, which read all of
+    their inputs, one part after the other."""
+    # Numbers of A in shared memory; what is multiplied in float32 takes twice the room.
+    held = 16384 if dtype == "bfloat16" else 8192
+    inner = max(16, min(256, pad2(depth), held // max(16, pad2(ranks))))
+    if num_rows > FEW:
+        inner = min(64, inner)
+        return Plan(64 if ranks <= 64 else 16, 128, cdiv(depth, inner) * inner, inner, 4, 3)
+    share = cdiv(cdiv(depth, MOST_SPLITS), inner) * inner
+    return Plan(16, 64 if width < 4096 else 128, share, inner, 4, 2)
+
+
+@functools.cache
+def _tiles(ends: tuple[int, ...], columns: int, device: torch.device) -> tuple[torch.Tensor, int]:
+    """[tiles, 3] int32: the part that each tile of outputs belongs to, its first output, and where
+    the part ends."""
+    found = [
+        (part, first, end)
+        for part, (start, end) in enumerate(pairwise((0, *ends)))
+        for first in range(start, end, columns)
+    ]
+    return torch.tensor(found, dtype=torch.int32, device=device), len(found)

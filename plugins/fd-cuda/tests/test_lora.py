@@ -1,0 +1,74 @@
+"""What adapters add, against fd-lora's plain tensor code: on the GPU where there is one, in
+Triton's interpreter elsewhere."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from fastdeploy_testing.drivers import build_kernel_table
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = ["float32", "float16", "bfloat16"] if DEVICE == "cuda" else ["float32"]
+# rows, inputs, outputs of each part, slots, rank
+SHAPES = [
+    (1, 48, (40,), 1, 4),
+    (5, 96, (64, 16, 16), 3, 8),
+    (17, 130, (72, 72), 2, 16),
+    (33, 64, (200,), 4, 24),
+    (300, 64, (96, 32), 3, 8),  # in two launches
+    *([(64, 1024, (2048, 256, 256), 8, 16), (64, 3072, (1024,), 8, 16),
+       (2048, 1024, (3072, 3072), 8, 64)] if DEVICE == "cuda" else []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_get_what_their_adapter_adds(
+    shape: tuple[int, int, tuple[int, ...], int, int], has_norm: bool, dtype: str
+) -> None:
+    num_rows, depth, parts, num_slots, rank = shape
+    draw = torch.Generator().manual_seed(num_rows)
+
+    def random(*size: int, spread: float = 1.0) -> torch.Tensor:
+        numbers = torch.randn(*size, generator=draw) * spread
+        return numbers.to(getattr(torch, dtype)).to(DEVICE)
+
+    ends = tuple(torch.tensor(parts).cumsum(0).tolist())
+    a = random(num_slots, len(parts) * rank, depth, spread=depth**-0.5)
+    b = random(num_slots, ends[-1], rank)
+    y, x = random(num_rows, ends[-1]), random(num_rows, depth + 8)[:, :depth]
+    norm = random(depth) if has_norm else None
+    slots = torch.randint(-1, num_slots, (num_rows,), generator=draw, dtype=torch.int32).to(DEVICE)
+    cuda = build_kernel_table("cuda", {"tensor_library": "torch"})
+    assert cuda.origins()["lora"] == "fd-cuda"
+    wide = [None if t is None else t.float() for t in (y, x, norm)]
+    reference = build_kernel_table("cpu")["lora"]
+    wanted = reference(*wide, 1e-5, a.float(), b.float(), ends, slots)
+    before = y.clone()
+    found = cuda["lora"](y, x, norm, 1e-5, a, b, ends, slots)
+    bound = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
+    scale = float(wanted.abs().max())
+    assert float((found.float() - wanted).abs().max()) < bound * scale
+    assert torch.equal(found[slots < 0], before[slots < 0])
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    """One adapter among several, rows in any order, fewer rows than a tile: bit for bit, but for
+    the interpreter, whose products are numpy's."""
+    equal = torch.equal if DEVICE == "cuda" else partial(torch.allclose, rtol=1e-4, atol=1e-4)
+    depth, width, rank = 80, 96, 8
+    a, b = torch.randn(3, rank, depth, device=DEVICE), torch.randn(3, width, rank, device=DEVICE)
+    x, y = torch.randn(40, depth, device=DEVICE), torch.randn(40, width, device=DEVICE)
+    slots = torch.arange(40, dtype=torch.int32, device=DEVICE) % 4 - 1
+    kernel = build_kernel_table("cuda", {"tensor_library": "torch"})["lora"]
+    together = kernel(y.clone(), x, None, 0.0, a, b, (width,), slots)
+    order = torch.randperm(40, device=DEVICE)
+    shuffled = kernel(y[order].clone(), x[order], None, 0.0, a, b, (width,), slots[order])
+    assert equal(shuffled, together[order])
+    again = torch.where(slots == 1, slots, torch.full_like(slots, -1))
+    alone = kernel(y.clone(), x, None, 0.0, a, b, (width,), again)
+    assert equal(alone[slots == 1], together[slots == 1])

@@ -1,0 +1,142 @@
+"""Decode throughput with adapters in the batch, beside none: whole greedy answers of one engine.
+
+    python plugins/fd-lora/benchmarks/throughput.py --device cuda --shape ernie-0.3b qwen3-0.6b
+
+Weights of model and adapters are random. Each line is one kind of batch: how many adapters its rows
+have. `plain` is an engine without --enable-lora. Rounds go in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from fastdeploy import LLM, LoRARequest, SamplingParams
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+from random_model import SHAPES
+
+
+def write_adapter(folder: Path, config: dict[str, Any], rank: int, seed: int) -> Path:
+    """An adapter of every linear layer, as PEFT writes it."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    dim = config["head_dim"]
+    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    sizes = {
+        "self_attn.q_proj": (hidden, q), "self_attn.k_proj": (hidden, kv),
+        "self_attn.v_proj": (hidden, kv), "self_attn.o_proj": (q, hidden),
+        "mlp.gate_proj": (hidden, inner), "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }  # fmt: skip
+    draw, tensors = np.random.default_rng(seed), {}
+    for number in range(config["num_hidden_layers"]):
+        for name, (inputs, outputs) in sizes.items():
+            prefix = f"base_model.model.model.layers.{number}.{name}"
+            for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+                noise = draw.standard_normal(shape, dtype=np.float32) * np.float32(0.02)
+                tensors[f"{prefix}.lora_{half}.weight"] = noise.astype(np.float16)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+class Engine:
+    """One engine over the shape's random weights."""
+
+    def __init__(self, folder: Path, options: argparse.Namespace, **more: Any) -> None:
+        self._options = options
+        length = options.prompt + options.output + 64
+        self._llm = LLM(
+            folder, skip_tokenizer_init=True, load_format="dummy", device=options.device,
+            tensor_library="torch", seed=0, max_model_len=length, max_num_seqs=options.batch,
+            max_num_batched_tokens=min(8192, length * options.batch), enable_prefix_caching=False,
+            **more,
+        )  # fmt: skip
+
+    def tokens_per_s(self, adapters: list[LoRARequest | None], vocab: int) -> float:
+        """Of decode steps: the time of whole answers less that of their first tokens."""
+        options, draw = self._options, np.random.default_rng(1)
+        prompts = draw.integers(10, vocab - 10, (options.batch, options.prompt)).tolist()
+        each = [adapters[row % len(adapters)] for row in range(options.batch)]
+        taken = []
+        for count in (1, options.output):
+            params = SamplingParams(
+                max_tokens=count, ignore_eos=True, detokenize=False, temperature=0
+            )
+            began = time.perf_counter()
+            self._llm.generate(prompts, params, use_tqdm=False, lora_request=each)
+            taken.append(time.perf_counter() - began)
+        return options.batch * (options.output - 1) / (taken[1] - taken[0])
+
+    def close(self) -> None:
+        self._llm.close()
+
+
+def measure(shape: str, options: argparse.Namespace) -> None:
+    config = SHAPES[shape]
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root) / shape
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        names = [f"adapter{number}" for number in range(options.adapters)]
+        paths = [
+            write_adapter(Path(root) / name, config, options.rank, seed)
+            for seed, name in enumerate(names)
+        ]
+        some = [LoRARequest(name, 1, str(p)) for name, p in zip(names, paths, strict=True)]
+        batches: dict[str, list[LoRARequest | None]] = {
+            "no adapter": [None], "1 adapter": some[:1], f"{len(some)} adapters": [*some],
+            "half of the rows": [some[0], None, *(s for a in some[1:] for s in (a, None))],
+        }  # fmt: skip
+        found: dict[str, list[float]] = {}
+        for kind in ("plain", "lora"):
+            lora = {"enable_lora": True, "max_loras": len(some), "max_lora_rank": options.rank}
+            engine = Engine(folder, options, **(lora if kind == "lora" else {}))
+            cases = batches if kind == "lora" else {"plain": [None]}
+            for adapters in cases.values():
+                engine.tokens_per_s(adapters, config["vocab_size"])  # loads, compiles
+            for _ in range(options.rounds):
+                for name, adapters in cases.items():
+                    speed = engine.tokens_per_s(adapters, config["vocab_size"])
+                    found.setdefault(name, []).append(speed)
+            engine.close()
+    plain = statistics.median(found["plain"])
+    for name, speeds in found.items():
+        middle = statistics.median(speeds)
+        print(
+            f"{shape}, batch {options.batch}, rank {options.rank}, {name}: {middle:,.0f} tokens/s, "
+            f"{options.batch / middle * 1e3:.3f} ms a step, {middle / plain:.3f} of plain",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--shape", nargs="+", default=["ernie-0.3b"], choices=SHAPES)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--adapters", type=int, default=8)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--output", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    for shape in options.shape:
+        measure(shape, options)
+
+
+if __name__ == "__main__":
+    main()

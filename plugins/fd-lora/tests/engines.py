@@ -1,0 +1,68 @@
+"""Engines over tiny models in float32, and requests to them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from fastdeploy_core.api.llm import LLM
+from fastdeploy_core.types import LoRARequest, RequestOutput, SamplingParams
+
+ROOM = {
+    "dtype": "float32", "max_model_len": 128, "num_gpu_blocks_override": 96, "block_size": 8,
+    "skip_tokenizer_init": True, "enable_lora": True,
+}  # fmt: skip
+
+
+def engine(base: Path, fd_tensor: str, **settings: Any) -> LLM:
+    return LLM(base, **{**ROOM, "tensor_library": fd_tensor, **settings})
+
+
+def lora(folder: Path, name: str | None) -> LoRARequest | None:
+    return None if name is None else LoRARequest(name, 1, str(folder / name))
+
+
+def ask(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    adapters: Sequence[LoRARequest | None],
+    params: SamplingParams | list[SamplingParams],
+) -> list[RequestOutput]:
+    found = llm.generate(prompts, params, use_tqdm=False, lora_request=list(adapters))
+    assert isinstance(found, list)
+    return found
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def logits_of(output: RequestOutput, vocab: int) -> np.ndarray:
+    """[positions but the first, vocab]: what each prompt token was predicted with, by an engine
+    with logprobs_mode="raw_logits"."""
+    found = []
+    for position in (output.prompt_logprobs or [])[1:]:
+        assert position is not None
+        found.append([position[token].logprob for token in range(vocab)])
+    return np.array(found)
+
+
+def write_adapter(
+    folder: Path, name: str, sizes: Mapping[str, tuple[int, int]], *, rank: int = 4, seed: int = 0
+) -> Path:
+    """An adapter with random weights, as PEFT stores it; sizes: inputs and outputs by module."""
+    draw, tensors = np.random.default_rng(seed), {}
+    for module, (inputs, outputs) in sizes.items():
+        for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+            noise = draw.standard_normal(shape, dtype=np.float32) * np.float32(0.2)
+            tensors[f"base_model.model.{module}.lora_{half}.weight"] = noise
+    (folder / name).mkdir(exist_ok=True)
+    save_file(tensors, folder / name / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+    (folder / name / "adapter_config.json").write_text(json.dumps(settings))
+    return folder / name
