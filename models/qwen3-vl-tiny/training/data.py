@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import mmap
 import multiprocessing
+import os
 import queue
 import threading
 from collections.abc import Iterator
@@ -99,15 +100,15 @@ def make(
 def _work(
     seed: int, file: Path, count: int, slots: list[mmap.mmap], free: Any, full: Any, enough: Event
 ) -> None:
-    """Fill the slots of this process until there is enough."""
-    rng, tokenizer = Random(seed), Tokenizer.from_file(str(file))
+    """Fill the slots of this process until there is enough, or the trainer is gone."""
+    rng, tokenizer, trainer = Random(seed), Tokenizer.from_file(str(file)), os.getppid()
 
     def conversations() -> Iterator[chat.Conversation]:
         while True:
             yield chat.converse(rng)
 
     drawn = conversations()
-    while not enough.is_set():
+    while not enough.is_set() and os.getppid() == trainer:
         try:
             slot = free.get(timeout=0.2)
         except queue.Empty:
