@@ -231,8 +231,8 @@ def plugins(session: nox.Session) -> None:
         if folder.removeprefix("plugins/fd-") in SIMULATED:
             continue
         for library in libraries:
-            # Its longest runs need no tensor library; session `slow` has them.
-            left = ("-m", "not slow") if folder.endswith("fd-sched-redis") else ()
+            # Session `slow` has their longest runs.
+            left = ("-m", "not slow") if folder.endswith(("fd-sched-redis", "fd-vision")) else ()
             with session.chdir(folder):
                 session.run("pytest", "-q", "--fd-tensor", library, *left, *arguments)
 
@@ -321,8 +321,9 @@ def slow(session: nox.Session) -> None:
     libraries, arguments = _libraries(session)
     for library in libraries:
         session.run("pytest", "tests", "-q", "-m", "slow", "--tensor", library, *arguments)
-    with session.chdir("plugins/fd-sched-redis"):
-        session.run("pytest", "-q", "-m", "slow", "--fd-tensor", "torch", *arguments)
+    for folder in ("plugins/fd-sched-redis", "plugins/fd-vision"):
+        with session.chdir(folder):
+            session.run("pytest", "-q", "-m", "slow", "--fd-tensor", "torch", *arguments)
 
 
 @nox.session(default=False)

@@ -44,7 +44,6 @@ def graph_sizes(
     can_sample: whether sampling at random can be captured. specs: of layers; captured steps count
     positions by themselves, and have one block table."""
     unable, long, specs = [], False, list(specs)
-    has_offsets = any("offsets" in spec.needs for spec in specs)
     for driver in drivers:
         if not driver.can_capture_decode:
             unable.append(driver.name)
@@ -53,7 +52,6 @@ def graph_sizes(
         (not config.graphs.enabled, "as asked"),
         (not limits.graph_capture, "the device captures no graphs"),
         (bool(unable), f"attention driver {unable[0] if unable else ''} cannot be captured"),
-        (has_offsets, "positions of this model are not its tokens' indices"),
         (bool(bounded_rules(specs)), "windows, chunks and states have block tables of their own"),
         (long, f"sequences of {config.model.max_model_len} tokens are too long for it here"),
         (num_ranks > 1 and not limits.graph_collectives, "the device's collectives cannot"),

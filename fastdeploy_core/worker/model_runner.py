@@ -103,9 +103,9 @@ class ModelRunner:
         self._results = Results(device, slots, self._state, self._lock, drafting)
         self._graphs: Graphs | None = None
         if graph_sizes:
-            plan = self._graph_plan(graph_sizes)
-            sampling = captured if captures_all else None
-            self._graphs = Graphs(device, kernels, loaded, slots, plan, drafting, sampling)
+            plan, sampling = self._graph_plan(graph_sizes), captured if captures_all else None
+            offsets = None if self._media is None else self._media.offsets
+            self._graphs = Graphs(device, kernels, loaded, slots, plan, drafting, sampling, offsets)
         self._is_simple = np.zeros(max_num_seqs, dtype=bool)  # see is_simple()
         self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
         slots.add_groups(self.caches.rules)
@@ -326,12 +326,8 @@ class ModelRunner:
         rows = launched.rows
         with self._lock:
             laid_out = self._layout.lay_out(rows)
-            embedded = None
-            if self._media is not None:
-                where = rows.starts, rows.counts, rows.first_tokens()
-                embedded = self._media.embedded(rows.slots, *where)
         read, reads_all = rows.read_tokens(), self._reads_all_hidden(rows)
-        step = rows, laid_out, None if reads_all else read, embedded
+        step = rows, laid_out, None if reads_all else read
         launched.target = forward(self._graphs, self._loaded, self.caches.tensors, *step)
         hidden = launched.target.hidden
         launched.prompt_logprobs = self._sampler.prompt_logprobs(hidden, rows)
@@ -387,7 +383,7 @@ class ModelRunner:
             return captured.replay_random(rows.slots, filters=filters), None
         logits, positions = captured.replay_head(num_rows), None
         if drafting is not None and launched.fed is None:  # the device alone knows where they stand
-            positions = captured.attention.positions[: plan.num_rows] + 1
+            positions = captured.indices[: plan.num_rows] + 1
         sampling, marked = self._sampler.sample(
             *(logits, rows, plan, self._results.read_all, launched.fed, positions)
         )
