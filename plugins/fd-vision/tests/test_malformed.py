@@ -1,10 +1,9 @@
-"""Damaged and lying pictures over HTTP: each gets a 400 that names its part, the next request works,
-and memory returns."""
+"""Damaged and lying pictures over HTTP: each gets a 400 that names its part, the next request
+works, and memory returns."""
 
 from __future__ import annotations
 
 import base64
-import io
 import json
 import random
 import struct
