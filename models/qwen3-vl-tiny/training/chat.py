@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from scenes import TASKS, Scene, Turn, ask, draw_content
+from PIL import Image
+
+from scenes import TASKS, Scene, Turn, ask, color_of, draw_content, draw_new_pair, paint
 
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 SYSTEM = ("You are a helpful assistant.", "Answer questions about pictures.")
+SCORED = (*TASKS, "two pictures", "new pairs")
 KINDS = ("shapes", "shapes", "shapes", "text", "text", "both")
 # Reading takes the most practice.
 WEIGHTS = {"word": 4, "number": 4, "describe": 2, "relation": 2, "background": 0.5, "what at": 2}
@@ -106,3 +109,39 @@ def converse(rng: Random, *, held_out: bool = False) -> Conversation:
             for n, turn in enumerate(_questions(rng, scene, rng.randint(1, 2)))
         ]
     return Conversation(scenes, asked, system)
+
+
+# -- held out -------------------------------------------------------------------------------------
+
+
+def single(rng: Random, task: str) -> Conversation:
+    """One question of a task about one held-out picture."""
+    if task == "new pairs":
+        while True:
+            scene, thing = draw_new_pair(rng)
+            if sum(t.shape == thing.shape for t in scene.things) == 1:
+                turn = color_of(scene, thing)
+                return Conversation([scene], [Asked(1, turn)])
+    while True:
+        scene = draw_content(rng, rng.choice(KINDS), held_out=True)
+        asked = ask(rng, scene, task)
+        if asked is not None:
+            return Conversation([scene], [Asked(1, asked)])
+
+
+def sample(rng: Random, task: str) -> tuple[list[Image.Image], str, str]:
+    """Held-out pictures of about the size the model sees, a question, and its answer."""
+    if task == "two pictures":
+        shown = [draw_content(rng, rng.choice(KINDS), held_out=True) for _ in range(2)]
+        turn = two_pictures(rng, shown)
+    else:
+        asked = single(rng, task)
+        shown, turn = asked.scenes, asked.asked[0].turn
+    size = rng.choice(((192, 192), (192, 160), (160, 192), (224, 160), (160, 224)))
+    return [paint(rng, scene, size) for scene in shown], turn.question, turn.answer
+
+
+def samples(task: str, count: int) -> list[tuple[list[Image.Image], str, str]]:
+    """The first `count` of a task: always the same."""
+    rng = Random(f"held out {task}")
+    return [sample(rng, task) for _ in range(count)]

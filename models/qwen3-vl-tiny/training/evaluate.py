@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
@@ -19,29 +18,7 @@ from PIL import Image
 from transformers import AutoTokenizer, Qwen2VLImageProcessorPil, Qwen3VLForConditionalGeneration
 
 import chat
-import scenes
 from tokenizer import FOLDER
-from train import single
-
-TASKS = (*scenes.TASKS, "two pictures", "new pairs")
-
-
-def sample(rng: Random, task: str) -> tuple[list[Image.Image], str, str]:
-    """Held-out pictures of about the size the model sees, a question, and its answer."""
-    if task == "two pictures":
-        shown = [scenes.draw_content(rng, rng.choice(chat.KINDS), held_out=True) for _ in range(2)]
-        turn = chat.two_pictures(rng, shown)
-    else:
-        asked = single(rng, task)
-        shown, turn = asked.scenes, asked.asked[0].turn
-    size = rng.choice(((192, 192), (192, 160), (160, 192), (224, 160), (160, 224)))
-    return [scenes.paint(rng, scene, size) for scene in shown], turn.question, turn.answer
-
-
-def samples(task: str, count: int, seed: int = 1) -> list[tuple[list[Image.Image], str, str]]:
-    """The first `count` of a task: always the same."""
-    rng = Random(f"{seed} {task}")
-    return [sample(rng, task) for _ in range(count)]
 
 
 class Reader:
@@ -91,7 +68,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=FOLDER)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--count", type=int, default=200, help="samples of a task")
-    parser.add_argument("--tasks", nargs="*", default=TASKS)
+    parser.add_argument("--tasks", nargs="*", default=chat.SCORED)
     parser.add_argument("--show-wrong", type=int, default=0, help="wrong answers to print per task")
     options = parser.parse_args()
     reader = Reader(options.model, getattr(torch, options.dtype))
@@ -99,7 +76,7 @@ def main() -> None:
     print(f"{options.dtype} on {reader.model.device.type}\n{'task':18}{'exact':>8}{'count':>7}")
     for task in options.tasks:
         right, wrong = 0, []
-        for pictures, question, answer in samples(task, options.count):
+        for pictures, question, answer in chat.samples(task, options.count):
             said = reader.say(pictures, question)
             right += said == answer
             if said != answer:

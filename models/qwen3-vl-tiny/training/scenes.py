@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -368,3 +369,15 @@ def paint(rng: Random, scene: Scene, size: tuple[int, int]) -> Image.Image:
         image.save(file, "JPEG", quality=rng.randint(40, 95))
         image = Image.open(file).convert("RGB")
     return image
+
+
+EXAMPLE = Scene(
+    "white",
+    (Thing("circle", "red", (0, 0)), Thing("star", "blue", (2, 2))),
+    "HELLO",
+    "green",
+)
+"""Of examples/shapes.png, made by `python scenes.py FILE`."""
+
+if __name__ == "__main__":
+    paint(Random(3), EXAMPLE, (400, 400)).save(sys.argv[1])

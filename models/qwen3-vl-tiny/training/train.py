@@ -58,7 +58,7 @@ class Judge:
         rng = Random(7)
         self.batches: list[tuple[str, data.Batch]] = []
         for task in (*scenes.TASKS, "new pairs"):
-            asked = [single(rng, task) for _ in range(count)]
+            asked = [chat.single(rng, task) for _ in range(count)]
             memory = np.zeros((count, 6 * CELL, 6 * CELL, 3), np.uint8)
             arrays = data.make(tokenizer, rng, iter(asked), (6, 6), memory)
             moved = {k: torch.from_numpy(v).to(device) for k, v in arrays.items()}
@@ -74,21 +74,6 @@ class Judge:
             right = (best[:, :-1] == batch.tokens[:, 1:]) | ~batch.targets[:, 1:]
             scores[task] = 100 * right.all(1).float().mean().item()
         return scores
-
-
-def single(rng: Random, task: str) -> chat.Conversation:
-    """One question of a task about one held-out picture."""
-    if task == "new pairs":
-        while True:
-            scene, thing = scenes.draw_new_pair(rng)
-            if sum(t.shape == thing.shape for t in scene.things) == 1:
-                turn = scenes.color_of(scene, thing)
-                return chat.Conversation([scene], [chat.Asked(1, turn)])
-    while True:
-        scene = scenes.draw_content(rng, rng.choice(chat.KINDS), held_out=True)
-        asked = scenes.ask(rng, scene, task)
-        if asked is not None:
-            return chat.Conversation([scene], [chat.Asked(1, asked)])
 
 
 def optimizers(model: Model, *, is_fast: bool) -> tuple[Muon, torch.optim.AdamW]:
