@@ -94,7 +94,10 @@ LIGHT = {
     "plugins/fd-spec-mtp": (),
     "plugins/fd-speculative": ("-m", "not slow"),
     "plugins/fd-tools": ("-m", "not slow"),
-    "plugins/fd-vision": ("--ignore-glob=*/test_caches.py", "--ignore-glob=*/test_mixes.py"),
+    "plugins/fd-vision": (
+        *("--ignore-glob=*/test_caches.py", "--ignore-glob=*/test_mixes.py"),
+        *("-m", "not slow"),
+    ),
 }
 # Client libraries by name, with what installs all of each that session `clients` runs.
 CLIENTS = {

@@ -81,24 +81,6 @@ def num_replays(llm: LLM) -> int:
     return sum(work.num_replays for work in getattr(runner_of(llm)._device, "recorded", ()))
 
 
-def settings_of(draw: random.Random) -> dict[str, Any]:
-    """An engine as an operator may configure one."""
-    found: dict[str, Any] = {
-        "max_num_seqs": draw.choice((1, 2, 5, 8)),
-        "max_num_batched_tokens": draw.choice((16, 23, 37, 64, 512)),
-        "max_encode_tokens": draw.choice((1, 20, 64)),
-        "max_encoder_cache": draw.choice((0, 60, 1000)),
-        "enable_prefix_caching": draw.random() < 0.7,
-        "async_scheduling": draw.random() < 0.7,
-        "captures": draw.random() < 0.5,
-    }
-    if draw.random() < 0.6:
-        found |= SMALL
-    if found["enable_prefix_caching"] and draw.random() < 0.5:
-        found["swap_space"] = 0.05
-    return found
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_are_those_of_each_prompt_alone(
     checkpoint: Callable[[str], Path], fd_tensor: str, name: str
@@ -129,33 +111,6 @@ def test_captured_decode_steps_say_the_same(
         for _ in range(2):
             assert ask(llm, asked, params) == wanted
         assert num_replays(llm) > 40
-
-
-@pytest.mark.parametrize(
-    ("num_engines", "num_mixes"), [(1, 3), pytest.param(40, 5, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_random_mixes_in_random_engines(
-    checkpoint: Callable[[str], Path], fd_tensor: str, name: str, num_engines: int, num_mixes: int
-) -> None:
-    asked, params = mixes(name, 24), params_of(24)
-    with engine(checkpoint(name), tensor_library=fd_tensor, **ALONE) as llm:
-        wanted = [ask(llm, [a], p)[0] for a, p in zip(asked, params, strict=True)]
-    preemptions = hits = replays = 0
-    for seed in range(num_engines):
-        draw = random.Random(f"{name} {seed}")
-        settings = settings_of(draw)
-        with engine(checkpoint(name), tensor_library=fd_tensor, **settings) as llm:
-            for _ in range(num_mixes):
-                chosen = [draw.randrange(24) for _ in range(draw.randrange(3, 9))]
-                said = ask(llm, [asked[n] for n in chosen], [params[n] for n in chosen])
-                assert said == [wanted[n] for n in chosen], (seed, settings, chosen)
-            metrics = llm.get_metrics()
-            preemptions += metrics["preemptions_total"]
-            hits += metrics["host_hit_tokens_total"]
-            replays += num_replays(llm)
-    if num_engines > 10:
-        assert preemptions > 10 and hits > 100 and replays > 1000
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "ernie4_5_vl"])
