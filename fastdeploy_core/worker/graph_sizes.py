@@ -41,19 +41,19 @@ def graph_sizes(
     specs: Iterable[AttentionSpec | StateSpec] = (),
 ) -> tuple[tuple[int, ...], str]:
     """Batch sizes to capture, none if the device cannot or shall not, and a line for the report.
-    can_sample: whether sampling at random can be captured. specs: of layers; captured steps count
-    positions by themselves, and have one block table."""
-    unable, long, specs = [], False, list(specs)
-    for driver in drivers:
-        if not driver.can_capture_decode:
-            unable.append(driver.name)
-        long |= config.model.max_model_len > getattr(driver, "max_recorded_len", math.inf)
+    can_sample: whether sampling at random can be captured. specs: of layers; captured steps have
+    one block table."""
+    specs, drivers, length = list(specs), list(drivers), config.model.max_model_len
+    unable = [driver.name for driver in drivers if not driver.can_capture_decode]
+    longest = min((getattr(d, "max_recorded_len", math.inf) for d in drivers), default=math.inf)
+    has_offsets = any("offsets" in spec.needs for spec in specs)
     obstacles = (
         (not config.graphs.enabled, "as asked"),
         (not limits.graph_capture, "the device captures no graphs"),
         (bool(unable), f"attention driver {unable[0] if unable else ''} cannot be captured"),
+        (has_offsets and limits.graph_any_size, "no kernel of it adds offsets to positions"),
         (bool(bounded_rules(specs)), "windows, chunks and states have block tables of their own"),
-        (long, f"sequences of {config.model.max_model_len} tokens are too long for it here"),
+        (length > longest, f"sequences of {length} tokens are too long for it here"),
         (num_ranks > 1 and not limits.graph_collectives, "the device's collectives cannot"),
         (config.speculative and not can_sample, "the reference waits where drafts are sampled"),
     )

@@ -28,6 +28,8 @@ def settings_of(draw: random.Random) -> dict[str, Any]:
         found |= SMALL
     if found["enable_prefix_caching"] and draw.random() < 0.5:
         found["swap_space"] = 0.05
+    longest = found.get("max_model_len", 512) * found["max_num_seqs"]
+    found["max_num_batched_tokens"] = min(found["max_num_batched_tokens"], longest)
     return found
 
 
