@@ -95,7 +95,7 @@ def converse(rng: Random, *, held_out: bool = False) -> Conversation:
         return Conversation([], [Asked(0, turn)], system)
     scenes = [draw_content(rng, rng.choice(KINDS), held_out=held_out)]
     if rng.random() > 0.12:
-        turns = _questions(rng, scenes[0], rng.randint(2, 5))
+        turns = _questions(rng, scenes[0], rng.randint(2, 4))
         asked = [Asked(n == 0, turn, is_text_first) for n, turn in enumerate(turns)]
         return Conversation(scenes, asked, system)
     scenes.append(draw_content(rng, rng.choice(KINDS), held_out=held_out))

@@ -1,9 +1,8 @@
-"""Batches of conversations: tokens, positions on three axes, and pictures of one size; drawn by
-worker processes into memory that they share with the trainer."""
+"""Batches of conversations: tokens, positions on three axes, and what is in the pictures, all of
+one size; made by worker processes."""
 
 from __future__ import annotations
 
-import mmap
 import multiprocessing
 import os
 import queue
@@ -21,16 +20,17 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 import chat
-import scenes
 from model import CELL
+from painter import sprites
+from scenes import Scene
 from tokenizer import IMAGE, PAD
 
 # Rows and columns of cells: what pictures of about 37,000 pixels become.
 SHAPES = (
     *((6, 6), (6, 6), (6, 6), (5, 5), (5, 6), (6, 5), (5, 6), (6, 5), (5, 7), (7, 5)),
-    *((4, 7), (7, 4), (4, 8), (8, 4)),
+    *((4, 7), (7, 4)),
 )
-MOST_CELLS = 36
+LENGTH = 192  # tokens of a row; longer conversations are left out
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,9 @@ class Batch:
     tokens: Tensor  # [rows, tokens]
     positions: Tensor  # [3, rows, tokens]
     targets: Tensor  # [rows, tokens] bool: what the model has to write
-    pictures: Tensor  # [n, height, width, 3] uint8
-    where: Tensor
+    where: Tensor  # [vectors of all pictures]
+    size: tuple[int, int]  # width and height of the pictures
+    drawn: Tensor | None = None  # [pictures, 1 + MOST, FIELDS]: see painter.sprites
 
 
 def encode(
@@ -52,55 +53,64 @@ def encode(
     targets: list[bool] = []
     positions: list[np.ndarray] = []
     start, cells = 0, shape[0] * shape[1]
-    for piece in chat.pieces(conversation):
-        for token in tokenizer.encode(piece.text, add_special_tokens=False).ids:
-            if token == IMAGE:
+    pieces = chat.pieces(conversation)
+    encoded = tokenizer.encode_batch([p.text for p in pieces], add_special_tokens=False)
+    for piece, found in zip(pieces, encoded, strict=True):
+        rest = found.ids
+        while rest:
+            count = rest.index(IMAGE) if IMAGE in rest else len(rest)
+            ids += rest[:count]
+            targets += [piece.target] * count
+            positions.append(np.tile(np.arange(start, start + count), (3, 1)))
+            start += count
+            if count < len(rest):
                 ids += [IMAGE] * cells
                 targets += [False] * cells
-                grid = np.indices((1, *shape)).reshape(3, -1) + start
-                positions.append(grid)
+                positions.append(np.indices((1, *shape)).reshape(3, -1) + start)
                 start += max(shape)
-            else:
-                ids.append(token)
-                targets.append(piece.target)
-                positions.append(np.full((3, 1), start))
-                start += 1
+            rest = rest[count + 1 :]
     return ids, targets, np.concatenate(positions, 1)
 
 
 def make(
     tokenizer: Tokenizer,
-    rng: Random,
     conversations: Iterator[chat.Conversation],
     shape: tuple[int, int],
-    memory: np.ndarray,
-) -> dict[str, np.ndarray]:
-    """A batch whose pictures fill `memory`, [n, height, width, 3]."""
-    rows, count = [], 0
-    for conversation in conversations:
-        if count + len(conversation.scenes) > len(memory):
-            continue
-        for scene in conversation.scenes:
-            memory[count] = np.asarray(scenes.paint(rng, scene, (memory.shape[2], memory.shape[1])))
-            count += 1
-        rows.append(encode(tokenizer, conversation, shape))
-        if count == len(memory):
-            break
-    length = max(len(ids) for ids, _, _ in rows)
-    tokens = np.full((len(rows), length), PAD, np.int64)
+    count: int,
+) -> tuple[dict[str, np.ndarray], list[Scene]]:
+    """The tokens of conversations about `count` pictures, in as many rows (those at the end may be
+    empty), and what the pictures show."""
+    tokens = np.full((count, LENGTH), PAD, np.int16)
     targets = np.zeros(tokens.shape, bool)
-    positions = np.zeros((3, *tokens.shape), np.int64)
-    for row, (ids, is_target, places) in enumerate(rows):
+    positions = np.zeros((3, *tokens.shape), np.int16)
+    row, shown = 0, list[Scene]()
+    while len(shown) < count:
+        conversation = next(conversations)
+        left = count - len(shown) - len(conversation.scenes)
+        # A row for each picture that is yet to come has to be left.
+        if left < 0 or left > count - row - 1:
+            continue
+        ids, is_target, places = encode(tokenizer, conversation, shape)
+        if len(ids) > LENGTH:
+            continue
+        shown += conversation.scenes
         tokens[row, : len(ids)], targets[row, : len(ids)] = ids, is_target
         positions[:, row, : len(ids)] = places
-    where = np.flatnonzero(tokens == IMAGE)
-    return {"tokens": tokens, "positions": positions, "targets": targets, "where": where}
+        row += 1
+    where = np.flatnonzero(tokens == IMAGE).astype(np.int32)
+    return {"tokens": tokens, "positions": positions, "targets": targets, "where": where}, shown
 
 
-def _work(
-    seed: int, file: Path, count: int, slots: list[mmap.mmap], free: Any, full: Any, enough: Event
-) -> None:
-    """Fill the slots of this process until there is enough, or the trainer is gone."""
+def on_device(arrays: dict[str, np.ndarray], size: tuple[int, int], device: torch.device) -> Batch:
+    """A batch out of what `make` made."""
+    moved = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    for name in ("tokens", "positions", "where"):
+        moved[name] = moved[name].long()
+    return Batch(size=size, **moved)
+
+
+def _work(seed: int, file: Path, count: int, full: Any, enough: Event) -> None:
+    """Make batches until there are enough, or the trainer is gone."""
     rng, tokenizer, trainer = Random(seed), Tokenizer.from_file(str(file)), os.getppid()
 
     def conversations() -> Iterator[chat.Conversation]:
@@ -109,62 +119,54 @@ def _work(
 
     drawn = conversations()
     while not enough.is_set() and os.getppid() == trainer:
-        try:
-            slot = free.get(timeout=0.2)
-        except queue.Empty:
-            continue
         shape = rng.choice(SHAPES)
-        size = (count * MOST_CELLS // (shape[0] * shape[1]), shape[0] * CELL, shape[1] * CELL, 3)
-        memory = np.frombuffer(slots[slot], np.uint8, int(np.prod(size))).reshape(size)
-        full.put((slot, size, make(tokenizer, rng, drawn, shape, memory)))
+        size = shape[1] * CELL, shape[0] * CELL
+        arrays, shown = make(tokenizer, drawn, shape, count)
+        arrays["drawn"] = np.stack([sprites(rng, scene, size) for scene in shown])
+        while not enough.is_set() and os.getppid() == trainer:
+            try:
+                full.put((size, arrays), timeout=1)
+                break
+            except queue.Full:
+                continue
 
 
 class Batches:
-    """Batches of `count` pictures (of the largest size; more of smaller ones), on a device. Must be
-    made before the process has touched the device."""
+    """Batches of `count` pictures, on a device. Must be made before the process has touched the
+    device."""
 
     def __init__(self, file: Path, count: int, workers: int, seed: int) -> None:
         fork = multiprocessing.get_context("fork")
-        self._enough, self._full = fork.Event(), fork.Queue()
-        self._free = [fork.Queue() for _ in range(workers)]
-        # Not in /dev/shm, which may be small.
-        size = count * MOST_CELLS * CELL**2 * 3
-        self._slots = [[mmap.mmap(-1, size) for _ in range(3)] for _ in range(workers)]
-        self._workers = []
-        for worker in range(workers):
-            for slot in range(3):
-                self._free[worker].put(slot)
-            process = fork.Process(
-                target=self._serve, args=(worker, seed * 1000 + worker, file, count), daemon=True
+        self._enough, self._full = fork.Event(), fork.Queue(4 * workers)
+        self._ready: queue.Queue[Batch] = queue.Queue(4)
+        self.lock = threading.Lock()  # while a batch is copied
+        self._workers = [
+            fork.Process(
+                target=_work,
+                args=(seed * 1000 + n, file, count, self._full, self._enough),
+                daemon=True,
             )
-            process.start()
-            self._workers.append(process)
-        self._ready: queue.Queue[Batch] = queue.Queue(3)
-
-    def _serve(self, worker: int, seed: int, file: Path, count: int) -> None:
-        tagged = _Tagged(self._full, worker)
-        _work(seed, file, count, self._slots[worker], self._free[worker], tagged, self._enough)
+            for n in range(workers)
+        ]
+        for worker in self._workers:
+            worker.start()
 
     def start(self, device: torch.device) -> None:
         """Begin to copy batches to the device, on a thread and a stream of its own."""
         threading.Thread(target=self._copy, args=(device,), daemon=True).start()
 
     def _copy(self, device: torch.device) -> None:
-        is_cuda = device.type == "cuda"
-        stream = torch.cuda.Stream(device) if is_cuda else None
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         while not self._enough.is_set():
             try:
-                worker, slot, size, arrays = self._full.get(timeout=0.2)
+                size, arrays = self._full.get(timeout=0.2)
             except queue.Empty:
                 continue
-            memory = np.frombuffer(self._slots[worker][slot], np.uint8, int(np.prod(size)))
-            with torch.cuda.stream(stream):
-                pictures = torch.from_numpy(memory.reshape(size).copy()).to(device)
-                rest = {k: torch.from_numpy(v).to(device) for k, v in arrays.items()}
-            if stream is not None:
-                stream.synchronize()
-            self._free[worker].put(slot)
-            self._ready.put(Batch(pictures=pictures, **rest))
+            with self.lock, torch.cuda.stream(stream):
+                batch = on_device(arrays, size, device)
+                if stream is not None:
+                    stream.synchronize()
+            self._ready.put(batch)
 
     def get(self) -> Batch:
         """The next batch."""
@@ -173,15 +175,5 @@ class Batches:
     def close(self) -> None:
         """End the processes."""
         self._enough.set()
-        for process in self._workers:
-            process.terminate()
-
-
-class _Tagged:
-    """A queue whose entries begin with the number of the worker."""
-
-    def __init__(self, full: Any, worker: int) -> None:
-        self._full, self._worker = full, worker
-
-    def put(self, entry: tuple[Any, ...]) -> None:
-        self._full.put((self._worker, *entry))
+        for worker in self._workers:
+            worker.terminate()

@@ -73,15 +73,17 @@ def main() -> None:
     options = parser.parse_args()
     reader = Reader(options.model, getattr(torch, options.dtype))
     begin = time.monotonic()
-    print(f"{options.dtype} on {reader.model.device.type}\n{'task':18}{'exact':>8}{'count':>7}")
+    print(f"{options.dtype} on {reader.model.device.type}")
+    print("| task | exact, % | of the first 10 |\n|---|---|---|")
     for task in options.tasks:
-        right, wrong = 0, []
+        right, wrong = [], []
         for pictures, question, answer in chat.samples(task, options.count):
             said = reader.say(pictures, question)
-            right += said == answer
+            right.append(said == answer)
             if said != answer:
                 wrong.append((question, answer, said))
-        print(f"{task:18}{100 * right / options.count:8.1f}{options.count:7d}", flush=True)
+        percent = 100 * sum(right) / len(right)
+        print(f"| {task} | {percent:.1f} | {sum(right[:10])} |", flush=True)
         for question, answer, said in wrong[: options.show_wrong]:
             print(f"    {question}\n    wanted {answer}\n    said   {said}")
     print(f"{time.monotonic() - begin:.0f} s")

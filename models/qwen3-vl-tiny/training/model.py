@@ -92,7 +92,7 @@ class Norm(nn.Module):
 
 
 @cache
-def _grid(rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:
+def _grid(rows: int, columns: int, side: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Of each patch, cell by cell: [patches, 2] row and column, and [patches, side * side] how much
     of each vector of the table of positions it has (bilinear, corners aligned)."""
     cells = torch.cartesian_prod(
@@ -104,7 +104,8 @@ def _grid(rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:
     for axis, count in enumerate((rows, columns)):
         at = places[:, axis] * (side - 1) / max(1, count - 1)
         axes.append((1 - (at[:, None] - torch.arange(side)).abs()).clamp(min=0))
-    return places, (axes[0][:, :, None] * axes[1][:, None, :]).flatten(1)
+    shares = (axes[0][:, :, None] * axes[1][:, None, :]).flatten(1)
+    return places.to(device), shares.to(device)
 
 
 class VisionBlock(nn.Module):
@@ -176,7 +177,7 @@ class Vision(nn.Module):
         split = pictures.view(count, rows // MERGE, MERGE, PATCH, columns // MERGE, MERGE, PATCH, 3)
         patches = split.permute(0, 1, 4, 2, 5, 7, 3, 6).reshape(count, rows * columns, -1)
         side = int(self.sizes.positions**0.5)
-        places, shares = (x.to(pictures.device) for x in _grid(rows, columns, side))
+        places, shares = _grid(rows, columns, side, pictures.device)
         x = self.patch_embed["proj"](patches.float() / 127.5 - 1)
         x = x.float() + (shares @ self.pos_embed.weight).float()
         head = self.sizes.vision_hidden // self.sizes.vision_heads

@@ -86,7 +86,7 @@ def is_new_pair(color: str, shape: str) -> bool:
 def _text(rng: Random) -> str:
     if rng.random() < 0.4:
         return "".join(rng.choices(DIGITS, k=rng.randint(1, 4)))
-    length = rng.randint(2, 5)
+    length = rng.choice((2, 3, 3, 4, 4, 5))
     if rng.random() < 0.5:
         return "".join(rng.choices(LETTERS, k=length))
     start = rng.random() < 0.5
@@ -256,19 +256,19 @@ def _description(scene: Scene, word: str) -> tuple[list[str], str] | None:
 
 
 @cache
-def _font(size: int) -> ImageFont.FreeTypeFont:
+def font(size: int) -> ImageFont.FreeTypeFont:
     """The font inside Pillow (Aileron, CC0)."""
     font = ImageFont.load_default(size)
     assert isinstance(font, ImageFont.FreeTypeFont)
     return font
 
 
-def _shade(rng: Random, color: str) -> tuple[int, int, int]:
+def shade(rng: Random, color: str) -> tuple[int, int, int]:
     red, green, blue = (min(255, max(0, c + rng.randint(-12, 12))) for c in COLORS[color])
     return red, green, blue
 
 
-def _outline(shape: str) -> list[tuple[float, float]]:
+def outline(shape: str) -> list[tuple[float, float]]:
     """Corners in a circle of radius 1."""
 
     def around(
@@ -314,7 +314,7 @@ def _draw_thing(
         (n + 0.5) * size + rng.uniform(-1, 1) * max(0.0, 0.47 * size - radius)
         for n, size in zip(thing.place, cell, strict=True)
     )
-    color = _shade(rng, thing.color)
+    color = shade(rng, thing.color)
     if thing.shape in ("circle", "ring"):
         box = (x - radius, y - radius, x + radius, y + radius)
         if thing.shape == "circle":
@@ -324,7 +324,7 @@ def _draw_thing(
         return
     turn = math.radians(rng.uniform(-10, 10))
     c, s = radius * math.cos(turn), radius * math.sin(turn)
-    draw.polygon([(x + c * a - s * b, y + s * a + c * b) for a, b in _outline(thing.shape)], color)
+    draw.polygon([(x + c * a - s * b, y + s * a + c * b) for a, b in outline(thing.shape)], color)
 
 
 def _draw_text(rng: Random, image: Image.Image, scene: Scene) -> None:
@@ -332,20 +332,20 @@ def _draw_text(rng: Random, image: Image.Image, scene: Scene) -> None:
     width, height = image.size
     room = (width * 0.92, height * (0.34 if scene.things else 0.8))
     stroke = rng.choice((0, 0, 1, 2))
-    size = rng.uniform(0.16, 0.36) * min(width, height)
-    left, top, right, bottom = _font(64).getbbox(scene.text, stroke_width=stroke)
+    size = rng.uniform(0.2, 0.36) * min(width, height)
+    left, top, right, bottom = font(64).getbbox(scene.text, stroke_width=stroke)
     size = min(size, 64 * room[0] / (right - left), 64 * room[1] / (bottom - top))
-    font = _font(max(9, round(size)))
-    left, top, right, bottom = font.getbbox(scene.text, stroke_width=stroke)
+    letters = font(max(9, round(size)))
+    left, top, right, bottom = letters.getbbox(scene.text, stroke_width=stroke)
     mask = Image.new("L", (int(right - left) + 2, int(bottom - top) + 2))
     pen = ImageDraw.Draw(mask)
-    pen.text((1 - left, 1 - top), scene.text, 255, font, stroke_width=stroke)
+    pen.text((1 - left, 1 - top), scene.text, 255, letters, stroke_width=stroke)
     if rng.random() < 0.5:
         mask = mask.rotate(rng.uniform(-8, 8), Image.Resampling.BILINEAR, expand=True)
     free = width - mask.width, (room[1] if scene.things else height) - mask.height
     x = rng.uniform(0, max(0, free[0]))
     y = (height - room[1]) / 2 * bool(scene.things) + rng.uniform(0, max(0, free[1]))
-    image.paste(_shade(rng, scene.text_color), (round(x), round(y)), mask)
+    image.paste(shade(rng, scene.text_color), (round(x), round(y)), mask)
 
 
 def paint(rng: Random, scene: Scene, size: tuple[int, int]) -> Image.Image:
@@ -353,7 +353,7 @@ def paint(rng: Random, scene: Scene, size: tuple[int, int]) -> Image.Image:
     compression."""
     scale = rng.uniform(0.8, 2.0) if rng.random() < 0.7 else 1.0
     drawn = round(size[0] * scale), round(size[1] * scale)
-    image = Image.new("RGB", drawn, _shade(rng, scene.background))
+    image = Image.new("RGB", drawn, shade(rng, scene.background))
     draw = ImageDraw.Draw(image)
     cell = drawn[0] / 3, drawn[1] / 3
     for thing in scene.things:

@@ -1,11 +1,11 @@
 """Train qwen3-vl-tiny from scratch and write its checkpoint.
 
     python tokenizer.py
-    python train.py --minutes 3.7
+    python train.py --minutes 4.75
 
-Needs one GPU and as many processor cores as there are workers, which draw the pictures while the
-model trains: none is seen twice. The learning rate follows the clock. On a processor, `--pictures
-16 --workers 1` shows that the loss falls.
+Needs one GPU, which also draws the pictures, and processor cores for the workers, which make the
+conversations while the model trains: none is seen twice. The learning rate follows the clock. On a
+processor, `--pictures 16 --workers 1` shows that the loss falls.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,25 +29,90 @@ import chat
 import data
 import scenes
 from model import CELL, Model, Sizes, checkpoint_tensors
+from painter import Painter
 from tokenizer import FOLDER, PAD, SPECIAL, TURN_END, write_json
 
 sys.path.append(str(FOLDER.parent / "ernie-tiny" / "training"))
 from optimizer import Muon
 
+SIZE = (6 * CELL, 6 * CELL)
+SCALES = (1.0, 1.4, 1.0, 0.8, 1.2)  # at which pictures are drawn before they are resized
 PROMPT_WEIGHT = 0.02
 DECAY_SHARE, WARMUP_STEPS = 0.6, 100
 MATRIX_RATE, OTHER_RATE = 0.02, 3e-3
 
 
-def loss_of(logits: Tensor, batch: data.Batch) -> tuple[Tensor, Tensor]:
-    """The loss to minimise, and the part of it that is of answers."""
-    wanted = batch.tokens[:, 1:].flatten()
-    losses = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), wanted, reduction="none")
-    target = batch.targets[:, 1:].flatten()
-    count = target.sum()
-    rest = (wanted >= len(SPECIAL)) & ~target
-    answers = (losses * target).sum() / count
-    return answers + PROMPT_WEIGHT * (losses * rest).sum() / count, answers.detach()
+class Pass:
+    """Forward and backward passes over pictures of one size. On a GPU they are a captured graph: a
+    model so small computes faster than a processor can queue its kernels."""
+
+    def __init__(self, model: Model, inputs: tuple[Tensor, ...], pool: Any = None) -> None:
+        """inputs: as those of all calls, but for what is in them. pool: of the memory of captured
+        graphs, which are never replayed at the same time; None: nothing is captured."""
+        self._model, self._inputs = model, [tensor.clone() for tensor in inputs]
+        self._weights = list(model.parameters())
+        self.answers = torch.zeros(())  # the part of the loss that is of answers
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._gradients: list[Tensor | None] = []
+        if pool is not None:
+            self._capture(pool)
+
+    def _capture(self, pool: Any) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._forget()
+                self._compute()
+            gradient = self._gradient()
+        torch.cuda.current_stream().wait_stream(stream)
+        wanted = self.answers.item()
+        self._forget()
+        graph = torch.cuda.CUDAGraph()
+        # Another thread copies batches.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            self._compute()
+        self._gradients = [weight.grad for weight in self._weights]
+        graph.replay()
+        alike = F.cosine_similarity(self._gradient(), gradient, 0).item()
+        if not (abs(self.answers.item() - wanted) < 0.02 * wanted and alike > 0.98):
+            raise RuntimeError(f"a captured pass differs: {self.answers.item()} {wanted} {alike}")
+        self._graph = graph
+
+    def _forget(self) -> None:
+        for weight in self._weights:
+            weight.grad = None
+
+    def _gradient(self) -> Tensor:
+        """All gradients in one vector."""
+        return torch.cat([w.grad.flatten() for w in self._weights if w.grad is not None])
+
+    def _compute(self) -> None:
+        tokens, positions, targets, where, pictures = self._inputs
+        kind = tokens.device.type
+        with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda", cache_enabled=False):
+            logits = self._model(tokens, positions, pictures, where)
+        wanted = tokens[:, 1:].flatten()
+        losses = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), wanted, reduction="none")
+        target = targets[:, 1:].flatten()
+        count = target.sum()
+        rest = (wanted >= len(SPECIAL)) & ~target
+        answers = (losses * target).sum() / count
+        (answers + PROMPT_WEIGHT * (losses * rest).sum() / count).backward()
+        nn.utils.clip_grad_norm_(self._weights, 1.0)
+        self.answers = answers.detach()
+
+    def __call__(self, *inputs: Tensor) -> None:
+        """Leave the gradients of these inputs."""
+        for own, given in zip(self._inputs, inputs, strict=True):
+            own.copy_(given)
+        self._forget()
+        if self._graph is None:
+            self._compute()
+            return
+        self._graph.replay()
+        for weight, gradient in zip(self._weights, self._gradients, strict=True):
+            weight.grad = gradient
 
 
 class Judge:
@@ -56,21 +122,20 @@ class Judge:
 
     def __init__(self, tokenizer: Tokenizer, count: int, device: torch.device) -> None:
         rng = Random(7)
-        self.batches: list[tuple[str, data.Batch]] = []
+        self.batches: list[tuple[str, data.Batch, Tensor]] = []
         for task in (*scenes.TASKS, "new pairs"):
             asked = [chat.single(rng, task) for _ in range(count)]
-            memory = np.zeros((count, 6 * CELL, 6 * CELL, 3), np.uint8)
-            arrays = data.make(tokenizer, rng, iter(asked), (6, 6), memory)
-            moved = {k: torch.from_numpy(v).to(device) for k, v in arrays.items()}
-            pictures = torch.from_numpy(memory).to(device)
-            self.batches.append((task, data.Batch(pictures=pictures, **moved)))
+            arrays, shown = data.make(tokenizer, iter(asked), (6, 6), count)
+            painted = np.stack([np.asarray(scenes.paint(rng, scene, SIZE)) for scene in shown])
+            batch = data.on_device(arrays, SIZE, device)
+            self.batches.append((task, batch, torch.from_numpy(painted).to(device)))
 
     @torch.no_grad()
     def __call__(self, model: Model) -> dict[str, float]:
         """Percent of exact answers by task."""
         scores = {}
-        for task, batch in self.batches:
-            best = model(batch.tokens, batch.positions, batch.pictures, batch.where).argmax(-1)
+        for task, batch, pictures in self.batches:
+            best = model(batch.tokens, batch.positions, pictures, batch.where).argmax(-1)
             right = (best[:, :-1] == batch.tokens[:, 1:]) | ~batch.targets[:, 1:]
             scores[task] = 100 * right.all(1).float().mean().item()
         return scores
@@ -133,24 +198,35 @@ def train(options: argparse.Namespace) -> None:
     print(f"{sum(p.numel() for p in model.parameters())} parameters on {device}", flush=True)
     muon, adam = optimizers(model, is_fast=is_fast)
     judge = Judge(Tokenizer.from_file(str(file)), options.judged, device)
+    painter = Painter(device)
     batches.start(device)
+    passes: dict[tuple[int, int], Pass] = {}
+    pool: Any = torch.cuda.graph_pool_handle() if is_fast and not options.eager else None
     step, num_pictures, judged = 0, 0, 0.0
     while (done := (time.monotonic() - begin) / (60 * options.minutes)) < 1:
         batch = batches.get()
-        with torch.autocast(device.type, torch.bfloat16, enabled=is_fast):
-            logits = model(batch.tokens, batch.positions, batch.pictures, batch.where)
-            loss, answers = loss_of(logits, batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert batch.drawn is not None
+        pictures = painter(batch.drawn, batch.size, SCALES[step % len(SCALES)])
+        inputs = (batch.tokens, batch.positions, batch.targets, batch.where, pictures)
+        if batch.size not in passes:
+            try:
+                with batches.lock:
+                    passes[batch.size] = Pass(model, inputs, pool)
+            except RuntimeError as error:
+                print(f"no captured graphs: {error}", flush=True)
+                pool = None
+                passes[batch.size] = Pass(model, inputs)
+        run = passes[batch.size]
+        run(*inputs)
         share = min(1.0, (step + 1) / WARMUP_STEPS, (1 - done) / DECAY_SHARE)
         muon.step(share * MATRIX_RATE)
         adam.param_groups[0]["lr"] = share * OTHER_RATE
         adam.step()
         adam.zero_grad()
-        num_pictures += len(batch.pictures)
+        num_pictures += len(pictures)
         if step % options.say_every == 0:
             print(
-                f"step {step} answers {answers.item():.4f} share {share:.3f} {num_pictures} "
+                f"step {step} answers {run.answers.item():.4f} share {share:.3f} {num_pictures} "
                 f"pictures {time.monotonic() - begin:.0f} s",
                 flush=True,
             )
@@ -158,6 +234,7 @@ def train(options: argparse.Namespace) -> None:
         if done - judged > 0.2:
             judged = done
             report(judge(model))
+            export(model, options.output)
     batches.close()
     # What is scored is what is shipped: weights of 16 bits.
     with torch.no_grad():
@@ -176,10 +253,11 @@ def report(scores: dict[str, float]) -> None:
 def main() -> None:
     """Read the options and train."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=3.7)
+    parser.add_argument("--minutes", type=float, default=4.75)
     parser.add_argument("--pictures", type=int, default=256, help="of a step")
-    parser.add_argument("--workers", type=int, default=15)
-    parser.add_argument("--judged", type=int, default=200, help="held-out questions of a task")
+    parser.add_argument("--eager", action="store_true", help="without captured graphs")
+    parser.add_argument("--workers", type=int, default=7)
+    parser.add_argument("--judged", type=int, default=100, help="held-out questions of a task")
     parser.add_argument("--say-every", type=int, default=200)
     parser.add_argument("--output", type=Path, default=FOLDER)
     train(parser.parse_args())
