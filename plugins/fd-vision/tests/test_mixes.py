@@ -64,7 +64,7 @@ def params_of(number: int) -> list[SamplingParams]:
 
 @contextmanager
 def engine(folder: Path, *, captures: bool = False, **settings: Any) -> Iterator[LLM]:
-    """captures: on a device that replays captured decode steps."""
+    """captures: on the reference device with captured decode steps; it has to be `device`."""
     with pytest.MonkeyPatch.context() as patch:
         if captures:
             resolve = api.resolve_plugins
@@ -105,9 +105,10 @@ def test_captured_decode_steps_say_the_same(
 ) -> None:
     """At the positions behind pictures, and with the seeds of the tokens' indices."""
     asked, params = mixes(name, 9), params_of(9)
-    with engine(checkpoint(name), tensor_library=fd_tensor) as llm:
+    device = {"tensor_library": fd_tensor, "device": "cpu"}
+    with engine(checkpoint(name), **device) as llm:
         wanted = ask(llm, asked, params)
-    with engine(checkpoint(name), tensor_library=fd_tensor, captures=True, max_num_seqs=4) as llm:
+    with engine(checkpoint(name), captures=True, max_num_seqs=4, **device) as llm:
         for _ in range(2):
             assert ask(llm, asked, params) == wanted
         assert num_replays(llm) > 40

@@ -47,13 +47,14 @@ def test_random_mixes_in_random_engines(
     num_prompts: int,
 ) -> None:
     asked, params = mixes(name, num_prompts), params_of(num_prompts)
-    with engine(checkpoint(name), tensor_library=fd_tensor, **ALONE) as llm:
+    device = {"tensor_library": fd_tensor, "device": "cpu"}
+    with engine(checkpoint(name), **device, **ALONE) as llm:
         wanted = [ask(llm, [a], p)[0] for a, p in zip(asked, params, strict=True)]
     preemptions = hits = replays = 0
     for seed in range(num_engines):
         draw = random.Random(f"{name} {seed}")
         settings = settings_of(draw)
-        with engine(checkpoint(name), tensor_library=fd_tensor, **settings) as llm:
+        with engine(checkpoint(name), **device, **settings) as llm:
             for _ in range(num_mixes):
                 chosen = [draw.randrange(num_prompts) for _ in range(draw.randrange(3, 9))]
                 said = ask(llm, [asked[n] for n in chosen], [params[n] for n in chosen])
