@@ -6,7 +6,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import queue
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
@@ -26,10 +25,7 @@ from scenes import Scene
 from tokenizer import IMAGE, PAD
 
 # Rows and columns of cells: what pictures of about 37,000 pixels become.
-SHAPES = (
-    *((6, 6), (6, 6), (6, 6), (5, 5), (5, 6), (6, 5), (5, 6), (6, 5), (5, 7), (7, 5)),
-    *((4, 7), (7, 4)),
-)
+SHAPES = (*[(6, 6)] * 24, (5, 5), (5, 6), (6, 5), (5, 7), (7, 5), (4, 7), (7, 4))
 LENGTH = 192  # tokens of a row; longer conversations are left out
 
 
@@ -103,7 +99,10 @@ def make(
 
 def on_device(arrays: dict[str, np.ndarray], size: tuple[int, int], device: torch.device) -> Batch:
     """A batch out of what `make` made."""
-    moved = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    held = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    if device.type == "cuda":  # what is pinned is copied while others compute
+        held = {name: tensor.pin_memory() for name, tensor in held.items()}
+    moved = {name: tensor.to(device, non_blocking=True) for name, tensor in held.items()}
     for name in ("tokens", "positions", "where"):
         moved[name] = moved[name].long()
     return Batch(size=size, **moved)
@@ -138,8 +137,6 @@ class Batches:
     def __init__(self, file: Path, count: int, workers: int, seed: int) -> None:
         fork = multiprocessing.get_context("fork")
         self._enough, self._full = fork.Event(), fork.Queue(4 * workers)
-        self._ready: queue.Queue[Batch] = queue.Queue(4)
-        self.lock = threading.Lock()  # while a batch is copied
         self._workers = [
             fork.Process(
                 target=_work,
@@ -151,26 +148,10 @@ class Batches:
         for worker in self._workers:
             worker.start()
 
-    def start(self, device: torch.device) -> None:
-        """Begin to copy batches to the device, on a thread and a stream of its own."""
-        threading.Thread(target=self._copy, args=(device,), daemon=True).start()
-
-    def _copy(self, device: torch.device) -> None:
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        while not self._enough.is_set():
-            try:
-                size, arrays = self._full.get(timeout=0.2)
-            except queue.Empty:
-                continue
-            with self.lock, torch.cuda.stream(stream):
-                batch = on_device(arrays, size, device)
-                if stream is not None:
-                    stream.synchronize()
-            self._ready.put(batch)
-
-    def get(self) -> Batch:
-        """The next batch."""
-        return self._ready.get(timeout=120)
+    def get(self, device: torch.device) -> Batch:
+        """The next batch, on its way to the device."""
+        size, arrays = self._full.get(timeout=120)
+        return on_device(arrays, size, device)
 
     def close(self) -> None:
         """End the processes."""

@@ -121,16 +121,15 @@ class Painter:
         self._tiles = torch.from_numpy(np.stack([_tile(name) for name in TILES])).to(device)
 
     @torch.no_grad()
-    def __call__(self, drawn: Tensor, size: tuple[int, int], scale: float) -> Tensor:
-        """drawn: [n, 1 + MOST, FIELDS]; size: width and height. Drawn at a scale, and then resized.
-        [n, height, width, 3] uint8."""
-        return torch.cat([self._paint(part, size, scale) for part in drawn.split(128)])
+    def __call__(self, drawn: Tensor, size: tuple[int, int]) -> Tensor:
+        """drawn: [n, 1 + MOST, FIELDS]; size: width and height. [n, height, width, 3] uint8."""
+        return torch.cat([self._paint(part, *size) for part in drawn.split(128)])
 
-    def _paint(self, drawn: Tensor, size: tuple[int, int], scale: float) -> Tensor:
-        count, (width, height) = len(drawn), (round(side * scale) for side in size)
+    def _paint(self, drawn: Tensor, width: int, height: int) -> Tensor:
+        count = len(drawn)
         tile, x, y, factor, angle, *color, hard = drawn[:, 1:].unbind(-1)
-        across = (torch.arange(width, device=drawn.device) + 0.5) / scale
-        down = (torch.arange(height, device=drawn.device) + 0.5) / scale
+        across = torch.arange(width, device=drawn.device) + 0.5
+        down = torch.arange(height, device=drawn.device) + 0.5
         dx = across - x[..., None, None]  # [n, MOST, 1, width]
         dy = down[:, None] - y[..., None, None]  # [n, MOST, height, 1]
         unit = 2 / TILE / factor.clamp(min=1e-6)  # a sprite of scale 0 is sampled far outside
@@ -147,9 +146,6 @@ class Painter:
         colors = torch.stack(color, 1)  # [n, 3, MOST]
         image = torch.bmm(colors, covered) + drawn[:, 0, :3, None] * free
         image = image.view(count, 3, height, width)
-        if scale != 1:
-            shape = (size[1], size[0])
-            image = F.interpolate(image, shape, mode="bicubic", antialias=True)
         chance = torch.rand(3, count, 1, 1, 1, device=drawn.device)
         blurred = F.avg_pool2d(F.pad(image, (1, 1, 1, 1), mode="replicate"), 3, 1)
         image = torch.where(chance[0] < 0.1, blurred, image)

@@ -91,7 +91,7 @@ def test_the_device_draws_what_the_processor_draws() -> None:
         thing = scenes.Thing(shape, "blue", (1, 1))
         scene = scenes.Scene("yellow", (thing,))
         drawn = torch.from_numpy(sprites(rng, scene, (192, 192)))[None]
-        device = painter(drawn, (192, 192), 1.0)[0].numpy()
+        device = painter(drawn, (192, 192))[0].numpy()
         picture = np.asarray(scenes.paint(rng, scene, (192, 192)))
         for pixels in (device, picture):
             blue = pixels[..., 2].astype(int) - pixels[..., 0] > 60

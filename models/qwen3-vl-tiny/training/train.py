@@ -1,7 +1,7 @@
 """Train qwen3-vl-tiny from scratch and write its checkpoint.
 
     python tokenizer.py
-    python train.py --minutes 4.75
+    python train.py --seconds 285
 
 Needs one GPU, which also draws the pictures, and processor cores for the workers, which make the
 conversations while the model trains: none is seen twice. The learning rate follows the clock. On a
@@ -16,7 +16,6 @@ import time
 from collections import defaultdict
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +35,6 @@ sys.path.append(str(FOLDER.parent / "ernie-tiny" / "training"))
 from optimizer import Muon
 
 SIZE = (6 * CELL, 6 * CELL)
-SCALES = (1.0, 1.4, 1.0, 0.8, 1.2)  # at which pictures are drawn before they are resized
 PROMPT_WEIGHT = 0.02
 DECAY_SHARE, WARMUP_STEPS = 0.6, 100
 MATRIX_RATE, OTHER_RATE = 0.02, 3e-3
@@ -46,18 +44,17 @@ class Pass:
     """Forward and backward passes over pictures of one size. On a GPU they are a captured graph: a
     model so small computes faster than a processor can queue its kernels."""
 
-    def __init__(self, model: Model, inputs: tuple[Tensor, ...], pool: Any = None) -> None:
-        """inputs: as those of all calls, but for what is in them. pool: of the memory of captured
-        graphs, which are never replayed at the same time; None: nothing is captured."""
+    def __init__(self, model: Model, inputs: tuple[Tensor, ...], *, captures: bool) -> None:
+        """inputs: as those of all calls, but for what is in them."""
         self._model, self._inputs = model, [tensor.clone() for tensor in inputs]
         self._weights = list(model.parameters())
         self.answers = torch.zeros(())  # the part of the loss that is of answers
         self._graph: torch.cuda.CUDAGraph | None = None
         self._gradients: list[Tensor | None] = []
-        if pool is not None:
-            self._capture(pool)
+        if captures:
+            self._capture()
 
-    def _capture(self, pool: Any) -> None:
+    def _capture(self) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -69,8 +66,7 @@ class Pass:
         wanted = self.answers.item()
         self._forget()
         graph = torch.cuda.CUDAGraph()
-        # Another thread copies batches.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph):
             self._compute()
         self._gradients = [weight.grad for weight in self._weights]
         graph.replay()
@@ -199,23 +195,17 @@ def train(options: argparse.Namespace) -> None:
     muon, adam = optimizers(model, is_fast=is_fast)
     judge = Judge(Tokenizer.from_file(str(file)), options.judged, device)
     painter = Painter(device)
-    batches.start(device)
     passes: dict[tuple[int, int], Pass] = {}
-    pool: Any = torch.cuda.graph_pool_handle() if is_fast and not options.eager else None
     step, num_pictures, judged = 0, 0, 0.0
-    while (done := (time.monotonic() - begin) / (60 * options.minutes)) < 1:
-        batch = batches.get()
+    while (done := (time.monotonic() - begin) / options.seconds) < 1:
+        batch = batches.get(device)
         assert batch.drawn is not None
-        pictures = painter(batch.drawn, batch.size, SCALES[step % len(SCALES)])
+        pictures = painter(batch.drawn, batch.size)
         inputs = (batch.tokens, batch.positions, batch.targets, batch.where, pictures)
         if batch.size not in passes:
-            try:
-                with batches.lock:
-                    passes[batch.size] = Pass(model, inputs, pool)
-            except RuntimeError as error:
-                print(f"no captured graphs: {error}", flush=True)
-                pool = None
-                passes[batch.size] = Pass(model, inputs)
+            # The usual size; others are rare.
+            captures = is_fast and not options.eager and batch.size == SIZE
+            passes[batch.size] = Pass(model, inputs, captures=captures)
         run = passes[batch.size]
         run(*inputs)
         share = min(1.0, (step + 1) / WARMUP_STEPS, (1 - done) / DECAY_SHARE)
@@ -233,8 +223,8 @@ def train(options: argparse.Namespace) -> None:
         step += 1
         if done - judged > 0.2:
             judged = done
-            report(judge(model))
             export(model, options.output)
+            report(judge(model))
     batches.close()
     # What is scored is what is shipped: weights of 16 bits.
     with torch.no_grad():
@@ -253,7 +243,7 @@ def report(scores: dict[str, float]) -> None:
 def main() -> None:
     """Read the options and train."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=4.75)
+    parser.add_argument("--seconds", type=float, default=285)
     parser.add_argument("--pictures", type=int, default=256, help="of a step")
     parser.add_argument("--eager", action="store_true", help="without captured graphs")
     parser.add_argument("--workers", type=int, default=7)
