@@ -30,13 +30,13 @@ def main() -> int:
     server = subprocess.Popen(command, cwd=ROOT)
     try:
         wait_until_ready(server)
-        body = {
-            "messages": [{"role": "user", "content": content()}],
-            "stream": True,
-            "temperature": 0,
-        }
-        shown = json.dumps(body)
-        shown = shown if len(shown) < 500 else f"{shown[:150]}...{shown[-150:]}"
+        asked: object = QUESTION
+        if PICTURE is not None:
+            url = f"data:image/png;base64,{base64.b64encode(PICTURE.read_bytes()).decode()}"
+            image = {"type": "image_url", "image_url": {"url": url}}
+            asked = [image, {"type": "text", "text": QUESTION}]
+        body = {"messages": [{"role": "user", "content": asked}], "stream": True, "temperature": 0}
+        shown = json.dumps(body) if PICTURE is None else f'{json.dumps(body)[:150]}..."}}'
         print(f"\n$ curl -N localhost:{PORT}/v1/chat/completions -d '{shown}'", flush=True)
         request = urllib.request.Request(
             f"http://127.0.0.1:{PORT}/v1/chat/completions",
@@ -54,14 +54,6 @@ def main() -> int:
         server.terminate()
         server.wait(timeout=30)
     return 0
-
-
-def content() -> str | list[dict[str, object]]:
-    """The question, after its picture if there is one."""
-    if PICTURE is None:
-        return QUESTION
-    url = f"data:image/png;base64,{base64.b64encode(PICTURE.read_bytes()).decode()}"
-    return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": QUESTION}]
 
 
 def wait_until_ready(server: subprocess.Popen[bytes]) -> None:
