@@ -102,7 +102,10 @@ LIGHT = {
     "plugins/fd-spec-mtp": (),
     "plugins/fd-speculative": ("-m", "not slow"),
     "plugins/fd-tools": ("-m", "not slow"),
-    "plugins/fd-vision": ("--ignore-glob=*/test_caches.py", "--ignore-glob=*/test_mixes.py"),
+    "plugins/fd-vision": (
+        *("--ignore-glob=*/test_caches.py", "--ignore-glob=*/test_mixes.py"),
+        *("-m", "not slow"),
+    ),
 }
 # Client libraries by name, with what installs all of each that session `clients` runs.
 CLIENTS = {
@@ -239,8 +242,8 @@ def plugins(session: nox.Session) -> None:
         if folder.removeprefix("plugins/fd-") in SIMULATED:
             continue
         for library in libraries:
-            # Its longest runs need no tensor library; session `slow` has them.
-            left = ("-m", "not slow") if folder.endswith("fd-sched-redis") else ()
+            # Session `slow` has their longest runs.
+            left = ("-m", "not slow") if folder.endswith(("fd-sched-redis", "fd-vision")) else ()
             with session.chdir(folder):
                 session.run("pytest", "-q", "--fd-tensor", library, *left, *arguments)
 
@@ -329,8 +332,9 @@ def slow(session: nox.Session) -> None:
     libraries, arguments = _libraries(session)
     for library in libraries:
         session.run("pytest", "tests", "-q", "-m", "slow", "--tensor", library, *arguments)
-    with session.chdir("plugins/fd-sched-redis"):
-        session.run("pytest", "-q", "-m", "slow", "--fd-tensor", "torch", *arguments)
+    for folder in ("plugins/fd-sched-redis", "plugins/fd-vision"):
+        with session.chdir(folder):
+            session.run("pytest", "-q", "-m", "slow", "--fd-tensor", "torch", *arguments)
 
 
 @nox.session(default=False)

@@ -1,10 +1,12 @@
 """What you learn: start the server, wait until it is ready, and stream an answer over HTTP.
 
 python examples/first_run.py ["Where is the capital of China?"]
+python examples/first_run.py "What is in the picture?" examples/shapes.png    # needs fd-vision
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -16,24 +18,26 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PORT = 8180
 QUESTION = sys.argv[1] if len(sys.argv) > 1 else "Where is the capital of China?"
+PICTURE = Path(sys.argv[2]) if len(sys.argv) > 2 else None
+MODEL = "models/ernie-tiny" if PICTURE is None else "models/qwen3-vl-tiny"
 
 
 def main() -> int:
     """Serve the demo model, ask one question, stop the server."""
-    command = [str(Path(sys.executable).parent / "fastdeploy"), "serve", "models/ernie-tiny"]
+    command = [str(Path(sys.executable).parent / "fastdeploy"), "serve", MODEL]
     command += ["--host", "127.0.0.1", "--port", str(PORT)]
     print("$ fastdeploy", *command[1:], flush=True)
     server = subprocess.Popen(command, cwd=ROOT)
     try:
         wait_until_ready(server)
-        body = {
-            "messages": [{"role": "user", "content": QUESTION}],
-            "stream": True,
-            "temperature": 0,
-        }
-        print(
-            f"\n$ curl -N localhost:{PORT}/v1/chat/completions -d '{json.dumps(body)}'", flush=True
-        )
+        asked: object = QUESTION
+        if PICTURE is not None:
+            url = f"data:image/png;base64,{base64.b64encode(PICTURE.read_bytes()).decode()}"
+            image = {"type": "image_url", "image_url": {"url": url}}
+            asked = [image, {"type": "text", "text": QUESTION}]
+        body = {"messages": [{"role": "user", "content": asked}], "stream": True, "temperature": 0}
+        shown = json.dumps(body) if PICTURE is None else f'{json.dumps(body)[:150]}..."}}'
+        print(f"\n$ curl -N localhost:{PORT}/v1/chat/completions -d '{shown}'", flush=True)
         request = urllib.request.Request(
             f"http://127.0.0.1:{PORT}/v1/chat/completions",
             json.dumps(body).encode(),

@@ -45,10 +45,16 @@ class SequenceMedia:
         self._used_by: Counter[bytes] = Counter()  # spans that have yet to be fed
         self.num_encoded = 0  # items so far
         self.features = FEATURES & model.features  # what sequences may bring
+        # [num_slots + 1] int64 for captured steps, of which the last is of padding rows: what to
+        # add to the indices of tokens behind a prompt; None: nothing to any.
+        self.offsets: Tensor | None = None
+        if "positions" in self.features:
+            shape, xp = (num_slots + 1,), device.xp
+            self.offsets = xp.zeros(shape, dtype=xp.int64, device=device.device)
 
     def add(self, slot: int, extras: SequenceExtras) -> None:
         """A sequence has got this slot, and brings something."""
-        self._offsets[slot] = extras.position_offset
+        self._move(slot, extras.position_offset)
         positions = np.frombuffer(extras.positions, dtype=np.int32).reshape(3, -1)
         items = {item.digest: item for item in extras.media}
         self._brought[slot] = _Brought(list(extras.embeddings), items, positions)
@@ -56,10 +62,16 @@ class SequenceMedia:
 
     def reset(self, slot: int) -> None:
         """The slot is free."""
-        self._offsets[slot] = 0
+        self._move(slot, 0)
         gone = self._brought.pop(slot, None)
         if gone is not None:
             self._let_go(gone.spans)
+
+    def _move(self, slot: int, offset: int) -> None:
+        if self.offsets is None or self._offsets[slot] == offset:
+            return
+        self._offsets[slot] = offset
+        self.offsets[slot : slot + 1] = self._device.to_device(np.array([offset]))
 
     def positions(
         self, token_slots: np.ndarray, indices: np.ndarray

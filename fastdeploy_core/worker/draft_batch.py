@@ -58,7 +58,6 @@ class DraftBatches:
             )
         self._drivers = {spec: loaded.attention[spec] for spec in specs}
         self._needs_exact = not all(d.can_capture_decode for d in self._drivers.values())
-        self._offsets: dict[int, tuple[np.ndarray, Tensor]] = {}
 
     def make(
         self,
@@ -182,10 +181,7 @@ class DraftBatches:
         if self._needs_exact:
             seq_lens = (where + 1).to(xp.int32)
             host_lens = self._device.to_host(seq_lens)
-        if num_rows not in self._offsets:
-            host = np.arange(num_rows + 1, dtype=np.int32)
-            self._offsets[num_rows] = (host, self._device.to_device(host))
-        offsets, offsets_dev = self._offsets[num_rows]
+        offsets, offsets_dev = self._slots.even_offsets(num_rows)
         return AttentionBatch(
             num_seqs=num_rows,
             num_tokens=num_rows,

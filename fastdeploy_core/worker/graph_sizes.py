@@ -39,20 +39,17 @@ def graph_sizes(
     specs: Iterable[AttentionSpec | StateSpec] = (),
 ) -> tuple[tuple[int, ...], str]:
     """Batch sizes to capture, none if the device cannot or shall not, and a line for the report.
-    can_sample: whether sampling at random can be captured. specs: of layers; captured steps count
-    positions by themselves."""
-    drivers = list(drivers)
+    can_sample: whether sampling at random can be captured. specs: of layers."""
+    drivers, length = list(drivers), config.model.max_model_len
     unable = [driver.name for driver in drivers if not driver.can_capture_decode]
     longest = min((getattr(d, "max_recorded_len", math.inf) for d in drivers), default=math.inf)
+    has_offsets = any("offsets" in spec.needs for spec in specs)
     obstacles = (
         (not config.graphs.enabled, "as asked"),
         (not limits.graph_capture, "the device captures no graphs"),
         (bool(unable), f"attention driver {unable[0] if unable else ''} cannot be captured"),
-        (any("offsets" in s.needs for s in specs), "positions are not the tokens' indices"),
-        (
-            config.model.max_model_len > longest,
-            f"sequences of {config.model.max_model_len} tokens are too long for it here",
-        ),
+        (has_offsets and limits.graph_any_size, "no kernel of it adds offsets to positions"),
+        (length > longest, f"sequences of {length} tokens are too long for it here"),
         (num_ranks > 1 and not limits.graph_collectives, "the device's collectives cannot"),
         (config.speculative and not can_sample, "the reference waits where drafts are sampled"),
     )

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import CapturedGraph, DeviceBackend
     from fastdeploy_core.contracts.model import Retention
     from fastdeploy_core.contracts.ops import KernelTable
-    from fastdeploy_core.layers.context import EmbeddedRows
     from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.memory.postbox import Posted
     from fastdeploy_core.sampling.captured import CapturedSampling
@@ -85,9 +84,10 @@ class Graphs:
         plan: GraphPlan,
         drafting: Drafting | None = None,
         sampling: CapturedSampling | None = None,
+        offsets: Tensor | None = None,
     ) -> None:
         self.device, self.xp, self.slots, self.plan = device, device.xp, slots, plan
-        self.model, self.loaded = loaded.model, loaded
+        self.model, self.loaded, self.offsets = loaded.model, loaded, offsets  # see SequenceMedia
         self.drafting, self.sampling = drafting, sampling
         self.prepare, self.greedy = kernels["prepare_decode"], kernels["greedy"]
         self.no_turn = self.xp.zeros_like(slots.state.turn)  # groups of layers have the same turn
@@ -264,6 +264,9 @@ class CapturedDecode:
         self.attention, *more = (buffers.batch(size) for buffers in graphs.buffers[width])
         self._more = dict(zip(graphs.slots.more_tables, more, strict=True))
         self.input_ids = self._buffers.input_ids[: size * width]
+        self.indices = self.attention.positions  # of the tokens, in their sequences
+        if graphs.offsets is not None:
+            self.indices = self._buffers.zeros(size * width)
         self._forward: CapturedGraph | None = None
         self._head: CapturedGraph | None = None
         self._greedy: CapturedGraph | None = None
@@ -405,12 +408,16 @@ class CapturedDecode:
         graphs, state, first = self._graphs, self._graphs.slots.state, self.attention
         batches = first, *self._more.values()
         for (tables, _), batch in zip(graphs.slots.tables, batches, strict=True):
+            indices = self.indices if batch is first else batch.positions
             graphs.prepare(
                 *(state.rows[: self.size], tables, state.num_computed, state.newest),
                 *(state.drafts, state.num_drafts, state.room, graphs.slots.block_size),
                 *(state.turn if batch is first else graphs.no_turn, self.input_ids),
-                *(batch.positions, batch.slot_mapping, batch.seq_lens_dev, batch.block_tables_dev),
+                *(indices, batch.slot_mapping, batch.seq_lens_dev, batch.block_tables_dev),
             )
+        if graphs.offsets is not None:
+            own = graphs.xp.index_select(graphs.offsets, 0, state.rows[: self.size])
+            first.positions.copy_(self.indices + own)
         self.context = make_context(graphs.loaded, graphs.caches, first, self._more)
         self.hidden = run_model(graphs.loaded, self.input_ids, self.context)
 
@@ -433,8 +440,8 @@ class CapturedDecode:
         """From hidden states to slots, as the sampler does it for rows without constraints."""
         graphs, sampling = self._graphs, self._graphs.sampling
         assert sampling is not None
-        logits, positions = graphs.model.compute_logits(self.hidden), self.attention.positions
-        sampled, peaks = sampling.sample(logits, positions, self.width, filters=filters)
+        logits = graphs.model.compute_logits(self.hidden)
+        sampled, peaks = sampling.sample(logits, self.indices, self.width, filters=filters)
         self._hand_on(sampled, self._finish(self.size, sampled, sampled, peaks))
 
     def write_back(self, num_rows: int, sampled: Tensor, marked: Tensor) -> tuple[Tensor, Tensor]:
@@ -540,13 +547,12 @@ def forward(
     rows: StepRows,
     laid_out: LaidOut,
     read: np.ndarray | None,
-    embedded: EmbeddedRows | None = None,
 ) -> TargetStep:
     """Queue a step laid out on the host, as a captured graph or operation by operation. read:
     StepRows.read_tokens, or None: hidden states of all tokens are wanted."""
-    batch, input_ids, more, axes = laid_out
+    batch, input_ids, more, axes, embedded = laid_out
     captured = None if graphs is None else graphs.find_prompt(rows, reads_all=read is None)
-    if captured is not None:
+    if captured is not None and axes is None and embedded is None:
         return captured.run(batch, input_ids, read)
     context = make_context(loaded, caches, batch, more)
     context.rows = None if read is None else loaded.builder.device.to_device(read)

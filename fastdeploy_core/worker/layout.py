@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.config import EngineConfig
     from fastdeploy_core.contracts.device import DeviceBackend, StepBuckets
     from fastdeploy_core.contracts.model import Retention
+    from fastdeploy_core.layers.context import EmbeddedRows
     from fastdeploy_core.models.media import SequenceMedia
     from fastdeploy_core.tensor import Tensor
 
@@ -48,6 +49,7 @@ class LaidOut(NamedTuple):
     input_ids: Tensor  # [T] int64
     more: Mapping[Retention, AttentionBatch]  # the same for each bounded group of layers
     axes: Tensor | None = None  # [3, T] int64: positions, where they differ between the axes
+    embedded: EmbeddedRows | None = None
 
 
 class HostLayout:
@@ -57,7 +59,6 @@ class HostLayout:
         self, device: DeviceBackend, slots: Slots, media: SequenceMedia | None = None
     ) -> None:
         self._device, self._xp, self._slots, self._media = device, device.xp, slots, media
-        self._offsets: dict[int, tuple[np.ndarray, Tensor]] = {}
         # Block tables of the last step: slots, their version, width; kept while these stay.
         self._tables: tuple[np.ndarray, int, int, np.ndarray, Tensor] | None = None
 
@@ -67,9 +68,11 @@ class HostLayout:
         input_ids = self._input_ids(rows, token_slots, indices)
         if rows.shape is not None:
             return LaidOut(self._rectangle(rows, rows.shape, indices, where), input_ids, {})
-        positions, axes = indices, None
+        positions, axes, embedded = indices, None, None
         if self._media is not None:
             positions, axes = self._media.positions(token_slots, indices)
+            fed = rows.slots, rows.starts, rows.counts, rows.first_tokens()
+            embedded = self._media.embedded(*fed)
         batch, more, put = self._exact(rows, positions, where), {}, self._device.to_device
         for rule, tables in self._slots.more_tables.items():
             block, offset = np.divmod(indices, self._slots.block_size)
@@ -78,14 +81,14 @@ class HostLayout:
             there = {"block_tables_dev": put(own), "slot_mapping": put(where)}
             more[rule] = replace(batch, block_tables=own, **there)
         axes = None if axes is None else self._device.to_device(axes)
-        return LaidOut(batch, input_ids, more, axes)
+        return LaidOut(batch, input_ids, more, axes, embedded)
 
     def _exact(
         self, rows: StepRows, positions: np.ndarray, cache_slots: np.ndarray
     ) -> AttentionBatch:
         to_device, is_single = self._device.to_device, rows.is_decode and rows.width == 1
         if is_single:
-            offsets, offsets_dev = self._even_offsets(rows.slots.size)
+            offsets, offsets_dev = self._slots.even_offsets(rows.slots.size)
         else:
             offsets = np.zeros(rows.slots.size + 1, dtype=np.int32)
             np.cumsum(rows.counts, out=offsets[1:])
@@ -152,13 +155,6 @@ class HostLayout:
         there = xp.index_select(newest, 0, put(asked))
         xp.index_copy_(input_ids, 0, put(np.flatnonzero(is_unknown)), there)
         return input_ids
-
-    def _even_offsets(self, num_seqs: int) -> tuple[np.ndarray, Tensor]:
-        """0, 1, ... num_seqs: the same for every decode step of this size."""
-        if num_seqs not in self._offsets:
-            host = np.arange(num_seqs + 1, dtype=np.int32)
-            self._offsets[num_seqs] = (host, self._device.to_device(host))
-        return self._offsets[num_seqs]
 
     def _block_tables(self, rows: StepRows) -> tuple[np.ndarray, Tensor]:
         """Tables of the rows, no wider than the longest."""

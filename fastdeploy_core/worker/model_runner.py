@@ -106,7 +106,8 @@ class ModelRunner:
         self._graphs: Graphs | None = None
         if graph_sizes:
             plan, sampling = self._graph_plan(graph_sizes), captured if captures_all else None
-            self._graphs = Graphs(device, kernels, loaded, slots, plan, drafting, sampling)
+            offsets = None if self._media is None else self._media.offsets
+            self._graphs = Graphs(device, kernels, loaded, slots, plan, drafting, sampling, offsets)
         self._is_simple = np.zeros(max_num_seqs, dtype=bool)  # see is_simple()
         self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
         if loaded.builder.adapters is not None:
@@ -330,15 +331,11 @@ class ModelRunner:
             laid_out = self._layout.lay_out(rows)
             if self._loaded.builder.adapters is not None:
                 self._loaded.builder.adapters.lay_out(rows.slots, rows.counts)
-            embedded = None
-            if self._media is not None:
-                where = rows.starts, rows.counts, rows.first_tokens()
-                embedded = self._media.embedded(rows.slots, *where)
         read, drafting = rows.read_tokens(), self._drafting
         # Hidden states are read of tokens that are not sampled, too; the same on every rank.
         reads_all = drafting is not None and drafting.reads_hidden
         reads_all = reads_all or bool(self._sampler.wants_prompt_logprobs(rows).size)
-        step = rows, laid_out, None if reads_all else read, embedded
+        step = rows, laid_out, None if reads_all else read
         launched.target = forward(self._graphs, self._loaded, self.caches.tensors, *step)
         hidden = launched.target.hidden
         launched.prompt_logprobs = self._sampler.prompt_logprobs(hidden, rows)
@@ -390,7 +387,7 @@ class ModelRunner:
             return captured.replay_random(rows.slots, filters=filters), None
         logits, positions = captured.replay_head(num_rows), None
         if drafting is not None and launched.fed is None:  # the device alone knows where they stand
-            positions = captured.attention.positions[: plan.num_rows] + 1
+            positions = captured.indices[: plan.num_rows] + 1
         sampling, marked = self._sampler.sample(
             *(logits, rows, plan, self._results.read_all, launched.fed, positions)
         )

@@ -124,6 +124,7 @@ class Slots:
         self._sent: tuple[np.ndarray | None, int, int] = (None, 0, 0)
         self._sent_limit = 0
         self._sent_rows = np.full(size, size, dtype=np.int64)
+        self._even_offsets: dict[int, tuple[np.ndarray, Tensor]] = {}
         self.version = 0  # another number whenever a sequence, its blocks or its place changed
 
     def _make_state(self, max_blocks: int, max_decodes: int, *, keeps_history: bool) -> None:
@@ -154,6 +155,13 @@ class Slots:
         if isinstance(device, PostingDevice):
             sizes = (self.max_num_seqs, self.max_drafts, max_decodes)
             self.postbox = Postbox(device, self.state.turn, *sizes)
+
+    def even_offsets(self, num_rows: int) -> tuple[np.ndarray, Tensor]:
+        """0, 1, ... num_rows: the same for every step of one token in each of so many rows."""
+        if num_rows not in self._even_offsets:
+            host = np.arange(num_rows + 1, dtype=np.int32)
+            self._even_offsets[num_rows] = (host, self._device.to_device(host))
+        return self._even_offsets[num_rows]
 
     def add_groups(self, rules: Iterable[Retention]) -> None:
         """Layers of these rules have block tables of their own."""

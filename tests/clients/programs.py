@@ -1,18 +1,22 @@
 """What users of each client library write, with nothing changed but the address: chat, stream,
-tools, structured output. Runs in an environment that has the client and not FastDeploy.
+tools, structured output, pictures. Runs in an environment that has the client and not FastDeploy.
 
-    python programs.py CLIENT URL MODEL    # a line for each task: its name, then ok or what failed
+    python programs.py CLIENT URL MODEL URL MODEL    # the second model sees pictures
+
+Prints a line for each task: its name, then ok or what failed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
 import json
 import sys
 import traceback
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
@@ -25,6 +29,13 @@ PERSON = (
     '{"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, '
     '"required": ["name", "age"]}'
 )
+PICTURE = Path(__file__).resolve().parents[2] / "examples" / "shapes.png"
+DATA = base64.b64encode(PICTURE.read_bytes()).decode()
+ASKED = "What color is the star?"
+PARTS = [
+    {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{DATA}"}},
+    {"type": "text", "text": ASKED},
+]
 KEY = "none"
 LIMIT = 200  # tokens; the demo model may not stop in texts that it was never shown
 
@@ -61,6 +72,10 @@ TOOL = {
 
 def says_beijing(text: Any) -> None:
     assert "Beijing" in str(text), repr(text)
+
+
+def says_blue(text: Any) -> None:
+    assert "blue" in str(text), repr(text)
 
 
 def is_streamed(pieces: list[str]) -> None:
@@ -106,6 +121,10 @@ class OpenAI:
         answer = self.api.parse(messages=asked, response_format=Person, **self.fields)
         is_anna(answer.choices[0].message.parsed)
 
+    def picture(self) -> None:
+        answer = self.api.create(messages=[{"role": "user", "content": PARTS}], **self.fields)
+        says_blue(answer.choices[0].message.content)
+
 
 class LiteLLM:
     package = "litellm"
@@ -137,6 +156,10 @@ class LiteLLM:
         answer = self.complete(messages=asked, response_format=Person, **self.fields)
         is_anna(Person.model_validate_json(answer.choices[0].message.content))
 
+    def picture(self) -> None:
+        answer = self.complete(messages=[{"role": "user", "content": PARTS}], **self.fields)
+        says_blue(answer.choices[0].message.content)
+
 
 class LangChain:
     package = "langchain-openai"
@@ -158,6 +181,15 @@ class LangChain:
 
     def structured(self) -> None:
         is_anna(self.llm.with_structured_output(Person).invoke(PERSON))
+
+    def picture(self) -> None:
+        """In the API's form, and in the library's own."""
+        from langchain_core.messages import HumanMessage
+
+        own = {"type": "image", "base64": DATA, "mime_type": "image/png"}
+        for part in (PARTS[0], own):
+            asked = HumanMessage(content=[part, PARTS[1]])
+            says_blue(self.llm.invoke([asked]).content)
 
 
 class LlamaIndex:
@@ -196,6 +228,12 @@ class LlamaIndex:
 
     def structured(self) -> None:
         is_anna(self.llm.as_structured_llm(Person).chat(self.ask(PERSON)).raw)
+
+    def picture(self) -> None:
+        from llama_index.core.llms import ChatMessage, ImageBlock, TextBlock
+
+        blocks = [ImageBlock(path=PICTURE), TextBlock(text=ASKED)]
+        says_blue(self.llm.chat([ChatMessage(role="user", blocks=blocks)]).message.content)
 
 
 class Instructor:
@@ -261,6 +299,12 @@ class PydanticAI:
     def structured(self) -> None:
         is_anna(self.agent(output_type=self.native).run_sync(PERSON).output)
 
+    def picture(self) -> None:
+        from pydantic_ai import BinaryContent
+
+        shown = BinaryContent(data=PICTURE.read_bytes(), media_type="image/png")
+        says_blue(self.agent().run_sync([shown, ASKED]).output)
+
 
 class OpenAIAgents:
     package = "openai-agents"
@@ -321,6 +365,10 @@ class DSPy:
         (answer,) = self.lm(messages=[{"role": "user", "content": QUESTION}])
         says_beijing(answer if isinstance(answer, str) else answer["text"])
 
+    def picture(self) -> None:
+        (answer,) = self.lm(messages=[{"role": "user", "content": PARTS}])
+        says_blue(answer if isinstance(answer, str) else answer["text"])
+
     def tools(self) -> None:
         """A tool call in the function-calling form of the API."""
         (answer,) = self.lm(messages=[{"role": "user", "content": WEATHER}], tools=[TOOL])
@@ -354,6 +402,13 @@ class Haystack:
 
     def chat(self) -> None:
         says_beijing(self.generator().run(self.ask(QUESTION))["replies"][0].text)
+
+    def picture(self) -> None:
+        from haystack.dataclasses import ChatMessage, ImageContent
+
+        shown = ImageContent(base64_image=DATA, mime_type="image/png")
+        asked = ChatMessage.from_user(content_parts=[shown, ASKED])
+        says_blue(self.generator().run([asked])["replies"][0].text)
 
     def stream(self) -> None:
         pieces: list[str] = []
@@ -480,16 +535,17 @@ CLIENTS: dict[str, Callable[[str, str], Any]] = {
         *(Haystack, Smolagents, Anthropic, LMEval),
     )
 }
-TASKS = ("chat", "stream", "tools", "structured", "score", "generate")
+TASKS = ("chat", "stream", "tools", "structured", "score", "generate", "picture")
 
 
-def main(name: str, url: str, model: str) -> int:
-    """Run every task that the client has; 1 if one failed."""
+def main(name: str, *places: str) -> int:
+    """Run every task that the client has; 1 if one failed. places: see above."""
     print(f"version {version(name)}", flush=True)
-    client, failed = CLIENTS[name](url, model), False
+    reads, sees = CLIENTS[name](*places[:2]), CLIENTS[name](*places[2:])
+    failed = False
     loop = asyncio.new_event_loop()  # one for all: clients keep connections
     for task in TASKS:
-        if (run := getattr(client, task, None)) is None:
+        if (run := getattr(sees if task == "picture" else reads, task, None)) is None:
             continue
         try:
             done = run()

@@ -1,4 +1,4 @@
-"""Runs every client's program against one real server with the demo model, each in its environment.
+"""Runs every client's program against real servers with the demo models, each in its environment.
 
     python tests/clients/run.py FOLDER    # FOLDER/CLIENT/bin/python has the client; prints a table
 
@@ -17,8 +17,8 @@ sys.path.insert(0, str(REPOSITORY))
 from tests.server_process import serving  # noqa: E402
 
 PROGRAMS = Path(__file__).with_name("programs.py")
-MODEL = REPOSITORY / "models" / "ernie-tiny"
-TASKS = ("chat", "stream", "tools", "structured", "score", "generate")
+MODEL, SEES = (REPOSITORY / "models" / name for name in ("ernie-tiny", "qwen3-vl-tiny"))
+TASKS = ("chat", "stream", "tools", "structured", "score", "generate", "picture")
 SERVER = (
     *("--dtype", "float32", "--num-threads", "1"),
     *("--reasoning-parser", "qwen3", "--tool-call-parser", "hermes"),
@@ -26,10 +26,11 @@ SERVER = (
 LIMIT_S = 180
 
 
-def run_client(python: Path, name: str, url: str, home: Path) -> dict[str, str]:
-    """What the client's program said: its version, and `ok` or the mistake for each task."""
+def run_client(python: Path, name: str, urls: tuple[str, str], home: Path) -> dict[str, str]:
+    """What the client's program said: its version, and `ok` or the mistake for each task. urls: of
+    MODEL and of SEES."""
     ended = subprocess.run(
-        [python, PROGRAMS, name, url, MODEL.name],
+        [python, PROGRAMS, name, urls[0], MODEL.name, urls[1], SEES.name],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -51,10 +52,10 @@ def main(folder: str) -> int:
     failed = False
     print("| client | version | " + " | ".join(TASKS) + " |")
     print("|---" * (2 + len(TASKS)) + "|")
-    with serving(MODEL, *SERVER) as server:
+    with serving(MODEL, *SERVER) as server, serving(SEES, *SERVER[:4]) as seeing:
         for python in pythons:
             name = python.parents[1].name
-            said = run_client(python, name, server.url, Path(folder))
+            said = run_client(python, name, (server.url, seeing.url), Path(folder))
             cells = [said.get(task, "") for task in TASKS]
             failed = failed or not any(cells) or any(c not in ("", "ok") for c in cells)
             row = [f"`{name}`", said.get("version", "did not start"), *cells]

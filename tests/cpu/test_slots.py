@@ -364,7 +364,7 @@ def test_a_slot_given_back_holds_nothing(
     parts = [columns, *state.parts]
     members = [member for part in state.parts for member in getattr(part, "_members", [])]
     batch = make_slots(device, num_drafts=2, parts=parts)
-    batch.more_tables[Retention("window", 4)] = np.zeros_like(batch.block_tables)
+    batch.add_groups([Retention("window", 4)])
 
     def everything(slot: int) -> list[dict[str, Any]]:
         processors = [vars_of_member(m) for m in members]

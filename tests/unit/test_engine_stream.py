@@ -135,6 +135,7 @@ SAID_OF_SEQUENCE = {
     "finish_reason": FinishReason.STOP,
     "stop_reason": 0,
     "drafts": DraftStats(3, 9, [2, 1, 0]),
+    "pooled": b"\0\0\x80?",
 }
 SAID_OF_REQUEST = {
     "prompt_logprobs": [None],

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import base64
+import mimetypes
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from fastdeploy_core.contracts.command import CommandParser
+from fastdeploy_core.errors import ConfigError, FastDeployError
 
 from .http_client import DEFAULT_URL, Client
 
@@ -32,9 +36,13 @@ def _talk(name: str, argv: Sequence[str]) -> int:
     if arguments.quick is not None:
         talk.say(arguments.quick)
         return 0
-    print(f"model {model}; an empty line or Ctrl-D ends", file=sys.stderr)
+    pictures = "/image FILE shows a picture; " if name == "chat" else ""
+    print(f"model {model}; {pictures}an empty line or Ctrl-D ends", file=sys.stderr)
     for line in _lines():
-        talk.say(line)
+        try:
+            talk.say(line)
+        except FastDeployError as error:  # a refused turn or a mistyped file ends no conversation
+            print(f"fastdeploy: error: {error}", file=sys.stderr)
     return 0
 
 
@@ -49,6 +57,13 @@ def _parser(name: str) -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, help="0: always the most likely token")
     if name == "chat":
         parser.add_argument("--system-prompt", help="instructions before the conversation")
+        parser.add_argument(
+            "--image",
+            metavar="FILE",
+            action="append",
+            default=[],
+            help="show a picture with the first message; may be given several times",
+        )
     return parser
 
 
@@ -70,19 +85,30 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Chat:
-    """A conversation that grows."""
+    """A conversation that grows. Pictures go with the next message."""
 
     def __init__(self, client: Client, model: str, arguments: argparse.Namespace) -> None:
         self._client = client
         self._body = {"model": model, **_options(arguments)}
-        self._messages: list[dict[str, str]] = []
+        self._messages: list[dict[str, Any]] = []
         if arguments.system_prompt:
             self._messages.append({"role": "system", "content": arguments.system_prompt})
+        self._pictures = [_picture(file) for file in arguments.image]
 
     def say(self, text: str) -> None:
-        """One turn."""
-        self._messages.append({"role": "user", "content": text})
-        body = {**self._body, "messages": self._messages}
+        """One turn, or `/image FILE`."""
+        if text.startswith("/image "):
+            self._pictures.append(_picture(text.removeprefix("/image ")))
+            return
+        parts = [*self._pictures, {"type": "text", "text": text}]
+        asked = {"role": "user", "content": parts if self._pictures else text}
+        self._pictures = []
+        answer = self._answer([*self._messages, asked])
+        self._messages += [asked, {"role": "assistant", "content": answer}]
+
+    def _answer(self, messages: list[dict[str, Any]]) -> str:
+        """Print the answer while it comes."""
+        body = {**self._body, "messages": messages}
         answer = ""
         thinking = False
         for event in self._client.stream("/chat/completions", body):
@@ -101,7 +127,18 @@ class _Chat:
                     sys.stdout.write(function.get("name", "") + function.get("arguments", ""))
                 sys.stdout.flush()
         print()
-        self._messages.append({"role": "assistant", "content": answer})
+        return answer
+
+
+def _picture(file: str) -> dict[str, Any]:
+    """A part of a message. A terminal puts quotes around a file that is dropped on it."""
+    path = Path(file.strip().strip("'\"")).expanduser()
+    try:
+        data = base64.b64encode(path.read_bytes()).decode()
+    except OSError as error:
+        raise ConfigError(f"the picture {path} cannot be read: {error.strerror}") from None
+    kind = mimetypes.guess_type(path.name)[0] or "image/png"
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
 
 
 class _Complete:

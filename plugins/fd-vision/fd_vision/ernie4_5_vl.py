@@ -34,8 +34,9 @@ from .tower import (
     TowerShape,
     Trunk,
     VisionTower,
-    activation,
+    layer_norm_block,
     linear,
+    products,
     tower_shape,
     vision_reader,
 )
@@ -72,30 +73,18 @@ class ErnieTower(VisionTower):
 
     def __init__(self, build: ModelBuilder, config: Mapping[str, Any]) -> None:
         shape, read = self.read(config), vision_reader(config)
-        hidden, wide, self._cell = shape.hidden, shape.intermediate, shape.cell
+        self._cell = shape.cell
         self._patches = shape.merge**2  # of a cell
         self._xp, self._to_device = build.xp, build.device.to_device
         eps, model = read.number("rms_norm_eps", default=1e-6), "model.vision_model"
 
         def block(prefix: str) -> Block:
-            return Block(
-                build,
-                shape,
-                norms=[build.layer_norm(f"{prefix}.norm{n}", hidden, eps) for n in (1, 2)],
-                qkv=linear(build, f"{prefix}.attn.qkv", hidden, 3 * hidden),
-                output=linear(build, f"{prefix}.attn.proj", hidden, hidden),
-                mlp=Sequential(
-                    linear(build, f"{prefix}.mlp.fc1", hidden, wide),
-                    activation(build.xp, shape.activation),
-                    linear(build, f"{prefix}.mlp.fc2", wide, hidden),
-                ),
-            )
+            return layer_norm_block(build, shape, prefix, eps, ("fc1", "fc2"))
 
         def joined(prefix: str, width: int) -> Sequential:
+            names, widths = (f"{prefix}.0", f"{prefix}.2"), (width, shape.cell, shape.cell)
             return Sequential(
-                linear(build, f"{prefix}.0", width, shape.cell),
-                build.xp.gelu,
-                linear(build, f"{prefix}.2", shape.cell, shape.cell),
+                products(build, names, widths, build.xp.gelu),
                 build.layer_norm(f"{prefix}.3", shape.cell, eps),
             )
 
@@ -104,9 +93,9 @@ class ErnieTower(VisionTower):
             shape,
             [block(f"{model}.blocks.{n}") for n in range(shape.depth)],
             weight=f"{model}.patch_embed.proj.weight",
-            weight_shape=(hidden, 3 * shape.patch**2),
+            weight_shape=(shape.hidden, 3 * shape.patch**2),
         )
-        self._norm = build.layer_norm(f"{model}.ln", hidden, eps)
+        self._norm = build.layer_norm(f"{model}.ln", shape.hidden, eps)
         resampler, width = "model.resampler_model", config["hidden_size"]
         self._cells = joined(f"{resampler}.spatial_linear", shape.cell)
         self._pairs = Sequential(

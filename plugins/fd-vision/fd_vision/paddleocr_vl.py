@@ -22,6 +22,7 @@ from .tower import (
     VisionTower,
     activation,
     linear,
+    products,
     tower_shape,
     vision_reader,
 )
@@ -44,7 +45,7 @@ class PaddleOCRTower(VisionTower):
 
     def __init__(self, build: ModelBuilder, config: Mapping[str, Any]) -> None:
         shape, read = self.read(config), vision_reader(config)
-        hidden, wide, self._cell = shape.hidden, shape.intermediate, shape.cell
+        hidden, self._cell = shape.hidden, shape.cell
         eps, model = read.number("layer_norm_eps", default=1e-6), "visual.vision_model"
 
         def joined(prefix: str) -> Linear:
@@ -59,10 +60,11 @@ class PaddleOCRTower(VisionTower):
                 norms=[build.layer_norm(f"{prefix}.layer_norm{n}", hidden, eps) for n in (1, 2)],
                 qkv=joined(f"{prefix}.self_attn"),
                 output=linear(build, f"{prefix}.self_attn.out_proj", hidden, hidden),
-                mlp=Sequential(
-                    linear(build, f"{prefix}.mlp.fc1", hidden, wide),
+                mlp=products(
+                    build,
+                    (f"{prefix}.mlp.fc1", f"{prefix}.mlp.fc2"),
+                    (hidden, shape.intermediate, hidden),
                     activation(build.xp, shape.activation),
-                    linear(build, f"{prefix}.mlp.fc2", wide, hidden),
                 ),
             )
 
@@ -85,11 +87,8 @@ class PaddleOCRTower(VisionTower):
             build.layer_norm(f"{model}.post_layernorm", hidden, eps),
             build.layer_norm("mlp_AR.pre_norm", hidden, PROJECTOR_EPS),
         )
-        self._project = Sequential(
-            linear(build, "mlp_AR.linear_1", shape.cell, shape.cell),
-            build.xp.gelu,
-            linear(build, "mlp_AR.linear_2", shape.cell, config["hidden_size"]),
-        )
+        names, widths = [f"mlp_AR.linear_{n}" for n in (1, 2)], (self._cell, self._cell)
+        self._project = products(build, names, (*widths, config["hidden_size"]), build.xp.gelu)
 
     def __call__(self, items: Sequence[MediaItem]) -> Tensor:
         """See VisionTower."""

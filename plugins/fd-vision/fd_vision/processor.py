@@ -27,7 +27,7 @@ from .positions import Run, three_axes
 from .sources import Source, read_source
 from .video import MAX_FRAMES, VideoRule
 
-VERSION = "fd-vision 2"  # of what is done to pixels; enters every digest
+VERSION = "fd-vision 3"  # of what is done to pixels; enters every digest
 MAX_ITEMS = {"image": 8, "video": 1}  # of a prompt, unless the operator says otherwise
 MAX_FPS = 60  # that a request may ask for
 MAX_PIXELS = 33_500_000  # of a picture as it comes

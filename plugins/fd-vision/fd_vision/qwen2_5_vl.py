@@ -16,12 +16,12 @@ from .patches import PatchRule
 from .processor import GridProcessor, Made, Written, image_rule, media_tokens
 from .tower import (
     Block,
-    Sequential,
     TowerShape,
     Trunk,
     VisionTower,
     activation,
     linear,
+    products,
     tower_shape,
     vision_reader,
 )
@@ -87,11 +87,8 @@ class Qwen2_5Tower(VisionTower):
             weight_shape=(hidden, 3, shape.frames, shape.patch, shape.patch),
         )
         self._norm = build.norm("visual.merger.ln_q", hidden, EPS)
-        self._merge = Sequential(
-            linear(build, "visual.merger.mlp.0", shape.cell, shape.cell),
-            build.xp.gelu,
-            linear(build, "visual.merger.mlp.2", shape.cell, config["hidden_size"]),
-        )
+        names, widths = [f"visual.merger.mlp.{n}" for n in (0, 2)], (self._cell, self._cell)
+        self._merge = products(build, names, (*widths, config["hidden_size"]), build.xp.gelu)
 
     def __call__(self, items: Sequence[MediaItem]) -> Tensor:
         """See VisionTower."""

@@ -25,8 +25,8 @@ from .tower import (
     TowerShape,
     Trunk,
     VisionTower,
-    activation,
-    linear,
+    layer_norm_block,
+    products,
     tower_shape,
     vision_reader,
 )
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
     from fastdeploy_core.types import MediaItem
 
-EPS = 1e-6
+EPS, PRODUCTS = 1e-6, ("linear_fc1", "linear_fc2")
 
 
 class Qwen3Tower(VisionTower):
@@ -59,30 +59,17 @@ class Qwen3Tower(VisionTower):
 
     def __init__(self, build: ModelBuilder, config: Mapping[str, Any]) -> None:
         shape, read = self.read(config), vision_reader(config)
-        hidden, wide, self._cell = shape.hidden, shape.intermediate, shape.cell
+        hidden, self._cell = shape.hidden, shape.cell
         self._taps = list(read.config.get("deepstack_visual_indexes") or [])
         self._xp, self.levels = build.xp, len(self._taps)
 
         def block(prefix: str) -> Block:
-            return Block(
-                build,
-                shape,
-                norms=[build.layer_norm(f"{prefix}.norm{n}", hidden, EPS) for n in (1, 2)],
-                qkv=linear(build, f"{prefix}.attn.qkv", hidden, 3 * hidden),
-                output=linear(build, f"{prefix}.attn.proj", hidden, hidden),
-                mlp=Sequential(
-                    linear(build, f"{prefix}.mlp.linear_fc1", hidden, wide),
-                    activation(build.xp, shape.activation),
-                    linear(build, f"{prefix}.mlp.linear_fc2", wide, hidden),
-                ),
-            )
+            return layer_norm_block(build, shape, prefix, EPS, PRODUCTS)
 
         def merger(prefix: str) -> Sequential:
-            return Sequential(
-                linear(build, f"{prefix}.linear_fc1", shape.cell, shape.cell),
-                build.xp.gelu,
-                linear(build, f"{prefix}.linear_fc2", shape.cell, config["hidden_size"]),
-            )
+            names = [f"{prefix}.{name}" for name in PRODUCTS]
+            widths = (shape.cell, shape.cell, config["hidden_size"])
+            return products(build, names, widths, build.xp.gelu)
 
         self._trunk = Trunk(
             build,

@@ -129,6 +129,16 @@ class Sequential:
         return x
 
 
+def products(
+    build: ModelBuilder, names: Sequence[str], widths: Sequence[int], between: Rows
+) -> Sequential:
+    """Two products with something between them. widths: of the rows before, between and behind."""
+    first, second = names
+    return Sequential(
+        linear(build, first, widths[0], widths[1]), between, linear(build, second, *widths[1:])
+    )
+
+
 class Layout:
     """How the patches of a call are ordered: window by window, as the layers see them."""
 
@@ -249,6 +259,26 @@ class Block:
             attended = _attention(xp, own, dim**-0.5).to(qkv.dtype)
             xp.index_copy_(result, 0, flat, attended.transpose(1, 2).reshape([-1, heads * dim]))
         return result
+
+
+def layer_norm_block(
+    build: ModelBuilder, shape: TowerShape, prefix: str, eps: float, mlp: Sequence[str]
+) -> Block:
+    """A block with layer norms and joined attention weights. mlp: what its products are named."""
+    hidden = shape.hidden
+    return Block(
+        build,
+        shape,
+        norms=[build.layer_norm(f"{prefix}.norm{n}", hidden, eps) for n in (1, 2)],
+        qkv=linear(build, f"{prefix}.attn.qkv", hidden, 3 * hidden),
+        output=linear(build, f"{prefix}.attn.proj", hidden, hidden),
+        mlp=products(
+            build,
+            [f"{prefix}.mlp.{name}" for name in mlp],
+            (hidden, shape.intermediate, hidden),
+            activation(build.xp, shape.activation),
+        ),
+    )
 
 
 def _attention(xp: Any, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> Tensor:

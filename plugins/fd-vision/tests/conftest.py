@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.server_process import ServerProcess
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -32,3 +36,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 def folder(checkpoint: Callable[[str], Path]) -> Path:
     """A Qwen2.5-VL."""
     return checkpoint("qwen2_5_vl")
+
+
+@pytest.fixture(scope="session")
+def server(folder: Path, fd_tensor: str) -> Iterator[ServerProcess]:
+    """A server of its own process, which takes three pictures and files of the model's folder."""
+    from tests.server_process import serving
+
+    with serving(
+        folder,
+        *("--tensor-library", fd_tensor, "--max-model-len", "512", "--block-size", "16"),
+        *("--dtype", "float32", "--num-gpu-blocks-override", "128"),
+        *("--limit-mm-per-prompt", '{"image": 3}', "--allowed-local-media-path", str(folder)),
+    ) as process:
+        yield process

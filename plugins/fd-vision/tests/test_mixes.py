@@ -1,33 +1,37 @@
-"""Every family: however prompts with pictures and videos are cut, cached, preempted or batched,
-their tokens are those of each prompt alone. test_caches.py has more of it for one family."""
+"""Every family: however prompts with pictures and videos are cut, cached, preempted, captured or
+batched, their tokens are those of each prompt alone. test_caches.py has more of it for one
+family."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import FAMILIES, film, picture, prompt_of
+from tiny import FAMILIES, film, picture, prompt_of, runner_of
 
+from fastdeploy_core.api import llm as api
 from fastdeploy_core.api.llm import LLM
 from fastdeploy_core.types import SamplingParams
+from fastdeploy_testing.capturing import OnCapturingDevice
 
-ROOM = {"dtype": "float32", "max_model_len": 512, "num_gpu_blocks_override": 128, "block_size": 16}
+ROOM = {
+    "dtype": "float32", "max_model_len": 512, "num_gpu_blocks_override": 128, "block_size": 16,
+    "limit_mm_per_prompt": {"video": 2},
+}  # fmt: skip
 ALONE = {"enable_prefix_caching": False, "max_encoder_cache": 0}
+SMALL = {"num_gpu_blocks_override": 12, "max_model_len": 192}
 SETTINGS: dict[str, dict[str, Any]] = {
     "cut inside pictures": {"max_num_batched_tokens": 23, "max_num_seqs": 4},
     "preempted, one item a step": {
-        "num_gpu_blocks_override": 12, "max_num_seqs": 8, "max_num_batched_tokens": 37,
-        "max_model_len": 192, "max_encode_tokens": 1,
+        **SMALL, "max_num_seqs": 8, "max_num_batched_tokens": 37, "max_encode_tokens": 1,
     },
-    "from the host tier": {
-        "num_gpu_blocks_override": 12, "max_num_seqs": 2, "max_model_len": 192,
-        "swap_space": 0.05, "max_encoder_cache": 0,
-    },
+    "from the host tier": {**SMALL, "max_num_seqs": 2, "swap_space": 0.05, "max_encoder_cache": 0},
 }  # fmt: skip
-PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
 def mixes(name: str, number: int) -> list[dict[str, Any]]:
@@ -50,25 +54,64 @@ def mixes(name: str, number: int) -> list[dict[str, Any]]:
     return found
 
 
+def params_of(number: int) -> list[SamplingParams]:
+    """Greedy and, every third, at random with a seed of its own."""
+    return [
+        SamplingParams(temperature=1.0, seed=n, max_tokens=24, ignore_eos=True) if n % 3 else GREEDY
+        for n in range(number)
+    ]
+
+
+@contextmanager
+def engine(folder: Path, *, captures: bool = False, **settings: Any) -> Iterator[LLM]:
+    """captures: on the reference device with captured decode steps; it has to be `device`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if captures:
+            resolve = api.resolve_plugins
+            patch.setattr(api, "resolve_plugins", lambda config: OnCapturingDevice(resolve(config)))
+        with LLM(folder, **{**ROOM, **settings}) as llm:
+            yield llm
+
+
+def ask(llm: LLM, asked: list[Any], params: Any) -> list[list[int]]:
+    return [o.outputs[0].token_ids for o in llm.generate(asked, params, use_tqdm=False)]
+
+
+def num_replays(llm: LLM) -> int:
+    return sum(work.num_replays for work in getattr(runner_of(llm)._device, "recorded", ()))
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_are_those_of_each_prompt_alone(
     checkpoint: Callable[[str], Path], fd_tensor: str, name: str
 ) -> None:
     asked = mixes(name, 14)
-    limits = {"limit_mm_per_prompt": {"video": 2}, "tensor_library": fd_tensor}
-    with LLM(checkpoint(name), **limits, **ROOM, **ALONE) as llm:
-        plain = [llm.generate(each, PARAMS, use_tqdm=False)[0].outputs[0] for each in asked]
-        wanted = [output.token_ids for output in plain]
+    with engine(checkpoint(name), tensor_library=fd_tensor, **ALONE) as llm:
+        wanted = [ask(llm, [each], GREEDY)[0] for each in asked]
     for setting, more in SETTINGS.items():
-        with LLM(checkpoint(name), **limits, **{**ROOM, **more}) as llm:
+        with engine(checkpoint(name), tensor_library=fd_tensor, **more) as llm:
             for _ in range(2):  # the second time from the caches
-                outputs = llm.generate(asked, PARAMS, use_tqdm=False)
-                assert [o.outputs[0].token_ids for o in outputs] == wanted, setting
+                assert ask(llm, asked, GREEDY) == wanted, setting
             metrics = llm.get_metrics()
             if setting.startswith("preempted"):
                 assert metrics["preemptions_total"] > 0
             if setting.startswith("from the host"):
                 assert metrics["host_hit_tokens_total"] > 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_captured_decode_steps_say_the_same(
+    checkpoint: Callable[[str], Path], fd_tensor: str, name: str
+) -> None:
+    """At the positions behind pictures, and with the seeds of the tokens' indices."""
+    asked, params = mixes(name, 9), params_of(9)
+    device = {"tensor_library": fd_tensor, "device": "cpu"}
+    with engine(checkpoint(name), **device) as llm:
+        wanted = ask(llm, asked, params)
+    with engine(checkpoint(name), captures=True, max_num_seqs=4, **device) as llm:
+        for _ in range(2):
+            assert ask(llm, asked, params) == wanted
+        assert num_replays(llm) > 40
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "ernie4_5_vl"])
@@ -77,10 +120,7 @@ def test_two_ranks_say_the_same(
 ) -> None:
     found = []
     for ranks in (1, 2):
-        with LLM(
-            checkpoint(name), tensor_library=fd_tensor, tensor_parallel_size=ranks,
-            limit_mm_per_prompt={"video": 2}, **ROOM,
-        ) as llm:  # fmt: skip
-            outputs = llm.generate(mixes(name, 6), PARAMS, use_tqdm=False)
-            found.append([output.outputs[0].token_ids for output in outputs])
+        more = {"tensor_library": fd_tensor, "tensor_parallel_size": ranks}
+        with engine(checkpoint(name), **more) as llm:
+            found.append(ask(llm, mixes(name, 6), GREEDY))
     assert found[0] == found[1]

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from tiny import Oracle, file_of, film, picture
 
-from tests.server_process import ServerProcess, serving
+from tests.server_process import ServerProcess
 
 
 def part(image: Image.Image, kind: str = "PNG") -> dict[str, Any]:
@@ -29,17 +29,6 @@ def text(words: str) -> dict[str, Any]:
 
 def user(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"role": "user", "content": list(parts)}
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, fd_tensor: str) -> Iterator[ServerProcess]:
-    with serving(
-        folder,
-        *("--tensor-library", fd_tensor, "--max-model-len", "512", "--block-size", "16"),
-        *("--dtype", "float32", "--num-gpu-blocks-override", "128"),
-        *("--limit-mm-per-prompt", '{"image": 3}', "--allowed-local-media-path", str(folder)),
-    ) as process:
-        yield process
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ class X86Attention:
     unit: Literal["core", "rope_kv"] = "rope_kv"
     can_capture_decode = True
     can_capture_mixed = True
-    features = frozenset[str]()
+    features = frozenset({"offsets"})  # positions are what is rotated by, and nothing else
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
