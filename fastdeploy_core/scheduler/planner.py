@@ -180,8 +180,7 @@ class StepPlanner:
         token of the budget; drafts get the rest. left: tokens up to a sequence's limit."""
         device, step = self._device, self._step
         drafts: np.ndarray = self._roster.columns.asked[places] * is_due
-        has_drafts = bool(np.count_nonzero(drafts))
-        if not has_drafts:
+        if not (has_drafts := bool(np.count_nonzero(drafts))):
             self._keeps_back = False
             return None
         # A step with prompts is a captured graph only without drafts: they take turns.

@@ -7,10 +7,12 @@ from closed sets (finish reasons, rejection reasons, route templates), never fro
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
 
 from prometheus_client import (
     CollectorRegistry,
@@ -43,43 +45,10 @@ _SECONDS = (
 )  # fmt: skip
 _TOKENS = tuple(float(2**power) for power in range(18))
 
-# name: (help, attribute or function of EngineStats)
-_GAUGES: dict[str, tuple[str, str]] = {
-    "num_requests_running": ("sequences in the running batch", "num_running"),
-    "num_requests_waiting": ("sequences waiting in the engine", "num_waiting"),
-    "num_requests_enqueued": ("requests in the request scheduler", "num_queued"),
-    "batch_size": ("sequences in the last step", "last_step_num_seqs"),
-    "max_gpu_block_num": ("KV blocks in all", "num_blocks_total"),
-    "free_gpu_block_num": ("KV blocks that can be allocated", "num_blocks_free"),
-    "available_gpu_block_num": ("KV blocks that can be allocated", "num_blocks_free"),
-    "kv_blocks_used": ("KV blocks that belong to a sequence", "num_blocks_used"),
-    "kv_blocks_cached": ("free KV blocks that hold a reusable prefix", "num_blocks_cached"),
-    "kv_host_blocks_used": ("KV blocks in host memory", "num_host_blocks_used"),
-    "last_step_seconds": ("duration of the last step", "last_step_s"),
-}
-_COUNTERS: dict[str, tuple[str, str]] = {
-    "request_preempted": ("preemptions", "preemptions_total"),
-    "prompt_tokens": ("prompt tokens of admitted requests", "prompt_tokens_total"),
-    "generation_tokens": ("generated tokens", "generation_tokens_total"),
-    "prefix_cache_query_tokens": ("prompt tokens looked up", "prefix_query_tokens_total"),
-    "prefix_cache_token_num": ("prompt tokens found in a cache", "prefix_hit_tokens_total"),
-    "prefix_cpu_cache_token_num": ("of these, found in host memory", "host_hit_tokens_total"),
-    "kv_store_blocks_read": ("KV blocks found in the KV store", "kv_store_read_blocks_total"),
-    "kv_store_blocks_written": ("KV blocks written to it", "kv_store_written_blocks_total"),
-    "kv_store_failures": ("calls of the KV store that failed", "kv_store_failures_total"),
-    "kv_handed_over": ("prompts handed to other instances", "kv_handed_over_total"),
-    "kv_taken_over": ("prompts taken from other instances", "kv_taken_over_total"),
-    "kv_handover_failures": ("prompts computed after all", "kv_handover_failures_total"),
-    "engine_steps": ("engine steps", "steps_total"),
-    "engine_step_failures": ("steps that failed", "step_failures_total"),
-    "engine_schedule_seconds": ("time spent scheduling", "schedule_s"),
-    "engine_model_seconds": ("time spent in the model", "model_s"),
-    "engine_draft_seconds": ("time spent in drafters", "draft_s"),
-    "spec_decode_num_drafts": ("rows that had drafts, summed over steps", "drafts_total"),
-    "spec_decode_drafter_failures": ("proposals lost to a failing drafter", "draft_failures_total"),
-    "spec_decode_num_draft_tokens": ("draft tokens proposed", "draft_tokens_total"),
-    "spec_decode_num_accepted_tokens": ("draft tokens accepted", "accepted_draft_tokens_total"),
-}
+# "gauges" and "counters": name -> [help, attribute or function of EngineStats].
+_TABLES: Final[dict[str, dict[str, list[str]]]] = json.loads(
+    Path(__file__).with_suffix(".json").read_text("utf-8")
+)
 
 
 class _EngineState(Collector):
@@ -117,9 +86,9 @@ class _EngineState(Collector):
         self._counter("engine_restarts", text, float(health.num_restarts), labels)
 
     def _add_stats(self, stats: EngineStats, labels: Mapping[str, str], largest: int) -> None:
-        for name, (text, attribute) in _GAUGES.items():
+        for name, (text, attribute) in _TABLES["gauges"].items():
             self._gauge(name, text, float(getattr(stats, attribute)), labels)
-        for name, (text, attribute) in _COUNTERS.items():
+        for name, (text, attribute) in _TABLES["counters"].items():
             self._counter(name, text, float(getattr(stats, attribute)), labels)
         total = max(1, stats.num_blocks_total)
         used = stats.num_blocks_used / total

@@ -66,26 +66,21 @@ class ModelRunner:
         self.caches, max_num_seqs = Caches(device, kernels, loaded), config.batch.max_num_seqs
         self._columns = SamplingColumns(max_num_seqs, self.vocab_size)
         # Ranks other than 0 only need the tokens that rank 0 samples.
-        self._state: SamplingState | None = None
-        if rank == 0:
-            self._state = SamplingState(config, device, kernels, self._columns, loaded.load_driver)
+        made_of = (config, device, kernels, self._columns, loaded.load_driver)
+        self._state = None if rank else SamplingState(*made_of)
         self._media = self._make_media(loaded.model)
         self._bring = [b for b in (self._media, loaded.builder.adapters) if b is not None]
-        pools: frozenset[str] = loaded.model.features & {"pooling"}
-        self._features = pools.union(*(part.features for part in self._bring))
-        parts: list[Any] = [self._columns, *self._bring]
-        parts += () if self._state is None else self._state.parts
+        self._features = loaded.model.features & {"pooling"}
+        self._features |= {name for part in self._bring for name in part.features}
+        parts = [self._columns, *self._bring, *(self._state.parts if self._state else ())]
         captured = CapturedSampling(device, kernels, self._columns, max_num_seqs)
         self._is_alone = communicator is None  # one rank knows what all rows need
         captures_all = self._is_alone and can_capture_sampling(device, kernels)
         captures_most = captures_all and max(graph_sizes, default=0) >= max_num_seqs
         self.max_decodes = max_decodes(config, device) if captures_most else 1  # see WorkerInfo
-        drafting: Drafting | None = None
+        held, drafting = (self._columns, self._state, communicator), None
         if drafters is not None and config.speculative is not None:
-            drafting = Drafting(
-                *(device, kernels, loaded, config.speculative, drafters),
-                *(self._columns, self._state, communicator),
-            )
+            drafting = Drafting(device, kernels, loaded, config.speculative, drafters, *held)
         self._drafting = drafting
         slots = self.slots = Slots(
             *(device, kernels, config, self.vocab_size, parts),
@@ -99,9 +94,7 @@ class ModelRunner:
         buckets, self._layout = device.limits.step_buckets, HostLayout(device, slots, self._media)
         self.shapes = None if buckets is None else StepShapes(config, buckets)
         self._lock = threading.RLock()
-        self._sampler = StepSampler(
-            device, kernels, loaded.model, slots, self._columns, self._state, communicator
-        )
+        self._sampler = StepSampler(device, kernels, loaded.model, slots, *held)
         self._results = Results(device, slots, self._state, self._lock, drafting)
         self._graphs: Graphs | None = None
         if graph_sizes:
