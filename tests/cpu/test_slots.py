@@ -327,7 +327,7 @@ def contents(thing: Any, device: CpuDevice, slot: int) -> dict[str, Any]:
             found[name] = value[slot].tolist()
         elif isinstance(value, list) and len(value) == SLOTS:
             found[name] = repr(value[slot])
-        elif isinstance(value, dict | set) and name != "_uniform":
+        elif isinstance(value, dict | set) and name not in ("_uniform", "_even_offsets"):
             found[name] = slot in value or slot in getattr(value, "values", list)()
     return found
 
