@@ -41,6 +41,7 @@ TEST_TOOLS = (
     "cohere>=5",
     "modelscope-hub>=0.5",
     "openai>=2",
+    "peft>=0.17",
     "pillow>=11",
     "pip>=24",  # tests install wheels with it, and environments made by uv have none
     "scipy>=1.14",
