@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FD_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setenv("FD_PLUGINS", "fd-gguf")
+    monkeypatch.setenv("FD_PLUGINS", "fd-gguf,fd-quant-formats")
 
 
 @pytest.fixture(scope="module")

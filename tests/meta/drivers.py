@@ -85,6 +85,7 @@ from fd_myhub.source import MyHubSource
 from fd_mymesh.communicator import MyMeshExperts
 from fd_mymodel.model import MyModelForCausalLM
 from fd_myqueue.scheduler import MyQueueScheduler
+from fd_mystates.states import MyStatesStates
 from fd_mysuffix.checkpoint import MySuffixCheckpoint
 from fd_mythoughts.parser import MyThoughtsParser
 from fd_mywire.transport import MyWireTransport
@@ -264,6 +265,7 @@ attention: list[Callable[[AttentionSpec, int, DeviceBackend, KernelTable], Atten
 ]
 states: list[Callable[[StateSpec, int, DeviceBackend, KernelTable], StateBackend]] = [
     CudaStates,
+    MyStatesStates,
     PlainStates,
 ]
 moe: list[Callable[[MoESpec, DeviceBackend, KernelTable], MoEBackend]] = [

@@ -44,6 +44,7 @@ TEMPLATES: Final = {
         "attention", "myflash", "MyFlash", "attention.py", target="attention:MyFlashAttention"
     ),
     "moe": Template("moe", "myexperts", "MyExperts", "experts.py", target="experts:MyExpertsMoE"),
+    "state": Template("state", "mystates", "MyStates", "states.py", target="states:MyStatesStates"),
     "expert_communicator": Template(
         *("expert_communicator", "mymesh", "MyMesh", "communicator.py"),
         target="communicator:MyMeshExperts",

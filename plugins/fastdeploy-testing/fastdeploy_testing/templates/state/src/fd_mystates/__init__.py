@@ -1,0 +1,1 @@
+"""Driver `mystates` of layers that keep a state, for FastDeploy."""
