@@ -35,7 +35,7 @@ def load_driver(kind: str, name: str) -> Any:
     """The reference drivers, and installed model families."""
     if kind == "model":
         return model_class({"architectures": [name]})
-    if kind == "scale_out":
+    if kind == "part":
         return ExpertRanks
     if kind == "expert_communicator":
         return AllGatherExperts

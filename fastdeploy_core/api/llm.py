@@ -24,7 +24,7 @@ from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.errors import ConfigError, InvalidRequest, WorkerError, error_named
 from fastdeploy_core.grammar.compiler import GrammarCompiler
 from fastdeploy_core.plugins.checkpoints import find_model
-from fastdeploy_core.plugins.drivers import scale_out
+from fastdeploy_core.plugins.drivers import part
 from fastdeploy_core.tokenizer import Tokenizer
 from fastdeploy_core.types import (
     LoRARequest,
@@ -230,7 +230,7 @@ class LLM:
         adapters = one_each("lora_request", lora_request, len(prompts))
         for prompt, lora in zip(prompts, adapters, strict=True):
             if lora is not None:
-                make = scale_out("lora-request", "lora_request")
+                make = part("lora-request", "lora_request")
                 prompt.extras = make(lora.lora_name, lora.lora_path, self.config)
         # Check every request before the first one is given to the engine.
         requests = [

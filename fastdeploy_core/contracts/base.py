@@ -152,9 +152,9 @@ KINDS: Final[dict[str, Kind]] = {
             versioned=False,
         ),
         Kind(
-            "scale_out",
-            "fastdeploy.scale_out",
-            "engines, API servers or experts of one server in several processes",
+            "part",
+            "fastdeploy.parts",
+            "a part of the core in a distribution of its own, asked for by an argument",
             "",
             versioned=False,
         ),

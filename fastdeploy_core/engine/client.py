@@ -22,7 +22,7 @@ from fastdeploy_core.errors import (
     Unavailable,
     WorkerError,
 )
-from fastdeploy_core.plugins.drivers import scale_out
+from fastdeploy_core.plugins.drivers import part
 from fastdeploy_core.types import InstanceRole, Request, RequestOutputDelta, TokenDeltas
 from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
 
@@ -117,7 +117,7 @@ class AsyncEngine:
         def connect(listener: Listener) -> EngineLink:
             if config.parallel.data_parallel_size == 1:
                 return Supervisor(config, plugins, listener)
-            link: EngineLink = scale_out("engines", "--data-parallel-size above 1")(
+            link: EngineLink = part("engines", "--data-parallel-size above 1")(
                 config, plugins, listener
             )
             return link
@@ -132,7 +132,7 @@ class AsyncEngine:
             driver = resolved.result().load("scheduler")
             if driver.capabilities.shared_queue:
                 settings = self._config.request_scheduler
-                make_link = scale_out("shared-queue", f"--scheduler-name {settings.name}")
+                make_link = part("shared-queue", f"--scheduler-name {settings.name}")
                 self._link = make_link(self._link, driver(settings), self._listener)
                 self._link.start()
                 self._shares_queue = True

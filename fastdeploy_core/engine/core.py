@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.errors import InvalidRequest, WorkerError
 from fastdeploy_core.kvcache import CachePlan, KVCacheManager, plan_cache
-from fastdeploy_core.plugins.drivers import scale_out
+from fastdeploy_core.plugins.drivers import part
 from fastdeploy_core.scheduler import BatchScheduler, ScheduledStep, make_settings
 from fastdeploy_core.types import (
     InstanceRole,
@@ -71,7 +71,7 @@ class EngineCore:
             worker = infos[0]
             caching = config.cache.enable_prefix_caching and worker.block_sharing
             if config.cache.events is not None and caching:
-                self._events = scale_out("kv-events", "--kv-events-config")(
+                self._events = part("kv-events", "--kv-events-config")(
                     *(config.cache.events, worker.block_size, resolved.speculative.key_lookahead),
                     config.parallel.data_parallel_rank,
                 )
@@ -193,10 +193,10 @@ class EngineCore:
         """StoredBlocks or Handovers: blocks come from outside, and go there."""
         config = self.config
         if config.cache.kv_store:
-            make = scale_out("kv-store", "--kv-store")
+            make = part("kv-store", "--kv-store")
             return make(config, infos, plan, resolved.load("kv_store"))
         if config.handover.transport:
-            make = scale_out("kv-handover", "--kv-transport")
+            make = part("kv-handover", "--kv-transport")
             return make(config, infos, plan, resolved.load("kv_transport"))
         return None
 

@@ -83,7 +83,7 @@ class DividedExperts(Protocol):
 
 
 class ExpertRanks(Protocol):
-    """Ranks that hold whole experts, each some of them: `experts` of kind scale_out."""
+    """Ranks that hold whole experts, each some of them: `experts` of kind part."""
 
     @property
     def most_recorded(self) -> int | None:

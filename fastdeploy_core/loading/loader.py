@@ -83,7 +83,7 @@ def load_model(
     fitted = replace(config, model=model_config)
     keeping = _weight_cache(fitted, settings, device, tp_rank, checkpoint, load_driver)
     experts = _expert_ranks(config, shapes, device, communicator, load_driver)
-    adapters = None if config.lora is None else load_driver("scale_out", "lora")
+    adapters = None if config.lora is None else load_driver("part", "lora")
     formats = _weight_formats(model_config, settings, device, kernels, load_driver)
     with device.xp.no_grad(), keeping as cache:
         build = ModelBuilder(
@@ -170,7 +170,7 @@ def _weight_cache(
     files = find_files(model.path) if checkpoint is None else checkpoint.files
     own.update(fingerprint(files, with_times=True))
     name = f"{model.path.name}-{own.hexdigest()[:16]}-{device.name}-{rank}.packed"
-    cache: AbstractContextManager[Any] = load_driver("scale_out", "weight-cache")(
+    cache: AbstractContextManager[Any] = load_driver("part", "weight-cache")(
         device, Path(model.weight_cache) / name
     )
     return cache
@@ -210,7 +210,7 @@ def _expert_ranks(
     make = None
     if config.parallel.expert_communicator:
         make = load_driver("expert_communicator", "")
-    divided: Callable[..., ExpertRanks] = load_driver("scale_out", "experts")
+    divided: Callable[..., ExpertRanks] = load_driver("part", "experts")
     return divided(device, communicator, make, config.most_decode_tokens)
 
 

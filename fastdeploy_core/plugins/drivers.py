@@ -78,24 +78,24 @@ def find(kind: str, name: str, inventory: Inventory | None = None) -> PluginEntr
     raise PluginNotFound(_not_found(kind, name, inventory))
 
 
-def find_scale_out(name: str, asked: str, inventory: Inventory | None = None) -> PluginEntry:
-    """What makes a server of several processes: `engines` (config, resolved plugins, listener),
-    `api-servers` (both configurations, plugins, listener), or `experts` (device, communicator,
-    maker of an ExpertCommunicator, most tokens in place). Or what shares something with others:
-    KV blocks (`kv-events`, `kv-store`: engine/core.py), requests (`shared-queue`: client.py), or
-    weights with later starts (`weight-cache`: loading/loader.py). Or what adds adapters to layers
+def find_part(name: str, asked: str, inventory: Inventory | None = None) -> PluginEntry:
+    """A part of the core in a distribution of its own. Several processes: `engines` (config,
+    resolved plugins, listener), `api-servers` (both configurations, plugins, listener), `experts`
+    (device, communicator, maker of an ExpertCommunicator, most tokens in place). What is shared
+    with others: KV blocks (`kv-events`, `kv-store`: engine/core.py), requests (`shared-queue`:
+    client.py), weights with later starts (`weight-cache`: loading/loader.py). Adapters of layers
     (`lora`: layers/builder.py) and requests (`lora-request`: api/, `lora-server`: serving/).
     asked: the arguments that need it."""
     try:
-        return find("scale_out", name, inventory)
+        return find("part", name, inventory)
     except PluginNotFound as error:
         raise PluginNotFound(f"{asked} needs a plugin: {error}") from None
 
 
-def scale_out(name: str, asked: str) -> Any:
+def part(name: str, asked: str) -> Any:
     """The same, loaded. The operator asked for it, and it is a distribution of the core's own: no
     child process tries the import first."""
-    return load(find_scale_out(name, asked), preflight=False)
+    return load(find_part(name, asked), preflight=False)
 
 
 def available(kind: str, inventory: Inventory | None = None) -> list[str]:

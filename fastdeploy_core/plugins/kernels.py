@@ -17,7 +17,7 @@ from fastdeploy_core.contracts.ops import KERNEL_SIZES, OPERATIONS, QUANTIZED_OP
 from fastdeploy_core.errors import CapabilityError, PluginError
 
 from .discovery import PluginEntry, discover
-from .drivers import load, scale_out
+from .drivers import load, part
 from .preflight_child import describe
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def build_kernel_table(
     _compose(table, composing, facts, problems)
     table.problems = tuple(problems.lines)
     if asked and asked.capture_shapes:
-        scale_out("shapes", "--capture-shapes")(asked.capture_shapes, table)
+        part("shapes", "--capture-shapes")(asked.capture_shapes, table)
     return table
 
 
@@ -356,8 +356,8 @@ def _choose(cells: Iterable[_Cell], facts: Mapping[str, Any], problems: _Problem
 def _import(target: str) -> Callable[..., Any]:
     module_name, _, attribute = target.partition(":")
     found: Any = importlib.import_module(module_name)
-    for part in attribute.split("."):
-        found = getattr(found, part)
+    for name in attribute.split("."):
+        found = getattr(found, name)
     if not callable(found):
         raise TypeError(f"{target} is not callable")
     function: Callable[..., Any] = found

@@ -36,7 +36,7 @@ from fastdeploy_core.errors import (
 )
 
 from .discovery import Inventory, PluginEntry, discover
-from .drivers import available, broken, find, find_scale_out, without_broken
+from .drivers import available, broken, find, find_part, without_broken
 from .known import providers
 from .manager import HookManager, hook_manager
 from .negotiate import ASKED, CandidateRow, Decision, ask_candidates, ask_layer_drivers, decide
@@ -247,7 +247,7 @@ class _Resolver:
         self._layer_driver("moe", "fd_moe_backends", questions, self._config.device.moe_backend)
         if questions and self._config.parallel.divides_experts:
             asked = "--enable-expert-parallel"
-            self._add(find_scale_out("experts", asked, self._inventory))
+            self._add(find_part("experts", asked, self._inventory))
             self._expert_communicator()
 
     def _expert_communicator(self) -> None:
@@ -393,17 +393,17 @@ class _Resolver:
                 find("checkpoint_format", self._config.model.checkpoint_format, self._inventory)
             )
         if self._config.device.capture_shapes:
-            self._add(find_scale_out("shapes", "--capture-shapes", self._inventory))
+            self._add(find_part("shapes", "--capture-shapes", self._inventory))
         if self._config.model.weight_cache:
-            self._add(find_scale_out("weight-cache", "--weight-cache", self._inventory))
+            self._add(find_part("weight-cache", "--weight-cache", self._inventory))
         if self._config.lora is not None:
-            self._add(find_scale_out("lora", "--enable-lora", self._inventory))
+            self._add(find_part("lora", "--enable-lora", self._inventory))
         if name := self._config.cache.kv_store:
             self._take(decide("kv_store", name, [], asked=name))
-            self._add(find_scale_out("kv-store", "--kv-store", self._inventory))
+            self._add(find_part("kv-store", "--kv-store", self._inventory))
         self._kv_transport()
         if self._config.cache.events is not None:
-            self._add(find_scale_out("kv-events", "--kv-events-config", self._inventory))
+            self._add(find_part("kv-events", "--kv-events-config", self._inventory))
         for name in self._config.logits_processors:
             if ":" not in name:  # "module:Class" is the operator's own code, not a plugin
                 self._add(find("logits_processor", name, self._inventory))
@@ -420,7 +420,7 @@ class _Resolver:
         question = TransportQuestion(is_near or asked == "shm", self._chosen["device"], asked)
         kind, hook = "kv_transport", "fd_kv_transport_for"
         self._take(ask_candidates(self._hooks, self._inventory, kind, hook, question, asked)[0])
-        self._add(find_scale_out("kv-handover", "--kv-transport", self._inventory))
+        self._add(find_part("kv-handover", "--kv-transport", self._inventory))
 
     def _grammar(self) -> None:
         """At most one grammar backend. One that is not asked for by name is not among the chosen:

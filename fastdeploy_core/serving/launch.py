@@ -32,7 +32,7 @@ from fastdeploy_core.engine.client import AsyncEngine
 from fastdeploy_core.engine.media import media_processor
 from fastdeploy_core.parsers.answer import parser_for, parser_named
 from fastdeploy_core.plugins.checkpoints import find_model
-from fastdeploy_core.plugins.drivers import find, scale_out
+from fastdeploy_core.plugins.drivers import find, part
 from fastdeploy_core.serving.http import event_loop
 from fastdeploy_core.serving.http.listening import bind_socket, url_of
 
@@ -78,7 +78,7 @@ def _serve_by_many(
 ) -> int:
     """Run API servers in processes of their own; this process only supervises them and the
     engines."""
-    front_ends = scale_out("api-servers", "--api-server-count above 1")
+    front_ends = part("api-servers", "--api-server-count above 1")
     _log_model(engine_config)
     _each_parser(server_config, find)  # PluginNotFound, before a model is loaded
     started_at = time.monotonic()
@@ -196,7 +196,7 @@ async def app_around(
         engine_task = asyncio.create_task(starting)
         try:
             path, count = server_config.api_key_limits, server_config.api_server_count
-            limits_of_keys = path and scale_out("key-limits", "--api-key-limits")(path, count)
+            limits_of_keys = path and part("key-limits", "--api-key-limits")(path, count)
             tokenizer, plugins, media = await asyncio.to_thread(
                 _prepare_app, engine_config, server_config, resolved
             )
@@ -231,7 +231,7 @@ async def app_around(
             media=media,
         )
         if engine_config.lora is not None:
-            app.state.server.adapters = scale_out("lora-server", "--enable-lora")(engine_config)
+            app.state.server.adapters = part("lora-server", "--enable-lora")(engine_config)
         yield app, engine
 
 

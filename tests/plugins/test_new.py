@@ -22,7 +22,7 @@ NAMES = {"kernels": "fd-ops-cpu"}  # the last part names the device
 
 def test_there_is_one_for_every_kind() -> None:
     kinds = {template.kind for template in TEMPLATES.values()}
-    assert kinds == KINDS.keys() - {"scale_out"}, "scale_out is the core's own"
+    assert kinds == KINDS.keys() - {"part"}, "part is the core's own"
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, RequestS
 from fastdeploy_core.engine.core import EngineCore
 from fastdeploy_core.engine.observer import Observer
 from fastdeploy_core.errors import FastDeployError, InvalidRequest, needs_trace
-from fastdeploy_core.plugins.drivers import find_scale_out
+from fastdeploy_core.plugins.drivers import find_part
 from fastdeploy_core.plugins.manager import hook_manager
 from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
 
@@ -93,7 +93,7 @@ class EngineProcess:
         # Whether front ends have request schedulers of their own.
         self._shares_queue: bool = driver.capabilities.shared_queue
         if self._shares_queue:  # they will need it when the model is loaded: too late to say so
-            find_scale_out("shared-queue", f"--scheduler-name {config.request_scheduler.name}")
+            find_part("shared-queue", f"--scheduler-name {config.request_scheduler.name}")
         self._scheduler: RequestScheduler = driver(config.request_scheduler)
         self._core = EngineCore(config, init.resolved)
         self._num_free_blocks = self._core.info.num_blocks  # as of the newest tick

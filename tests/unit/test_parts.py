@@ -38,7 +38,7 @@ def test_several_engines_name_the_command_that_installs_them() -> None:
 
 def test_several_api_servers_name_it_too() -> None:
     with pytest.raises(PluginNotFound, match=r"--api-server-count above 1 .*pip install fd-scale"):
-        drivers.scale_out("api-servers", "--api-server-count above 1")
+        drivers.part("api-servers", "--api-server-count above 1")
 
 
 def test_a_shared_queue_names_it_before_a_model_is_loaded() -> None:
@@ -58,7 +58,7 @@ def test_a_shared_queue_names_it_before_a_model_is_loaded() -> None:
 
 def test_whole_experts_on_each_rank_name_it_too() -> None:
     with pytest.raises(PluginNotFound, match=r"--enable-expert-parallel .*pip install fd-scale"):
-        drivers.find_scale_out("experts", "--enable-expert-parallel", drivers.discover())
+        drivers.find_part("experts", "--enable-expert-parallel", drivers.discover())
 
 
 @pytest.mark.parametrize(
