@@ -21,9 +21,10 @@ FDCPU_INLINE bool is_paired(const AttentionOp &op) {
     return sizeof(C) == 2 && op.values;
 }
 
-// The first key that the query of a sequence's token sees, and the token that its block begins with: what lies in
-// front of that may be of others.
+// The first key that the query of a sequence's token sees (a row of nobody has tokens below 0), and the token that its
+// block begins with: what lies in front of that may be of others.
 FDCPU_INLINE int64_t first_key(const AttentionOp &op, int64_t token) {
+    token = std::max<int64_t>(0, token);
     if (op.chunk) return token / op.chunk * op.chunk;
     return op.window ? std::max<int64_t>(0, token + 1 - op.window) : 0;
 }

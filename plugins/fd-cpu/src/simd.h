@@ -10,7 +10,11 @@
 
 #define FDCPU_INLINE inline __attribute__((always_inline))
 // Loops over registers: unless they are unrolled at once, the compiler has the registers in memory.
+#ifdef __clang__
+#define FDCPU_UNROLL _Pragma("clang loop unroll(full)")
+#else
 #define FDCPU_UNROLL _Pragma("GCC unroll 16")
+#endif
 
 namespace fdcpu::FDCPU_NAMESPACE {
 
