@@ -113,7 +113,7 @@ struct TiledPanel {
                 for (int line = 0; line < 3 && kFetches; ++line) __builtin_prefetch(block + line * 64 + kFarAhead, 0, 2);
                 I lines[2][2];
                 decode_block(block, exponents, lines);
-                for (int n = 0; n < 4; ++n) store_as(to + (s + n / 2) * 1024 + (2 * i + n % 2) * 64, lines[n / 2][n % 2]);
+                for (int n = 0; n < 4; ++n) store_as(to + (s + n / 2) * 1024 + (2 * i + n % 2) * 64, lines[n % 2][n / 2]);
             }
         if (part < parts - 1) return;
         if (step == 0) patch = patches;
