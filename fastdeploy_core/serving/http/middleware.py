@@ -28,7 +28,11 @@ logger = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 DRAIN_PATH = "/drain"
 # Only the operator's own key opens these, if there is one.
-ADMIN_PATHS = {DRAIN_PATH, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+ADMIN_PATHS = {
+    *(DRAIN_PATH, "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/pause", "/v1/pause"),
+    *("/resume", "/v1/resume", "/sleep", "/v1/sleep", "/wake_up", "/v1/wakeup"),
+    *("/update_weights", "/v1/update_weights", "/reset_prefix_cache"),
+}
 MAX_HEADERS = 100  # the HTTP parser bounds their bytes
 _CLIENT_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
