@@ -28,7 +28,6 @@ from fastdeploy_core.errors import ConfigError, InvalidRequest
 from fastdeploy_core.types import RequestStatus, branch_id
 
 if TYPE_CHECKING:
-    from fastdeploy_core.config import EngineConfig
     from fastdeploy_core.engine.core import EngineCore
 
 logger = logging.getLogger(__name__)
@@ -62,7 +61,6 @@ class EngineControl:
         queue_before: Any = None,
         show_life: Callable[[], None] | None = None,
     ) -> None:
-        _check(core.config)
         self._core, self._queue, self._show_life = core, queue_before, show_life
         self._epoch = secrets.token_hex(8)
         self._actions: queue.SimpleQueue[Action] = queue.SimpleQueue()
@@ -103,7 +101,7 @@ class EngineControl:
                 }
             )
 
-    # -- for the thread of the steps ----------------------------------------------------------------
+    # -- for the thread of the steps -------------------------------------------------------------
 
     def tick(self) -> None:
         """Go on with a pause, or begin the next action."""
@@ -179,8 +177,8 @@ class EngineControl:
             raise InvalidRequest(f"level must be 0, 1 or 2, got {level!r:.40}", param="level")
         if level == 2 and self._source["source"] not in _FIXED:
             raise WrongState(
-                f"the weights came from source {self._source['source']!r}, which cannot be read again: sleep "
-                "at level 1, which keeps them in host memory"
+                f"the weights came from source {self._source['source']!r}, which cannot be read "
+                "again: sleep at level 1, which keeps them in host memory"
             )
         wanted = [tag for tag in tags if tag not in self._asleep] if level else []
         freed = 0
@@ -317,19 +315,6 @@ class EngineControl:
 
 class _WorkersFailed(Exception):
     """A rank could not do it; the message is for the operator."""
-
-
-def _check(config: EngineConfig) -> None:
-    """ConfigError for what cannot be had with --enable-rollout."""
-    found = ""
-    if config.parallel.data_parallel_size > 1:
-        found = "--data-parallel-size above 1: control one engine each"
-    elif config.cache.kv_store:
-        found = "--kv-store: its blocks would outlive the weights that they were computed with"
-    elif config.handover.transport:
-        found = "--kv-transport: other instances may have other weights"
-    if found:
-        raise ConfigError(f"--enable-rollout is not possible with {found}")
 
 
 def _mode_of(action: Action) -> str:

@@ -2,9 +2,9 @@
 torch's allocator.
 
 A region is a torch.cuda.MemPool whose segments this module makes: a range of addresses is reserved,
-physical memory is created and mapped there. Sleeping unmaps and releases the physical memory, waking
-maps new memory at the same addresses. What has to be the same afterwards waits in page-locked host
-memory. (CUDA driver API, "Virtual Memory Management".)
+physical memory is created and mapped there. Sleeping unmaps and releases it, waking maps new memory
+at the same addresses. What has to be the same afterwards waits in page-locked host memory.
+ (CUDA driver API, "Virtual Memory Management".)
 """
 
 from __future__ import annotations

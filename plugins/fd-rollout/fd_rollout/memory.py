@@ -1,8 +1,8 @@
 """Memory that is given back while its addresses stay, so that whatever holds one goes on after:
 tensors, kernels' arguments, captured graphs.
 
-Memory of the host: its pages are dropped, and come back as zeros when they are used again. An NVIDIA
-GPU under torch: see cuda_memory. Other devices have no such memory.
+Memory of the host: its pages are dropped, and come back as zeros when they are used again. A GPU of
+NVIDIA under torch: see cuda_memory. Other devices have no such memory.
 """
 
 from __future__ import annotations

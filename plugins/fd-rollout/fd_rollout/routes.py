@@ -145,9 +145,7 @@ def _server(http: Request) -> ServerState:
 async def _state(state: ServerState) -> dict[str, Any]:
     text = (await state.engine.stats()).control
     if not text:
-        raise ApiError(
-            404, "this engine is not paused or put to sleep; start with --enable-rollout"
-        )
+        raise ApiError(404, "this engine cannot be paused; start it with --enable-rollout")
     found: dict[str, Any] = json.loads(text)
     return found
 

@@ -41,12 +41,8 @@ class WeightServer:
         training may go on at once; what was published before is let go."""
         from safetensors.torch import save
 
-        data = save(
-            {
-                name: tensor.detach().to("cpu", copy=True).contiguous()
-                for name, tensor in tensors.items()
-            }
-        )
+        own = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+        data = save(own)
         memory = os.memfd_create(f"weights-{version}")
         with open(memory, "wb", closefd=False) as file:
             file.write(data)

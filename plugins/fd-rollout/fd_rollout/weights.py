@@ -2,7 +2,8 @@
 and each tensor of the second model is copied into that of the first.
 
 So every number format, layout and share of a rank is what the loader makes it, captured graphs find
-the new weights at the old addresses, and weights that cannot be read leave the old ones as they are.
+the new weights at the old addresses, and weights that cannot be read leave the old ones as they
+are.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ class Replacement:
         num_bytes, least = self._num_bytes(), self._loaded.builder.weight_bytes
         if num_bytes < least * (1 - _MOST_UNSEEN):
             raise WeightError(
-                f"{num_bytes} bytes of weights were found in the model, which has {least}: some lie "
-                f"where device {self._device.name} alone knows, so that they cannot be replaced"
+                f"{num_bytes} bytes of weights were found in the model, which has {least}: some "
+                f"lie where device {self._device.name} alone knows, so that they cannot be replaced"
             )
 
     def copy(self) -> int:
@@ -183,7 +184,7 @@ class _Walk:
         self._kept.append(old)
         if type(old) is not type(new):
             raise self._differ(where, f"{type(old).__name__} and {type(new).__name__}")
-        if isinstance(old, self._tensor) or isinstance(old, np.ndarray):
+        if isinstance(old, (self._tensor, np.ndarray)):
             if old is new and not self._is_same:
                 return
             if tuple(old.shape) != tuple(new.shape) or old.dtype != new.dtype:

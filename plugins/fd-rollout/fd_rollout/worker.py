@@ -7,13 +7,14 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastdeploy_core.errors import ConfigError, needs_trace
+from fastdeploy_core.errors import ConfigError, WorkerError, needs_trace
 from fastdeploy_core.worker.worker import Worker
 
-from .memory import SleepingMemory, memory_of
+from .memory import memory_of
 from .weights import Replacement, check_replaceable, model_tensors
 
 if TYPE_CHECKING:
+    from fastdeploy_core.config import EngineConfig
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.plugins.kernels import ChosenKernels
@@ -27,14 +28,16 @@ Answer = dict[str, Any]
 class RolloutWorker(Worker):
     """Part `rollout-worker`. `control` is called with no step in flight."""
 
-    _memory: SleepingMemory
-    _loaded: LoadedModel
-    _kernels: ChosenKernels
+    # Set while the model is loaded.
+    _memory: Any = None  # a SleepingMemory
+    _loaded: Any = None  # a LoadedModel
+    _kernels: Any = None
     _replacement: Replacement | None = None
     _has_lent = False  # the KV caches' memory, to the new weights
 
     def load(self) -> WorkerInfo:
-        """See Worker.load. ConfigError: the device has a worker of its own."""
+        """See Worker.load. ConfigError for what cannot be had with --enable-rollout."""
+        _check(self.config)
         if self.resolved.load("device").worker:
             raise ConfigError(
                 f"device {self.resolved.name('device')} runs steps in its own way, which "
@@ -54,11 +57,10 @@ class RolloutWorker(Worker):
 
     def close(self) -> None:
         """See Worker.close."""
-        memory = getattr(self, "_memory", None)
-        del self._loaded
+        self._loaded = self._replacement = None
         super().close()
-        if memory is not None:
-            memory.close()
+        if self._memory is not None:
+            self._memory.close()
 
     def _load_model(
         self, device: DeviceBackend, kernels: ChosenKernels, free_bytes: int
@@ -109,7 +111,8 @@ class RolloutWorker(Worker):
 
     def _commit(self, action: Answer) -> Answer:
         """Copy what was read into the place of the old weights."""
-        assert self._replacement is not None, "prepare comes first"
+        if self._replacement is None:
+            raise WorkerError("commit comes after prepare")
         num_bytes = self._replacement.copy()
         self._drop(action)
         return {"num_bytes": num_bytes}
@@ -125,3 +128,16 @@ class RolloutWorker(Worker):
 
     def _cache_tensors(self) -> list[Any]:
         return [tensor for layer in self._ready()[0].caches.tensors for tensor in layer]
+
+
+def _check(config: EngineConfig) -> None:
+    """ConfigError for what cannot be had with --enable-rollout."""
+    found = ""
+    if config.parallel.data_parallel_size > 1:
+        found = "--data-parallel-size above 1: control one engine each"
+    elif config.cache.kv_store:
+        found = "--kv-store: its blocks would outlive the weights that they were computed with"
+    elif config.handover.transport:
+        found = "--kv-transport: other instances may have other weights"
+    if found:
+        raise ConfigError(f"--enable-rollout is not possible with {found}")
