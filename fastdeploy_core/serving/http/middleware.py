@@ -33,6 +33,7 @@ ADMIN_PATHS = {
     *("/resume", "/v1/resume", "/sleep", "/v1/sleep", "/wake_up", "/v1/wakeup"),
     *("/update_weights", "/v1/update_weights", "/reset_prefix_cache"),
 }
+_PAGE = re.compile(r"/|/ui/[\w.-]+", re.ASCII)  # fd-web's files, the same for everybody
 MAX_HEADERS = 100  # the HTTP parser bounds their bytes
 _CLIENT_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
@@ -135,6 +136,10 @@ class Hosts:
         await self.app(scope, receive, send)
 
 
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or _PAGE.fullmatch(path) is not None
+
+
 class Keys:
     """A key on every path but OPEN_PATHS, independent of the routes that exist: as Bearer or, as
     Anthropic's clients send it, in x-api-key. Clients' keys do not open what is the operator's, nor
@@ -150,7 +155,7 @@ class Keys:
         known = self.digests
         if scope["type"] == "http" and self.admin and route_path(scope) in ADMIN_PATHS:
             known = self.admin
-        if scope["type"] != "http" or not known or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or not known or _is_open(scope["path"]):
             await self.app(scope, receive, send)
             return
         found = _match(_header(scope, b"authorization"), known)

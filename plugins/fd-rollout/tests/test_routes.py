@@ -50,7 +50,7 @@ def server(fd_tensor: str) -> Iterator[ServerProcess]:
         yield process
 
 
-def post(server: ServerProcess, path: str, **body: Any) -> httpx.Response:
+def post(server: ServerProcess, path: str, /, **body: Any) -> httpx.Response:
     return httpx.post(server.url + path, json=body or None, headers=KEY, timeout=120)
 
 
