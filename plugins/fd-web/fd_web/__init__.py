@@ -1,1 +1,1 @@
-"""The page at `/`: a chat with the model, and what the server is doing. `page` is built from `ui`."""
+"""The page at `/`: a chat with the model, and what the server does. `page` is built from `ui`."""

@@ -44,11 +44,11 @@ def page_routes() -> ApiRoutes:
     files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in TYPES}
     router = APIRouter(include_in_schema=False)
 
-    @router.get("/")
+    @router.api_route("/", methods=["GET", "HEAD"])
     async def index() -> Response:
         return _file("index.html", files["index.html"], "no-cache")
 
-    @router.get("/ui/{name}")
+    @router.api_route("/ui/{name}", methods=["GET", "HEAD"])
     async def asset(name: str) -> Response:
         if name not in files:
             raise ApiError(404, f"the page has no file {name[:80]!r}")

@@ -53,7 +53,8 @@ export function Live({ state }) {
         {!!drafts && (
           <Tile name="Drafts accepted" value={percent(now.get('spec_decode_num_accepted_tokens_total') / drafts)} />
         )}
-        <Tile name="Preempted" value={now.get('request_preempted_total')} />
+        <Tile name="Requests" value={now.get('requests_number_total')} note="since the start" />
+        <Tile name="Preempted" value={now.get('request_preempted_total')} note="since the start" />
       </div>
       <h2>Latency <small>of the last minute</small></h2>
       <table>
@@ -88,7 +89,7 @@ function Tile({ name, value, note, bar, lines }) {
       <span class="name">{name}</span>
       <span class="value">{value}</span>
       {note && <span class="quiet">{note}</span>}
-      {bar !== undefined && <meter min="0" max="1" value={bar} aria-label={name} />}
+      {bar !== undefined && <progress max="1" value={bar} aria-label={name} />}
       {lines && <Spark values={lines} />}
     </div>
   )
@@ -97,7 +98,9 @@ function Tile({ name, value, note, bar, lines }) {
 function Spark({ values }) {
   const shown = values.slice(-30)
   const most = Math.max(...shown, 1)
-  const points = shown.map((value, at) => `${(100 * at) / 29},${22 - (20 * value) / most}`).join(' ')
+  const left = 30 - shown.length
+  const at = (index) => (100 * (left + index)) / 29
+  const points = shown.map((value, index) => `${at(index)},${22 - (20 * value) / most}`).join(' ')
   return (
     <svg class="spark" viewBox="0 0 100 24" preserveAspectRatio="none" aria-hidden="true">
       <polyline points={points} />

@@ -69,7 +69,7 @@ export class History {
   }
 
   quantile(name, q) {
-    return this.last ? quantile(this.first === this.last ? null : this.first, this.last, name, q) : null
+    return this.first === this.last ? null : quantile(this.first, this.last, name, q)
   }
 
   get(name) {
