@@ -152,7 +152,7 @@ class EngineControl:
         except (ConfigError, InvalidRequest) as error:
             answer = {"error": str(error), "status": 400}
         except _WorkersFailed as error:
-            answer = {"error": str(error), "status": 500}
+            answer = {"error": str(error), "status": 400}
         has_failed = "error" in answer and _RESUMES.get(action["do"]) == self._resume_after
         if self._state == "paused" and (has_failed or action["do"] == self._resume_after):
             self._run()

@@ -147,6 +147,10 @@ class _Driver:
         at, source = ctypes.c_uint64(address), ctypes.c_void_p(kept.data_ptr())
         self.call("cuMemcpyHtoD_v2", at, source, ctypes.c_size_t(kept.numel()))
 
+    def wait(self) -> None:
+        """Until the GPU has done what it was given; other threads run on meanwhile."""
+        self.call("cuCtxSynchronize")
+
     def clear(self, address: int, num_bytes: int) -> None:
         """Zeros."""
         zero = ctypes.c_ubyte(0)
@@ -202,7 +206,6 @@ class CudaMemory:
         self._device = device
         self._torch_device = torch.device(str(device.device))
         torch.cuda.set_device(self._torch_device)
-        torch.cuda.synchronize()
         self._driver = _Driver(self._torch_device.index or 0)
         self._regions: dict[str, _Region] = {}
 
@@ -263,7 +266,7 @@ class CudaMemory:
             for offset, kept in segment.saved:
                 self._driver.restore(segment.address + offset, kept)
             segment.saved = []
-        torch.cuda.synchronize()
+        self._driver.wait()
         region.is_asleep = False
 
     def free_bytes(self) -> int:
@@ -282,8 +285,10 @@ class CudaMemory:
         self.give_back()
 
     def _bind(self) -> None:
+        """This thread calls this GPU, which has nothing to do any more."""
         torch.cuda.set_device(self._torch_device)
-        torch.cuda.synchronize()
+        torch.empty(1, device=self._torch_device)  # makes the GPU's context this thread's
+        self._driver.wait()
 
 
 def _without(segment: tuple[int, int], ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,9 +11,12 @@ from typing import Any
 import httpx
 import pytest
 from checkpoint import MODEL, PROMPTS, ROOM, changed, tensors, write
+from fd_rollout.routes import rollout_routes
 from fd_rollout.trainer import WeightServer
 
 from fastdeploy import LLM, SamplingParams
+from fastdeploy_core.plugins.known import providers
+from fastdeploy_core.serving.http.middleware import ADMIN_PATHS
 from tests.server_process import ServerProcess, serving
 
 KEY = {"authorization": "Bearer operators"}
@@ -69,6 +71,14 @@ def complete(server: ServerProcess, number: int) -> tuple[list[int], str]:
     return choice["token_ids"], choice["finish_reason"]
 
 
+def test_the_core_knows_what_to_install_for_these_routes() -> None:
+    known = {route for route, name in providers("route").items() if name == "fd-rollout"}
+    routes = rollout_routes().router.routes
+    assert known == {f"{method} {route.path}" for route in routes for method in route.methods}
+    changing = {route.path for route in routes if "POST" in route.methods}
+    assert changing <= ADMIN_PATHS
+
+
 def test_only_the_operator_controls_the_engine(server: ServerProcess) -> None:
     for path in ("/pause", "/resume", "/sleep", "/wake_up", "/update_weights", "/v1/sleep"):
         assert httpx.post(server.url + path).status_code == 401
@@ -115,11 +125,11 @@ def test_what_is_wrong_is_said(server: ServerProcess) -> None:
     ):
         assert post(server, path, **body).status_code in (400, 422)
     answer = post(server, "/update_weights", path="/nowhere/at/all")
-    assert answer.status_code == 500 and "/nowhere/at/all" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "no folder" in answer.json()["error"]["message"]
     assert get(server, "/is_paused") == {"is_paused": False, "state": "running"}
 
 
-@pytest.mark.parametrize("mode", ["wait", "keep", "abort"])
+@pytest.mark.parametrize("mode", ["wait", "keep", pytest.param("abort", marks=pytest.mark.slow)])
 def test_no_answer_mixes_weights(
     server: ServerProcess,
     answers: list[list[list[int]]],
@@ -140,24 +150,20 @@ def test_no_answer_mixes_weights(
         clients = [pool.submit(load, worker) for worker in range(4)]
         shared = {"source": "shared", "options": {"socket": str(tmp_path / "socket")}}
         try:
-            for turn in range(3):
+            for turn in range(2):
                 version = f"{mode}-{turn}"
                 trainer.publish(version, tensors())
-                for body in ({"path": str(other)}, shared):
+                for model, body in ((1, {"path": str(other)}), (0, shared)):
                     updated = post(server, "/update_weights", version=version, mode=mode, **body)
                     assert updated.status_code == 200, updated.text
                     assert updated.json()["status"] == "running"
+                    assert complete(server, turn)[0] == answers[model][turn]
         finally:
             stop.set()
         for client in clients:
             client.result(60)
-    assert get(server, "/weight_info")["weight_version"] == f"{mode}-2"
-    seen: Counter[int] = Counter()
+    assert get(server, "/weight_info")["weight_version"] == f"{mode}-1"
     for number, tokens, reason in found:
-        possible = [n for n in (0, 1) if answers[n][number][: len(tokens)] == tokens]
-        assert possible, f"{tokens} are of neither model"
+        assert any(model[number][: len(tokens)] == tokens for model in answers)
         assert reason == "length" or mode != "wait"
-        if reason == "length":
-            assert len(tokens) == NUM_TOKENS
-            seen[possible[0]] += 1
-    assert seen[0] and seen[1]
+        assert reason != "length" or len(tokens) == NUM_TOKENS
