@@ -229,9 +229,8 @@ class CudaMemory:
         lost = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors] if is_lost else []
         for segment in region.segments.values():
             for start, stop in _without((segment.address, segment.num_bytes), lost):
-                if tag != "kv_cache":
-                    kept = self._driver.save(start, stop - start)
-                    segment.saved.append((start - segment.address, kept))
+                kept = self._driver.save(start, stop - start)
+                segment.saved.append((start - segment.address, kept))
         for segment in region.segments.values():
             if segment.handle is not None:
                 self._driver.unmap(segment.address, segment.num_bytes, segment.handle)
@@ -261,7 +260,7 @@ class CudaMemory:
                     segment.handle = None
             raise
         for segment in woken:
-            if not segment.saved:
+            if sum(kept.numel() for _, kept in segment.saved) < segment.num_bytes:
                 self._driver.clear(segment.address, segment.num_bytes)
             for offset, kept in segment.saved:
                 self._driver.restore(segment.address + offset, kept)

@@ -36,7 +36,17 @@ if TYPE_CHECKING:
 
 CHECKPOINT: Final = "checkpoint"  # the source that the engine was started with
 _POLL_S: Final = 0.0005
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), type, types.ModuleType)
+_PLAIN: Final[tuple[type, ...]] = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bool,
+    type(None),
+    type,
+    types.ModuleType,
+)
 _WITHOUT_WEIGHTS: Final = ("ngram_match", "suffix")
 _MOST_UNSEEN: Final = 0.05  # of the weights' bytes: alignment, counted otherwise by formats
 
@@ -163,8 +173,8 @@ class _Walk:
             *old.builder.moe_drivers.values(),
             *(device, old.builder.kernels, old.builder.communicator, old.builder.quantizer),
         ]
-        kinds = {type(driver) for driver in drivers if driver is not None}
-        self._left = (*_PLAIN, ModelBuilder, WeightMap, *kinds, type(device.xp))
+        kinds: set[type] = {type(driver) for driver in drivers if driver is not None}
+        self._left: tuple[type, ...] = (*_PLAIN, ModelBuilder, WeightMap, *kinds, type(device.xp))
         self._is_same = old is new
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # what `_seen` names by id stays alive

@@ -7,6 +7,8 @@ by nobody: whatever a model writes into it.
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +17,7 @@ from starlette.responses import Response
 
 from fastdeploy_core import __version__
 from fastdeploy_core.contracts.base import ApiRoutes
+from fastdeploy_core.errors import FastDeployError
 from fastdeploy_core.serving.http.errors import ApiError
 from fastdeploy_core.serving.respond import json_response
 from fastdeploy_core.serving.state import ServerState
@@ -57,7 +60,7 @@ def page_routes() -> ApiRoutes:
 
     @router.get("/state")
     async def state(http: Request) -> Response:
-        return json_response(_state(http))
+        return json_response(await _state(http))
 
     return ApiRoutes(router)
 
@@ -67,11 +70,15 @@ def _file(name: str, content: bytes, cache: str) -> Response:
     return Response(content, headers=headers, media_type=TYPES[Path(name).suffix])
 
 
-def _state(http: Request) -> dict[str, Any]:
+async def _state(http: Request) -> dict[str, Any]:
     server: ServerState = http.app.state.server
     info, health = server.engine.info, server.engine.health()
     draining = health.draining or server.occupancy.table.is_draining
     state = "draining" if draining else "ready" if health.ready else "down"
+    with suppress(FastDeployError):  # an engine that is down says nothing
+        control = (await server.engine.stats()).control  # fd-rollout's
+        found = json.loads(control)["state"] if control else "running"
+        state = state if found == "running" else found
     return {
         "version": __version__,
         "model": server.model_names[0],
