@@ -344,7 +344,7 @@ def slow(session: nox.Session) -> None:
     libraries, arguments = _libraries(session)
     for library in libraries:
         session.run("pytest", "tests", "-q", "-m", "slow", "--tensor", library, *arguments)
-    for folder in ("plugins/fd-sched-redis", "plugins/fd-vision"):
+    for folder in ("plugins/fd-rollout", "plugins/fd-sched-redis", "plugins/fd-vision"):
         with session.chdir(folder):
             session.run("pytest", "-q", "-m", "slow", "--fd-tensor", "torch", *arguments)
 

@@ -129,7 +129,10 @@ def test_what_is_wrong_is_said(server: ServerProcess) -> None:
     assert get(server, "/is_paused") == {"is_paused": False, "state": "running"}
 
 
-@pytest.mark.parametrize("mode", ["wait", "keep", pytest.param("abort", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode",
+    ["wait", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("keep", "abort"))],
+)
 def test_no_answer_mixes_weights(
     server: ServerProcess,
     answers: list[list[list[int]]],
