@@ -136,8 +136,9 @@ class Hosts:
         await self.app(scope, receive, send)
 
 
-def _is_open(path: str) -> bool:
-    return path in OPEN_PATHS or _PAGE.fullmatch(path) is not None
+def _is_open(scope: Scope) -> bool:
+    path, is_read = scope["path"], scope["method"] in ("GET", "HEAD")
+    return path in OPEN_PATHS or (is_read and _PAGE.fullmatch(path) is not None)
 
 
 class Keys:
@@ -155,7 +156,7 @@ class Keys:
         known = self.digests
         if scope["type"] == "http" and self.admin and route_path(scope) in ADMIN_PATHS:
             known = self.admin
-        if scope["type"] != "http" or not known or _is_open(scope["path"]):
+        if scope["type"] != "http" or not known or _is_open(scope):
             await self.app(scope, receive, send)
             return
         found = _match(_header(scope, b"authorization"), known)

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from fastdeploy_core.errors import WorkerError
+
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
 
@@ -167,8 +169,8 @@ class _Region:
         size, number, pointer = ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p
         take = ctypes.CFUNCTYPE(pointer, size, number, pointer)(self._take)
         give = ctypes.CFUNCTYPE(None, pointer, size, number, pointer)(self._give)
-        calls = (ctypes.cast(take, pointer).value, ctypes.cast(give, pointer).value)
-        allocator = torch._C._cuda_customAllocator(*calls)
+        calls = [ctypes.cast(call, pointer).value or 0 for call in (take, give)]
+        allocator = torch._C._cuda_customAllocator(calls[0], calls[1])
         _FOR_EVER.extend((take, give, allocator, self))
         self.pool: torch.cuda.MemPool | None = torch.cuda.MemPool(allocator)
 
@@ -217,6 +219,8 @@ class CudaMemory:
         if tag not in self._regions:
             self._regions[tag] = _Region(self._driver)
         found = self._regions[tag]
+        if found.pool is None:
+            raise WorkerError(f"region {tag} is closed")
         with torch.cuda.use_mem_pool(found.pool, device=self._torch_device):
             yield
 

@@ -67,9 +67,9 @@ class RolloutWorker(Worker):
     ) -> LoadedModel:
         self._memory = memory_of(device)
         with self._memory.region("weights"):
-            self._loaded = super()._load_model(device, kernels, free_bytes)
-        self._kernels = kernels
-        return self._loaded
+            loaded = super()._load_model(device, kernels, free_bytes)
+        self._loaded, self._kernels = loaded, kernels
+        return loaded
 
     def _allocate_cache(self, sizes: Sequence[int], host_file: str) -> None:
         with self._memory.region("kv_cache"):
