@@ -86,7 +86,7 @@ def find_part(name: str, asked: str, inventory: Inventory | None = None) -> Plug
     client.py), weights with later starts (`weight-cache`: loading/loader.py). Adapters of layers
     (`lora`: layers/builder.py) and requests (`lora-request`: api/, `lora-server`: serving/).
     What puts engines to sleep (`rollout-engine`, `rollout-worker`, `rollout-llm`: client.py,
-    engine_process.py, worker_process.py). `forced-tools` (a module): calls that a grammar forces.
+    engine_process.py, worker_process.py). `forced-tools`: calls that a grammar forces.
     asked: the arguments that need it."""
     try:
         return find("part", name, inventory)

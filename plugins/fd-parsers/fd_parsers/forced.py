@@ -63,6 +63,13 @@ def reader(
     return (lambda tools: RequiredCalls()) if required else None
 
 
+class ForcedTools:
+    """Part `forced-tools`: what the server asks of this file."""
+
+    constraint = staticmethod(constraint)
+    reader = staticmethod(reader)
+
+
 class NamedCall:
     """All text of the answer is the arguments of one function."""
 
