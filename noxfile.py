@@ -96,6 +96,7 @@ LIGHT = {
     "plugins/fd-quant-formats": (),
     "plugins/fd-quant-hub": (),
     "plugins/fd-quant-wint2": (),
+    "plugins/fd-rollout": ("-m", "not slow"),
     "plugins/fd-router": tuple(f"--ignore-glob=*/test_{name}.py" for name in REAL_SERVERS),
     "plugins/fd-scale-out": (),
     # Most of its tests are in one file, and they wait more than they compute.
@@ -107,6 +108,7 @@ LIGHT = {
         *("--ignore-glob=*/test_caches.py", "--ignore-glob=*/test_mixes.py"),
         *("-m", "not slow"),
     ),
+    "plugins/fd-web": ("-m", "not browser"),
 }
 # Client libraries by name, with what installs all of each that session `clients` runs.
 CLIENTS = {
@@ -312,6 +314,15 @@ def deploy(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def page(session: nox.Session) -> None:
+    """The page of fd-web in Chromium, which has to be there: `apt install chromium`."""
+    _install_tests(session)
+    session.install("playwright>=1.50")
+    with session.chdir("plugins/fd-web"):
+        session.run("pytest", "-q", "--fd-tensor", "torch", *session.posargs)
+
+
+@nox.session(default=False)
 def clients(session: nox.Session) -> None:
     """The newest of each client library, unchanged, each in an environment of its own, on a real
     server with the demo model; prints the table of docs/how-to/clients.md."""
@@ -333,7 +344,7 @@ def slow(session: nox.Session) -> None:
     libraries, arguments = _libraries(session)
     for library in libraries:
         session.run("pytest", "tests", "-q", "-m", "slow", "--tensor", library, *arguments)
-    for folder in ("plugins/fd-sched-redis", "plugins/fd-vision"):
+    for folder in ("plugins/fd-rollout", "plugins/fd-sched-redis", "plugins/fd-vision"):
         with session.chdir(folder):
             session.run("pytest", "-q", "-m", "slow", "--fd-tensor", "torch", *arguments)
 

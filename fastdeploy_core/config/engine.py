@@ -226,6 +226,7 @@ class EngineConfig:
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
     lora: LoRAConfig | None = None  # None: no adapters
+    rollout: bool = False  # whether fd-rollout may pause the engine, and replace its weights
     speculative: SpeculativeConfig | None = None
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     logits_processors: tuple[str, ...] = ()

@@ -90,6 +90,7 @@ from fd_mysuffix.checkpoint import MySuffixCheckpoint
 from fd_mythoughts.parser import MyThoughtsParser
 from fd_mywire.transport import MyWireTransport
 from fd_parsers.deepseek import DeepSeekToolParser
+from fd_parsers.forced import ForcedTools
 from fd_parsers.gemma import FunctionGemmaToolParser, Gemma4ToolParser
 from fd_parsers.harmony import HarmonyReasoningParser, HarmonyToolParser
 from fd_parsers.hermes import HermesToolParser
@@ -121,6 +122,10 @@ from fd_quant_hub.compressed import CompressedTensors
 from fd_quant_hub.gptq import Awq, Gptq
 from fd_quant_wint2.published import Wint2
 from fd_quant_wint2.trellis import Tet2, Tet3, Tet4
+from fd_rollout.control import EngineControl
+from fd_rollout.offline import METHODS
+from fd_rollout.sources import Folder, SharedMemory, WeightSource
+from fd_rollout.worker import RolloutWorker
 from fd_router.command import main as router
 from fd_scale_out.experts import ExpertRanks as WholeExperts
 from fd_scale_out.front_ends import FrontEnds
@@ -188,6 +193,7 @@ from fastdeploy_core.contracts.small import (
 )
 from fastdeploy_core.contracts.speculative import DeviceDrafter, DrafterContext, HostDrafter
 from fastdeploy_core.engine.client import EngineLink
+from fastdeploy_core.engine.core import EngineCore
 from fastdeploy_core.engine.processes.supervisor import Listener
 from fastdeploy_core.kvcache import CachePlan
 from fastdeploy_core.layers import ModelBuilder
@@ -207,6 +213,7 @@ from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.serving.asking import Plugins
 from fastdeploy_core.types import SequenceExtras
 from fastdeploy_core.types.worker import WorkerInfo
+from fastdeploy_core.worker.worker import Worker
 from fastdeploy_testing.check import main as check_plugin
 from fastdeploy_testing.examine import main as examine_device
 from fastdeploy_testing.fakes import FaultyDevice, NullDevice
@@ -433,6 +440,15 @@ adapters: list[Callable[[EngineConfig, DeviceBackend, KernelTable, type[Any]], A
 ]
 adapter_request: list[Callable[[str, str, EngineConfig], SequenceExtras]] = [adapter_extras]
 served_adapters: list[Callable[[EngineConfig], Mapping[str, SequenceExtras]]] = [ServedAdapters]
+forced_tools: list[type[ForcedTools]] = [ForcedTools]
+rollout_engine: list[
+    Callable[[EngineCore, RequestScheduler | None, Callable[[], None] | None], EngineControl]
+] = [EngineControl]
+rollout_llm: list[Mapping[str, Callable[..., Any]]] = [METHODS]
+rollout_worker: list[Callable[[EngineConfig, ResolvedPlugins, int, int, str], Worker]] = [
+    RolloutWorker
+]
+weight_sources: list[Callable[[Mapping[str, Any], str], WeightSource]] = [Folder, SharedMemory]
 kv_events: list[Callable[[KVEventsConfig, int, int, int], KVEvents]] = [KVEvents]
 stored_blocks: list[
     Callable[

@@ -13,7 +13,6 @@ from typing import Any
 
 from fastdeploy_core.contracts.small import ParsedDelta, ToolCallDelta
 from fastdeploy_core.errors import InvalidRequest
-from fastdeploy_core.parsers.answer import TextParser
 from fastdeploy_core.types import StructuredOutputsParams
 
 MAX_FORCED_CALLS = 16  # ends the answer of a model that would go on calling
@@ -55,11 +54,20 @@ def _parameters(tool: dict[str, Any]) -> dict[str, Any]:
     return tool["function"].get("parameters") or _ANY_OBJECT
 
 
-def reader(name: str | None, required: bool) -> Callable[[list[Any]], TextParser] | None:
+def reader(
+    name: str | None, required: bool
+) -> Callable[[list[Any]], NamedCall | RequiredCalls] | None:
     """The reader of the answer to a forced choice; None if no choice is forced."""
     if name is not None:
         return lambda tools: NamedCall(name)
     return (lambda tools: RequiredCalls()) if required else None
+
+
+class ForcedTools:
+    """Part `forced-tools`: what the server asks of this file."""
+
+    constraint = staticmethod(constraint)
+    reader = staticmethod(reader)
 
 
 class NamedCall:
