@@ -85,6 +85,7 @@ def load_model(
     experts = _expert_ranks(config, shapes, device, communicator, load_driver)
     adapters = None if config.lora is None else load_driver("part", "lora")
     formats = _weight_formats(model_config, settings, device, kernels, load_driver)
+    place = (config.cache.block_size, device, kernels)
     with device.xp.no_grad(), keeping as cache:
         build = ModelBuilder(
             device,
@@ -92,9 +93,11 @@ def load_model(
             model_config.dtype,
             max_positions=model_config.max_model_len,
             drivers=DriverFactories(
-                lambda spec: load_driver(
-                    "state" if isinstance(spec, StateSpec) else "attention", ""
-                )(spec, config.cache.block_size, device, kernels),
+                lambda spec: (
+                    load_driver("state", "")(replace(spec, kept=config.kept_states), *place)
+                    if isinstance(spec, StateSpec)
+                    else load_driver("attention", "")(spec, *place)
+                ),
                 lambda spec: load_driver("moe", "")(spec, device, kernels),
             ),
             ranks=ModelRanks(tp_rank, tp_size, communicator, experts),
