@@ -351,6 +351,21 @@ _GRANITE: dict[str, Any] = {
     "residual_multiplier": 0.5,
     "logits_scaling": 2.0,
 }
+_NEMOTRON: dict[str, Any] = {
+    "architecture": "NemotronH",
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "time_step_min": 1e-30,  # below it transformers cuts steps of prompts, and none of decodes
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 2.5,
+}
 # Families whose layers keep states.
 STATE_VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3-next": {
@@ -396,6 +411,16 @@ STATE_VARIANTS: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 1,
         "mamba_proj_bias": True,
         "position_embedding_type": "rope",
+    },
+    "nemotron-h": {
+        **_NEMOTRON,
+        "layers_block_type": [
+            *("linear_attention", "moe", "linear_attention", "full_attention", "mlp"),
+            *("linear_attention", "moe"),
+        ],
+        "moe_latent_size": 32,
+        "n_group": 4,
+        "topk_group": 2,
     },
     "lfm2": {
         "architecture": "Lfm2",
