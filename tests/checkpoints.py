@@ -141,6 +141,15 @@ _LONGROPE = {
 }
 # Saved when asked for by name: families of fd-models.
 FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
+    "deepseek-v32": {
+        **_DEEPSEEK,
+        "architecture": "DeepseekV32",
+        "q_lora_rank": 28,
+        "index_n_heads": 16,  # with few, many scores are 0, and the order of equal ones is torch's
+        "index_head_dim": 16,
+        "index_topk": 12,
+        "rope_parameters": {**_YARN, "mscale": 0.8, "mscale_all_dim": 1.2},
+    },
     "mistral": {"architecture": "Mistral", "head_dim": 16, "sliding_window": None},
     "mistral-window": {"architecture": "Mistral", "head_dim": 16, "sliding_window": 12},
     "qwen2-moe-window": {
