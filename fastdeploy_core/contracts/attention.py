@@ -161,7 +161,9 @@ class AttentionBackend(Protocol):
     A driver with an attribute `max_recorded_len` is not recorded where sequences may be longer. One of unit
     "rope_kv" with a true attribute `norms_heads` is called as NormingBackend says. One that declares
     "sinks" is given `sinks`, [num_heads] float32, by that name exactly where spec.sinks: one more logit of
-    each head in every softmax, which no value belongs to (since contract 1.2).
+    each head in every softmax, which no value belongs to (since contract 1.2). One that declares "index" is
+    given `index`, the indexer's queries [num_tokens, heads, dim], keys [num_tokens, 1, dim] and weights
+    [num_tokens, heads] float32, exactly where spec.index; it writes both caches (since contract 1.5).
     """
 
     name: str

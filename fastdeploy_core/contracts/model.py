@@ -58,10 +58,7 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class IndexSpec:
-    """An indexer that chooses the keys a query attends to (DeepSeek V3.2, arXiv 2512.02556).
-
-    Reserved: no model of the core has one yet.
-    """
+    """An indexer that chooses the keys a query attends to (DeepSeek V3.2, arXiv 2512.02556)."""
 
     num_heads: int
     dim: int
@@ -139,9 +136,7 @@ class StateSpec:
 
     The state is [num_heads, key_dim, value_dim]; beside it lie the last conv_width - 1 inputs of a
     causal convolution over sum(conv_parts) channels. contracts/attention.py has the formulae. All numbers
-    are of this rank.
-
-    Reserved: kind "channel_delta".
+    are of this rank. Reserved: kind "channel_delta".
     """
 
     kind: Literal["delta", "channel_delta", "space", "short_conv"]

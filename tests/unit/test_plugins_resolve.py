@@ -231,7 +231,10 @@ def test_speculation_needs_a_state_driver_that_keeps_states_for_refused_drafts(w
             f"    return [Candidate('{name}', Accept(question.spec.kept))]\n"
         )
     (newest,) = (
-        (entry("state", name, f"{name}:Driver", f"fd-{name}"), entry("hooks", name, name, f"fd-{name}"))
+        (
+            entry("state", name, f"{name}:Driver", f"fd-{name}"),
+            entry("hooks", name, name, f"fd-{name}"),
+        )
         for name in ("newest",)
     )
     config = replace(CONFIG, speculative=SpeculativeConfig("ngram", 2))

@@ -1,5 +1,5 @@
-"""DeepSeek V3.2 (transformers: DeepseekV32ForCausalLM; arXiv 2512.02556): DeepSeek V3 whose attention is
-to the keys that an indexer likes best.
+"""DeepSeek V3.2 (transformers: DeepseekV32ForCausalLM; arXiv 2512.02556): DeepSeek V3 whose
+attention is to the keys that an indexer likes best.
 
 Up to index_topk tokens that is all of them, so that shorter contexts are those of DeepSeek V3.
 """
@@ -7,7 +7,7 @@ Up to index_topk tokens that is all of them, so that shorter contexts are those 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from fastdeploy_core.contracts.model import AttentionSpec, IndexSpec
 from fastdeploy_core.layers import ForwardContext, Linear, LinearPart, LinearShape, RMSNorm
@@ -36,10 +36,10 @@ class SparseLatentAttention(LatentAttention):
         norm_eps: float = 1e-6,
     ) -> None:
         super().__init__(build, prefix, shape, spec, rotary, bias=bias, norm_eps=norm_eps)
-        assert spec.index is not None and shape.q_lora_rank is not None
-        self._index, name = spec.index, f"{prefix}.indexer"
-        heads, dim, self._turning = spec.index.num_heads, spec.index.dim, shape.qk_rope_head_dim
-        self._queries = build.linear(f"{name}.wq_b", shape.q_lora_rank, heads * dim)
+        index, name = cast("IndexSpec", spec.index), f"{prefix}.indexer"
+        heads, dim, self._turning = index.num_heads, index.dim, shape.qk_rope_head_dim
+        self._heads_and_dim = heads, dim
+        self._queries = build.linear(f"{name}.wq_b", cast("int", shape.q_lora_rank), heads * dim)
         self._key = build.linear(f"{name}.wk", shape.hidden, dim)
         self._key_norm = build.layer_norm(f"{name}.k_norm", dim, 1e-6)
         weights = [LinearPart(f"{name}.weights_proj", heads)]
@@ -49,7 +49,8 @@ class SparseLatentAttention(LatentAttention):
                 f"{name}.weights_proj", weights, shape.hidden, quantize=False, is_float32=True
             ),
         )
-        self._scores, self._rotate = build.kernels["linear_float32"], build.kernels["rotary_embedding"]
+        self._scores = build.kernels["linear_float32"]
+        self._rotate = build.kernels["rotary_embedding"]
 
     def __call__(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         """x: [num_tokens, hidden], model dtype; positions: [num_tokens] int64."""
@@ -82,12 +83,10 @@ class SparseLatentAttention(LatentAttention):
         )
         return attended
 
-    def _indexed(
-        self, x: Tensor, low: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _indexed(self, x: Tensor, low: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The indexer's queries [num_tokens, heads, dim], keys [num_tokens, 1, dim] and weights
         [num_tokens, heads] float32. Its halves turn, and not neighbours as in the attention."""
-        xp, heads, dim = self._xp, self._index.num_heads, self._index.dim
+        xp, (heads, dim) = self._xp, self._heads_and_dim
         q = self._queries(low).reshape([x.shape[0], heads, dim])
         k = self._key_norm(self._key(x)).reshape([x.shape[0], 1, dim])
         end = self._turning
@@ -105,7 +104,8 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
 
     @classmethod
     def attention_spec(cls, read: ConfigReader, dtype: str) -> AttentionSpec:
-        """With an indexer."""
+        """With an indexer, which reads the low-rank queries."""
+        read.size("q_lora_rank")
         index = IndexSpec(
             num_heads=read.size("index_n_heads", default=64),
             dim=read.size("index_head_dim", default=128),

@@ -1,5 +1,5 @@
-"""Attention driver `indexed`: latent attention to the keys that an indexer likes best, in plain tensor
-code on any device (DeepSeek V3.2, arXiv 2512.02556)."""
+"""Attention driver `indexed`: latent attention to the keys that an indexer likes best, in plain
+tensor code on any device (DeepSeek V3.2, arXiv 2512.02556)."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ class IndexedAttention:
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
     ) -> None:
-        self.spec, self.block_size = spec, block_size
+        if spec.index is None:
+            raise CapabilityError("attention driver 'indexed' serves layers with an indexer alone")
+        self.spec, self.block_size, self._index = spec, block_size, spec.index
         self._device, self._xp, self._write = device, device.xp, kernels["kv_write"]
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
         """Latent rows, and index keys."""
-        spec, block = self.spec, (num_blocks, self.block_size, 1)
-        assert spec.index is not None
-        return ((*block, spec.head_dim), (*block, spec.index.dim))
+        block = (num_blocks, self.block_size, 1)
+        return ((*block, self.spec.head_dim), (*block, self._index.dim))
 
     def prepare(self, batch: AttentionBatch) -> tuple[AttentionBatch, list[_Row]]:
         """Where each row's keys lie."""
@@ -83,7 +84,8 @@ class IndexedAttention:
         index: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
         """As AttentionBackend.forward, with `index`."""
-        assert index is not None, "the layer gives the indexer's part"
+        if index is None:
+            raise CapabilityError("attention driver 'indexed' was called without an indexer's part")
         xp, spec, (batch, rows) = self._xp, self.spec, metadata
         index_q, index_k, weights = index
         # Not two widths in one call: a device's kernel may have one for both.
@@ -96,17 +98,12 @@ class IndexedAttention:
         )
         for tokens, slots, seen in rows:
             chosen = seen
-            if slots.shape[0] > self._top_k:
+            if slots.shape[0] > self._index.top_k:
                 own = xp.index_select(keys, 0, slots)
                 chosen = self._choose(index_q[tokens], weights[tokens], own, seen)
             y = self._attend(q[tokens], xp.index_select(latents, 0, slots), chosen)
             out[tokens] = y.to(out.dtype)
         return out
-
-    @property
-    def _top_k(self) -> int:
-        assert self.spec.index is not None
-        return self.spec.index.top_k
 
     def _choose(self, q: Tensor, weights: Tensor, keys: Tensor, seen: Tensor) -> Tensor:
         """[T, L] bool. q: [T, heads, dim]; weights: [T, heads] float32; keys: [L, dim]."""
@@ -114,10 +111,10 @@ class IndexedAttention:
         each = xp.matmul(q.float(), keys.float().t().unsqueeze(0))  # [T, heads, L]
         scores = (xp.clamp(each, 0.0, None) * weights.unsqueeze(-1)).sum(dim=1)
         scores = xp.where(seen, scores, xp.zeros_like(scores) + float("-inf"))
-        worst = xp.topk(scores, self._top_k, -1)[0][:, self._top_k - 1 :]
+        worst = xp.topk(scores, self._index.top_k, -1)[0][:, self._index.top_k - 1 :]
         above = scores > worst
         level = ((scores == worst) & seen).to(xp.int64)
-        room = self._top_k - above.to(xp.int64).sum(dim=-1, keepdim=True)
+        room = self._index.top_k - above.to(xp.int64).sum(dim=-1, keepdim=True)
         return above | ((level > 0) & (xp.cumsum(level, 1) <= room))
 
     def _attend(self, q: Tensor, latents: Tensor, chosen: Tensor) -> Tensor:

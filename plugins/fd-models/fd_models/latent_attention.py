@@ -129,7 +129,7 @@ class LatentAttention:
         return self._paged.attend(query, row, row[:, :, :rank], (row,), context)
 
     def _low_rank(self, down: Tensor) -> Tensor:
-        """[num_tokens, q_lora_rank], normed, or the queries where the family has no such product."""
+        """[num_tokens, q_lora_rank], normed; the queries where the family has no such product."""
         q = down[:, : self._q_end]
         return q if self._q_norm is None else self._q_norm(q)
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 class ChunkedAttention:
-    """Grouped-query attention. Where heads turn, they are made as long as sqrt(head_dim) first, which
-    turning leaves as it is; where they do not, queries grow with their position."""
+    """Grouped-query attention. Where heads turn, they are made as long as sqrt(head_dim) first,
+    since turning leaves their length alone; where they do not, queries grow with their position."""
 
     def __init__(
         self,
@@ -116,9 +116,7 @@ class ScaledExperts:
 
     def __init__(self, build: ModelBuilder, prefix: str, spec: MoESpec, width: int) -> None:
         self._xp, self._scores = build.xp, build.kernels["linear_float32"]
-        self._router = build.zeros(
-            (spec.routing.num_experts, spec.hidden_size), build.xp.float32
-        )
+        self._router = build.zeros((spec.routing.num_experts, spec.hidden_size), build.xp.float32)
         # A longer x has the same likeliest expert, so that the block may route by what it is given.
         self._block = build.moe_block(prefix, spec, width)
         placement = build.weights.placements[f"{prefix}.gate.weight"]
@@ -226,7 +224,10 @@ class Llama4ForCausalLM(StrictLM):
         """Experts in every so-many-th block, dense ones of a width of their own in the others."""
         moe, width = self.moe(read, dtype), read.size("intermediate_size")
         dense, hidden = read.size("intermediate_size_mlp", default=16384), moe.hidden_size
-        step, chosen = read.size("interleave_moe_layer_step", default=1), read.config.get("moe_layers")
+        step, chosen = (
+            read.size("interleave_moe_layer_step", default=1),
+            read.config.get("moe_layers"),
+        )
 
         def make(build: ModelBuilder, prefix: str, number: int) -> FeedForward:
             has_experts = (number + 1) % step == 0 if chosen is None else number in chosen
@@ -239,6 +240,9 @@ class Llama4ForCausalLM(StrictLM):
     def load_weights(self, tensors: Iterable[tuple[str, StoredTensor]]) -> list[str]:
         """Experts' matrices are stored [experts, in, out]."""
         return super().load_weights(
-            (name, _Transposed(stored) if ".experts." in name and len(stored.shape) == 3 else stored)
+            (
+                name,
+                _Transposed(stored) if ".experts." in name and len(stored.shape) == 3 else stored,
+            )
             for name, stored in tensors
         )

@@ -1,5 +1,5 @@
-"""Nemotron-H and Nemotron 3 (transformers: NemotronHForCausalLM; arXiv 2504.03624): every block has one
-norm and one of Mamba-2, attention without positions, a dense block, and experts."""
+"""Nemotron-H and Nemotron 3 (transformers: NemotronHForCausalLM; arXiv 2504.03624): every block has
+one norm and one of Mamba-2, attention without positions, a dense block, and experts."""
 
 from __future__ import annotations
 
@@ -196,7 +196,13 @@ class NemotronHForCausalLM(HybridLM):
     }
     reads = frozenset(
         {
-            *("chunk_size", "conv_kernel", "hybrid_override_pattern", "layer_norm_epsilon", "layers_block_type"),
+            *(
+                "chunk_size",
+                "conv_kernel",
+                "hybrid_override_pattern",
+                "layer_norm_epsilon",
+                "layers_block_type",
+            ),
             *("mamba_head_dim", "mamba_num_heads", "mlp_bias", "mlp_hidden_act", "moe_latent_size"),
             *("moe_intermediate_size", "moe_shared_expert_intermediate_size", "n_group"),
             *("n_groups", "n_routed_experts", "n_shared_experts", "norm_topk_prob"),
@@ -288,9 +294,7 @@ class NemotronHForCausalLM(HybridLM):
         """Attention, which has the name of every mixer."""
         bias, name = read.flag("attention_bias", default=False), self.recurrent_name
         prefix = prefix.removesuffix("self_attn") + name
-        return build.gqa(
-            prefix, read.heads(), spec, rotary, qkv_bias=bias, output_bias=bias
-        )
+        return build.gqa(prefix, read.heads(), spec, rotary, qkv_bias=bias, output_bias=bias)
 
     def recur(
         self, read: ConfigReader, build: ModelBuilder, prefix: str, spec: StateSpec
