@@ -12,7 +12,6 @@ import pytest
 from tests.checkpoints import build
 from tests.cpu.engine_mixes import Bench, Settings, answers_alone, check, make_requests
 
-
 SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 

@@ -7,7 +7,7 @@ Up to index_topk tokens that is all of them, so that shorter contexts are those 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fastdeploy_core.contracts.model import AttentionSpec, IndexSpec
 from fastdeploy_core.layers import ForwardContext, Linear, LinearPart, LinearShape, RMSNorm
@@ -78,8 +78,9 @@ class SparseLatentAttention(LatentAttention):
         query, row = self._absorbed(down, low, positions)
         index, rank = self._indexed(x, low, positions), self._shape.kv_lora_rank
         cache, metadata = context.caches[paged.index], context.metadata[paged.spec]
-        attended: Tensor = paged.backend.forward(
-            query, row, row[:, :, :rank], cache, metadata, **{"index": index}
+        backend: Any = paged.backend  # of those that declare "index"
+        attended: Tensor = backend.forward(
+            query, row, row[:, :, :rank], cache, metadata, index=index
         )
         return attended
 

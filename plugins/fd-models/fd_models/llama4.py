@@ -149,8 +149,9 @@ class _Transposed:
 
     def read(self, *region: slice | int) -> Tensor:
         """As StoredTensor.read."""
-        *others, rows, columns = [*region, *[slice(None)] * (len(self.shape) - len(region))]
-        return self._stored.read(*others, columns, rows).transpose(-1, -2)
+        full: list[slice | int] = [*region]
+        full += [slice(None)] * (len(self.shape) - len(full))
+        return self._stored.read(*full[:-2], full[-1], full[-2]).transpose(-1, -2)
 
 
 class Llama4ForCausalLM(StrictLM):
@@ -233,7 +234,7 @@ class Llama4ForCausalLM(StrictLM):
             has_experts = (number + 1) % step == 0 if chosen is None else number in chosen
             if not has_experts:
                 return build.mlp(prefix, hidden, dense)
-            return cast("Any", ScaledExperts(build, prefix, moe, width))
+            return cast("FeedForward", ScaledExperts(build, prefix, moe, width))
 
         return make
 

@@ -246,7 +246,8 @@ class NemotronHForCausalLM(HybridLM):
 
     @classmethod
     def rotary(cls, read: ConfigReader) -> RotarySpec:
-        """Nothing turns."""
+        """Nothing turns, whatever config.json says that can be computed."""
+        super().rotary(read)
         return RotarySpec(read.head_dim(), 1.0, kind="none")
 
     @classmethod
@@ -309,7 +310,8 @@ class NemotronHForCausalLM(HybridLM):
 
 def _usual(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """config.json in the words of other families."""
-    kinds = config.get("layers_block_type") or config.get("hybrid_override_pattern")
+    words = ("layer_types", "layers_block_type", "hybrid_override_pattern")
+    kinds = next((config[word] for word in words if config.get(word)), None)
     if not kinds:
         raise ConfigError(
             "config.json of this NemotronHForCausalLM says for no block what it is; expected "

@@ -85,9 +85,10 @@ class PlainStates:
             is_all = rows.size == batch.num_tokens
             tokens = slice(0, rows.size) if is_all else self._device.to_device(firsts[rows] + nth)
             made.append(self._rows(batch, rows, tokens, starts[rows] + nth, 1))
-        for row in np.flatnonzero(counts > self._places):
-            tokens = slice(int(firsts[row]), int(firsts[row] + counts[row]))
-            made.append(self._rows(batch, row[None], tokens, starts[row : row + 1], counts[row]))
+        for row in np.flatnonzero(counts > self._places).tolist():
+            count, own = int(counts[row]), np.array([row])
+            tokens = slice(int(firsts[row]), int(firsts[row]) + count)
+            made.append(self._rows(batch, own, tokens, starts[own], count))
         return made
 
     def _rows(
@@ -102,14 +103,15 @@ class PlainStates:
 
         def place_of(lengths: np.ndarray) -> np.ndarray:
             """[R]: of the state behind so many tokens of each row."""
-            blocks = batch.block_tables[rows, np.maximum(lengths - 1, 0) // self._block_size]
-            return blocks.astype(np.int64) * self._places + lengths % self._places
+            entries = np.maximum(lengths - 1, 0) // self._block_size
+            blocks: np.ndarray = batch.block_tables[rows, entries].astype(np.int64)
+            return blocks * self._places + lengths % self._places
 
         put, targets = self._device.to_device, place_of(starts + count)
         sources = np.where(starts > 0, place_of(starts), targets)
         chunks = None
         if count > 1:
-            chunks = Chunks(self._device, self._seen, int(count), int(starts[0]))
+            chunks = Chunks(self._device, self._seen, count, int(starts[0]))
         return _Rows(tokens, put(sources), put(targets), put(starts == 0), chunks)
 
     def _captured(self, batch: AttentionBatch) -> list[_Rows]:
