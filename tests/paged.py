@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from fd_accelerator.expert_communicator import AllGatherExperts
-from fd_models.indexed_attention import IndexedAttention
+from fd_models.latent.indexed import IndexedAttention
 from fd_models.recurrent.states import PlainStates
 from fd_scale_out.experts import ExpertRanks
 

@@ -54,13 +54,13 @@ from fd_lora.layers import AdapterLayers
 from fd_lora.served import ServedAdapters
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
-from fd_models.deepseek_v3 import DeepseekV3ForCausalLM
-from fd_models.deepseek_v32 import DeepseekV32ForCausalLM
 from fd_models.gemma2 import Gemma2ForCausalLM
 from fd_models.gemma3 import Gemma3ForCausalLM
 from fd_models.glm4_moe import Glm4MoeForCausalLM
 from fd_models.gpt_oss import GptOssForCausalLM
-from fd_models.indexed_attention import IndexedAttention
+from fd_models.latent.deepseek_v3 import DeepseekV3ForCausalLM
+from fd_models.latent.deepseek_v32 import DeepseekV32ForCausalLM
+from fd_models.latent.indexed import IndexedAttention
 from fd_models.llama4 import Llama4ForCausalLM
 from fd_models.minimax_m2 import MiniMaxM2ForCausalLM
 from fd_models.mistral import MistralForCausalLM

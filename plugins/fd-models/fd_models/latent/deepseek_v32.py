@@ -14,7 +14,7 @@ from fastdeploy_core.layers import ForwardContext, Linear, LinearPart, LinearSha
 from fastdeploy_core.models.reading import ConfigReader
 
 from .deepseek_v3 import DeepseekV3ForCausalLM
-from .latent_attention import LatentAttention, LatentShape
+from .layers import LatentAttention, LatentShape
 
 if TYPE_CHECKING:
     from fastdeploy_core.layers import ModelBuilder, RotarySpec

@@ -17,7 +17,7 @@ from fastdeploy_core.layers import RotarySpec, yarn_magnitude
 from fastdeploy_core.models.decoder import DecoderLM
 from fastdeploy_core.models.reading import ConfigReader
 
-from .latent_attention import LatentAttention, LatentShape
+from .layers import LatentAttention, LatentShape
 
 if TYPE_CHECKING:
     from fastdeploy_core.layers import ModelBuilder
