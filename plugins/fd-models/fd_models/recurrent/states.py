@@ -105,7 +105,8 @@ class PlainStates:
             """[R]: of the state behind so many tokens of each row."""
             entries = np.maximum(lengths - 1, 0) // self._block_size
             blocks: np.ndarray = batch.block_tables[rows, entries].astype(np.int64)
-            return blocks * self._places + lengths % self._places
+            places: np.ndarray = blocks * self._places + lengths % self._places
+            return places
 
         put, targets = self._device.to_device, place_of(starts + count)
         sources = np.where(starts > 0, place_of(starts), targets)
