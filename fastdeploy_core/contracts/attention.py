@@ -302,8 +302,7 @@ class StateWeights:
 @runtime_checkable
 class StateBackend(Protocol):
     """Constructed as `Driver(spec, block_size, device, kernels)`, once per distinct spec. `features` are
-    the kinds that it serves, and "kept" if it keeps states for refused drafts (since contract 1.5): words
-    of model.STATE_FEATURES. Added in contract 1.3.
+    the kinds that it serves, and "kept" (1.5): words of model.STATE_FEATURES. Added in contract 1.3.
 
     Of each head, with q, k, v out of the convolved input and a state S [key_dim, value_dim] in float32:
       "delta"       g = decay * softplus(dt + dt_bias), b = sigmoid(beta); q, k of length 1, q / sqrt(key_dim);
@@ -325,8 +324,7 @@ class StateBackend(Protocol):
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of one layer's cache tensors; dimension 0 is the block: the state in spec.state_dtype,
-        unless the kind has none, then the convolution's last conv_width - 1 inputs in spec.dtype. With
-        spec.kept, what every one of so many states takes."""
+        unless the kind has none, then the convolution's last conv_width - 1 inputs in spec.dtype."""
         ...
 
     def prepare(self, batch: AttentionBatch) -> Any:
@@ -335,10 +333,8 @@ class StateBackend(Protocol):
         A row that feeds tokens start to end reads the state in its table's block of token start - 1, and
         leaves its own in that of token end - 1, often the same; nothing else of table and slot_mapping is
         meant. A row that starts at 0 begins with zeros: what lay in a block that was another's must not show.
-
-        With spec.kept, the next row may start behind any token of a row of up to so many, since the others
-        were refused drafts: each token's state is left in that token's block. With can_capture_decode, such
-        steps are captured, too; padding at a row's end (slot_mapping -1) leaves nothing.
+        With spec.kept, a block has so many states, and the next row may start behind any token of a row of
+        up to so many (the others were refused drafts): each leaves its own, padding (slot_mapping -1) none.
         """
         ...
 
