@@ -238,5 +238,9 @@ class EngineConfig:
     @property
     def most_decode_tokens(self) -> int:
         """Tokens of the largest step without prompts."""
-        drafts = 0 if self.speculative is None else self.speculative.num_speculative_tokens
-        return self.batch.max_num_seqs * (1 + drafts)
+        return self.batch.max_num_seqs * (self.kept_states or 1)
+
+    @property
+    def kept_states(self) -> int:
+        """StateSpec.kept."""
+        return 0 if self.speculative is None else 1 + self.speculative.num_speculative_tokens

@@ -54,11 +54,14 @@ from fd_lora.layers import AdapterLayers
 from fd_lora.served import ServedAdapters
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
-from fd_models.deepseek_v3 import DeepseekV3ForCausalLM
 from fd_models.gemma2 import Gemma2ForCausalLM
 from fd_models.gemma3 import Gemma3ForCausalLM
 from fd_models.glm4_moe import Glm4MoeForCausalLM
 from fd_models.gpt_oss import GptOssForCausalLM
+from fd_models.latent.deepseek_v3 import DeepseekV3ForCausalLM
+from fd_models.latent.deepseek_v32 import DeepseekV32ForCausalLM
+from fd_models.latent.indexed import IndexedAttention
+from fd_models.llama4 import Llama4ForCausalLM
 from fd_models.minimax_m2 import MiniMaxM2ForCausalLM
 from fd_models.mistral import MistralForCausalLM
 from fd_models.mixtral import MixtralForCausalLM
@@ -67,6 +70,7 @@ from fd_models.phi3 import Phi3ForCausalLM
 from fd_models.qwen2_moe import Qwen2MoeForCausalLM
 from fd_models.recurrent.granite4 import GraniteMoeHybridForCausalLM
 from fd_models.recurrent.lfm2 import Lfm2ForCausalLM
+from fd_models.recurrent.nemotron_h import NemotronHForCausalLM
 from fd_models.recurrent.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from fd_models.recurrent.qwen3_next import Qwen3NextForCausalLM
 from fd_models.recurrent.states import PlainStates
@@ -258,6 +262,7 @@ schedulers: list[Callable[[RequestSchedulerConfig], RequestScheduler]] = [
     SplitwiseScheduler,
 ]
 attention: list[Callable[[AttentionSpec, int, DeviceBackend, KernelTable], AttentionBackend]] = [
+    IndexedAttention,
     MyFlashAttention,
     ReferenceAttention,
     X86Attention,
@@ -315,17 +320,20 @@ composed_quantizers: list[
 ]
 models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     DeepseekV3ForCausalLM,
+    DeepseekV32ForCausalLM,
     Ernie4_5ForCausalLM,
     Ernie4_5_MoeForCausalLM,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Glm4MoeForCausalLM,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
     LlamaForCausalLM,
     MiniMaxM2ForCausalLM,
     MistralForCausalLM,
     MixtralForCausalLM,
     MyModelForCausalLM,
+    NemotronHForCausalLM,
     Olmo2ForCausalLM,
     Olmo3ForCausalLM,
     Phi3ForCausalLM,

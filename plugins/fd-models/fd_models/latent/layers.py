@@ -124,11 +124,21 @@ class LatentAttention:
 
     def _attend(self, down: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         """The weighted latents of each head: [num_tokens, heads * kv_lora_rank]."""
-        shape, xp, tokens = self._shape, self._xp, down.shape[0]
-        nope, rank = shape.qk_nope_head_dim, shape.kv_lora_rank
+        query, row = self._absorbed(down, self._low_rank(down), positions)
+        rank = self._shape.kv_lora_rank
+        return self._paged.attend(query, row, row[:, :, :rank], (row,), context)
+
+    def _low_rank(self, down: Tensor) -> Tensor:
+        """[num_tokens, q_lora_rank], normed; the queries where the family has no such product."""
         q = down[:, : self._q_end]
-        if self._q_norm is not None and self._q_b is not None:
-            q = self._q_b(self._q_norm(q))
+        return q if self._q_norm is None else self._q_norm(q)
+
+    def _absorbed(self, down: Tensor, q: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [num_tokens, heads, kv_lora_rank + qk_rope_head_dim] and the rows that the cache
+        holds, [num_tokens, 1, the same]. q: of _low_rank."""
+        shape, xp, tokens = self._shape, self._xp, down.shape[0]
+        nope = shape.qk_nope_head_dim
+        q = q if self._q_b is None else self._q_b(q)
         q = q.reshape(tokens, self._heads, nope + shape.qk_rope_head_dim)
         latent = self._kv_norm(down[:, self._q_end : self._latent_end]).unsqueeze(1)
         k_rope = down[:, self._latent_end :].unsqueeze(1)
@@ -136,8 +146,7 @@ class LatentAttention:
         if not self._paged.rotates:
             q_rope, k_rope = self._paged.rotate(q_rope, k_rope, positions)
         query = xp.cat((self._up.queries(q[:, :, :nope]), q_rope), -1)
-        row = xp.cat((latent, k_rope), -1)
-        return self._paged.attend(query, row, row[:, :, :rank], (row,), context)
+        return query, xp.cat((latent, k_rope), -1)
 
     def _values(self, attended: Tensor) -> Tensor:
         """The result of _attend as values: [num_tokens, heads * v_head_dim]."""

@@ -8,7 +8,7 @@ are dense. Weights of multi-token-prediction blocks, numbered after the last blo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.model import ModelShapes
@@ -17,7 +17,7 @@ from fastdeploy_core.layers import RotarySpec, yarn_magnitude
 from fastdeploy_core.models.decoder import DecoderLM
 from fastdeploy_core.models.reading import ConfigReader
 
-from .latent_attention import LatentAttention, LatentShape
+from .layers import LatentAttention, LatentShape
 
 if TYPE_CHECKING:
     from fastdeploy_core.layers import ModelBuilder
@@ -83,29 +83,39 @@ def _moe(read: ConfigReader, dtype: str) -> MoESpec:
 class DeepseekV3ForCausalLM(DecoderLM):
     """Latent attention; experts with shared ones after the first dense blocks."""
 
-    @staticmethod
-    def shapes(config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
+    attention_layer: ClassVar[type[LatentAttention]] = LatentAttention
+
+    @classmethod
+    def attention_spec(cls, read: ConfigReader, dtype: str) -> AttentionSpec:
+        """One rank's attention."""
+        return _attention(read, dtype)
+
+    @classmethod
+    def shapes(cls, config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
         """Shapes of one rank."""
         read = ConfigReader(config, tp_size)
         read.require_activation("silu", "swish")
         read.divided("intermediate_size", read.size("intermediate_size"))
-        return read.shapes(_attention(read, dtype), _moe(read, dtype))
+        return read.shapes(cls.attention_spec(read, dtype), _moe(read, dtype))
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
         read = ConfigReader(config, build.tp_size)
-        latent, rotary, spec = _latent(read), _rotary(read), _attention(read, build.dtype)
+        latent, rotary = _latent(read), _rotary(read)
+        spec = self.attention_spec(read, build.dtype)
         moe, width = _moe(read, build.dtype), read.size("moe_intermediate_size")
         shared = width * read.count("n_shared_experts", default=0)
         intermediate = read.size("intermediate_size")
         first_moe = read.count("first_k_dense_replace", default=0)
         every = read.size("moe_layer_freq", default=1)
         bias = read.flag("attention_bias", default=False)
+        kinds = read.config.get("mlp_layer_types")  # transformers' word for the two above
         layers = read.size("num_hidden_layers")
         for number in range(read.count("num_nextn_predict_layers", "num_mtp_layers", default=0)):
             build.weights.keep(f"model.layers.{layers + number}.")
 
         def feed_forward(build: ModelBuilder, prefix: str, number: int) -> FeedForward:
-            if number < first_moe or number % every:
+            is_dense = number < first_moe or number % every
+            if kinds[number] == "dense" if kinds and number < layers else is_dense:
                 return build.mlp(prefix, latent.hidden, intermediate)
             return build.moe_block(
                 prefix,
@@ -118,7 +128,7 @@ class DeepseekV3ForCausalLM(DecoderLM):
         super().__init__(
             read,
             build,
-            attention=lambda build, prefix, _: LatentAttention(
+            attention=lambda build, prefix, _: self.attention_layer(
                 build, prefix, latent, spec, rotary, bias=bias
             ),
             feed_forward=feed_forward,
