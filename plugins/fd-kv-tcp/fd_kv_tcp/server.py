@@ -105,6 +105,8 @@ class Server:
             channel.send(wire.Pong())
         elif isinstance(message, wire.Ping):
             channel.send(wire.Pong())
+        elif isinstance(message, wire.Look):
+            channel.send(self._transport.shown())
         elif isinstance(message, wire.Read):
             channel.send_data(self._parts(message))
         else:

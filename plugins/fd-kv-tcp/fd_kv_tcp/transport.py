@@ -17,6 +17,7 @@ from fd_scale_out.receiver_driven import (
     ReceiverDrivenTransport,
     RegionInfo,
     Transfer,
+    WireError,
 )
 
 from fastdeploy_core.contracts.kv_transport import (
@@ -44,6 +45,7 @@ class TcpTransport(ReceiverDrivenTransport):
         read=True, receiver_driven=True, fenced=True, same_host_only=False, max_regions=16
     )
     protocol = wire.PROTOCOL
+    peer_type = Peer
 
     def __init__(self, options: TransportOptions) -> None:
         self._peers: dict[str, Peer] = {}
@@ -65,6 +67,10 @@ class TcpTransport(ReceiverDrivenTransport):
             self._threads.add(thread)
             thread.start()
 
+    def shown(self) -> wire.Shown:
+        """What peers need whose library reads from here."""
+        raise WireError("no library reads from here")
+
     def lose(self, peer: Peer, reason: str) -> None:
         """A connection to the peer has ended: so have all, and all transfers. Said once."""
         with self.lock:
@@ -82,7 +88,7 @@ class TcpTransport(ReceiverDrivenTransport):
             self._server = Server(self, host, port)
         except OSError as error:
             raise ConfigError(
-                f"kv transport tcp cannot listen at {host}:{port}: {error.strerror}; give an "
+                f"kv transport {self.name} cannot listen at {host}:{port}: {error.strerror}; give an "
                 f"address of this host with --kv-transport-address or {ADDRESS_VARIABLE}"
             ) from error
         self._has_transfers = threading.Condition(self.lock)
@@ -91,7 +97,7 @@ class TcpTransport(ReceiverDrivenTransport):
 
     def _connect(self, there: Descriptor) -> None:
         if there.peer not in self._peers:
-            self._peers[there.peer] = Peer(self, there)
+            self._peers[there.peer] = self.peer_type(self, there)
 
     def _known_regions(self, peer: str) -> Mapping[int, RegionInfo]:
         return self._known(peer).regions

@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 from fd_scale_out.receiver_driven import DECODE_ERRORS, Message, WireError, encode
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 GREETING: Final = b"FastDeploy KV 1\n"
 NONCE_BYTES: Final = 32
 PROOF_BYTES: Final = 32
@@ -66,6 +66,17 @@ class Note(Message):
     data: bytes
 
 
+class Look(Message):
+    """Client: how does a library read from here? It is about to; see library.py. Shown answers."""
+
+
+class Shown(Message):
+    """Server: by region where it begins, and what the library needs to know of this side."""
+
+    addresses: dict[int, int]
+    data: bytes
+
+
 class Ping(Message):
     """Client: still there?"""
 
@@ -74,7 +85,7 @@ class Pong(Message):
     """Server: yes."""
 
 
-AnyMessage = Hello | Welcome | Refused | Read | Note | Ping | Pong
+AnyMessage = Hello | Welcome | Refused | Read | Note | Look | Shown | Ping | Pong
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
@@ -157,14 +168,15 @@ class Channel:
         self._take_into(content)
         self._check(code, content)
 
-    def ask(self, message: msgspec.Struct) -> None:
-        """Send a message that Welcome or Pong answers; WireError with the peer's words if not."""
+    def ask(self, message: msgspec.Struct) -> Welcome | Pong | Shown:
+        """Send a message, and return the answer; WireError with the peer's words if it refuses."""
         self.send(message)
         answer = self.receive()
         if isinstance(answer, Refused):
             raise WireError(answer.reason[:300])
-        if not isinstance(answer, Welcome | Pong):
+        if not isinstance(answer, Welcome | Pong | Shown):
             raise WireError(f"unexpected {type(answer).__name__}")
+        return answer
 
     def set_timeout(self, seconds: float | None) -> None:
         """What a call waits for the peer at most."""
