@@ -14,7 +14,7 @@ import mmap
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from fd_scale_out.receiver_driven import Descriptor, Transfer, WireError
@@ -25,9 +25,6 @@ from . import wire
 from .peer import Fetcher, Peer
 from .transport import TcpTransport
 from .wire import Channel
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LANDING_BYTES: Final = 8 << 20  # unless a block is larger
 MAX_SPANS: Final = 16384  # of one read
@@ -138,8 +135,9 @@ class _Reads:
         self._landing = memoryview(b"")
         self._looked_s = 0.0
 
-    def fetch(self, transfer: Transfer, blocks: list[int]) -> memoryview:
-        size = len(blocks) * transfer.block_bytes
+    def fetch(self, transfer: Transfer, first: int, count: int) -> None:
+        blocks = [int(b) for b in transfer.plan.source_blocks[first : first + count]]
+        size = count * transfer.block_bytes
         shown = self._look()
         if shown != self._shown or size > len(self._landing) or self._reader is None:
             self.close()
@@ -155,10 +153,12 @@ class _Reads:
             for block in blocks
             for begin, size in zip(begins, sizes, strict=True)
         ]
-        for first, part in _parts(spans):
-            at = address_of(self._landing) + sum(size for _, size in spans[:first])
+        at = address_of(self._landing)
+        for begin in range(0, len(spans), MAX_SPANS):
+            part = spans[begin : begin + MAX_SPANS]
             self._reader.read(part, at, self._still_there)
-        return self._landing[:size]
+            at += sum(size for _, size in part)
+        self._transport.land_all(transfer, first, self._landing[:size])
 
     def close(self) -> None:
         reader, self._reader = self._reader, None
@@ -183,7 +183,3 @@ def address_of(view: memoryview) -> int:
     """Where it begins."""
     return int(np.frombuffer(view, np.uint8).ctypes.data)
 
-
-def _parts(spans: list[Span]) -> Iterator[tuple[int, list[Span]]]:
-    for first in range(0, len(spans), MAX_SPANS):
-        yield first, spans[first : first + MAX_SPANS]

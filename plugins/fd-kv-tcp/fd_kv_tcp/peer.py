@@ -33,9 +33,9 @@ PINGS_PER_TIMEOUT: Final = 4
 class Fetcher(Protocol):
     """Brings blocks of one peer here, for one thread."""
 
-    def fetch(self, transfer: Transfer, blocks: list[int]) -> memoryview:
-        """The content of these source blocks, of all regions of the plan, one block after the
-        other; good until the next call. WireError or OSError: the peer is lost."""
+    def fetch(self, transfer: Transfer, first: int, count: int) -> None:
+        """Put so many blocks of a transfer, from index `first` on, in their places, as far as they
+        are still wanted. WireError or OSError: the peer is lost."""
         ...
 
     def close(self) -> None:
@@ -46,14 +46,15 @@ class Fetcher(Protocol):
 class _Frames:
     """Fetches by asking for frames."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, transport: TcpTransport, channel: Channel) -> None:
+        self._transport, self._channel = transport, channel
 
-    def fetch(self, transfer: Transfer, blocks: list[int]) -> memoryview:
-        content = memoryview(bytearray(len(blocks) * transfer.block_bytes))
+    def fetch(self, transfer: Transfer, first: int, count: int) -> None:
+        content = memoryview(bytearray(count * transfer.block_bytes))
+        blocks = [int(b) for b in transfer.plan.source_blocks[first : first + count]]
         self._channel.send(wire.Read(list(transfer.plan.region_ids), blocks))
         self._channel.receive_data(content)
-        return content
+        self._transport.land_all(transfer, first, content)
 
     def close(self) -> None:
         """The peer closes its sockets."""
@@ -116,7 +117,7 @@ class Peer:
 
     def fetcher(self) -> Fetcher:
         """What brings blocks, for one thread."""
-        return _Frames(self.connect())
+        return _Frames(self._transport, self.connect())
 
     def connect(self) -> Channel:
         """An authenticated connection to exactly this peer."""
@@ -185,12 +186,7 @@ class Peer:
             while (job := self._next_job()) is not None:
                 transfer, first, count = job
                 fetcher = fetcher or self.fetcher()
-                blocks = [int(b) for b in transfer.plan.source_blocks[first : first + count]]
-                content = fetcher.fetch(transfer, blocks)
-                for index in range(count):
-                    part = content[index * transfer.block_bytes :][: transfer.block_bytes]
-                    if not self._transport.land(transfer, first + index, part):
-                        break
+                fetcher.fetch(transfer, first, count)
         except (WireError, OSError) as error:
             timeout_s = self._transport.options.progress_timeout_s
             self._transport.lose(self, _words(error, timeout_s))

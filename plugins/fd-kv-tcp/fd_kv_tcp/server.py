@@ -119,6 +119,8 @@ class Server:
             if found is None:
                 raise WireError(f"no region {region_id}")
             region, view = found
+            if not isinstance(view, memoryview):
+                raise WireError(f"region {region_id} is no memory of the host")
             if not all(0 <= block < region.num_blocks for block in message.blocks):
                 raise WireError("block out of range")
             regions.append((view, region.block_bytes))
