@@ -8,9 +8,11 @@ stream of its own, so that only its own process writes its memory, whatever the 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Final
 
 import msgspec
+import numpy as np
 import torch
 from fastdeploy_core.contracts.kv_transport import (
     DeviceMemory,
@@ -24,7 +26,7 @@ from fd_kv_tcp.peer import Fetcher, Peer
 from fd_kv_tcp.transport import TcpTransport
 from fd_scale_out.receiver_driven import DECODE_ERRORS, Transfer, WireError, check_size
 
-from .driver import Driver, Mappings
+from .driver import Driver, Mappings, name_of
 from .tier import tensor_at
 
 LOOK_S: Final = 0.05  # a peer that has not answered for longer is asked before its memory is read
@@ -53,6 +55,34 @@ class GpuMemory:
         _cuda()[1].close(self.index, self.name)
 
 
+class SharedBytes:
+    """Memory of GPU 0 that other processes can map, and its content."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._driver = _cuda()[0]
+        self._driver.bind(0)
+        self._address = self._driver.allocate(num_bytes)
+        name = name_of(self._driver, self._address)
+        self.memory = DeviceMemory("cuda:0", self._address, num_bytes, name)
+        self._content = tensor_at(self._address, num_bytes, 0)
+
+    def read(self) -> np.ndarray:
+        """All bytes."""
+        content: np.ndarray = self._content.cpu().numpy()
+        return content
+
+    def write(self, content: np.ndarray) -> None:
+        """Other content."""
+        self._content.copy_(torch.from_numpy(np.ascontiguousarray(content)))
+        torch.cuda.synchronize()
+
+    def __del__(self) -> None:
+        """Its last user is gone."""
+        with suppress(ResourceError, AttributeError):
+            self._driver.bind(0)
+            self._driver.free(self._address)
+
+
 class CudaIpcTransport(TcpTransport):
     """See contracts.kv_transport.KVTransport. Thread-safe."""
 
@@ -69,6 +99,11 @@ class CudaIpcTransport(TcpTransport):
         self.moving: dict[Transfer, list[int]] = {}  # streams with copies of it
         self._weights: dict[tuple[int, int], torch.Tensor] = {}
         super().__init__(options)
+
+    @classmethod
+    def test_memory(cls, num_bytes: int) -> SharedBytes:
+        """Memory of GPU 0 for the conformance kit."""
+        return SharedBytes(num_bytes)
 
     def memory_of(self, region: Region) -> GpuMemory:
         """CapabilityError for memory of the host."""
@@ -199,7 +234,7 @@ class _Copies:
 
 def _cuda() -> tuple[Driver, Mappings]:
     """One for the process: memory of another one is mapped once."""
-    global _driver, _mappings  # noqa: PLW0603
+    global _driver, _mappings
     if _driver is None or _mappings is None:
         _driver = Driver()
         _mappings = Mappings(_driver)

@@ -17,7 +17,15 @@ def fd_kv_transport_for(question: TransportQuestion) -> Candidate | None:
     if question.preferred not in ("", "mooncake"):
         return None
     if find_spec("mooncake") is None:
-        return Candidate("mooncake", Decline("the library is not installed: pip install mooncake-transfer-engine"))
+        return Candidate(
+            "mooncake",
+            Decline("the library is not installed: pip install mooncake-transfer-engine"),
+        )
     if not question.preferred:
-        return Candidate("mooncake", Decline("whoever reaches Mooncake's port reads and overwrites registered memory: use --kv-transport mooncake on a network of trusted hosts"))
+        return Candidate(
+            "mooncake",
+            Decline(
+                "whoever reaches Mooncake's port reads and overwrites registered memory: use --kv-transport mooncake on a network of trusted hosts"
+            ),
+        )
     return Candidate("mooncake", Accept(_SCORE, "by Mooncake, through host memory"))

@@ -97,9 +97,7 @@ class _MooncakeReader:
         targets = list(itertools.accumulate(sizes[:-1], initial=landing))
         look()
         self._is_lost = True
-        code = self._library.engine.batch_transfer_sync_read(
-            self._session, targets, sources, sizes
-        )
+        code = self._library.engine.batch_transfer_sync_read(self._session, targets, sources, sizes)
         if code:
             raise WireError(f"Mooncake: the read ended with code {code}")
         self._is_lost = False

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import numpy as np
-from fd_scale_out.receiver_driven import Descriptor, Transfer, WireError
+from fd_scale_out.receiver_driven import Transfer, WireError
 
 from fastdeploy_core.contracts.kv_transport import Region, TransportOptions
 
@@ -182,4 +182,3 @@ class _Reads:
 def address_of(view: memoryview) -> int:
     """Where it begins."""
     return int(np.frombuffer(view, np.uint8).ctypes.data)
-

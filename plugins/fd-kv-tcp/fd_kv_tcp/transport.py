@@ -88,8 +88,8 @@ class TcpTransport(ReceiverDrivenTransport):
             self._server = Server(self, host, port)
         except OSError as error:
             raise ConfigError(
-                f"kv transport {self.name} cannot listen at {host}:{port}: {error.strerror}; give an "
-                f"address of this host with --kv-transport-address or {ADDRESS_VARIABLE}"
+                f"kv transport {self.name} cannot listen at {host}:{port}: {error.strerror}; give "
+                f"an address of this host with --kv-transport-address or {ADDRESS_VARIABLE}"
             ) from error
         self._has_transfers = threading.Condition(self.lock)
         self.start(self._clock)

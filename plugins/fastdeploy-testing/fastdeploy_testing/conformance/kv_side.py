@@ -17,6 +17,7 @@ from fastdeploy_core.contracts.kv_transport import (
     TransferPlan,
     TransportOptions,
 )
+from fastdeploy_testing.kv_memory import place
 from fastdeploy_testing.peer import RemotePeer
 
 from .base import Conformance
@@ -37,9 +38,10 @@ class Side:
         block_bytes: int = BLOCK_BYTES,
         layout_hash: str = "layout",
     ) -> None:
-        self.memory = np.full((num_blocks, block_bytes), CANARY, np.uint8)
+        canaries = np.full((num_blocks, block_bytes), CANARY, np.uint8)
+        self.memory, buffer = place(driver, canaries)
         self.transport = driver(options)
-        self.transport.register([Region(1, self.memory.reshape(-1).data, block_bytes, layout_hash)])
+        self.transport.register([Region(1, buffer, block_bytes, layout_hash)])
 
     def wait(
         self, done: Callable[[list[TransferEvent]], bool], limit_s: float = 30.0

@@ -144,7 +144,7 @@ class KVTransportFaultsConformance(KVTransportSuite):
         here.transport.submit(name, self.plan(2, [5], [6], attempt=5))
         peer.thaw()
         assert here.finish(2)[2].kind is TransferEventKind.DONE
-        expected = np.full_like(here.memory, CANARY)
+        expected = np.full(here.memory.shape, CANARY, np.uint8)
         expected[[0, 6]] = pattern(1, NUM_BLOCKS, BLOCK_BYTES)[[0, 5]]
         assert np.array_equal(here.memory, expected), "the stale attempt wrote its block"
 
