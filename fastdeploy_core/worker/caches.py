@@ -77,7 +77,7 @@ class Caches:
         """Zeroed caches of every layer; those there were have been dropped. more_blocks: of each
         group behind the first; none: as many as that has, of states one. Without `is_touched` the
         host's memory comes page by page when it is used: clearing gigabytes takes seconds.
-        host_file: where the host blocks lie, for others to read and fill; device:FILE: see TierDevice."""
+        host_file: where the host blocks lie, for others to use; device:FILE: see TierDevice."""
         device = self._device
         make: Callable[[tuple[int, ...], str], Tensor] = self._zeros
         if device.limits.shares_host_memory and num_blocks and not is_touched:

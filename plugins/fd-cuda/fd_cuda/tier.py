@@ -60,8 +60,8 @@ class DeviceTier:
             self._address = self._driver.allocate(num_blocks * size)
         except ResourceError as error:
             raise ResourceError(
-                f"{num_blocks * size / 2**30:.1f} GiB of GPU memory for blocks that other instances "
-                f"fetch: {error}; lower --swap-space or --gpu-memory-utilization"
+                f"{num_blocks * size / 2**30:.1f} GiB of GPU memory for blocks that other "
+                f"instances fetch: {error}; lower --swap-space or --gpu-memory-utilization"
             ) from error
         self._blocks = tensor_at(self._address, num_blocks * size, device.index).view(-1, size)
         where = {

@@ -22,10 +22,8 @@ def fd_kv_transport_for(question: TransportQuestion) -> Candidate | None:
             Decline("the library is not installed: pip install mooncake-transfer-engine"),
         )
     if not question.preferred:
-        return Candidate(
-            "mooncake",
-            Decline(
-                "whoever reaches Mooncake's port reads and overwrites registered memory: use --kv-transport mooncake on a network of trusted hosts"
-            ),
+        reason = (
+            "who reaches its port may read and write; trusted networks: --kv-transport mooncake"
         )
+        return Candidate("mooncake", Decline(reason))
     return Candidate("mooncake", Accept(_SCORE, "by Mooncake, through host memory"))

@@ -19,10 +19,6 @@ def fd_kv_transport_for(question: TransportQuestion) -> Candidate | None:
     if find_spec("nixl") is None:
         return Candidate("nixl", Decline("the library is not installed: pip install nixl"))
     if not question.preferred:
-        return Candidate(
-            "nixl",
-            Decline(
-                "NIXL proves nobody's identity to whom it speaks: use --kv-transport nixl on a network of trusted hosts"
-            ),
-        )
+        reason = "NIXL asks nobody who he is; trusted networks: --kv-transport nixl"
+        return Candidate("nixl", Decline(reason))
     return Candidate("nixl", Accept(_SCORE, "by NIXL, through host memory"))
