@@ -163,14 +163,8 @@ def test_the_answer_is_one_instances_and_its_prompt_came_from_the_other(num_gpus
     if torch.cuda.device_count() < num_gpus:
         pytest.skip(f"needs {num_gpus} NVIDIA GPUs")
     serve = ["serve", str(MODEL), "--port", "0", "--dtype", "float32", "--device", "cuda"]
-    serve += [
-        "--gpu-memory-utilization",
-        "0.3",
-        "--kv-transport",
-        "cuda_ipc",
-        "--swap-space",
-        "0.5",
-    ]
+    serve += ["--gpu-memory-utilization", "0.3", "--swap-space", "0.5"]
+    serve += ["--kv-transport", "cuda_ipc"]
     order = ",".join(map(str, reversed(range(num_gpus))))  # the second one's first GPU
     with ExitStack() as stack:
         one = stack.enter_context(_running(*serve, "--splitwise-role", "prefill"))
