@@ -34,6 +34,8 @@ class MooncakeTransport(LibraryTransport):
         read=True, receiver_driven=True, fenced=True, same_host_only=False, max_regions=16
     )
 
+    max_spans = 256  # a call with 4096 of them fails, and so do all that follow
+
     def open_library(self, options: TransportOptions) -> Library:
         """CapabilityError where Mooncake cannot be imported or started."""
         # A call that waits for a lost peer cannot be ended. By default it takes 30 s.

@@ -27,7 +27,6 @@ from .transport import TcpTransport
 from .wire import Channel
 
 LANDING_BYTES: Final = 8 << 20  # unless a block is larger
-MAX_SPANS: Final = 16384  # of one read
 LOOK_S: Final = 0.5  # while a read lasts, the peer is told that it is still under way
 
 Span = tuple[int, int]  # address, bytes
@@ -70,6 +69,8 @@ class Library(Protocol):
 
 class LibraryTransport(TcpTransport, ABC):
     """See contracts.kv_transport.KVTransport. Thread-safe."""
+
+    max_spans = 16384  # of one read
 
     def __init__(self, options: TransportOptions) -> None:
         """CapabilityError where the library is missing."""
@@ -154,8 +155,9 @@ class _Reads:
             for begin, size in zip(begins, sizes, strict=True)
         ]
         at = address_of(self._landing)
-        for begin in range(0, len(spans), MAX_SPANS):
-            part = spans[begin : begin + MAX_SPANS]
+        most = self._transport.max_spans
+        for begin in range(0, len(spans), most):
+            part = spans[begin : begin + most]
             self._reader.read(part, at, self._still_there)
             at += sum(size for _, size in part)
         self._transport.land_all(transfer, first, self._landing[:size])
