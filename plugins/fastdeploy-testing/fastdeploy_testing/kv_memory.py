@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import mmap
+import os
+import weakref
 from typing import Any, Protocol
 
 import numpy as np
@@ -56,9 +60,18 @@ class DeviceArray:
         return np.asarray(self).reshape(*shape)
 
 
-def place(driver: Any, content: np.ndarray) -> tuple[Any, memoryview | DeviceMemory]:
-    """Content in memory that the driver moves: as tests see it, and as regions have it."""
-    if not driver.capabilities.device_memory:
-        return content, content.reshape(-1).data
-    there: DeviceBytes = driver.test_memory(content.nbytes)
-    return DeviceArray(there, content), there.memory
+def place(driver: Any, content: np.ndarray) -> tuple[Any, memoryview | DeviceMemory, int]:
+    """Content in memory that the driver moves: as tests see it, as regions have it, and the file
+    that it is, or -1. With FD_KIT_MEMORY=file in the environment host memory is a file."""
+    if driver.capabilities.device_memory:
+        there: DeviceBytes = driver.test_memory(content.nbytes)
+        return DeviceArray(there, content), there.memory, -1
+    if os.environ.get("FD_KIT_MEMORY") != "file" or not content.nbytes:
+        return content, content.reshape(-1).data, -1
+    file = os.memfd_create("fd-kit", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, content.nbytes)
+    shared = np.frombuffer(mmap.mmap(file, content.nbytes), np.uint8).reshape(content.shape)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    shared[:] = content
+    weakref.finalize(shared, os.close, file)
+    return shared, shared.reshape(-1).data, file

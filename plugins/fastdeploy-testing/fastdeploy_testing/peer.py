@@ -122,10 +122,10 @@ def main() -> int:
     )
     content = pattern(order["seed"], order["num_blocks"], order["block_bytes"])
     driver = lookup("kv_transport", sys.argv[1])
-    memory, buffer = place(driver, content)
+    memory, buffer, file = place(driver, content)
     transport = driver(options)
     transport.register(
-        [Region(order["region_id"], buffer, order["block_bytes"], order["layout_hash"])]
+        [Region(order["region_id"], buffer, order["block_bytes"], order["layout_hash"], file)]
     )
     _say(descriptor=transport.descriptor().hex())
     for line in sys.stdin:

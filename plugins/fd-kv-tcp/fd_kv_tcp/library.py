@@ -77,6 +77,7 @@ class LibraryTransport(TcpTransport, ABC):
         self.library = self.open_library(options)
         self.peer_type = _LibraryPeer
         self.addresses: dict[int, int] = {}  # by region
+        self._registered: set[Span] = set()
         self._kept: list[memoryview] = []  # that the library may still write to
         try:
             super().__init__(options)
@@ -96,7 +97,9 @@ class LibraryTransport(TcpTransport, ABC):
                 view = self.regions[region.region_id][1]
                 if view.nbytes:
                     address = address_of(view)
-                    self.library.register(address, view.nbytes)
+                    if (address, view.nbytes) not in self._registered:  # in blocks of other sizes
+                        self.library.register(address, view.nbytes)
+                        self._registered.add((address, view.nbytes))
                     self.addresses[region.region_id] = address
 
     def shown(self) -> wire.Shown:

@@ -3,6 +3,8 @@ ranks, in memory that the engine's process shares with them."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import mmap
 import os
@@ -10,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.kv_transport import DeviceMemory
@@ -19,6 +21,8 @@ from fastdeploy_core.kvcache import CachePlan, HostTier, KVCacheManager
 from fastdeploy_core.loading.revision import fingerprint
 from fastdeploy_core.types.worker import WorkerInfo
 
+_SEAL_FUTURE_WRITE: Final = 0x10  # of <linux/fcntl.h>; fcntl does not have it everywhere
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
 Tasks = queue.SimpleQueue[Callable[[], None] | None]
 
 
@@ -32,7 +36,8 @@ class HostMemory:
         on_device: its blocks lie in memory of the device (TierDevice), whose ranks tell where."""
         if not plan.num_host_blocks:
             raise CapabilityError(f"{asked} needs the host tier, and {plan.report[-1]}")
-        self._files = [os.memfd_create(f"fd-host-tier-{rank}") for rank in range(num_ranks)]
+        how = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        self._files = [os.memfd_create(f"fd-host-tier-{rank}", how) for rank in range(num_ranks)]
         self._on_device = on_device
         place = "device:" if on_device else ""
         self.paths = [f"{place}/proc/{os.getpid()}/fd/{file}" for file in self._files]
@@ -49,8 +54,22 @@ class HostMemory:
             views = [_device_memory(view) for view in views]
         self.ranks = [(view, view.nbytes // num_blocks) for view in views]
         for file in self._files:
-            os.close(file)
+            # From here on whoever gets the descriptor can read, and write no byte.
+            with contextlib.suppress(OSError):  # an older kernel
+                fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
         return kv.host
+
+    def file(self, rank: int) -> int:
+        """Descriptor of a rank's memory for Region, or -1 if it cannot be shown to others."""
+        file = self._files[rank]
+        is_sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        return file if is_sealed and not self._on_device else -1
+
+    def close(self) -> None:
+        """Regions with these files are gone. Idempotent."""
+        for file in self._files:
+            os.close(file)
+        self._files = []
 
     def block(self, number: int) -> list[memoryview]:
         """The bytes of a host block on each rank."""

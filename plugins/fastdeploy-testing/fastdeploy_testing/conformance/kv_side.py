@@ -39,9 +39,9 @@ class Side:
         layout_hash: str = "layout",
     ) -> None:
         canaries = np.full((num_blocks, block_bytes), CANARY, np.uint8)
-        self.memory, buffer = place(driver, canaries)
+        self.memory, buffer, file = place(driver, canaries)
         self.transport = driver(options)
-        self.transport.register([Region(1, buffer, block_bytes, layout_hash)])
+        self.transport.register([Region(1, buffer, block_bytes, layout_hash, file)])
 
     def wait(
         self, done: Callable[[list[TransferEvent]], bool], limit_s: float = 30.0

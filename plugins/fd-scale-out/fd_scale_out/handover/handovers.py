@@ -293,6 +293,7 @@ class Handovers:
             for receiving in list(self._receiving.values()):
                 receiving.give_up("the instance ends")
             transport.close()
+        self._memory.close()
 
     # For Sending and Receiving.
 
@@ -392,7 +393,7 @@ class Handovers:
 
     def _open_transport(self) -> None:
         self._transport = self._make_transport(self._options)
-        self._register(self._layout, self._memory.ranks)
+        self._register(self._layout, self._memory.ranks, is_shown=True)
         descriptor = self._transport.descriptor()
         for layout, staging in self._stagings.items():
             self._register(layout, staging.ranks)
@@ -400,11 +401,17 @@ class Handovers:
         ticket = Ticket(self._transport.name, descriptor, self._layout)
         self._ticket = make_ticket(self._options.secret, ticket)
 
-    def _register(self, layout: Layout, ranks: list[tuple[memoryview, int]]) -> None:
+    def _register(
+        self, layout: Layout, ranks: list[tuple[Any, int]], *, is_shown: bool = False
+    ) -> None:
+        """is_shown: peers may map the memory itself, where a transport can do that."""
         name = f"{self._digest}.{layout.digest}"
         self._transport.register(
             [
-                Region(number, _whole(view, size), size, f"{name}.{rank}")
+                Region(
+                    *(number, _whole(view, size), size, f"{name}.{rank}"),
+                    file=self._memory.file(rank) if is_shown else -1,
+                )
                 for rank, (number, (view, size)) in enumerate(
                     zip(_region_ids(layout), ranks, strict=True)
                 )
