@@ -295,6 +295,17 @@ def ray(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def transports(session: nox.Session) -> None:
+    """fd-kv-nixl and fd-kv-mooncake with their libraries; Mooncake needs libibverbs.so.1."""
+    _install_tests(session)
+    libraries = ("nixl", "nixl-cu12", "nixl-cu13", "mooncake-transfer-engine-non-cuda")
+    session.install("--no-deps", *libraries)  # they would pull another build of torch
+    for folder in ("plugins/fd-kv-nixl", "plugins/fd-kv-mooncake"):
+        with session.chdir(folder):
+            session.run("pytest", "-q", *session.posargs)
+
+
+@nox.session(default=False)
 def dynamo(session: nox.Session) -> None:
     """KV events as Dynamo's own router reads them."""
     _install_tests(session)

@@ -52,10 +52,10 @@ CANARY = 0xA5
 
 
 class Memcpy:
-    """Copies within this process."""
+    """Copies within this process, from memory like that which others have to read."""
 
     def __init__(self, _: str) -> None:
-        self.target, self._source = new_pool(0), new_pool(7)
+        self.target, self._source = new_pool(0), shared_pool(7)
 
     def fetch(self, source: list[int], target: list[int], size: int) -> None:
         """Blocks of `size` bytes from their places there to places here."""

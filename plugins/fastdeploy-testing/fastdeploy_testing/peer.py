@@ -20,7 +20,7 @@ import numpy as np
 
 from fastdeploy_core.contracts.kv_transport import Region, TransferPlan, TransportOptions
 
-from .kv_memory import place
+from .conformance.kv_memory import place
 
 
 def pattern(seed: int, num_blocks: int, block_bytes: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from fastdeploy_core.errors import ResourceError
 
-from .driver import Driver, Handle
+from .ipc.driver import Driver, Handle
 
 if TYPE_CHECKING:
     from torch.distributed import Store

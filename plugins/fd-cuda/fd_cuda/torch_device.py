@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
     from torch.cuda import _POOL_HANDLE
 
-    from .tier import DeviceTier
+    from .ipc.tier import DeviceTier
 
 _ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _OLDEST_WITH_BFLOAT16: Final = (8, 0)
@@ -108,7 +108,7 @@ class TorchCudaDevice(CudaDevice):
 
     def block_tier(self, *of: Any) -> DeviceTier:
         """See TierDevice."""
-        from .tier import DeviceTier
+        from .ipc.tier import DeviceTier
 
         self._bind()
         return DeviceTier(self, *of)

@@ -91,7 +91,7 @@ def test_blocks_come_back_from_the_tier_as_they_were(tmp_path: Path) -> None:
 def test_checksums_see_every_changed_bit_and_moved_word() -> None:
     from fastdeploy_core.contracts.kv_transport import Region, TransportOptions
 
-    from fd_cuda.ipc_transport import CudaIpcTransport
+    from fd_cuda.ipc.transport import CudaIpcTransport
 
     there = CudaIpcTransport.test_memory(4 * 4096)
     content = torch.randint(0, 256, (4 * 4096,), dtype=torch.uint8).numpy()
@@ -163,7 +163,7 @@ def test_the_answer_is_one_instances_and_its_prompt_came_from_the_other(num_gpus
     if torch.cuda.device_count() < num_gpus:
         pytest.skip(f"needs {num_gpus} NVIDIA GPUs")
     serve = ["serve", str(MODEL), "--port", "0", "--dtype", "float32", "--device", "cuda"]
-    serve += ["--gpu-memory-utilization", "0.3", "--swap-space", "0.5"]
+    serve += ["--num-gpu-blocks-override", "300", "--swap-space", "0.5"]
     serve += ["--kv-transport", "cuda_ipc"]
     order = ",".join(map(str, reversed(range(num_gpus))))  # the second one's first GPU
     with ExitStack() as stack:

@@ -17,10 +17,10 @@ from fastdeploy_core.contracts.kv_transport import (
     TransferPlan,
     TransportOptions,
 )
-from fastdeploy_testing.kv_memory import place
 from fastdeploy_testing.peer import RemotePeer
 
 from .base import Conformance
+from .kv_memory import place
 
 BLOCK_BYTES = 8192
 NUM_BLOCKS = 96

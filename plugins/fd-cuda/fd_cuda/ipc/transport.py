@@ -7,7 +7,6 @@ stream of its own, so that only its own process writes its memory, whatever the 
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from typing import Final
 
@@ -26,10 +25,10 @@ from fd_kv_tcp.peer import Fetcher, Peer
 from fd_kv_tcp.transport import TcpTransport
 from fd_scale_out.receiver_driven import DECODE_ERRORS, Transfer, WireError, check_size
 
+from ..device import wait
 from .driver import Driver, Mappings, name_of
 from .tier import tensor_at
 
-LOOK_S: Final = 0.05  # a peer that has not answered for longer is asked before its memory is read
 _BATCH_BYTES: Final = 32 << 20
 _driver: Driver | None = None
 _mappings: Mappings | None = None
@@ -74,7 +73,7 @@ class SharedBytes:
     def write(self, content: np.ndarray) -> None:
         """Other content."""
         self._content.copy_(torch.from_numpy(np.ascontiguousarray(content)))
-        torch.cuda.synchronize()
+        _finish()
 
     def __del__(self) -> None:
         """Its last user is gone."""
@@ -129,17 +128,20 @@ class CudaIpcTransport(TcpTransport):
             words = tensor_at(memory.address + block * size, size, memory.index)
             words = words if size % 4 else words.view(torch.int32)
             key = (memory.index, len(words))
-            if key not in self._weights:
+            weights = self._weights.get(key)
+            if weights is None:
                 odd = torch.arange(1, 2 * len(words), 2, dtype=torch.int64, device=words.device)
-                self._weights[key] = odd * 0x9E3779B1 | 1
-                torch.cuda.current_stream().synchronize()
-            total = int((words.to(torch.int64) * self._weights[key]).sum().item())
+                weights = odd * 0x9E3779B1 | 1
+            found = (words.to(torch.int64) * weights).sum().view(1)
+            _finish()
+            self._weights[key] = weights
+            total = int(found.cpu())
         return (total ^ total >> 32) & 0xFFFFFFFF
 
     def _end(self, transfer: Transfer) -> None:
         super()._end(transfer)
         for stream in self.moving.pop(transfer, ()):
-            self.driver.synchronize(stream)  # what was queued has landed: a batch at most
+            self.driver.wait(stream)  # what was queued has landed: a batch at most
 
     def _shut_down(self) -> None:
         super()._shut_down()
@@ -162,14 +164,12 @@ class _Copies:
     def __init__(self, transport: CudaIpcTransport, peer: _IpcPeer) -> None:
         self._transport, self._channel = transport, peer.connect()
         self._names: dict[int, bytes] = {}
-        self._looked_s = 0.0
         self._mapped: dict[tuple[int, bytes], int] = {}  # by GPU and name: addresses
         self._streams: dict[int, int] = {}  # by GPU
 
     def fetch(self, transfer: Transfer, first: int, count: int) -> None:
         own, plan = self._transport, transfer.plan
-        if time.monotonic() - self._looked_s > LOOK_S:
-            self._look()
+        self._look()  # memory is read only of who answers
         blocks = [
             (int(plan.source_blocks[i]), int(plan.target_blocks[i]))
             for i in range(first, first + count)
@@ -189,7 +189,7 @@ class _Copies:
                         own.driver.copy(*where, size, stream)
                 own.moving[transfer] = list(self._streams.values())
             for stream in self._streams.values():
-                own.driver.synchronize(stream)
+                own.driver.wait(stream)
             with own.lock:
                 own.moving.pop(transfer, None)
                 if not transfer.is_over:
@@ -212,7 +212,6 @@ class _Copies:
             self._names = msgspec.msgpack.decode(data, type=dict[int, bytes])
         except DECODE_ERRORS as error:
             raise WireError(f"the peer shows no memory: {error}") from None
-        self._looked_s = time.monotonic()
 
     def _stream(self, index: int) -> int:
         self._transport.driver.bind(index)
@@ -239,6 +238,13 @@ def _cuda() -> tuple[Driver, Mappings]:
         _driver = Driver()
         _mappings = Mappings(_driver)
     return _driver, _mappings
+
+
+def _finish() -> None:
+    """What was queued on the current stream is done."""
+    event = torch.cuda.Event()
+    event.record()
+    wait(event)
 
 
 def _index(device: str) -> int:

@@ -104,8 +104,8 @@ class Driver:
             *(ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream)),
         )
 
-    def synchronize(self, stream: int) -> None:
-        """Return when all that was queued is done."""
+    def wait(self, stream: int) -> None:
+        """Return when all that was queued is done; other threads run meanwhile."""
         self.call("cuStreamSynchronize", ctypes.c_void_p(stream))
 
 
