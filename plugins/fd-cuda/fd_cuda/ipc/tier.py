@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from fastdeploy_core.errors import ResourceError, WorkerError
 
-from ..device import wait
+from fd_cuda.device import wait
+
 from .driver import Driver, name_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
     from fastdeploy_core.types import BlockCopies
 
-    from ..torch_device import TorchCudaDevice
+    from fd_cuda.torch_device import TorchCudaDevice
 
 _ALIGNMENT: Final = 16
 Pairs = list[tuple[int, int]]

@@ -25,7 +25,8 @@ from fd_kv_tcp.peer import Fetcher, Peer
 from fd_kv_tcp.transport import TcpTransport
 from fd_scale_out.receiver_driven import DECODE_ERRORS, Transfer, WireError, check_size
 
-from ..device import wait
+from fd_cuda.device import wait
+
 from .driver import Driver, Mappings, name_of
 from .tier import tensor_at
 
