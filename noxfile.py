@@ -28,6 +28,7 @@ TEST_TOOLS = (
     "hypothesis>=6.120",
     "llguidance>=1.3",
     "compressed-tensors>=0.12",
+    "cryptography>=42",
     "redis>=5",
     "gguf>=0.17",
     "sentencepiece>=0.2.1",

@@ -125,10 +125,14 @@ class Peer:
         timeout_s = own.options.progress_timeout_s
         host, _, port = there.address.rpartition(":")
         sock = socket.create_connection((host, int(port)), timeout_s)
+        secured = None if own.tls is None else own.tls.under(sock, is_client=True)
+        sock = secured or sock
         with own.lock:
             self._sockets.append(sock)
             if self.is_down:
                 raise WireError("no longer wanted")
+        if secured is not None:
+            secured.do_handshake()
         channel = Channel(sock, own.options.secret, is_client=True, progress=self._progress)
         channel.ask(
             wire.Hello(

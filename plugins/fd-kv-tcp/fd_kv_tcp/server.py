@@ -69,6 +69,12 @@ class Server:
     def _serve(self, sock: socket.socket) -> None:
         try:
             sock.settimeout(self._transport.handshake_s)
+            if self._transport.tls is not None:
+                with self._lock:  # close() ends what is in the set
+                    self._sockets.discard(sock)
+                    sock = secured = self._transport.tls.under(sock, is_client=False)
+                    self._sockets.add(sock)
+                secured.do_handshake()
             channel = Channel(sock, self._transport.options.secret, is_client=False)
             name = self._welcome(channel)
             channel.set_timeout(None)

@@ -2,7 +2,8 @@
 
 It listens at TransportOptions.address (--kv-transport-address), else where FD_KV_TCP_ADDRESS says,
 "HOST" or "HOST:PORT": 127.0.0.1 and any port by default.
-Peers are authenticated and frames protected against change (wire.py), not hidden from who listens.
+Peers are authenticated and frames protected against change (wire.py). With FD_KV_TCP_TLS (tls.py)
+they are hidden from who listens, too.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from fd_scale_out.receiver_driven import (
     Descriptor,
@@ -31,9 +33,11 @@ from fastdeploy_core.errors import ConfigError, InvalidRequest
 from . import wire
 from .peer import Peer
 from .server import Server
+from .tls import from_environment
 
 ADDRESS_VARIABLE = "FD_KV_TCP_ADDRESS"
 CLOCK_S = 0.02
+_WITH_TLS = 1000  # more, so that instances with and without it refuse each other before they talk
 
 
 class TcpTransport(ReceiverDrivenTransport):
@@ -50,6 +54,10 @@ class TcpTransport(ReceiverDrivenTransport):
     def __init__(self, options: TransportOptions) -> None:
         self._peers: dict[str, Peer] = {}
         self._threads: set[threading.Thread] = set()
+        self.tls = from_environment()
+        if self.tls is not None:
+            self.capabilities = replace(self.capabilities, encrypted=True)
+            self.protocol = _WITH_TLS + wire.PROTOCOL
         super().__init__(options)
 
     def start(self, work: Callable[[], None]) -> None:
