@@ -48,9 +48,13 @@ class _Frames:
 
     def __init__(self, transport: TcpTransport, channel: Channel) -> None:
         self._transport, self._channel = transport, channel
+        self._buffer = memoryview(b"")
 
     def fetch(self, transfer: Transfer, first: int, count: int) -> None:
-        content = memoryview(bytearray(count * transfer.block_bytes))
+        size = count * transfer.block_bytes
+        if size > len(self._buffer):  # new memory each time would cost as much as the copy
+            self._buffer = memoryview(bytearray(size))
+        content = self._buffer[:size]
         blocks = [int(b) for b in transfer.plan.source_blocks[first : first + count]]
         self._channel.send(wire.Read(list(transfer.plan.region_ids), blocks))
         self._channel.receive_data(content)
