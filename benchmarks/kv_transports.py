@@ -333,8 +333,8 @@ def rates(options: argparse.Namespace) -> dict[str, list[float]]:
     return found
 
 
-def fault(way: str, what: str) -> tuple[float, int]:
-    """Seconds until the loss is noticed (GIVE_UP_S: it was not), and bytes that came late."""
+def fault(way: str, what: str) -> str:
+    """When the loss was noticed, and how many bytes came late."""
     one, size = make(way), SIZES[-1]
     blocks = list(range(POOL_BYTES // size))
     try:
@@ -343,11 +343,12 @@ def fault(way: str, what: str) -> tuple[float, int]:
         time.sleep(0.005)
         one.process.send_signal(signal.SIGKILL if what == "kill" else signal.SIGSTOP)
         began = time.perf_counter()
-        while one.state() == "PROC" and time.perf_counter() - began < GIVE_UP_S:
-            pass
+        state = "PROC"
+        while state == "PROC" and time.perf_counter() - began < GIVE_UP_S:
+            state = one.state()
         seconds = time.perf_counter() - began
-        if one.state() == "DONE":
-            return float("nan"), 0
+        if state == "DONE":  # nothing of it needs the other process
+            return f"finished all the same after {seconds:.2f} s"
         one.give_up()
         one.target[:] = CANARY
         one.process.send_signal(signal.SIGCONT)
@@ -355,7 +356,9 @@ def fault(way: str, what: str) -> tuple[float, int]:
         while time.perf_counter() < end:
             one.state()
             time.sleep(0.001)
-        return seconds, int(np.count_nonzero(one.target != CANARY))
+        late = int(np.count_nonzero(one.target != CANARY))
+        noticed = "not noticed within" if state == "PROC" else "noticed after"
+        return f"{noticed} {seconds:.2f} s, {late} bytes late"
     finally:
         one.close()
 
@@ -398,11 +401,7 @@ def main() -> None:
     if options.faults:
         for way in options.ways:
             for what in ("kill", "freeze"):
-                seconds, late = fault(way, what)
-                print(
-                    f"{way:14} {what:7} noticed after {seconds:6.2f} s, {late} bytes late",
-                    flush=True,
-                )
+                print(f"{way:14} {what:7} {fault(way, what)}", flush=True)
         return
     found = rates(options)
     show(options, found)
