@@ -74,7 +74,7 @@ class Child:
         self.way, self.target = way, new_pool(0)
         environment = os.environ | ENVIRONMENT
         if way.endswith("-tcp"):
-            environment |= {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
+            environment |= OVER_TCP
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--serve", way, *sys.argv[1:]],
             stdin=subprocess.PIPE,
@@ -213,6 +213,7 @@ ENVIRONMENT = {
     "MC_LOG_LEVEL": "ERROR",
     "MC_TRANSFER_TIMEOUT": "60",
 }
+OVER_TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
 SECRET = secrets.token_hex(32)
 SIZES: list[int] = []
 FILE = -1  # of the pool, where others may map it
@@ -299,9 +300,14 @@ def make(way: str) -> Any:
     if way == "memcpy":
         return Memcpy(way)
     if way.startswith("nixl-raw"):
-        if way.endswith("-tcp"):  # UCX reads these once in a process, so this way runs alone
-            os.environ.update(UCX_TLS="tcp,self", UCX_NET_DEVICES="lo")
-        return Nixl(way)
+        if not way.endswith("-tcp"):
+            return Nixl(way)
+        os.environ.update(OVER_TCP)  # UCX reads them when a context is made
+        try:
+            return Nixl(way)
+        finally:
+            for name in OVER_TCP:
+                del os.environ[name]
     return (Mooncake if way == "mooncake-raw" else Driver)(way)
 
 
