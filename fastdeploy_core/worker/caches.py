@@ -87,8 +87,8 @@ class Caches:
             tuple(make(shape, dtype) for shape, dtype in layer) for layer in self.shapes(*sizes)
         ]
         of = (self._kernels, self.tensors, num_host_blocks, host_file.removeprefix("device:"))
-        on_device = host_file.startswith("device:") and isinstance(device, TierDevice)
-        self._mover = device.block_tier(*of) if on_device else BlockMover(device, *of)
+        keeps = host_file.startswith("device:") and isinstance(device, TierDevice) and device
+        self._mover = keeps.block_tier(*of) if keeps else BlockMover(device, *of)
 
     def _zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         xp = self._device.xp

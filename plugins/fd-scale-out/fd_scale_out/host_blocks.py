@@ -23,6 +23,7 @@ from fastdeploy_core.types.worker import WorkerInfo
 
 _SEAL_FUTURE_WRITE: Final = 0x10  # of <linux/fcntl.h>; fcntl does not have it everywhere
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
+_MAX_WORDS: Final = 4096  # of a TierDevice
 Tasks = queue.SimpleQueue[Callable[[], None] | None]
 
 
@@ -79,7 +80,7 @@ class HostMemory:
 def _device_memory(text: memoryview) -> Any:
     """What a TierDevice wrote down. CapabilityError if it did not: then it is none."""
     try:
-        where = json.loads(bytes(text))
+        where = json.loads(bytes(text[:_MAX_WORDS]))
         handle = bytes.fromhex(where["handle"])
         return DeviceMemory(where["device"], where["address"], where["nbytes"], handle)
     except (ValueError, KeyError, TypeError):
