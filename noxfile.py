@@ -28,6 +28,7 @@ TEST_TOOLS = (
     "hypothesis>=6.120",
     "llguidance>=1.3",
     "compressed-tensors>=0.12",
+    "cryptography>=42",
     "redis>=5",
     "gguf>=0.17",
     "sentencepiece>=0.2.1",
@@ -294,6 +295,17 @@ def ray(session: nox.Session) -> None:
         for name in ("test_ray", "test_ray_nodes"):  # a process of Ray's knows one cluster
             test = ("pytest", f"tests/{name}.py", "-q", *session.posargs)
             session.run(*test, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
+def transports(session: nox.Session) -> None:
+    """fd-kv-nixl and fd-kv-mooncake with their libraries; Mooncake needs libibverbs.so.1."""
+    _install_tests(session)
+    libraries = ("nixl", "nixl-cu12", "nixl-cu13", "mooncake-transfer-engine-non-cuda")
+    session.install("--no-deps", *libraries)  # they would pull another build of torch
+    for folder in ("plugins/fd-kv-nixl", "plugins/fd-kv-mooncake"):
+        with session.chdir(folder):
+            session.run("pytest", "-q", *session.posargs)
 
 
 @nox.session(default=False)

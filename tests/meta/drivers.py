@@ -24,6 +24,7 @@ from fd_cuda.attention.quantized import QuantizedAttention
 from fd_cuda.device import CudaDevice
 from fd_cuda.experts import AllGatherExperts as CudaAllGatherExperts
 from fd_cuda.experts import AllToAllExperts, ByBatchExperts
+from fd_cuda.ipc.transport import CudaIpcTransport
 from fd_cuda.moe import CudaMoE
 from fd_cuda.states.driver import CudaStates
 from fd_dcu.device import DcuDevice
@@ -43,6 +44,8 @@ from fd_iluvatar.attention import IluvatarAttention
 from fd_iluvatar.device import IluvatarDevice
 from fd_key_limits.limits import KeyLimits
 from fd_kv_disk.disk import DiskStore
+from fd_kv_mooncake.transport import MooncakeTransport
+from fd_kv_nixl.transport import NixlTransport
 from fd_kv_redis.store import RedisStore
 from fd_kv_shm.shm import SharedMemoryTransport
 from fd_kv_tcp.transport import TcpTransport
@@ -232,6 +235,9 @@ kv_transports: list[Callable[[TransportOptions], KVTransport]] = [
     MyWireTransport,
     SharedMemoryTransport,
     TcpTransport,
+    NixlTransport,
+    MooncakeTransport,
+    CudaIpcTransport,
 ]
 expert_communicators: list[Callable[[ExpertGroup], ExpertCommunicator]] = [
     MyMeshExperts,
