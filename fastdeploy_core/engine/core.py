@@ -105,8 +105,7 @@ class EngineCore:
         self._building: dict[str, Future[Any]] = {}
         self._features = frozenset.intersection(*(info.features for info in infos))
         self._has_logprobs = worker.logprobs
-        self._num_failures = 0
-        self._num_idle_plans = 0
+        self._num_failures = self._num_idle_plans = 0
         self._stats = self.scheduler.counters
         self.info = self._describe(infos, plan, overlap, caching, time.monotonic() - started)
         for line in self.info.report:
