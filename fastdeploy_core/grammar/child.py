@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import resource
 import signal
 import sys
 from multiprocessing.connection import Connection
@@ -45,10 +46,6 @@ class Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 def limit_memory(extra_bytes: int) -> None:
     """Let the address space grow by at most this much; no core dumps."""
-    try:
-        import resource
-    except ImportError:  # not a POSIX system: only the time limit applies
-        return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     statm = Path("/proc/self/statm")
     if statm.exists():
