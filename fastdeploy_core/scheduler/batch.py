@@ -91,7 +91,7 @@ class BatchScheduler:
 
     @property
     def num_held(self) -> int:
-        """Requests that wait for KV blocks of another instance."""
+        """Requests that `hold` took out of the queue."""
         return len(self._roster.held)
 
     def has_work(self) -> bool:
