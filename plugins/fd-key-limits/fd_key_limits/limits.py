@@ -12,16 +12,13 @@ import time
 from collections.abc import AsyncGenerator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastdeploy_core.errors import ConfigError, QueueFull
 from fastdeploy_core.types import Request, RequestOutputDelta
 
 from .accounts import Accounts, SharedAccounts
 from .file import read
-
-if TYPE_CHECKING:
-    from fastdeploy_core.serving.front.occupancy import OwnOccupancy
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +28,8 @@ LOOK_S = 1.0  # between two looks at the file
 class KeyLimits:
     """The file's limits, read again when it changes. Belongs to one event loop."""
 
-    def __init__(self, path: str, occupancy: OwnOccupancy | None = None) -> None:
-        """occupancy: of one of several API servers, which count together."""
+    def __init__(self, path: str, occupancy: Any = None) -> None:
+        """occupancy: OwnOccupancy of one of several API servers, which count together."""
         self._path = Path(path)
         self._limits = read(self._path)
         self._stamp = self._stamp_of()
