@@ -45,6 +45,7 @@ LOOP = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% e
 HI = [{"role": "user", "content": "hi"}]
 # Ambiguous: each further letter can be read in more ways.
 AMBIGUOUS = 'start: a\na: a a a | a a | b\nb: b b | "a" | "b" | /[ab]+/ | ""\n'
+BLOWN_UP = "[ab]*a[ab]{300}"  # each further letter leads to an automaton's state of its own
 
 
 class Attack(NamedTuple):
@@ -62,6 +63,9 @@ ATTACKS: dict[str, Attack] = {
     ),
     "ambiguous grammar": Attack(
         4, TEXT, {"prompt": "x", "max_tokens": 64, "structured_outputs": {"grammar": AMBIGUOUS}}
+    ),
+    "slow masks": Attack(
+        4, TEXT, {"prompt": "x", "max_tokens": 64, "structured_outputs": {"regex": BLOWN_UP}}
     ),
     "bad words": Attack(2, TEXT, {"prompt": "x", "bad_words": ["x" * 60_000] * 128}),
     "keys": Attack(2, CHAT, {"messages": HI, "metadata": {f"k{i}": i for i in range(600_000)}}),
@@ -82,11 +86,17 @@ _PARTS = """
 from fastdeploy_core.serving.http import json_body
 json_body.MAX_KEYS = json_body.MAX_VALUES = json_body.MAX_DEPTH = 10**9
 """
+_MASKS = """
+from fd_grammar_llguidance import backend, matcher
+matcher.BUDGET_S, matcher.TRUSTED_AFTER = 1e9, 0
+backend.LLParserLimits = lambda limits=backend.LLParserLimits, **_: limits()
+"""
 # What takes the bound on an attack away, run by every process of the server when it starts.
 DEFENCES: dict[str, str] = {
     "text, to tokenize": _CHARS,
     "text, to be cut": _CHARS,
-    "ambiguous grammar": "from fastdeploy_core.sampling import masks; masks.BUDGET_S = 1e9",
+    "ambiguous grammar": _MASKS,
+    "slow masks": _MASKS,
     "bad words": "from fastdeploy_core.types import sampling; sampling.MAX_BAD_WORD_CHARS = 10**9",
     "keys": _PARTS,
     "biases": _PARTS
@@ -94,6 +104,10 @@ DEFENCES: dict[str, str] = {
     "looping templates": (
         "from fastdeploy_core.tokenizer import template_process as t; t.WALL_LIMIT_S = 30.0"
     ),
+    "leaving in mid-body": (
+        "from fastdeploy_core.serving.http import errors; errors.ClientDisconnect = SystemError"
+    ),
+    "nested": _PARTS,
 }
 
 
@@ -250,6 +264,7 @@ def main() -> None:
     most = 1 + max(attack.senders for attack in ATTACKS.values())
     figures: dict[str, list[float]] = {}
     with running(options) as server, ProcessPoolExecutor(most, spawn) as pool:
+        list(pool.map(time.sleep, [1.0] * most))  # until all of them are there
         for name in ("", *names):
             watch(server, pool, options, name, 2.0)
         quiet = watch(server, pool, options, "", options.seconds)
@@ -257,6 +272,7 @@ def main() -> None:
             seen = watch(server, pool, options, name, options.seconds) if name else quiet
             show(name or "quiet", seen, quiet, figures)
     with ProcessPoolExecutor(most, spawn) as pool:
+        list(pool.map(time.sleep, [1.0] * most))
         for name in [n for n in names if options.without_defence and n in DEFENCES]:
             with running(options, DEFENCES[name]) as server:
                 watch(server, pool, options, "", 2.0)

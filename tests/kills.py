@@ -32,7 +32,7 @@ import httpx
 
 from fastdeploy_core.types import SamplingParams
 from fastdeploy_testing.fakes import NullModel
-from tests.server_process import ServerProcess, serving
+from tests.server_process import serving
 from tests.server_support import wait_for, write_null_model
 
 NULL = ("--device", "null", "--block-size", "16", "--max-num-seqs", "8", "--max-restarts", "1000")
@@ -46,6 +46,7 @@ NAMES = {b"fastdeploy-engine": "engine", b"fastdeploy-api": "API server", b"fd-r
 KILLS_PER_SERVER = 3  # an API server is started again so often in a minute
 NUM_CLIENTS = 6
 PATIENCE_S = 120.0
+END_S = 10.0  # for what was below a killed process
 BROKEN = "connection broken"
 BAD = ("lost", "twice", "wrong", "blocks leaked", "not ready again", "left behind")
 
@@ -124,9 +125,9 @@ def _compared(tokens: list[int], expected: list[int]) -> str:
     return "twice" if len(tokens) > len(expected) else "wrong"
 
 
-def processes(server: ServerProcess) -> dict[int, str]:
-    """The server's processes by id, with what each is."""
-    found, ring = {server.process.pid: "parent"}, [server.process.pid]
+def processes(top: int) -> dict[int, str]:
+    """A server's process and all below it by id, with what each is."""
+    found, ring = {top: "parent"}, [top]
     while ring:
         for listed in Path(f"/proc/{ring.pop()}/task").glob("*/children"):
             with contextlib.suppress(OSError):  # the thread has just ended
@@ -137,6 +138,23 @@ def processes(server: ServerProcess) -> dict[int, str]:
                         found[child] = next(
                             (n for key, n in NAMES.items() if key in line), "helper"
                         )
+    return found
+
+
+def left_behind(doomed: dict[int, str]) -> list[str]:
+    """Of processes whose parent was killed, those that have not ended in time, and how they are."""
+
+    def living() -> list[int]:
+        return [pid for pid in doomed if Path(f"/proc/{pid}/exe").exists()]
+
+    with contextlib.suppress(AssertionError):
+        wait_for(lambda: not living(), "their end", END_S)
+    found = []
+    for pid in living():
+        with contextlib.suppress(OSError):  # it has just ended
+            state = Path(f"/proc/{pid}/status").read_text().split("State:")[1].split("\n")[0]
+            waits = Path(f"/proc/{pid}/wchan").read_text()
+            found.append(f"{doomed[pid]} {pid}: {' '.join(state.split())}, in {waits}")
     return found
 
 
@@ -163,9 +181,10 @@ def play(model: Path, layout: str, seed: int, most: int) -> Counter[str]:
         killed: set[str] = set()
         while num_killed(seen) < most:
             time.sleep(1.5 * draw.random())
-            alive = processes(server)
+            alive = processes(server.process.pid)
             others = [process for process in alive if process != server.process.pid]
             pid = server.process.pid if draw.random() < 0.1 or not others else draw.choice(others)
+            doomed = {below: alive.get(below, "new") for below in processes(pid) if below != pid}
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -173,26 +192,23 @@ def play(model: Path, layout: str, seed: int, most: int) -> Counter[str]:
             killed.add(alive[pid])
             seen[f"killed: {alive[pid]}"] += 1
             if pid == server.process.pid:
+                server.process.wait(PATIENCE_S)
+            for process in left_behind(doomed):
+                print(f"seed {seed}, {layout}, {alive[pid]} killed: left {process}", flush=True)
+                seen["left behind"] += 1
+            if pid == server.process.pid:
                 break
             try:
                 wait_for(lambda: is_ready(url), "it to be ready", PATIENCE_S)
             except AssertionError:
                 seen["not ready again"] += 1
                 break
-        below = processes(server)
         load.stop()
         seen += load.seen
         # nobody else may break a connection
         if not killed & {"API server", "parent"} and seen[BROKEN]:
             seen["lost"] += seen.pop(BROKEN)
-        if "parent" in killed:
-            server.process.wait(PATIENCE_S)
-            names = [pid for pid in below if Path(f"/proc/{pid}/exe").exists()]
-            try:
-                wait_for(lambda: not any(Path(f"/proc/{p}/exe").exists() for p in names), "end", 10)
-            except AssertionError:
-                seen["left behind"] += 1
-        elif not seen["not ready again"]:
+        if "parent" not in killed and not seen["not ready again"]:
             try:
                 wait_for(lambda: gauge(url, "kv_blocks_used") == 0, "blocks to come back", 20)
             except AssertionError:

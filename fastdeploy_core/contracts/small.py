@@ -318,11 +318,25 @@ class GrammarMatcher(Protocol):
         """mask: [ceil(vocab_size / 32)] int32, written whole; bit t % 32 of word t // 32 set: token t
         is possible. At least one is, the end of text behind the end of the grammar.
 
-        InvalidRequest ends the request: the grammar cannot go on from here."""
+        InvalidRequest ends the request: the grammar cannot go on from here, or takes others' time."""
         ...
 
     def is_finished(self) -> bool:
         """Whether only the end of text can follow."""
+        ...
+
+
+@runtime_checkable
+class BesideMatcher(GrammarMatcher, Protocol):
+    """A matcher that may compute masks beside the steps, in threads of its own. Added in contract 1.5."""
+
+    def begin_mask(self) -> None:
+        """The next fill_mask will be asked for here; it may wait for what begins now."""
+        ...
+
+    def is_ready(self) -> bool | None:
+        """Whether fill_mask would not wait; None: masks take so little that a step may wait for them.
+        Otherwise the sequence takes no part in a step before it is. Asked from another thread."""
         ...
 
 
@@ -338,7 +352,7 @@ class GrammarBackend(Protocol):
         ...
 
     def matcher(self, compiled: bytes) -> GrammarMatcher:
-        """A fresh state; cheap."""
+        """A fresh state; cheap when asked again. The first call comes from another thread than steps'."""
         ...
 
 

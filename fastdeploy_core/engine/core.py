@@ -10,7 +10,8 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.config import EngineConfig
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES_IN_A_ROW = 16
 # Plans in a row with nothing to run and nothing in flight, before a request is failed.
 MAX_IDLE_PLANS = 4
+GRAMMAR_S = 0.0002  # between looks at what is made for grammars, with nothing else to do
 AWAIT_S = 0.005  # at most, for blocks from outside with nothing else to do; requests come meanwhile
 
 
@@ -98,10 +100,12 @@ class EngineCore:
         self._depth = 2 if overlap else 1
         self._in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()
         self._vocab_size = worker.vocab_size
+        # Requests that are held until what their grammars need is built.
+        self._sampling = self._executor.sampling
+        self._building: dict[str, Future[Any]] = {}
         self._features = frozenset.intersection(*(info.features for info in infos))
         self._has_logprobs = worker.logprobs
-        self._num_failures = 0
-        self._num_idle_plans = 0
+        self._num_failures = self._num_idle_plans = 0
         # For part `rollout-engine`: whether requests are taken; and whether no step is begun.
         self.admits, self.is_held = True, False
         self._stats = self.scheduler.counters
@@ -119,7 +123,10 @@ class EngineCore:
         self.scheduler.add(request)
         seq = self.scheduler.leader(request.request_id) if remote is not None else None
         if remote is not None and seq and remote.fetch(request, seq.table, seq.token_ids):
-            self.scheduler.hold_for_remote_kv(request.request_id)
+            self.scheduler.hold(request.request_id)
+        elif request.grammar is not None and self._sampling is not None:
+            self._building[request.request_id] = self._sampling.prepare(request)
+            self.scheduler.hold(request.request_id)
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest if the request could never run; may be called from any thread."""
@@ -146,15 +153,18 @@ class EngineCore:
         result to take or an answer to return."""
         if self.is_held:
             return bool(self._in_flight) or self.scheduler.outcome.has_deltas
-        is_awaited = self._remote is not None and self._remote.is_awaited
-        return self.scheduler.has_work() or bool(self._in_flight) or is_awaited
+        is_awaited = self._building or (self._remote is not None and self._remote.is_awaited)
+        return self.scheduler.has_work() or bool(self._in_flight or is_awaited)
 
     def step(self) -> list[RequestOutputDelta | TokenDeltas]:
         """Schedule, execute, update, answer. WorkerError means that the engine is dead."""
         if self._remote is not None:
             is_idle = not self._in_flight and not self.scheduler.has_work()
             for request_id, first in self._remote.ready(AWAIT_S if is_idle else 0.0):
-                self.scheduler.take_remote_kv(request_id, first)
+                self.scheduler.release(request_id, first)
+        for request_id in [name for name, built in self._building.items() if built.done()]:
+            del self._building[request_id]
+            self.scheduler.release(request_id)
         if not self.is_held:
             self._submit_ahead()
         self._take_oldest()
@@ -214,9 +224,10 @@ class EngineCore:
     def _submit_ahead(self) -> None:
         started = time.perf_counter()
         while len(self._in_flight) < self._depth:
-            step = self.scheduler.schedule()
+            most_steps = self._sampling.most_steps() if self._sampling is not None else {}
+            step = self.scheduler.schedule(most_steps)
             if step is None:
-                self._check_idle()
+                self._check_idle(most_steps)
                 break
             self._num_idle_plans = 0
             if self._remote is not None:
@@ -270,9 +281,12 @@ class EngineCore:
                 self._remote.settle(failed.output.step_id, is_done=False)
         self.scheduler.fail(steps, f"running the model failed for this request ({name})")
 
-    def _check_idle(self) -> None:
+    def _check_idle(self, most_steps: Mapping[int, int]) -> None:
         """Requests wait, but nothing runs and nothing could be scheduled. If that lasts, the oldest
         request fails, so that the others do not wait for ever."""
+        if not self._in_flight and (self._building or 0 in most_steps.values()):
+            time.sleep(GRAMMAR_S)
+            return
         if self._in_flight or self.scheduler.num_requests == self.scheduler.num_held:
             return
         self._num_idle_plans += 1

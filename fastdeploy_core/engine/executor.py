@@ -132,6 +132,11 @@ class Executor:
             for _ in range(1, self._world_size):
                 self._wait_peer(self._peers.cache_ready)
 
+    @property
+    def sampling(self) -> Any:
+        """See Worker; None: a device's own worker has none."""
+        return getattr(self._worker, "sampling", None)
+
     def submit(self, step: SchedulerOutput) -> StepResult:
         """Queue a step. It may start before earlier steps have finished, but never before they
         started."""

@@ -1,20 +1,20 @@
-"""The process that compiles grammars: reads requests from stdin and writes answers to stdout.
+"""The process that compiles grammars: requests come and answers go through a connection.
 
-Frames are a 4-byte big-endian length and MessagePack. The first frame in is the set-up; the first
-frame out says whether it worked. Only compiler.py starts this process, and may kill it.
+Each message is MessagePack. The first one in is the set-up; the first one out says whether it
+worked. Only compiler.py starts this process, and may kill it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import os
+import resource
 import signal
-import struct
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -22,8 +22,6 @@ from fastdeploy_core.errors import FastDeployError, InvalidRequest
 from fastdeploy_core.plugins.discovery import PluginEntry
 from fastdeploy_core.plugins.drivers import load
 from fastdeploy_core.types import StructuredOutputsParams
-
-HEADER = struct.Struct(">I")
 
 
 class Setup(msgspec.Struct, kw_only=True):
@@ -46,26 +44,8 @@ class Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
     param: str = ""
 
 
-def read_frame(stream: BinaryIO) -> bytes:
-    """Read one frame; empty at the end of the stream."""
-    header = stream.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return b""
-    return stream.read(HEADER.unpack(header)[0])
-
-
-def write_frame(stream: BinaryIO, body: bytes) -> None:
-    """Write one frame."""
-    stream.write(HEADER.pack(len(body)) + body)
-    stream.flush()
-
-
 def limit_memory(extra_bytes: int) -> None:
     """Let the address space grow by at most this much; no core dumps."""
-    try:
-        import resource
-    except ImportError:  # not a POSIX system: only the time limit applies
-        return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     statm = Path("/proc/self/statm")
     if statm.exists():
@@ -92,28 +72,27 @@ def compile_one(backend: Any, setup: Setup, body: bytes) -> Answer:
         )
 
 
-def main() -> int:
-    """Serve until stdin ends."""
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = io.StringIO()  # a library that prints must not write into the frames
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes stdin
-    setup = msgspec.msgpack.decode(read_frame(requests), type=Setup)
+def main(handle: int) -> int:
+    """Serve until the connection of this handle ends."""
+    channel = Connection(handle)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes its end
+    setup = msgspec.msgpack.decode(channel.recv_bytes(), type=Setup)
     try:
         driver = load(setup.backend, preflight=False)  # this process is one that may fail
         backend = driver(setup.tokenizer_json, setup.vocab_size, setup.eos_token_ids)
     except (FastDeployError, OSError, ValueError) as error:
-        write_frame(answers, msgspec.msgpack.encode(Answer(error=str(error))))
+        channel.send_bytes(msgspec.msgpack.encode(Answer(error=str(error))))
         return 1
     limit_memory(setup.memory_bytes)
-    write_frame(answers, msgspec.msgpack.encode(Answer()))
-    while body := read_frame(requests):
-        # A parent that is gone cannot kill this process; then the alarm does.
-        signal.alarm(math.ceil(setup.timeout_s) + 2)
-        answer = compile_one(backend, setup, body)
-        signal.alarm(0)
-        write_frame(answers, msgspec.msgpack.encode(answer))
+    channel.send_bytes(msgspec.msgpack.encode(Answer()))
+    with contextlib.suppress(EOFError):
+        while body := channel.recv_bytes():
+            # A parent that is gone cannot kill this process; then the alarm does.
+            signal.alarm(math.ceil(setup.timeout_s) + 2)
+            channel.send_bytes(msgspec.msgpack.encode(compile_one(backend, setup, body)))
+            signal.alarm(0)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(int(sys.argv[1])))

@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import queue
-import select
 import subprocess
 import sys
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
 import msgspec
 
 from fastdeploy_core.config import StructuredOutputsConfig
-from fastdeploy_core.errors import ConfigError, InvalidRequest, QueueFull
+from fastdeploy_core.errors import ConfigError, InvalidRequest, QueueFull, Unavailable
 from fastdeploy_core.plugins.discovery import PluginEntry
 from fastdeploy_core.plugins.known import providers
 from fastdeploy_core.types import StructuredOutputsParams
 
-from .child import HEADER, Answer, Setup
+from .child import Answer, Setup
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +35,8 @@ NUM_CHILDREN = 2
 START_TIMEOUT_S = 60.0  # reading a large tokenizer and importing, on a busy machine
 MAX_WAIT_S = 10.0  # for a free child; after that the client is told to retry
 MAX_MEMORY_BYTES = 1024**3  # that one compilation may add to its process
-MAX_CACHE_BYTES = 8 * 1024 * 1024
-MAX_CACHE_ENTRIES = 512
+MAX_CACHED = 128  # answers, the ones used last
+MAX_CACHED_BYTES = 64 * 1024  # of a constraint and its answer
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
 
@@ -48,17 +46,17 @@ class _Child:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._process: subprocess.Popen[bytes] | None = None
-        self._pipes = (-1, -1)  # descriptors: its stdin, its stdout
+        self._channel: Connection | None = None
         self._lock = threading.Lock()
 
     def compile(self, body: bytes) -> Answer:
         """The answer; TimeoutError or EOFError if the child had to be killed or died."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
+            channel = self._channel
+            if channel is None or self._process is None or self._process.poll() is not None:
+                channel = self._start()
             try:
-                self._send(body)
-                return self._receive(self._setup.timeout_s)
+                return _ask(channel, body, self._setup.timeout_s)
             except (TimeoutError, EOFError, OSError):
                 self._stop()
                 raise
@@ -78,93 +76,41 @@ class _Child:
             return
         process.kill()
         process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                stream.close()
+        if self._channel is not None:
+            self._channel.close()
 
-    def _start(self) -> None:
+    def _start(self) -> Connection:
         self._stop()
+        channel, end = Pipe()
+        self._channel = channel
         # -P: no imports from the working directory.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fastdeploy_core.grammar.child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+            [sys.executable, "-P", "-m", "fastdeploy_core.grammar.child", str(end.fileno())],
+            pass_fds=(end.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
-            bufsize=0,
         )
-        process = self._process
-        if process.stdin is not None and process.stdout is not None:
-            self._pipes = (process.stdin.fileno(), process.stdout.fileno())
+        end.close()
         try:
-            self._send(msgspec.msgpack.encode(self._setup))
-            answer = self._receive(START_TIMEOUT_S)
+            answer = _ask(channel, msgspec.msgpack.encode(self._setup), START_TIMEOUT_S)
         except (TimeoutError, EOFError, OSError) as error:
             self._stop()
-            raise ConfigError(
+            raise Unavailable(
                 f"the grammar compiler process did not start ({type(error).__name__}); backend "
                 f"{self._setup.backend.name}; run: fastdeploy plugins doctor"
             ) from error
         if answer.error:
             self._stop()
             raise ConfigError(answer.error)
-
-    def _send(self, body: bytes) -> None:
-        data = memoryview(HEADER.pack(len(body)) + body)
-        while data:
-            data = data[os.write(self._pipes[0], data) :]
-
-    def _receive(self, timeout_s: float) -> Answer:
-        deadline = time.monotonic() + timeout_s
-        (size,) = HEADER.unpack(self._read(HEADER.size, deadline))
-        if size > MAX_ANSWER_BYTES:
-            raise EOFError
-        return msgspec.msgpack.decode(self._read(size, deadline), type=Answer)
-
-    def _read(self, size: int, deadline: float) -> bytes:
-        poll = select.poll()
-        poll.register(self._pipes[1], select.POLLIN | select.POLLHUP)
-        data = bytearray()
-        while len(data) < size:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0 or not poll.poll(remaining * 1000):
-                raise TimeoutError
-            chunk = os.read(self._pipes[1], size - len(data))
-            if not chunk:
-                raise EOFError
-            data += chunk
-        return bytes(data)
+        return channel
 
 
-class _Cache:
-    """Results and refusals by constraint, bounded in entries and bytes; the least recently used go
-    first."""
-
-    def __init__(self) -> None:
-        self._entries: OrderedDict[bytes, Answer] = OrderedDict()
-        self._num_bytes = 0
-        self._lock = threading.Lock()
-
-    def get(self, key: bytes) -> Answer | None:
-        """The cached answer, or None."""
-        with self._lock:
-            answer = self._entries.get(key)
-            if answer is not None:
-                self._entries.move_to_end(key)
-            return answer
-
-    def put(self, key: bytes, answer: Answer) -> None:
-        """Store an answer and drop old ones."""
-        with self._lock:
-            if key in self._entries:
-                return
-            self._entries[key] = answer
-            self._num_bytes += self._cost(key, answer)
-            while self._num_bytes > MAX_CACHE_BYTES or len(self._entries) > MAX_CACHE_ENTRIES:
-                self._num_bytes -= self._cost(*self._entries.popitem(last=False))
-
-    @staticmethod
-    def _cost(key: bytes, answer: Answer) -> int:
-        return len(key) + len(answer.compiled) + len(answer.error) + 128
+def _ask(channel: Connection, body: bytes, timeout_s: float) -> Answer:
+    channel.send_bytes(body)
+    if not channel.poll(timeout_s):
+        raise TimeoutError
+    return msgspec.msgpack.decode(channel.recv_bytes(MAX_ANSWER_BYTES), type=Answer)
 
 
 class GrammarCompiler:
@@ -174,14 +120,15 @@ class GrammarCompiler:
     def __init__(self, setup: Setup | None, config: StructuredOutputsConfig) -> None:
         self.backend = "" if setup is None else setup.backend.name
         self._config = config
-        self._cache = _Cache()
+        self._cache: OrderedDict[bytes, Answer] = OrderedDict()  # refusals, too
+        self._lock = threading.Lock()
         # Last in, first out: the child that ran last has warm caches.
         self._idle: queue.LifoQueue[_Child] = queue.LifoQueue()
         self._children = [_Child(setup) for _ in range(NUM_CHILDREN)] if setup else []
         for child in self._children:
             self._idle.put(child)
         self._threads = ThreadPoolExecutor(NUM_CHILDREN + 2, "grammar-compiler")
-        self._closed = False
+        self._closed, self._broken = False, ""  # why the backend cannot be used at all
 
     @classmethod
     def start(
@@ -217,8 +164,8 @@ class GrammarCompiler:
         return cls(setup, config)
 
     def compile(self, params: StructuredOutputsParams) -> bytes:
-        """The compiled constraint, or InvalidRequest. Waits for a free child and at most the time
-        limit."""
+        """The compiled constraint, or InvalidRequest; ConfigError where the backend cannot be
+        loaded. Waits for a free child and at most the time limit."""
         if not self.backend:
             raise InvalidRequest(self._why_none(), param="structured_outputs")
         try:
@@ -229,10 +176,14 @@ class GrammarCompiler:
                 f"more than {self._config.max_depth} levels deep",
                 param=f"structured_outputs.{params.kind}",
             ) from None
-        answer = self._cache.get(body)
-        if answer is None:
-            answer = self._ask(body)
-            self._cache.put(body, answer)
+        with self._lock:
+            answer = self._cache.pop(body, None)
+        answer = answer or self._ask(body)
+        if len(body) + len(answer.compiled) <= MAX_CACHED_BYTES:
+            with self._lock:
+                self._cache[body] = answer
+                if len(self._cache) > MAX_CACHED:
+                    self._cache.popitem(last=False)
         if answer.error:
             raise InvalidRequest(answer.error, param=answer.param)
         return answer.compiled
@@ -264,6 +215,8 @@ class GrammarCompiler:
     def _ask(self, body: bytes) -> Answer:
         if self._closed:
             raise InvalidRequest("the grammar compiler is closed", param="structured_outputs")
+        if self._broken:
+            raise ConfigError(self._broken)
         try:
             child = self._idle.get(timeout=MAX_WAIT_S)
         except queue.Empty:
@@ -274,6 +227,9 @@ class GrammarCompiler:
             why = f"it takes longer than {self._config.compile_timeout_s:g} s to compile"
         except (EOFError, OSError):
             why = "it needs more memory or stack to compile than is possible"
+        except ConfigError as error:
+            self._broken = str(error)
+            raise
         finally:
             self._idle.put(child)
         logger.warning("grammar compilation refused and its process ended: %s", why)

@@ -7,6 +7,7 @@ decide whether an answer may think (parsers/answer.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -74,6 +75,9 @@ class MatcherAfterThinking:
     def is_finished(self) -> bool:
         """Whether only the end of text can follow."""
         return self._is_bound and self._matcher.is_finished()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)  # what a BesideMatcher has
 
     def _at_start(self) -> bool:
         """Whether thinking is possible and no token has arrived yet."""

@@ -8,13 +8,13 @@ does not matter.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
-from fastdeploy_core.contracts.small import GrammarMatcher
+from fastdeploy_core.contracts.small import BesideMatcher, GrammarMatcher
 from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.types import SamplingParams
 
@@ -23,10 +23,6 @@ from .columns import BAD_WORDS, GRAMMAR, MASK, MIN_TOKENS, SamplingColumns, Samp
 logger = logging.getLogger(__name__)
 
 GRAMMAR_FAILED = "grammar_failed"
-# Processor time of a grammar's call that counts for nothing, and how much beyond it a request has:
-# others wait meanwhile.
-FREE_S = 4e-3
-BUDGET_S = 0.5
 ALL = np.uint32(0xFFFFFFFF)
 ONES = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32))
 
@@ -92,7 +88,7 @@ class TokenMasks:
         self._ends: list[Forbidden | None] = [None] * max_num_seqs
         self._bad_words: list[list[tuple[np.ndarray, Forbidden]] | None] = [None] * max_num_seqs
         self.matchers: dict[int, GrammarMatcher] = {}  # by slot; the model runner fills it
-        self._costs_s = [0.0] * max_num_seqs  # beyond FREE_S per call
+        self._beside: dict[int, tuple[int, BesideMatcher]] = {}  # of them, with their seq_ids
 
     def add(self, slot: int, params: SamplingParams, eos_token_ids: list[int]) -> None:
         """Add one sequence's fixed constraints. Token ids outside the vocabulary are refused if the
@@ -119,17 +115,19 @@ class TokenMasks:
             ends = np.asarray([*eos_token_ids, *(params.stop_token_ids or [])], dtype=np.int64)
             self._ends[slot] = Forbidden.of(ends[(ends >= 0) & (ends < self._vocab_size)])
 
-    def add_matcher(self, slot: int, matcher: GrammarMatcher) -> None:
+    def add_matcher(self, slot: int, seq_id: int, matcher: GrammarMatcher) -> None:
         """Bind the slot's sequence to a grammar."""
         self.matchers[slot] = matcher
+        if hasattr(matcher, "begin_mask"):  # a BesideMatcher, behind thinking or not
+            self._beside[slot] = (seq_id, cast("BesideMatcher", matcher))
         self._columns.set_flag(slot, GRAMMAR)
 
     def reset(self, slot: int) -> None:
         """Reset to the state of an unused slot."""
         self._fixed[slot] = ALL
         self._ends[slot] = self._bad_words[slot] = None
-        self._costs_s[slot] = 0.0
         self.matchers.pop(slot, None)
+        self._beside.pop(slot, None)
 
     def build(
         self, plan: SamplingPlan, num_output: np.ndarray, histories: Histories
@@ -163,14 +161,22 @@ class TokenMasks:
 
     def accept(self, slot: int, token_ids: list[int]) -> bool:
         """Advance the slot's grammar; False when a token does not fit."""
-        began_s = time.thread_time()
         try:
             return self.matchers[slot].accept(token_ids) == len(token_ids)
         except Exception:  # an error of a grammar plugin ends its request only
             logger.exception("a grammar matcher failed in accept()")
             return False
-        finally:
-            self._charge(slot, began_s)
+
+    def begin(self, slot: int) -> None:
+        """The slot's next mask may be computed beside the steps."""
+        if slot in self._beside:
+            self._beside[slot][1].begin_mask()
+
+    def most_steps(self) -> dict[int, int]:
+        """By seq_id, of sequences whose masks no step is to wait for: how many steps of it may be
+        on their way, 0 while the next mask is not there, else 1."""
+        ready = {seq_id: matcher.is_ready() for seq_id, matcher in list(self._beside.values())}
+        return {seq_id: int(is_there) for seq_id, is_there in ready.items() if is_there is not None}
 
     def allowed(self, slot: int, token_ids: list[int]) -> int:
         """How many of these tokens the slot's grammar could accept now; its state stays the
@@ -182,6 +188,7 @@ class TokenMasks:
         except Exception:
             logger.exception("a grammar matcher failed over drafts")
             return 0
+        self.begin(slot)
         return taken
 
     def _grammars(
@@ -227,14 +234,8 @@ class TokenMasks:
     def _grammar(self, slot: int, mask: np.ndarray) -> tuple[bool, str]:
         matcher = self.matchers[slot]
         possible = np.empty(self.num_words, dtype=np.int32)
-        began_s = time.thread_time()
         try:
             matcher.fill_mask(possible)
-            self._charge(slot, began_s)
-            if self._costs_s[slot] > BUDGET_S:
-                raise InvalidRequest(
-                    "the grammar takes too long at each token; make it simpler or less ambiguous"
-                )
             mask &= possible.view(np.uint32)
             return matcher.is_finished(), ""
         except InvalidRequest as error:
@@ -242,9 +243,6 @@ class TokenMasks:
         except Exception:
             logger.exception("a grammar matcher failed in fill_mask()")
             return False, GRAMMAR_FAILED
-
-    def _charge(self, slot: int, began_s: float) -> None:
-        self._costs_s[slot] += max(0.0, time.thread_time() - began_s - FREE_S)
 
     def _forbid_bad_words(self, slot: int, mask: np.ndarray, output: np.ndarray) -> None:
         for prefix, last in self._bad_words[slot] or ():

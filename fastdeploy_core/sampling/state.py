@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastdeploy_core.config import EngineConfig, SpeculativeConfig
-from fastdeploy_core.contracts.small import GrammarBackend, ProcessorContext
+from fastdeploy_core.contracts.small import GrammarBackend, GrammarMatcher, ProcessorContext
 from fastdeploy_core.errors import InvalidRequest
-from fastdeploy_core.types import NewSequence
+from fastdeploy_core.types import NewSequence, Request
 
 from . import columns as bits
 from .after_thinking import MatcherAfterThinking
@@ -52,6 +53,8 @@ class SamplingState:
         )
         self._processors = load_processors(config.logits_processors, context, device, columns)
         self._grammars: dict[tuple[str, tuple[int, ...]], GrammarBackend] = {}
+        self._threads = ThreadPoolExecutor(1, "fd-grammars")
+        self.most_steps = self._masks.most_steps
         self.sampler = Sampler(
             device,
             kernels,
@@ -73,16 +76,25 @@ class SamplingState:
             self._penalties.add(slot, prompt, output)
         self._processors.add(slot, new.seq_id, new.sampling, prompt)
         if new.grammar is not None:
-            matcher = self._backend(new).matcher(new.grammar)
+            matcher = self._matcher(new)
             if new.grammar_start is not None:
                 matcher = MatcherAfterThinking(matcher, new.grammar_start)
             if output.size and matcher.accept(output.tolist()) != output.size:
                 raise InvalidRequest("the text so far does not fit the grammar")
-            self._masks.add_matcher(slot, matcher)
+            self._masks.add_matcher(slot, new.seq_id, matcher)
 
     def advance(self, slot: int, token_id: int) -> bool:
         """Tell the slot's grammar, if it has one, of a new token; False: it does not fit."""
-        return slot not in self._masks.matchers or self._masks.accept(slot, [token_id])
+        if slot not in self._masks.matchers:
+            return True
+        fits = self._masks.accept(slot, [token_id])
+        self._masks.begin(slot)
+        return fits
+
+    def prepare(self, request: Request) -> Future[GrammarMatcher]:
+        """Build what a request's grammar needs, in a thread of its own before the request runs.
+        What fails here fails again when it does."""
+        return self._threads.submit(self._matcher, request)
 
     def cut_forbidden(self, slots: np.ndarray, drafts: np.ndarray) -> None:
         """Drafts after the known tokens, [rows, k] with -1 after each row's last one: cut off what
@@ -94,14 +106,14 @@ class SamplingState:
             if tokens:
                 drafts[row, self._masks.allowed(int(slots[row]), tokens) :] = -1
 
-    def _backend(self, new: NewSequence) -> GrammarBackend:
+    def _matcher(self, new: NewSequence | Request) -> GrammarMatcher:
         key = (new.grammar_backend, tuple(new.eos_token_ids))
         if key not in self._grammars:
             if not self._tokenizer_json:
                 raise InvalidRequest("structured outputs need the model's tokenizer.json")
             driver = self._load_driver("grammar", new.grammar_backend)
             self._grammars[key] = driver(self._tokenizer_json, self._vocab_size, new.eos_token_ids)
-        return self._grammars[key]
+        return self._grammars[key].matcher(new.grammar or b"")
 
 
 def _leniency(config: SpeculativeConfig | None) -> Leniency | None:

@@ -10,7 +10,7 @@ import copy
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from fastdeploy_core.errors import InvalidRequest, RequestTooLong
 from fastdeploy_core.kvcache import KVCacheManager
@@ -91,7 +91,7 @@ class BatchScheduler:
 
     @property
     def num_held(self) -> int:
-        """Requests that wait for KV blocks of another instance."""
+        """Requests that `hold` took out of the queue."""
         return len(self.roster.held)
 
     def has_work(self) -> bool:
@@ -108,14 +108,14 @@ class BatchScheduler:
         request = self.roster.requests.get(request_id)
         return None if request is None or request.wants_prompt_logprobs else request.sequences[0]
 
-    def hold_for_remote_kv(self, request_id: str) -> None:
-        """Another instance computes the prompt of a request that has not started."""
-        self.roster.hold(self.roster.requests[request_id])
+    def hold(self, request_id: str) -> None:
+        """A request that has not started waits for its prompt from elsewhere, or its grammar."""
+        if request_id in self.roster.requests:
+            self.roster.hold(self.roster.requests[request_id])
 
-    def take_remote_kv(self, request_id: str, first: SequenceDelta | None = None) -> None:
-        """The blocks of a held request have come, or never will: it waits for its turn, with its
-        first token if that came along. Unknown ids are ignored, because the request may have ended
-        meanwhile."""
+    def release(self, request_id: str, first: SequenceDelta | None = None) -> None:
+        """What a held request waited for has come, or never will: it waits for its turn, with its
+        first token if that came along. Ids of requests that have ended are ignored."""
         if request_id in self.roster.held:
             request = self.roster.requests[request_id]
             self.roster.release(request)
@@ -177,11 +177,11 @@ class BatchScheduler:
                 self.counters.requests_finished_total[FinishReason.ABORT.value] += 1
                 self.outcome.discard(request_id)
 
-    def schedule(self) -> ScheduledStep | None:
-        """The next step; None if nothing can run (yet: steps in flight may change that)."""
+    def schedule(self, most_steps: Mapping[int, int] | None = None) -> ScheduledStep | None:
+        """The next step; None: nothing can run yet. most_steps: by seq_id, may be on their way."""
         if self._deadlines:
             self._expire()
-        return self._planner.plan()
+        return self._planner.plan(most_steps or {})
 
     def update(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
         """Take in a step's results; `take_deltas` has the answers."""

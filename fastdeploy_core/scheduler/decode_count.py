@@ -8,10 +8,9 @@ queued ahead, which loses twice as much, with one until some have passed since i
 On the host's own processors nothing is computed while the host does its part, which is longer where
 a model has just gone through their caches. Of n decodes (n - 1) / 2 are lost behind a stop on
 average and the host's part is paid once, so the least is lost with n = sqrt(BREAK_EVEN_S / what a
-decode takes), if they take no longer than MOST_ON_HOST_S together: no reader sees 20 chunks in a
-second as anything but a flow. Others take those processors from a step now and then, and what that
-makes it longer says little of the next one: the time that a decode is taken to need grows slowly
-there."""
+decode takes), if they take no longer than MOST_ON_HOST_S together: 20 chunks in a second read as a
+flow. Others take those processors from a step now and then, which says little of the next one: the
+time that a decode is taken to need grows slowly there."""
 
 from __future__ import annotations
 

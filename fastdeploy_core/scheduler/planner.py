@@ -7,7 +7,7 @@ preempted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import compress
 
 import numpy as np
@@ -20,7 +20,7 @@ from .decode_count import DecodeCount
 from .draft_policy import DraftPolicy
 from .roster import Roster
 from .sequence import OTHER, Sequence
-from .settings import SchedulerSettings
+from .settings import NO_LIMIT, SchedulerSettings
 from .step import ScheduledStep, StepBuilder
 
 # Blocks that a sequence gets for later steps where many hold nothing.
@@ -54,6 +54,7 @@ class StepPlanner:
         # Running places and number of waiting sequences, and what drafts are chosen by for these.
         self._chosen_for: tuple[np.ndarray | None, int] = (None, 0)
         self._num_rows = self._kind = 0
+        self._most_steps: Mapping[int, int] = {}
         self._prefills_first = True
         self._keeps_back = False  # prompts have let drafts go first
         self._step = StepBuilder(
@@ -61,9 +62,9 @@ class StepPlanner:
         )
         self._admission = Admission(roster, settings, counters, self._step, on_stuck)
 
-    def plan(self) -> ScheduledStep | None:
+    def plan(self, most_steps: Mapping[int, int]) -> ScheduledStep | None:
         """The next step, or None if nothing can run before a step in flight has finished."""
-        step, roster = self._step, self._roster
+        step, roster, self._most_steps = self._step, self._roster, most_steps
         step.begin()
         self._num_drafts = 0 if self._policy is None else self._choose(self._policy)
         self._lookahead = self._most_lookahead if self._num_drafts else 0
@@ -74,12 +75,10 @@ class StepPlanner:
             if not (self._keeps_back and step.has_drafts):
                 self._plan_prefills()
         else:
-            first, second = self._plan_prefills, self._plan_decodes
-            if not self._prefills_first:
-                first, second = second, first
-            first()
-            if step.is_empty:
-                second()
+            plans = (self._plan_prefills, self._plan_decodes)
+            for plan in plans if self._prefills_first else plans[::-1]:
+                if step.is_empty:
+                    plan()
             self._prefills_first = not step.num_prefills
         if step.is_empty and not self._kv.has_copies:
             return None
@@ -146,6 +145,8 @@ class StepPlanner:
         # has nothing left to be fed.
         least = columns.known[places] + columns.pending[places]
         is_due = (computed >= columns.at_start[places]) & (least < limit)
+        if most := self._most_steps:  # those of a row that may be on their way, here 0 or 1
+            is_due &= [s.num_in_flight < most.get(s.seq_id, NO_LIMIT) for s in seqs]
         drafts, ends = None, computed + 1
         if self._policy is not None:  # else every count is exact
             drafts = self._drafts_to_feed(places, is_due, limit - least)

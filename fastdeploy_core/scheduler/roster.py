@@ -38,7 +38,7 @@ class Roster:
         self.clock = clock
         self.columns = Columns(num_drafts)
         self.requests: dict[str, RequestState] = {}
-        self.held: set[str] = set()  # of these, the ids of requests that wait for remote KV blocks
+        self.held: set[str] = set()  # ids of those that `hold` took out of the queue
         self.running: list[Sequence] = []  # senior first
         self.returning: list[Sequence] = []  # preempted or forked, senior first
         self.arrived: FairQueue[Sequence] = FairQueue()

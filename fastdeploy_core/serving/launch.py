@@ -195,8 +195,8 @@ async def app_around(
     async with contextlib.AsyncExitStack() as stack:
         engine_task = asyncio.create_task(starting)
         try:
-            path, count = server_config.api_key_limits, server_config.api_server_count
-            limits_of_keys = path and part("key-limits", "--api-key-limits")(path, count)
+            path = server_config.api_key_limits
+            limits_of_keys = path and part("key-limits", "--api-key-limits")(path, occupancy)
             tokenizer, plugins, media = await asyncio.to_thread(
                 _prepare_app, engine_config, server_config, resolved
             )

@@ -67,18 +67,18 @@ class ModelRunner:
         self._columns = SamplingColumns(max_num_seqs, self.vocab_size)
         # Ranks other than 0 only need the tokens that rank 0 samples.
         made_of = (config, device, kernels, self._columns, loaded.load_driver)
-        self._state = None if rank else SamplingState(*made_of)
+        self.state = None if rank else SamplingState(*made_of)
         self._media = self._make_media(loaded.model)
         self._bring = [b for b in (self._media, loaded.builder.adapters) if b is not None]
         self._features = loaded.model.features & {"pooling"}
         self._features |= {name for part in self._bring for name in part.features}
-        parts = [self._columns, *self._bring, *(self._state.parts if self._state else ())]
+        parts = [self._columns, *self._bring, *(self.state.parts if self.state else ())]
         captured = CapturedSampling(device, kernels, self._columns, max_num_seqs)
         self._is_alone = communicator is None  # one rank knows what all rows need
         captures_all = self._is_alone and can_capture_sampling(device, kernels)
         captures_most = captures_all and max(graph_sizes, default=0) >= max_num_seqs
         self.max_decodes = max_decodes(config, device) if captures_most else 1  # see WorkerInfo
-        held, drafting = (self._columns, self._state, communicator), None
+        held, drafting = (self._columns, self.state, communicator), None
         if drafters is not None and config.speculative is not None:
             drafting = Drafting(device, kernels, loaded, config.speculative, drafters, *held)
         self._drafting = drafting
@@ -95,7 +95,7 @@ class ModelRunner:
         self.shapes = None if buckets is None else StepShapes(config, buckets)
         self._lock = threading.RLock()
         self._sampler = StepSampler(device, kernels, loaded.model, slots, *held)
-        self._results = Results(device, slots, self._state, self._lock, drafting)
+        self._results = Results(device, slots, self.state, self._lock, drafting)
         self._graphs: Graphs | None = None
         if graph_sizes:
             plan, sampling = self._graph_plan(graph_sizes), captured if captures_all else None
@@ -427,8 +427,8 @@ class ModelRunner:
             for part in self._bring:
                 if extras is not None:
                     part.add(slot, extras)
-            if self._state is not None:
-                self._state.add(slot, new)
+            if self.state is not None:
+                self.state.add(slot, new)
         except RequestError as error:
             self._refused[new.seq_id] = f"InvalidRequest:{error.param or ''}: {error}"
         except Exception as error:  # a plugin's own failure costs its request only

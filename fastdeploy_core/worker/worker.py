@@ -30,6 +30,7 @@ from fastdeploy_core.plugins.start_report import (
     turned_off_lines,
 )
 from fastdeploy_core.sampling.penalties import PenaltyTables
+from fastdeploy_core.sampling.state import SamplingState
 from fastdeploy_core.types import SchedulerOutput
 from fastdeploy_core.types.worker import LayerGroup, WorkerInfo
 
@@ -155,6 +156,11 @@ class Worker:
     def launch(self, step: SchedulerOutput) -> PendingOutput:
         """Queue one step's work on the device; the result is fetched with PendingOutput.wait()."""
         return self._ready()[0].launch(step)
+
+    @property
+    def sampling(self) -> SamplingState | None:
+        """What rank 0 knows for sampling; any thread may ask it of grammars."""
+        return self._ready()[0].state
 
     def close(self) -> None:
         """Give the device back."""

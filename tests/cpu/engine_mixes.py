@@ -91,6 +91,10 @@ class SharedExecutor:
         # Steps, and those that fed drafts before the results of the step before were read.
         self.num_steps = self.num_ahead = self.num_several = 0
 
+    @property
+    def sampling(self) -> Any:
+        return self._worker.sampling
+
     def load(self) -> list[Any]:
         return [self._info]
 

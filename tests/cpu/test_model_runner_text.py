@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from fd_grammar_llguidance.backend import LLGuidanceBackend, LLGuidanceMatcher
+from fd_grammar_llguidance.backend import LLGuidanceBackend
+from fd_grammar_llguidance.matcher import Grammar
+from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from fastdeploy_core.contracts.small import ProcessorContext
@@ -159,15 +160,12 @@ def test_grammars_hold_in_a_mixed_batch(
 def test_a_grammar_over_its_time_ends_its_own_request(
     steps: Steps, backend: LLGuidanceBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = LLGuidanceMatcher.fill_mask
+    real = Grammar.compute
 
-    def slow(matcher: LLGuidanceMatcher, mask: np.ndarray) -> None:
-        until = time.thread_time() + 0.1
-        while time.thread_time() < until:
-            pass
-        real(matcher, mask)
+    def slow(grammar: Grammar, matcher: LLMatcher) -> tuple[float, np.ndarray]:
+        return 0.1, real(grammar, matcher)[1]
 
-    monkeypatch.setattr(LLGuidanceMatcher, "fill_mask", slow)
+    monkeypatch.setattr(Grammar, "compute", slow)
     compiled = backend.compile(StructuredOutputsParams(regex="[a-c]{4,200}"), {})
     steps.add(1, [10, 11, 12])
     steps.add(2, [10, 11], grammar=compiled, grammar_backend="llguidance")

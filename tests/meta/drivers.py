@@ -218,6 +218,7 @@ from fastdeploy_core.sampling.processors import LogitBiasLogitsProcessor
 from fastdeploy_core.sampling.thinking import ThinkingBudgetLogitsProcessor
 from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.serving.asking import Plugins
+from fastdeploy_core.serving.front.occupancy import OwnOccupancy
 from fastdeploy_core.types import SequenceExtras
 from fastdeploy_core.types.worker import WorkerInfo
 from fastdeploy_core.worker.worker import Worker
@@ -446,7 +447,7 @@ several_api_servers: list[
 ] = [FrontEnds]
 divided_experts: list[Callable[[DeviceBackend, Communicator], ExpertRanks]] = [WholeExperts]
 captured_shapes: list[Callable[[str, ChosenKernels], None]] = [capture]
-key_limits: list[Callable[[str, int], KeyLimits]] = [KeyLimits]
+key_limits: list[Callable[[str, OwnOccupancy | None], KeyLimits]] = [KeyLimits]
 shared_queue: list[Callable[[EngineLink, RequestScheduler, Listener], EngineLink]] = [SharedQueue]
 weight_cache: list[Callable[[PackingDevice, Path], KeptWeights]] = [WeightCache]
 adapters: list[Callable[[EngineConfig, DeviceBackend, KernelTable, type[Any]], Adapters]] = [

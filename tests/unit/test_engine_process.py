@@ -31,6 +31,7 @@ from fastdeploy_core.errors import (
 )
 from fastdeploy_core.plugins.resolve import resolve
 from tests.null_engine import Collector, expected_answers, make_config, make_request
+from tests.server_support import wait_for
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses /proc")
 
@@ -607,6 +608,48 @@ def test_engine_and_ranks_die_with_their_parent():
     # Their folders could not be tidied up by anybody; the next one to make a folder does.
     child.PrivateFolder("engine").remove()
     assert not any(folder.exists() for folder in left)
+
+
+STARTER = """
+import os, sys
+sys.path.append(sys.argv[1])
+os.environ["PYTHONPATH"] = sys.argv[1]
+from fastdeploy_core.engine.processes import child
+print(child.spawn("slow_to_import:main", b"", "fd-slow").pid, flush=True)
+sys.stdin.read()
+"""
+SLOW_START = """
+import os, time
+open(os.path.join(os.path.dirname(__file__), "began"), "w").close()
+while not os.path.exists(os.path.join(os.path.dirname(__file__), "told")):
+    time.sleep(0.01)
+"""
+
+
+def test_a_child_whose_parent_died_while_its_interpreter_started_ends_at_once(tmp_path):
+    """The kernel tells a child of its parent's death only after it was asked to."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_START)
+    (tmp_path / "slow_to_import.py").write_text("import time\ntime.sleep(600)\n")
+    parent = subprocess.Popen(
+        [sys.executable, "-c", STARTER, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    try:
+        pid = int(parent.stdout.readline())
+        wait_for(lambda: (tmp_path / "began").exists(), "the child to begin")
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdin.close()
+        parent.stdout.close()
+    (tmp_path / "told").touch()
+    try:
+        wait_for(lambda: not Path(f"/proc/{pid}/exe").exists(), "the child to end")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_private_folder_is_private_and_safe_while_its_owner_lives():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from fastdeploy_core.errors import ConfigError, InvalidRequest
 from fastdeploy_core.grammar import compiler as module
 from fastdeploy_core.grammar.compiler import GrammarCompiler
 from fastdeploy_core.plugins.discovery import PluginEntry
+from fastdeploy_core.serving.http.errors import to_api_error
 from fastdeploy_core.types import StructuredOutputsParams
 
 HOSTILE = '''
@@ -172,14 +174,12 @@ def test_a_printing_library_does_not_break_the_protocol(hostile: GrammarCompiler
 def test_results_are_cached_and_the_cache_is_bounded(
     hostile: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_CACHE_ENTRIES", 8)
+    monkeypatch.setattr(module, "MAX_CACHED", 8)
     answers = [hostile.compile(regex(f"p{i}")) for i in range(40)]
-    assert len(hostile._cache._entries) == 8
+    assert len(hostile._cache) == 8
     assert hostile.compile(regex("p39")) == answers[39]
-    monkeypatch.setattr(module, "MAX_CACHE_BYTES", 600)
-    for i in range(40):
-        hostile.compile(regex(f"q{i}"))
-    assert hostile._cache._num_bytes <= 600
+    hostile.compile(regex("q" * module.MAX_CACHED_BYTES))
+    assert max(map(len, hostile._cache)) < 100, "what is large is not kept"
 
 
 def test_many_compile_at_once_from_an_event_loop(hostile: GrammarCompiler) -> None:
@@ -234,6 +234,10 @@ def test_a_backend_that_cannot_be_loaded_says_why(
     made = GrammarCompiler.start(tokenizer_folder, replace(BACKEND, target=target))
     with pytest.raises(ConfigError, match=words):
         made.compile(regex("a"))
+    monkeypatch.setattr(subprocess, "Popen", None)  # a request must not cost a process each
+    with pytest.raises(ConfigError, match=words) as refused:
+        made.compile(regex("b"))
+    assert to_api_error(refused.value).status == 501, "no failure of the server"
     made.close()
 
 

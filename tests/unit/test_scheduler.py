@@ -585,7 +585,7 @@ def test_what_no_worker_serves_is_refused(extras, needs):
 def test_request_that_waits_for_remote_kv_lets_the_engine_sleep_and_others_run():
     core = make_core(max_num_seqs=1)
     core.add(make_request("held", prompt(4), max_tokens=2))
-    core.scheduler.hold_for_remote_kv("held")
+    core.scheduler.hold("held")
     assert not core.has_work() and core.stats().num_waiting == 0
     for _ in range(2 * MAX_IDLE_PLANS):
         assert core.step() == []  # an engine that is woken for nothing gives up no request
@@ -597,11 +597,11 @@ def test_request_that_waits_for_remote_kv_lets_the_engine_sleep_and_others_run()
         collector.take(core.step())
     assert collector.answers("other") == expected_answers(other, 16)
     assert core.scheduler.num_requests == 1 and not core.has_work()
-    core.scheduler.take_remote_kv("held")
+    core.scheduler.release("held")
     collector = run(core, [])
     held = make_request("held", prompt(4), max_tokens=2)
     assert collector.answers("held") == expected_answers(held, 16)
-    core.scheduler.take_remote_kv("held")  # it has ended: nothing to do
+    core.scheduler.release("held")  # it has ended: nothing to do
     core.scheduler.check_idle()
 
 
@@ -609,7 +609,7 @@ def test_request_that_waits_for_remote_kv_lets_the_engine_sleep_and_others_run()
 def test_request_that_waits_for_remote_kv_can_be_aborted(num_samples):
     core = make_core()
     core.add(make_request("held", prompt(4), max_tokens=2, n=num_samples, temperature=0.5))
-    core.scheduler.hold_for_remote_kv("held")
+    core.scheduler.hold("held")
     core.abort(["held"])
     assert core.scheduler.num_requests == core.scheduler.num_held == 0 and not core.has_work()
     core.scheduler.check_idle()
@@ -619,7 +619,7 @@ def test_request_that_waits_for_remote_kv_ends_with_its_deadline():
     core = make_core()
     request = make_request("held", prompt(4), max_tokens=2)
     core.add(msgspec.structs.replace(request, deadline_s=0.01))
-    core.scheduler.hold_for_remote_kv("held")
+    core.scheduler.hold("held")
     assert not core.has_work()
     time.sleep(0.02)
     assert core.has_work()

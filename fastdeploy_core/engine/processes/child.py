@@ -16,6 +16,7 @@ import importlib
 import json
 import logging
 import os
+import select
 import shutil
 import signal
 import struct
@@ -167,6 +168,10 @@ def run_child(target: str) -> None:
     pipe = _take_standard_input()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    poll = select.poll()
+    poll.register(pipe, 0)  # told of its end alone
+    if poll.poll(0):  # the parent died before the kernel was asked
+        os._exit(PARENT_GONE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)

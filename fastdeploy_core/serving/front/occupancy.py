@@ -18,7 +18,7 @@ class Occupancy:
     """The table. `path`: a file that several processes map; without it, memory of this process."""
 
     def __init__(self, count: int = 1, path: Path | None = None, *, create: bool = False) -> None:
-        self.count = count
+        self.count, self.path = count, path
         size = count * _ROW.size + 1
         self._memory: mmap.mmap | bytearray = bytearray(size)
         if path is None:
@@ -57,7 +57,7 @@ class OwnOccupancy:
 
     def __init__(self, table: Occupancy | None = None, number: int = 0) -> None:
         self.table = table or Occupancy()
-        self._number = number
+        self.number = number
         self._in_flight = 0
         self._num_closed = 0
         self._write()
@@ -78,4 +78,4 @@ class OwnOccupancy:
         self._write()
 
     def _write(self) -> None:
-        self.table.write(self._number, self._in_flight, self._num_closed)
+        self.table.write(self.number, self._in_flight, self._num_closed)

@@ -21,8 +21,10 @@ from starlette.types import Receive, Scope, Send
 
 from fastdeploy_core.errors import (
     Aborted,
+    ConfigError,
     FastDeployError,
     InvalidRequest,
+    PluginError,
     QueueFull,
     RequestError,
     RequestTimeout,
@@ -161,6 +163,8 @@ def to_api_error(error: BaseException) -> ApiError:
         return ApiError(500, str(error))  # only this request failed; the engine gives the reason
     if isinstance(error, FastDeployError):
         logger.error("request failed: %s", error)
+        if isinstance(error, ConfigError | PluginError):  # of a plugin that a request was to use
+            return ApiError(501, "this server is not set up for that; its log has the details")
     else:
         logger.error("request failed unexpectedly", exc_info=error)
     return ApiError(500, "internal error; the server's log has the details")

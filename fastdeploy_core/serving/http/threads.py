@@ -37,7 +37,10 @@ class Threads:
             await self._turn(tenant, loop)
         done = self._executor.submit(partial(function, *arguments, **named))
         done.add_done_callback(partial(self._leave, loop))
-        return await asyncio.wrap_future(done)
+        try:
+            return await asyncio.wrap_future(done)
+        finally:
+            del done  # an error's traceback holds this frame, which must not hold the error
 
     async def _turn(self, tenant: str, loop: asyncio.AbstractEventLoop) -> None:
         if self._num_waiting >= self._max_waiting:

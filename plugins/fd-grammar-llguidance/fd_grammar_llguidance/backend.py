@@ -1,11 +1,12 @@
 """Driver `llguidance`.
 
-Its parser is lazy and bounded by fuel limits, so building a matcher in the worker is cheap; a
-matcher that runs out of fuel only ends its own request.
+Its parser is lazy and bounded by fuel limits, so building a matcher in the worker takes
+milliseconds; a matcher that runs out of fuel only ends its own request.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,81 +20,18 @@ from fastdeploy_core.types import StructuredOutputsParams
 
 from .convert import to_grammar
 from .limits import Limits, check, refuse
+from .matcher import Grammar, LLGuidanceMatcher
 
-# Matchers of recent grammars are kept and copied, which takes microseconds.
-MAX_CACHED_MATCHERS = 64
+# Recent grammars are kept; what a sequence needs of one is copied, which takes microseconds.
+MAX_CACHED = 64
 MAX_CACHED_BYTES = 1024 * 1024
-
-
-class LLGuidanceMatcher:
-    """One sequence's state. The library refuses end-of-text tokens after the grammar's end, so they
-    are counted here."""
-
-    def __init__(
-        self, matcher: LLMatcher, num_bits: int, vocab_size: int, eos_ids: frozenset[int]
-    ) -> None:
-        self._matcher = matcher
-        self._eos_ids = eos_ids
-        self._num_ended = 0  # end-of-text tokens accepted after the grammar's end
-        self._tail_words = (vocab_size + 31) // 32
-        # The tokenizer may know more tokens than the model has logits.
-        self._wide = np.zeros((num_bits + 31) // 32, dtype=np.int32)
-        self._tail_mask = np.int32(-1)
-        if vocab_size % 32:
-            self._tail_mask = np.int32((1 << (vocab_size % 32)) - 1)
-
-    def accept(self, token_ids: Sequence[int]) -> int:
-        """Advance by tokens; returns how many were accepted."""
-        tokens = [int(t) for t in token_ids]
-        taken = 0
-        if not self._num_ended and not self._matcher.is_stopped():
-            taken = self._matcher.try_consume_tokens(tokens)
-        while taken < len(tokens) and tokens[taken] in self._eos_ids and self.is_finished():
-            self._num_ended += 1
-            taken += 1
-        return taken
-
-    def rollback(self, num_tokens: int) -> None:
-        """Undo the last accepted tokens."""
-        past_end = min(num_tokens, self._num_ended)
-        self._num_ended -= past_end
-        if num_tokens > past_end and not self._matcher.rollback(num_tokens - past_end):
-            raise InvalidRequest("the grammar cannot go back that far")
-
-    def fill_mask(self, mask: np.ndarray) -> None:
-        """Write the mask of possible tokens. mask: [ceil(vocab_size / 32)] int32. InvalidRequest
-        when the grammar is too complex at this point."""
-        if self._num_ended:
-            mask[:] = 0
-            self._allow_eos(mask)
-            return
-        wide = self._wide
-        self._matcher.unsafe_compute_mask_ptr(wide.ctypes.data, wide.nbytes)
-        if self._matcher.is_error():
-            raise InvalidRequest(f"the grammar became too complex: {self.error()}")
-        mask[:] = wide[: self._tail_words]
-        mask[-1] &= self._tail_mask
-
-    def is_finished(self) -> bool:
-        """Whether only the end of text can follow."""
-        return self._num_ended > 0 or (self._matcher.is_stopped() and not self._matcher.is_error())
-
-    def error(self) -> str:
-        """The library's reason in one short line, or an empty text."""
-        return " ".join(self._matcher.get_error().split("<")[0].split())[:200]
-
-    def _allow_eos(self, mask: np.ndarray) -> None:
-        bits = mask.view(np.uint32)
-        for token in self._eos_ids:
-            if token // 32 < bits.size:
-                bits[token // 32] |= np.uint32(1 << (token % 32))
 
 
 class LLGuidanceBackend:
     """Constructed with a tokenizer.json (its path or its text), in front ends and worker."""
 
     name = "llguidance"
-    contract = (1, 0)
+    contract = (1, 5)
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         text = tokenizer_json
@@ -116,8 +54,9 @@ class LLGuidanceBackend:
         self._limits = LLParserLimits(
             verbose_errors=False, max_lexer_states=50_000, step_max_items=10_000
         )
-        self._pristine: OrderedDict[bytes, LLMatcher] = OrderedDict()
-        self._pristine_bytes = 0
+        self._grammars: OrderedDict[bytes, Grammar] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
 
     def compile(self, params: StructuredOutputsParams, options: Mapping[str, Any]) -> bytes:
         """Check and convert a constraint; run this in a process that may be killed."""
@@ -138,29 +77,31 @@ class LLGuidanceBackend:
 
     def matcher(self, compiled: bytes) -> LLGuidanceMatcher:
         """A matcher at the beginning of the grammar."""
-        pristine = self._pristine.get(compiled)
-        if pristine is None:
-            pristine = self._build(compiled.decode())
-            if pristine.is_error():
+        with self._lock:
+            grammar = self._grammars.get(compiled)
+            if grammar is not None:
+                self._grammars.move_to_end(compiled)
+        if grammar is None:
+            matcher = self._build(compiled.decode())
+            if matcher.is_error():
                 raise InvalidRequest("the grammar cannot be built again in the worker")
-            self._keep(compiled, pristine)
-        else:
-            self._pristine.move_to_end(compiled)
-        return LLGuidanceMatcher(
-            pristine.deep_copy(), self._tokenizer.vocab_size, self._vocab_size, self._eos_ids
-        )
+            grammar = Grammar(matcher, self._tokenizer.vocab_size)
+            with self._lock:
+                self._keep(compiled, grammar)
+        return LLGuidanceMatcher(grammar, self._vocab_size, self._eos_ids)
 
     def _build(self, grammar: str) -> LLMatcher:
         return LLMatcher(self._tokenizer, grammar, limits=self._limits, log_level=0)
 
-    def _keep(self, compiled: bytes, matcher: LLMatcher) -> None:
-        self._pristine[compiled] = matcher
-        self._pristine_bytes += len(compiled)
-        while len(self._pristine) > MAX_CACHED_MATCHERS or (
-            self._pristine_bytes > MAX_CACHED_BYTES and len(self._pristine) > 1
+    def _keep(self, compiled: bytes, grammar: Grammar) -> None:
+        if compiled not in self._grammars:
+            self._num_bytes += len(compiled)
+        self._grammars[compiled] = grammar
+        while len(self._grammars) > MAX_CACHED or (
+            self._num_bytes > MAX_CACHED_BYTES and len(self._grammars) > 1
         ):
-            dropped, _ = self._pristine.popitem(last=False)
-            self._pristine_bytes -= len(dropped)
+            dropped, _ = self._grammars.popitem(last=False)
+            self._num_bytes -= len(dropped)
 
 
 __all__ = ["LLGuidanceBackend", "LLGuidanceMatcher"]

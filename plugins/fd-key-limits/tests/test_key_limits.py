@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import signal
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +19,12 @@ import httpx
 import openai
 import pytest
 from fd_key_limits import limits as module
+from fd_key_limits.accounts import Account, SharedAccounts
 from fd_key_limits.file import Limits, read
-from fd_key_limits.limits import Account, KeyLimits
-from server_support import ScriptedEngine, live, wait_for, write_tokenizer
+from fd_key_limits.limits import KeyLimits
+from server_process import ServerProcess
+from server_process import serving as serving_model
+from server_support import ScriptedEngine, live, wait_for, write_null_model, write_tokenizer
 
 from fastdeploy_core.config.arguments import build_engine_config, build_server_config
 from fastdeploy_core.errors import ConfigError, QueueFull
@@ -45,7 +53,7 @@ def serving(path: Path, tokenizer: Tokenizer, text: str) -> Iterator[tuple[Any, 
     """A server with both keys, and a function that asks it with one of them."""
     path.write_text(text)
     engine = ScriptedEngine(tokenizer, lambda prompt, index: "abcd")
-    with live(KeyLimits(str(path), 1).around(engine), tokenizer, api_keys=KEYS) as server:
+    with live(KeyLimits(str(path)).around(engine), tokenizer, api_keys=KEYS) as server:
 
         def ask(key: str, **body: Any) -> httpx.Response:
             headers = {"Authorization": f"Bearer {key}"}
@@ -151,7 +159,7 @@ def test_mistakes_in_the_file_are_named(path: Path, text: str, words: str) -> No
 
 
 def test_a_bucket_fills_evenly_and_pays_what_it_owes() -> None:
-    limits, account = Limits(tokens_per_minute=60), Account(0.0)
+    limits, account = Limits(tokens_per_minute=60), Account.at(0.0)
     account.enter(limits, 60, 0.0)
     account.tokens.used += 30  # generated
     for at_s, is_full in ((0.0, True), (29.9, True), (30.0, True), (39.9, True), (40.1, False)):
@@ -166,16 +174,80 @@ def test_a_bucket_fills_evenly_and_pays_what_it_owes() -> None:
     account.enter(limits, 1000, 200.0)  # more than fits ever: once nothing is used
 
 
-def test_several_api_servers_are_refused(path: Path) -> None:
-    path.write_text("")
-    with pytest.raises(ConfigError, match="--api-server-count is 2"):
-        KeyLimits(str(path), 2)
+def asked(server: ServerProcess, key: str, **body: Any) -> int:
+    """The status of one request; 0: the connection broke."""
+    headers = {"Authorization": f"Bearer {key}"}
+    url, sent = f"{server.url}/v1/completions", {"prompt": [5, 6], "max_tokens": 2} | body
+    try:
+        return httpx.post(url, json=sent, headers=headers, timeout=60).status_code
+    except httpx.HTTPError:
+        return 0
+
+
+@contextmanager
+def two_api_servers(tmp_path: Path, path: Path, text: str) -> Iterator[ServerProcess]:
+    path.write_text(text)
+    model = write_null_model(tmp_path / "served", step_s=0.05, num_blocks=512)
+    options = ("--device", "null", "--api-server-count", "2", "--api-key-limits", str(path))
+    with serving_model(model, *options, *(w for key in KEYS for w in ("--api-key", key))) as server:
+        yield server
+
+
+def test_api_servers_count_together(tmp_path: Path, path: Path) -> None:
+    text = f'[one]\nkey = "{digest(KEYS[0])}"\nrequests_per_minute = 12\n'
+    with two_api_servers(tmp_path, path, text) as server, ThreadPoolExecutor(8) as pool:
+        began = time.monotonic()
+        answers = Counter(pool.map(lambda _: asked(server, KEYS[0]), range(40)))
+        # as many as a bucket holds, and what flows in meanwhile
+        most = 12 + (time.monotonic() - began) * 12 / 60
+        assert answers[200] + answers[429] == 40 and 12 <= answers[200] <= most
+        others = Counter(pool.map(lambda _: asked(server, KEYS[1]), range(40)))
+        assert others == {200: 40}, "without a limit"
+
+
+@pytest.mark.slow
+def test_an_api_server_that_dies_gives_back_what_it_ran(tmp_path: Path, path: Path) -> None:
+    text = "[default]\nrunning_requests = 4\n"
+    with two_api_servers(tmp_path, path, text) as server, ThreadPoolExecutor(8) as pool:
+        long = [
+            pool.submit(asked, server, KEYS[0], max_tokens=400, ignore_eos=True) for _ in range(8)
+        ]
+        wait_for(lambda: asked(server, KEYS[0]) == 429, "all places to be taken")
+        assert asked(server, KEYS[1]) == 200
+        names = api_servers(server)
+        os.kill(next(p for p, name in names.items() if name.endswith("0")), signal.SIGKILL)
+        wait_for(lambda: asked(server, KEYS[0]) == 200, "places of the dead one to be free", 60)
+        found = Counter(job.result() for job in long)
+        assert found[429] == 4 and found[0] + found[200] == 4 and found[0] > 0
+
+
+def api_servers(server: ServerProcess) -> dict[int, str]:
+    """Process ids and names."""
+    found = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.children()}
+    names = {pid: re.search(rb"fastdeploy-api\d", line) for pid, line in found.items()}
+    return {pid: name[0].decode() for pid, name in names.items() if name}
+
+
+def test_accounts_are_shared_and_outlive_who_wrote_them(tmp_path: Path) -> None:
+    first, second = (SharedAccounts(tmp_path / "shared", number, 2) for number in range(2))
+    limits = Limits(running_requests=3)
+    for accounts, tenant in ((first, "a" * 16), (second, "a" * 16), (second, "")):
+        with accounts.open(tenant) as account:
+            account.enter(limits, 5, 0.0)
+    with first.open("a" * 16) as account:
+        assert (account.running, account.running_elsewhere) == (1, 1)
+        account.enter(limits, 5, 0.0)
+    with pytest.raises(QueueFull), second.open("a" * 16) as account:
+        account.enter(limits, 5, 0.0)
+    again = SharedAccounts(tmp_path / "shared", 0, 2)  # in the place of one that died
+    with again.open("a" * 16) as account:
+        assert (account.running, account.running_elsewhere) == (0, 1)
+    with again.open("") as account:
+        assert (account.running, account.running_elsewhere) == (0, 1)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="models are served on Linux")
 def test_the_flag_reaches_the_server(tmp_path: Path, path: Path) -> None:
-    from server_support import write_null_model
-
     values = {"model": str(write_null_model(tmp_path)), "api_key_limits": str(path)}
     config = build_server_config(values, build_engine_config({"model": values["model"]}))
     assert config.api_key_limits == str(path)
