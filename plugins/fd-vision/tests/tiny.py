@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import torch
 import transformers as hf
@@ -239,6 +238,8 @@ def film(frames: int, width: int, height: int, seed: int) -> np.ndarray:
 
 def file_of(frames: np.ndarray, codec: str = "libx264", kind: str = "mp4", rate: int = 8) -> bytes:
     """A video file of these frames, `rate` a second."""
+    import av
+
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=kind) as container:
         stream = container.add_stream(codec, rate=rate)
