@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Pictures:
-    """The vectors that stand in the place of some tokens' embeddings. What follows a row's last token
+    """The vectors that stand in the place of some tokens' embeddings. What follows a row's last one
     comes with a later step: if it has a vector, the placeholder's embedding stands for that."""
 
     def __init__(self, xp: Any, vectors: Tensor, is_vector: Tensor) -> None:

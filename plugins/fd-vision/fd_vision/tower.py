@@ -255,8 +255,7 @@ class Block:
             def pick(x: Tensor, flat: Tensor = flat, sizes: tuple[int, int] = sizes) -> Tensor:
                 return xp.index_select(x, 0, flat).reshape([*sizes, heads, dim]).transpose(1, 2)
 
-            own = pick(q).float(), pick(k).float(), pick(v).float()
-            attended = _attention(xp, own, dim**-0.5).to(qkv.dtype)
+            attended = _attention(xp, (pick(q), pick(k), pick(v)), dim**-0.5)
             xp.index_copy_(result, 0, flat, attended.transpose(1, 2).reshape([-1, heads * dim]))
         return result
 
@@ -282,17 +281,16 @@ def layer_norm_block(
 
 
 def _attention(xp: Any, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> Tensor:
-    """q, k, v: [runs, heads, length, dim] float32; every query sees its whole run. Queries come in
-    parts, so that the logits of a large picture need not be held at once."""
-    q, k, v = qkv
-    runs, heads, length, _ = (int(n) for n in q.shape)
+    """q, k, v: [runs, heads, length, dim]; every query sees its whole run. Queries come in parts:
+    the logits of a large picture need not be held at once."""
+    runs, heads, length, dim = shape = [int(n) for n in qkv[0].shape]
     step = max(1, MAX_SCORES // (runs * heads * length))
-    keys = k.transpose(2, 3).contiguous()
+    q, k, v = (x.reshape([runs * heads, length, dim]) for x in qkv)
     parts = [
-        xp.matmul(xp.softmax(xp.matmul(q[:, :, at : at + step] * scale, keys), -1), v)
+        xp.attend(q[:, at : at + step].unsqueeze(1), k, v, None, scale)
         for at in range(0, length, step)
     ]
-    return parts[0] if len(parts) == 1 else xp.cat(parts, 2)
+    return xp.cat(parts, 2).reshape(shape)
 
 
 class VisionTower(ABC):

@@ -59,8 +59,8 @@ def with_module(checkpoint: Callable[[str], Path], tmp_path_factory: Any) -> Pat
         values = torch.randn(tuple(shape), generator=random)
         return 1 + 0.1 * values if len(shape) == 1 else values * (0.7 / shape[-1] ** 0.5)
 
-    layers = "model.language_model.layers.0."
-    own = {n.removeprefix(layers): made(x.shape) for n, x in tensors.items() if layers in n}
+    layer = "model.layers.0."
+    own = {n.removeprefix(layer): made(x.shape) for n, x in tensors.items() if layer in n}
     modules = {f"model.mtp_block.0.{name}": tensor for name, tensor in own.items()}
     for name, shape in (("emb_norm", [64]), ("hidden_norm", [64]), ("linear_proj", [64, 128])):
         modules[f"model.mtp_{name}.0.weight"] = made(shape)
@@ -88,7 +88,7 @@ def test_tokens_are_those_without_drafts(
             fed += metrics["draft_tokens_total"]
             accepted += metrics["accepted_draft_tokens_total"]
             assert not more.get("captures") or num_replays(llm) > 20
-    assert fed > 100 and (accepted > 10 or method == "mtp")  # of which the weights are random
+    assert fed > 40 and (accepted > 10 or method == "mtp")  # of which the weights are random
 
 
 class Module:
@@ -162,36 +162,33 @@ def test_drafts_are_made_of_vectors_at_their_positions(
 ) -> None:
     """As transformers' layers make them: behind the prompt, and in later steps."""
     oracle, image = Oracle(with_module, "ernie4_5_vl"), picture(230, 170, 5)
-    more = {"captures": True} if captures else {}
     seen: dict[int, list[int]] = {}
-    settings = {**METHODS["mtp"], "acceptance": "lossless"}
     with engine(
-        with_module, tensor_library=fd_tensor, device="cpu", speculative_config=settings,
-        async_scheduling=False, **more,
+        with_module, tensor_library=fd_tensor, device="cpu", captures=captures,
+        speculative_config=METHODS["mtp"], async_scheduling=False,
     ) as llm:  # fmt: skip
         runner = runner_of(llm)
-        make, drafter = runner._drafting._batches.make, runner._drafting._drafter
+        drafter = runner._drafting._drafter
         propose = drafter.propose
 
         def watched(batch: Any) -> Any:
             made = propose(batch)
-            (end,), own = (np.array(runner._xp.to_numpy(x)) for x in (batch.ends, made))
+            own, ends = (np.array(runner._xp.to_numpy(x)) for x in (made, batch.ends))
             if own.shape[1]:
-                seen[int(end)] = own[0].tolist()
+                seen[int(ends[0])] = own[0].tolist()
             return made
 
         drafter.propose = watched
-        assert make is not None
         given = {
-            "prompt": prompt_of(1, place=FAMILIES["ernie4_5_vl"].place),
+            # The last block has room for drafts.
+            "prompt": prompt_of(1, "What is here", place=FAMILIES["ernie4_5_vl"].place),
             "multi_modal_data": {"image": [image]},
         }
         params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         (output,) = llm.generate(given, params, use_tqdm=False)
-        if captures:
-            assert num_replays(llm) > 4
+        assert not captures or num_replays(llm) > 4
     ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
-    assert len(output.prompt_token_ids) - 1 in seen and (captures or len(seen) > 4)
-    for end, drafts in seen.items():
-        if end + 1 < len(ids):
-            assert drafts == expected(with_module, oracle, ids, end, image), end
+    known = [end for end in seen if len(output.prompt_token_ids) - 1 <= end < len(ids) - 1]
+    assert len(known) > 4
+    for end in known:
+        assert seen[end] == expected(with_module, oracle, ids, end, image), end
