@@ -145,7 +145,7 @@ def write_tokenizer(folder: Path) -> None:
     }  # fmt: skip
     words = {number: word for word, number in special.items()}
     vocabulary = {words.get(n, f"w{n}"): n for n in range(151665)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))  # noqa: S106 - a word
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in special])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
