@@ -1,5 +1,4 @@
-"""The KV caches of one rank: a pool of blocks for every attention layer, and moves between
-blocks."""
+"""The KV caches of one rank: a pool of blocks for every attention layer, and their moves."""
 
 from __future__ import annotations
 

@@ -140,8 +140,7 @@ class DraftBatches:
         )
 
     def next_ids(self, rows: StepRows, step: TargetStep, sampling: Sampling | None) -> Tensor:
-        """[T] the token after each one fed: of prompts as the host knows them, else what was
-        sampled."""
+        """[T] the token after each one fed: as the host knows prompts, else what was sampled."""
         num_tokens = int(step.input_ids.shape[0])
         sampled: Tensor | None = None if sampling is None else sampling.token_ids
         if sampled is not None and sampled.shape[0] == num_tokens:

@@ -57,8 +57,7 @@ class Drafting:
         self.on_device = drafters.on_device
         # Such a drafter samples nothing, so one graph serves every kind of sampling.
         self.reads_history = bool(getattr(drafters.drafter, "reads_history", False))
-        # Whether it goes on from what the target computed of every token, not of sampled ones
-        # alone.
+        # Whether it goes on from what the target computed of every token fed.
         self.reads_hidden = drafters.on_device and not self.reads_history
         # Whether a step can feed its drafts unseen: no host drafter has a say in them, and a draft
         # is accepted when it is the token that is sampled.
@@ -68,8 +67,7 @@ class Drafting:
         self.guard = DrafterGuard(columns.vocab_size)
 
     def attach(self, slots: Slots, sampling: CapturedSampling, offsets: Tensor | None) -> None:
-        """The slots are made once it is known what drafters need of them. offsets: see
-        SequenceMedia."""
+        """The slots exist once it is known what drafters need. offsets: see SequenceMedia."""
         self._slots, self._sampling = slots, sampling
         made_of = (self._device, self._kernels, self._loaded, slots, self._first_layer, offsets)
         self._batches = DraftBatches(*made_of)
@@ -89,8 +87,7 @@ class Drafting:
     # -- drafts for the next step -----------------------------------------------------------------
 
     def agree(self, rows: StepRows) -> None:
-        """Every rank gets the host's drafts of these rows from rank 0, which alone makes or cuts
-        them."""
+        """Every rank gets the host's drafts of these rows from rank 0, which alone has them."""
         slots, communicator = self._slots, self._communicator
         if communicator is None or not rows.num_drafts.any():
             return

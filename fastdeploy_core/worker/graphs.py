@@ -148,8 +148,7 @@ class Graphs:
         return not (self.any_size and isinstance(graph, SizedGraph)) or graph.is_any_size
 
     def capture(self, caches: list[tuple[Tensor, ...]], *, is_first_rank: bool = True) -> None:
-        """Capture everything over these caches, the largest first, so that one memory serves
-        all."""
+        """Capture everything over these caches, the largest first: one memory serves all."""
         began, free = time.perf_counter(), self.device.memory().free_bytes
         bar = tqdm(
             [*self._decode_steps(), *self._prompt_steps()],

@@ -152,8 +152,7 @@ class ModelRunner:
         host_file: str = "",
         is_touched: bool = True,
     ) -> None:
-        """Zeroed caches of every layer; what was there before is dropped first. See
-        Caches.allocate."""
+        """Zeroed caches of every layer, instead of what was there. See Caches.allocate."""
         self._drop_cache()
         sizes = (num_blocks, num_host_blocks, *more_blocks)
         self.caches.allocate(*sizes, host_file=host_file, is_touched=is_touched)
@@ -438,8 +437,7 @@ class ModelRunner:
             raise
 
     def _name_failure(self, step_id: int, error: Exception) -> None:
-        """What a device's library raises, in this project's terms; nothing happens to other
-        errors."""
+        """What a device's library raises, in this project's terms; other errors stay."""
         if self._device.is_oom(error):
             raise ResourceError(
                 f"device memory ran out in step {step_id}; lower --gpu-memory-utilization, "

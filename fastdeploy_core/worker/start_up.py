@@ -28,8 +28,7 @@ def _made_up(
     sampling: SamplingParams,
     start: int = 0,
 ) -> SchedulerOutput:
-    """A step of new sequences, each with so many tokens after `start` cached ones, in these
-    blocks."""
+    """A step of new sequences: so many tokens each after `start` cached ones, in these blocks."""
     first = step_id * config.batch.max_num_seqs
     new = [
         NewSequence(
