@@ -35,10 +35,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **SMALL, "captures": True, "max_num_seqs": 8, "max_num_batched_tokens": 37,
     },
 }  # fmt: skip
-FAMILIES_OF = {
-    method: ["ernie4_5_vl"] if method.startswith("mtp") else ["qwen2_5_vl", "qwen3_vl"]
-    for method in METHODS
-}
+RUNS = [
+    *(("ngram", "qwen2_5_vl"), ("mtp", "ernie4_5_vl")),
+    *(pytest.param(m, n, marks=pytest.mark.slow) for m in ("ngram", "suffix") for n in FAMILIES),
+    pytest.param("mtp, then n-grams", "ernie4_5_vl", marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +69,7 @@ def with_module(checkpoint: Callable[[str], Path], tmp_path_factory: Any) -> Pat
     return folder
 
 
-@pytest.mark.parametrize(
-    ("method", "name"), [(m, name) for m, names in FAMILIES_OF.items() for name in names]
-)
+@pytest.mark.parametrize(("method", "name"), RUNS)
 def test_tokens_are_those_without_drafts(
     checkpoint: Callable[[str], Path], with_module: Path, fd_tensor: str, method: str, name: str
 ) -> None:
