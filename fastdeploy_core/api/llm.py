@@ -334,8 +334,7 @@ class LLM:
         kind: OutputKind,
         reader: ChatReader | None,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """(place, output) as they come. However the iteration ends, no request stays in the
-        engine."""
+        """(place, output) as they come. However it ends, no request stays in the engine."""
         engine = self._live_engine()
         batch = _Batch(requests)
         visible = reader.visible_tokens if reader else ()

@@ -260,12 +260,19 @@ class TorchLibrary:
         heads, group = q.shape[:2]
         keys = k.unsqueeze(1).expand(heads, group, *k.shape[1:])
         values = v.unsqueeze(1).expand(heads, group, *v.shape[1:])
-        if q.device.type == "cpu" or (mask is None and q.dtype != torch.float32):
+        if q.device.type == "cpu":
             return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
         # With the call above the last of 65 queries was wrong on an H100 (torch 2.11, float32); the
         # cause is not known.
         scores = torch.matmul(q, keys.transpose(-1, -2)) * scale
         return torch.matmul(torch.softmax(scores if mask is None else scores + mask, -1), values)
+
+    def attend_packed(self, q: Any, k: Any, v: Any, starts: Any, longest: int) -> Any:
+        if q.device.type != "cuda" or q.dtype == torch.float32 or q.shape[-1] % 8:
+            return None
+        from torch.nn.attention.varlen import varlen_attn
+
+        return varlen_attn(q, k, v, starts, starts, longest, longest)
 
     def ragged_pattern(self, offsets: np.ndarray, rows: np.ndarray) -> _Ragged:
         queries = np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))

@@ -34,8 +34,7 @@ Shape = Sequence[int]
 
 
 class TensorLibrary(Protocol):
-    """torch or paddle with one interface. Stateless except for the library's own thread
-    settings."""
+    """torch or paddle with one interface. Its only state are the library's own settings."""
 
     name: str  # "torch" or "paddle"
     version: str
@@ -188,8 +187,7 @@ class TensorLibrary(Protocol):
         ...
 
     def scatter(self, x: Any, dim: int, index: Any, source: Any) -> Any:
-        """torch.scatter, a new tensor; source is a tensor of index's shape. No duplicate
-        targets."""
+        """torch.scatter, a new tensor; source is of index's shape. No duplicate targets."""
         ...
 
     def index_copy_(self, x: Any, dim: int, index: Any, source: Any) -> Any:
@@ -401,6 +399,11 @@ class TensorLibrary(Protocol):
         q [kv_heads, group, tokens, dim], k [kv_heads, keys, dim], v [kv_heads, keys, v_dim], mask
         [tokens, keys] in q's dtype or None: [kv_heads, group, tokens, v_dim].
         """
+        ...
+
+    def attend_packed(self, q: Any, k: Any, v: Any, starts: Any, longest: int) -> Any:
+        """softmax(q k^T / sqrt(dim)) v within runs: q, k, v, result [total, heads, dim], starts
+        [runs + 1] int32, longest: of a run. None: there is no kernel for these."""
         ...
 
     def ragged_pattern(self, offsets: np.ndarray, rows: np.ndarray) -> Any:

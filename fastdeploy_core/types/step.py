@@ -145,8 +145,7 @@ class BatchRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return bool((self.counts == 1).all() and self.samples.all())
 
     def next(self, num_decodes: int = 1) -> BatchRows:
-        """The rows of a step that only says that these go on: each with the token it has
-        sampled."""
+        """The rows of a step that only says that these go on, each with what it sampled."""
         size = self.seq_ids.size
         return BatchRows(
             seq_ids=self.seq_ids,

@@ -36,7 +36,8 @@ class DecodingPool:
         """num_children: 0 for half of this machine's processors, 2 to 8."""
         num_children = num_children or max(2, min(MOST_CHILDREN, (os.cpu_count() or 1) // 2))
         self._memory_bytes = memory_bytes
-        self._places: queue.SimpleQueue[_Place] = queue.SimpleQueue()
+        # The one that worked last works next, so that no more start than are needed.
+        self._places: queue.LifoQueue[_Place] = queue.LifoQueue()
         self._all = [_Place() for _ in range(num_children)]
         for place in self._all:
             self._places.put(place)

@@ -2,9 +2,10 @@
 
 A family's tower says which norms, products and activations its blocks have, and what becomes of
 their hidden states. Every rank holds all of it. Patches attend to those of the same frame (in
-Qwen's models: of the same frame pair), in some layers to those of the same window. Attention is
-computed for all runs of one length together; lengths come from the grids, which the host knows, so
-nothing waits for the device.
+Qwen's models: of the same frame pair), in some layers to those of the same window. Patches of such
+a run lie side by side. Where the tensor library has no attention over packed runs, it is computed
+for all runs of one length together. Lengths come from the grids, which the host knows, so nothing
+waits for the device.
 """
 
 from __future__ import annotations
@@ -220,6 +221,23 @@ class LearnedPositions:
         return total.to(self._table.dtype)
 
 
+class Runs:
+    """Patches that attend to each other, run after run. lengths: [runs] int64."""
+
+    def __init__(self, lengths: np.ndarray, to_device: Callable[[np.ndarray], Tensor]) -> None:
+        self._lengths, self._to_device, self._found = lengths, to_device, list[Any]()
+        self.longest = int(lengths.max())
+        self.starts = to_device(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
+
+    def by_length(self) -> list[Tensor]:
+        """For each length that occurs [runs, length] int64: which patches its runs have."""
+        starts = np.cumsum(self._lengths) - self._lengths
+        for length in () if self._found else np.unique(self._lengths):
+            own = starts[self._lengths == length][:, None] + np.arange(length)
+            self._found.append(self._to_device(own))
+        return self._found
+
+
 class Block:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
@@ -236,19 +254,22 @@ class Block:
         self._xp, self._shape = build.xp, shape
         self._norms, self._qkv, self._output, self._mlp = norms, qkv, output, mlp
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, runs: list[Tensor]) -> Tensor:
-        """x: [patches, hidden]; cos, sin: [patches, 1, head / 2] float32; runs: see _runs."""
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, runs: Runs) -> Tensor:
+        """x: [patches, hidden]; cos, sin: [patches, 1, head / 2] float32."""
         x = x + self._output(self._attend(self._qkv(self._norms[0](x)), cos, sin, runs))
         return x + self._mlp(self._norms[1](x))
 
-    def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, runs: list[Tensor]) -> Tensor:
+    def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, runs: Runs) -> Tensor:
         xp, heads, dim = self._xp, self._shape.heads, self._shape.head
         total = int(qkv.shape[0])
         parts = qkv.reshape([total, 3 * heads, dim])
         turned = xp.rotate(parts[:, : 2 * heads], cos, sin, False)
         q, k, v = turned[:, :heads], turned[:, heads:], parts[:, 2 * heads :]
+        packed = xp.attend_packed(q, k, v, runs.starts, runs.longest)
+        if packed is not None:
+            return packed.reshape([total, heads * dim])
         result = xp.empty([total, heads * dim], dtype=qkv.dtype, device=qkv.device)
-        for index in runs:
+        for index in runs.by_length():
             sizes = int(index.shape[0]), int(index.shape[1])
             flat = index.reshape([-1])
 
@@ -354,8 +375,7 @@ class Trunk:
             self._to_device(function(angles.astype(np.float32))) for function in (np.cos, np.sin)
         )
         windows, whole = (
-            [self._to_device(index) for index in _runs(lengths)]
-            for lengths in (layout.windows, layout.whole)
+            Runs(lengths, self._to_device) for lengths in (layout.windows, layout.whole)
         )
         found = []
         for number, block in enumerate(self._blocks):
@@ -398,9 +418,3 @@ def _place(
     region = tuple(slice(0, size) for size in stored)
     build.weights.add(Placement(name, stored, region, accept, is_linear=is_linear))
     return weight
-
-
-def _runs(lengths: np.ndarray) -> list[np.ndarray]:
-    """For each length that occurs [runs, length] int64: which patches its runs have."""
-    starts = np.cumsum(lengths) - lengths
-    return [starts[lengths == length][:, None] + np.arange(length) for length in np.unique(lengths)]

@@ -287,7 +287,10 @@ class Oracle:
             made["pixel_values"], made["image_grid_thw"], return_dict=True
         )
         levels = getattr(output, "deepstack_features", None) or []
-        parts = [torch.cat(list(rows)) for rows in (output.pooler_output, *levels)]
+        parts = [
+            rows if isinstance(rows, torch.Tensor) else torch.cat(list(rows))
+            for rows in (output.pooler_output, *levels)
+        ]
         return torch.cat(parts, -1).numpy()
 
     @torch.no_grad()
