@@ -358,9 +358,6 @@ class PaddleLibrary:
         out = paddle.matmul(F.softmax(scores, -1), v)
         return out.view([heads, group, tokens, v.shape[2]])
 
-    def attend_packed(self, q: Any, k: Any, v: Any, starts: Any, longest: int) -> Any:
-        return None
-
     def ragged_pattern(self, offsets: np.ndarray, rows: np.ndarray) -> Any:
         raise NotImplementedError("has_ragged_attention is False: paddle lacks sparse CPU products")
 

@@ -267,13 +267,6 @@ class TorchLibrary:
         scores = torch.matmul(q, keys.transpose(-1, -2)) * scale
         return torch.matmul(torch.softmax(scores if mask is None else scores + mask, -1), values)
 
-    def attend_packed(self, q: Any, k: Any, v: Any, starts: Any, longest: int) -> Any:
-        if q.device.type != "cuda" or q.dtype == torch.float32 or q.shape[-1] % 8:
-            return None
-        from torch.nn.attention.varlen import varlen_attn
-
-        return varlen_attn(q, k, v, starts, starts, longest, longest)
-
     def ragged_pattern(self, offsets: np.ndarray, rows: np.ndarray) -> _Ragged:
         queries = np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))
         return _Ragged(

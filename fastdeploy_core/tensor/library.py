@@ -401,11 +401,6 @@ class TensorLibrary(Protocol):
         """
         ...
 
-    def attend_packed(self, q: Any, k: Any, v: Any, starts: Any, longest: int) -> Any:
-        """softmax(q k^T / sqrt(dim)) v within runs: q, k, v, result [total, heads, dim], starts
-        [runs + 1] int32, longest: of a run. None: there is no kernel for these."""
-        ...
-
     def ragged_pattern(self, offsets: np.ndarray, rows: np.ndarray) -> Any:
         """Which key rows each query of attend_ragged reads: rows[offsets[i]:offsets[i + 1]]."""
         ...

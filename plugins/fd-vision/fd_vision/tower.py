@@ -3,8 +3,8 @@
 A family's tower says which norms, products and activations its blocks have, and what becomes of
 their hidden states. Every rank holds all of it. Patches attend to those of the same frame (in
 Qwen's models: of the same frame pair), in some layers to those of the same window. Patches of such
-a run lie side by side. Where the tensor library has no attention over packed runs, it is computed
-for all runs of one length together. Lengths come from the grids, which the host knows, so nothing
+a run lie side by side. Where the device has no attention over packed runs, it is computed for all
+runs of one length together. Lengths come from the grids, which the host knows, so nothing
 waits for the device.
 """
 
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastdeploy_core.contracts.device import AttendingDevice
 from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.layers import Placement
 from fastdeploy_core.models.reading import ConfigReader
@@ -251,7 +252,7 @@ class Block:
         output: Rows,
         mlp: Rows,
     ) -> None:
-        self._xp, self._shape = build.xp, shape
+        self._xp, self._shape, self._device = build.xp, shape, build.device
         self._norms, self._qkv, self._output, self._mlp = norms, qkv, output, mlp
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, runs: Runs) -> Tensor:
@@ -265,9 +266,10 @@ class Block:
         parts = qkv.reshape([total, 3 * heads, dim])
         turned = xp.rotate(parts[:, : 2 * heads], cos, sin, False)
         q, k, v = turned[:, :heads], turned[:, heads:], parts[:, 2 * heads :]
-        packed = xp.attend_packed(q, k, v, runs.starts, runs.longest)
-        if packed is not None:
-            return packed.reshape([total, heads * dim])
+        if isinstance(self._device, AttendingDevice):
+            packed = self._device.attend_packed(q, k, v, runs.starts, runs.longest)
+            if packed is not None:
+                return packed.reshape([total, heads * dim])
         result = xp.empty([total, heads * dim], dtype=qkv.dtype, device=qkv.device)
         for index in runs.by_length():
             sizes = int(index.shape[0]), int(index.shape[1])
