@@ -12,7 +12,7 @@ from .layout import ModuleNames
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.small import ExtensibleLM
-    from fastdeploy_core.layers.context import EmbeddedRows
+    from fastdeploy_core.layers import EmbeddedRows
     from fastdeploy_core.tensor import Tensor
 
 
