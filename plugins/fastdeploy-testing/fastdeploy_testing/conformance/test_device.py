@@ -207,21 +207,22 @@ class DeviceConformance(OnDevice):
     def test_packed_runs_attend_within_themselves(self, device: Any, dim: int) -> None:
         if not isinstance(device, AttendingDevice):
             pytest.skip("the device leaves it to the towers")
+        backend: Any = device
         lengths, heads = [1, 64, 7, 130], 2
         starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
         given = [values(seed, sum(lengths), heads, dim) for seed in range(3)]
-        for dtype in device.limits.dtypes:
-            tensors = [self.to_device(device, x, dtype) for x in given]
-            found = device.attend_packed(*tensors, self.to_device(device, starts), max(lengths))
+        for dtype in backend.limits.dtypes:
+            tensors = [self.to_device(backend, x, dtype) for x in given]
+            found = backend.attend_packed(*tensors, self.to_device(backend, starts), max(lengths))
             if found is None:
                 continue
-            q, k, v = (self.to_host(device, x).astype(np.float64) for x in tensors)
+            q, k, v = (self.to_host(backend, x).astype(np.float64) for x in tensors)
             for first, end in itertools.pairwise(starts.tolist()):
                 scores = np.einsum("qhd,khd->hqk", q[first:end], k[first:end]) / dim**0.5
                 shares = np.exp(scores - scores.max(-1, keepdims=True))
                 shares /= shares.sum(-1, keepdims=True)
                 wanted = np.einsum("hqk,khd->qhd", shares, v[first:end])
-                got = self.to_host(device, found)[first:end]
+                got = self.to_host(backend, found)[first:end]
                 assert np.abs(got - wanted).max() < 0.02 * np.abs(wanted).max(), (dtype, first)
 
     @pytest.mark.capability("max_tensor_parallel_size")
