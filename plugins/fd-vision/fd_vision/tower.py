@@ -253,19 +253,20 @@ class Block:
         mlp: Rows,
     ) -> None:
         self._xp, self._shape, self._device = build.xp, shape, build.device
+        self._rotate = build.kernels["rotary_embedding"]
         self._norms, self._qkv, self._output, self._mlp = norms, qkv, output, mlp
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, runs: Runs) -> Tensor:
-        """x: [patches, hidden]; cos, sin: [patches, 1, head / 2] float32."""
-        x = x + self._output(self._attend(self._qkv(self._norms[0](x)), cos, sin, runs))
+    def __call__(self, x: Tensor, turns: tuple[Tensor, Tensor], runs: Runs) -> Tensor:
+        """x: [patches, hidden]; turns: the row of each patch in a rotary table, and the table."""
+        x = x + self._output(self._attend(self._qkv(self._norms[0](x)), turns, runs))
         return x + self._mlp(self._norms[1](x))
 
-    def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, runs: Runs) -> Tensor:
+    def _attend(self, qkv: Tensor, turns: tuple[Tensor, Tensor], runs: Runs) -> Tensor:
         xp, heads, dim = self._xp, self._shape.heads, self._shape.head
         total = int(qkv.shape[0])
         parts = qkv.reshape([total, 3 * heads, dim])
-        turned = xp.rotate(parts[:, : 2 * heads], cos, sin, False)
-        q, k, v = turned[:, :heads], turned[:, heads:], parts[:, 2 * heads :]
+        q, k, v = (parts[:, n * heads : (n + 1) * heads] for n in range(3))
+        q, k = self._rotate(q, k, *turns, False)
         if isinstance(self._device, AttendingDevice):
             packed = self._device.attend_packed(q, k, v, runs.starts, runs.longest)
             if packed is not None:
@@ -372,16 +373,16 @@ class Trunk:
         x = xp.index_select(x, 0, order[0]) if shape.window else x
         if self._positions is not None:
             x = x + self._positions(layout)
-        angles = (layout.places[:, :, None] * self._frequencies).reshape(len(layout.places), 1, -1)
-        cos, sin = (
-            self._to_device(function(angles.astype(np.float32))) for function in (np.cos, np.sin)
-        )
+        count = len(layout.places)
+        angles = (layout.places[:, :, None] * self._frequencies).reshape(count, -1)
+        table = [function(angles.astype(np.float32)) for function in (np.cos, np.sin)]
+        turns = self._to_device(np.arange(count)), self._to_device(np.concatenate(table, 1))
         windows, whole = (
             Runs(lengths, self._to_device) for lengths in (layout.windows, layout.whole)
         )
         found = []
         for number, block in enumerate(self._blocks):
-            x = block(x, cos, sin, whole if number in shape.full else windows)
+            x = block(x, turns, whole if number in shape.full else windows)
             if number in after:
                 found.append(x)
         found.append(x)
