@@ -173,8 +173,7 @@ class TokenMasks:
             self._charge(slot, began_s)
 
     def allowed(self, slot: int, token_ids: list[int]) -> int:
-        """How many of these tokens the slot's grammar could accept now; its state stays the
-        same."""
+        """How many of these tokens the slot's grammar could accept now; its state stays."""
         matcher = self.matchers[slot]
         try:
             taken = matcher.accept(token_ids)

@@ -157,8 +157,7 @@ class BatchRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class BlockCopies(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Block moves a worker does before the forward pass, in this order; pairs of (source,
-    target)."""
+    """Block moves before the forward pass, in this order; pairs of (source, target)."""
 
     device_to_host: list[tuple[int, int]] = []
     host_to_device: list[tuple[int, int]] = []

@@ -265,8 +265,7 @@ class ModelRunner:
         return launched
 
     def _find_captured(self, launched: Launched) -> CapturedDecode | None:
-        """The graph that runs the step, if there is one; the slots and the rows are then as it
-        needs them."""
+        """The graph that runs the step, if any; slots and rows are then as it needs them."""
         rows, graphs, slots = launched.rows, self._graphs, self.slots
         captured = self._graph_of(rows)
         if self._drafting is not None and not (captured and self._feeds_unseen(launched)):
@@ -332,8 +331,7 @@ class ModelRunner:
         return self._model.compute_logits(hidden)
 
     def _sample(self, launched: Launched, logits: Tensor) -> Tensor:
-        """Tokens of a step laid out on the host: marked ones on the device, where the next step
-        finds them."""
+        """Tokens of a step laid out on the host, marked, on the device for the next step."""
         rows, slots, sampler = launched.rows, self.slots, self._sampler
         plan, has_drafts = sampler.plan(rows), bool(rows.num_drafts.any())
         if "pooling" in self._model.features:
