@@ -209,10 +209,7 @@ def _about_shapes(rng: Random, scene: Scene, task: str) -> tuple[list[str], str]
             return None
         first, second = rng.choice(pairs)
         asked = [f"Is the {first.shape} {word} the {second.shape}?"]
-        # Both places first: a word of yes or no alone is a sum of too many things to be learned.
-        said = [f"he {thing.shape} is {PLACES[thing.place]}" for thing in (first, second)]
-        is_so = (second.place[axis] - first.place[axis]) * sign > 0
-        return asked, f"T{said[0]} and t{said[1]}. {'Yes' if is_so else 'No'}."
+        return asked, "Yes." if (second.place[axis] - first.place[axis]) * sign > 0 else "No."
     return None
 
 
