@@ -124,7 +124,7 @@ def _ernie(size: str) -> tuple[dict[str, Any], dict[str, Any], tuple[int, int, i
     }  # fmt: skip
     preprocessor = {
         "patch_size": 14, "merge_size": 2, "temporal_conv_size": 2, "min_pixels": 3136,
-        "max_pixels": MOST_PIXELS, **CLIP,
+        "max_pixels": MOST_PIXELS, "draw_on_frames": False, **CLIP,
     }  # fmt: skip
     return config, preprocessor, (101304, 100295, 101305)
 
