@@ -12,9 +12,11 @@ const Kernels &kernels_of(Isa isa) {
     switch (isa) {
         case Isa::scalar: return scalar::kernels;
         case Isa::avx2: return avx2::kernels;
+        case Isa::avx512_vnni: return avx512_vnni::kernels;
         case Isa::avx512: return avx512::kernels;
 #ifdef FDCPU_EMULATED
         case Isa::emulated: return emulated::kernels;
+        case Isa::emulated_vnni: return emulated_vnni::kernels;
 #endif
         default: return amx::kernels;
     }

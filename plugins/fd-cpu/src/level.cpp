@@ -1,5 +1,5 @@
-// Everything of one instruction-set level. A level's .cpp sets FDCPU_LEVEL (0 scalar, 1 AVX2, 2 AVX512),
-// FDCPU_TILES (0 none, 1 AMX, 2 emulated) and FDCPU_NAMESPACE first.
+// Everything of one instruction-set level: CMakeLists.txt compiles this once for each, with its FDCPU_LEVEL (0 scalar,
+// 1 AVX2, 2 AVX512 with VNNI, 3 with BF16, too), FDCPU_TILES (0 none, 1 AMX, 2 emulated) and FDCPU_NAMESPACE.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -8,6 +8,9 @@
 #include <utility>
 
 #include "ops.h"
+#ifdef FDCPU_EMULATED_LEVEL
+#include "emulated_instructions.h"
+#endif
 #include "simd.h"
 #if FDCPU_TILES
 #include "tiles.h"
