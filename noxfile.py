@@ -106,7 +106,7 @@ LIGHT = {
     "plugins/fd-speculative": ("-m", "not slow"),
     "plugins/fd-tools": ("-m", "not slow"),
     "plugins/fd-vision": (
-        *("--ignore-glob=*/test_caches.py", "--ignore-glob=*/test_mixes.py"),
+        *(f"--ignore-glob=*/test_{name}.py" for name in ("caches", "drafts", "mixes")),
         *("-m", "not slow"),
     ),
     "plugins/fd-web": ("-m", "not browser"),

@@ -18,7 +18,7 @@ from fastdeploy_core.engine.input import (
     default_sampling_values,
     grammar_start,
 )
-from fastdeploy_core.engine.media import media_processor, take_media
+from fastdeploy_core.engine.media import MEDIA_THREADS, media_processor, take_media
 from fastdeploy_core.engine.output import OutputKind, OutputProcessor
 from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.errors import ConfigError, InvalidRequest, WorkerError, error_named
@@ -235,10 +235,10 @@ class LLM:
                 make = part("lora-request", "lora_request")
                 prompt.extras = make(lora.lora_name, lora.lora_path, self.config)
         # Check every request before the first one is given to the engine.
-        requests = [
-            self._build(prompt, default if param is None else param, rank or 0, reader)
-            for prompt, param, rank in zip(prompts, params, priorities, strict=True)
-        ]
+        given = [default if param is None else param for param in params]
+        parts = prompts, given, [rank or 0 for rank in priorities], [reader] * len(prompts)
+        with ThreadPoolExecutor(1 if self._media is None else MEDIA_THREADS) as threads:
+            requests = list(threads.map(self._build, *parts))
         texts = [prompt.text for prompt in prompts]
         if stream:
             return self._stream(requests, texts, reader)
@@ -336,8 +336,7 @@ class LLM:
         kind: OutputKind,
         reader: ChatReader | None,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """(place, output) as they come. However the iteration ends, no request stays in the
-        engine."""
+        """(place, output) as they come. However it ends, no request stays in the engine."""
         engine = self._live_engine()
         batch = _Batch(requests)
         visible = reader.visible_tokens if reader else ()

@@ -174,6 +174,22 @@ class RepeatingDevice(Protocol):
 
 
 @runtime_checkable
+class AttendingDevice(Protocol):
+    """A device that attends within runs of unequal length in one call, as towers of pictures do. For others
+    runs of one length are computed together.
+
+    Added in contract 1.4.
+    """
+
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int
+    ) -> Tensor | None:
+        """softmax(q k^T / sqrt(dim)) v: all [tokens, heads, dim], starts [runs + 1] int32, longest: tokens
+        of a run. None: not of these dtypes or sizes."""
+        ...
+
+
+@runtime_checkable
 class ReportingDevice(Protocol):
     """A device with more to say in the start-up table, such as its versions."""
 

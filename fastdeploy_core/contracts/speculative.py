@@ -121,9 +121,9 @@ class DraftBatch:
     # target will use there, so that equal distributions give equal tokens. Greedy rows: the
     # likeliest token. Consumes the logits; the same on all ranks.
     draw: Callable[[Tensor, int], Tensor]
-    # positions [B] int64 (on the device) to (attention, context) of a step that feeds one token per
-    # row at these positions. Rows that do not draw, and positions beyond a row's blocks, write
-    # nothing; attention.positions are the ones to go on with, safe for those rows, too.
+    # Places [B] int64 (on the device) to (attention, context) of a step that feeds one token per row,
+    # there in its sequence. Rows that do not draw, and places beyond a row's blocks, write nothing.
+    # attention.positions are what the drafter's layers are given, safe for those rows, too.
     decode: Callable[[Tensor], tuple[AttentionBatch, Any]]
     # For drivers with reads_history, which then draw nothing: row r's tokens are the first num_known[r] of
     # history[history_rows[r]], the token drawn last included.
@@ -133,6 +133,9 @@ class DraftBatch:
     # Every row draws greedily, so a drafter may find the likeliest tokens without `draw` and without logits
     # (small.GreedyLM); they have to be the same on all ranks.
     is_greedy: bool = False
+    # [B] int64: where in its sequence each row's last verified token stands; `decode` goes on one behind.
+    # Of a target that takes pictures this is not its position. Meaningless where no drafts are wanted.
+    ends: Tensor = None
 
 
 @runtime_checkable

@@ -207,8 +207,7 @@ class AsyncEngine:
         self._abort_in_engine(branch_ids)
 
     def health(self) -> EngineHealth:
-        """Whether the engine process lives, moves and may get requests; any thread, never
-        blocks."""
+        """Whether the engine process lives, moves and may get requests; never blocks."""
         health = self._link.health()
         health.draining = self._is_draining or self._is_closed
         if health.draining:

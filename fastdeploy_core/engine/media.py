@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from fastdeploy_core.plugins.resolve import ResolvedPlugins
     from fastdeploy_core.types import Request
 
+MEDIA_THREADS = 8  # that wait for processes which decode
+
 
 def media_processor(
     config: EngineConfig, resolved: ResolvedPlugins, *, is_trusted: bool = False

@@ -1,5 +1,4 @@
-"""Tells hook modules what an engine does: start, end of a request, statistics about once a
-second."""
+"""Tells hook modules what an engine does: start, end of a request, statistics every second."""
 
 from __future__ import annotations
 

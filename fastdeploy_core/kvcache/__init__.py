@@ -1,5 +1,4 @@
-"""The paged KV cache as the host sees it: blocks, prefix cache, host tier, sizing. No
-tensors."""
+"""The paged KV cache as the host sees it: blocks, prefix cache, host tier, sizes."""
 
 from .blocks import BlockPool
 from .groups import BoundedGroup, GroupPlan, bounded_rules

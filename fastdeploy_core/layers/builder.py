@@ -266,8 +266,7 @@ class ModelBuilder:
         return self._is_dummy or (self.quantizer is not None and self.quantizer.is_stored(layer))
 
     def leave_unquantized(self, name: str) -> None:
-        """Record a layer that is never quantized; with a quantizer, the start-up report names
-        it."""
+        """Record a layer that is never quantized; beside a quantizer, the report names it."""
         if self.quantizer is not None:
             self.unquantized.append(name)
 

@@ -61,8 +61,7 @@ class GatedMLP:
     def after(
         self, norm: RMSNorm, x: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Two addends of t + block(norm(t)) with t = x + residual, as Linear.add_to returns
-        them."""
+        """Two addends of t + block(norm(t)), t = x + residual, as Linear.add_to returns them."""
         hidden, total = self.gate_up.after(norm, x, residual)
         return self.down.add_to(total, hidden)
 

@@ -11,7 +11,7 @@ from fastdeploy_core.contracts.base import Accept, Candidate, Decline
 from fastdeploy_core.errors import PluginError
 
 from .discovery import Inventory
-from .drivers import features
+from .drivers import broken, features
 from .known import providers
 from .manager import HookManager
 
@@ -124,8 +124,9 @@ def ask_candidates(
 def _without_features(inventory: Inventory, kind: str, question: Any) -> dict[str, str]:
     """Drivers of that kind that do not declare what the question's layer needs, with the reason."""
     needs: frozenset[str] = getattr(getattr(question, "spec", None), "needs", frozenset())
-    short = {}
-    for entry in inventory.of(kind) if needs else ():
+    short, entries = {}, inventory.of(kind) if needs else ()
+    broken([entry for entry in entries if not entry.is_core])  # one child for all of them
+    for entry in entries:
         try:
             missing = needs - features(entry)
         except PluginError as error:

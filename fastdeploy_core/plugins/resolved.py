@@ -91,14 +91,12 @@ class ResolvedPlugins(msgspec.Struct, frozen=True):
 
     @property
     def digest(self) -> str:
-        """SHA-256 over everything that would be loaded; equal in all processes of one
-        deployment."""
+        """SHA-256 over all that would be loaded; equal in all processes of one deployment."""
         rows = sorted(msgspec.to_builtins(e) for e in self.entries)
         return hashlib.sha256(msgspec.json.encode([rows, self.chosen])).hexdigest()
 
     def verify(self, digest: str = "", *, inventory: Inventory | None = None) -> None:
-        """Called by a process that received the record: the same plugins must be installed
-        there."""
+        """Called where the record was received: the same plugins must be installed there."""
         if digest and digest != self.digest:
             raise PluginConflict(
                 f"this process resolved other plugins than its parent: digest {self.digest[:12]} "

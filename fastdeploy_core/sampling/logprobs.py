@@ -1,5 +1,4 @@
-"""Log-probabilities of sampled tokens and their alternatives: gathered on the device, read
-later."""
+"""Log-probabilities of sampled tokens and others: gathered on the device, read later."""
 
 from __future__ import annotations
 

@@ -179,8 +179,7 @@ class TokenMasks:
         return {seq_id: int(is_there) for seq_id, is_there in ready.items() if is_there is not None}
 
     def allowed(self, slot: int, token_ids: list[int]) -> int:
-        """How many of these tokens the slot's grammar could accept now; its state stays the
-        same."""
+        """How many of these tokens the slot's grammar could accept now; its state stays."""
         matcher = self.matchers[slot]
         try:
             taken = matcher.accept(token_ids)

@@ -67,8 +67,7 @@ class SamplingState:
         self.parts: list[Any] = [self._masks, self._penalties, self._processors]
 
     def add(self, slot: int, new: NewSequence) -> None:
-        """Prepare what the sequence's parameters ask for; InvalidRequest when that is
-        impossible."""
+        """Prepare what the sequence's parameters ask for; InvalidRequest if it cannot be."""
         tokens = np.asarray(new.token_ids, dtype=np.int64)
         prompt, output = tokens[: new.num_prompt_tokens], tokens[new.num_prompt_tokens :]
         self._masks.add(slot, new.sampling, new.eos_token_ids)

@@ -1,5 +1,4 @@
-"""Batch scheduler (who runs this step) and the in-process request scheduler (who gets a
-request)."""
+"""Batch scheduler (who runs this step), in-process request scheduler (who gets a request)."""
 
 from .batch import BatchScheduler
 from .sequence import RequestState, Sequence

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.input import RequestLimits, default_sampling_values
+from fastdeploy_core.engine.media import MEDIA_THREADS
 from fastdeploy_core.engine.output import OutputProcessor
 from fastdeploy_core.errors import InvalidRequest, WorkerError
 from fastdeploy_core.parsers.answer import parser_named
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 DRAINING_RETRY_S = 5.0
 MAX_WAITING_TEMPLATES = 16
-MEDIA_THREADS = 4
 
 
 class Admission:

@@ -71,8 +71,7 @@ class DrafterGuard:
             self.count(drafter, error)
 
     def check_taken(self, drafter: Drafter, drafts: np.ndarray) -> None:
-        """Count it if the device has found something among a drafter's proposals that is no
-        token."""
+        """Count it if the device has found what is no token among a drafter's proposals."""
         if np.count_nonzero(drafts < NO_DRAFT):
             self.count(drafter, self._no_token(int(drafts.min())))
 

@@ -34,8 +34,7 @@ Shape = Sequence[int]
 
 
 class TensorLibrary(Protocol):
-    """torch or paddle with one interface. Stateless except for the library's own thread
-    settings."""
+    """torch or paddle with one interface. Its only state are the library's own settings."""
 
     name: str  # "torch" or "paddle"
     version: str
@@ -188,8 +187,7 @@ class TensorLibrary(Protocol):
         ...
 
     def scatter(self, x: Any, dim: int, index: Any, source: Any) -> Any:
-        """torch.scatter, a new tensor; source is a tensor of index's shape. No duplicate
-        targets."""
+        """torch.scatter, a new tensor; source is of index's shape. No duplicate targets."""
         ...
 
     def index_copy_(self, x: Any, dim: int, index: Any, source: Any) -> Any:

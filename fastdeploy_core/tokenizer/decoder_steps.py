@@ -63,8 +63,7 @@ class Step(Protocol):
         ...
 
     def primed(self) -> list[str]:
-        """Everything so far belonged to the prompt: drop it, except the first bytes of a
-        character."""
+        """Everything so far was the prompt's: drop it, but the first bytes of a character."""
         ...
 
 

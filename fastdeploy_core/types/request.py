@@ -1,5 +1,4 @@
-"""What travels between a client and an engine: requests to the engine, deltas of their output
-back."""
+"""What travels between client and engine: requests to the engine, deltas of output back."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""How one request is sampled. Field names and defaults are vLLM's; ranges are checked once,
-here."""
+"""How one request is sampled. Names and defaults are vLLM's; ranges are checked here."""
 
 from __future__ import annotations
 

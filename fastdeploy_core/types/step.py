@@ -145,8 +145,7 @@ class BatchRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return bool((self.counts == 1).all() and self.samples.all())
 
     def next(self, num_decodes: int = 1) -> BatchRows:
-        """The rows of a step that only says that these go on: each with the token it has
-        sampled."""
+        """The rows of a step that only says that these go on, each with what it sampled."""
         size = self.seq_ids.size
         return BatchRows(
             seq_ids=self.seq_ids,
@@ -158,8 +157,7 @@ class BatchRows(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class BlockCopies(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Block moves a worker does before the forward pass, in this order; pairs of (source,
-    target)."""
+    """Block moves before the forward pass, in this order; pairs of (source, target)."""
 
     device_to_host: list[tuple[int, int]] = []
     host_to_device: list[tuple[int, int]] = []

@@ -1,5 +1,4 @@
-"""What a worker tells the engine once its model is loaded: sizes, and the limits it must
-respect."""
+"""What a worker tells the engine once its model is loaded: sizes, and limits to respect."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ lengths on the host.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from .slots import Slots
     from .step import Sampling, StepRows, TargetStep
 
-# Tokens that each row's blocks hold, and the rows' block tables on the host and on the device.
-_Places: TypeAlias = "tuple[Tensor, np.ndarray, Tensor]"
+# Tokens that each row's blocks hold, the rows' block tables on the host and on the device; slots.
+_Places: TypeAlias = "tuple[Tensor, np.ndarray, Tensor, Tensor]"
 
 
 class DraftBatches:
@@ -45,8 +46,9 @@ class DraftBatches:
         loaded: LoadedModel,
         slots: Slots,
         first_layer: int,
+        offsets: Tensor | None = None,
     ) -> None:
-        """Layers from `first_layer` on are the drafter's."""
+        """Layers from `first_layer` on are the drafter's. offsets: see SequenceMedia."""
         self._place = kernels["place_tokens"]
         self._device, self._xp, self._slots = device, device.xp, slots
         specs = list(dict.fromkeys(loaded.kv_layers[first_layer:]))
@@ -57,6 +59,9 @@ class DraftBatches:
                 f"need every token, or --max-model-len {rules[0].tokens}"
             )
         self._drivers = {spec: loaded.attention[spec] for spec in specs}
+        # Layers that are not made for offsets are given places in the sequence as positions.
+        self._offsets, has_own = offsets, any("offsets" in spec.needs for spec in specs)
+        self.is_plain = offsets is not None and not has_own
         self._needs_exact = not all(d.can_capture_decode for d in self._drivers.values())
 
     def make(
@@ -68,30 +73,33 @@ class DraftBatches:
         draw: Callable[[Tensor, int], Tensor],
     ) -> DraftBatch:
         """After a step laid out on the host; sampling: None where no row samples."""
-        store, at, context = self._slots, rows.slots, step.context
-        if context.batch is not step.attention:  # what a capture was made with, padding included
-            context = self._context(step.attention, context.caches)
+        store, at, indices = self._slots, rows.slots, step.attention.positions
+        if self._offsets is not None:
+            indices = self._device.to_device(place(rows, store)[1])
+        attention, context = self._own(step.attention, step.context, indices)
+        last = self.last(rows, sampling)
         longest = int(rows.seq_lens.max(initial=1)) + max_drafts
         width = min(-(-longest // store.block_size), store.block_tables.shape[1])
 
         def places() -> _Places:
             room = np.where(rows.samples, store.room[at], 0)
-            tables = store.block_tables[at, :width]
-            return self._device.to_device(room), tables, self._device.to_device(tables)
+            tables, put = store.block_tables[at, :width], self._device.to_device
+            return put(room), tables, put(tables), put(at)
 
         return DraftBatch(
             seq_ids=store.seq_ids[at],
             slots=at,
             draws=rows.samples,
             max_drafts=max_drafts,
-            attention=step.attention,
+            attention=attention,
             context=context,
             input_ids=step.input_ids,
             next_token_ids=self.next_ids(rows, step, sampling),
             hidden_states=step.hidden,
-            last=self.last(rows, sampling),
+            last=last,
             draw=draw,
             decode=self._decoder(places, context),
+            ends=self._xp.index_select(indices, 0, last),
         )
 
     def make_captured(
@@ -104,15 +112,16 @@ class DraftBatches:
         """After a captured step: of all its rows, and without the host. Padding rows have no room,
         so they write nothing. With prompts no drafts are wanted: a drafter is to keep its cache
         complete."""
-        attention, state, context = captured.attention, self._slots.state, captured.context
-        rows, nobody = state.rows[: attention.num_seqs], np.full(attention.num_seqs, -1)
-        assert context is not None
+        assert captured.context is not None
+        attention, context = self._own(captured.attention, captured.context, captured.indices)
+        state, nobody = self._slots.state, np.full(attention.num_seqs, -1)
+        rows = state.rows[: attention.num_seqs]
 
         def places() -> _Places:
             if not max_drafts:
                 raise RuntimeError("no drafts are wanted after this step (max_drafts is 0)")
             room = self._xp.index_select(state.room, 0, rows)
-            return room, attention.block_tables, attention.block_tables_dev
+            return room, attention.block_tables, attention.block_tables_dev, rows
 
         return DraftBatch(
             seq_ids=nobody,
@@ -127,11 +136,11 @@ class DraftBatches:
             last=captured.last,
             draw=draw,
             decode=self._decoder(places, context),
+            ends=self._xp.index_select(captured.indices, 0, captured.last),
         )
 
     def next_ids(self, rows: StepRows, step: TargetStep, sampling: Sampling | None) -> Tensor:
-        """[T] the token after each one fed: of prompts as the host knows them, else what was
-        sampled."""
+        """[T] the token after each one fed: as the host knows prompts, else what was sampled."""
         num_tokens = int(step.input_ids.shape[0])
         sampled: Tensor | None = None if sampling is None else sampling.token_ids
         if sampled is not None and sampled.shape[0] == num_tokens:
@@ -165,18 +174,31 @@ class DraftBatches:
         """DraftBatch.decode. places: asked at its first call."""
         known = cache(places)
 
-        def decode(positions: Tensor) -> tuple[AttentionBatch, ForwardContext]:
-            attention = self._one_token_each(positions, *known())
+        def decode(indices: Tensor) -> tuple[AttentionBatch, ForwardContext]:
+            attention = self._one_token_each(indices, known())
             return attention, self._context(attention, context.caches)
 
         return decode
 
-    def _one_token_each(
-        self, positions: Tensor, room: Tensor, tables: np.ndarray, tables_dev: Tensor
-    ) -> AttentionBatch:
-        """One token per row at these positions; rows without room for it write nothing."""
-        size, num_rows, xp = self._slots.block_size, int(positions.shape[0]), self._xp
-        where, slot_mapping, seq_lens = self._place(positions, room, tables_dev, size)
+    def _own(
+        self, attention: AttentionBatch, context: ForwardContext, indices: Tensor
+    ) -> tuple[AttentionBatch, ForwardContext]:
+        """The target's step as the drafter's layers see it."""
+        if self.is_plain:
+            attention = replace(attention, positions=indices)
+        if context.batch is not attention:  # or what a capture was made with, padding included
+            context = self._context(attention, context.caches)
+        return attention, context
+
+    def _one_token_each(self, indices: Tensor, places: _Places) -> AttentionBatch:
+        """One token per row at these indices; rows without room for it write nothing."""
+        size, num_rows, xp = self._slots.block_size, int(indices.shape[0]), self._xp
+        room, tables, tables_dev, slots = places
+        where, slot_mapping, seq_lens = self._place(indices, room, tables_dev, size)
+        positions = where
+        if self._offsets is not None and not self.is_plain:
+            moved = where + xp.index_select(self._offsets, 0, slots)
+            positions = xp.clamp(moved, 0)  # of rows that have no room, too
         host_lens = np.full(num_rows, tables.shape[1] * size, dtype=np.int32)
         if self._needs_exact:
             seq_lens = (where + 1).to(xp.int32)
@@ -192,7 +214,7 @@ class DraftBatches:
             seq_lens_dev=seq_lens,
             block_tables_dev=tables_dev,
             slot_mapping=slot_mapping,
-            positions=where,
+            positions=positions,
             tokens_per_row=1,
             is_exact=self._needs_exact,
         )

@@ -57,8 +57,7 @@ class Drafting:
         self.on_device = drafters.on_device
         # Such a drafter samples nothing, so one graph serves every kind of sampling.
         self.reads_history = bool(getattr(drafters.drafter, "reads_history", False))
-        # Whether it goes on from what the target computed of every token, not of sampled ones
-        # alone.
+        # Whether it goes on from what the target computed of every token fed.
         self.reads_hidden = drafters.on_device and not self.reads_history
         # Whether a step can feed its drafts unseen: no host drafter has a say in them, and a draft
         # is accepted when it is the token that is sampled.
@@ -67,12 +66,11 @@ class Drafting:
         self._plan: SamplingPlan | None = None
         self.guard = DrafterGuard(columns.vocab_size)
 
-    def attach(self, slots: Slots, sampling: CapturedSampling) -> None:
-        """The slots are made once it is known what drafters need of them."""
+    def attach(self, slots: Slots, sampling: CapturedSampling, offsets: Tensor | None) -> None:
+        """The slots exist once it is known what drafters need. offsets: see SequenceMedia."""
         self._slots, self._sampling = slots, sampling
-        self._batches = DraftBatches(
-            self._device, self._kernels, self._loaded, slots, self._first_layer
-        )
+        made_of = (self._device, self._kernels, self._loaded, slots, self._first_layer, offsets)
+        self._batches = DraftBatches(*made_of)
 
     def widths(self) -> tuple[int, ...]:
         """Tokens per row that decode steps are captured for; fewer drafts are padded."""
@@ -89,8 +87,7 @@ class Drafting:
     # -- drafts for the next step -----------------------------------------------------------------
 
     def agree(self, rows: StepRows) -> None:
-        """Every rank gets the host's drafts of these rows from rank 0, which alone makes or cuts
-        them."""
+        """Every rank gets the host's drafts of these rows from rank 0, which alone has them."""
         slots, communicator = self._slots, self._communicator
         if communicator is None or not rows.num_drafts.any():
             return
@@ -140,17 +137,16 @@ class Drafting:
 
         def draw(logits: Tensor, step: int) -> Tensor:
             # The token sampled now stands one after the last verified one, the first draft two.
-            ids = positions = verified + (2 + step)
+            ids = positions = batch.ends + (2 + step)
             if self._state is not None:
                 ids = self._state.sampler.draw_at(logits, plan, positions)
             return ids if self._communicator is None else self._communicator.broadcast(ids, 0)
 
         batch = self._batches.make(rows, target, launched.sampling, limit, draw)
-        verified = self._xp.index_select(batch.attention.positions, 0, batch.last)
         if slots.state.history is not None:
             batch.history = slots.state.history
             batch.history_rows = self._device.to_device(rows.slots)
-            batch.num_known = verified + 2
+            batch.num_known = batch.ends + 2
         try:
             drafts = drafter.propose(batch)
             return self._checked(drafts, rows.slots.size, limit) if limit else None
@@ -170,8 +166,7 @@ class Drafting:
 
         def sample(logits: Tensor, step: int) -> Tensor:
             if is_random:
-                last = self._xp.index_select(batch.attention.positions, 0, batch.last)
-                ids, _ = self._sampling.sample(logits, last + (1 + step))
+                ids, _ = self._sampling.sample(logits, batch.ends + (1 + step))
             else:
                 ids = self._greedy(logits)
             return ids if self._communicator is None else self._communicator.broadcast(ids, 0)
@@ -188,9 +183,9 @@ class Drafting:
     @property
     def captured_fill(self) -> Callable[[CapturedPrompt], None] | None:
         """What is captured after prompts: a drafter on the device with layers of its own fills
-        their cache. None: there is no such drafter."""
+        their cache. None: there is no such drafter, or the layers want what steps lack."""
         drafter = self._drafter
-        if drafter is None or not self.reads_hidden:
+        if drafter is None or not self.reads_hidden or self._batches.is_plain:
             return None
 
         def fill(captured: CapturedPrompt) -> None:

@@ -1,5 +1,4 @@
-"""Which steps are captured: batch sizes of decode steps, numbers of tokens of steps with
-prompts."""
+"""Which steps are captured: batch sizes of decode steps, numbers of tokens with prompts."""
 
 from __future__ import annotations
 

@@ -148,8 +148,7 @@ class Graphs:
         return not (self.any_size and isinstance(graph, SizedGraph)) or graph.is_any_size
 
     def capture(self, caches: list[tuple[Tensor, ...]], *, is_first_rank: bool = True) -> None:
-        """Capture everything over these caches, the largest first, so that one memory serves
-        all."""
+        """Capture everything over these caches, the largest first: one memory serves all."""
         began, free = time.perf_counter(), self.device.memory().free_bytes
         bar = tqdm(
             [*self._decode_steps(), *self._prompt_steps()],
@@ -417,7 +416,9 @@ class CapturedDecode:
             )
         if graphs.offsets is not None:
             own = graphs.xp.index_select(graphs.offsets, 0, state.rows[: self.size])
-            first.positions.copy_(self.indices + own)
+            moved = self.indices.reshape([self.size, self.width]) + own.unsqueeze(1)
+            # Padding stands at index 0, and offsets may be negative.
+            first.positions.copy_(graphs.xp.clamp(moved.reshape([-1]), 0))
         self.context = make_context(graphs.loaded, graphs.caches, first, self._more)
         self.hidden = run_model(graphs.loaded, self.input_ids, self.context)
 
@@ -484,6 +485,7 @@ class CapturedPrompt:
         self.size, self._graphs = size, graphs
         self.attention = buffers.batch(size)
         self.input_ids, self.next_ids = buffers.input_ids[:size], buffers.next_ids[:size]
+        self.indices = self.attention.positions  # no drafts are made, which alone need others
         self.last = buffers.last[: self.attention.num_seqs]
         self.context: ForwardContext | None = None
         # [rows that there can be, hidden], or with `fill` [size, hidden]; stays until the next

@@ -347,8 +347,7 @@ class PromptBuffers(StepBuffers):
         self.next_ids, self.last = self.zeros(num_tokens), self.zeros(num_rows)
 
     def clear(self) -> None:
-        """New caches: no number of a former step stays, so that one which runs now writes
-        nothing."""
+        """New caches: no number of a former step stays, so one which runs now writes nothing."""
         for numbers in (self.starts, self.seq_lens, self.tables, self.read_tokens, self.last):
             numbers.zero_()
         self.slot_mapping.copy_(self._xp.zeros_like(self.slot_mapping) - 1)

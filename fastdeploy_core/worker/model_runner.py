@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastdeploy_core.config import EngineConfig
-from fastdeploy_core.errors import ConfigError, RequestError, ResourceError, WorkerError
+from fastdeploy_core.errors import RequestError, ResourceError, WorkerError
 from fastdeploy_core.memory.transfers import wait_for
 from fastdeploy_core.models.media import SequenceMedia
 from fastdeploy_core.sampling.captured import CAPTURED, CapturedSampling
@@ -89,8 +89,9 @@ class ModelRunner:
             is_read=bool(graph_sizes) or (drafting is not None and drafting.on_device),
         )
         slots.add_groups(self.caches.rules)
+        offsets = None if self._media is None else self._media.offsets
         if drafting is not None:
-            drafting.attach(slots, captured)
+            drafting.attach(slots, captured, offsets)
         buckets, self._layout = device.limits.step_buckets, HostLayout(device, slots, self._media)
         self.shapes = None if buckets is None else StepShapes(config, buckets)
         self._lock = threading.RLock()
@@ -99,7 +100,6 @@ class ModelRunner:
         self._graphs: Graphs | None = None
         if graph_sizes:
             plan, sampling = self._graph_plan(graph_sizes), captured if captures_all else None
-            offsets = None if self._media is None else self._media.offsets
             self._graphs = Graphs(device, kernels, loaded, slots, plan, drafting, sampling, offsets)
         self._is_simple = np.zeros(max_num_seqs, dtype=bool)  # see is_simple()
         self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
@@ -107,17 +107,11 @@ class ModelRunner:
             loaded.builder.adapters.attach(slots.state.rows)
 
     def _make_media(self, model: Any) -> SequenceMedia | None:
-        """Where pictures of sequences are kept; None: they bring none. ConfigError for what cannot
-        be had together with them."""
+        """Where pictures of sequences are kept; None: they bring none."""
         config = self._config
         # Steps of fixed shapes have no place for vectors.
         if not hasattr(model, "encode") or self._device.limits.step_buckets is not None:
             return None
-        if config.speculative is not None:
-            raise ConfigError(
-                f"{type(model).__name__} takes pictures, and drafting behind these is not part of "
-                "this version; leave out --speculative-config"
-            )
         num_slots, max_rows = config.batch.max_num_seqs, config.media.max_encoder_cache
         return SequenceMedia(self._device, model, num_slots, max_rows)
 
@@ -158,8 +152,7 @@ class ModelRunner:
         host_file: str = "",
         is_touched: bool = True,
     ) -> None:
-        """Zeroed caches of every layer; what was there before is dropped first. See
-        Caches.allocate."""
+        """Zeroed caches of every layer, instead of what was there. See Caches.allocate."""
         self._drop_cache()
         sizes = (num_blocks, num_host_blocks, *more_blocks)
         self.caches.allocate(*sizes, host_file=host_file, is_touched=is_touched)
@@ -272,8 +265,7 @@ class ModelRunner:
         return launched
 
     def _find_captured(self, launched: Launched) -> CapturedDecode | None:
-        """The graph that runs the step, if there is one; the slots and the rows are then as it
-        needs them."""
+        """The graph that runs the step, if any; slots and rows are then as it needs them."""
         rows, graphs, slots = launched.rows, self._graphs, self.slots
         captured = self._graph_of(rows)
         if self._drafting is not None and not (captured and self._feeds_unseen(launched)):
@@ -339,8 +331,7 @@ class ModelRunner:
         return self._model.compute_logits(hidden)
 
     def _sample(self, launched: Launched, logits: Tensor) -> Tensor:
-        """Tokens of a step laid out on the host: marked ones on the device, where the next step
-        finds them."""
+        """Tokens of a step laid out on the host, marked, on the device for the next step."""
         rows, slots, sampler = launched.rows, self.slots, self._sampler
         plan, has_drafts = sampler.plan(rows), bool(rows.num_drafts.any())
         if "pooling" in self._model.features:
@@ -444,8 +435,7 @@ class ModelRunner:
             raise
 
     def _name_failure(self, step_id: int, error: Exception) -> None:
-        """What a device's library raises, in this project's terms; nothing happens to other
-        errors."""
+        """What a device's library raises, in this project's terms; other errors stay."""
         if self._device.is_oom(error):
             raise ResourceError(
                 f"device memory ran out in step {step_id}; lower --gpu-memory-utilization, "

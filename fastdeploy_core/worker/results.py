@@ -369,8 +369,7 @@ class Results:
 
 
 class PendingOutput:
-    """`wait()` returns the step's ModelRunnerOutput; steps are read in the order of their
-    launch."""
+    """`wait()` returns the step's ModelRunnerOutput; steps are read in order of launch."""
 
     def __init__(self, launched: Launched, read: Callable[[Launched], None]) -> None:
         self._launched, self._read = launched, read

@@ -36,8 +36,7 @@ PROMPT_ROWS = 256
 
 
 class StepSampler:
-    """Samples for the rows of one rank. Without `state` (ranks other than 0) it takes what rank 0
-    sampled."""
+    """Samples for the rows of one rank. Without `state` it takes what rank 0 sampled."""
 
     def __init__(
         self,
@@ -158,8 +157,7 @@ class StepSampler:
             self._state.sampler.count(sampling.plan, sampling.token_ids, kept)
 
     def wants_prompt_logprobs(self, rows: StepRows) -> np.ndarray:
-        """Which rows do of this step: the same ones on every rank. Their hidden states are all
-        read."""
+        """Which rows do of this step, alike on every rank. Their hidden states are all read."""
         if rows.is_decode:
             return np.zeros(0, dtype=np.int64)
         wanted = self._columns.flags[rows.slots] & bits.PROMPT_LOGPROBS != 0

@@ -203,8 +203,7 @@ class Slots:
             heapq.heappush(self._free, slot)
 
     def reset(self, slot: int) -> None:
-        """The one place where a slot is cleaned: every buffer and every part with state per
-        slot."""
+        """The one place where a slot is cleaned: buffers, and parts with state per slot."""
         self.token_ids[slot] = self.block_tables[slot] = self.draft_ids[slot] = 0
         for table in self.more_tables.values():
             table[slot] = 0
@@ -530,8 +529,7 @@ class Slots:
         slots, state = rows.slots[rows.samples], self.state
         self._xp.index_copy_(state.newest, 0, slots_dev, token_ids)
         if self._is_read:
-            # Drafts that are still there are old ones, or of a former sequence, which had other
-            # room.
+            # Drafts that are still there are old, or of a former sequence with other room.
             none = [(state.num_drafts, slots, slots * 0)] if self.max_drafts else []
             self._send([(state.num_computed, slots, rows.seq_lens[rows.samples]), *none])
             self._drafts_are[slots] = NONE

@@ -28,8 +28,7 @@ def _made_up(
     sampling: SamplingParams,
     start: int = 0,
 ) -> SchedulerOutput:
-    """A step of new sequences, each with so many tokens after `start` cached ones, in these
-    blocks."""
+    """A step of new sequences: so many tokens each after `start` cached ones, in these blocks."""
     first = step_id * config.batch.max_num_seqs
     new = [
         NewSequence(
@@ -49,8 +48,7 @@ def _made_up(
 def dummy_step(
     config: EngineConfig, step_id: int, lengths: Sequence[int], finished: list[int], room: int = 0
 ) -> SchedulerOutput:
-    """A step of new sequences with so many tokens each, in blocks from 0 on that hold `room`
-    more."""
+    """A step of new sequences of so many tokens each, in blocks from 0 on for `room` more."""
     ends = [0, *accumulate(-(-(length + room) // config.cache.block_size) for length in lengths)]
     tables = [list(range(first, last)) for first, last in pairwise(ends)]
     widest = SamplingParams(top_p=0.9, top_k=50, seed=0, logprobs=1)

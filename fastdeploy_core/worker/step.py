@@ -1,5 +1,4 @@
-"""Plain records of a step on one rank: its rows, and what is remembered until its results are
-read."""
+"""Plain records of a step on one rank: its rows, and what is kept until results are read."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ class Bench:
         )
         core.scheduler._next_seq_id = self._num_seq_ids
         known = range(max(0, self._num_seq_ids - 200), self._num_seq_ids)
-        core.scheduler._roster.forgotten += known
+        core.scheduler.roster.forgotten += known
         return core
 
     def run(

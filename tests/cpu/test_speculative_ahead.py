@@ -194,7 +194,7 @@ def test_a_row_with_nan_fails_alone_while_steps_are_ahead(
     for number in range(200):
         if number == 5:
             assert core._in_flight[-1][0].drafts.any()
-            broken = core.scheduler._roster.running[1]
+            broken = core.scheduler.roster.running[1]
             # Of the values: PaddlePaddle's softmax on a processor turns a NaN score into none.
             _, values = bench.worker._runner.caches.tensors[0]
             xp = bench.worker.device.xp

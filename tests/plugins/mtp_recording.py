@@ -53,6 +53,7 @@ class RecordableRound:
             last=bench._tensor(range(len(names))),
             draw=lambda logits, number: xp.argmax(logits, -1),
             decode=self._decode,
+            ends=batch.positions,
         )
         self.draft_batch.context = _Live(self)
 

@@ -285,6 +285,7 @@ class Bench:
                     last=self._tensor(last),
                     draw=self._draw,
                     decode=partial(self._decode, [f.name for f in rows]),
+                    ends=batch.positions[self._tensor(last)],
                 )
             )
         states = np.array(self.device.to_host(hidden), np.float64)

@@ -50,8 +50,7 @@ def _write_without_waiting(
 
 
 def kv_copy_blocks(cache: tuple[Tensor, ...], source: Tensor, target: Tensor) -> None:
-    """Copy block source[i] to block target[i]; all are read before any is written. [n] int64
-    each."""
+    """Copy block source[i] to target[i], [n] int64; all are read before any is written."""
     xp = namespace(source)
     for pool in cache:
         xp.index_copy_(pool, 0, target, xp.index_select(pool, 0, source))

@@ -68,8 +68,7 @@ def _name_list(names: Sequence[str]) -> bytes:
 
 
 class Guard:
-    """Gives each request an id, echoes the client's, and answers errors that nothing else
-    caught."""
+    """Gives each request an id, echoes the client's, and answers what nothing else caught."""
 
     def __init__(
         self, app: ASGIApp, observe: Observer | None = None, shapes: Mapping[str, Any] | None = None

@@ -1,5 +1,4 @@
-"""Log-probabilities in the forms of OpenAI's two APIs and of vLLM. NaN and infinity are never
-sent."""
+"""Log-probabilities in the forms of OpenAI's two APIs and of vLLM; never NaN or infinity."""
 
 from __future__ import annotations
 

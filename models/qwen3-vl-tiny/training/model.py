@@ -284,6 +284,17 @@ class Model(nn.Module):
         return F.linear(text["norm"](x), text["embed_tokens"].weight)
 
 
+def load_checkpoint(model: Model, tensors: dict[str, Tensor]) -> None:
+    """Fill the model with what `checkpoint_tensors` made of one."""
+    found = {}
+    for name, tensor in model.state_dict().items():
+        stored = tensors[f"model.{name}"].to(tensor.dtype)
+        if name == "visual.patch_embed.proj.weight":
+            stored = stored.sum(2).reshape(tensor.shape)  # a half for each of two frames
+        found[name] = stored
+    model.load_state_dict(found)
+
+
 def checkpoint_tensors(model: Model) -> dict[str, Tensor]:
     """The weights under the names and in the shapes of released checkpoints, bfloat16."""
     found = {}

@@ -2,6 +2,7 @@
 
     python tokenizer.py
     python train.py --seconds 285
+    python train.py --start FOLDER --rate 0.3 --seconds 100    # go on from a checkpoint
 
 Needs one GPU, which also draws the pictures, and processor cores for the workers, which make the
 conversations while the model trains: none is seen twice. The learning rate follows the clock. On a
@@ -20,14 +21,14 @@ from random import Random
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 import chat
 import data
 import scenes
-from model import CELL, Model, Sizes, checkpoint_tensors
+from model import CELL, Model, Sizes, checkpoint_tensors, load_checkpoint
 from painter import Painter
 from tokenizer import FOLDER, PAD, SPECIAL, TURN_END, write_json
 
@@ -192,6 +193,8 @@ def train(options: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("high")
     model = Model(Sizes()).to(device)
     print(f"{sum(p.numel() for p in model.parameters())} parameters on {device}", flush=True)
+    if options.start is not None:
+        load_checkpoint(model, load_file(options.start / "model.safetensors"))
     muon, adam = optimizers(model, is_fast=is_fast)
     judge = Judge(Tokenizer.from_file(str(file)), options.judged, device)
     painter = Painter(device)
@@ -208,7 +211,7 @@ def train(options: argparse.Namespace) -> None:
             passes[batch.size] = Pass(model, inputs, captures=captures)
         run = passes[batch.size]
         run(*inputs)
-        share = min(1.0, (step + 1) / WARMUP_STEPS, (1 - done) / DECAY_SHARE)
+        share = min(1.0, (step + 1) / WARMUP_STEPS, (1 - done) / DECAY_SHARE) * options.rate
         muon.step(share * MATRIX_RATE)
         adam.param_groups[0]["lr"] = share * OTHER_RATE
         adam.step()
@@ -244,6 +247,8 @@ def main() -> None:
     """Read the options and train."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=285)
+    parser.add_argument("--start", type=Path, help="folder of a checkpoint to go on from")
+    parser.add_argument("--rate", type=float, default=1.0, help="times the usual learning rates")
     parser.add_argument("--pictures", type=int, default=256, help="of a step")
     parser.add_argument("--eager", action="store_true", help="without captured graphs")
     parser.add_argument("--workers", type=int, default=7)

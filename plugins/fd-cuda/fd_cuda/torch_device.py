@@ -127,6 +127,17 @@ class TorchCudaDevice(CudaDevice):
 
     # -- work -------------------------------------------------------------------------------------
 
+    def attend_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int
+    ) -> Tensor | None:
+        """FlashAttention of torch, for 16 bits."""
+        if q.dtype == torch.float32 or q.shape[-1] % 8 or q.shape[-1] > 256:
+            return None
+        from torch.nn.attention.varlen import varlen_attn
+
+        result: Tensor = varlen_attn(q, k, v, starts, starts, longest, longest)
+        return result
+
     def record_event(self) -> DeviceEvent:
         """On the current stream."""
         self._bind()

@@ -16,7 +16,7 @@ from fastdeploy_core.contracts.speculative import NO_DRAFT
 from fastdeploy_core.errors import CapabilityError
 
 from .layout import modules, num_modules
-from .module import MTPModule
+from .module import MTPModule, Pictures
 from .options import draft_config, num_model_steps
 
 if TYPE_CHECKING:
@@ -75,17 +75,22 @@ class MTPDrafter:
         positions, hidden = batch.attention.positions, batch.hidden_states
         next_ids, newest = batch.next_token_ids, hidden
         drafts: list[Tensor] = []
+        pictures, embedded = None, batch.context.embedded
+        if embedded is not None:
+            pictures = Pictures.of(xp, embedded, hidden)
+            ends = batch.attention.cu_seqlens_q_dev[1:].to(xp.int64) - 1
         for number, module in enumerate(self._modules):
             if number:
                 next_ids = self._shifted(next_ids, batch.last, drafts[-1])
-            hidden = module.forward(next_ids, hidden, positions, batch.context)
+            pictures = None if pictures is None else pictures.next(ends)
+            hidden = module.forward(next_ids, hidden, positions, batch.context, pictures)
             if number + 1 == len(self._modules) and number >= count:
                 break  # the module's cache is complete and its draft is not needed
             newest = self._rows(batch.last, hidden)
             drafts.append(self._draft(batch, module, newest, number))
         last = self._modules[-1]
         if len(drafts) < count:
-            where = xp.index_select(positions, 0, batch.last)
+            where = batch.ends
         while len(drafts) < count:
             where = where + 1
             attention, context = batch.decode(where)

@@ -73,6 +73,11 @@ def _lacking(folder: str, names: list[ModuleNames]) -> list[str]:
     ]
 
 
+def _as_read(name: str) -> str:
+    """A tensor's name as the target's family reads it."""
+    return name.replace("ernie.", "model.").replace("model.language_model.", "model.")
+
+
 def _stored_names(folder: str) -> set[str]:
     """Names of all tensors of a checkpoint, from the headers of its files."""
     from safetensors import SafetensorError, safe_open
@@ -81,7 +86,7 @@ def _stored_names(folder: str) -> set[str]:
     for path in sorted(Path(folder).glob("*.safetensors")) if folder else ():
         try:
             with safe_open(path, framework="numpy") as file:
-                found.update(name.replace("ernie.", "model.") for name in file.keys())  # noqa: SIM118
+                found.update(map(_as_read, file.keys()))
         except (SafetensorError, OSError):
             return set()  # loading reports what is wrong with the file
     return found

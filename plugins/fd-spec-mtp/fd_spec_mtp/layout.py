@@ -54,6 +54,7 @@ LAYOUTS: Final[dict[str, Callable[[int, int], ModuleNames]]] = {
     "Ernie4_5ForCausalLM": _ernie,
     "Ernie4_5_ForCausalLM": _ernie,
     "Ernie4_5_MoeForCausalLM": _ernie,
+    "Ernie4_5_VLMoeForConditionalGeneration": _ernie,
 }
 # Spellings of the number of modules in config.json.
 COUNT_KEYS: Final = ("num_nextn_predict_layers", "num_mtp_layers")

@@ -40,10 +40,9 @@ class DraftModel:
         model.forward(batch.input_ids, batch.attention.positions, batch.context)
         select = xp.index_select
         ids = select(batch.next_token_ids, 0, batch.last)
-        positions = select(batch.attention.positions, 0, batch.last)
         drafts = []
         for step in range(batch.max_drafts):
-            attention, context = batch.decode(positions + (1 + step))
+            attention, context = batch.decode(batch.ends + (1 + step))
             hidden = model.forward(ids, attention.positions, context)
             if batch.is_greedy and isinstance(model, GreedyLM):
                 ids = model.greedy(hidden)[0]

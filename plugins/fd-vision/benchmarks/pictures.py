@@ -2,10 +2,13 @@
 
     python plugins/fd-vision/benchmarks/pictures.py 7b                 # Qwen2.5-VL-7B's shapes
     python plugins/fd-vision/benchmarks/pictures.py 3b --side 512 --batch 1 8
+    python plugins/fd-vision/benchmarks/pictures.py ernie-28b          # ERNIE-4.5-VL-28B-A3B's
     python plugins/fd-vision/benchmarks/pictures.py tiny --side 224 --batch 1 --output 8
+    python plugins/fd-vision/benchmarks/pictures.py 7b --engine vllm   # where vLLM is installed
 
-Random weights (bfloat16), one square picture of noise a prompt beside 64 random tokens, greedy, no
-tokenizer, all requests at once. Medians of rounds, each with pictures of its own.
+Random weights (bfloat16), one square picture of noise a prompt beside 64 random tokens, greedy, all
+requests at once. Medians of rounds, each with pictures of its own. --wait: once started, print
+"ready" and wait for a line of standard input, so that two engines can be measured in turn.
 
 cold      LLM.generate for one token of one request: prepare, encode, prompt, sample
 repeated  the same request again: the prefix cache has all but the last block of it
@@ -19,8 +22,10 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +36,11 @@ from fastdeploy_core.api.llm import LLM
 from fastdeploy_core.types import SamplingParams
 
 VOCAB, IMAGE = 152064, 151655
+MOST_PIXELS = 1_605_632  # that a picture is shown with; engines keep memory for it
+CLIP = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
 TEXT: dict[str, dict[str, int]] = {
     "tiny": {
         "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
@@ -61,8 +71,16 @@ VISION: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def write_folder(size: str, folder: Path) -> Path:
-    """config.json and preprocessor_config.json of that size; no weights."""
+def write_folder(size: str, folder: Path) -> tuple[int, int, int]:
+    """config.json and preprocessor_config.json of that size; no weights. A picture's tokens."""
+    write = _ernie if size.startswith("ernie") else _qwen
+    config, preprocessor, tokens = write(size)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    return tokens
+
+
+def _qwen(size: str) -> tuple[dict[str, Any], dict[str, Any], tuple[int, int, int]]:
     head = TEXT[size]["hidden_size"] // TEXT[size]["num_attention_heads"]
     config = {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",
@@ -73,20 +91,42 @@ def write_folder(size: str, folder: Path) -> Path:
         "image_token_id": IMAGE, "video_token_id": 151656, **TEXT[size],
         "rope_scaling": {"type": "mrope", "mrope_section": _sections(head)},
         "vision_config": {
-            "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
-            "window_size": 112, "out_hidden_size": TEXT[size]["hidden_size"],
-            "hidden_act": "silu", **VISION[size],
+            "patch_size": 14, "spatial_patch_size": 14, "spatial_merge_size": 2,
+            "temporal_patch_size": 2, "window_size": 112, "tokens_per_second": 2,
+            "out_hidden_size": TEXT[size]["hidden_size"], "hidden_act": "silu", **VISION[size],
         },
     }  # fmt: skip
     preprocessor = {
+        "image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2_5_VLProcessor",
         "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2,
-        "min_pixels": 3136, "max_pixels": 12845056,
-        "image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "min_pixels": 3136, "max_pixels": MOST_PIXELS, **CLIP,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
-    return folder
+    return config, preprocessor, (151652, IMAGE, 151653)
+
+
+def _ernie(size: str) -> tuple[dict[str, Any], dict[str, Any], tuple[int, int, int]]:
+    config = {
+        "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"],
+        "model_type": "ernie4_5_moe_vl", "vocab_size": 103424, "hidden_size": 2560,
+        "intermediate_size": 12288, "num_hidden_layers": 28, "num_attention_heads": 20,
+        "num_key_value_heads": 4, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "rope_theta": 500000, "freq_allocation": 20, "rope_scaling": {"type": "default"},
+        "use_bias": False, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "moe_num_experts": [64, 64], "moe_intermediate_size": [1536, 512], "moe_k": 6,
+        "moe_num_shared_experts": 2, "moe_layer_start_index": [1, 1],
+        "moe_layer_end_index": [29, 28], "moe_layer_interval": 1, "eos_token_id": 2,
+        "im_patch_id": 100295, "image_start_token_id": 101304, "image_end_token_id": 101305,
+        "video_start_token_id": 101306, "video_end_token_id": 101307,
+        "vision_config": {
+            "depth": 32, "hidden_size": 1280, "num_heads": 16, "mlp_ratio": 4, "patch_size": 14,
+            "spatial_merge_size": 2, "temporal_merge_size": 2, "hidden_act": "quick_gelu",
+        },
+    }  # fmt: skip
+    preprocessor = {
+        "patch_size": 14, "merge_size": 2, "temporal_conv_size": 2, "min_pixels": 3136,
+        "max_pixels": MOST_PIXELS, "draw_on_frames": False, **CLIP,
+    }  # fmt: skip
+    return config, preprocessor, (101304, 100295, 101305)
 
 
 def _sections(head: int) -> list[int]:
@@ -95,11 +135,51 @@ def _sections(head: int) -> list[int]:
     return [first, (head // 2 - first) // 2, head // 2 - first - (head // 2 - first) // 2]
 
 
+def write_tokenizer(folder: Path) -> None:
+    """What a peer asks for: a word for each of Qwen's tokens."""
+    from tokenizers import AddedToken, Tokenizer, models
+
+    special = {
+        "<|endoftext|>": 151643, "<|im_end|>": 151645, "<|vision_start|>": 151652,
+        "<|vision_end|>": 151653, "<|image_pad|>": IMAGE, "<|video_pad|>": 151656,
+    }  # fmt: skip
+    words = {number: word for word, number in special.items()}
+    vocabulary = {words.get(n, f"w{n}"): n for n in range(151665)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in special])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>", "processor_class": "Qwen2_5_VLProcessor",
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def start(arguments: argparse.Namespace, folder: Path) -> tuple[Any, Any, str]:
+    """An engine, its class of sampling parameters, and its name."""
+    common = {
+        "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 8192,
+        "max_num_seqs": max(arguments.batch), "gpu_memory_utilization": arguments.memory,
+    }  # fmt: skip
+    if arguments.engine == "vllm":
+        import vllm
+
+        write_tokenizer(folder)
+        graphs = {"cudagraph_capture_sizes": sorted({*arguments.batch, 1})}
+        limits = {"image": 1, "video": 0}
+        peer = vllm.LLM(
+            str(folder), limit_mm_per_prompt=limits, compilation_config=graphs, **common
+        )
+        return peer, vllm.SamplingParams, f"vLLM {vllm.__version__}"
+    llm = LLM(folder, skip_tokenizer_init=True, **common)
+    return llm, SamplingParams, f"FastDeploy {version('fastdeploy-core')}"
+
+
 class Asker:
     """Makes requests and times them."""
 
-    def __init__(self, llm: LLM, side: int) -> None:
-        self._llm, self._side = llm, side
+    def __init__(self, llm: Any, params: Any, tokens: tuple[int, int, int], side: int) -> None:
+        self._llm, self._params, self._tokens, self._side = llm, params, tokens, side
         self._random = np.random.default_rng(0)
 
     def request(self, picture: Image.Image | None = None) -> dict[str, Any]:
@@ -108,17 +188,22 @@ class Asker:
         if picture is None:
             noise = self._random.integers(0, 255, (self._side, self._side, 3), dtype=np.uint8)
             picture = Image.fromarray(noise)
-        ids = [*words[:8], 151652, IMAGE, 151653, *words[8:]]
+        ids = [*words[:8], *self._tokens, *words[8:]]
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": picture}}
 
     def seconds(self, requests: list[dict[str, Any]], max_tokens: int = 1) -> float:
         """That LLM.generate takes for all of them."""
-        params = SamplingParams(
+        began = time.perf_counter()
+        self.generate(requests, max_tokens)
+        return time.perf_counter() - began
+
+    def generate(self, requests: list[dict[str, Any]], max_tokens: int = 1) -> list[Any]:
+        """What the engine answers."""
+        params = self._params(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
         )
-        began = time.perf_counter()
-        self._llm.generate(requests, params, use_tqdm=False)
-        return time.perf_counter() - began
+        answers: list[Any] = self._llm.generate(requests, params, use_tqdm=False)
+        return answers
 
 
 def measure(asker: Asker, batches: list[int], output: int, rounds: int) -> dict[str, float]:
@@ -144,25 +229,40 @@ def measure(asker: Asker, batches: list[int], output: int, rounds: int) -> dict[
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("size", choices=TEXT)
+    parser.add_argument("size", choices=(*TEXT, "ernie-28b"))
     parser.add_argument("--side", type=int, default=1024, help="pixels")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--output", type=int, default=64, help="tokens")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--engine", choices=("fastdeploy", "vllm"), default="fastdeploy")
+    parser.add_argument("--memory", type=float, default=0.9, help="share of the device's memory")
+    parser.add_argument("--save", type=Path, help="a file for the numbers")
+    parser.add_argument("--beside", type=Path, help="such a file of another engine: print ratios")
+    parser.add_argument("--wait", action="store_true", help="for a line of standard input")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        llm = LLM(
-            write_folder(arguments.size, Path(folder)), load_format="dummy", dtype="bfloat16",
-            skip_tokenizer_init=True, max_model_len=8192, max_num_seqs=max(arguments.batch),
-        )  # fmt: skip
-        with llm:
-            asker = Asker(llm, arguments.side)
-            found = measure(asker, arguments.batch, arguments.output, arguments.rounds)
-            (output,) = llm.generate(asker.request(), SamplingParams(max_tokens=1), use_tqdm=False)
-    print(f"Qwen2.5-VL {arguments.size}, a picture of {arguments.side} pixels a side:", end=" ")
-    print(f"{len(output.prompt_token_ids)} tokens a prompt, medians of {arguments.rounds} rounds")
-    for name, value in found.items():
-        print(f"{name:>20} {value:10.2f}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tokens = write_folder(arguments.size, folder)
+        llm, params, engine = start(arguments, folder)
+        asker = Asker(llm, params, tokens, arguments.side)
+        if arguments.wait:
+            print("ready", flush=True)
+            sys.stdin.readline()
+        found = measure(asker, arguments.batch, arguments.output, arguments.rounds)
+        (answer,) = asker.generate([asker.request()])
+        num_tokens = len(answer.prompt_token_ids)
+        if isinstance(llm, LLM):
+            llm.close()
+    print(f"{engine}, {arguments.size}, a picture of {arguments.side} pixels a side:", end=" ")
+    print(f"{num_tokens} tokens a prompt, medians of {arguments.rounds} rounds")
+    beside = json.loads(arguments.beside.read_text()) if arguments.beside else {}
+    for what, value in found.items():
+        # Above 1: faster than the other engine.
+        other = beside.get(what, value)
+        ratio = value / other if "/s" in what else other / value
+        print(f"{what:>20} {value:10.2f}", f"{ratio:8.2f}x" if beside else "", flush=True)
+    if arguments.save:
+        arguments.save.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -272,7 +272,7 @@ class Ernie4_5_VLMoeForConditionalGeneration(VisionLM, Ernie4_5_MoeForCausalLM):
                 upright = self.weights.swap_linear or stored.shape[-1] == self._hidden
                 router = name.replace(".mlp.gate.weight_1", ".mlp.vision.gate.weight")
                 yield router, stored if upright else Swapped(stored)
-            elif name.endswith("moe_statics.e_score_correction_bias"):
+            elif name.endswith("moe_statics.e_score_correction_bias") and stored.shape[0] == 2:
                 own = self.weights.canonical(name)
                 yield own, Row(stored, 0)
                 yield own.replace(".mlp.", ".mlp.vision."), Row(stored, 1)

@@ -16,7 +16,7 @@ from fastdeploy_core.errors import InvalidRequest
 
 from .child import Answer, Job, read_frame, write_frame
 
-NUM_CHILDREN = 2
+MOST_CHILDREN = 8
 MEMORY_BYTES = 2**30  # that a picture or video may take
 # What Python needs to start; nothing here can hold a secret.
 _ENVIRONMENT = frozenset({"LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH"})
@@ -32,9 +32,12 @@ class _Place:
 class DecodingPool:
     """Runs jobs in child processes. Thread safe; a caller waits for a free process."""
 
-    def __init__(self, num_children: int = NUM_CHILDREN, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(self, num_children: int = 0, memory_bytes: int = MEMORY_BYTES) -> None:
+        """num_children: 0 for half of this machine's processors, 2 to 8."""
+        num_children = num_children or max(2, min(MOST_CHILDREN, (os.cpu_count() or 1) // 2))
         self._memory_bytes = memory_bytes
-        self._places: queue.SimpleQueue[_Place] = queue.SimpleQueue()
+        # The one that worked last works next, so that no more start than are needed.
+        self._places: queue.LifoQueue[_Place] = queue.LifoQueue()
         self._all = [_Place() for _ in range(num_children)]
         for place in self._all:
             self._places.put(place)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +35,7 @@ MAX_FPS = 60  # that a request may ask for
 MAX_PIXELS = 33_500_000  # of a picture as it comes
 MAX_FRAME_PIXELS = 8_300_000  # of a video's frame as it comes
 MAX_REQUEST_PIXELS = 64_000_000  # of all pictures of a prompt, and of all frames as they are shown
+KEPT_BYTES = 2**27  # of patches that were made and may be asked for again
 TIME_LIMIT_S = {"image": 10.0, "video": 30.0}  # to decode one
 
 
@@ -87,6 +90,32 @@ class Written:
         self.ids += ids
 
 
+class KeptAnswers:
+    """What was decoded last, by digest: a picture that comes again, as in the next turn of a
+    conversation, is not decoded again. Thread safe."""
+
+    def __init__(self, max_bytes: int = KEPT_BYTES) -> None:
+        self._max_bytes, self._num_bytes, self._lock = max_bytes, 0, threading.Lock()
+        self._answers: OrderedDict[bytes, Answer] = OrderedDict()  # least recently used first
+
+    def get(self, digest: bytes) -> Answer | None:
+        """None: it is not kept."""
+        with self._lock:
+            if digest in self._answers:
+                self._answers.move_to_end(digest)
+            return self._answers.get(digest)
+
+    def put(self, digest: bytes, answer: Answer) -> None:
+        """Keep it, and drop others for it."""
+        with self._lock:
+            if digest not in self._answers:
+                self._answers[digest] = answer
+                self._num_bytes += len(answer.patches)
+            while self._num_bytes > self._max_bytes:
+                _, dropped = self._answers.popitem(last=False)
+                self._num_bytes -= len(dropped.patches)
+
+
 class GridProcessor:
     """A contracts.model.MediaProcessor for families whose pictures become patches on a grid: each
     placeholder becomes as many as there are vectors. Families that write more override `places` and
@@ -105,7 +134,7 @@ class GridProcessor:
         if video is not None:
             self._prepared["video"] = video
         self.kinds: Sequence[str] = tuple(self._prepared)
-        self._pool = DecodingPool()
+        self._pool, self._kept = DecodingPool(), KeptAnswers()
 
     def prepare(
         self, token_ids: Sequence[int], parts: Sequence[MediaPart], salt: str
@@ -198,7 +227,16 @@ class GridProcessor:
 
     def _make(self, rule: PatchRule | VideoRule, source: Source, salt: str) -> tuple[Made, int]:
         kind = "image" if isinstance(rule, PatchRule) else "video"
-        answer = self._pool.run(
+        identity = msgspec.json.encode([VERSION, kind, msgspec.to_builtins(rule)]).decode()
+        whole = digest_of(source, identity, salt)
+        answer = self._kept.get(whole)
+        if answer is None:
+            answer = self._decode(kind, rule, source)
+            self._kept.put(whole, answer)
+        return self._items(answer, rule, whole), answer.num_pixels
+
+    def _decode(self, kind: str, rule: PatchRule | VideoRule, source: Source) -> Answer:
+        return self._pool.run(
             Job(
                 source=source.data,
                 rule=rule,
@@ -210,9 +248,6 @@ class GridProcessor:
                 fps=source.fps,
             )
         )
-        identity = msgspec.json.encode([VERSION, kind, msgspec.to_builtins(rule)]).decode()
-        whole = digest_of(source, identity, salt)
-        return self._items(answer, rule, whole), answer.num_pixels
 
     def _items(self, answer: Answer, prepared: PatchRule | VideoRule, digest: bytes) -> Made:
         """The picture, or the frame pairs of a video."""

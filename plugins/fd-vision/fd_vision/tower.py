@@ -2,9 +2,10 @@
 
 A family's tower says which norms, products and activations its blocks have, and what becomes of
 their hidden states. Every rank holds all of it. Patches attend to those of the same frame (in
-Qwen's models: of the same frame pair), in some layers to those of the same window. Attention is
-computed for all runs of one length together; lengths come from the grids, which the host knows, so
-nothing waits for the device.
+Qwen's models: of the same frame pair), in some layers to those of the same window. Patches of such
+a run lie side by side. Where the device has no attention over packed runs, it is computed for all
+runs of one length together. Lengths come from the grids, which the host knows, so nothing
+waits for the device.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastdeploy_core.contracts.device import AttendingDevice
 from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.layers import Placement
 from fastdeploy_core.models.reading import ConfigReader
@@ -220,6 +222,23 @@ class LearnedPositions:
         return total.to(self._table.dtype)
 
 
+class Runs:
+    """Patches that attend to each other, run after run. lengths: [runs] int64."""
+
+    def __init__(self, lengths: np.ndarray, to_device: Callable[[np.ndarray], Tensor]) -> None:
+        self._lengths, self._to_device, self._found = lengths, to_device, list[Any]()
+        self.longest = int(lengths.max())
+        self.starts = to_device(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
+
+    def by_length(self) -> list[Tensor]:
+        """For each length that occurs [runs, length] int64: which patches its runs have."""
+        starts = np.cumsum(self._lengths) - self._lengths
+        for length in () if self._found else np.unique(self._lengths):
+            own = starts[self._lengths == length][:, None] + np.arange(length)
+            self._found.append(self._to_device(own))
+        return self._found
+
+
 class Block:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
@@ -233,30 +252,34 @@ class Block:
         output: Rows,
         mlp: Rows,
     ) -> None:
-        self._xp, self._shape = build.xp, shape
+        self._xp, self._shape, self._device = build.xp, shape, build.device
+        self._rotate = build.kernels["rotary_embedding"]
         self._norms, self._qkv, self._output, self._mlp = norms, qkv, output, mlp
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, runs: list[Tensor]) -> Tensor:
-        """x: [patches, hidden]; cos, sin: [patches, 1, head / 2] float32; runs: see _runs."""
-        x = x + self._output(self._attend(self._qkv(self._norms[0](x)), cos, sin, runs))
+    def __call__(self, x: Tensor, turns: tuple[Tensor, Tensor], runs: Runs) -> Tensor:
+        """x: [patches, hidden]; turns: the row of each patch in a rotary table, and the table."""
+        x = x + self._output(self._attend(self._qkv(self._norms[0](x)), turns, runs))
         return x + self._mlp(self._norms[1](x))
 
-    def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, runs: list[Tensor]) -> Tensor:
+    def _attend(self, qkv: Tensor, turns: tuple[Tensor, Tensor], runs: Runs) -> Tensor:
         xp, heads, dim = self._xp, self._shape.heads, self._shape.head
         total = int(qkv.shape[0])
         parts = qkv.reshape([total, 3 * heads, dim])
-        turned = xp.rotate(parts[:, : 2 * heads], cos, sin, False)
-        q, k, v = turned[:, :heads], turned[:, heads:], parts[:, 2 * heads :]
+        q, k, v = (parts[:, n * heads : (n + 1) * heads] for n in range(3))
+        q, k = self._rotate(q, k, *turns, False)
+        if isinstance(self._device, AttendingDevice):
+            packed = self._device.attend_packed(q, k, v, runs.starts, runs.longest)
+            if packed is not None:
+                return packed.reshape([total, heads * dim])
         result = xp.empty([total, heads * dim], dtype=qkv.dtype, device=qkv.device)
-        for index in runs:
+        for index in runs.by_length():
             sizes = int(index.shape[0]), int(index.shape[1])
             flat = index.reshape([-1])
 
             def pick(x: Tensor, flat: Tensor = flat, sizes: tuple[int, int] = sizes) -> Tensor:
                 return xp.index_select(x, 0, flat).reshape([*sizes, heads, dim]).transpose(1, 2)
 
-            own = pick(q).float(), pick(k).float(), pick(v).float()
-            attended = _attention(xp, own, dim**-0.5).to(qkv.dtype)
+            attended = _attention(xp, (pick(q), pick(k), pick(v)), dim**-0.5)
             xp.index_copy_(result, 0, flat, attended.transpose(1, 2).reshape([-1, heads * dim]))
         return result
 
@@ -282,17 +305,16 @@ def layer_norm_block(
 
 
 def _attention(xp: Any, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> Tensor:
-    """q, k, v: [runs, heads, length, dim] float32; every query sees its whole run. Queries come in
-    parts, so that the logits of a large picture need not be held at once."""
-    q, k, v = qkv
-    runs, heads, length, _ = (int(n) for n in q.shape)
+    """q, k, v: [runs, heads, length, dim]; every query sees its whole run. Queries come in parts:
+    the logits of a large picture need not be held at once."""
+    runs, heads, length, dim = shape = [int(n) for n in qkv[0].shape]
     step = max(1, MAX_SCORES // (runs * heads * length))
-    keys = k.transpose(2, 3).contiguous()
+    q, k, v = (x.reshape([runs * heads, length, dim]) for x in qkv)
     parts = [
-        xp.matmul(xp.softmax(xp.matmul(q[:, :, at : at + step] * scale, keys), -1), v)
+        xp.attend(q[:, at : at + step].unsqueeze(1), k, v, None, scale)
         for at in range(0, length, step)
     ]
-    return parts[0] if len(parts) == 1 else xp.cat(parts, 2)
+    return xp.cat(parts, 2).reshape(shape)
 
 
 class VisionTower(ABC):
@@ -351,17 +373,16 @@ class Trunk:
         x = xp.index_select(x, 0, order[0]) if shape.window else x
         if self._positions is not None:
             x = x + self._positions(layout)
-        angles = (layout.places[:, :, None] * self._frequencies).reshape(len(layout.places), 1, -1)
-        cos, sin = (
-            self._to_device(function(angles.astype(np.float32))) for function in (np.cos, np.sin)
-        )
+        count = len(layout.places)
+        angles = (layout.places[:, :, None] * self._frequencies).reshape(count, -1)
+        table = [function(angles.astype(np.float32)) for function in (np.cos, np.sin)]
+        turns = self._to_device(np.arange(count)), self._to_device(np.concatenate(table, 1))
         windows, whole = (
-            [self._to_device(index) for index in _runs(lengths)]
-            for lengths in (layout.windows, layout.whole)
+            Runs(lengths, self._to_device) for lengths in (layout.windows, layout.whole)
         )
         found = []
         for number, block in enumerate(self._blocks):
-            x = block(x, cos, sin, whole if number in shape.full else windows)
+            x = block(x, turns, whole if number in shape.full else windows)
             if number in after:
                 found.append(x)
         found.append(x)
@@ -400,9 +421,3 @@ def _place(
     region = tuple(slice(0, size) for size in stored)
     build.weights.add(Placement(name, stored, region, accept, is_linear=is_linear))
     return weight
-
-
-def _runs(lengths: np.ndarray) -> list[np.ndarray]:
-    """For each length that occurs [runs, length] int64: which patches its runs have."""
-    starts = np.cumsum(lengths) - lengths
-    return [starts[lengths == length][:, None] + np.arange(length) for length in np.unique(lengths)]

@@ -20,10 +20,10 @@ from typing import Any
 import fd_vision.sources as sources
 import numpy as np
 import pytest
-from fd_vision.child import Job, prepare
+from fd_vision.child import Answer, Job, prepare
 from fd_vision.patches import WHITE, PatchRule, as_rgb
 from fd_vision.pool import DecodingPool
-from fd_vision.processor import GridProcessor
+from fd_vision.processor import GridProcessor, KeptAnswers
 from fd_vision.sources import fetch, read_source
 from PIL import Image
 from tiny import picture
@@ -376,6 +376,36 @@ def test_a_process_that_dies_or_hangs_is_replaced() -> None:
         pool.close()
     with pytest.raises(InvalidRequest, match="shutting down"):
         pool.run(job())
+
+
+def test_a_picture_that_comes_again_is_not_decoded_again() -> None:
+    """Unless it, its preparation or its tenant is another one; what is kept has a limit."""
+    processor = GridProcessor(NOTHING, RULE, None, {"image": PLACE})
+    decode, seen = processor._decode, list[Any]()
+
+    def counted(*given: Any) -> Answer:
+        seen.append(given)
+        return decode(*given)
+
+    processor._decode = counted  # type: ignore[method-assign]
+
+    def items(salt: str = "", **options: int) -> Any:
+        part = MediaPart("image", url_of(encoded(image, "PNG")), "part", options)
+        return processor.prepare([PLACE], [part], salt)[1].media
+
+    try:
+        image = Image.new("RGB", (60, 60), (9, 8, 7))
+        first = items()
+        assert items() == first and len(seen) == 1
+        assert items("other")[0].digest != first[0].digest and len(seen) == 2
+        assert items(max_pixels=RULE.max_pixels - 1) and len(seen) == 3
+        processor._kept = KeptAnswers(2 * len(first[0].data))
+        for shade in (1, 2, 3, 1, 3):  # the first left when the third came
+            image = Image.new("RGB", (60, 60), (shade, 0, 0))
+            assert items()
+        assert len(seen) == 3 + 4 and processor._kept._num_bytes == 2 * len(first[0].data)
+    finally:
+        processor.close()
 
 
 def test_a_process_has_no_more_memory_than_it_may() -> None:

@@ -313,3 +313,13 @@ def test_sizes_follow_the_rule_at_its_edges(folder: Path) -> None:
         w, h = target_size(width, height, rule)
         assert w % 28 == h % 28 == 0
     assert Image.Resampling.BICUBIC == 3
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_random_weights_need_no_files(checkpoint: Callable[[str], Path], name: str) -> None:
+    """As benchmarks load models of released shapes."""
+    with LLM(checkpoint(name), load_format="dummy", **ROOM) as made:
+        given = {"prompt": prompt_of(1, place=FAMILIES[name].place)}
+        given["multi_modal_data"] = {"image": picture(90, 60, 1)}
+        (output,) = made.generate(given, SamplingParams(max_tokens=2, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 2

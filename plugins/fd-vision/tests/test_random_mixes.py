@@ -24,6 +24,9 @@ def settings_of(draw: random.Random) -> dict[str, Any]:
         "async_scheduling": draw.random() < 0.7,
         "captures": draw.random() < 0.5,
     }
+    if draw.random() < 0.3:
+        drafts = draw.randrange(1, 5)
+        found["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts}
     if draw.random() < 0.6:
         found |= SMALL
     if found["enable_prefix_caching"] and draw.random() < 0.5:

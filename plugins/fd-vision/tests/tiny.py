@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import av
 import numpy as np
 import torch
 import transformers as hf
@@ -239,6 +238,8 @@ def film(frames: int, width: int, height: int, seed: int) -> np.ndarray:
 
 def file_of(frames: np.ndarray, codec: str = "libx264", kind: str = "mp4", rate: int = 8) -> bytes:
     """A video file of these frames, `rate` a second."""
+    import av
+
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=kind) as container:
         stream = container.add_stream(codec, rate=rate)
@@ -286,7 +287,10 @@ class Oracle:
             made["pixel_values"], made["image_grid_thw"], return_dict=True
         )
         levels = getattr(output, "deepstack_features", None) or []
-        parts = [torch.cat(list(rows)) for rows in (output.pooler_output, *levels)]
+        parts = [
+            rows if isinstance(rows, torch.Tensor) else torch.cat(list(rows))
+            for rows in (output.pooler_output, *levels)
+        ]
         return torch.cat(parts, -1).numpy()
 
     @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_core.contracts.device import (
+    AttendingDevice,
     DeviceLimits,
     DeviceOptions,
     PackingDevice,
@@ -18,7 +20,7 @@ from fastdeploy_core.contracts.device import (
 from fastdeploy_core.errors import CapabilityError
 from fastdeploy_testing.rank import run_ranks
 
-from .base import OnDevice, assert_memory_returns, wait_until
+from .base import OnDevice, assert_memory_returns, values, wait_until
 
 
 class DeviceConformance(OnDevice):
@@ -200,6 +202,28 @@ class DeviceConformance(OnDevice):
             backend.replay_times(graphs, times)
             wanted = 2**times * 2 + 1  # x - 1 is doubled each time
             assert backend.to_host(x).tolist() == [wanted] * 8
+
+    @pytest.mark.parametrize("dim", [16, 80, 128])
+    def test_packed_runs_attend_within_themselves(self, device: Any, dim: int) -> None:
+        if not isinstance(device, AttendingDevice):
+            pytest.skip("the device leaves it to the towers")
+        backend: Any = device
+        lengths, heads = [1, 64, 7, 130], 2
+        starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
+        given = [values(seed, sum(lengths), heads, dim) for seed in range(3)]
+        for dtype in backend.limits.dtypes:
+            tensors = [self.to_device(backend, x, dtype) for x in given]
+            found = backend.attend_packed(*tensors, self.to_device(backend, starts), max(lengths))
+            if found is None:
+                continue
+            q, k, v = (self.to_host(backend, x).astype(np.float64) for x in tensors)
+            for first, end in itertools.pairwise(starts.tolist()):
+                scores = np.einsum("qhd,khd->hqk", q[first:end], k[first:end]) / dim**0.5
+                shares = np.exp(scores - scores.max(-1, keepdims=True))
+                shares /= shares.sum(-1, keepdims=True)
+                wanted = np.einsum("hqk,khd->qhd", shares, v[first:end])
+                got = self.to_host(backend, found)[first:end]
+                assert np.abs(got - wanted).max() < 0.02 * np.abs(wanted).max(), (dtype, first)
 
     @pytest.mark.capability("max_tensor_parallel_size")
     def test_collectives_between_two_processes(

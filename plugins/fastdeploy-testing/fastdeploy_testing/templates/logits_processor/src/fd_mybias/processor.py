@@ -1,4 +1,4 @@
-"""Says tokens once at most, on request: logits_processors_args={"mybias": [1, 2]}."""
+"""Says no token again that the prompt or the answer has, on request: logits_processors_args={"mybias": [1, 2]}."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class MyBiasProcessor:
 
     def __init__(self, context: ProcessorContext) -> None:
         self._context = context
-        self._tokens: dict[int, np.ndarray] = {}  # by sequence
+        # By sequence: the tokens, and which of them its prompt has.
+        self._tokens: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def validate(self, params: SamplingParams) -> None:
         """Raise InvalidRequest for arguments that cannot be used."""
@@ -32,7 +33,7 @@ class MyBiasProcessor:
         """A sequence arrives; whether this processor has anything to do with it."""
         tokens = self._read(params)
         if tokens.size:
-            self._tokens[seq_id] = tokens
+            self._tokens[seq_id] = tokens, np.intersect1d(tokens, prompt_token_ids)
         return bool(tokens.size)
 
     def remove(self, seq_id: int) -> None:
@@ -44,10 +45,11 @@ class MyBiasProcessor:
     ) -> Tensor:
         """logits: [rows, vocab_size] float32; a sequence has several rows where drafts are tried."""
         xp, size = self._context.xp, self._context.vocab_size
-        places = [
-            row * size + np.intersect1d(self._tokens[seq_id], output_token_ids[row])
-            for row, seq_id in enumerate(seq_ids)
-        ]
+        places = []
+        for row, seq_id in enumerate(seq_ids):
+            tokens, known = self._tokens[seq_id]
+            said = np.union1d(known, np.intersect1d(tokens, output_token_ids[row]))
+            places.append(row * size + said)
         where = xp.to_device(xp.from_numpy(np.concatenate(places)), self._context.device)
         never = xp.full([where.shape[0]], NEVER, dtype=xp.float32, device=self._context.device)
         xp.index_copy_(logits.view([-1]), 0, where, never)
