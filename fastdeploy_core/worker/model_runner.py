@@ -265,7 +265,7 @@ class ModelRunner:
             self._add(new)
         self.caches.move(step.copies)
         rows = slots.rows(step)
-        launched = Launched(step.step_id, rows, slots.owner[rows.slots], step.max_drafts)
+        launched = Launched(step.step_id, rows, slots.version, step.max_drafts)
         for row, seq_id in enumerate(slots.seq_ids[rows.slots].tolist()) if self._refused else ():
             if seq_id in self._refused:
                 launched.errors[row] = self._refused[seq_id]

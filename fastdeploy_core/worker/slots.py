@@ -89,15 +89,15 @@ class Slots:
         self._parts, self._is_read = tuple(parts), is_read
         max_blocks = -(-(self.max_model_len + self.max_drafts) // self.block_size) + 1
         # Host entries, one row per slot. Zeroed pages cost nothing until they are written.
-        longest = self.max_model_len + 2 + self.max_drafts
+        longest = self.max_model_len + 1 + max(1 + self.max_drafts, max_decodes)
         self.token_ids = np.zeros((size, longest), dtype=np.int32)
         self.block_tables = np.zeros((size, max_blocks), dtype=np.int32)
         # The same of each bounded group of layers, whose entries in front of what it needs may be
         # anybody's.
         self.more_tables: dict[Retention, np.ndarray] = {}
-        self.num_blocks, self.room, self.num_prompt, self.num_known, self.owner, self.num_drafts = (
-            np.zeros(size, dtype=np.int64) for _ in range(6)
-        )  # owner counts the slot's sequences; num_known: tokens that the host knows
+        self.num_blocks, self.room, self.num_prompt, self.num_known, self.num_drafts = (
+            np.zeros(size, dtype=np.int64) for _ in range(5)
+        )  # num_known: tokens that the host knows
         self.draft_ids = np.zeros((size, self.max_drafts), dtype=np.int64)  # after the known tokens
         self.seq_ids = np.full(size, -1, dtype=np.int64)
         self.slot_of: dict[int, int] = {}
@@ -125,7 +125,9 @@ class Slots:
         self._sent_limit = 0
         self._sent_rows = np.full(size, size, dtype=np.int64)
         self._even_offsets: dict[int, tuple[np.ndarray, Tensor]] = {}
-        self.version = 0  # another number whenever a sequence, its blocks or its place changed
+        # Counts up whenever a sequence, its blocks or its place changed; the sequence of a slot is
+        # the one that came after version `owner`.
+        self.version, self.owner = 0, np.zeros(size, dtype=np.int64)
 
     def _make_state(self, max_blocks: int, max_decodes: int, *, keeps_history: bool) -> None:
         xp, device, num_slots = self._xp, self._device, self.max_num_seqs + 1
@@ -212,8 +214,8 @@ class Slots:
         self.num_drafts[slot] = self._num_sent[slot] = self._drafts_are[slot] = 0
         self.is_held[slot] = self._has_history[slot] = False
         self.seq_ids[slot] = -1
-        self.owner[slot] += 1
         self.version += 1
+        self.owner[slot] = self.version
         for part in self._parts:
             part.reset(slot)
 
@@ -235,12 +237,20 @@ class Slots:
         """What the sequence generated, as far as the host knows; a view."""
         return self.token_ids[slot, self.num_prompt[slot] : self.num_known[slot]]
 
+    def stays(self, slots: np.ndarray, version: int) -> np.ndarray | None:
+        """[B] bool: whether each slot has the sequence that it had at that version; None: all."""
+        if version == self.version:
+            return None
+        stays: np.ndarray = self.owner[slots] <= version
+        return None if np.count_nonzero(stays) == slots.size else stays
+
     def learn(self, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """The host learns the next `counts` tokens of each slot; tokens: [sum of counts]."""
-        ends, known = np.add.accumulate(counts), self.num_known[slots]
-        where = np.arange(tokens.size) + np.repeat(known + counts - ends, counts)
-        most = self.token_ids.shape[1] - 1  # what has come to its end goes on until that is known
-        self.token_ids[np.repeat(slots, counts), np.minimum(where, most)] = tokens
+        """The host learns the next tokens of each slot. tokens: [B, n], of each row the first
+        `counts`. What stands after known tokens means nothing."""
+        known = self.num_known[slots]
+        where = known[:, None] + np.arange(tokens.shape[1])
+        self.token_ids[slots[:, None], where] = tokens
+        # What has come to its end goes on until that is known.
         self.num_known[slots] = np.minimum(known + counts, self.max_model_len + 1)
 
     def learn_one(self, slots: np.ndarray, tokens: np.ndarray) -> None:
@@ -336,13 +346,15 @@ class Slots:
     def _check(self, rows: StepRows) -> None:
         """A wrong message must not read or write another sequence's blocks. What is only the most
         that can be is held to the room on the device, and in `exact`."""
-        ends = rows.seq_lens
-        if self.max_drafts:
-            own = rows.counts - rows.num_drafts * rows.num_decodes
+        ends: np.ndarray | int = 1
+        if not self.max_drafts:
+            ends = rows.seq_lens
+        elif not rows.is_decode:
+            own = rows.counts - rows.num_drafts
             ends = np.where(rows.samples & (own == 1), 1, rows.starts + own)
         if np.count_nonzero(ends > self.room[rows.slots]):
             raise WorkerError(
-                f"a step is inconsistent: lengths {ends.tolist()}, "
+                f"a step is inconsistent: lengths {ends}, "
                 f"blocks {self.num_blocks[rows.slots].tolist()} of {self.block_size}, "
                 f"at most {self.max_model_len} tokens, "
                 f"sequences {self.seq_ids[rows.slots].tolist()}"

@@ -189,7 +189,7 @@ def settle(
         else:
             book.unread[seq_id] = token
     if reads:
-        batch.learn(slots, ids, np.ones_like(ids))
+        batch.learn(slots, ids[:, None], np.ones_like(ids))
 
 
 @pytest.mark.parametrize("seed", range(6))
