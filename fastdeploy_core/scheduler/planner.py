@@ -20,7 +20,7 @@ from .decode_count import DecodeCount
 from .draft_policy import DraftPolicy
 from .roster import Roster
 from .sequence import OTHER, Sequence
-from .settings import NO_LIMIT, SchedulerSettings
+from .settings import SchedulerSettings
 from .step import ScheduledStep, StepBuilder
 
 # Blocks that a sequence gets for later steps where many hold nothing.
@@ -204,15 +204,13 @@ class StepPlanner:
     def _num_decodes(self, drafts: np.ndarray | int, left: np.ndarray) -> int:
         """How many times all running sequences may decode in this step. left: tokens that may yet
         be computed of each."""
-        count, most = (
-            self._count,
-            self._device.max_drafted_decodes if self._num_drafts else NO_LIMIT,
-        )
+        count, num_drafts = self._count, self._num_drafts
         # Each decode is fed what the one before made.
-        is_even = not isinstance(drafts, np.ndarray) and drafts == self._num_drafts
+        is_even = not isinstance(drafts, np.ndarray) and drafts == num_drafts
         if count.most == 1 or not is_even or self._roster.kind == OTHER or self._has_prompts():
             return 1
-        return min(most, count.choose((min(left.tolist()) - 1) // (1 + self._num_drafts)))
+        number = count.choose((min(left.tolist()) - 1) // (1 + num_drafts))
+        return min(number, self._device.max_drafted_decodes) if num_drafts else number
 
     def _plan_prefills(self) -> None:
         for seq in self._roster.prefilling():

@@ -120,9 +120,9 @@ class Results:
         wait_for(arriving.event)
         if self._awaited is not None and not self._outdates(launched):
             self._take_awaited()
-        if not (self._drafting is not None and launched.concerns_drafters):
-            if self._take_single(launched):
-                return
+        concerns_drafters = self._drafting is not None and launched.concerns_drafters
+        if not concerns_drafters and self._take_single(launched):
+            return
         arrays = iter(() if arriving.download is None else arriving.download.arrays)
         pages: np.ndarray | None = None
         accepted: np.ndarray | None = None
