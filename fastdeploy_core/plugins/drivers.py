@@ -10,6 +10,7 @@ import importlib.metadata
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from fastdeploy_core import envs
@@ -37,7 +38,7 @@ from .known import providers
 from .preflight_child import describe
 
 if TYPE_CHECKING:
-    from .preflight import Outcome
+    from .preflight import Job, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,17 @@ def find(kind: str, name: str, inventory: Inventory | None = None) -> PluginEntr
     if registered is not None:
         return registered
     raise PluginNotFound(_not_found(kind, name, inventory))
+
+
+def find_soon(kind: str, name: str) -> PluginEntry:
+    """The same for what is loaded later: the next child process that imports plugins tries it."""
+    from . import preflight
+
+    entry = find(kind, name)
+    if not entry.is_core and entry.target not in _outcomes:
+        tell = partial(_outcomes.__setitem__, entry.target)
+        preflight.waiting.append((_job(entry), tell))
+    return entry
 
 
 def find_part(name: str, asked: str, inventory: Inventory | None = None) -> PluginEntry:
@@ -212,18 +224,23 @@ _outcomes: dict[str, Outcome] = {}  # by target: what became of importing it in 
 
 def _preflight(entries: Sequence[PluginEntry]) -> list[Outcome]:
     """What became of importing each; a target is imported once."""
-    from .preflight import Job, Outcome, run
+    from .preflight import Outcome, run
 
     if not envs.read("FD_PLUGIN_PREFLIGHT"):
         return [Outcome("", 0.0)] * len(entries)
 
-    new = {e.target: e.distribution for e in entries if e.target not in _outcomes}
+    new = {e.target: e for e in entries if e.target not in _outcomes}
     if new:
         logger.debug("importing %s in a child process first", ", ".join(new))
-        limit_s = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S")
-        jobs = [Job(target, limit_s, group=owner) for target, owner in new.items()]
-        _outcomes.update(zip(new, run(jobs), strict=True))
+        _outcomes.update(zip(new, run([_job(entry) for entry in new.values()]), strict=True))
     return [_outcomes[entry.target] for entry in entries]
+
+
+def _job(entry: PluginEntry) -> Job:
+    from .preflight import Job
+
+    limit_s = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S")
+    return Job(entry.target, limit_s, group=entry.distribution)
 
 
 def _import_with_stevedore(entry: PluginEntry) -> Any:
