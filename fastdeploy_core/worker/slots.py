@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 Update: TypeAlias = "tuple[Tensor, np.ndarray | None, np.ndarray]"
 # What the device's drafts of a slot are: for the next step, or those of an earlier one.
 NONE, NEW, OLD = 0, 1, 2
+MOST_LATER = 8  # updates that are held back until a step reads them
 NO_SLOTS = np.zeros(0, dtype=np.int64)
 
 
@@ -123,6 +124,7 @@ class Slots:
         self._num_sent, self._drafts_are = (np.zeros(size, dtype=np.int64) for _ in range(2))
         self._sent: tuple[np.ndarray | None, int, int] = (None, 0, 0)
         self._sent_limit = 0
+        self._later: list[Update] = []  # for which the next step that reads them is early enough
         self._sent_rows = np.full(size, size, dtype=np.int64)
         self._even_offsets: dict[int, tuple[np.ndarray, Tensor]] = {}
         # Counts up whenever a sequence, its blocks or its place changed; the sequence of a slot is
@@ -265,7 +267,8 @@ class Slots:
         """Read one step's rows, and take over its new blocks."""
         message, last, num_decodes = step.rows, self._last, step.num_decodes
         if message is None:
-            can_go_on = last is not None and last.width == 1 and last.samples.all()
+            can_go_on = last is not None and last.width == 1
+            can_go_on = can_go_on and (last.is_decode or last.samples.all())
             if last is None or not can_go_on or self._is_missing(last):
                 raise WorkerError("a step is inconsistent: it goes on with rows that cannot")
             slots = last.slots
@@ -392,9 +395,11 @@ class Slots:
         if self.max_drafts:
             old = rows.slots[self._drafts_are[rows.slots] == OLD]
         is_same = rows.slots is sent[0] and size == sent[1] and self.version == sent[2]
-        if not (is_same and limit == self._sent_limit and drafts is None and not old.size):
+        is_same = is_same and limit == self._sent_limit and not self._later
+        if not (is_same and drafts is None and not old.size):
             self._send(
                 [
+                    *self._take_later(),
                     *self._row_updates(rows.slots, size),
                     *self._block_updates(rows.slots),
                     *self._limit_updates(limit),
@@ -424,6 +429,10 @@ class Slots:
             if target.ndim > 1:
                 values = values.view([-1, *target.shape[1:]])
             self._xp.index_copy_(target, 0, index, values)
+
+    def _take_later(self) -> list[Update]:
+        later, self._later = self._later, []
+        return later
 
     def _limit_updates(self, limit: int) -> list[Update]:
         if limit == self._sent_limit:
@@ -501,6 +510,7 @@ class Slots:
         if self.postbox is not None:
             self.postbox.forget()
         self._sent, self._sent_limit, self.version = (None, 0, 0), -1, self.version + 1
+        self._later = []
         self._sent_rows[:] = -1
         self.is_held[:] = self._has_history[:] = False
         self._num_sent[:] = 0
@@ -542,11 +552,11 @@ class Slots:
         slots, state = rows.slots[rows.samples], self.state
         self._xp.index_copy_(state.newest, 0, slots_dev, token_ids)
         if self._is_read:
-            # Drafts that are still there are old ones, or of a former sequence, which had other
-            # room.
-            none = [(state.num_drafts, slots, slots * 0)] if self.max_drafts else []
-            self._send([(state.num_computed, slots, rows.seq_lens[rows.samples]), *none])
-            self._drafts_are[slots] = NONE
+            self._later.append((state.num_computed, slots, rows.seq_lens[rows.samples]))
+            if len(self._later) > MOST_LATER:
+                self._send(self._take_later())
+            # Drafts that are still there may be of a former sequence, which had other room.
+            self._drafts_are[slots] = OLD
         self.is_held[slots] = True
         self.is_held[rows.slots[~rows.samples]] = False
 
@@ -566,6 +576,7 @@ class Slots:
         newest = (rows.seq_lens - rows.num_drafts - 1)[own]
         self._send(
             [
+                *self._take_later(),
                 *self._draft_updates(rows),
                 (self.state.num_computed, slots, newest),
             ]
@@ -596,7 +607,8 @@ class Slots:
     def prepare_drafts(self, rows: StepRows, limit: int) -> Tensor:
         """A step laid out on the host is to leave drafts in the slots: tell the device of room and
         limit. Returns the rows' slots on the device."""
-        self._send([*self._block_updates(rows.slots), *self._limit_updates(limit)])
+        limits = self._limit_updates(limit)
+        self._send([*self._take_later(), *self._block_updates(rows.slots), *limits])
         return self._device.to_device(rows.slots)
 
     # -- histories on the device ------------------------------------------------------------------
@@ -626,7 +638,9 @@ class Slots:
 
     def lacks_history(self, rows: StepRows) -> bool:
         """Whether histories of these rows have to be sent, for which the host must know them."""
-        return self.state.history is not None and not self._has_history[rows.slots].all()
+        if self.state.history is None:
+            return False
+        return np.count_nonzero(self._has_history[rows.slots]) < rows.slots.size
 
     def catch_up(self, rows: StepRows) -> None:
         """Send the histories that the device does not have. It goes on with them itself; the newest
@@ -635,9 +649,9 @@ class Slots:
         and the output nothing."""
         history = self.state.history
         assert history is not None
-        is_new = ~self._has_history[rows.slots]
-        if not is_new.any():
+        if not self.lacks_history(rows):
             return
+        is_new = ~self._has_history[rows.slots]
         slots = rows.slots[is_new]
         self._has_history[slots] = True
         counts = self.num_known[slots]
