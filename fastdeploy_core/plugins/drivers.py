@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from fastdeploy_core import envs
 from fastdeploy_core.contracts.base import CONTRACT, KINDS, OLDEST_MAJOR
@@ -23,6 +22,7 @@ from fastdeploy_core.errors import (
     PluginNotFound,
 )
 
+from . import preflight
 from .discovery import (
     BROKEN,
     CONTRACT_GROUP,
@@ -35,10 +35,9 @@ from .discovery import (
     discover,
 )
 from .known import providers
+from .preflight import Job, Outcome
+from .preflight import outcomes_of as _outcomes
 from .preflight_child import describe
-
-if TYPE_CHECKING:
-    from .preflight import Job, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -81,12 +80,9 @@ def find(kind: str, name: str, inventory: Inventory | None = None) -> PluginEntr
 
 def find_soon(kind: str, name: str) -> PluginEntry:
     """The same for what is loaded later: the next child process that imports plugins tries it."""
-    from . import preflight
-
     entry = find(kind, name)
-    if not entry.is_core and entry.target not in _outcomes:
-        tell = partial(_outcomes.__setitem__, entry.target)
-        preflight.waiting.append((_job(entry), tell))
+    if not entry.is_core:
+        _wait([entry])
     return entry
 
 
@@ -219,28 +215,24 @@ def check_contract(entry: PluginEntry, contract: object) -> None:
         logger.warning("%s, which may lack what it uses: upgrade fastdeploy-core", written)
 
 
-_outcomes: dict[str, Outcome] = {}  # by target: what became of importing it in this process's child
-
-
 def _preflight(entries: Sequence[PluginEntry]) -> list[Outcome]:
     """What became of importing each; a target is imported once."""
-    from .preflight import Outcome, run
-
     if not envs.read("FD_PLUGIN_PREFLIGHT"):
         return [Outcome("", 0.0)] * len(entries)
-
-    new = {e.target: e for e in entries if e.target not in _outcomes}
-    if new:
-        logger.debug("importing %s in a child process first", ", ".join(new))
-        _outcomes.update(zip(new, run([_job(entry) for entry in new.values()]), strict=True))
+    _wait(entries)
+    if preflight.waiting:
+        names = ", ".join(job.target for job in preflight.waiting)
+        logger.debug("importing %s in a child process first", names)
+        preflight.run([])
     return [_outcomes[entry.target] for entry in entries]
 
 
-def _job(entry: PluginEntry) -> Job:
-    from .preflight import Job
-
-    limit_s = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S")
-    return Job(entry.target, limit_s, group=entry.distribution)
+def _wait(entries: Iterable[PluginEntry]) -> None:
+    """The next child process imports those of these that none has imported yet."""
+    limit_s, known = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S"), {*_outcomes}
+    known.update(job.target for job in preflight.waiting)
+    new = {entry.target: entry.distribution for entry in entries if entry.target not in known}
+    preflight.waiting += [Job(target, limit_s, group=owner) for target, owner in new.items()]
 
 
 def _import_with_stevedore(entry: PluginEntry) -> Any:

@@ -152,7 +152,7 @@ class HookManager:
         asked = {"tensor_library": question.tensor_library}
         longest, stall_s = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S"), self._limit_s
         jobs = [preflight.Job(e.target, longest, (_PROBE,), asked, stall_s) for e in entries]
-        return preflight.run(jobs, at_once=len(jobs) + len(preflight.waiting))
+        return preflight.run(jobs, at_once=len(jobs))
 
     def _probe(self, entry: PluginEntry, question: DeviceQuestion) -> Candidate | None:
         """A third party's answer to a device question, from a child process."""

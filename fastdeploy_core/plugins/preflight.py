@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
@@ -59,8 +59,8 @@ class Outcome:
     facts: dict[str, Any] = field(default_factory=dict)  # what Job.report returned
 
 
-# Further jobs for the next child, and who wants to know their outcomes: a child costs 0.1 s.
-waiting: list[tuple[Job, Callable[[Outcome], None]]] = []
+waiting: list[Job] = []  # for the next child, because each one costs 0.1 s
+outcomes_of: dict[str, Outcome] = {}  # by target: the newest
 
 
 def run(jobs: Sequence[Job], *, at_once: int = 0) -> list[Outcome]:
@@ -69,23 +69,16 @@ def run(jobs: Sequence[Job], *, at_once: int = 0) -> list[Outcome]:
     Args:
         at_once: how many groups are imported side by side; 0: as many as there are processors.
     """
-    asked = {job.target for job in jobs}
-    more = [(job, tell) for job, tell in waiting if job.target not in asked]
+    num_asked, jobs = len(jobs), [*jobs, *waiting]
     waiting.clear()
-    all_jobs = [*jobs, *(job for job, _ in more)]
-    outcomes = _run_all(all_jobs, at_once or max(2, os.cpu_count() or 1))
-    for (_, tell), outcome in zip(more, outcomes[len(jobs) :], strict=True):
-        tell(outcome)
-    return outcomes[: len(jobs)]
-
-
-def _run_all(jobs: Sequence[Job], at_once: int) -> list[Outcome]:
+    at_once = at_once or max(2, os.cpu_count() or 1)
     outcomes = _run_child(jobs, range(len(jobs)), at_once)
     for index in range(len(jobs)):
         if index not in outcomes:  # a plugin ended the child itself: each of them alone tells which
             alone = _run_child(jobs, [index], 1)
             outcomes[index] = alone.get(index) or Outcome("ended the process that loads plugins", 0)
-    return [outcomes[i] for i in range(len(jobs))]
+    outcomes_of.update((job.target, outcomes[i]) for i, job in enumerate(jobs))
+    return [outcomes[i] for i in range(num_asked)]
 
 
 def decode_candidate(value: Any) -> Candidate | None:

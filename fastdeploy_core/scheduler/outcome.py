@@ -65,8 +65,7 @@ class Outcome:
         if output.step_id != step.output.step_id or not results.is_of(step.num_rows):
             raise WorkerError(
                 f"step {step.output.step_id} with {step.num_rows} rows was answered with step "
-                f"{output.step_id}, {output.token_ids.size} tokens in rows of "
-                f"{'one' if output.counts is None else output.counts.tolist()}"
+                f"{output.step_id}, rows of {output.counts} tokens, {output.token_ids.size} in all"
             )
         self._given += self._deltas.values()
         self._deltas.clear()

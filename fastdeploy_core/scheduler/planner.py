@@ -147,9 +147,7 @@ class StepPlanner:
         is_every = num_due == places.size
         if not is_every:
             places, left, seqs = places[is_due], left[is_due], list(compress(seqs, is_due))
-        drafts: np.ndarray | int = 0
-        if self._policy is not None:
-            drafts = self._drafts_to_feed(places, left)
+        drafts: np.ndarray | int = 0 if self._policy is None else self._drafts_to_feed(places, left)
         computed, limit = columns.computed[places], columns.limit[places]
         number = self._num_decodes(drafts, limit - computed) if is_every else 1
         if number > 1:

@@ -164,11 +164,10 @@ class StepBuilder:
             if not np.array_equal(seq_ids, self._cohort.seq_ids):
                 self._cohort = Cohort(seqs.copy(), places, seq_ids)
         self._has_cohort, self._num_decodes = True, num_decodes
+        self.has_drafts = not isinstance(drafts, int) or drafts > 0
         if isinstance(drafts, int):
-            self.has_drafts = drafts > 0
             self._decodes = self._cohort.decodes(drafts, num_decodes)
         else:
-            self.has_drafts = True
             self._decodes = Decodes.of(drafts)
         # In short, since it is done in every step: `x[places] += 1` takes numpy twice as long.
         self._starts = starts = columns.computed[places]

@@ -148,8 +148,7 @@ class Results:
         if pages is not None:
             counts = self._take_tokens(launched, found, pages, accepted)
             self._name_logprobs(launched, found, logprobs)
-        if self._drafting is not None:
-            self._num_left[rows.slots] = 0
+        self._num_left[rows.slots] = 0
         if self._drafting is not None and launched.concerns_drafters:
             if pages is not None and rows.width > 1:
                 found.num_drafts, found.num_accepted = fed, np.maximum(counts.T - 1, 0)
@@ -185,13 +184,8 @@ class Results:
             return False
         if np.count_nonzero(tokens < 0):
             return False
-        slots, stays = rows.slots, self._slots.stays(rows.slots, launched.version)
-        if stays is None:
-            self._slots.learn_one(slots, tokens)
-        else:  # a slot has changed hands since the launch
-            self._slots.learn_one(slots[stays], tokens[stays])
-        if self._drafting is not None:
-            self._num_left[slots] = 0
+        self._slots.learn_one(rows.slots, launched.version, tokens)
+        self._num_left[rows.slots] = 0
         if arriving.download is not None:
             arriving.download.release()
         launched.results = ModelRunnerOutput(step_id=launched.step_id, token_ids=tokens)
@@ -242,7 +236,6 @@ class Results:
         own = None if rows.is_decode or rows.samples.all() else np.flatnonzero(rows.samples)
         if own is not None:
             slots = slots[own]
-        stays = self._slots.stays(slots, launched.version)
         sampling, state = launched.sampling, self._state
         assert sampling is not None
         has_grammars = state is not None and bool(sampling.plan.flags & bits.GRAMMAR)
@@ -251,37 +244,20 @@ class Results:
             if found.errors or np.count_nonzero(page[:, 0] < 0):
                 self._cut_broken(launched, found, page, own)
             if has_grammars:
-                self._advance_grammars(found, page, slots, own, stays)
+                self._advance_grammars(launched, found, page, own)
         is_kept = pages >= 0
         by_decode: np.ndarray = (
             np.add.reduce(is_kept, 2) if is_odd or accepted is None else accepted + 1
         )
         counts = by_decode[:, 0] if rows.num_decodes == 1 else np.add.reduce(by_decode, 1)
         found.token_ids = pages[is_kept]
-        self._learn(slots, stays, pages, by_decode, counts)
+        self._slots.learn(slots, launched.version, pages, by_decode)
         if own is not None:
             given, by_decode = by_decode, np.zeros((rows.slots.size, 1), dtype=np.int64)
             by_decode[own] = given
             counts = by_decode[:, 0]
         found.counts = counts
         return by_decode
-
-    def _learn(
-        self,
-        slots: np.ndarray,
-        stays: np.ndarray | None,
-        pages: np.ndarray,
-        by_decode: np.ndarray,
-        counts: np.ndarray,
-    ) -> None:
-        """The host learns what rows gave whose slots have not changed hands."""
-        if stays is not None:
-            slots, pages, by_decode, counts = (x[stays] for x in (slots, pages, by_decode, counts))
-        if pages.shape[2] == 1:
-            self._slots.learn(slots, pages[:, :, 0], counts)
-            return
-        for nth in range(pages.shape[1]):
-            self._slots.learn(slots, pages[:, nth], by_decode[:, nth])
 
     @staticmethod
     def _cut_broken(
@@ -305,13 +281,14 @@ class Results:
 
     def _advance_grammars(
         self,
+        launched: Launched,
         found: ModelRunnerOutput,
         page: np.ndarray,
-        slots: np.ndarray,
         own: np.ndarray | None,
-        stays: np.ndarray | None,
     ) -> None:
         assert self._state is not None
+        slots = launched.rows.slots if own is None else launched.rows.slots[own]
+        stays = self._slots.stays(slots, launched.version)
         for number in range(slots.size) if stays is None else np.flatnonzero(stays).tolist():
             for nth, token in enumerate(page[number].tolist()):
                 if token >= 0 and not self._state.advance(int(slots[number]), token):

@@ -246,17 +246,28 @@ class Slots:
         stays: np.ndarray = self.owner[slots] <= version
         return None if np.count_nonzero(stays) == slots.size else stays
 
-    def learn(self, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """The host learns the next tokens of each slot. tokens: [B, n], of each row the first
-        `counts`. What stands after known tokens means nothing."""
-        known = self.num_known[slots]
-        where = known[:, None] + np.arange(tokens.shape[1])
-        self.token_ids[slots[:, None], where] = tokens
-        # What has come to its end goes on until that is known.
-        self.num_known[slots] = np.minimum(known + counts, self.max_model_len + 1)
+    def learn(self, slots: np.ndarray, version: int, pages: np.ndarray, counts: np.ndarray) -> None:
+        """The host learns the next tokens of each slot that has the sequence of that version, out
+        of [B, decodes, n], of which the first `counts`, [B, decodes], count. What stands after
+        known tokens means nothing."""
+        stays = self.stays(slots, version)
+        if stays is not None:
+            slots, pages, counts = slots[stays], pages[stays], counts[stays]
+        if pages.shape[2] == 1:  # of such rows the tokens of all decodes follow each other
+            pages, counts = pages.transpose(0, 2, 1), np.add.reduce(counts, 1)[:, None]
+        for nth in range(pages.shape[1]):
+            known = self.num_known[slots]
+            where = known[:, None] + np.arange(pages.shape[2])
+            self.token_ids[slots[:, None], where] = pages[:, nth]
+            # What has come to its end goes on until that is known.
+            ends = np.minimum(known + counts[:, nth], self.max_model_len + 1)
+            self.num_known[slots] = ends
 
-    def learn_one(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """The same of the next token of each slot, [slots]."""
+    def learn_one(self, slots: np.ndarray, version: int, tokens: np.ndarray) -> None:
+        """The same of the next token of each slot, [B]."""
+        stays = self.stays(slots, version)
+        if stays is not None:
+            slots, tokens = slots[stays], tokens[stays]
         known = self.num_known[slots]
         self.token_ids[slots, known] = tokens
         self.num_known[slots] = known + 1
@@ -399,7 +410,6 @@ class Slots:
         if not (is_same and drafts is None and not old.size):
             self._send(
                 [
-                    *self._take_later(),
                     *self._row_updates(rows.slots, size),
                     *self._block_updates(rows.slots),
                     *self._limit_updates(limit),
@@ -417,6 +427,7 @@ class Slots:
 
     def _send(self, updates: list[Update]) -> None:
         """Each: (where to, at which entries or None: at its beginning, what)."""
+        updates, self._later = [*self._later, *updates], []
         arrays: list[np.ndarray] = []
         for _, where, what in updates:
             arrays += [what] if where is None else [where, what]
@@ -429,10 +440,6 @@ class Slots:
             if target.ndim > 1:
                 values = values.view([-1, *target.shape[1:]])
             self._xp.index_copy_(target, 0, index, values)
-
-    def _take_later(self) -> list[Update]:
-        later, self._later = self._later, []
-        return later
 
     def _limit_updates(self, limit: int) -> list[Update]:
         if limit == self._sent_limit:
@@ -554,7 +561,7 @@ class Slots:
         if self._is_read:
             self._later.append((state.num_computed, slots, rows.seq_lens[rows.samples]))
             if len(self._later) > MOST_LATER:
-                self._send(self._take_later())
+                self._send([])
             # Drafts that are still there may be of a former sequence, which had other room.
             self._drafts_are[slots] = OLD
         self.is_held[slots] = True
@@ -576,7 +583,6 @@ class Slots:
         newest = (rows.seq_lens - rows.num_drafts - 1)[own]
         self._send(
             [
-                *self._take_later(),
                 *self._draft_updates(rows),
                 (self.state.num_computed, slots, newest),
             ]
@@ -607,8 +613,7 @@ class Slots:
     def prepare_drafts(self, rows: StepRows, limit: int) -> Tensor:
         """A step laid out on the host is to leave drafts in the slots: tell the device of room and
         limit. Returns the rows' slots on the device."""
-        limits = self._limit_updates(limit)
-        self._send([*self._take_later(), *self._block_updates(rows.slots), *limits])
+        self._send([*self._block_updates(rows.slots), *self._limit_updates(limit)])
         return self._device.to_device(rows.slots)
 
     # -- histories on the device ------------------------------------------------------------------
