@@ -221,18 +221,16 @@ def _preflight(entries: Sequence[PluginEntry]) -> list[Outcome]:
         return [Outcome("", 0.0)] * len(entries)
     _wait(entries)
     if preflight.waiting:
-        names = ", ".join(job.target for job in preflight.waiting)
-        logger.debug("importing %s in a child process first", names)
+        logger.debug("importing %s in a child process first", ", ".join(preflight.waiting))
         preflight.run([])
     return [_outcomes[entry.target] for entry in entries]
 
 
 def _wait(entries: Iterable[PluginEntry]) -> None:
     """The next child process imports those of these that none has imported yet."""
-    limit_s, known = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S"), {*_outcomes}
-    known.update(job.target for job in preflight.waiting)
-    new = {entry.target: entry.distribution for entry in entries if entry.target not in known}
-    preflight.waiting += [Job(target, limit_s, group=owner) for target, owner in new.items()]
+    limit_s = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S")
+    new = {e.target: e.distribution for e in entries if e.target not in _outcomes}
+    preflight.waiting.update((t, Job(t, limit_s, group=owner)) for t, owner in new.items())
 
 
 def _import_with_stevedore(entry: PluginEntry) -> Any:

@@ -59,7 +59,7 @@ class Outcome:
     facts: dict[str, Any] = field(default_factory=dict)  # what Job.report returned
 
 
-waiting: list[Job] = []  # for the next child, because each one costs 0.1 s
+waiting: dict[str, Job] = {}  # by target: for the next child, because each one costs 0.1 s
 outcomes_of: dict[str, Outcome] = {}  # by target: the newest
 
 
@@ -69,7 +69,7 @@ def run(jobs: Sequence[Job], *, at_once: int = 0) -> list[Outcome]:
     Args:
         at_once: how many groups are imported side by side; 0: as many as there are processors.
     """
-    num_asked, jobs = len(jobs), [*jobs, *waiting]
+    num_asked, jobs = len(jobs), [*jobs, *waiting.values()]
     waiting.clear()
     at_once = at_once or max(2, os.cpu_count() or 1)
     outcomes = _run_child(jobs, range(len(jobs)), at_once)

@@ -251,23 +251,18 @@ class StepPlanner:
 
     def _grow(self, seq: Sequence, num_tokens: int, *, may_yield: bool = False) -> bool:
         """Blocks so that num_tokens fit, preempting juniors; False if the sequence has to wait."""
-        while (blocks := self._kv.grow(seq.table, num_tokens)) is None:
+        while not self._try_grow(seq, num_tokens):
             if not self._make_room(seq, may_yield):
                 return False
-        self._note_blocks(seq, blocks)
         return True
 
     def _try_grow(self, seq: Sequence, num_tokens: int) -> bool:
         """The same if some are free; nobody is preempted for it."""
         blocks = self._kv.grow(seq.table, num_tokens)
-        if blocks is not None:
-            self._note_blocks(seq, blocks)
-        return blocks is not None
-
-    def _note_blocks(self, seq: Sequence, blocks: list[int]) -> None:
         if blocks:
             seq.room = len(seq.table.blocks) * self._kv.block_size
             self._step.add_blocks(seq, blocks)
+        return blocks is not None
 
     def _make_room(self, seq: Sequence, may_yield: bool) -> bool:
         """Free some blocks; False if none come free before the next step."""

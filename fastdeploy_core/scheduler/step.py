@@ -8,13 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fastdeploy_core.types import (
-    BatchRows,
-    BlockCopies,
-    EmbeddedSpan,
-    NewSequence,
-    SchedulerOutput,
-)
+from fastdeploy_core.types import BatchRows, BlockCopies, EmbeddedSpan, NewSequence, SchedulerOutput
 
 from .columns import Columns
 from .sequence import Sequence
@@ -230,12 +224,7 @@ class StepBuilder:
         self._new_blocks.setdefault(seq.seq_id, []).extend(blocks)
 
     def finish(
-        self,
-        forgotten: list[int],
-        copies: BlockCopies,
-        max_drafts: int = 0,
-        *,
-        fills: bool = False,
+        self, forgotten: list[int], copies: BlockCopies, max_drafts: int = 0, *, fills: bool = False
     ) -> ScheduledStep:
         """The step. max_drafts: wanted after it. fills: drafters keep what the step computes for
         drafts that later steps want; otherwise, where it wants none itself, they miss it. That

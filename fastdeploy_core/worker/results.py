@@ -125,8 +125,7 @@ class Results:
             return
         arrays = iter(() if arriving.download is None else arriving.download.arrays)
         pages: np.ndarray | None = None
-        accepted: np.ndarray | None = None
-        fed = NO_TOKENS
+        fed = accepted = NO_TOKENS
         drafts: Arrival | np.ndarray | None = None
         if arriving.posted:
             pages, fed, accepted = self._posted(arriving)
@@ -157,10 +156,9 @@ class Results:
                 self._awaited = (launched, found, drafts)
             else:
                 self._take_drafts(launched, found, drafts)
+            found.draft_failures = self._drafting.guard.num_failures
         if arriving.download is not None:
             arriving.download.release()
-        if self._drafting is not None:
-            found.draft_failures = self._drafting.guard.num_failures
         for row in found.errors:
             found.prompt_logprobs.pop(row, None)
         if rows.is_decode and rows.width == rows.num_decodes == 1 and not found.errors:
@@ -226,12 +224,11 @@ class Results:
         launched: Launched,
         found: ModelRunnerOutput,
         pages: np.ndarray,
-        accepted: np.ndarray | None,
+        accepted: np.ndarray,
     ) -> np.ndarray:
         """Write tokens into the history of sequences that are still here, and advance grammars. A
         row is cut before what means nothing, and fails if nothing of it is left. accepted: drafts
-        of each decode, where the device has counted them. Returns how many tokens each decode gave,
-        [B, num_decodes]."""
+        of each decode, or empty. Returns how many tokens each decode gave, [B, num_decodes]."""
         rows, slots = launched.rows, launched.rows.slots
         own = None if rows.is_decode or rows.samples.all() else np.flatnonzero(rows.samples)
         if own is not None:
@@ -246,9 +243,8 @@ class Results:
             if has_grammars:
                 self._advance_grammars(launched, found, page, own)
         is_kept = pages >= 0
-        by_decode: np.ndarray = (
-            np.add.reduce(is_kept, 2) if is_odd or accepted is None else accepted + 1
-        )
+        is_counted = accepted.size and not is_odd
+        by_decode: np.ndarray = accepted + 1 if is_counted else np.add.reduce(is_kept, 2)
         counts = by_decode[:, 0] if rows.num_decodes == 1 else np.add.reduce(by_decode, 1)
         found.token_ids = pages[is_kept]
         self._slots.learn(slots, launched.version, pages, by_decode)
@@ -280,11 +276,7 @@ class Results:
         page[numbers] = NOT_KEPT
 
     def _advance_grammars(
-        self,
-        launched: Launched,
-        found: ModelRunnerOutput,
-        page: np.ndarray,
-        own: np.ndarray | None,
+        self, launched: Launched, found: ModelRunnerOutput, page: np.ndarray, own: np.ndarray | None
     ) -> None:
         assert self._state is not None
         slots = launched.rows.slots if own is None else launched.rows.slots[own]

@@ -37,7 +37,6 @@ Update: TypeAlias = "tuple[Tensor, np.ndarray | None, np.ndarray]"
 # What the device's drafts of a slot are: for the next step, or those of an earlier one.
 NONE, NEW, OLD = 0, 1, 2
 MOST_LATER = 8  # updates that are held back until a step reads them
-NO_SLOTS = np.zeros(0, dtype=np.int64)
 
 
 class SlotState(Protocol):
@@ -96,9 +95,9 @@ class Slots:
         # The same of each bounded group of layers, whose entries in front of what it needs may be
         # anybody's.
         self.more_tables: dict[Retention, np.ndarray] = {}
-        self.num_blocks, self.room, self.num_prompt, self.num_known, self.num_drafts = (
-            np.zeros(size, dtype=np.int64) for _ in range(5)
-        )  # num_known: tokens that the host knows
+        self.num_blocks, self.room, self.num_prompt, self.num_known, self.owner, self.num_drafts = (
+            np.zeros(size, dtype=np.int64) for _ in range(6)
+        )  # owner: the version at which its sequence could come; num_known: tokens the host knows
         self.draft_ids = np.zeros((size, self.max_drafts), dtype=np.int64)  # after the known tokens
         self.seq_ids = np.full(size, -1, dtype=np.int64)
         self.slot_of: dict[int, int] = {}
@@ -127,9 +126,7 @@ class Slots:
         self._later: list[Update] = []  # for which the next step that reads them is early enough
         self._sent_rows = np.full(size, size, dtype=np.int64)
         self._even_offsets: dict[int, tuple[np.ndarray, Tensor]] = {}
-        # Counts up whenever a sequence, its blocks or its place changed; the sequence of a slot is
-        # the one that came after version `owner`.
-        self.version, self.owner = 0, np.zeros(size, dtype=np.int64)
+        self.version = 0  # grows whenever a sequence, its blocks or its place changed
 
     def _make_state(self, max_blocks: int, max_decodes: int, *, keeps_history: bool) -> None:
         xp, device, num_slots = self._xp, self._device, self.max_num_seqs + 1
@@ -260,8 +257,7 @@ class Slots:
             where = known[:, None] + np.arange(pages.shape[2])
             self.token_ids[slots[:, None], where] = pages[:, nth]
             # What has come to its end goes on until that is known.
-            ends = np.minimum(known + counts[:, nth], self.max_model_len + 1)
-            self.num_known[slots] = ends
+            self.num_known[slots] = np.minimum(known + counts[:, nth], self.max_model_len + 1)
 
     def learn_one(self, slots: np.ndarray, version: int, tokens: np.ndarray) -> None:
         """The same of the next token of each slot, [B]."""
@@ -278,9 +274,8 @@ class Slots:
         """Read one step's rows, and take over its new blocks."""
         message, last, num_decodes = step.rows, self._last, step.num_decodes
         if message is None:
-            can_go_on = last is not None and last.width == 1
-            can_go_on = can_go_on and (last.is_decode or last.samples.all())
-            if last is None or not can_go_on or self._is_missing(last):
+            is_sampled = last is not None and (last.is_decode or last.samples.all())
+            if last is None or last.width > 1 or not is_sampled or self._is_missing(last):
                 raise WorkerError("a step is inconsistent: it goes on with rows that cannot")
             slots = last.slots
             rows = self._decodes(slots, last.seq_lens, 0, num_decodes)
@@ -402,19 +397,22 @@ class Slots:
     ) -> None:
         """Tell the device what it does not know of the rows, which are padded to `size`.
         max_drafts: see SchedulerOutput. drafts: these rows are fed the host's drafts."""
-        limit, sent, old = max(0, max_drafts), self._sent, NO_SLOTS
+        limit, sent = max(0, max_drafts), self._sent
         if self.max_drafts:
+            # What no step came to feed in time are drafts no more: for them there may be no room.
             old = rows.slots[self._drafts_are[rows.slots] == OLD]
+            if old.size:
+                self._later.append((self.state.num_drafts, old, old * 0))
+                self._drafts_are[old] = NONE
         is_same = rows.slots is sent[0] and size == sent[1] and self.version == sent[2]
-        is_same = is_same and limit == self._sent_limit and not self._later
-        if not (is_same and drafts is None and not old.size):
+        is_told = is_same and limit == self._sent_limit and drafts is None
+        if self._later or not is_told:
             self._send(
                 [
                     *self._row_updates(rows.slots, size),
                     *self._block_updates(rows.slots),
                     *self._limit_updates(limit),
                     *self._newest_updates(rows),
-                    *self._old_updates(old),
                     *(self._draft_updates(drafts) if drafts is not None else ()),
                 ]
             )
@@ -495,14 +493,6 @@ class Slots:
             (self.state.num_drafts, slots, rows.num_drafts),
         ]
 
-    def _old_updates(self, slots: np.ndarray) -> list[Update]:
-        """Drafts that no step came to feed in time are drafts no more: for them there may be no
-        room."""
-        if not slots.size:
-            return []
-        self._drafts_are[slots] = NONE
-        return [(self.state.num_drafts, slots, slots * 0)]
-
     def note_drafts(self, rows: StepRows, max_drafts: int) -> None:
         """A step was queued that makes so many drafts, after which those before are old."""
         if self.max_drafts:
@@ -581,12 +571,7 @@ class Slots:
         table = first[:, None] + np.minimum(np.arange(width), num_drafts[:, None])
         place = np.repeat(np.arange(slots.size) * width, num_drafts + 1) + where.nth
         newest = (rows.seq_lens - rows.num_drafts - 1)[own]
-        self._send(
-            [
-                *self._draft_updates(rows),
-                (self.state.num_computed, slots, newest),
-            ]
-        )
+        self._send([*self._draft_updates(rows), (self.state.num_computed, slots, newest)])
         table_dev, place_dev, slots_dev = self._uploads.send(table, place, slots)
         results = xp.zeros((slots.size, width), dtype=xp.int64, device=self._device.device)
         drawn, marked = (xp.index_select(x, 0, table_dev) for x in (drawn, marked))
@@ -643,9 +628,7 @@ class Slots:
 
     def lacks_history(self, rows: StepRows) -> bool:
         """Whether histories of these rows have to be sent, for which the host must know them."""
-        if self.state.history is None:
-            return False
-        return np.count_nonzero(self._has_history[rows.slots]) < rows.slots.size
+        return self.state.history is not None and not all(self._has_history[rows.slots].tolist())
 
     def catch_up(self, rows: StepRows) -> None:
         """Send the histories that the device does not have. It goes on with them itself; the newest
