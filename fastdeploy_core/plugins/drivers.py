@@ -78,9 +78,9 @@ def find(kind: str, name: str, inventory: Inventory | None = None) -> PluginEntr
     raise PluginNotFound(_not_found(kind, name, inventory))
 
 
-def find_soon(kind: str, name: str) -> PluginEntry:
+def find_soon(kind: str, name: str, inventory: Inventory | None = None) -> PluginEntry:
     """The same for what is loaded later: the next child process that imports plugins tries it."""
-    entry = find(kind, name)
+    entry = find(kind, name, inventory)
     if not entry.is_core:
         _wait([entry])
     return entry
