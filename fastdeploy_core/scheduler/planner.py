@@ -174,7 +174,8 @@ class StepPlanner:
             if seq.status is RequestStatus.RUNNING and not self._try_grow(seq, int(wanted[row])):
                 has_room[row] = self._grow(seq, int(least[row]), may_yield=True)
         # Juniors may have been preempted for seniors.
-        return has_room & np.array([seq.status is RequestStatus.RUNNING for seq in seqs])
+        has_room &= np.array([seq.status is RequestStatus.RUNNING for seq in seqs])
+        return has_room
 
     def _drafts_to_feed(self, places: np.ndarray, left: np.ndarray) -> np.ndarray | int:
         """The most drafts that each of these rows is fed, one number if it is the same for all.
