@@ -85,11 +85,11 @@ class Roster:
     def num_free_blocks(self) -> int:
         """Blocks that a new request could get: those of the pool that nobody references, less what
         running prompts and waiting sequences need without the prefix cache's help."""
-        waiting = sum(
-            self.kv.num_blocks_for(len(seq.token_ids) + 1)
-            for seq in (*self.returning, *self.arrived)
-        )
-        return max(0, self.kv.pool.num_available - self.num_promised_blocks - waiting)
+        needed = self.num_promised_blocks if self._begun else 0
+        if self.num_waiting:  # asked in every step, in most of which nobody waits
+            waiting = (*self.returning, *self.arrived)
+            needed += sum(self.kv.num_blocks_for(len(seq.token_ids) + 1) for seq in waiting)
+        return max(0, self.kv.pool.num_available - needed)
 
     def add(self, request: RequestState) -> None:
         """Queue a request's first sequence; the others follow with `release_followers`."""
