@@ -34,6 +34,7 @@ from fastdeploy_core.types import (
     SchedulerOutput,
     TokenLogprobs,
 )
+from fastdeploy_core.worker.slots import NEW
 from fastdeploy_core.worker.worker import Worker
 
 
@@ -89,6 +90,7 @@ def plant_drafts(worker: Worker, rows: Sequence[Row]) -> None:
         if slot is None or not slots.max_drafts:
             continue
         slots.num_drafts[slot] = len(row.drafts)
+        slots._drafts_are[slot] = NEW
         slots.draft_ids[slot, : len(row.drafts)] = row.drafts
         where = device.to_device(np.array([slot]))
         xp.index_copy_(slots.state.drafts, 0, where, device.to_device(slots.draft_ids[[slot]]))

@@ -15,13 +15,7 @@ import msgspec
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.engine.processes import wire
 from fastdeploy_core.engine.processes.supervisor import NOT_READY, Listener, Supervisor
-from fastdeploy_core.errors import (
-    ConfigError,
-    FastDeployError,
-    QueueFull,
-    Unavailable,
-    WorkerError,
-)
+from fastdeploy_core.errors import ConfigError, FastDeployError, QueueFull, Unavailable, WorkerError
 from fastdeploy_core.plugins.drivers import part
 from fastdeploy_core.types import InstanceRole, Request, RequestOutputDelta, TokenDeltas
 from fastdeploy_core.types.engine import EngineHealth, EngineInfo, EngineStats
@@ -74,10 +68,7 @@ class AsyncEngine:
     info: EngineInfo
 
     def __init__(
-        self,
-        config: EngineConfig,
-        connect: Callable[[Listener], EngineLink],
-        front_end: int = 0,
+        self, config: EngineConfig, connect: Callable[[Listener], EngineLink], front_end: int = 0
     ) -> None:
         """Use `start`, or `when_ready` with a link of one's own. front_end: the number of this one
         among several that share the engine."""

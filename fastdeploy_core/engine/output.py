@@ -376,10 +376,7 @@ class OutputProcessor:
                 state.prompt_logprobs.append(None if entry is None else reader.read(entry))
 
     def _select(
-        self,
-        state: RequestState,
-        changes: list[tuple[_Sequence, int, str]],
-        prompt_logprobs: bool,
+        self, state: RequestState, changes: list[tuple[_Sequence, int, str]], prompt_logprobs: bool
     ) -> RequestOutput | None:
         if state.kind is OutputKind.DELTA:
             if not changes and not prompt_logprobs:

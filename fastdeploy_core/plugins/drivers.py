@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from fastdeploy_core import envs
 from fastdeploy_core.contracts.base import CONTRACT, KINDS, OLDEST_MAJOR
@@ -22,6 +22,7 @@ from fastdeploy_core.errors import (
     PluginNotFound,
 )
 
+from . import preflight
 from .discovery import (
     BROKEN,
     CONTRACT_GROUP,
@@ -34,10 +35,9 @@ from .discovery import (
     discover,
 )
 from .known import providers
+from .preflight import Job, Outcome
+from .preflight import outcomes_of as _outcomes
 from .preflight_child import describe
-
-if TYPE_CHECKING:
-    from .preflight import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,14 @@ def find(kind: str, name: str, inventory: Inventory | None = None) -> PluginEntr
     if registered is not None:
         return registered
     raise PluginNotFound(_not_found(kind, name, inventory))
+
+
+def find_soon(kind: str, name: str, inventory: Inventory | None = None) -> PluginEntry:
+    """The same for what is loaded later: the next child process that imports plugins tries it."""
+    entry = find(kind, name, inventory)
+    if not entry.is_core:
+        _wait([entry])
+    return entry
 
 
 def find_part(name: str, asked: str, inventory: Inventory | None = None) -> PluginEntry:
@@ -209,23 +217,22 @@ def check_contract(entry: PluginEntry, contract: object) -> None:
         logger.warning("%s, which may lack what it uses: upgrade fastdeploy-core", written)
 
 
-_outcomes: dict[str, Outcome] = {}  # by target: what became of importing it in this process's child
-
-
 def _preflight(entries: Sequence[PluginEntry]) -> list[Outcome]:
     """What became of importing each; a target is imported once."""
-    from .preflight import Job, Outcome, run
-
     if not envs.read("FD_PLUGIN_PREFLIGHT"):
         return [Outcome("", 0.0)] * len(entries)
-
-    new = {e.target: e.distribution for e in entries if e.target not in _outcomes}
-    if new:
-        logger.debug("importing %s in a child process first", ", ".join(new))
-        limit_s = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S")
-        jobs = [Job(target, limit_s, group=owner) for target, owner in new.items()]
-        _outcomes.update(zip(new, run(jobs), strict=True))
+    _wait(entries)
+    if preflight.waiting:
+        logger.debug("importing %s in a child process first", ", ".join(preflight.waiting))
+        preflight.run([])
     return [_outcomes[entry.target] for entry in entries]
+
+
+def _wait(entries: Iterable[PluginEntry]) -> None:
+    """The next child process imports those of these that none has imported yet."""
+    limit_s = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S")
+    new = {e.target: e.distribution for e in entries if e.target not in _outcomes}
+    preflight.waiting.update((t, Job(t, limit_s, group=owner)) for t, owner in new.items())
 
 
 def _import_with_stevedore(entry: PluginEntry) -> Any:

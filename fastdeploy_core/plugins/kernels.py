@@ -100,11 +100,7 @@ class ChosenKernels:
     """
 
     def __init__(
-        self,
-        device: str,
-        chosen: _Chosen,
-        late: Iterable[str] = (),
-        allow_fallback: bool = True,
+        self, device: str, chosen: _Chosen, late: Iterable[str] = (), allow_fallback: bool = True
     ) -> None:
         self.device = device
         self.functions, self._origins = chosen.functions, chosen.origins

@@ -59,19 +59,26 @@ class Outcome:
     facts: dict[str, Any] = field(default_factory=dict)  # what Job.report returned
 
 
+waiting: dict[str, Job] = {}  # by target: for the next child, because each one costs 0.1 s
+outcomes_of: dict[str, Outcome] = {}  # by target: the newest
+
+
 def run(jobs: Sequence[Job], *, at_once: int = 0) -> list[Outcome]:
     """Outcomes in the order of `jobs`; a plugin's errors never raise here.
 
     Args:
         at_once: how many groups are imported side by side; 0: as many as there are processors.
     """
+    num_asked, jobs = len(jobs), [*jobs, *waiting.values()]
+    waiting.clear()
     at_once = at_once or max(2, os.cpu_count() or 1)
     outcomes = _run_child(jobs, range(len(jobs)), at_once)
     for index in range(len(jobs)):
         if index not in outcomes:  # a plugin ended the child itself: each of them alone tells which
             alone = _run_child(jobs, [index], 1)
             outcomes[index] = alone.get(index) or Outcome("ended the process that loads plugins", 0)
-    return [outcomes[i] for i in range(len(jobs))]
+    outcomes_of.update((job.target, outcomes[i]) for i, job in enumerate(jobs))
+    return [outcomes[i] for i in range(num_asked)]
 
 
 def decode_candidate(value: Any) -> Candidate | None:

@@ -25,8 +25,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def inventory_table(entries: Sequence[PluginEntry]) -> str:
     """`plugins list` as text."""
     return table(
-        INVENTORY_COLUMNS,
-        [(e.name, e.kind, e.distribution, e.version, e.status) for e in entries],
+        INVENTORY_COLUMNS, [(e.name, e.kind, e.distribution, e.version, e.status) for e in entries]
     )
 
 

@@ -47,13 +47,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionQuestion
     from fastdeploy_core.contracts.moe import MoESpec
 
-__all__ = [
-    "CandidateRow",
-    "Decision",
-    "ResolvedEntry",
-    "ResolvedPlugins",
-    "resolve",
-]
+__all__ = ["CandidateRow", "Decision", "ResolvedEntry", "ResolvedPlugins", "resolve"]
 
 logger = logging.getLogger(__name__)
 

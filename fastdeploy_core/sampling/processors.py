@@ -69,11 +69,7 @@ class ProcessorSet:
                     logger.exception("logits processor %s failed in remove()", member.name)
 
     def apply(
-        self,
-        logits: Tensor,
-        plan: SamplingPlan,
-        histories: Histories,
-        errors: dict[int, str],
+        self, logits: Tensor, plan: SamplingPlan, histories: Histories, errors: dict[int, str]
     ) -> Tensor:
         """Run every processor on its rows; failures are written into `errors` by row."""
         xp, slots = self._device.xp, plan.slots.tolist()

@@ -86,8 +86,8 @@ class DraftTally:
         self.accepted_at = np.zeros(most, dtype=np.int64)  # by place: rows right up to there
 
     def note(self, places: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """Of these sequences so many drafts were fed in a step, the first `accepted` of which were
-        right. The arrays are kept."""
+        """Of these sequences so many drafts were fed in each decode of a step, the first `accepted`
+        of which were right: [num_decodes, places]. The arrays are kept."""
         self._noted.append((places, drafted, accepted))
         if len(self._noted) >= MOST_NOTED:
             self.fold()
@@ -113,7 +113,7 @@ class DraftTally:
         noted, self._noted = self._noted, []
         for _, steps in groupby(noted, lambda step: id(step[0])):
             same, drafts, rights = zip(*steps, strict=True)
-            places, drafted, accepted = same[0], np.array(drafts), np.array(rights)
+            places, drafted, accepted = same[0], np.concatenate(drafts), np.concatenate(rights)
             had = drafted > 0
             is_right = had[:, :, None] & (counted < accepted[:, :, None])
             num_steps, num_drafted, num_right = had.sum(0), drafted.sum(0), is_right.sum(0)

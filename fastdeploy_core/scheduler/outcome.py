@@ -61,18 +61,14 @@ class Outcome:
 
     def apply(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
         """Take in a step's results."""
-        counts = output.counts
-        num_rows, num_tokens = step.num_rows, output.token_ids.size
-        if counts is not None:
-            num_rows, num_tokens = counts.size, num_tokens - int(counts.sum()) + counts.size
-        if output.step_id != step.output.step_id or not num_rows == num_tokens == step.num_rows:
+        results = StepResults(output)
+        if output.step_id != step.output.step_id or not results.is_of(step.num_rows):
             raise WorkerError(
                 f"step {step.output.step_id} with {step.num_rows} rows was answered with step "
-                f"{output.step_id}, {num_rows} rows and {output.token_ids.size} tokens"
+                f"{output.step_id}, rows of {output.counts} tokens, {output.token_ids.size} in all"
             )
         self._given += self._deltas.values()
         self._deltas.clear()
-        results = StepResults(output)
         if step.cohort.seqs:
             self._apply_cohort(step, results)
         for number, row in enumerate(step.rows, len(step.cohort.seqs)):
@@ -111,9 +107,9 @@ class Outcome:
         if results.has_counts and (step.num_decodes > 1 or np.count_nonzero(step.drafts)):
             most = step.drafts + step.num_decodes  # it was planned with the most that could come
             columns.computed[places] = columns.computed[places] - (most - counts)
-        for fed, accepted in results.drafts(num_rows):
-            tally = fed if chosen is None else fed * chosen
-            columns.tally.note(places, tally, accepted)
+        if (drafts := results.drafts(num_rows)) is not None:
+            fed, accepted = drafts
+            columns.tally.note(places, fed if chosen is None else fed * chosen, accepted)
         self._grow(cohort, tokens, counts if results.has_counts else None, grown, chosen)
         if chosen is not None:
             others = np.flatnonzero(~chosen).tolist()
@@ -124,14 +120,14 @@ class Outcome:
     ) -> None:
         """Rows of the cohort with more to them. starts: where what they were fed began."""
         drafts = results.drafts(len(cohort.seqs))
+        fared = None if drafts is None else np.stack(drafts, 2)  # [decodes, rows, fed and accepted]
         # Before any of them is taken: one that fails takes the others of its request along.
         was_running = [cohort.seqs[number].status is RequestStatus.RUNNING for number in numbers]
         for number, ran in zip(numbers, was_running, strict=True):
             seq = cohort.seqs[number]
             if seq.status is not RequestStatus.FINISHED:
                 row = Row(seq, starts[number], len(results.tokens_of(number)), True)
-                fared = [(int(fed[number]), int(accepted[number])) for fed, accepted in drafts]
-                self._take(row, results, number, fared)
+                self._take(row, results, number, () if fared is None else fared[:, number].tolist())
             # One that ran until this very step has left already if it ended with it.
             if not ran and not seq.num_in_flight:
                 self._roster.settle(seq)

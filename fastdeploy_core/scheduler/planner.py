@@ -53,7 +53,7 @@ class StepPlanner:
         self._num_drafts = self._lookahead = 0  # to be made after the step, and tokens beside them
         # Running places and number of waiting sequences, and what drafts are chosen by for these.
         self._chosen_for: tuple[np.ndarray | None, int] = (None, 0)
-        self._num_rows = self._kind = 0
+        self._num_rows = 0
         self._most_steps: Mapping[int, int] = {}
         self._prefills_first = True
         self._keeps_back = False  # prompts have let drafts go first
@@ -105,8 +105,7 @@ class StepPlanner:
         if places is not self._chosen_for[0] or num_waiting != self._chosen_for[1]:
             self._chosen_for = (places, num_waiting)
             self._num_rows = max(1, min(self._batch.max_num_seqs, places.size + num_waiting))
-            self._kind = int(roster.columns.kind[places].max(initial=0))
-        number = policy.choose(self._num_rows, self._kind)
+        number = policy.choose(self._num_rows, roster.kind)
         if self._device.captures_drafting:  # all that is made is fed, or nothing of it
             number = min(number, self._batch.max_num_batched_tokens // self._num_rows - 1)
         return max(0, number)
@@ -118,16 +117,15 @@ class StepPlanner:
         return bool(roster.num_waiting and has_place) or bool(roster.prefilling())
 
     def _grow_all(self, seqs: list[Sequence], places: np.ndarray, wanted: np.ndarray) -> bool:
-        """Blocks for so many tokens of each sequence, 0: it gets none; none at all if there are too
-        few for all. Telling the device of a block takes the host longer than a step: where many
-        hold nothing, not even a cached prefix, all sequences get some for later steps, too."""
+        """Blocks for so many tokens of each sequence; none at all if there are too few for all.
+        Telling the device of a block takes the host longer than a step: where many hold nothing,
+        not even a cached prefix, all sequences get some for later steps, too."""
         kv, columns = self._kv, self._roster.columns
         room = columns.room[places]
         if not np.count_nonzero(wanted > room):
             return True
         num_free, num_empty = kv.num_available, kv.num_empty
         later = np.minimum(wanted + BLOCKS_AHEAD * kv.block_size, columns.limit[places])
-        later[wanted == 0] = 0  # not in this step
         for ends, most in ((np.maximum(wanted, later), num_empty // 2), (wanted, num_free)):
             short = np.flatnonzero(ends > room).tolist()
             grown = [(seqs[row], int(ends[row])) for row in short]
@@ -137,83 +135,82 @@ class StepPlanner:
 
     def _plan_decodes(self) -> None:
         columns, places = self._roster.columns, self._roster.running_places()
-        if not places.size:
-            return
         seqs = self._roster.running.copy()
-        computed, limit = columns.computed[places], columns.limit[places]
         # Each step on its way gives a row one token at least; what has come to its limit with these
         # has nothing left to be fed.
-        least = columns.known[places] + columns.pending[places]
-        is_due = (computed >= columns.at_start[places]) & (least < limit)
+        left = columns.limit[places] - (columns.known[places] + columns.pending[places])
+        is_due = (columns.computed[places] >= columns.at_start[places]) & (left > 0)
         if most := self._most_steps:  # those of a row that may be on their way, here 0 or 1
             is_due &= [s.num_in_flight < most.get(s.seq_id, NO_LIMIT) for s in seqs]
-        drafts, ends = None, computed + 1
-        if self._policy is not None:  # else every count is exact
-            drafts = self._drafts_to_feed(places, is_due, limit - least)
-            more = self._lookahead if drafts is None else self._lookahead + drafts
-            ends = np.minimum(ends + more, limit)
-        wanted = np.where(is_due, ends, 0)
-        if not self._grow_all(seqs, places, wanted):
-            ends = np.minimum(computed + 1, limit)  # for what a row is fed at least
-            for row in np.flatnonzero(wanted > columns.room[places]).tolist():
-                seq = seqs[row]
-                if seq.status is RequestStatus.RUNNING and self._try_grow(seq, int(wanted[row])):
-                    continue
-                is_due[row] = seq.status is RequestStatus.RUNNING and self._grow(
-                    seq, int(ends[row]), may_yield=True
-                )
-            # Juniors may have been preempted for seniors.
-            is_due &= np.array([seq.status is RequestStatus.RUNNING for seq in seqs])
         num_due = np.count_nonzero(is_due)
-        num_decodes = 1
-        if num_due == places.size:
-            num_decodes = self._plan_several(seqs, places, drafts)
-        elif num_due:
-            places, seqs = places[is_due], list(compress(seqs, is_due))
-            drafts = None if drafts is None else drafts[is_due]
-        if num_due:
-            self._step.put_decodes(seqs, places, drafts, num_decodes)
+        if not num_due:
+            return
+        is_every = num_due == places.size
+        if not is_every:
+            places, left, seqs = places[is_due], left[is_due], list(compress(seqs, is_due))
+        drafts: np.ndarray | int = 0 if self._policy is None else self._drafts_to_feed(places, left)
+        computed, limit = columns.computed[places], columns.limit[places]
+        number = self._num_decodes(drafts, limit - computed) if is_every else 1
+        if number > 1:
+            ends = computed + (number * (1 + self._num_drafts) + self._lookahead)
+            if self._grow_all(seqs, places, np.minimum(ends, limit)):
+                self._step.put_decodes(seqs, places, drafts, number)
+                return
+        ends = np.minimum(computed + (1 + self._lookahead + drafts), limit)
+        if not self._grow_all(seqs, places, ends):
+            has_room = self._grow_each(seqs, places, ends, np.minimum(computed + 1, limit))
+            places, seqs = places[has_room], list(compress(seqs, has_room))
+            drafts = drafts[has_room] if isinstance(drafts, np.ndarray) else drafts
+        if seqs:
+            self._step.put_decodes(seqs, places, drafts)
 
-    def _drafts_to_feed(
-        self, places: np.ndarray, is_due: np.ndarray, left: np.ndarray
-    ) -> np.ndarray | None:
-        """[places] the most drafts that each row is fed; None: none has any. Every due row keeps a
-        token of the budget; drafts get the rest. left: tokens up to a sequence's limit."""
+    def _grow_each(
+        self, seqs: list[Sequence], places: np.ndarray, wanted: np.ndarray, least: np.ndarray
+    ) -> np.ndarray:
+        """[seqs] bool: which of them run and have blocks for at least so many tokens, for which
+        juniors are preempted."""
+        has_room = np.ones(len(seqs), dtype=bool)
+        for row in np.flatnonzero(wanted > self._roster.columns.room[places]).tolist():
+            seq = seqs[row]
+            if seq.status is RequestStatus.RUNNING and not self._try_grow(seq, int(wanted[row])):
+                has_room[row] = self._grow(seq, int(least[row]), may_yield=True)
+        # Juniors may have been preempted for seniors.
+        has_room &= np.array([seq.status is RequestStatus.RUNNING for seq in seqs])
+        return has_room
+
+    def _drafts_to_feed(self, places: np.ndarray, left: np.ndarray) -> np.ndarray | int:
+        """The most drafts that each of these rows is fed, one number if it is the same for all.
+        Every row keeps a token of the budget; drafts get the rest. left: tokens up to a sequence's
+        limit."""
         device, step = self._device, self._step
-        drafts: np.ndarray = self._roster.columns.asked[places] * is_due
-        if not (has_drafts := bool(np.count_nonzero(drafts))):
+        drafts: np.ndarray = self._roster.columns.asked[places]
+        if not np.count_nonzero(drafts):
             self._keeps_back = False
-            return None
+            return 0
         # A step with prompts is a captured graph only without drafts: they take turns.
         if device.captures_drafts and self._has_prompts():
-            has_drafts = self._keeps_back = not self._keeps_back
-        budget = step.budget - int(np.count_nonzero(is_due))
-        if device.captures_drafting:  # a captured graph feeds all that the device holds, or none
-            has_drafts = has_drafts and int(np.add.reduce(drafts)) <= budget
-        elif has_drafts:
-            drafts = np.minimum(drafts, np.maximum(left - 1, 0))
+            self._keeps_back = not self._keeps_back
+            if not self._keeps_back:
+                return 0
+        budget = step.budget - places.size
+        if not device.captures_drafting:
+            drafts = np.minimum(drafts, left - 1)
             drafts = np.clip(budget - (np.cumsum(drafts) - drafts), 0, drafts)
-            has_drafts = bool(np.count_nonzero(drafts))
-        return drafts if has_drafts else None
+        elif sum(drafts.tolist()) > budget:  # a captured graph feeds all that the device holds
+            return 0
+        is_even = np.count_nonzero(drafts == drafts[0]) == drafts.size
+        return int(drafts[0]) if is_even else drafts
 
-    def _plan_several(
-        self, seqs: list[Sequence], places: np.ndarray, drafts: np.ndarray | None
-    ) -> int:
-        """How many times all running sequences decode in this step, with blocks for what that
-        makes."""
-        columns, count, width = self._roster.columns, self._count, 1 + self._num_drafts
-        if count.most == 1 or self._has_prompts() or OTHER in columns.kind[places]:
+    def _num_decodes(self, drafts: np.ndarray | int, left: np.ndarray) -> int:
+        """How many times all running sequences may decode in this step. left: tokens that may yet
+        be computed of each."""
+        count, num_drafts = self._count, self._num_drafts
+        # Each decode is fed what the one before made.
+        is_even = not isinstance(drafts, np.ndarray) and drafts == num_drafts
+        if count.most == 1 or not is_even or self._roster.kind == OTHER or self._has_prompts():
             return 1
-        if self._num_drafts:  # each decode is fed what the one before made
-            if drafts is None or np.count_nonzero(drafts != self._num_drafts):
-                return 1
-        elif drafts is not None:
-            return 1
-        computed, limit = columns.computed[places], columns.limit[places]
-        number = count.choose((int(np.minimum.reduce(limit - computed)) - 1) // width)
-        number = min(number, self._device.max_drafted_decodes) if self._num_drafts else number
-        ends = np.minimum(computed + (number * width + self._lookahead), limit)
-        return number if number > 1 and self._grow_all(seqs, places, ends) else 1
+        number = count.choose((min(left.tolist()) - 1) // (1 + num_drafts))
+        return min(number, self._device.max_drafted_decodes) if num_drafts else number
 
     def _plan_prefills(self) -> None:
         for seq in self._roster.prefilling():
@@ -256,23 +253,18 @@ class StepPlanner:
 
     def _grow(self, seq: Sequence, num_tokens: int, *, may_yield: bool = False) -> bool:
         """Blocks so that num_tokens fit, preempting juniors; False if the sequence has to wait."""
-        while (blocks := self._kv.grow(seq.table, num_tokens)) is None:
+        while not self._try_grow(seq, num_tokens):
             if not self._make_room(seq, may_yield):
                 return False
-        self._note_blocks(seq, blocks)
         return True
 
     def _try_grow(self, seq: Sequence, num_tokens: int) -> bool:
         """The same if some are free; nobody is preempted for it."""
         blocks = self._kv.grow(seq.table, num_tokens)
-        if blocks is not None:
-            self._note_blocks(seq, blocks)
-        return blocks is not None
-
-    def _note_blocks(self, seq: Sequence, blocks: list[int]) -> None:
         if blocks:
             seq.room = len(seq.table.blocks) * self._kv.block_size
             self._step.add_blocks(seq, blocks)
+        return blocks is not None
 
     def _make_room(self, seq: Sequence, may_yield: bool) -> bool:
         """Free some blocks; False if none come free before the next step."""

@@ -27,19 +27,24 @@ class StepResults:
         if output.counts is not None:
             self._ends = list(accumulate(output.counts.tolist()))
 
+    def is_of(self, num_rows: int) -> bool:
+        """Whether these are so many rows, and the tokens theirs."""
+        if self._ends is None:
+            return len(self._tokens) == num_rows
+        return len(self._ends) == num_rows and (self._ends or [0])[-1] == len(self._tokens)
+
     @property
     def has_counts(self) -> bool:
         """Whether rows may have another number of tokens than one."""
         return self.output.counts is not None
 
-    def drafts(self, num_rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each decode: [num_rows] drafts that the leading rows were fed, and how many of them
-        were accepted. Empty: no row could have any."""
+    def drafts(self, num_rows: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """[num_decodes, num_rows] drafts that the leading rows were fed in each decode, and how
+        many of them were accepted. None: no row could have any."""
         output = self.output
         if output.num_drafts is None or output.num_accepted is None:
-            return []
-        pairs = zip(output.num_drafts, output.num_accepted, strict=True)
-        return [(fed[:num_rows], accepted[:num_rows]) for fed, accepted in pairs]
+            return None
+        return output.num_drafts[:, :num_rows], output.num_accepted[:, :num_rows]
 
     def leading_counts(self, num_rows: int) -> np.ndarray:
         """How many tokens each of the leading rows has."""

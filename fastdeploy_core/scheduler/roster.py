@@ -18,7 +18,7 @@ from fastdeploy_core.types import RequestStatus
 
 from .columns import Columns
 from .fair_queue import FairQueue
-from .sequence import RequestState, Sequence
+from .sequence import GREEDY, RequestState, Sequence
 
 _seniority = attrgetter("rank")
 
@@ -51,6 +51,7 @@ class Roster:
         self.forgotten: list[int] = []
         self._begun: list[Sequence] = []  # those of them that were being fed when last looked at
         self._places: np.ndarray | None = None  # of the running sequences, while these stay
+        self.kind = GREEDY  # the greatest of their kinds; see running_places
 
     @property
     def num_waiting(self) -> int:
@@ -61,6 +62,7 @@ class Roster:
         """Places of the running sequences, senior first."""
         if self._places is None:
             self._places = np.array([seq.place for seq in self.running], dtype=np.int64)
+            self.kind = max(self.columns.kind[self._places].tolist(), default=GREEDY)
         return self._places
 
     def prefilling(self) -> list[Sequence]:
@@ -83,11 +85,11 @@ class Roster:
     def num_free_blocks(self) -> int:
         """Blocks that a new request could get: those of the pool that nobody references, less what
         running prompts and waiting sequences need without the prefix cache's help."""
-        waiting = sum(
-            self.kv.num_blocks_for(len(seq.token_ids) + 1)
-            for seq in (*self.returning, *self.arrived)
-        )
-        return max(0, self.kv.pool.num_available - self.num_promised_blocks - waiting)
+        needed = self.num_promised_blocks if self._begun else 0
+        if self.num_waiting:  # asked in every step, in most of which nobody waits
+            waiting = (*self.returning, *self.arrived)
+            needed += sum(self.kv.num_blocks_for(len(seq.token_ids) + 1) for seq in waiting)
+        return max(0, self.kv.pool.num_available - needed)
 
     def add(self, request: RequestState) -> None:
         """Queue a request's first sequence; the others follow with `release_followers`."""
@@ -215,9 +217,11 @@ class Roster:
 
     def set_suspect(self, seq: Sequence, is_suspect: bool) -> None:
         """Mark a sequence to be run alone, or clear it."""
-        self.num_suspects += is_suspect - seq.is_suspect
-        seq.is_suspect = is_suspect
-        seq.show_plain()
+        if is_suspect != seq.is_suspect:
+            self.num_suspects += is_suspect - seq.is_suspect
+            seq.is_suspect = is_suspect
+            seq.show_plain()
+            self._places = None
 
     def forked(self, request: RequestState) -> None:
         """A sequence has taken its share of the prompt, or needs it no more."""

@@ -8,13 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fastdeploy_core.types import (
-    BatchRows,
-    BlockCopies,
-    EmbeddedSpan,
-    NewSequence,
-    SchedulerOutput,
-)
+from fastdeploy_core.types import BatchRows, BlockCopies, EmbeddedSpan, NewSequence, SchedulerOutput
 
 from .columns import Columns
 from .sequence import Sequence
@@ -152,22 +146,21 @@ class StepBuilder:
         self,
         seqs: list[Sequence],
         places: np.ndarray,
-        drafts: np.ndarray | None = None,
+        drafts: np.ndarray | int = 0,
         num_decodes: int = 1,
     ) -> None:
         """Rows for sequences that decode, of their newest token and at most so many drafts each
-        time; once per step. They are its first rows. num_decodes: see SchedulerOutput; above 1
-        every row has as many drafts."""
+        time, one number if it is the same for all; once per step. They are its first rows.
+        num_decodes: see SchedulerOutput; above 1 every row has as many drafts."""
         columns = self._columns
         if places is not self._cohort.places:
             seq_ids = columns.seq_id[places]
             if not np.array_equal(seq_ids, self._cohort.seq_ids):
                 self._cohort = Cohort(seqs.copy(), places, seq_ids)
         self._has_cohort, self._num_decodes = True, num_decodes
-        self.has_drafts = drafts is not None
-        if drafts is None or not np.count_nonzero(drafts != drafts[0]):
-            number = 0 if drafts is None else int(drafts[0])
-            self._decodes = self._cohort.decodes(number, num_decodes)
+        self.has_drafts = not isinstance(drafts, int) or drafts > 0
+        if isinstance(drafts, int):
+            self._decodes = self._cohort.decodes(drafts, num_decodes)
         else:
             self._decodes = Decodes.of(drafts)
         # In short, since it is done in every step: `x[places] += 1` takes numpy twice as long.
@@ -231,12 +224,7 @@ class StepBuilder:
         self._new_blocks.setdefault(seq.seq_id, []).extend(blocks)
 
     def finish(
-        self,
-        forgotten: list[int],
-        copies: BlockCopies,
-        max_drafts: int = 0,
-        *,
-        fills: bool = False,
+        self, forgotten: list[int], copies: BlockCopies, max_drafts: int = 0, *, fills: bool = False
     ) -> ScheduledStep:
         """The step. max_drafts: wanted after it. fills: drafters keep what the step computes for
         drafts that later steps want; otherwise, where it wants none itself, they miss it. That

@@ -32,7 +32,7 @@ from fastdeploy_core.engine.client import AsyncEngine
 from fastdeploy_core.engine.media import media_processor
 from fastdeploy_core.parsers.answer import parser_for, parser_named
 from fastdeploy_core.plugins.checkpoints import find_model
-from fastdeploy_core.plugins.drivers import find, part
+from fastdeploy_core.plugins.drivers import find, find_soon, part
 from fastdeploy_core.serving.http import event_loop
 from fastdeploy_core.serving.http.listening import bind_socket, url_of
 
@@ -170,7 +170,7 @@ async def running_app(
     """An engine with an app around it; both end with the context."""
     started_at = time.monotonic()
     _log_model(engine_config)
-    _each_parser(server_config, find)  # PluginNotFound, before a model is loaded
+    _each_parser(server_config, find_soon)  # PluginNotFound, before a model is loaded
     plugins = Plugins(engine_config)
     starting = AsyncEngine.start(engine_config, plugins.resolved)
     async with app_around(starting, engine_config, server_config, plugins.resolved) as (
@@ -278,7 +278,6 @@ def _prepare_app(
     importlib.import_module(".app", __package__)
     importlib.import_module(".server", __package__)
     importlib.import_module("fastdeploy_core.grammar.compiler")
-    _each_parser(server_config, parser_named)  # so that the app finds them imported
     from fastdeploy_core.tokenizer import Tokenizer
 
     from .plugin_routes import plugin_routes
@@ -289,6 +288,7 @@ def _prepare_app(
         trust_special_tokens=model.trust_special_tokens,
     )
     media = media_processor(config, resolved.result())
+    _each_parser(server_config, parser_named)  # so that the app finds them imported
     return tokenizer, plugin_routes(resolved.result()), media
 
 

@@ -213,9 +213,10 @@ class Drafting:
         fed, accepted = found.num_drafts, found.num_accepted
         if drafter is None or self.on_device or fed is None or accepted is None:
             return
-        for row in np.flatnonzero(fed[0]).tolist():
+        stays = slots.stays(launched.rows.slots, launched.version)
+        for row in np.flatnonzero(fed[0] if stays is None else fed[0] * stays).tolist():
             slot = int(launched.rows.slots[row])
-            if slots.owner[slot] == launched.owners[row] and row not in found.errors:
+            if row not in found.errors:
                 drafted = slots.draft_ids[slot, : fed[0, row]].tolist()
                 seq_id = int(slots.seq_ids[slot])
                 self.guard.observe(drafter, seq_id, drafted, int(accepted[0, row]))
@@ -231,7 +232,8 @@ class Drafting:
         """Put the drafts for the rows' next step into the host's slots. drafts: [B, n] what the
         device has taken, -1 after it and -2 for nonsense; None: it made none."""
         slots, limit, store = launched.rows.slots, launched.max_drafts, self._slots
-        goes_on = launched.rows.samples & (store.owner[slots] == launched.owners)
+        stays = store.stays(slots, launched.version)
+        goes_on = launched.rows.samples.copy() if stays is None else launched.rows.samples & stays
         if found.errors:
             goes_on[list(found.errors)] = False
         if self._drafter is None or limit <= 0:

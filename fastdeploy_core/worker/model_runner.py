@@ -258,7 +258,7 @@ class ModelRunner:
             self._add(new)
         self.caches.move(step.copies)
         rows = slots.rows(step)
-        launched = Launched(step.step_id, rows, slots.owner[rows.slots], step.max_drafts)
+        launched = Launched(step.step_id, rows, slots.version, step.max_drafts)
         for row, seq_id in enumerate(slots.seq_ids[rows.slots].tolist()) if self._refused else ():
             if seq_id in self._refused:
                 launched.errors[row] = self._refused[seq_id]
@@ -299,15 +299,15 @@ class ModelRunner:
     def _feeds_unseen(self, launched: Launched) -> bool:
         """Whether the device alone knows enough: drafts stay there, and sampling needs no text. The
         same on every rank."""
-        slots, drafting = launched.rows.slots, self._drafting
+        rows, drafting = launched.rows, self._drafting
         assert drafting is not None
-        if not drafting.feeds_unseen:
-            return False
-        if launched.max_drafts > 0 and self.slots.lacks_history(launched.rows):
+        if not drafting.feeds_unseen or (
+            launched.max_drafts > 0 and self.slots.lacks_history(rows)
+        ):
             return False
         if self._is_alone:
-            return not np.count_nonzero(self._columns.flags[slots] & ~CAPTURED)
-        return bool(self._is_simple[slots].all())
+            return not np.count_nonzero(self._columns.flags[rows.slots] & ~CAPTURED)
+        return bool(self._is_simple[rows.slots].all())
 
     def _compute(self, launched: Launched) -> Tensor | None:
         """A step laid out on the host: logits of the sampled positions, if there are any."""

@@ -120,14 +120,15 @@ class Results:
         wait_for(arriving.event)
         if self._awaited is not None and not self._outdates(launched):
             self._take_awaited()
-        if self._drafting is None and self._take_single(launched):
+        concerns_drafters = self._drafting is not None and launched.concerns_drafters
+        if not concerns_drafters and self._take_single(launched):
             return
         arrays = iter(() if arriving.download is None else arriving.download.arrays)
         pages: np.ndarray | None = None
-        fed = NO_TOKENS
+        fed = accepted = NO_TOKENS
         drafts: Arrival | np.ndarray | None = None
         if arriving.posted:
-            pages, fed = self._posted(arriving)
+            pages, fed, accepted = self._posted(arriving)
             drafts = arriving.posted[-1].drafts if arriving.has_drafts else None
         elif arriving.num_columns:
             pages, fed, drafts = self._copied(launched, arrays)
@@ -144,10 +145,9 @@ class Results:
             vectors = zip(rows.positions().rows.tolist(), next(arrays), strict=True)
             found.pooled = {row: vector.tobytes() for row, vector in vectors}
         if pages is not None:
-            counts = self._take_tokens(launched, found, pages)
+            counts = self._take_tokens(launched, found, pages, accepted)
             self._name_logprobs(launched, found, logprobs)
-        if self._drafting is not None:
-            self._num_left[rows.slots] = 0
+        self._num_left[rows.slots] = 0
         if self._drafting is not None and launched.concerns_drafters:
             if pages is not None and rows.width > 1:
                 found.num_drafts, found.num_accepted = fed, np.maximum(counts.T - 1, 0)
@@ -156,10 +156,9 @@ class Results:
                 self._awaited = (launched, found, drafts)
             else:
                 self._take_drafts(launched, found, drafts)
+            found.draft_failures = self._drafting.guard.num_failures
         if arriving.download is not None:
             arriving.download.release()
-        if self._drafting is not None:
-            found.draft_failures = self._drafting.guard.num_failures
         for row in found.errors:
             found.prompt_logprobs.pop(row, None)
         if rows.is_decode and rows.width == rows.num_decodes == 1 and not found.errors:
@@ -183,24 +182,22 @@ class Results:
             return False
         if np.count_nonzero(tokens < 0):
             return False
-        slots, stays = rows.slots, self._slots.owner[rows.slots] == launched.owners
-        if np.count_nonzero(stays) == slots.size:
-            self._slots.learn_one(slots, tokens)
-        else:  # a slot has changed hands since the launch
-            self._slots.learn_one(slots[stays], tokens[stays])
+        self._slots.learn_one(rows.slots, launched.version, tokens)
+        self._num_left[rows.slots] = 0
         if arriving.download is not None:
             arriving.download.release()
         launched.results = ModelRunnerOutput(step_id=launched.step_id, token_ids=tokens)
         return True
 
     @staticmethod
-    def _posted(arriving: Arriving) -> tuple[np.ndarray, np.ndarray]:
-        """[B, num_decodes, columns] marked tokens, and [num_decodes, B] drafts that were judged."""
+    def _posted(arriving: Arriving) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[B, num_decodes, columns] marked tokens, [num_decodes, B] drafts that were judged, and
+        [B, num_decodes] those of them that were accepted."""
         pages = [arrived(post.results) for post in arriving.posted]
         size, columns = pages[0].shape
         table = pages[0] if len(pages) == 1 else np.concatenate(pages, 1)
         table = table.reshape([size, len(pages), columns])
-        return table[:, :, :-NUM_MORE], table[:, :, -NUM_MORE].T
+        return table[:, :, :-NUM_MORE], table[:, :, -NUM_MORE].T, table[:, :, -1]
 
     def _copied(
         self, launched: Launched, arrays: Iterator[np.ndarray]
@@ -223,17 +220,19 @@ class Results:
         return pages, np.minimum(fed, columns - 1)[None], drafts
 
     def _take_tokens(
-        self, launched: Launched, found: ModelRunnerOutput, pages: np.ndarray
+        self,
+        launched: Launched,
+        found: ModelRunnerOutput,
+        pages: np.ndarray,
+        accepted: np.ndarray,
     ) -> np.ndarray:
         """Write tokens into the history of sequences that are still here, and advance grammars. A
-        row is cut before what means nothing, and fails if nothing of it is left. Returns how many
-        tokens each decode gave, [B, num_decodes]."""
+        row is cut before what means nothing, and fails if nothing of it is left. accepted: drafts
+        of each decode, or empty. Returns how many tokens each decode gave, [B, num_decodes]."""
         rows, slots = launched.rows, launched.rows.slots
         own = None if rows.is_decode or rows.samples.all() else np.flatnonzero(rows.samples)
-        owners = launched.owners
         if own is not None:
-            slots, owners = slots[own], owners[own]
-        stays = self._slots.owner[slots] == owners
+            slots = slots[own]
         sampling, state = launched.sampling, self._state
         assert sampling is not None
         has_grammars = state is not None and bool(sampling.plan.flags & bits.GRAMMAR)
@@ -242,20 +241,18 @@ class Results:
             if found.errors or np.count_nonzero(page[:, 0] < 0):
                 self._cut_broken(launched, found, page, own)
             if has_grammars:
-                self._advance_grammars(found, page, slots, own, stays)
+                self._advance_grammars(launched, found, page, own)
         is_kept = pages >= 0
-        by_decode: np.ndarray = np.add.reduce(is_kept, 2)
-        counts = np.add.reduce(by_decode, 1)
+        is_counted = accepted.size and not is_odd
+        by_decode: np.ndarray = accepted + 1 if is_counted else np.add.reduce(is_kept, 2)
+        counts = by_decode[:, 0] if rows.num_decodes == 1 else np.add.reduce(by_decode, 1)
         found.token_ids = pages[is_kept]
-        if np.count_nonzero(stays) == slots.size:
-            self._slots.learn(slots, found.token_ids, counts)
-        else:  # a slot has changed hands since the launch
-            is_kept[~stays] = False
-            self._slots.learn(slots[stays], pages[is_kept], counts[stays])
+        self._slots.learn(slots, launched.version, pages, by_decode)
         if own is not None:
             given, by_decode = by_decode, np.zeros((rows.slots.size, 1), dtype=np.int64)
             by_decode[own] = given
-        found.counts = counts if own is None else np.add.reduce(by_decode, 1)
+            counts = by_decode[:, 0]
+        found.counts = counts
         return by_decode
 
     @staticmethod
@@ -279,15 +276,12 @@ class Results:
         page[numbers] = NOT_KEPT
 
     def _advance_grammars(
-        self,
-        found: ModelRunnerOutput,
-        page: np.ndarray,
-        slots: np.ndarray,
-        own: np.ndarray | None,
-        stays: np.ndarray,
+        self, launched: Launched, found: ModelRunnerOutput, page: np.ndarray, own: np.ndarray | None
     ) -> None:
         assert self._state is not None
-        for number in np.flatnonzero(stays).tolist():
+        slots = launched.rows.slots if own is None else launched.rows.slots[own]
+        stays = self._slots.stays(slots, launched.version)
+        for number in range(slots.size) if stays is None else np.flatnonzero(stays).tolist():
             for nth, token in enumerate(page[number].tolist()):
                 if token >= 0 and not self._state.advance(int(slots[number]), token):
                     row = number if own is None else int(own[number])

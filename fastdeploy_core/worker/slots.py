@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Update: TypeAlias = "tuple[Tensor, np.ndarray | None, np.ndarray]"
 # What the device's drafts of a slot are: for the next step, or those of an earlier one.
 NONE, NEW, OLD = 0, 1, 2
-NO_SLOTS = np.zeros(0, dtype=np.int64)
+MOST_LATER = 8  # updates that are held back until a step reads them
 
 
 class SlotState(Protocol):
@@ -89,7 +89,7 @@ class Slots:
         self._parts, self._is_read = tuple(parts), is_read
         max_blocks = -(-(self.max_model_len + self.max_drafts) // self.block_size) + 1
         # Host entries, one row per slot. Zeroed pages cost nothing until they are written.
-        longest = self.max_model_len + 2 + self.max_drafts
+        longest = self.max_model_len + 1 + max(1 + self.max_drafts, max_decodes)
         self.token_ids = np.zeros((size, longest), dtype=np.int32)
         self.block_tables = np.zeros((size, max_blocks), dtype=np.int32)
         # The same of each bounded group of layers, whose entries in front of what it needs may be
@@ -97,7 +97,7 @@ class Slots:
         self.more_tables: dict[Retention, np.ndarray] = {}
         self.num_blocks, self.room, self.num_prompt, self.num_known, self.owner, self.num_drafts = (
             np.zeros(size, dtype=np.int64) for _ in range(6)
-        )  # owner counts the slot's sequences; num_known: tokens that the host knows
+        )  # owner: the version at which its sequence could come; num_known: tokens the host knows
         self.draft_ids = np.zeros((size, self.max_drafts), dtype=np.int64)  # after the known tokens
         self.seq_ids = np.full(size, -1, dtype=np.int64)
         self.slot_of: dict[int, int] = {}
@@ -123,9 +123,10 @@ class Slots:
         self._num_sent, self._drafts_are = (np.zeros(size, dtype=np.int64) for _ in range(2))
         self._sent: tuple[np.ndarray | None, int, int] = (None, 0, 0)
         self._sent_limit = 0
+        self._later: list[Update] = []  # for which the next step that reads them is early enough
         self._sent_rows = np.full(size, size, dtype=np.int64)
         self._even_offsets: dict[int, tuple[np.ndarray, Tensor]] = {}
-        self.version = 0  # another number whenever a sequence, its blocks or its place changed
+        self.version = 0  # grows whenever a sequence, its blocks or its place changed
 
     def _make_state(self, max_blocks: int, max_decodes: int, *, keeps_history: bool) -> None:
         xp, device, num_slots = self._xp, self._device, self.max_num_seqs + 1
@@ -211,8 +212,8 @@ class Slots:
         self.num_drafts[slot] = self._num_sent[slot] = self._drafts_are[slot] = 0
         self.is_held[slot] = self._has_history[slot] = False
         self.seq_ids[slot] = -1
-        self.owner[slot] += 1
         self.version += 1
+        self.owner[slot] = self.version
         for part in self._parts:
             part.reset(slot)
 
@@ -234,16 +235,34 @@ class Slots:
         """What the sequence generated, as far as the host knows; a view."""
         return self.token_ids[slot, self.num_prompt[slot] : self.num_known[slot]]
 
-    def learn(self, slots: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """The host learns the next `counts` tokens of each slot; tokens: [sum of counts]."""
-        ends, known = np.add.accumulate(counts), self.num_known[slots]
-        where = np.arange(tokens.size) + np.repeat(known + counts - ends, counts)
-        most = self.token_ids.shape[1] - 1  # what has come to its end goes on until that is known
-        self.token_ids[np.repeat(slots, counts), np.minimum(where, most)] = tokens
-        self.num_known[slots] = np.minimum(known + counts, self.max_model_len + 1)
+    def stays(self, slots: np.ndarray, version: int) -> np.ndarray | None:
+        """[B] bool: whether each slot has the sequence that it had at that version; None: all."""
+        if version == self.version:
+            return None
+        stays: np.ndarray = self.owner[slots] <= version
+        return None if np.count_nonzero(stays) == slots.size else stays
 
-    def learn_one(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """The same of the next token of each slot, [slots]."""
+    def learn(self, slots: np.ndarray, version: int, pages: np.ndarray, counts: np.ndarray) -> None:
+        """The host learns the next tokens of each slot that has the sequence of that version, out
+        of [B, decodes, n], of which the first `counts`, [B, decodes], count. What stands after
+        known tokens means nothing."""
+        stays = self.stays(slots, version)
+        if stays is not None:
+            slots, pages, counts = slots[stays], pages[stays], counts[stays]
+        if pages.shape[2] == 1:  # of such rows the tokens of all decodes follow each other
+            pages, counts = pages.transpose(0, 2, 1), np.add.reduce(counts, 1)[:, None]
+        for nth in range(pages.shape[1]):
+            known = self.num_known[slots]
+            where = known[:, None] + np.arange(pages.shape[2])
+            self.token_ids[slots[:, None], where] = pages[:, nth]
+            # What has come to its end goes on until that is known.
+            self.num_known[slots] = np.minimum(known + counts[:, nth], self.max_model_len + 1)
+
+    def learn_one(self, slots: np.ndarray, version: int, tokens: np.ndarray) -> None:
+        """The same of the next token of each slot, [B]."""
+        stays = self.stays(slots, version)
+        if stays is not None:
+            slots, tokens = slots[stays], tokens[stays]
         known = self.num_known[slots]
         self.token_ids[slots, known] = tokens
         self.num_known[slots] = known + 1
@@ -254,8 +273,8 @@ class Slots:
         """Read one step's rows, and take over its new blocks."""
         message, last, num_decodes = step.rows, self._last, step.num_decodes
         if message is None:
-            can_go_on = last is not None and last.width == 1 and last.samples.all()
-            if last is None or not can_go_on or self._is_missing(last):
+            is_sampled = last is not None and (last.is_decode or last.samples.all())
+            if last is None or last.width > 1 or not is_sampled or self._is_missing(last):
                 raise WorkerError("a step is inconsistent: it goes on with rows that cannot")
             slots = last.slots
             rows = self._decodes(slots, last.seq_lens, 0, num_decodes)
@@ -335,13 +354,15 @@ class Slots:
     def _check(self, rows: StepRows) -> None:
         """A wrong message must not read or write another sequence's blocks. What is only the most
         that can be is held to the room on the device, and in `exact`."""
-        ends = rows.seq_lens
-        if self.max_drafts:
-            own = rows.counts - rows.num_drafts * rows.num_decodes
+        ends: np.ndarray | int = 1
+        if not self.max_drafts:
+            ends = rows.seq_lens
+        elif not rows.is_decode:
+            own = rows.counts - rows.num_drafts
             ends = np.where(rows.samples & (own == 1), 1, rows.starts + own)
         if np.count_nonzero(ends > self.room[rows.slots]):
             raise WorkerError(
-                f"a step is inconsistent: lengths {ends.tolist()}, "
+                f"a step is inconsistent: lengths {ends}, "
                 f"blocks {self.num_blocks[rows.slots].tolist()} of {self.block_size}, "
                 f"at most {self.max_model_len} tokens, "
                 f"sequences {self.seq_ids[rows.slots].tolist()}"
@@ -375,18 +396,22 @@ class Slots:
     ) -> None:
         """Tell the device what it does not know of the rows, which are padded to `size`.
         max_drafts: see SchedulerOutput. drafts: these rows are fed the host's drafts."""
-        limit, sent, old = max(0, max_drafts), self._sent, NO_SLOTS
+        limit, sent = max(0, max_drafts), self._sent
         if self.max_drafts:
+            # What no step came to feed in time are drafts no more: for them there may be no room.
             old = rows.slots[self._drafts_are[rows.slots] == OLD]
+            if old.size:
+                self._later.append((self.state.num_drafts, old, old * 0))
+                self._drafts_are[old] = NONE
         is_same = rows.slots is sent[0] and size == sent[1] and self.version == sent[2]
-        if not (is_same and limit == self._sent_limit and drafts is None and not old.size):
+        is_told = is_same and limit == self._sent_limit and drafts is None
+        if self._later or not is_told:
             self._send(
                 [
                     *self._row_updates(rows.slots, size),
                     *self._block_updates(rows.slots),
                     *self._limit_updates(limit),
                     *self._newest_updates(rows),
-                    *self._old_updates(old),
                     *(self._draft_updates(drafts) if drafts is not None else ()),
                 ]
             )
@@ -399,6 +424,7 @@ class Slots:
 
     def _send(self, updates: list[Update]) -> None:
         """Each: (where to, at which entries or None: at its beginning, what)."""
+        updates, self._later = [*self._later, *updates], []
         arrays: list[np.ndarray] = []
         for _, where, what in updates:
             arrays += [what] if where is None else [where, what]
@@ -466,14 +492,6 @@ class Slots:
             (self.state.num_drafts, slots, rows.num_drafts),
         ]
 
-    def _old_updates(self, slots: np.ndarray) -> list[Update]:
-        """Drafts that no step came to feed in time are drafts no more: for them there may be no
-        room."""
-        if not slots.size:
-            return []
-        self._drafts_are[slots] = NONE
-        return [(self.state.num_drafts, slots, slots * 0)]
-
     def note_drafts(self, rows: StepRows, max_drafts: int) -> None:
         """A step was queued that makes so many drafts, after which those before are old."""
         if self.max_drafts:
@@ -488,6 +506,7 @@ class Slots:
         if self.postbox is not None:
             self.postbox.forget()
         self._sent, self._sent_limit, self.version = (None, 0, 0), -1, self.version + 1
+        self._later = []
         self._sent_rows[:] = -1
         self.is_held[:] = self._has_history[:] = False
         self._num_sent[:] = 0
@@ -529,10 +548,11 @@ class Slots:
         slots, state = rows.slots[rows.samples], self.state
         self._xp.index_copy_(state.newest, 0, slots_dev, token_ids)
         if self._is_read:
-            # Drafts that are still there are old, or of a former sequence with other room.
-            none = [(state.num_drafts, slots, slots * 0)] if self.max_drafts else []
-            self._send([(state.num_computed, slots, rows.seq_lens[rows.samples]), *none])
-            self._drafts_are[slots] = NONE
+            self._later.append((state.num_computed, slots, rows.seq_lens[rows.samples]))
+            if len(self._later) > MOST_LATER:
+                self._send([])
+            # Drafts that are still there may be of a former sequence, which had other room.
+            self._drafts_are[slots] = OLD
         self.is_held[slots] = True
         self.is_held[rows.slots[~rows.samples]] = False
 
@@ -550,12 +570,7 @@ class Slots:
         table = first[:, None] + np.minimum(np.arange(width), num_drafts[:, None])
         place = np.repeat(np.arange(slots.size) * width, num_drafts + 1) + where.nth
         newest = (rows.seq_lens - rows.num_drafts - 1)[own]
-        self._send(
-            [
-                *self._draft_updates(rows),
-                (self.state.num_computed, slots, newest),
-            ]
-        )
+        self._send([*self._draft_updates(rows), (self.state.num_computed, slots, newest)])
         table_dev, place_dev, slots_dev = self._uploads.send(table, place, slots)
         results = xp.zeros((slots.size, width), dtype=xp.int64, device=self._device.device)
         drawn, marked = (xp.index_select(x, 0, table_dev) for x in (drawn, marked))
@@ -612,7 +627,7 @@ class Slots:
 
     def lacks_history(self, rows: StepRows) -> bool:
         """Whether histories of these rows have to be sent, for which the host must know them."""
-        return self.state.history is not None and not self._has_history[rows.slots].all()
+        return self.state.history is not None and not all(self._has_history[rows.slots].tolist())
 
     def catch_up(self, rows: StepRows) -> None:
         """Send the histories that the device does not have. It goes on with them itself; the newest
@@ -621,9 +636,9 @@ class Slots:
         and the output nothing."""
         history = self.state.history
         assert history is not None
-        is_new = ~self._has_history[rows.slots]
-        if not is_new.any():
+        if not self.lacks_history(rows):
             return
+        is_new = ~self._has_history[rows.slots]
         slots = rows.slots[is_new]
         self._has_history[slots] = True
         counts = self.num_known[slots]

@@ -147,7 +147,7 @@ class Launched:
 
     step_id: int
     rows: StepRows
-    owners: np.ndarray  # Slots.owner of each row's slot at launch
+    version: int  # of the slots at launch; see Slots.stays
     max_drafts: int = -1  # SchedulerOutput.max_drafts
     errors: dict[int, str] = field(default_factory=dict)  # by batch row, known at launch
     fed: np.ndarray | None = None  # [B] drafts of each row, where the host knows them

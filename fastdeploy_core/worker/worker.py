@@ -38,13 +38,7 @@ from .graph_sizes import graph_sizes
 from .model_runner import ModelRunner
 from .results import PendingOutput
 from .sampling_step import can_capture_sampling
-from .start_up import (
-    drafted_step,
-    dummy_step,
-    largest_padded_step,
-    step_limits,
-    warm_up,
-)
+from .start_up import drafted_step, dummy_step, largest_padded_step, step_limits, warm_up
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator

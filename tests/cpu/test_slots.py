@@ -189,7 +189,9 @@ def settle(
         else:
             book.unread[seq_id] = token
     if reads:
-        batch.learn(slots, ids, np.ones_like(ids))
+        batch.learn(
+            slots, batch.version, ids[:, None, None], np.ones((ids.size, 1), dtype=np.int64)
+        )
 
 
 @pytest.mark.parametrize("seed", range(6))

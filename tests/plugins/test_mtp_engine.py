@@ -31,6 +31,7 @@ pytest.importorskip("fd_spec_mtp", reason="needs: pip install -e plugins/fd-spec
 DEMO = Path(__file__).resolve().parents[2] / "models" / "ernie-tiny"
 TINY_VOCAB, MAX_TOKENS = 67, 160
 COMMON = {
+    "device": "cpu",  # the reference, whatever else is installed
     "dtype": "float32",
     "max_model_len": 512,
     "num_gpu_blocks_override": 64,
@@ -322,6 +323,7 @@ def test_a_target_without_modules_is_refused(checkpoints: Path, tensor_library: 
     with pytest.raises(FastDeployError, match=r"has no weights model\.layers\.2\.\*"):
         LLM(
             folder,
+            device="cpu",
             skip_tokenizer_init=True,
             tensor_library=tensor_library,
             speculative_config={"method": "mtp"},

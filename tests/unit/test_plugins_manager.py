@@ -9,7 +9,8 @@ import pytest
 from fastdeploy_core.contracts import hookspecs
 from fastdeploy_core.contracts.base import Accept, Candidate
 from fastdeploy_core.contracts.device import DeviceQuestion
-from fastdeploy_core.errors import PluginError
+from fastdeploy_core.errors import PluginError, PluginLoadError
+from fastdeploy_core.plugins import drivers, preflight
 from fastdeploy_core.plugins.manager import HookManager, call_with_limit, hook_names
 from tests.plugin_modules import core_entry, entry, module_writer
 
@@ -162,6 +163,32 @@ def test_preflight_keeps_a_killer_out_and_probes_strangers_elsewhere(write, monk
         process, _, told = answers[0].value.verdict.note.partition(" ")
         assert process != str(os.getpid()), "a stranger's probe ran in this process"
         assert told == library
+
+
+def test_the_child_that_tries_hooks_tries_what_is_loaded_later(write, monkeypatch, fd_plugins):
+    monkeypatch.setenv("FD_PLUGIN_PREFLIGHT", "1")
+    started, popen = [], preflight.subprocess.Popen
+
+    def counted(*arguments, **options):
+        started.append(arguments)
+        return popen(*arguments, **options)
+
+    monkeypatch.setattr(preflight.subprocess, "Popen", counted)
+    write("later_hooks", "")
+    write("later_good", "class Parser: pass")
+    write("later_quits", "import os\nos._exit(5)")
+    inventory = fd_plugins(
+        entry("tool_parser", "good", "later_good:Parser", "fd-good"),
+        entry("tool_parser", "quits", "later_quits:Parser", "fd-quits"),
+    )
+    for name in ("good", "quits"):
+        drivers.find_soon("tool_parser", name, inventory)
+    manager = HookManager([entry("hooks", "h", "later_hooks")])
+    assert [plugin.name for plugin in manager.entries] == ["h"] and not manager.problems
+    assert drivers.lookup("tool_parser", "good", inventory=inventory).__name__ == "Parser"
+    with pytest.raises(PluginLoadError, match="exit code 5"):
+        drivers.lookup("tool_parser", "quits", inventory=inventory)
+    assert len(started) == 1
 
 
 def test_tracing_shows_call_answer_and_plugin(write, monkeypatch, capsys):

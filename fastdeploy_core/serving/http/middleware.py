@@ -239,7 +239,5 @@ class Bodies:
 
     def _too_large(self) -> ApiError:
         return ApiError(
-            413,
-            f"the body is larger than {self.max_bytes} bytes",
-            headers={"Connection": "close"},
+            413, f"the body is larger than {self.max_bytes} bytes", headers={"Connection": "close"}
         )

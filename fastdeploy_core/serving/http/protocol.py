@@ -16,10 +16,7 @@ from urllib.parse import unquote
 
 import httptools
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import (
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 EXTENSION = "fastdeploy.connection"  # where a call's scope holds its Cycle
 HEAD_TIMEOUT_S = 10.0

@@ -12,21 +12,11 @@ from fastdeploy_core.contracts.small import ParsedDelta
 from fastdeploy_core.engine.input import build_request, grammar_start
 from fastdeploy_core.engine.media import num_media_tokens, take_media
 from fastdeploy_core.errors import InvalidRequest, PluginNotFound
-from fastdeploy_core.parsers.answer import (
-    AnswerReader,
-    TextParser,
-    shown_tokens,
-    thinking_ahead,
-)
+from fastdeploy_core.parsers.answer import AnswerReader, TextParser, shown_tokens, thinking_ahead
 from fastdeploy_core.plugins.drivers import part
 from fastdeploy_core.serving.state import ServerState
 from fastdeploy_core.tokenizer.special_text import MarkedText
-from fastdeploy_core.types import (
-    CompletionOutput,
-    Request,
-    RequestOutput,
-    StructuredOutputsParams,
-)
+from fastdeploy_core.types import CompletionOutput, Request, RequestOutput, StructuredOutputsParams
 
 from .answer import Answer, tool_call_deltas
 from .generation import run
@@ -115,11 +105,7 @@ class ChatJob:
         options = request_options(state, body, self._call, own)
         options.media_parts = self._parts
         return build_request(
-            prompt,
-            sampling,
-            tokenizer=state.tokenizer,
-            limits=state.limits,
-            options=options,
+            prompt, sampling, tokenizer=state.tokenizer, limits=state.limits, options=options
         )
 
     def render(self) -> str | list[int]:

@@ -20,10 +20,7 @@ _MERGE_BUFFER = 4  # outputs per prompt that may wait for a reader
 
 
 async def run(
-    state: ServerState,
-    request: Request,
-    visible_tokens: Sequence[str] = (),
-    chunk_tokens: int = 1,
+    state: ServerState, request: Request, visible_tokens: Sequence[str] = (), chunk_tokens: int = 1
 ) -> AsyncGenerator[RequestOutput, None]:
     """Outputs of one request, each with what is new, as Engine.generate. Close the generator to
     abort."""
