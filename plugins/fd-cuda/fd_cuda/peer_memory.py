@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _HANDLE_BYTES: Final = 64
 _LAZY_PEER_ACCESS: Final = 1
+_POINTER_DEVICE: Final = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+_NATIVE_ATOMICS: Final = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class _Handle(ctypes.Structure):
@@ -40,6 +42,8 @@ class PeerMemory:
             store.set(f"{name}/{rank}", bytes(handle).hex())
             for peer in range(world_size):
                 self.addresses.append(self._open(store, name, peer, rank))
+            for peer, address in enumerate(self.addresses):
+                self._check_atomics(peer, address)
         except BaseException:
             self.close()
             raise
@@ -75,6 +79,22 @@ class PeerMemory:
         )
         self._opened.append(ctypes.c_uint64(address.value))
         return int(address.value)
+
+    def _check_atomics(self, peer: int, address: int) -> None:
+        """ResourceError if atomics of this GPU do not reach the peer's memory as such, as over most
+        PCIe links: who waits for one there may wait for ever."""
+        places = [ctypes.c_int(), ctypes.c_int()]
+        for place, piece in zip(places, (int(self._own.value), address), strict=True):
+            self._call(
+                "cuPointerGetAttribute", ctypes.byref(place), _POINTER_DEVICE,
+                ctypes.c_uint64(piece),
+            )  # fmt: skip
+        if places[0].value == places[1].value:
+            return
+        has_atomics = ctypes.c_int()
+        self._call("cuDeviceGetP2PAttribute", ctypes.byref(has_atomics), _NATIVE_ATOMICS, *places)
+        if not has_atomics.value:
+            raise ResourceError(f"the link to the GPU of rank {peer} carries no native atomics")
 
     def _call(self, function: str, *arguments: object) -> None:
         code = getattr(self._driver, function)(*arguments)

@@ -224,6 +224,11 @@ def test_one_driver_for_each_kind() -> None:
 # -- errors ---------------------------------------------------------------------------------------
 
 
+def fine() -> bool:
+    """The GPU answers."""
+    return True
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -233,7 +238,7 @@ def test_one_driver_for_each_kind() -> None:
     ],
 )
 def test_full_memory_is_recognised(error: Exception) -> None:
-    assert is_oom(error) and not is_lost(error)
+    assert is_oom(error, fine) and not is_lost(error, fine)
 
 
 @pytest.mark.parametrize(
@@ -248,18 +253,24 @@ def test_full_memory_is_recognised(error: Exception) -> None:
     ],
 )
 def test_lost_gpus_are_recognised(text: str) -> None:
-    assert is_lost(RuntimeError(text)) and not is_oom(RuntimeError(text))
+    assert is_lost(RuntimeError(text), fine) and not is_oom(RuntimeError(text), fine)
+
+
+def test_an_internal_error_of_the_library_is_memory_where_the_gpu_still_answers() -> None:
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasCreate`")
+    assert is_oom(error, fine) and not is_lost(error, fine)
+    assert is_lost(error, lambda: False) and not is_oom(error, lambda: False)
 
 
 def test_numbers_of_the_runtime_count() -> None:
     class AcceleratorError(RuntimeError):
         error_code = 719
 
-    assert is_lost(AcceleratorError("words that nobody knows"))
+    assert is_lost(AcceleratorError("words that nobody knows"), fine)
     AcceleratorError.error_code = 2
-    assert is_oom(AcceleratorError("words that nobody knows"))
+    assert is_oom(AcceleratorError("words that nobody knows"), fine)
     AcceleratorError.error_code = 1
-    assert not is_lost(AcceleratorError("invalid argument"))
+    assert not is_lost(AcceleratorError("invalid argument"), fine)
 
 
 # -- ranks ----------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def convolve(
             of_channel = tl.load(bias + channels, mask=is_channel, other=0.0)
             y += of_channel.to(tl.float32)[None, :]
         for tap in tl.static_range(WIDTH):
-            at = (begin + tokens + tap - before)[:, None]
+            at = (begin + tokens + tap - before).to(tl.int64)[:, None]
             given = tl.load(rows + at * stride_x, mask=inside & (at >= 0), other=0.0)
             earlier = tl.load(
                 old + (before + at) * CHANNELS, mask=inside & has_old & (at < 0), other=0.0
@@ -102,7 +102,7 @@ def convolve(
         tl.store(places, y.to(out.dtype.element_ty), mask=inside)
         if begin == 0:
             column = tl.arange(0, WIDTH_PAD)[:, None]
-            since = fed - before + column
+            since = (fed - before + column).to(tl.int64)
             is_kept = (column < before) & is_channel[None, :]
             left = tl.load(rows + since * stride_x, mask=is_kept & (since >= 0), other=0.0)
             older = tl.load(
