@@ -3,7 +3,7 @@
 
 Weight-only formats and int4 weights lie as slabs, int8 and fp8 weights with rounded activations row
 by row, so that both the kernels here and cuBLAS read them. What neither can read (odd sizes, groups
-of 32) keeps its internal format and is dequantized at every call.
+of 32, any weight on cards but Hopper's) keeps its internal format, which quant_any.py reads.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 import torch.nn.functional as F
 
+from . import native
 from .quant_layout import (
     CCQ,
     FP8,
@@ -76,9 +77,16 @@ class Weights:
             self, slabs=slabs, packed=None if self.packed is None else self.packed.expert(index)
         )
 
+    @property
+    def unread(self) -> PackedWeight:
+        """The weight in its internal format, where no native kernel reads it."""
+        if self.packed is None:
+            raise TypeError("this weight is laid out for native kernels")
+        return self.packed
+
     def seen(self, x: torch.Tensor) -> torch.Tensor:
         """x as the product sees it, in its own dtype."""
-        if self.packed is not None:
+        if self.packed is not None and self.input_scale is None:
             active: torch.Tensor = self.packed.activate(x)
             return active.to(x.dtype)
         numbers, scales = self.round(x)
@@ -155,10 +163,15 @@ def prepare(weight: PackedWeight) -> Weights:
     if given is not None and bool((given.float() != input_scale).any()):
         return Weights(weight.out_features, rounding, None, None, weight)
     make = _code_slabs if kind == CCQ else _slabs
-    slabs = make(weight, kind) if _fits(weight, kind) else None
+    slabs = make(weight, kind) if native_reads() and _fits(weight, kind) else None
     return Weights(
         weight.out_features, rounding, input_scale, slabs, None if slabs is not None else weight
     )
+
+
+def native_reads() -> bool:
+    """Whether the native kernels run on this card; without one, what they would read is tested."""
+    return not torch.cuda.is_available() or native.has_wgmma()
 
 
 def _fits(weight: PackedWeight, kind: int) -> bool:
