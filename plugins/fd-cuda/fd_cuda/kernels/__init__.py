@@ -41,7 +41,7 @@ _MODULES: Final = {
     "experts": ("moe_experts",),
     "sampling": ("greedy", "sample", "apply_penalties", "apply_bitmask", "log_softmax"),
     "filtering": ("filter_logits",),
-    "lora": ("lora",),
+    "lora": ("lora", "adapted_product"),
 }
 
 

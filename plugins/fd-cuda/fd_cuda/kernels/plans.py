@@ -115,7 +115,13 @@ def rule(product: Product, num_rows: int) -> Plan:
             plan = Plan("gemv", warps=warps, fuses_norm=True)
             if fits(plan, product, num_rows):
                 return plan
-    if num_rows > 64:
+    return tiles_of(product, num_rows)
+
+
+def tiles_of(product: Product, num_rows: int) -> Plan:
+    """Of native/gemm.cu, where nothing was measured; the library for many rows."""
+    is_half = product.dtype == "float16"
+    if num_rows > 64 or not native.available():
         return LIBRARY
     rows = columns = 64
     out = columns // 2 if product.epilogue == "gated" else columns
