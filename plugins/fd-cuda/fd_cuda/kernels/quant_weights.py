@@ -86,7 +86,7 @@ class Weights:
 
     def seen(self, x: torch.Tensor) -> torch.Tensor:
         """x as the product sees it, in its own dtype."""
-        if self.packed is not None and self.input_scale is None:
+        if self.packed is not None:
             active: torch.Tensor = self.packed.activate(x)
             return active.to(x.dtype)
         numbers, scales = self.round(x)
@@ -162,11 +162,12 @@ def prepare(weight: PackedWeight) -> Weights:
     input_scale = None if given is None else given.float().reshape(-1).amax().reshape(1)
     if given is not None and bool((given.float() != input_scale).any()):
         return Weights(weight.out_features, rounding, None, None, weight)
-    make = _code_slabs if kind == CCQ else _slabs
-    slabs = make(weight, kind) if native_reads() and _fits(weight, kind) else None
-    return Weights(
-        weight.out_features, rounding, input_scale, slabs, None if slabs is not None else weight
-    )
+    if native_reads() and weight.dtype != "float32" and _fits(weight, kind):
+        slabs = _code_slabs(weight, kind) if kind == CCQ else _slabs(weight, kind)
+        return Weights(weight.out_features, rounding, input_scale, slabs, None)
+    if input_scale is not None:
+        weight = replace(weight, tensors={**weight.tensors, "input_scale": input_scale})
+    return Weights(weight.out_features, rounding, input_scale, None, weight)
 
 
 def native_reads() -> bool:
