@@ -30,8 +30,10 @@ std::vector<Isa> detect() {
     found.push_back(Isa::avx2);
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                        __builtin_cpu_supports("avx512vnni") && has_avx512_bf16();
+                        __builtin_cpu_supports("avx512vnni");
     if (!avx512) return found;
+    found.push_back(Isa::avx512_vnni);
+    if (!has_avx512_bf16()) return found;
     found.push_back(Isa::avx512);
     if (amx_permitted()) found.push_back(Isa::amx);
     return found;
@@ -45,7 +47,7 @@ const std::vector<Isa> &available_isas() {
 }
 
 const char *name_of(Isa isa) {
-    constexpr const char *names[] = {"scalar", "avx2", "avx512", "amx", "emulated"};
+    constexpr const char *names[] = {"scalar", "avx2", "avx512_vnni", "avx512", "amx", "emulated"};
     return names[int(isa)];
 }
 

@@ -1,5 +1,6 @@
 // Everything of one instruction-set level. A level's .cpp sets FDCPU_LEVEL (0 scalar, 1 AVX2, 2 AVX512),
-// FDCPU_TILES (0 none, 1 AMX, 2 emulated) and FDCPU_NAMESPACE first.
+// FDCPU_TILES (0 none, 1 AMX, 2 emulated) and FDCPU_NAMESPACE first; FDCPU_WITHOUT_BF16 where AVX512 has
+// no instructions for bfloat16.
 #include <algorithm>
 #include <atomic>
 #include <cmath>

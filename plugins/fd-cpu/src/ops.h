@@ -216,6 +216,7 @@ struct Kernels {
 
 namespace scalar { extern const Kernels kernels; }
 namespace avx2 { extern const Kernels kernels; }
+namespace avx512_vnni { extern const Kernels kernels; }
 namespace avx512 { extern const Kernels kernels; }
 namespace amx { extern const Kernels kernels; }
 namespace emulated { extern const Kernels kernels; }  // AVX512 and AMX in plain C++, for tests

@@ -12,6 +12,7 @@ const Kernels &kernels_of(Isa isa) {
     switch (isa) {
         case Isa::scalar: return scalar::kernels;
         case Isa::avx2: return avx2::kernels;
+        case Isa::avx512_vnni: return avx512_vnni::kernels;
         case Isa::avx512: return avx512::kernels;
 #ifdef FDCPU_EMULATED
         case Isa::emulated: return emulated::kernels;

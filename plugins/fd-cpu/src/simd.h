@@ -51,7 +51,7 @@ FDCPU_INLINE F load(const float *from) { return load_as<F>(from); }
 FDCPU_INLINE F load(const uint16_t *from) { return F(widen(load_as<H>(from)) << 16); }  // bfloat16
 FDCPU_INLINE void store(float *to, F x) { store_as(to, x); }
 FDCPU_INLINE void store(uint16_t *to, F x) {
-#if FDCPU_LEVEL >= 2
+#if FDCPU_LEVEL >= 2 && !FDCPU_WITHOUT_BF16
     store_as(to, _mm512_cvtneps_pbh(__m512(x)));
 #else
     const U bits = U(x);

@@ -121,7 +121,7 @@ FDCPU_INLINE I dot_weights(I acc, B x, Weights w) { return dot_bytes(acc, x, w);
 
 // acc[lane] + a[2 lane] b[2 lane] + a[2 lane + 1] b[2 lane + 1] of bfloat16 pairs.
 FDCPU_INLINE F dot_pairs(F acc, I a, I b) {
-#if FDCPU_LEVEL >= 2
+#if FDCPU_LEVEL >= 2 && !FDCPU_WITHOUT_BF16
     return F(_mm512_dpbf16_ps(__m512(acc), (__m512bh)a, (__m512bh)b));
 #else
     const F low = F(a << 16) * F(b << 16) + acc;

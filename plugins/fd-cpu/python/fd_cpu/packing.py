@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Bfloat16 gets codes where decoding keeps pace with memory, and memory is where the weights come
 # from.
-CODING_ISAS, CODED_BYTES = ("avx2", "avx512", "amx"), 1 << 20
+CODING_ISAS, CODED_BYTES = ("avx2", "avx512_vnni", "avx512", "amx"), 1 << 20
 KINDS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3, "tet2": 4, "coded bfloat16": 5}
 
 

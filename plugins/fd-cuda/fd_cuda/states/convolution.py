@@ -11,7 +11,7 @@ from fd_cuda.kernels.common import join_chain
 from .recurrence import block_of
 
 
-@triton.jit(do_not_specialize=["stride_x", "stride_table"])
+@triton.jit(do_not_specialize=["stride_table"])
 def convolve(
     x,
     weight,
