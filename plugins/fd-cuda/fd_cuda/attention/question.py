@@ -37,10 +37,6 @@ def why_not_state(question: StateQuestion) -> str:
     reason = why_not_triton(question.device, question.tensor_library, spec.dtype, spec.state_dtype)
     if reason:
         return reason
-    if spec.kind != "delta":
-        # Their kernels pass the conformance kit, on a GPU too, and decodes of models' sizes. A
-        # prompt of Granite 4's size ended with an illegal access on an H200, not explained yet.
-        return f"kind {spec.kind}: long prompts of it fail on a GPU; possible: delta"
     if spec.conv_width > MAX_CONV_WIDTH:
         return f"convolutions over {spec.conv_width} tokens; at most {MAX_CONV_WIDTH}"
     widest = max(spec.key_dim, spec.value_dim)

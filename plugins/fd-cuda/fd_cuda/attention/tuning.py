@@ -30,7 +30,7 @@ class Gpu:
 
     num_multiprocessors: int
     has_copy_engine: bool  # tensor tiles are fetched by hardware
-    is_small: bool = False  # a program has less than the 163 KiB of shared memory that an A100 gives
+    is_small: bool = False  # a program has less shared memory than an A100's 163 KiB
 
     @classmethod
     def of(cls, device: torch.device | str) -> Gpu:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 from . import many_rows, native
-from .common import batch_invariant
+from .common import batch_invariant, num_processors
 from .matmul import matmul
 from .norm import rms_norm, silu_and_mul
 from .plans import LIBRARY, ROWS, WIDEST, Plan, Product, choose, foreseen, shared_bytes, tiles_of
@@ -31,6 +31,7 @@ _EPILOGUES = {
 _MANY, _SHALLOW = 1024, 1536  # of _is_fused: rows, and values a row
 _MOST_ADAPTERS = 16  # slots, all of which are multiplied with
 _NO_END = 2**31 - 1
+_SHARED_OF_ALL = 227 * 1024  # blocks on one multiprocessor
 _RECORD = struct.Struct("@5P6i")
 _AHEAD = 6  # 16-byte loads of each weight row that a gemv thread has under way
 
@@ -131,12 +132,30 @@ def plan_with_adapters(
     num_slots, rank = adapters.a.shape[0], adapters.b.shape[2]
     if num_slots > _MOST_ADAPTERS or rank % 8 or len(adapters.ends) > 3:
         return None
+    if any(end % 4 for end in adapters.ends):
+        return None
     plan = _plan(epilogue, x, weight, has_norm=has_norm)
-    if plan.kind == "gemv" or (plan.kind == "library" and x.shape[0] <= ROWS[-1]):
-        dtype = str(x.dtype).removeprefix("torch.")
-        product = Product(epilogue, has_norm, *weight.shape, dtype)
-        plan = tiles_of(product, x.shape[0]) if weight.shape[1] % 64 == 0 else LIBRARY
-    return plan if plan.kind == "gemm" else None
+    product = Product(epilogue, has_norm, *weight.shape, str(x.dtype).removeprefix("torch."))
+    return _with_more_tiles(plan, product, x.shape[0], adapters.outputs)
+
+
+@functools.cache
+def _with_more_tiles(plan: Plan, product: Product, num_rows: int, outputs: int) -> Plan | None:
+    """The plan with so many outputs more, whose blocks find places beside the others if fewer
+    stages can help; None where native/gemm.cu does not compute it."""
+    if plan.kind != "gemm":
+        plan = tiles_of(product, num_rows) if product.depth % 64 == 0 else LIBRARY
+    if plan.kind != "gemm":
+        return None
+    is_gated = product.epilogue == "gated"
+    out, width = (plan.columns >> is_gated), (product.width >> is_gated)
+    blocks = -(-width // out) + -(-outputs // plan.columns)
+    blocks *= -(-num_rows // plan.rows) * plan.split
+    for stages in range(plan.stages, 3, -1):
+        needed = shared_bytes(product, plan.rows, plan.columns, stages, plan.split) + 1024
+        if _SHARED_OF_ALL // needed * num_processors() >= blocks:
+            return replace(plan, stages=stages)
+    return plan
 
 
 def compute(

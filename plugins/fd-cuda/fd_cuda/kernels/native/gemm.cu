@@ -186,18 +186,17 @@ __device__ __forceinline__ void await_sums(const int* count, int wanted) {
   while (seen < wanted);
 }
 
-// What the row's adapter adds to four outputs from `column` on.
+// What the row's adapter adds to four outputs of one part, from `column` on.
 __device__ __forceinline__ void add_adapter(float* v, const Adapters& of, int slot, int m, int column, int N) {
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    if (column + j >= N) return;
-    const int part = (column + j >= of.end0) + (column + j >= of.end1);
-    const float* from = of.inner + (u64)m * of.outputs + (slot * of.parts + part) * of.rank;
-    const uint4* weights = (const uint4*)(of.b + ((u64)slot * N + column + j) * of.rank);
+  const int part = (column >= of.end0) + (column >= of.end1);
+  const float4* from = (const float4*)(of.inner + (u64)m * of.outputs + (slot * of.parts + part) * of.rank);
+  const uint4* weights = (const uint4*)(of.b + ((u64)slot * N + column) * of.rank);
 #pragma unroll 2
-    for (int r = 0; r < of.rank / 8; r++) {
-      const uint4 w = weights[r];
-      const float4 p = __ldcg((const float4*)from + r * 2), q = __ldcg((const float4*)from + r * 2 + 1);
+  for (int r = 0; r < of.rank / 8; r++) {
+    const float4 p = __ldcg(from + r * 2), q = __ldcg(from + r * 2 + 1);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const uint4 w = __ldg(weights + j * (of.rank / 8) + r);
       v[j] += low(w.x) * p.x + high(w.x) * p.y + low(w.y) * p.z + high(w.y) * p.w;
       v[j] += low(w.z) * q.x + high(w.z) * q.y + low(w.w) * q.z + high(w.w) * q.w;
     }
@@ -285,6 +284,25 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
+#if LORA
+  if (makes_sums) {  // unless no row has one of these adapters
+    const int each = adapters.parts * adapters.rank;
+    const int first_slot = first_column / each, last_slot = (min(first_column + BN, adapters.outputs) - 1) / each;
+    bool is_needed = false;
+    for (int m = thread; m < M; m += THREADS) {
+      const int slot = __ldcg(adapters.slots + m);
+      is_needed |= first_slot <= slot && slot <= last_slot;
+    }
+    if (!__syncthreads_or(is_needed)) {
+#if SPLIT > 1
+      asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+      asm volatile("cp.async.wait_all;" ::: "memory");
+      if (thread == 0) arrive(adapters.meeting), leave(adapters.meeting, gridDim.x * gridDim.z);
+      return;
+    }
+  }
+#endif
   // What this thread will finish: four columns each. Their residuals are asked for now.
   constexpr int QUADS = OUT / 4, TURNS = (ROWS * QUADS + THREADS - 1) / THREADS;
 #if LORA
