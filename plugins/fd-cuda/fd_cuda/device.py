@@ -89,14 +89,11 @@ class CudaDevice(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
-    @abstractmethod
-    def _synchronize(self) -> None: ...
-
     def _answers(self) -> bool:
         """Whether the GPU still does what this process tells it. An error that ends that comes back
         with every later call."""
         try:
-            self._synchronize()
+            wait(self.record_event())
         except Exception:
             return False
         return True

@@ -102,6 +102,3 @@ class PaddleCudaDevice(CudaDevice):
     def close(self) -> None:
         """Give cached memory back to the driver."""
         self._paddle.device.cuda.empty_cache()
-
-    def _synchronize(self) -> None:
-        self._paddle.device.synchronize()

@@ -126,10 +126,6 @@ class TorchCudaDevice(CudaDevice):
         event.record(torch.cuda.current_stream(self.index))
         return event
 
-    def _synchronize(self) -> None:
-        self._bind()
-        torch.cuda.synchronize()
-
     def capture(self, run: Callable[[], None], beside: CapturedGraph | None = None) -> TorchGraph:
         """One CUDA graph, in the memory pool of `beside` if that is given."""
         self._bind()
