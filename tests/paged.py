@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from fd_accelerator.expert_communicator import AllGatherExperts
+from fd_models.latent.indexed import IndexedAttention
 from fd_models.recurrent.states import PlainStates
 from fd_scale_out.experts import ExpertRanks
 
@@ -41,7 +42,11 @@ def load_driver(kind: str, name: str) -> Any:
         return AllGatherExperts
     if kind == "checkpoint_format":
         return lookup(kind, name)
-    return {"attention": ReferenceAttention, "moe": ReferenceMoE, "state": PlainStates}[kind]
+    return {"attention": _attention, "moe": ReferenceMoE, "state": PlainStates}[kind]
+
+
+def _attention(spec: AttentionSpec, *place: Any) -> Any:
+    return (ReferenceAttention if spec.index is None else IndexedAttention)(spec, *place)
 
 
 def with_quantizer(name: str) -> Any:

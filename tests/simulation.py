@@ -275,7 +275,7 @@ class Engine:
     def works_for(self, request_id: str) -> bool:
         """Whether the request is queued or runs."""
         scheduler: Any = self.process._scheduler
-        running = self.core.scheduler._roster.requests
+        running = self.core.scheduler.roster.requests
         return request_id in scheduler._entries or request_id in running
 
     def check_empty(self) -> None:
@@ -628,7 +628,7 @@ def _virtual(clock: Clock) -> Iterator[None]:
         executor: Any = InlineExecutor(config)
         core = EngineCore(config, ResolvedPlugins([], {}), executor)
         # they took the real clock when their modules were imported
-        core.scheduler._clock = core.scheduler._roster.clock = clock
+        core.scheduler._clock = core.scheduler.roster.clock = clock
         return core
 
     ticks = itertools.count()

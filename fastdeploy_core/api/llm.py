@@ -210,6 +210,8 @@ class LLM:
             if not name.startswith("_"):
                 family = self._resolved.load("model", self.config.model.architecture)
             methods = family.methods() if hasattr(family, "methods") else {}
+            if family is not None and self.config.rollout:
+                methods = {**methods, **part("rollout-llm", "enable_rollout=True")}
             if name not in methods:
                 raise AttributeError(f"LLM has no {name}; embed and such need runner='pooling'")
             return partial(methods[name], self)

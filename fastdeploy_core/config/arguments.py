@@ -90,6 +90,7 @@ def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder
         structured_outputs=_structured_config(v),
         media=_media_config(v),
         lora=_record(LoRAConfig, v) if v["enable_lora"] or v["lora_modules"] else None,
+        rollout=v["enable_rollout"],
         speculative=read_speculative(_mapping(v, "speculative_config"), v["tensor_parallel_size"]),
         watchdog=_record(
             WatchdogConfig,

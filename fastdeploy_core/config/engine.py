@@ -226,6 +226,7 @@ class EngineConfig:
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
     media: MediaConfig = field(default_factory=MediaConfig)
     lora: LoRAConfig | None = None  # None: no adapters
+    rollout: bool = False  # whether fd-rollout may pause the engine, and replace its weights
     speculative: SpeculativeConfig | None = None
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     logits_processors: tuple[str, ...] = ()
@@ -237,5 +238,9 @@ class EngineConfig:
     @property
     def most_decode_tokens(self) -> int:
         """Tokens of the largest step without prompts."""
-        drafts = 0 if self.speculative is None else self.speculative.num_speculative_tokens
-        return self.batch.max_num_seqs * (1 + drafts)
+        return self.batch.max_num_seqs * (self.kept_states or 1)
+
+    @property
+    def kept_states(self) -> int:
+        """StateSpec.kept."""
+        return 0 if self.speculative is None else 1 + self.speculative.num_speculative_tokens

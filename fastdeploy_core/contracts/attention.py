@@ -161,7 +161,9 @@ class AttentionBackend(Protocol):
     A driver with an attribute `max_recorded_len` is not recorded where sequences may be longer. One of unit
     "rope_kv" with a true attribute `norms_heads` is called as NormingBackend says. One that declares
     "sinks" is given `sinks`, [num_heads] float32, by that name exactly where spec.sinks: one more logit of
-    each head in every softmax, which no value belongs to (since contract 1.2).
+    each head in every softmax, which no value belongs to (since contract 1.2). One that declares "index" is
+    given `index`, the indexer's queries [num_tokens, heads, dim], keys [num_tokens, 1, dim] and weights
+    [num_tokens, heads] float32, exactly where spec.index; it writes both caches (since contract 1.5).
     """
 
     name: str
@@ -300,7 +302,7 @@ class StateWeights:
 @runtime_checkable
 class StateBackend(Protocol):
     """Constructed as `Driver(spec, block_size, device, kernels)`, once per distinct spec. `features` are
-    the kinds that it serves, words of model.STATE_FEATURES. Added in contract 1.3.
+    the kinds that it serves, and "kept" (1.5): words of model.STATE_FEATURES. Added in contract 1.3.
 
     Of each head, with q, k, v out of the convolved input and a state S [key_dim, value_dim] in float32:
       "delta"       g = decay * softplus(dt + dt_bias), b = sigmoid(beta); q, k of length 1, q / sqrt(key_dim);
@@ -331,6 +333,8 @@ class StateBackend(Protocol):
         A row that feeds tokens start to end reads the state in its table's block of token start - 1, and
         leaves its own in that of token end - 1, often the same; nothing else of table and slot_mapping is
         meant. A row that starts at 0 begins with zeros: what lay in a block that was another's must not show.
+        With spec.kept, a block has so many states, and the next row may start behind any token of a row of
+        up to so many (the others were refused drafts): each leaves its own, padding (slot_mapping -1) none.
         """
         ...
 

@@ -28,9 +28,7 @@ class StepBuckets:
     prompt_rows: tuple[int, ...]  # rows of a step of prompts
     prompt_tokens: tuple[int, ...]  # tokens of each of these rows
     decode_rows: tuple[int, ...]  # rows of a step of decodes, with one token each
-    table_blocks: tuple[
-        int, ...
-    ]  # width of the block table; beyond the last one: the widest there can be
+    table_blocks: tuple[int, ...]  # width of the block table; beyond the last: the widest there is
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +246,14 @@ class PostingDevice(Protocol):
         """[num_words] int64 zeros in host memory, as kernels see it and as the host does. What a kernel
         writes there, the host sees soon, every number as a whole, in no certain order."""
         ...
+
+
+@runtime_checkable
+class TierDevice(Protocol):
+    """A device whose memory can hold the host tier's blocks, for other processes to read and fill. Added in contract 1.0."""
+
+    def block_tier(self, *of: Any) -> Any:
+        """kernels, caches, num_blocks, path: of an object with `apply(BlockCopies)`; where it is, as JSON in the file."""
 
 
 @runtime_checkable

@@ -61,6 +61,7 @@ class Region:
     buffer: memoryview | DeviceMemory
     block_bytes: int
     layout_hash: str
+    file: int = -1  # descriptor of a memfd whose beginning the buffer is, sealed against shrinking
 
     @property
     def num_blocks(self) -> int:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # What an attention layer may need beyond plain attention over all earlier tokens, and the kinds of
 # layers that keep a state. Drivers declare those they implement in `features`.
 ATTENTION_FEATURES: Final = frozenset({"window", "chunk", "sinks", "softcap", "index", "offsets"})
-STATE_FEATURES: Final = frozenset({"delta", "channel_delta", "space", "short_conv"})
+STATE_FEATURES: Final = frozenset({"delta", "channel_delta", "space", "short_conv", "kept"})
 LAYER_FEATURES: Final = ATTENTION_FEATURES | STATE_FEATURES
 # What sequences may ask of a model family (types.SequenceExtras); families declare it in `features`.
 #   adapter     rows of a step may have different LoRA adapters, or none
@@ -58,10 +58,7 @@ class Retention:
 
 @dataclass(frozen=True, slots=True)
 class IndexSpec:
-    """An indexer that chooses the keys a query attends to (DeepSeek V3.2, arXiv 2512.02556).
-
-    Reserved: no model of the core has one yet.
-    """
+    """An indexer that chooses the keys a query attends to (DeepSeek V3.2, arXiv 2512.02556)."""
 
     num_heads: int
     dim: int
@@ -139,9 +136,7 @@ class StateSpec:
 
     The state is [num_heads, key_dim, value_dim]; beside it lie the last conv_width - 1 inputs of a
     causal convolution over sum(conv_parts) channels. contracts/attention.py has the formulae. All numbers
-    are of this rank.
-
-    Reserved: kind "channel_delta", and `kept`, inputs of tokens that are not certain yet.
+    are of this rank. Reserved: kind "channel_delta".
     """
 
     kind: Literal["delta", "channel_delta", "space", "short_conv"]
@@ -153,12 +148,12 @@ class StateSpec:
     conv_width: int
     dtype: str
     state_dtype: str = "float32"
-    kept: int = 0  # 1 + the most drafts of a step; 0: none are kept
+    kept: int = 0  # tokens of a step with drafts, each of whose states stays; 0: no drafts
 
     @property
     def needs(self) -> frozenset[str]:
-        """Its kind, which a driver must declare among its features."""
-        return frozenset({self.kind})
+        """Its kind, and "kept": what a driver must declare among its features."""
+        return frozenset({self.kind, "kept"} if self.kept else {self.kind})
 
     @property
     def retention(self) -> Retention:

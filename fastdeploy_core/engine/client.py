@@ -236,6 +236,11 @@ class AsyncEngine:
         `stats` says when that is done. WorkerError without an engine."""
         self._link.send(wire.SetRole(role))
 
+    def control(self, action: dict[str, Any]) -> None:
+        """Ask part `rollout-engine` for something; `stats` say what became of it. WorkerError
+        without an engine."""
+        self._link.send(wire.Control(action))
+
     async def wait_dead(self) -> str:
         """Return, with the reason, once the engine is dead and will not be started again."""
         return await asyncio.shield(self._dead)
@@ -442,6 +447,9 @@ class LocalEngine:
         self._observer = Observer(hook_manager(resolved))
         self._observer.started(self.info)
         self._is_closed = False
+        self.control: Any = None
+        if config.rollout:
+            self.control = part("rollout-engine", "enable_rollout=True")(self._core)
 
     def add(self, request: Request) -> None:
         """Queue a request; raises InvalidRequest or RequestTooLong."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.config import EngineConfig
-from fastdeploy_core.errors import InvalidRequest, WorkerError
+from fastdeploy_core.errors import InvalidRequest, Unavailable, WorkerError
 from fastdeploy_core.kvcache import CachePlan, KVCacheManager, plan_cache
 from fastdeploy_core.plugins.drivers import part
 from fastdeploy_core.scheduler import BatchScheduler, ScheduledStep, make_settings
@@ -102,6 +102,8 @@ class EngineCore:
         self._has_logprobs = worker.logprobs
         self._num_failures = 0
         self._num_idle_plans = 0
+        # For part `rollout-engine`: whether requests are taken; and whether no step is begun.
+        self.admits, self.is_held = True, False
         self._stats = self.scheduler.counters
         self.info = self._describe(infos, plan, overlap, caching, time.monotonic() - started)
         for line in self.info.report:
@@ -109,6 +111,8 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Queue a request; raises InvalidRequest or RequestTooLong and stays unchanged then."""
+        if not self.admits:
+            raise Unavailable("the engine is paused or asleep; call resume() or wake_up() first")
         self.check(request)
         remote = self._remote
         request = request if remote is None else remote.prepare(request)
@@ -140,6 +144,8 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether `step` has something to do: a request to run, blocks that one waits for, a
         result to take or an answer to return."""
+        if self.is_held:
+            return bool(self._in_flight) or self.scheduler.outcome.has_deltas
         is_awaited = self._remote is not None and self._remote.is_awaited
         return self.scheduler.has_work() or bool(self._in_flight) or is_awaited
 
@@ -149,7 +155,8 @@ class EngineCore:
             is_idle = not self._in_flight and not self.scheduler.has_work()
             for request_id, first in self._remote.ready(AWAIT_S if is_idle else 0.0):
                 self.scheduler.take_remote_kv(request_id, first)
-        self._submit_ahead()
+        if not self.is_held:
+            self._submit_ahead()
         self._take_oldest()
         if self._events is not None:
             self._events.publish()
@@ -178,6 +185,10 @@ class EngineCore:
         if self._events is not None:
             self._events.publish()
         return True
+
+    def control_workers(self, action: dict[str, Any]) -> list[dict[str, Any]]:
+        """What part `rollout-worker` answers on each rank; call with no step in flight."""
+        return self._executor.control(action)
 
     def close(self) -> None:
         """End worker processes, give the device back; idempotent."""

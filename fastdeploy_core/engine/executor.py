@@ -141,6 +141,15 @@ class Executor:
             return self._submit(lambda: self._worker.launch(step), is_step=True)
         return self._submit(lambda: self._launch_everywhere(step), is_step=True)
 
+    def control(self, action: dict[str, Any]) -> list[dict[str, Any]]:
+        """Have all ranks do what part `rollout-worker` knows; one answer per rank."""
+        if self._peers is not None:
+            self._peers.send_call(wire.Control(action))
+        answers = [self._submit(lambda: self._worker.control(action)).result()]
+        if self._peers is not None:
+            answers += [self._wait_peer(self._peers.answers) for _ in range(1, self._world_size)]
+        return answers
+
     def close(self) -> None:
         """End the other ranks and give the device back. A stuck rank 0 is abandoned. Idempotent."""
         if self._is_closed:
@@ -262,6 +271,7 @@ class _Peers:
         self._is_stopping = False
         self.loaded: queue.SimpleQueue[WorkerInfo] = queue.SimpleQueue()
         self.cache_ready: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._folder = child.PrivateFolder("tp")
         address_folder = self._folder.path / "group"
         address_folder.mkdir(mode=0o700)
@@ -343,6 +353,8 @@ class _Peers:
             self.loaded.put(message.info)
         elif isinstance(message, wire.CacheReady):
             self.cache_ready.put(message.rank)
+        elif isinstance(message, wire.Controlled):
+            self.answers.put(message.answer)
         else:
             self._on_failure(rank_failure(message))
 

@@ -46,7 +46,8 @@ class _Sequence:
     ) -> None:
         params = request.sampling
         self.output = CompletionOutput(index=index)
-        self._logprobs = _LogprobReader(tokenizer if params.detokenize else None)
+        names_tokens = bool(params.logprob_token_ids)
+        self._logprobs = _LogprobReader(tokenizer if params.detokenize else None, names_tokens)
         if params.logprobs is not None:
             self.output.cumulative_logprob = 0.0
             self.output.logprobs = []
@@ -393,8 +394,9 @@ class _LogprobReader:
     """Log-probabilities of successive tokens in vLLM's form, with the text of each token. A
     character that several tokens spell is the text of the last of them."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, names_tokens: bool = False) -> None:
         self._tokenizer = tokenizer  # None: no texts are wanted
+        self._has_ranks = not names_tokens  # of alternatives
         self._begun = b""  # bytes of a character that is not complete
 
     def read(self, entry: TokenLogprobs) -> dict[int, Logprob]:
@@ -409,7 +411,8 @@ class _LogprobReader:
             text, begun = self._text(token_id)
             if place == 0:
                 rest = begun
-            result[token_id] = Logprob(logprob, entry.rank if place == 0 else place, text)
+            rank = entry.rank if place == 0 else place if self._has_ranks else None
+            result[token_id] = Logprob(logprob, rank, text)
         self._begun = rest
         return result
 

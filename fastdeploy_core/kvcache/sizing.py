@@ -204,11 +204,12 @@ class MemoryProfile:
     shared_with: int = 0
     graph_bytes: int = 0
     most_bytes: int = 0  # all that the batch could ever hold; what is shared gives no more
+    others_bytes: int = 0  # in use before this rank began, on a device with room for both
 
     @property
     def available_bytes(self) -> int:
         """What is left for the KV pool; may be negative."""
-        used = self.total_bytes - self.free_bytes
+        used = self.total_bytes - self.free_bytes - self.others_bytes
         left = int(self.total_bytes * self.utilization) - used - self.step_bytes - self.graph_bytes
         if self.shared_with:
             left = min(left, int(self.free_bytes * SHARED_FRACTION)) // self.shared_with
@@ -217,7 +218,7 @@ class MemoryProfile:
 
     def arithmetic(self) -> str:
         """For messages: where the bytes go."""
-        used = self.total_bytes - self.free_bytes
+        used = self.total_bytes - self.free_bytes - self.others_bytes
         text = (
             f"{self.total_bytes / GIB:.2f} GiB x {self.utilization:g} usable"
             f" - {used / GIB:.2f} GiB in use (weights {_size(self.weight_bytes)})"

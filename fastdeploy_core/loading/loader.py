@@ -94,7 +94,7 @@ def load_model(
             drivers=DriverFactories(
                 lambda spec: load_driver(
                     "state" if isinstance(spec, StateSpec) else "attention", ""
-                )(spec, config.cache.block_size, device, kernels),
+                )(_with_kept(spec, config), config.cache.block_size, device, kernels),
                 lambda spec: load_driver("moe", "")(spec, device, kernels),
             ),
             ranks=ModelRanks(tp_rank, tp_size, communicator, experts),
@@ -121,6 +121,11 @@ def load_model(
         weight_bytes=build.weight_bytes + (0 if cache is None else cache.num_bytes),
         report=report,
     )
+
+
+def _with_kept(spec: Any, config: EngineConfig) -> Any:
+    """The spec as its driver gets it."""
+    return replace(spec, kept=config.kept_states) if isinstance(spec, StateSpec) else spec
 
 
 def _check_layers(shapes: ModelShapes, build: ModelBuilder) -> None:

@@ -85,6 +85,8 @@ def find_part(name: str, asked: str, inventory: Inventory | None = None) -> Plug
     with others: KV blocks (`kv-events`, `kv-store`: engine/core.py), requests (`shared-queue`:
     client.py), weights with later starts (`weight-cache`: loading/loader.py). Adapters of layers
     (`lora`: layers/builder.py) and requests (`lora-request`: api/, `lora-server`: serving/).
+    What puts engines to sleep (`rollout-engine`, `rollout-worker`, `rollout-llm`: client.py,
+    engine_process.py, worker_process.py). `forced-tools`: calls that a grammar forces.
     asked: the arguments that need it."""
     try:
         return find("part", name, inventory)

@@ -220,14 +220,9 @@ class _Resolver:
         from fastdeploy_core.contracts.attention import StateQuestion
 
         place = (self._chosen["device"], self._tensor_library)
-        specs = dict.fromkeys(spec for spec in layers if isinstance(spec, StateSpec))
-        questions = [StateQuestion(*place, spec) for spec in specs]
-        if questions and self._config.speculative is not None:
-            raise ConfigError(
-                "speculation is not possible with this model: it has layers that keep a state per "
-                f"sequence ({questions[0].spec.kind}), out of which refused drafts cannot be taken "
-                "again; possible: no speculative method"
-            )
+        kept = self._config.kept_states
+        states = (replace(spec, kept=kept) for spec in layers if isinstance(spec, StateSpec))
+        questions = [StateQuestion(*place, spec) for spec in dict.fromkeys(states)]
         self._layer_driver("state", "fd_state_backends", questions, "")
 
     def moe(self, specs: Sequence[MoESpec]) -> None:

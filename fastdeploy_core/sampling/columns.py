@@ -62,6 +62,7 @@ class SamplingColumns:
         self.num_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
         self.num_prompt_logprobs = np.full(max_num_seqs, NO_LOGPROBS, dtype=np.int64)
         self.bias: list[tuple[np.ndarray, np.ndarray] | None] = [None] * max_num_seqs
+        self.named: list[list[int]] = [[]] * max_num_seqs  # logprob_token_ids
 
     def add(self, slot: int, params: SamplingParams, seed: int) -> None:
         """Fill one slot's entries; the owners of masks, grammars and processors set their bits."""
@@ -84,7 +85,8 @@ class SamplingColumns:
             flags |= MIN_TOKENS
         if params.logprobs is not None:
             flags |= LOGPROBS
-            self.num_logprobs[slot] = params.logprobs
+            named = self.named[slot] = params.logprob_token_ids or []
+            self.num_logprobs[slot] = len(named) or params.logprobs
         if params.prompt_logprobs is not None:
             flags |= PROMPT_LOGPROBS
             self.num_prompt_logprobs[slot] = params.prompt_logprobs
@@ -187,6 +189,10 @@ class SamplingPlan:
     def rows(self, flag: int) -> np.ndarray:
         """Numbers of the rows that have the flag."""
         return np.flatnonzero(self.row_flags & flag)
+
+    def named(self, rows: np.ndarray) -> list[list[int]]:
+        """Of each of these rows, the tokens that it names for log-probabilities."""
+        return [self._columns.named[slot] for slot in self.slots[rows].tolist()]
 
     def rows_dev(self, flag: int) -> Tensor | None:
         """`rows` on the device; None when every row has the flag."""

@@ -3,7 +3,7 @@ later."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,10 +40,16 @@ class LogprobTensors:
 
 
 def gather(
-    device: DeviceBackend, values: Tensor, token_ids: Tensor, rows: np.ndarray, widths: np.ndarray
+    device: DeviceBackend,
+    values: Tensor,
+    token_ids: Tensor,
+    rows: np.ndarray,
+    widths: np.ndarray,
+    named: Sequence[Sequence[int]] = (),
 ) -> LogprobTensors:
     """values: [n, vocabulary] log-probabilities (or logits); token_ids: [n] int64, the sampled
-    tokens; widths: alternatives per row, -1 for the whole vocabulary."""
+    tokens; widths: alternatives per row, -1 for the whole vocabulary; named: the alternatives that
+    a row names itself, in place of its likeliest ones."""
     xp = device.xp
     vocab_size = int(values.shape[-1])
     widths = np.where(widths < 0, vocab_size, np.minimum(widths, vocab_size))
@@ -54,6 +60,11 @@ def gather(
     top_values = top_ids = None
     if width:
         top_values, top_ids = xp.topk(values, width, -1)
+    if any(named):
+        asked = np.array([[*ids, *[-1] * (width - len(ids))] for ids in named])
+        asked_dev = device.to_device(asked)
+        top_ids = xp.where(asked_dev < 0, top_ids, asked_dev)
+        top_values = xp.gather(values, 1, top_ids)
     return LogprobTensors(rows, widths, column, chosen, ranks, top_values, top_ids)
 
 

@@ -112,7 +112,9 @@ class Sampler:
             rows, index = plan.rows(bits.LOGPROBS), plan.rows_dev(bits.LOGPROBS)
             ids = sampled.token_ids
             ids = ids if index is None else xp.index_select(ids, 0, index)
-            sampled.logprobs = gather(self._device, values, ids, rows, plan.num_logprobs[rows])
+            sampled.logprobs = gather(
+                *(self._device, values, ids, rows, plan.num_logprobs[rows], plan.named(rows))
+            )
         if flags & bits.PENALTY and step.drafts is None:
             self.count(plan, sampled.token_ids)
         return sampled

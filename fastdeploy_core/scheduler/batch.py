@@ -50,21 +50,21 @@ class BatchScheduler:
             requests_finished_total=Counter(), requests_rejected_total=Counter()
         )
         self._clock = clock
-        self._roster = Roster(
+        self.roster = Roster(
             kv,
             by_priority=settings.batch.policy == "priority",
             clock=clock,
             num_drafts=settings.num_speculative_tokens,
         )
-        self._outcome = Outcome(self._roster, self.counters)
-        self.take_deltas = self._outcome.take_deltas  # for clients, since the last call
+        self.outcome = Outcome(self.roster, self.counters)
+        self.take_deltas = self.outcome.take_deltas  # for clients, since the last call
         self._policy: DraftPolicy | None = None
         if settings.speculative is not None:
             is_captured = settings.device.captures_drafts
             self._policy = DraftPolicy(settings.speculative, is_captured=is_captured)
         self._results_s: float | None = None  # when results came last, if there was more to do
         self._planner = StepPlanner(
-            self._roster, settings, self.counters, self._fail_stuck, self._policy
+            self.roster, settings, self.counters, self._fail_stuck, self._policy
         )
         self._deadlines: list[tuple[float, str]] = []
         self._next_seq_id = 0
@@ -77,71 +77,71 @@ class BatchScheduler:
     @property
     def num_requests(self) -> int:
         """Unfinished requests."""
-        return len(self._roster.requests)
+        return len(self.roster.requests)
 
     @property
     def num_sequences(self) -> int:
         """Sequences in the batch, and those that wait for room."""
-        return len(self._roster.running) + self._roster.num_waiting
+        return len(self.roster.running) + self.roster.num_waiting
 
     @property
     def num_free_blocks(self) -> int:
         """KV blocks that a new request could get; see contracts.scheduler.Capacity."""
-        return self._roster.num_free_blocks
+        return self.roster.num_free_blocks
 
     @property
     def num_held(self) -> int:
         """Requests that wait for KV blocks of another instance."""
-        return len(self._roster.held)
+        return len(self.roster.held)
 
     def has_work(self) -> bool:
         """Whether a request can run or has passed its deadline, an answer is not yet given, or
         blocks are to be copied. What waits for another instance alone is no work."""
-        can_run = len(self._roster.requests) > self.num_held
-        if can_run or self._outcome.has_deltas or self.kv.has_copies:
+        can_run = len(self.roster.requests) > self.num_held
+        if can_run or self.outcome.has_deltas or self.kv.has_copies:
             return True
         return bool(self.num_held and self._deadlines and self._deadlines[0][0] <= self._clock())
 
     def leader(self, request_id: str) -> Sequence | None:
         """The first sequence of a request whose prompt may come from the prefix cache; None: it has
         ended, or its prompt is to be computed."""
-        request = self._roster.requests.get(request_id)
+        request = self.roster.requests.get(request_id)
         return None if request is None or request.wants_prompt_logprobs else request.sequences[0]
 
     def hold_for_remote_kv(self, request_id: str) -> None:
         """Another instance computes the prompt of a request that has not started."""
-        self._roster.hold(self._roster.requests[request_id])
+        self.roster.hold(self.roster.requests[request_id])
 
     def take_remote_kv(self, request_id: str, first: SequenceDelta | None = None) -> None:
         """The blocks of a held request have come, or never will: it waits for its turn, with its
         first token if that came along. Unknown ids are ignored, because the request may have ended
         meanwhile."""
-        if request_id in self._roster.held:
-            request = self._roster.requests[request_id]
-            self._roster.release(request)
+        if request_id in self.roster.held:
+            request = self.roster.requests[request_id]
+            self.roster.release(request)
             if first is not None:
-                self._outcome.take_first(request, first)
+                self.outcome.take_first(request, first)
 
     def add(self, request: Request) -> None:
         """Queue a request, or raise InvalidRequest; the scheduler is unchanged then. A newer
         attempt takes the place of an older one, whose output nobody wants any more."""
         self.check(request)
-        if request.request_id in self._roster.requests:
+        if request.request_id in self.roster.requests:
             self.abort([request.request_id])
         state = RequestState(request, self._clock())
         self._make_sequences(state)
         self.counters.requests_total += 1
         self.counters.prompt_tokens_total += len(request.prompt_token_ids)
-        self._roster.add(state)
+        self.roster.add(state)
         is_run = state.wants_prompt_logprobs or request.is_pooled
         if request.sampling.max_tokens == 0 and not is_run:
-            self._outcome.complete_empty(state)
+            self.outcome.complete_empty(state)
         elif state.deadline_s is not None:
             heapq.heappush(self._deadlines, (state.deadline_s, request.request_id))
 
     def check(self, request: Request) -> None:
         """Raise InvalidRequest for what can never run, with the arithmetic."""
-        running = self._roster.requests.get(request.request_id)
+        running = self.roster.requests.get(request.request_id)
         if running is not None and running.request.attempt >= request.attempt:
             raise InvalidRequest(
                 f"duplicate request id: {request.request_id!r:.80} is unfinished",
@@ -169,13 +169,13 @@ class BatchScheduler:
         sequence, with a delta, since the others go on."""
         for name in request_ids:
             request_id, branch = split_branch_id(name)
-            request = self._roster.requests.get(request_id)
+            request = self.roster.requests.get(request_id)
             if request is not None and branch is not None:
-                self._outcome.end_branch(request, branch)
+                self.outcome.end_branch(request, branch)
             elif request is not None:
-                self._roster.finish_request(request)
+                self.roster.finish_request(request)
                 self.counters.requests_finished_total[FinishReason.ABORT.value] += 1
-                self._outcome.discard(request_id)
+                self.outcome.discard(request_id)
 
     def schedule(self) -> ScheduledStep | None:
         """The next step; None if nothing can run (yet: steps in flight may change that)."""
@@ -186,7 +186,7 @@ class BatchScheduler:
     def update(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
         """Take in a step's results; `take_deltas` has the answers."""
         num_before = self.counters.generation_tokens_total
-        self._outcome.apply(step, output)
+        self.outcome.apply(step, output)
         if not step.num_rows:  # it only copied blocks
             return
         self._planner.note(step, output)
@@ -194,7 +194,7 @@ class BatchScheduler:
             # From the results before to these, with everything in between, if there was something
             # to do. Tokens that a step gives behind an answer's end count for nothing.
             now, before = self._clock(), self._results_s
-            self._results_s = now if self._roster.running or self._roster.num_leaving else None
+            self._results_s = now if self.roster.running or self.roster.num_leaving else None
             num_tokens = self.counters.generation_tokens_total - num_before
             self._policy.observe(step, num_tokens, 0.0 if before is None else now - before)
 
@@ -207,25 +207,25 @@ class BatchScheduler:
         seqs = failed.seqs()
         for seq in seqs:
             if seq.status is not RequestStatus.FINISHED:
-                self._roster.set_suspect(seq, True)
+                self.roster.set_suspect(seq, True)
         for step in steps:
-            self._outcome.undo(step)
+            self.outcome.undo(step)
         if len(seqs) == 1:
-            self._outcome.fail(seqs[0].request, message, "FastDeployError")
+            self.outcome.fail(seqs[0].request, message, "FastDeployError")
 
     def fail_oldest(self, message: str) -> None:
         """End the request that has waited longest; for states that should not exist."""
-        requests, held = self._roster.requests, self._roster.held
+        requests, held = self.roster.requests, self.roster.held
         oldest = next(name for name in requests if name not in held)
-        self._outcome.fail(requests[oldest], message, "OutOfBlocks")
+        self.outcome.fail(requests[oldest], message, "OutOfBlocks")
 
     def stats(self) -> EngineStats:
         """The counters as they are, with the gauges of now; from any thread."""
         stats, pool, host = copy.copy(self.counters), self.kv.pool, self.kv.host
         stats.requests_finished_total = dict(stats.requests_finished_total)
         stats.requests_rejected_total = dict(stats.requests_rejected_total)
-        stats.num_running = len(self._roster.running)
-        stats.num_waiting = self._roster.num_waiting
+        stats.num_running = len(self.roster.running)
+        stats.num_waiting = self.roster.num_waiting
         stats.num_requests = self.num_requests
         stats.num_blocks_total = pool.num_blocks
         stats.num_blocks_free = pool.num_available
@@ -236,8 +236,8 @@ class BatchScheduler:
             stats.num_host_blocks_total = host.num_blocks
             stats.num_host_blocks_used = host.num_used
             stats.host_saved_blocks_total = host.num_saved_total
-        stats.preemptions_total = self._roster.num_preemptions_total
-        tally = self._roster.columns.tally
+        stats.preemptions_total = self.roster.num_preemptions_total
+        tally = self.roster.columns.tally
         stats.drafts_total = tally.num_steps
         stats.accepted_drafts_at_total = tally.accepted_at.tolist()
         stats.draft_tokens_total = tally.num_drafted
@@ -246,8 +246,8 @@ class BatchScheduler:
 
     def check_idle(self) -> None:
         """Raise AssertionError unless the pool is as it began; call without unfinished requests."""
-        assert not self._roster.requests, "requests are unfinished"
-        assert not self._roster.num_leaving, "a step in flight still holds blocks"
+        assert not self.roster.requests, "requests are unfinished"
+        assert not self.roster.num_leaving, "a step in flight still holds blocks"
         self.kv.check()
         assert self.kv.num_used == 0, f"{self.kv.num_used} blocks are leaked"
 
@@ -262,7 +262,7 @@ class BatchScheduler:
             seed = mix64(self.settings.seed) ^ mix64(self._next_seq_id)
         for index in range(sampling.n):
             table = self.kv.new_table(request.cache_salt, request.extras)
-            own_seed, columns = sequence_seed(seed, index), self._roster.columns
+            own_seed, columns = sequence_seed(seed, index), self.roster.columns
             seq = Sequence(self._next_seq_id, index, state, table, own_seed, limit, columns)
             state.sequences.append(seq)
             self._next_seq_id += 1
@@ -273,10 +273,10 @@ class BatchScheduler:
         now = self._clock()
         while self._deadlines and self._deadlines[0][0] <= now:
             _, request_id = heapq.heappop(self._deadlines)
-            request = self._roster.requests.get(request_id)
+            request = self.roster.requests.get(request_id)
             if request is None or request.deadline_s is None or request.deadline_s > now:
                 continue
-            self._outcome.fail(
+            self.outcome.fail(
                 request,
                 f"the request did not finish within its deadline of "
                 f"{request.request.deadline_s:g} s",
@@ -285,7 +285,7 @@ class BatchScheduler:
 
     def _fail_stuck(self, seq: Sequence) -> None:
         pool = self.kv.pool
-        self._outcome.fail(
+        self.outcome.fail(
             seq.request,
             f"no room in the KV cache: the request has {len(seq.token_ids)} tokens and needs "
             f"{self.kv.num_blocks_for(len(seq.token_ids) + 1)} blocks; {pool.num_available} of "

@@ -230,6 +230,7 @@ async def app_around(
             occupancy=occupancy,
             media=media,
         )
+        app.state.decisions = resolved.result().report()  # why each plugin was chosen
         if engine_config.lora is not None:
             app.state.server.adapters = part("lora-server", "--enable-lora")(engine_config)
         yield app, engine

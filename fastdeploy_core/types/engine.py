@@ -52,6 +52,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Gauges of this moment, and counters since the engine started (names end in _total or _s)."""
 
     # gauges
+    control: str = ""  # JSON of part `rollout-engine`: what the engine was asked to do
     num_running: int = 0  # sequences in the batch
     num_waiting: int = 0  # sequences admitted to the engine and not in the batch
     num_queued: int = 0  # requests in the request scheduler, not yet taken by the engine

@@ -13,6 +13,7 @@ from fastdeploy_core.errors import InvalidRequest
 # Below this temperature sampling is greedy (vLLM's threshold).
 GREEDY_TEMPERATURE = 1e-5
 MAX_N = 16
+MAX_LOGPROB_TOKEN_IDS = 128  # as in vLLM
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_LOGIT_BIAS = 300
@@ -83,6 +84,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         None  # number of alternatives beside the sampled token; -1: whole vocabulary
     )
     prompt_logprobs: int | None = None
+    # Tokens whose log-probabilities are given in place of those of the likeliest ones.
+    logprob_token_ids: list[int] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -122,6 +125,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 setattr(self, name, 1)
             if getattr(self, name) is not None:
                 self._check_int(name, -1, 2**31 - 1)
+        self.logprob_token_ids = list(dict.fromkeys(self.logprob_token_ids or ())) or None
+        if self.logprob_token_ids and self.logprobs is None:
+            self.logprobs = 0
         if self.thinking_token_budget is not None:
             self._check_int("thinking_token_budget", 0, 2**31 - 1)
         if self.is_greedy and self.n > 1:
@@ -236,7 +242,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 f"bad_words_token_ids may hold {most} words and {MAX_BAD_WORD_TOKENS} ids",
                 param="bad_words_token_ids",
             )
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        if len(self.logprob_token_ids or ()) > MAX_LOGPROB_TOKEN_IDS:
+            raise InvalidRequest(
+                f"logprob_token_ids may name {MAX_LOGPROB_TOKEN_IDS} tokens, got "
+                f"{len(self.logprob_token_ids or ())}",
+                param="logprob_token_ids",
+            )
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             ids = getattr(self, name)
             if ids and (set(map(type, ids)) != {int} or min(ids) < 0):
                 raise InvalidRequest(f"{name} must be token ids (0 and up)", param=name)
@@ -249,6 +261,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         named: list[tuple[str, list[int]]] = [
             ("stop_token_ids", self.stop_token_ids or []),
             ("allowed_token_ids", self.allowed_token_ids or []),
+            ("logprob_token_ids", self.logprob_token_ids or []),
             ("logit_bias", list(self.logit_bias or {})),
             ("bad_words_token_ids", [t for w in self.bad_words_token_ids or [] for t in w]),
         ]

@@ -1,5 +1,4 @@
-"""The KV caches of one rank: a pool of blocks for every attention layer, and moves between
-blocks."""
+"""The KV caches of one rank: pools of blocks of all attention layers, and moves between blocks."""
 
 from __future__ import annotations
 
@@ -9,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fastdeploy_core.contracts.attention import cache_dtypes
+from fastdeploy_core.contracts.device import TierDevice
 from fastdeploy_core.errors import ConfigError, WorkerError
 from fastdeploy_core.kvcache import bounded_rules
 from fastdeploy_core.memory.block_mover import BlockMover
@@ -77,7 +77,7 @@ class Caches:
         """Zeroed caches of every layer; those there were have been dropped. more_blocks: of each
         group behind the first; none: as many as that has, of states one. Without `is_touched` the
         host's memory comes page by page when it is used: clearing gigabytes takes seconds.
-        host_file: where the host blocks lie, for others to read and fill."""
+        host_file: where the host blocks lie, for others to use; device:FILE: see TierDevice."""
         device = self._device
         make: Callable[[tuple[int, ...], str], Tensor] = self._zeros
         if device.limits.shares_host_memory and num_blocks and not is_touched:
@@ -86,7 +86,9 @@ class Caches:
         self.tensors = [
             tuple(make(shape, dtype) for shape, dtype in layer) for layer in self.shapes(*sizes)
         ]
-        self._mover = BlockMover(device, self._kernels, self.tensors, num_host_blocks, host_file)
+        of = (self._kernels, self.tensors, num_host_blocks, host_file.removeprefix("device:"))
+        keeps = host_file.startswith("device:") and isinstance(device, TierDevice) and device
+        self._mover = keeps.block_tier(*of) if keeps else BlockMover(device, *of)
 
     def _zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         xp = self._device.xp

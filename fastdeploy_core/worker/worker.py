@@ -72,6 +72,7 @@ class Worker:
     ) -> None:
         self.config, self.resolved = config, resolved
         self.rank, self.world_size, self.address = rank, world_size, address
+        self._free_before = 0  # bytes of the device, before the weights
         self.device: DeviceBackend | None = None
         self._communicator: Communicator | None = None
         self._runner: ModelRunner | None = None
@@ -96,7 +97,7 @@ class Worker:
             self.config.device,
             resolved=self.resolved,
         )
-        free_before = device.memory().free_bytes
+        free_before = self._free_before = device.memory().free_bytes
         loaded = self._load_model(device, kernels, free_before)
         sizes, about_graphs = graph_sizes(
             *(self.config, device.limits, loaded.attention.values(), self.world_size),
@@ -137,8 +138,7 @@ class Worker:
         runner, device = self._ready()
         host_file = host_files[self.rank] if host_files else ""
         try:
-            sizes = (num_blocks, num_host_blocks, *more_blocks)
-            runner.allocate_cache(*sizes, host_file=host_file, is_touched=False)
+            self._allocate_cache((num_blocks, num_host_blocks, *more_blocks), host_file)
         except Exception as error:
             if not device.is_oom(error):
                 raise
@@ -170,6 +170,9 @@ class Worker:
         if self._runner is None or self.device is None:
             raise WorkerError(f"worker rank {self.rank} has no model; call load() first")
         return self._runner, self.device
+
+    def _allocate_cache(self, sizes: Sequence[int], host_file: str) -> None:
+        self._ready()[0].allocate_cache(*sizes, host_file=host_file, is_touched=False)
 
     def _load_model(
         self, device: DeviceBackend, kernels: ChosenKernels, free_bytes: int
@@ -291,6 +294,8 @@ class Worker:
         peak = untouched - water.free_bytes - held
         limits, config = device.limits, self.config
         num_processes = self.world_size * config.parallel.data_parallel_size
+        usable = before.total_bytes * config.cache.memory_utilization
+        others = before.total_bytes - self._free_before if usable <= self._free_before else 0
         per_sequence = -(-config.model.max_model_len // config.cache.block_size)
         return MemoryProfile(
             total_bytes=before.total_bytes,
@@ -303,6 +308,7 @@ class Worker:
             utilization=self.config.cache.memory_utilization,
             shared_with=num_processes if limits.shares_host_memory else 0,
             most_bytes=runner.caches.most_bytes(config.batch.max_num_seqs, per_sequence),
+            others_bytes=0 if limits.shares_host_memory else others,
         )
 
 

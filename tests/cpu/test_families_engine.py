@@ -14,6 +14,7 @@ from tests.checkpoints import FAMILY_LIMITS, NUM_GREEDY, build, reference
 # One of each family.
 VARIANTS = (
     *("mistral", "mixtral", "qwen2-moe", "olmo2", "phi3-longrope", "glm4-moe", "minimax-m2"),
+    *("llama4", "deepseek-v32"),
 )
 
 

@@ -39,8 +39,9 @@ from tests.cpu.speculative_mixes import make_requests as make_speculated
 from tests.null_engine import make_request
 from tests.worker_steps import write_model
 
-# Windows alone; windows behind a full layer; windows and full layers in turn, with sinks.
-VARIANTS = ("mistral-window", "qwen2-window", "gpt-oss")
+# Windows alone; windows behind a full layer; windows and full layers in turn, with sinks; chunks,
+# and full layers without positions.
+VARIANTS = ("mistral-window", "qwen2-window", "gpt-oss", "llama4")
 NUM_MIXES = (15, pytest.param(110, marks=[pytest.mark.slow, pytest.mark.timeout(900)]))  # per model
 
 
@@ -173,7 +174,8 @@ def test_the_report_says_what_the_worker_allocated(bench: Bench) -> None:
     text = "\n".join(info.report)
     for group, num_bytes in zip(kv.bounded, caches.block_bytes()[1:], strict=True):
         assert f"{group.pool.num_blocks} blocks of {BLOCK_SIZE} tokens for layers with a" in text
-        assert f"window of {group.rule.tokens} tokens ({num_bytes} bytes each)" in text
+        rule = f"{group.rule.kind} of {group.rule.tokens} tokens"
+        assert f"{rule} ({num_bytes} bytes each)" in text
 
 
 def test_a_context_within_the_window_is_one_group(checkpoints: Path, tensor_library: str) -> None:

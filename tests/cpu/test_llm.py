@@ -87,6 +87,24 @@ def test_logprobs_are_those_of_a_distribution(llm: LLM) -> None:
         assert entry is not None and token_id in entry
 
 
+def test_named_tokens_have_the_log_probabilities_that_they_have_among_others(llm: LLM) -> None:
+    rest: dict[str, Any] = {"temperature": 0, "max_tokens": 1, "ignore_eos": True}
+    (likely,) = generate(llm, "hello", SamplingParams(**rest, logprobs=20))
+    assert likely.outputs[0].logprobs is not None
+    (expected,) = likely.outputs[0].logprobs
+    first, *others = expected
+    rare = next(token for token in range(100) if token not in expected)
+    asked = [rare, *others[5:9], others[5]]
+    (named,) = generate(llm, "hello", SamplingParams(**rest, logprob_token_ids=asked))
+    assert named.outputs[0].logprobs is not None
+    (found,) = named.outputs[0].logprobs
+    assert list(found) == [first, rare, *others[5:9]]
+    for token in (first, *others[5:9]):
+        assert found[token].logprob == pytest.approx(expected[token].logprob, abs=1e-6)
+    assert found[rare].logprob <= min(entry.logprob for entry in expected.values())
+    assert found[first].rank == 1 and found[rare].rank is None
+
+
 def test_structured_outputs_follow_their_schema(llm: LLM) -> None:
     schema = {
         "type": "object",

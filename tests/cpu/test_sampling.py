@@ -400,6 +400,23 @@ def test_logprobs_of_the_whole_vocabulary_hold_no_infinity(tensor_library: str) 
     assert min(record.logprobs) == -9999.0
 
 
+def test_named_tokens_are_given_in_place_of_the_likeliest(tensor_library: str) -> None:
+    bench = Bench(tensor_library)
+    logits = np.random.default_rng(4).normal(size=(3, VOCAB)).astype(np.float32) * 2
+    bench.add(0, SamplingParams(temperature=0, logprobs=3))
+    bench.add(1, SamplingParams(temperature=0, logprob_token_ids=[9, 2, 9, 11, 0]))
+    bench.add(2, SamplingParams(temperature=0, logprobs=-1, logprob_token_ids=[VOCAB - 1]))
+    sampled = bench.sample(logits, [0, 1, 2])
+    likeliest, named, last = read(
+        sampled.logprobs, (bench.device.to_host(x) for x in sampled.logprobs.tensors())
+    )
+    assert likeliest.token_ids[1:] == np.argsort(-logits[0], kind="stable")[:3].tolist()
+    assert named.token_ids == [int(logits[1].argmax()), 9, 2, 11, 0]
+    assert last.token_ids == [int(logits[2].argmax()), VOCAB - 1]
+    for record, row in zip((likeliest, named, last), logits, strict=True):
+        assert np.allclose(record.logprobs, log_softmax(row)[record.token_ids], atol=1e-5)
+
+
 # -- slots ----------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,9 @@ from tests.cpu.engine_mixes import (
     make_requests,
     poison,
 )
+from tests.cpu.speculative_mixes import Oracle, SpeculativeBench, make_free_requests, whole_texts
+from tests.cpu.speculative_mixes import answers_alone as alone_without_drafts
+from tests.cpu.speculative_mixes import check as check_speculated
 from tests.null_engine import make_request
 
 # Delta nets beside attention; Mamba-2 beside attention; convolutions beside attention.
@@ -99,6 +102,43 @@ def test_captured_steps_give_the_same_tokens(
     seen = check_captured(captured, requests, alone, num_mixes)
     captured.worker.close()
     assert seen["replays"] > seen["steps"] / 4 and seen["preemptions"]
+
+
+@pytest.mark.parametrize("num_mixes", (3, NUM_MIXES[1]))
+@pytest.mark.parametrize("captures", [False, True])
+def test_refused_drafts_leave_states_as_they_were(
+    checkpoints: Path, variant: str, tensor_library: str, captures: bool, num_mixes: int
+) -> None:
+    """Random mixes with drafts, 0 to 4 changing from step to step, some right and some wrong."""
+    folder = checkpoints / variant
+    plain = SpeculativeBench(folder, tensor_library, processors=())
+    requests = make_free_requests(Random(5), 16, plain.vocab_size)
+    truth = alone_without_drafts(plain, requests)
+    bench = SpeculativeBench(folder, tensor_library, "suffix", captures=captures, processors=())
+    texts = whole_texts(requests, truth)
+    bench.speculation._drafter = Oracle(Random(1), texts, bench.vocab_size)
+    initialize, seen = bench._executor.initialize_cache, Counter[str]()
+
+    def poisoned(*sizes: int, **named: Any) -> None:
+        initialize(*sizes, **named)
+        poison(bench)
+
+    bench._executor.initialize_cache = poisoned  # type: ignore[method-assign]
+    for seed in range(num_mixes):
+        random = Random(seed)
+        chosen = random.sample(requests, random.randrange(4, 9))
+        arrivals = [(random.randrange(10), r) for r in chosen]
+        core, collector = bench.run_varied(Settings.random(random), arrivals, random)
+        check_speculated(collector, chosen, truth)
+        core.scheduler.kv.check()
+        stats = core.stats()
+        seen["refused"] += stats.draft_tokens_total - stats.accepted_draft_tokens_total
+        seen["accepted"] += stats.accepted_draft_tokens_total
+        seen["prefix hits"] += stats.prefix_hit_tokens_total
+        seen["replays"] += bench.num_replays if captures else 0
+        assert not stats.draft_failures_total
+    assert seen["refused"] > 10 * num_mixes and seen["accepted"] > 10 * num_mixes
+    assert seen["prefix hits"] and bool(seen["replays"]) == captures
 
 
 @pytest.mark.parametrize("overlap", [False, True])

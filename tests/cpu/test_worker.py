@@ -107,6 +107,20 @@ def test_the_arithmetic_of_device_memory() -> None:
     assert "weights 5.0 MiB" in small.arithmetic()
 
 
+def test_engines_that_share_a_device_count_what_is_their_own() -> None:
+    second = MemoryProfile(
+        total_bytes=80 * GIB,
+        free_bytes=24 * GIB,
+        weight_bytes=20 * GIB,
+        step_bytes=2 * GIB,
+        utilization=0.45,
+        others_bytes=36 * GIB,
+    )
+    assert second.available_bytes == int(80 * GIB * 0.45) - 20 * GIB - 2 * GIB
+    assert second.available_bytes <= second.free_bytes - second.step_bytes
+    assert "20.00 GiB in use" in second.arithmetic()
+
+
 def test_host_memory_is_left_to_others_and_divided_among_ranks() -> None:
     profile = MemoryProfile(
         total_bytes=64 * GIB,

@@ -43,7 +43,17 @@ BFLOAT16_TOLERANCE = {"dense": 0.06, "experts": 0.3}
 PROMPT_LENGTHS = (5, 23, 150)
 # Families of fd-models, but for the one whose context is shorter than the longest prompt.
 FAMILIES = [name for name in (*FAMILY_VARIANTS, *STATE_VARIANTS) if name != "phi3-longrope"]
-WITH_EXPERTS = ("moe", "deepseek", "mixtral", "minimax", "gpt-oss", "qwen3-next", "granite4")
+WITH_EXPERTS = (
+    "moe",
+    "deepseek",
+    "mixtral",
+    "minimax",
+    "gpt-oss",
+    "qwen3-next",
+    "granite4",
+    "llama4",
+    "nemotron",
+)
 
 
 @pytest.fixture(scope="module", params=[*VARIANTS, *WIDE_VARIANTS, *FAMILIES])

@@ -24,6 +24,7 @@ from fd_cuda.attention.quantized import QuantizedAttention
 from fd_cuda.device import CudaDevice
 from fd_cuda.experts import AllGatherExperts as CudaAllGatherExperts
 from fd_cuda.experts import AllToAllExperts, ByBatchExperts
+from fd_cuda.ipc.transport import CudaIpcTransport
 from fd_cuda.moe import CudaMoE
 from fd_cuda.states.driver import CudaStates
 from fd_dcu.device import DcuDevice
@@ -43,6 +44,8 @@ from fd_iluvatar.attention import IluvatarAttention
 from fd_iluvatar.device import IluvatarDevice
 from fd_key_limits.limits import KeyLimits
 from fd_kv_disk.disk import DiskStore
+from fd_kv_mooncake.transport import MooncakeTransport
+from fd_kv_nixl.transport import NixlTransport
 from fd_kv_redis.store import RedisStore
 from fd_kv_shm.shm import SharedMemoryTransport
 from fd_kv_tcp.transport import TcpTransport
@@ -54,11 +57,14 @@ from fd_lora.layers import AdapterLayers
 from fd_lora.served import ServedAdapters
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
-from fd_models.deepseek_v3 import DeepseekV3ForCausalLM
 from fd_models.gemma2 import Gemma2ForCausalLM
 from fd_models.gemma3 import Gemma3ForCausalLM
 from fd_models.glm4_moe import Glm4MoeForCausalLM
 from fd_models.gpt_oss import GptOssForCausalLM
+from fd_models.latent.deepseek_v3 import DeepseekV3ForCausalLM
+from fd_models.latent.deepseek_v32 import DeepseekV32ForCausalLM
+from fd_models.latent.indexed import IndexedAttention
+from fd_models.llama4 import Llama4ForCausalLM
 from fd_models.minimax_m2 import MiniMaxM2ForCausalLM
 from fd_models.mistral import MistralForCausalLM
 from fd_models.mixtral import MixtralForCausalLM
@@ -67,6 +73,7 @@ from fd_models.phi3 import Phi3ForCausalLM
 from fd_models.qwen2_moe import Qwen2MoeForCausalLM
 from fd_models.recurrent.granite4 import GraniteMoeHybridForCausalLM
 from fd_models.recurrent.lfm2 import Lfm2ForCausalLM
+from fd_models.recurrent.nemotron_h import NemotronHForCausalLM
 from fd_models.recurrent.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from fd_models.recurrent.qwen3_next import Qwen3NextForCausalLM
 from fd_models.recurrent.states import PlainStates
@@ -90,6 +97,7 @@ from fd_mysuffix.checkpoint import MySuffixCheckpoint
 from fd_mythoughts.parser import MyThoughtsParser
 from fd_mywire.transport import MyWireTransport
 from fd_parsers.deepseek import DeepSeekToolParser
+from fd_parsers.forced import ForcedTools
 from fd_parsers.gemma import FunctionGemmaToolParser, Gemma4ToolParser
 from fd_parsers.harmony import HarmonyReasoningParser, HarmonyToolParser
 from fd_parsers.hermes import HermesToolParser
@@ -121,6 +129,10 @@ from fd_quant_hub.compressed import CompressedTensors
 from fd_quant_hub.gptq import Awq, Gptq
 from fd_quant_wint2.published import Wint2
 from fd_quant_wint2.trellis import Tet2, Tet3, Tet4
+from fd_rollout.control import EngineControl
+from fd_rollout.offline import METHODS
+from fd_rollout.sources import Folder, SharedMemory, WeightSource
+from fd_rollout.worker import RolloutWorker
 from fd_router.command import main as router
 from fd_scale_out.experts import ExpertRanks as WholeExperts
 from fd_scale_out.front_ends import FrontEnds
@@ -188,6 +200,7 @@ from fastdeploy_core.contracts.small import (
 )
 from fastdeploy_core.contracts.speculative import DeviceDrafter, DrafterContext, HostDrafter
 from fastdeploy_core.engine.client import EngineLink
+from fastdeploy_core.engine.core import EngineCore
 from fastdeploy_core.engine.processes.supervisor import Listener
 from fastdeploy_core.kvcache import CachePlan
 from fastdeploy_core.layers import ModelBuilder
@@ -207,6 +220,7 @@ from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.serving.asking import Plugins
 from fastdeploy_core.types import SequenceExtras
 from fastdeploy_core.types.worker import WorkerInfo
+from fastdeploy_core.worker.worker import Worker
 from fastdeploy_testing.check import main as check_plugin
 from fastdeploy_testing.examine import main as examine_device
 from fastdeploy_testing.fakes import FaultyDevice, NullDevice
@@ -221,6 +235,9 @@ kv_transports: list[Callable[[TransportOptions], KVTransport]] = [
     MyWireTransport,
     SharedMemoryTransport,
     TcpTransport,
+    NixlTransport,
+    MooncakeTransport,
+    CudaIpcTransport,
 ]
 expert_communicators: list[Callable[[ExpertGroup], ExpertCommunicator]] = [
     MyMeshExperts,
@@ -251,6 +268,7 @@ schedulers: list[Callable[[RequestSchedulerConfig], RequestScheduler]] = [
     SplitwiseScheduler,
 ]
 attention: list[Callable[[AttentionSpec, int, DeviceBackend, KernelTable], AttentionBackend]] = [
+    IndexedAttention,
     MyFlashAttention,
     ReferenceAttention,
     X86Attention,
@@ -308,17 +326,20 @@ composed_quantizers: list[
 ]
 models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     DeepseekV3ForCausalLM,
+    DeepseekV32ForCausalLM,
     Ernie4_5ForCausalLM,
     Ernie4_5_MoeForCausalLM,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Glm4MoeForCausalLM,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
     LlamaForCausalLM,
     MiniMaxM2ForCausalLM,
     MistralForCausalLM,
     MixtralForCausalLM,
     MyModelForCausalLM,
+    NemotronHForCausalLM,
     Olmo2ForCausalLM,
     Olmo3ForCausalLM,
     Phi3ForCausalLM,
@@ -433,6 +454,15 @@ adapters: list[Callable[[EngineConfig, DeviceBackend, KernelTable, type[Any]], A
 ]
 adapter_request: list[Callable[[str, str, EngineConfig], SequenceExtras]] = [adapter_extras]
 served_adapters: list[Callable[[EngineConfig], Mapping[str, SequenceExtras]]] = [ServedAdapters]
+forced_tools: list[type[ForcedTools]] = [ForcedTools]
+rollout_engine: list[
+    Callable[[EngineCore, RequestScheduler | None, Callable[[], None] | None], EngineControl]
+] = [EngineControl]
+rollout_llm: list[Mapping[str, Callable[..., Any]]] = [METHODS]
+rollout_worker: list[Callable[[EngineConfig, ResolvedPlugins, int, int, str], Worker]] = [
+    RolloutWorker
+]
+weight_sources: list[Callable[[Mapping[str, Any], str], WeightSource]] = [Folder, SharedMemory]
 kv_events: list[Callable[[KVEventsConfig, int, int, int], KVEvents]] = [KVEvents]
 stored_blocks: list[
     Callable[

@@ -279,11 +279,13 @@ PRIVATE = {
     "fd-launch": {"plugins"},
     "fd-pooling": {"api", "config", "engine", "models", "serving", "tokenizer"},
     "fd-lora": {"config", "engine", "layers", "loading", "serving"},
+    "fd-rollout": {"api", "config", "engine", "layers", "loading", "plugins", "serving", "worker"},
     "fd-scale-out": {
         *("config", "engine", "envs", "kvcache", "loading", "plugins", "scheduler", "serving"),
     },
     "fd-tools": {"cli", "config", "envs", "models", "parsers", "plugins", "serving", "tokenizer"},
     "fd-vision": {"models"},
+    "fd-web": {"serving"},
 }
 # For tests alone: it may use the conformance kit.
 PRIVATE_OF_TESTS = {"fd-simdevice": {"fastdeploy_testing"}}

@@ -125,6 +125,19 @@ def test_tokens_of_logprobs_can_be_ids(client: httpx.Client) -> None:
     assert names == [[token] for token in logprobs["tokens"]]
 
 
+def test_tokens_may_be_named_whose_logprobs_are_wanted(
+    engine: ScriptedEngine, client: httpx.Client
+) -> None:
+    complete(client, prompt="a", logprobs=0, logprob_token_ids=[3, 4])
+    assert engine.requests[-1].sampling.logprob_token_ids == [3, 4]
+    for fields in ({}, {"logprobs": 1, "max_tokens": 0, "echo": True}):
+        answer = client.post(
+            "/v1/completions", json={"prompt": "a", "logprob_token_ids": [3], **fields}
+        )
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "logprob_token_ids"
+
+
 def test_the_token_itself_comes_before_better_ones(
     engine: ScriptedEngine, client: httpx.Client
 ) -> None:

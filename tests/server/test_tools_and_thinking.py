@@ -9,12 +9,12 @@ from shutil import copy
 
 import httpx
 import pytest
+from fd_parsers import forced
 from tokenizers import Tokenizer as Backend
 
 from fastdeploy_core.contracts.small import ToolCallDelta
 from fastdeploy_core.grammar.compiler import GrammarCompiler
 from fastdeploy_core.plugins.drivers import find
-from fastdeploy_core.serving.openai import forced_tools
 from fastdeploy_core.serving.openai.answer import Answer
 from fastdeploy_core.tokenizer import Tokenizer
 from fastdeploy_core.types import GrammarStart
@@ -235,7 +235,7 @@ def test_forced_calls_do_not_depend_on_how_text_is_cut(size: int) -> None:
         {"name": 'q"uote', "parameters": {}},
     ]
     text = json.dumps(calls, indent=1)
-    answer = Answer(forced_tools.RequiredCalls())
+    answer = Answer(forced.RequiredCalls())
     for start in range(0, len(text), size):
         answer.push(text[start : start + size], 1, start + size >= len(text))
     found = [call["function"] for call in answer.collected.tool_calls()]
@@ -244,7 +244,7 @@ def test_forced_calls_do_not_depend_on_how_text_is_cut(size: int) -> None:
 
 
 def test_a_call_that_is_cut_off_keeps_what_there_is() -> None:
-    answer = Answer(forced_tools.RequiredCalls())
+    answer = Answer(forced.RequiredCalls())
     answer.push('[{"name": "a", "parameters": {"x": 1', 1, True)
     (call,) = answer.collected.tool_calls()
     assert call["function"] == {"name": "a", "arguments": '{"x": 1'}

@@ -73,5 +73,5 @@ def test_nobody_has_to_yield_for_blocks_of_later_steps() -> None:
     """A pool that just holds all of them to their ends."""
     needed = sum(-(-(3 + row + LENGTH) // BLOCK) for row in range(ROWS))
     scheduler, _, num_growing = serve(needed)
-    assert scheduler._roster.num_preemptions_total == 0
+    assert scheduler.roster.num_preemptions_total == 0
     assert num_growing > LENGTH / (2 * BLOCK)

@@ -162,7 +162,7 @@ class Accelerator:
         while self.num_made - made < num_rows * num_tokens:
             self.step()
         speed = (self.num_made - made) / (self.now - began)
-        self.scheduler.abort(list(self.scheduler._roster.requests))
+        self.scheduler.abort(list(self.scheduler.roster.requests))
         while self.scheduler.has_work() or self._in_flight:
             self.step()
         return speed

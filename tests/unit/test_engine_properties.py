@@ -131,8 +131,8 @@ def test_first_come_is_first_served_within_a_tenant(seed):
         while events and events[0].step <= step:
             request = events.pop(0).request
             core.add(request)
-            if request.request_id in core.scheduler._roster.requests:
-                states.append(core.scheduler._roster.requests[request.request_id])
+            if request.request_id in core.scheduler.roster.requests:
+                states.append(core.scheduler.roster.requests[request.request_id])
         if not events and not core.has_work():
             break
         core.step()

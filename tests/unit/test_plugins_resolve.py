@@ -222,10 +222,25 @@ def test_layers_that_keep_a_state_need_a_driver_of_their_own(world, tmp_path):
         resolve(CONFIG, layers=[GQA, space, STATE], inventory=inventory)
 
 
-def test_speculation_is_refused_where_a_layer_keeps_a_state(world):
+def test_speculation_needs_a_state_driver_that_keeps_states_for_refused_drafts(world, tmp_path):
+    for name, words in (("newest", "'delta'"), ("several", "'delta', 'kept'")):
+        (tmp_path / f"{name}.py").write_text(
+            "from fastdeploy_core.contracts import Accept, Candidate, hookimpl\n"
+            f"class Driver:\n    contract = (1, 5)\n    features = frozenset({{{words}}})\n"
+            "@hookimpl\ndef fd_state_backends(question):\n"
+            f"    return [Candidate('{name}', Accept(question.spec.kept))]\n"
+        )
+    (newest,) = (
+        (
+            entry("state", name, f"{name}:Driver", f"fd-{name}"),
+            entry("hooks", name, name, f"fd-{name}"),
+        )
+        for name in ("newest",)
+    )
     config = replace(CONFIG, speculative=SpeculativeConfig("ngram", 2))
-    with pytest.raises(ConfigError, match=r"state per sequence \(delta\).*possible: no specul"):
-        resolve(config, layers=[GQA, STATE], inventory=world())
+    with pytest.raises(CapabilityError, match=r"newest .*: does not declare kept "):
+        resolve(config, layers=[GQA, STATE], inventory=world(*newest))
+    resolve(CONFIG, layers=[GQA, STATE], inventory=world(*newest))
 
 
 def test_plugin_may_answer_for_its_own_drivers_only(world, tmp_path, monkeypatch):

@@ -103,7 +103,7 @@ def test_steps_are_planned_with_upper_bounds_while_results_are_on_their_way() ->
     steps = [scheduler.schedule() for _ in range(3)]
     assert [step.output.rows.starts.tolist() for step in steps] == [[0], [3], [7]]
     assert [step.output.rows.counts.tolist() for step in steps] == [[3], [4], [4]]
-    (seq,) = scheduler._roster.running
+    (seq,) = scheduler.roster.running
     assert seq.num_computed == 11
     scheduler.update(steps[0], answer(steps[0], [[10]], [0]))
     scheduler.update(steps[1], answer(steps[1], [[11, 12]], [2]))

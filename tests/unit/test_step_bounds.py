@@ -82,7 +82,7 @@ class Late:
 
     def check(self) -> None:
         """The column `computed` against what was fed."""
-        for seq in self.scheduler._roster.running:
+        for seq in self.scheduler.roster.running:
             fed = self.fed[seq.seq_id]
             assert seq.num_computed >= fed, "more was fed than the scheduler thinks possible"
             if not self.in_flight:
@@ -120,9 +120,9 @@ def live(seed: int) -> tuple[Late, list[Request], set[str]]:
         elif requests and random.random() < 0.02:
             aborted.add(random.choice(requests).request_id)
             scheduler.abort(aborted)
-        running = scheduler._roster.running
+        running = scheduler.roster.running
         if running and random.random() < 0.02:
-            scheduler._roster.preempt(random.choice(running))
+            scheduler.roster.preempt(random.choice(running))
         while len(late.in_flight) < DEPTH and late.launch():
             late.check()
             if random.random() < 0.2:
@@ -152,7 +152,7 @@ def test_these_lives_hold_what_the_bounds_are_about() -> None:
     lives = [live(seed)[0] for seed in range(30)]
     assert max(late.most_fed for late in lives) == NUM_DRAFTS
     assert sum(late.num_late for late in lives) > 100
-    assert sum(late.scheduler._roster.num_preemptions_total for late in lives) > 10
+    assert sum(late.scheduler.roster.num_preemptions_total for late in lives) > 10
 
 
 @pytest.mark.parametrize("captures", [False, True])
@@ -184,4 +184,4 @@ def test_a_row_without_blocks_for_its_drafts_gets_its_token(
     assert [late.collector.answers(r.request_id) for r in requests] == [
         expected_answers(r, MAX_MODEL_LEN) for r in requests
     ]
-    assert late.scheduler._roster.num_preemptions_total == 0
+    assert late.scheduler.roster.num_preemptions_total == 0

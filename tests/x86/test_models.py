@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_core.plugins import lookup
-from tests.checkpoints import VARIANTS, reference
+from tests.checkpoints import FAMILY_LIMITS, VARIANTS, build, reference
 from tests.paged import PagedModel, load_driver, with_quantizer
 from tests.parity import (
     TOLERANCE,
@@ -65,6 +65,26 @@ def test_a_prompt_in_chunks_beside_a_decode_gives_the_same_logits(
 ) -> None:
     with model_of(checkpoints / variant, tensor_library, num_threads=2) as model:
         check_chunks_beside_a_decode(model, reference(checkpoints / variant))
+
+
+# Windows; in turn with all keys, and a soft cap; and sinks.
+BEYOND_PLAIN = ("mistral-window", "gemma2", "gpt-oss")
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("families"), list(BEYOND_PLAIN))
+
+
+@pytest.mark.parametrize("variant", BEYOND_PLAIN)
+def test_windows_sinks_and_caps_equal_transformers(
+    families: Path, variant: str, tensor_library: str
+) -> None:
+    folder, limits = families / variant, FAMILY_LIMITS.get(variant, {})
+    with model_of(folder, tensor_library, **limits) as model:
+        check_prompts_and_greedy(model, reference(folder))
+    with model_of(folder, tensor_library, num_threads=2, **limits) as model:
+        check_chunks_beside_a_decode(model, reference(folder))
 
 
 # Cosine to float32's logits. These models have few, random weights, which rounds badly: what is
@@ -131,7 +151,7 @@ def test_a_cache_of_int8_equals_the_reference_devices(
     assert similarity(*found) > 0.9999 and similarity(found[0], wanted) > 0.999
 
 
-@pytest.mark.parametrize("isa", [*native.available_isas(), "emulated"])
+@pytest.mark.parametrize("isa", [*native.available_isas(), "emulated", "emulated_vnni"])
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_levels_and_thread_counts_agree(
     checkpoints: Path,

@@ -25,7 +25,7 @@ from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, RequestS
 from fastdeploy_core.engine.core import EngineCore
 from fastdeploy_core.engine.observer import Observer
 from fastdeploy_core.errors import FastDeployError, InvalidRequest, needs_trace
-from fastdeploy_core.plugins.drivers import find_part
+from fastdeploy_core.plugins.drivers import find_part, part
 from fastdeploy_core.plugins.manager import hook_manager
 from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
 
@@ -96,6 +96,10 @@ class EngineProcess:
             find_part("shared-queue", f"--scheduler-name {config.request_scheduler.name}")
         self._scheduler: RequestScheduler = driver(config.request_scheduler)
         self._core = EngineCore(config, init.resolved)
+        self._control: Any = None
+        if config.rollout:
+            make = part("rollout-engine", "--enable-rollout")
+            self._control = make(self._core, self._scheduler, self._show_life)
         self._num_free_blocks = self._core.info.num_blocks  # as of the newest tick
         self._observer = Observer(hook_manager(init.resolved))
         self._stopping = threading.Event()
@@ -132,6 +136,9 @@ class EngineProcess:
         """Take new requests, run one step, publish its output; or wait a moment for work."""
         core, scheduler = self._core, self._scheduler
         self._rearm()
+        if self._control is not None:
+            self._control.tick()
+        takes = core.admits and not self._is_draining
         aborts = scheduler.get_aborts()
         if aborts:
             core.abort(aborts)
@@ -140,9 +147,9 @@ class EngineProcess:
         batch = core.scheduler
         self._num_free_blocks = batch.num_free_blocks
         free_slots = self._config.batch.max_num_seqs - batch.num_sequences
-        if self._is_draining and is_idle:
-            self._stopping.wait(IDLE_TICK_S)
-        elif free_slots > 0 and not self._is_draining:
+        if is_idle and not takes:
+            (self._control or self._stopping).wait(IDLE_TICK_S)
+        elif free_slots > 0 and takes:
             capacity = Capacity(
                 num_requests=free_slots,
                 num_free_blocks=self._num_free_blocks,
@@ -172,6 +179,11 @@ class EngineProcess:
             self._scheduler.put_results([refusal(request, error)])
         else:
             self._observer.admitted(request)
+
+    def _show_life(self) -> None:
+        """The main thread is at work for longer than a step takes; from any thread."""
+        self._rearm()
+        self._progress.mark()
 
     def _rearm(self) -> None:
         """Arm a timer: if the main thread does not come back in time, a thread outside the
@@ -237,12 +249,17 @@ class EngineProcess:
         elif isinstance(message, wire.AskStats):
             stats = self._core.stats()
             stats.num_queued = getattr(self._scheduler, "num_queued", 0)
+            stats.control = "" if self._control is None else self._control.state()
             replies[message.front_end].send(wire.encode(wire.Stats(message.number, stats)))
         elif isinstance(message, wire.Gone):
             # A shared queue itself notices that a front end is gone.
             self._scheduler.abort(self._egress.routes.remove_all(message.front_end))
         elif isinstance(message, wire.SetRole):
             self._core.set_role(message.role)
+            self._scheduler.abort([])  # wakes an idle core
+        elif isinstance(message, wire.Control):
+            if self._control is not None:
+                self._control.put(message.action)
             self._scheduler.abort([])  # wakes an idle core
         elif isinstance(message, wire.Drain):
             self._is_draining = True

@@ -97,6 +97,13 @@ class SetRole(msgspec.Struct, tag=True):
     role: InstanceRole
 
 
+class Control(msgspec.Struct, tag=True):
+    """Client to engine, for part `rollout-engine`, whose state is in Stats; executor to worker
+    process, for part `rollout-worker`."""
+
+    action: dict[str, Any]
+
+
 class Ready(msgspec.Struct, tag=True):
     """Engine to client: the model is loaded."""
 
@@ -144,7 +151,7 @@ class Dead(msgspec.Struct, tag=True):
     message: str
 
 
-ToEngine = Put | Abort | AskStats | Gone | Drain | SetRole | Stop
+ToEngine = Put | Abort | AskStats | Gone | Drain | SetRole | Control | Stop
 FromEngine = Ready | Failed | Deltas | Stats
 ToFrontEnd = Attached | Detached | Dead | Drain | Deltas | Stats
 
@@ -166,7 +173,7 @@ class Close(msgspec.Struct, tag=True):
     """Executor to worker process: end."""
 
 
-ToWorker = Load | InitializeCache | Close  # and SchedulerOutput, in frames of their own
+ToWorker = Load | InitializeCache | Control | Close  # and SchedulerOutput, in frames of their own
 
 
 class Loaded(msgspec.Struct, tag=True):
@@ -182,6 +189,12 @@ class CacheReady(msgspec.Struct, tag=True):
     rank: int
 
 
+class Controlled(msgspec.Struct, tag=True):
+    """Worker process to executor: what Control came to."""
+
+    answer: dict[str, Any]
+
+
 class WorkerFailed(msgspec.Struct, tag=True):
     """Worker process to executor: why it is about to end."""
 
@@ -190,7 +203,7 @@ class WorkerFailed(msgspec.Struct, tag=True):
     message: str
 
 
-FromWorker = Loaded | CacheReady | WorkerFailed
+FromWorker = Loaded | CacheReady | Controlled | WorkerFailed
 
 
 def _encode_extra(value: Any) -> Any:

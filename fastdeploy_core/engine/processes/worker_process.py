@@ -15,6 +15,7 @@ import zmq
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.errors import needs_trace
+from fastdeploy_core.plugins.drivers import part
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.types import SchedulerOutput
 
@@ -31,6 +32,10 @@ def make_worker(
     config: EngineConfig, resolved: ResolvedPlugins, rank: int, world_size: int, address: str
 ) -> Any:
     """The worker class that the device asks for, constructed for one rank."""
+    if config.rollout:
+        return part("rollout-worker", "--enable-rollout")(
+            config, resolved, rank, world_size, address
+        )
     target = resolved.load("device").worker or CORE_WORKER
     module, _, name = target.partition(":")
     worker_class = getattr(importlib.import_module(module), name)
@@ -92,6 +97,8 @@ def _serve(init: wire.WorkerInit, commands: zmq.Socket[bytes], status: zmq.Socke
             worker.initialize_cache(*call.num_blocks, **call.options)
             child.end_startup()
             status.send(wire.encode(wire.CacheReady(init.rank)))
+        elif isinstance(call, wire.Control):
+            status.send(wire.encode(wire.Controlled(worker.control(call.action))))
         else:
             worker.close()
             return

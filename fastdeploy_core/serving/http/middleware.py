@@ -28,7 +28,12 @@ logger = logging.getLogger(__name__)
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 DRAIN_PATH = "/drain"
 # Only the operator's own key opens these, if there is one.
-ADMIN_PATHS = {DRAIN_PATH, "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+ADMIN_PATHS = {
+    *(DRAIN_PATH, "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/pause", "/v1/pause"),
+    *("/resume", "/v1/resume", "/sleep", "/v1/sleep", "/wake_up", "/v1/wakeup"),
+    *("/update_weights", "/v1/update_weights", "/reset_prefix_cache"),
+}
+_PAGE = re.compile(r"/|/ui/[\w.-]+", re.ASCII)  # fd-web's files, the same for everybody
 MAX_HEADERS = 100  # the HTTP parser bounds their bytes
 _CLIENT_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
@@ -131,6 +136,11 @@ class Hosts:
         await self.app(scope, receive, send)
 
 
+def _is_open(scope: Scope) -> bool:
+    path, is_read = scope["path"], scope["method"] in ("GET", "HEAD")
+    return path in OPEN_PATHS or (is_read and _PAGE.fullmatch(path) is not None)
+
+
 class Keys:
     """A key on every path but OPEN_PATHS, independent of the routes that exist: as Bearer or, as
     Anthropic's clients send it, in x-api-key. Clients' keys do not open what is the operator's, nor
@@ -146,7 +156,7 @@ class Keys:
         known = self.digests
         if scope["type"] == "http" and self.admin and route_path(scope) in ADMIN_PATHS:
             known = self.admin
-        if scope["type"] != "http" or not known or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or not known or _is_open(scope):
             await self.app(scope, receive, send)
             return
         found = _match(_header(scope, b"authorization"), known)

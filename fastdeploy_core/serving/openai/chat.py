@@ -11,13 +11,14 @@ from fastdeploy_core.contracts.model import MediaPart
 from fastdeploy_core.contracts.small import ParsedDelta
 from fastdeploy_core.engine.input import build_request, grammar_start
 from fastdeploy_core.engine.media import num_media_tokens, take_media
-from fastdeploy_core.errors import InvalidRequest
+from fastdeploy_core.errors import InvalidRequest, PluginNotFound
 from fastdeploy_core.parsers.answer import (
     AnswerReader,
     TextParser,
     shown_tokens,
     thinking_ahead,
 )
+from fastdeploy_core.plugins.drivers import part
 from fastdeploy_core.serving.state import ServerState
 from fastdeploy_core.tokenizer.special_text import MarkedText
 from fastdeploy_core.types import (
@@ -27,7 +28,6 @@ from fastdeploy_core.types import (
     StructuredOutputsParams,
 )
 
-from . import forced_tools
 from .answer import Answer, tool_call_deltas
 from .generation import run
 from .logprobs import TokenNames, chat_logprobs, prompt_logprobs
@@ -216,7 +216,8 @@ class ChatJob:
         body, state = self._body, self._state
         reasoning, tool = state.reasoning_parser, state.tool_parser
         if self._constraint is not None:  # the grammar leaves no room for tool tags
-            tool = forced_tools.reader(body.named_tool(), body.tool_choice == "required")
+            named, is_required = body.named_tool(), body.tool_choice == "required"
+            tool = _forced_tools().reader(named, is_required) if named or is_required else None
             if self._engine_request().grammar_start is None:  # nor for thinking
                 reasoning = None
         elif not body.wants_tools():
@@ -242,7 +243,8 @@ class ChatJob:
                 param="tool_choice",
             )
         many = body.parallel_tool_calls is not False
-        return forced_tools.constraint(body.tools or [], named, many)
+        forced: StructuredOutputsParams = _forced_tools().constraint(body.tools or [], named, many)
+        return forced
 
     def _outputs(self) -> AsyncGenerator[RequestOutput, None]:
         state = self._state
@@ -291,7 +293,8 @@ class ChatJob:
     def _logprobs(self, positions: list[Any], token_ids: list[int]) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return chat_logprobs(positions, token_ids, self._body.top_logprobs or 0, self._names)
+        top = -1 if self._body.logprob_token_ids else self._body.top_logprobs or 0
+        return chat_logprobs(positions, token_ids, top, self._names)
 
     def _first_chunk(self, index: int, usage: Usage | None) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": self._state.config.response_role, "content": self._echoed}
@@ -329,3 +332,11 @@ class ChatJob:
         if self._body.return_token_ids:
             choice["token_ids"] = delta["completion_token_ids"] = part.token_ids
         return self._envelope(CHUNK, [choice], usage)
+
+
+def _forced_tools() -> Any:
+    """What is known of tool calls that a grammar forces: a part of the core in fd-parsers."""
+    try:
+        return part("forced-tools", "tool_choice required, or of a named function,")
+    except PluginNotFound as error:
+        raise InvalidRequest(str(error), param="tool_choice") from None

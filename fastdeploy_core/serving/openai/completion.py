@@ -155,7 +155,7 @@ class CompletionJob:
         return Usage(sum(len(request.prompt_token_ids) for request in self._requests))
 
     def _new_choices(self, count: int) -> list[_Choice]:
-        top = self._body.logprobs or 0
+        top = -1 if self._body.logprob_token_ids else self._body.logprobs or 0
         return [_Choice(CompletionLogprobs(top, self._names)) for _ in range(count)]
 
     def _choice(

@@ -45,7 +45,7 @@ class TokenNames:
 
 def best(position: Position, count: int) -> list[tuple[int, Logprob]]:
     """The `count` most likely tokens of a position, best first; -1: all of them."""
-    ranked = sorted(position.items(), key=lambda item: item[1].rank or 0)
+    ranked = sorted(position.items(), key=lambda item: -item[1].logprob)
     if count < 0:
         return ranked
     return [item for item in ranked if (item[1].rank or 0) <= count]

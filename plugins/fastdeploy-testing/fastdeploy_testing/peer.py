@@ -20,6 +20,8 @@ import numpy as np
 
 from fastdeploy_core.contracts.kv_transport import Region, TransferPlan, TransportOptions
 
+from .conformance.kv_memory import place
+
 
 def pattern(seed: int, num_blocks: int, block_bytes: int) -> np.ndarray:
     """The bytes of a source region: [num_blocks, block_bytes], no two blocks alike."""
@@ -118,11 +120,12 @@ def main() -> int:
         progress_timeout_s=order["progress_timeout_s"],
         folder=order["folder"],
     )
-    memory = pattern(order["seed"], order["num_blocks"], order["block_bytes"])
-    transport = lookup("kv_transport", sys.argv[1])(options)
-    view = memory.reshape(-1).data
+    content = pattern(order["seed"], order["num_blocks"], order["block_bytes"])
+    driver = lookup("kv_transport", sys.argv[1])
+    memory, buffer, file = place(driver, content)
+    transport = driver(options)
     transport.register(
-        [Region(order["region_id"], view, order["block_bytes"], order["layout_hash"])]
+        [Region(order["region_id"], buffer, order["block_bytes"], order["layout_hash"], file)]
     )
     _say(descriptor=transport.descriptor().hex())
     for line in sys.stdin:
@@ -135,7 +138,7 @@ def main() -> int:
     return 0
 
 
-def _obey(transport: Any, memory: np.ndarray, command: dict[str, Any]) -> None:
+def _obey(transport: Any, memory: Any, command: dict[str, Any]) -> None:
     what = command["do"]
     if what == "poll":
         _say(

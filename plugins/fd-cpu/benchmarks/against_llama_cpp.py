@@ -1,10 +1,13 @@
 """FastDeploy beside llama.cpp, OpenVINO GenAI and transformers on one CPU: same models, same
 threads.
 
-    python plugins/fd-cpu/benchmarks/against_llama_cpp.py --rounds 5
+    python plugins/fd-cpu/benchmarks/against_llama_cpp.py --rounds 0     # builds, writes models
+    python plugins/fd-cpu/benchmarks/against_llama_cpp.py --main --minutes 5
     python plugins/fd-cpu/benchmarks/against_llama_cpp.py --models qwen3-0.6b --formats int4 \\
         --tokens 32
 
+--main is the main table of docs/performance-cpu.md: both engines, ERNIE-4.5-0.3B, weights of the
+same number of bits and of four in the same groups of 32, all engines started at once.
 Random weights of real sizes, and the demo model. llama.cpp is built from source into --work-dir
 (needs cmake, a C++ compiler and the Python package gguf), where models are written too: 6 GB for
 both. Each round measures every engine once, one after another, in an order that rotates; figures
@@ -47,14 +50,22 @@ FORMATS: Final = {"int4": "q4_0", "int8": "q8_0", "bf16": "bf16"}
 # How our engine is asked for the same number of bits; "file" reads llama.cpp's own file.
 OURS: Final[dict[str, dict[str, str]]] = {
     "int4": {
-        "w4a8": '{"quantization": "w4a8", "lm_head": true}',
         "wint4 g32": '{"quantization": "wint4", "group_size": 32, "lm_head": true}',
+        "w4a8": '{"quantization": "w4a8", "lm_head": true}',
         "file": "",
     },
     "int8": {"w8a8": '{"quantization": "w8a8", "lm_head": true}', "file": ""},
     "bf16": {"bf16": ""},
 }
 KV_BYTES: Final = 2 << 30
+MAIN: Final[dict[str, Any]] = {
+    "models": ["ernie-4.5-0.3b"],
+    "engines": ["fastdeploy", "llama.cpp"],
+    "devices": ["x86"],
+    "modes": ["wint4 g32", "w8a8", "bf16"],
+    "tokens": 16,
+    "at_once": True,
+}
 
 
 @dataclass
@@ -79,7 +90,14 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    parser.add_argument("--main", action="store_true", help="see above; other options still count")
     parser.add_argument("--rounds", type=int, default=3, help="0: only write models and weights")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=0,
+        help="instead: rounds as long as one more fits in, and one at least",
+    )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--tokens", type=int, default=128, help="tokens decoded per sequence")
     parser.add_argument("--models", nargs="+", default=list(random_models.NAMES), metavar="NAME")
@@ -114,6 +132,8 @@ def parse_arguments() -> argparse.Namespace:
         help="packed, in --work-dir: fd-cpu starts sooner, from a file that lies in small pages",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers")
+    if parser.parse_known_args()[0].main:
+        parser.set_defaults(**MAIN)
     return parser.parse_args()
 
 
@@ -256,6 +276,22 @@ def show(table: Table, points: list[str]) -> None:
             print(f"{row.label:<{width}}" + "".join(ratios))
 
 
+def show_summary(tables: list[Table], points: list[str]) -> None:
+    """A row for each of our engines, as docs/performance-cpu.md has them."""
+    print("\n| times llama.cpp's, tokens/s | " + " | ".join(points) + " |")
+    print("|---" * (len(points) + 1) + "|")
+    for table in tables:
+        peer = next((row for row in table.rows if row.kind == "llama.cpp" and row.seen), None)
+        for row in table.rows:
+            cells = [_cell(row.median(p), peer.median(p)) if peer else "" for p in points]
+            if row is not peer and any(cells):
+                print(f"| {table.model} {row.label} | " + " | ".join(cells) + " |")
+
+
+def _cell(ours: float | None, theirs: float | None) -> str:
+    return f"{ours / theirs:.2f} ({ours:,.4g} of {theirs:,.4g})" if ours and theirs else ""
+
+
 def _ratio(ours: float | None, theirs: float | None) -> str:
     return f"{ours / theirs:>13.2f}x" if ours and theirs else f"{'-':>14}"
 
@@ -271,8 +307,23 @@ def processor() -> str:
     return f"{name}; {' '.join(flag for flag in known if flag in flags)}"
 
 
+def rounds_of(options: argparse.Namespace, started: float) -> Iterator[int]:
+    """Numbers of rounds: as many as asked for, or as are expected to end in time."""
+    number, longest, began = 0, 0.0, time.monotonic()
+    while (
+        number < options.rounds
+        if not options.minutes
+        else (number == 0 or began + longest < started + 60 * options.minutes)
+    ):
+        yield number
+        number += 1
+        longest = max(longest, time.monotonic() - began)
+        began = time.monotonic()
+
+
 def main() -> None:
     """Build, write, run, print."""
+    started = time.monotonic()
     options = parse_arguments()
     build_dir = options.build_dir or options.work_dir / "llama.cpp"
     programs = llama_programs.build(build_dir, options.threads)
@@ -281,10 +332,9 @@ def main() -> None:
         f"{now:%Y-%m-%d}; {processor()}; {options.threads} threads; Python "
         f"{platform.python_version()}"
     )
-    print(f"llama.cpp: {llama_programs.version(programs)}")
-    print(
-        f"{options.rounds} rounds, {options.tokens} tokens decoded; load {os.getloadavg()[0]:.1f}"
-    )
+    print(f"llama.cpp: {llama_programs.version(programs)}; {' '.join(llama_programs.FLAGS)}")
+    rounds = f"{options.minutes} minutes" if options.minutes else f"{options.rounds} rounds"
+    print(f"{rounds}, {options.tokens} tokens decoded; load {os.getloadavg()[0]:.1f}")
     tables = [
         Table(model, bits, engines(options, model, bits, programs), options, programs)
         for model in options.models
@@ -298,7 +348,7 @@ def main() -> None:
             if engine.child is not None:
                 with noting(engine):
                     engine.child.answer()
-        for number in range(options.rounds):
+        for number in rounds_of(options, started):
             for table in group:
                 table.round(number)
         for table in group:
@@ -309,6 +359,7 @@ def main() -> None:
             kept[f"{table.model} {table.bits}"] = {r.label: r.problem or r.seen for r in table.rows}
             if options.json:
                 options.json.write_text(json.dumps(kept, indent=1))
+    show_summary(tables, options.points)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 TARGETS: Final = ("llama-bench", "llama-batched-bench", "llama-quantize")
-_FLAGS: Final = (
+FLAGS: Final = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",  # every instruction set of this machine
     "-DLLAMA_CURL=OFF",
@@ -38,12 +38,12 @@ def build(folder: Path, jobs: int) -> Path:
         with tarfile.open(archive) as tar:
             tar.extractall(folder, filter="data")
         sources = sorted(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))
-    _say(f"building {', '.join(TARGETS)} with {' '.join(_FLAGS)}")
+    _say(f"building {', '.join(TARGETS)} with {' '.join(FLAGS)}")
     where = ["-S", str(sources[-1]), "-B", str(folder / "build")]
     log = folder / "build.log"
     with log.open("w") as output:
         for command in (
-            ["cmake", *where, *_FLAGS],
+            ["cmake", *where, *FLAGS],
             ["cmake", "--build", str(folder / "build"), "-j", str(jobs), "--target", *TARGETS],
         ):
             done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
@@ -53,12 +53,15 @@ def build(folder: Path, jobs: int) -> Path:
 
 
 def version(programs: Path) -> str:
-    """Version and commit that the program names."""
+    """What the program says of itself, and the release of llama-cpp-python that its source came
+    with."""
     done = subprocess.run(
         [str(programs / "llama-bench"), "--version"], capture_output=True, text=True, check=False
     )
     lines = (done.stdout + done.stderr).splitlines()
-    return next((line for line in lines if "version" in line), "version unknown")
+    said = [line for line in lines if line.startswith(("version", "built with"))]
+    sources = sorted(programs.parents[1].glob("llama_cpp_python-*/"))
+    return ", ".join((*said, f"source of {sources[-1].name}" if sources else "source unknown"))
 
 
 def measure(
@@ -80,7 +83,7 @@ def _single(
 ) -> dict[tuple[int, int], float]:
     command = [str(programs / "llama-bench"), "-m", str(model), "-t", str(threads), "-o", "json"]
     command += ["-r", "1", "-p", ",".join(map(str, prompts or [0])), "-n", str(tokens)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = _run(command)
     found = {}
     for row in json.loads(done.stdout):
         found[1, int(row["n_prompt"])] = float(row["avg_ts"])
@@ -95,9 +98,14 @@ def _batched(
     command = [str(programs / "llama-batched-bench"), "-m", str(model), "-c", str(context)]
     command += ["-t", str(threads), "-npp", str(prompt), "-ntg", str(tokens)]
     command += ["-npl", ",".join(map(str, batches)), "--output-format", "jsonl"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = _run(command)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {(int(row["pl"]), 0): float(row["speed_tg"]) for row in rows}
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    _say(" ".join(command))
+    return subprocess.run(command, capture_output=True, text=True, check=True)
 
 
 def _say(text: str) -> None:

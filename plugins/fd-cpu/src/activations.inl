@@ -14,8 +14,14 @@ FDCPU_INLINE constexpr bool is_bf16(WeightKind kind) {
     return kind == WeightKind::bf16 || kind == WeightKind::coded_bf16;
 }
 
+// Scales of sixteen outputs of a group, the s-th of a panel's four.
+FDCPU_INLINE F load_scales(bool are_halves, const uint8_t *scales, int64_t s) {
+    return are_halves ? load_halves(reinterpret_cast<const uint16_t *>(scales) + s * kLanes)
+                      : load(reinterpret_cast<const float *>(scales) + s * kLanes);
+}
+
 // What bfloat16 meets: itself in pairs, or where no instruction multiplies pairs, float32 with the same values.
-using Input = std::conditional_t<FDCPU_LEVEL == 1, float, uint16_t>;
+using Input = std::conditional_t<(FDCPU_LEVEL < 3), float, uint16_t>;
 
 // Of one input, as weights of this kind meet it.
 FDCPU_INLINE constexpr int bytes_of_input(WeightKind kind, bool is_wide) {

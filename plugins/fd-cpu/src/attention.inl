@@ -21,10 +21,19 @@ FDCPU_INLINE bool is_paired(const AttentionOp &op) {
     return sizeof(C) == 2 && op.values;
 }
 
+// The first key that the query of a sequence's token sees (a row of nobody has tokens below 0), and the token that its
+// block begins with: what lies in front of that may be of others.
+FDCPU_INLINE int64_t first_key(const AttentionOp &op, int64_t token) {
+    token = std::max<int64_t>(0, token);
+    if (op.chunk) return token / op.chunk * op.chunk;
+    return op.window ? std::max<int64_t>(0, token + 1 - op.window) : 0;
+}
+FDCPU_INLINE int64_t block_begin(const AttentionOp &op, int64_t token) { return token / op.block_size * op.block_size; }
+
 struct AttentionScratch {
     float *q, *scores, *out, *peak;
     float *sum;  // [rows][kLanes]: see attention_softmax.inl
-    int64_t *limit;
+    int64_t *start, *limit;  // a row sees the keys of tokens [start, limit)
     Input *q_pairs, *weights;            // what bfloat16 in pairs meets
     uint16_t *tail;                      // of values
     float *key_scale, *value_scale;      // of int8: the tokens' at hand, and
@@ -44,7 +53,8 @@ struct AttentionScratch {
         out = scores + num_scores(op);
         peak = out + rows * op.v_head_dim;
         sum = peak + rows;
-        limit = reinterpret_cast<int64_t *>(sum + rows * kLanes);
+        start = reinterpret_cast<int64_t *>(sum + rows * kLanes);
+        limit = start + rows;
         q_pairs = reinterpret_cast<Input *>(limit + rows);
         weights = q_pairs + rows * op.head_dim;
         tail = reinterpret_cast<uint16_t *>(weights + num_scores(op));
@@ -59,7 +69,7 @@ struct AttentionScratch {
     static int64_t num_wide(const AttentionOp &op) { return op.is_int8 ? std::max(kSpan, op.block_size) : 0; }
     static int64_t wide_bytes(const AttentionOp &op) { return op.type == DType::f32 ? 4 : 2; }
     static size_t num_bytes(const AttentionOp &op) {
-        const size_t per_row = size_t(op.head_dim) * (4 + sizeof(Input)) + size_t(op.v_head_dim + 1 + kLanes) * 4 + 8;
+        const size_t per_row = size_t(op.head_dim) * (4 + sizeof(Input)) + size_t(op.v_head_dim + 1 + kLanes) * 4 + 16;
         const size_t wide = size_t(num_wide(op) * (8 + (op.head_dim + op.v_head_dim) * wide_bytes(op)));
         return size_t(num_rows(op)) * per_row + size_t(num_scores(op)) * (4 + sizeof(Input)) + size_t(op.v_head_dim) * 64 + wide;
     }
@@ -184,22 +194,6 @@ FDCPU_INLINE void value_tile(const AttentionOp &op, const C *values, int64_t tok
 template <int R>
 constexpr int kPairVectors = FDCPU_LEVEL != 1 ? 4 : R == 1 ? 2 : 1;
 
-// acc[r][v] + line[v] times two inputs of each row, at `from` and rows `stride` apart.
-template <int R, int V>
-FDCPU_INLINE void add_lines(const I (&line)[V], const Input *from, int64_t stride, F (&acc)[R][V]) {
-#if FDCPU_LEVEL == 1
-    FDCPU_UNROLL
-    for (int v = 0; v < V; ++v) add_pairs(line[v], Rows<R>(from, stride), 0, v, acc);
-#else
-    FDCPU_UNROLL
-    for (int r = 0; r < R; ++r) {
-        const I x = I(splat_bytes(from + r * stride));
-        FDCPU_UNROLL
-        for (int v = 0; v < V; ++v) acc[r][v] = dot_pairs(acc[r][v], line[v], x);
-    }
-#endif
-}
-
 // The block of the cache that is met next. It comes while the one at hand is met, a few lines at a time: as many
 // as a block has, asked for at once, would be waited for.
 struct NextBlock {
@@ -234,7 +228,7 @@ FDCPU_INLINE void score_pairs(const AttentionOp &op, const uint16_t *keys, const
         I line[V];
         FDCPU_UNROLL
         for (int v = 0; v < V; ++v) line[v] = load_as<I>(keys + v * 2 * kLanes);
-        add_lines(line, q + d, op.head_dim, acc);
+        add_pairs(line, Rows<R>(q + d, op.head_dim), 0, acc);
     }
     FDCPU_UNROLL
     for (int r = 0; r < R; ++r)
@@ -259,7 +253,7 @@ FDCPU_INLINE void value_pairs(const AttentionOp &op, const uint16_t *values, int
             // The slot after the last token may hold anything, and nothing times that may be NaN.
             if (t + 1 == tokens) line[v] &= 0xffff;
         }
-        add_lines(line, weights + t, op.block_size, acc);
+        add_pairs(line, Rows<R>(weights + t, op.block_size), 0, acc);
     }
     FDCPU_UNROLL
     for (int r = 0; r < R; ++r)

@@ -4,24 +4,6 @@
 
 namespace fdcpu::FDCPU_NAMESPACE {
 
-// Of numbers that are not negative.
-FDCPU_INLINE uint16_t half_of(float x) {
-    if (!(x <= 65504.f)) return x > 65504.f ? 0x7bff : 0x7e00;
-    if (x < 0x1p-14f) return uint16_t(std::nearbyint(x * 0x1p24f));
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return uint16_t((bits + 0xfff + (bits >> 13 & 1)) >> 13) - (112 << 10);
-}
-FDCPU_INLINE F load_halves(const uint16_t *from) {
-    const U bits = widen(load_as<H>(from));
-    const F value = F((bits & 0x7fff) << 13) * 0x1p112f;
-    return F(U(value) | U(I((bits & 0x7c00) == 0x7c00) & 0x7f800000));  // of which none but NaN is written
-}
-FDCPU_INLINE float float_of_half(uint16_t half) {
-    uint16_t lanes[kLanes] = {half};
-    return load_halves(lanes)[0];
-}
-
 // Numbers of one head's vector: its scale is written to `scale`, or comes for each channel.
 FDCPU_INLINE void round_head(const float *row, int64_t size, const float *factors, uint16_t *scale, int8_t *numbers) {
     float inverse = 1;

@@ -30,7 +30,8 @@ template <class C>
 void attend(const AttentionOp &op, const AttentionScratch &s, TileUse &use, int64_t seq, int64_t head, int64_t rows,
             int64_t top, const NextBlock &after) {
     if (is_paired<C>(op) && fits_tiles(op, rows)) return attend_tiles(op, s, use, seq, head, rows);
-    for (int64_t first = 0; first < top; first += op.block_size) {
+    const int64_t start = *std::min_element(s.start, s.start + rows);
+    for (int64_t first = block_begin(op, start); first < top; first += op.block_size) {
         const int64_t block = op.block_tables[seq * op.max_blocks + first / op.block_size];
         const int64_t place = block * op.num_kv_heads + head;
         const C *keys = static_cast<const C *>(op.keys) + place * op.head_dim * op.block_size;
@@ -90,9 +91,12 @@ void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use,
         for (int64_t d = 0; d < op.head_dim && r + ahead < rows; d += 64 / int64_t(sizeof(T)))
             __builtin_prefetch(query(r + ahead) + d);
         const int64_t t = begin + r / shared;
+        s.start[r] = first_key(op, seq_len - num_new + t);
         s.limit[r] = std::min(top, seq_len - num_new + t + 1);
-        s.peak[r] = -INFINITY;
+        // A sink is a logit that counts in the sum and nowhere else.
+        s.peak[r] = op.sinks ? op.sinks[head * shared + r % shared] / op.scale : -INFINITY;
         store(s.sum + r * kLanes, splat(0));
+        s.sum[r * kLanes] = s.peak[r] > -INFINITY;
         float *q = is_paired<T>(op) ? s.q : s.q + r * op.head_dim;
         rotate(op, query(r), op.positions[first_token + t], op.head_dim, q);
         for (int64_t d = 0; d < op.head_dim && op.key_factors; ++d) q[d] *= op.key_factors[head * op.head_dim + d];
@@ -119,7 +123,9 @@ void attend_item(const AttentionOp &op, const AttentionScratch &s, TileUse &use,
 template <class T>
 FDCPU_INLINE NextBlock first_block(const AttentionOp &op, const Item &item, bool is_behind) {
     if (!is_paired<T>(op) || op.is_int8) return {};
-    const NextBlock block = block_at(op, item.seq, item.head, 0, op.seq_lens[item.seq]);
+    const int64_t seq_len = op.seq_lens[item.seq], num_new = op.cu_seqlens_q[item.seq + 1] - op.cu_seqlens_q[item.seq];
+    const int64_t first = block_begin(op, first_key(op, seq_len - num_new + item.begin));
+    const NextBlock block = block_at(op, item.seq, item.head, first, seq_len);
     if (is_behind && !fits_tiles(op, (item.end - item.begin) * (op.num_heads / op.num_kv_heads))) return block;
     for (int64_t d = 0; d < op.head_dim; d += 2)
         for (int64_t t = 0; t < block.tokens; t += 16) __builtin_prefetch(block.keys + d * op.block_size + 2 * t, 0, 2);

@@ -46,6 +46,12 @@ FDCPU_INLINE void scale_rows(const AttentionOp &op, const AttentionScratch &s, i
     }
 }
 
+// A score whose logit is softcap * tanh(logit / softcap); a logit is scale * score.
+FDCPU_INLINE F capped(const AttentionOp &op, F score) {
+    const F power = exponential(score * (2 * op.scale / op.softcap));
+    return (splat(1) - splat(2) / (power + 1.f)) * (op.softcap / op.scale);
+}
+
 // Scores of `count` rows, at most sixteen, `stride` apart, for `width` tokens from `first_token` on become
 // weights, in `pairs` as bfloat16 unless that is null.
 FDCPU_INLINE void soften_rows(const AttentionOp &op, const AttentionScratch &s, int64_t r, int64_t count,
@@ -57,9 +63,14 @@ FDCPU_INLINE void soften_rows(const AttentionOp &op, const AttentionScratch &s, 
         if (i >= count) continue;
         float *row = scores + i * stride;
         const int64_t valid = std::max<int64_t>(0, std::min(width, s.limit[r + i] - first_token));
-        whole[i] = (valid + kLanes - 1) / kLanes * kLanes;
+        const int64_t unseen = s.start[r + i] - first_token;  // in front of what the row sees
+        whole[i] = unseen < valid ? (valid + kLanes - 1) / kLanes * kLanes : 0;
+        if (!whole[i]) continue;
         for (int64_t t = 0; t < whole[i] && op.key_scales; t += kLanes)
             store(row + t, load(row + t) * load(s.key_scale + t));
+        for (int64_t t = 0; t < whole[i] && op.softcap; t += kLanes) store(row + t, capped(op, load(row + t)));
+        for (int64_t t = 0; t < unseen; t += kLanes)
+            store(row + t, select(kLaneNumbers < splat_int(int32_t(unseen - t)), splat(-INFINITY), load(row + t)));
         const int64_t last = whole[i] - kLanes;
         const I counts = kLaneNumbers < splat_int(int32_t(valid - last));
         if (valid < whole[i]) store(row + last, select(counts, load(row + last), splat(-INFINITY)));

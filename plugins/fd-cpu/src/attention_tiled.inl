@@ -118,13 +118,14 @@ FDCPU_INLINE void attend_tiles(const AttentionOp &op, const AttentionScratch &s,
                                int64_t num_rows) {
     const CachedHead stored{op, op.keys, op.values, op.block_tables + seq * op.max_blocks, head, 0};
     const int64_t end = *std::max_element(s.limit, s.limit + num_rows);
+    const int64_t start = *std::min_element(s.start, s.start + num_rows);
     use.shape(64, int(std::min<int64_t>(num_rows, kTileSide)), true);
-    for (int64_t first = 0; first < end; first += kSpan) {
+    for (int64_t first = block_begin(op, start); first < end; first += kSpan) {
         const CachedHead cache = op.is_int8 ? widened(stored, s, first, std::min(end, first + kSpan)) : stored;
         for (int64_t begin = 0; begin < num_rows; begin += kSpanRows) {
             const int64_t rows = std::min(kSpanRows, num_rows - begin);
             const int64_t top = *std::max_element(s.limit + begin, s.limit + begin + rows);
-            if (top <= first) continue;
+            if (top <= first || *std::min_element(s.start + begin, s.start + begin + rows) >= first + kSpan) continue;
             const int64_t last = std::min(top, first + kSpan), rest = last % 32;
             if (rest) copy_tail(op, cache.values(last - rest), rest, s.tail);
             score_tiles(op, cache, first, last, rows, s.q_pairs + begin * op.head_dim, s.scores);

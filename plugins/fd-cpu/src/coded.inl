@@ -2,12 +2,12 @@
 
 namespace fdcpu::FDCPU_NAMESPACE {
 
-// A block of 32 outputs and four inputs: [sixteen outputs][pair of inputs].
+// A block of 32 outputs and four inputs: [pair of inputs][sixteen outputs].
 template <bool kShifts = false>
 FDCPU_INLINE void decode_block(const uint8_t *block, B exponents, I (&lines)[2][2]) {
     const B codes = load_as<B>(block);
-    decode_pairs<kShifts>(load_as<B>(block + 64), codes & 15, exponents, lines[0][0], lines[0][1]);
-    decode_pairs<kShifts>(load_as<B>(block + 128), B(U(codes) >> 4) & 15, exponents, lines[1][0], lines[1][1]);
+    decode_pairs<kShifts>(load_as<B>(block + 64), codes & 15, exponents, lines[0][0], lines[1][0]);
+    decode_pairs<kShifts>(load_as<B>(block + 128), B(U(codes) >> 4) & 15, exponents, lines[0][1], lines[1][1]);
 }
 
 // The weight of a patch, in a panel or part of one whose lines lie one after another.

@@ -67,6 +67,10 @@ FDCPU_CALLED __m512i _mm512_cvtepu16_epi32(__m256i x) {
     std::memcpy(from, &x, sizeof from);
     return lanes_of<EmulatedWords, __m512i>([&](int i) { return from[i]; });
 }
+FDCPU_CALLED __m512 _mm512_cvtph_ps(__m256i x) {
+    const __m256 halves[2] = {_mm256_cvtph_ps(_mm256_castsi256_si128(x)), _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1))};
+    return same_bits<__m512>(halves);
+}
 FDCPU_CALLED __m512i _mm512_cvtps_epi32(__m512 x) {
     EmulatedFloats from(x);
     return lanes_of<EmulatedInts, __m512i>([&](int i) { return _mm_cvtss_si32(_mm_set_ss(from[i])); });

@@ -5,14 +5,15 @@
 
 namespace fdcpu {
 
-enum class Isa { scalar = 0, avx2 = 1, avx512_vnni = 2, avx512 = 3, amx = 4, emulated = 5 };
+// avx512_vnni is what Cascade Lake and Ice Lake have; avx512 has BF16, too. The emulated ones are for tests: the
+// instructions of AMX, and of AVX512 without BF16, in plain C++ on AVX2.
+enum class Isa { scalar, avx2, avx512_vnni, avx512, amx, emulated, emulated_vnni };
 
 // Levels that this processor and operating system allow, the lowest first. "amx" asks the kernel for
 // permission to use tiles, once.
 const std::vector<Isa> &available_isas();
 const char *name_of(Isa isa);
-// By name ("scalar", "avx2", "avx512_vnni", "avx512", "amx"; empty: the best). Throws std::invalid_argument that says
-// what is possible. "emulated" is for tests: the AMX level with its instructions in plain C++, on AVX2.
+// By name; empty: the best. Throws std::invalid_argument that says what is possible.
 Isa choose_isa(const std::string &name);
 
 }  // namespace fdcpu

@@ -31,7 +31,6 @@ Step clipped(const char *name, const Op &op, int64_t Op::*rows, void (*run)(cons
 }
 
 void set_rows(Runtime &runtime, PackedMatrix &matrix, int64_t count, uintptr_t values, int dtype, int64_t stride) {
-    nb::gil_scoped_release release;
     const int64_t size = dtype == int(DType::f32) ? 4 : 2;
     runtime.divide(count, [&](int64_t i) {
         set_row(matrix, i, at<uint8_t>(values) + i * stride * size, DType(dtype));
@@ -40,7 +39,6 @@ void set_rows(Runtime &runtime, PackedMatrix &matrix, int64_t count, uintptr_t v
 
 void set_quantized_rows(Runtime &runtime, PackedMatrix &matrix, int64_t count, uintptr_t values, uintptr_t scales,
                         bool in_pairs) {
-    nb::gil_scoped_release release;
     const int64_t width = in_pairs ? (matrix.inputs + 1) / 2 : matrix.inputs;
     runtime.divide(count, [&](int64_t i) {
         const float *own = at<float>(scales) + i * matrix.num_groups();
@@ -81,7 +79,6 @@ void get_rows(const PackedMatrix &matrix, int64_t first, int64_t count, uintptr_
 void submit_linear(Runtime &runtime, const PackedMatrix &weight, uintptr_t x, int x_type, int64_t num_rows,
                    int64_t x_stride, uintptr_t norm_weight, float eps, uintptr_t bias, uintptr_t residual, uintptr_t y,
                    int y_type, int64_t y_stride) {
-    nb::gil_scoped_release release;
     const LinearOp op{&weight, at(x), DType(x_type), num_rows, x_stride, at(norm_weight), eps, at(bias),
                       at(residual), at(y), DType(y_type), y_stride};
     const auto &kernels = runtime.kernels();
@@ -93,59 +90,54 @@ void submit_linear(Runtime &runtime, const PackedMatrix &weight, uintptr_t x, in
 
 void submit_add_norm(Runtime &runtime, uintptr_t x, uintptr_t update, uintptr_t total, uintptr_t weight, float eps,
                      uintptr_t y, int type, int64_t num_rows, int64_t width) {
-    nb::gil_scoped_release release;
     const NormOp op{at(x), at(update), at(total), at(weight), eps, at(y), DType(type), num_rows, width};
     runtime.submit(clipped("norm", op, &NormOp::num_rows, runtime.kernels().norm),
                    size_t(width * runtime.num_threads()) * sizeof(float));
 }
 
 void submit_gate(Runtime &runtime, uintptr_t x, uintptr_t y, int type, int64_t num_rows, int64_t width) {
-    nb::gil_scoped_release release;
     const GateOp op{at(x), at(y), DType(type), num_rows, width};
     runtime.submit(clipped("gate", op, &GateOp::num_rows, runtime.kernels().gate), 0);
 }
 
 void submit_embedding(Runtime &runtime, uintptr_t ids, uintptr_t table, const PackedMatrix *packed, uintptr_t y,
                       int type, int64_t num_ids, int64_t num_rows, int64_t width) {
-    nb::gil_scoped_release release;
     const EmbeddingOp op{at<const int64_t>(ids), at(table), packed, at(y), DType(type), num_ids, num_rows, width};
     runtime.submit(clipped("embedding", op, &EmbeddingOp::num_ids, runtime.kernels().embedding),
                    size_t(width * runtime.num_threads()) * sizeof(float));
 }
 
-// The shape of attention over one kind of layer; the addresses that change come with each call.
-struct AttentionShape { AttentionOp op; };
+// Numbers of a list, or addresses, one after another into what they are for.
+template <class From>
+struct Taking {
+    const std::vector<From> &from;
+    size_t next = 0;
+    template <class To>
+    Taking &operator>>(To &to) {
+        to = To(from.at(next++));
+        return *this;
+    }
+};
 
-void submit_attention(Runtime &runtime, const AttentionShape &shape, std::vector<uintptr_t> addresses,
-                      std::vector<int64_t> sizes) {
-    nb::gil_scoped_release release;
+// The shape of attention over one kind of layer; the addresses that change come with each call.
+struct AttentionShape {
+    AttentionOp op{};
+    AttentionShape(const std::vector<int64_t> &sizes, float scale, float softcap) {
+        Taking<int64_t>{sizes} >> op.num_heads >> op.num_kv_heads >> op.head_dim >> op.v_head_dim >> op.block_size >>
+            op.interleaved >> op.type >> op.is_int8 >> op.window >> op.chunk;
+        op.scale = scale;
+        op.softcap = softcap;
+    }
+};
+
+void submit_attention(Runtime &runtime, const AttentionShape &shape, const std::vector<uintptr_t> &addresses,
+                      const std::vector<int64_t> &sizes) {
     AttentionOp op = shape.op;
-    size_t i = 0;
-    op.q = at(addresses.at(i++));
-    op.k = at(addresses.at(i++));
-    op.v = at(addresses.at(i++));
-    op.cos_sin = at<const float>(addresses.at(i++));
-    op.positions = at<const int64_t>(addresses.at(i++));
-    op.slot_mapping = at<const int64_t>(addresses.at(i++));
-    op.cu_seqlens_q = at<const int32_t>(addresses.at(i++));
-    op.seq_lens = at<const int32_t>(addresses.at(i++));
-    op.block_tables = at<const int32_t>(addresses.at(i++));
-    op.keys = at(addresses.at(i++));
-    op.values = at(addresses.at(i++));
-    op.y = at(addresses.at(i++));
-    op.key_scales = at<uint16_t>(addresses.at(i++));
-    op.value_scales = at<uint16_t>(addresses.at(i++));
-    op.key_factors = at<const float>(addresses.at(i++));
-    op.value_factors = at<const float>(addresses.at(i++));
-    i = 0;
-    op.q_stride = sizes.at(i++);
-    op.k_stride = sizes.at(i++);
-    op.v_stride = sizes.at(i++);
-    op.num_tokens = sizes.at(i++);
-    op.num_seqs = sizes.at(i++);
-    op.max_blocks = sizes.at(i++);
-    op.rotary = sizes.at(i++);
-    op.rotary_begin = sizes.at(i++);
+    Taking<uintptr_t>{addresses} >> op.q >> op.k >> op.v >> op.cos_sin >> op.positions >> op.slot_mapping >>
+        op.cu_seqlens_q >> op.seq_lens >> op.block_tables >> op.keys >> op.values >> op.y >> op.key_scales >>
+        op.value_scales >> op.key_factors >> op.value_factors >> op.sinks;
+    Taking<int64_t>{sizes} >> op.q_stride >> op.k_stride >> op.v_stride >> op.num_tokens >> op.num_seqs >>
+        op.max_blocks >> op.rotary >> op.rotary_begin;
     const auto &kernels = runtime.kernels();
     const auto run = [op, attend = kernels.attention](const Worker &w) {
         AttentionOp mine = op;
@@ -161,7 +153,6 @@ struct Experts { std::vector<const PackedMatrix *> gate_up, down; };
 
 void submit_experts(Runtime &runtime, const Experts &experts, uintptr_t x, uintptr_t ids, uintptr_t weights,
                     uintptr_t y, int type, int64_t num_tokens, int64_t width, int64_t top_k) {
-    nb::gil_scoped_release release;
     const ExpertsOp op{experts.gate_up.data(), experts.down.data(), int64_t(experts.down.size()), at(x), at(y),
                        DType(type), num_tokens, width, top_k, at<const int64_t>(ids), at<const float>(weights)};
     const auto &kernels = runtime.kernels();
@@ -171,7 +162,6 @@ void submit_experts(Runtime &runtime, const Experts &experts, uintptr_t x, uintp
 
 void submit_greedy(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t ids,
                    uintptr_t peaks) {
-    nb::gil_scoped_release release;
     const GreedyOp op{at<const float>(logits), num_rows, width, at<int64_t>(ids), at<float>(peaks)};
     const auto &kernels = runtime.kernels();
     runtime.submit(clipped("greedy", op, &GreedyOp::num_rows, kernels.greedy),
@@ -180,7 +170,6 @@ void submit_greedy(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t
 
 void submit_greedy_linear(Runtime &runtime, const PackedMatrix &weight, uintptr_t x, int x_type, int64_t num_rows,
                           int64_t x_stride, uintptr_t bias, uintptr_t ids, uintptr_t peaks) {
-    nb::gil_scoped_release release;
     const LinearOp product{&weight, at(x), DType(x_type), num_rows, x_stride, nullptr, 0.f, at(bias),
                            nullptr, nullptr, DType::f32, 0};
     const GreedyLinearOp op{product, at<int64_t>(ids), at<float>(peaks)};
@@ -196,7 +185,6 @@ void submit_greedy_linear(Runtime &runtime, const PackedMatrix &weight, uintptr_
 void submit_head_norm(Runtime &runtime, uintptr_t q, uintptr_t k, uintptr_t q_weight, uintptr_t k_weight, float eps,
                       int type, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                       int64_t q_stride, int64_t k_stride) {
-    nb::gil_scoped_release release;
     const HeadNormOp op{at(q), at(k), at(q_weight), at(k_weight), eps, DType(type), num_tokens,
                         num_heads, num_kv_heads, head_dim, q_stride, k_stride};
     runtime.submit(clipped("head norm", op, &HeadNormOp::num_tokens, runtime.kernels().head_norm), 0);
@@ -204,7 +192,6 @@ void submit_head_norm(Runtime &runtime, uintptr_t q, uintptr_t k, uintptr_t q_we
 
 void submit_select_rows(Runtime &runtime, uintptr_t x, uintptr_t index, uintptr_t y, int64_t num_rows,
                         int64_t row_bytes, int64_t row_stride) {
-    nb::gil_scoped_release release;
     const SelectRowsOp op{at(x), at<const int64_t>(index), at(y), num_rows, row_bytes, row_stride};
     runtime.narrow_rows([op] { return count_selected(op.index, op.num_rows); });
     runtime.submit(clipped("select rows", op, &SelectRowsOp::num_rows, select_rows), 0);
@@ -216,7 +203,6 @@ void count_tokens_of(Runtime &runtime, uintptr_t starts, int64_t num_seqs) {
 }
 
 void submit_prepare_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vector<int64_t> n) {
-    nb::gil_scoped_release release;
     const PrepareDecodeOp op{at<const int64_t>(a[0]), at<const int32_t>(a[1]), at<const int64_t>(a[2]),
                              at<const int64_t>(a[3]), at<const int64_t>(a[4]), at<const int64_t>(a[5]),
                              at<const int64_t>(a.at(6)), at<int64_t>(a.at(7)), at<int64_t>(a.at(8)),
@@ -227,7 +213,6 @@ void submit_prepare_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vect
 }
 
 void submit_finish_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vector<int64_t> n) {
-    nb::gil_scoped_release release;
     const FinishDecodeOp op{at<const int64_t>(a[0]), at<const int64_t>(a[1]), at<const int64_t>(a[2]),
                             at<const float>(a[3]), at<const int64_t>(a[4]), at<const int64_t>(a[5]),
                             at<int64_t>(a.at(6)), at<int64_t>(a.at(7)), at<int64_t>(a.at(8)), at<int64_t>(a.at(9)),
@@ -245,7 +230,6 @@ void submit_finish_decode(Runtime &runtime, std::vector<uintptr_t> a, std::vecto
 
 void submit_keep_results(Runtime &runtime, uintptr_t slots, uintptr_t results, uintptr_t num_computed, uintptr_t kept,
                          int64_t num_rows, int64_t num_kept, int64_t num_slots) {
-    nb::gil_scoped_release release;
     const KeepResultsOp op{at<const int64_t>(slots), at<const int64_t>(results), at<const int64_t>(num_computed),
                            at<int64_t>(kept), num_rows, num_kept, num_slots};
     runtime.submit(clipped("keep results", op, &KeepResultsOp::num_rows, keep_results), 0);
@@ -253,7 +237,6 @@ void submit_keep_results(Runtime &runtime, uintptr_t slots, uintptr_t results, u
 
 void submit_mark_broken(Runtime &runtime, uintptr_t drawn, uintptr_t peaks, uintptr_t possible, uintptr_t marked,
                         int64_t num_rows) {
-    nb::gil_scoped_release release;
     const MarkBrokenOp op{at<const int64_t>(drawn), at<const float>(peaks), at<const float>(possible),
                           at<int64_t>(marked), num_rows};
     runtime.submit(clipped("mark broken", op, &MarkBrokenOp::num_rows, mark_broken), 0);
@@ -261,7 +244,6 @@ void submit_mark_broken(Runtime &runtime, uintptr_t drawn, uintptr_t peaks, uint
 
 void submit_sample(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t seeds,
                    uintptr_t positions, uintptr_t ids, uintptr_t is_random, int64_t ahead) {
-    nb::gil_scoped_release release;
     const SampleOp op{at<const float>(logits), num_rows, width, at<const int64_t>(seeds),
                       at<const int64_t>(positions), at<int64_t>(ids), at<const int64_t>(is_random), ahead};
     runtime.submit(clipped("sample", op, &SampleOp::num_rows, runtime.kernels().sample),
@@ -269,14 +251,12 @@ void submit_sample(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t
 }
 
 void submit_temper(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t temperatures) {
-    nb::gil_scoped_release release;
     const TemperatureOp op{at<float>(logits), num_rows, width, at<const float>(temperatures)};
     runtime.submit(clipped("temperature", op, &TemperatureOp::num_rows, runtime.kernels().temper), 0);
 }
 
 void submit_filter(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t top_k,
                    uintptr_t top_p, uintptr_t min_p) {
-    nb::gil_scoped_release release;
     const FilterOp op{at<float>(logits), num_rows, width, at<const int64_t>(top_k), at<const float>(top_p),
                       at<const float>(min_p)};
     const auto &kernels = runtime.kernels();
@@ -286,20 +266,17 @@ void submit_filter(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t
 
 void submit_penalize(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width,
                      std::vector<uintptr_t> factors, uintptr_t counts, int64_t count_bytes, uintptr_t prompt_seen) {
-    nb::gil_scoped_release release;
     const PenaltyOp op{at<float>(logits), num_rows, width, at<const float>(factors[0]), at<const float>(factors[1]),
                        at<const float>(factors[2]), at(counts), count_bytes, at<const bool>(prompt_seen)};
     runtime.submit(clipped("penalize", op, &PenaltyOp::num_rows, runtime.kernels().penalize), 0);
 }
 
 void submit_mask(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t bits) {
-    nb::gil_scoped_release release;
     const MaskOp op{at<float>(logits), num_rows, width, at<const int32_t>(bits)};
     runtime.submit(clipped("mask", op, &MaskOp::num_rows, runtime.kernels().mask), 0);
 }
 
 void submit_log_softmax(Runtime &runtime, uintptr_t logits, int64_t num_rows, int64_t width, uintptr_t y) {
-    nb::gil_scoped_release release;
     const LogSoftmaxOp op{at<const float>(logits), num_rows, width, at<float>(y)};
     runtime.submit(clipped("log softmax", op, &LogSoftmaxOp::num_rows, runtime.kernels().log_softmax), 0);
 }
@@ -307,7 +284,6 @@ void submit_log_softmax(Runtime &runtime, uintptr_t logits, int64_t num_rows, in
 void submit_route(Runtime &runtime, uintptr_t logits, uintptr_t bias, uintptr_t ids, uintptr_t weights,
                   int64_t num_tokens, int64_t num_experts, int64_t top_k, int64_t num_groups, int64_t top_k_groups,
                   bool is_sigmoid, bool renormalize, float scaling_factor) {
-    nb::gil_scoped_release release;
     const RoutingOp op{at<const float>(logits), at<const float>(bias), at<int64_t>(ids), at<float>(weights), num_tokens,
                        num_experts, top_k, num_groups, top_k_groups, is_sigmoid, renormalize, scaling_factor};
     runtime.submit(clipped("route", op, &RoutingOp::num_tokens, route), routing_scratch(op, runtime.num_threads()));
@@ -346,24 +322,9 @@ NB_MODULE(_native, m) {
         .def(nb::init<>())
         .def("__len__", [](const Plan &plan) { return plan.steps.size(); })
         .def("follow", [](Plan &plan, const Plan &before) { plan.most_rows = before.most_rows; });
-    nb::class_<AttentionShape>(m, "AttentionShape")
-        .def("__init__",
-             [](AttentionShape *self, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t v_head_dim,
-                int64_t block_size, float scale, bool interleaved, int type, bool is_int8) {
-                 AttentionOp op{};
-                 op.num_heads = num_heads;
-                 op.num_kv_heads = num_kv_heads;
-                 op.head_dim = head_dim;
-                 op.v_head_dim = v_head_dim;
-                 op.block_size = block_size;
-                 op.scale = scale;
-                 op.interleaved = interleaved;
-                 op.type = DType(type);
-                 op.is_int8 = is_int8;
-                 new (self) AttentionShape{op};
-             });
-    nb::class_<Runtime>(m, "Runtime")
-        .def(nb::init<int, const std::vector<int> &, const std::string &>())
+    nb::class_<AttentionShape>(m, "AttentionShape").def(nb::init<const std::vector<int64_t> &, float, float>());
+    nb::class_<Runtime> of_runtime(m, "Runtime");
+    of_runtime.def(nb::init<int, const std::vector<int> &, const std::string &>())
         .def_prop_ro("isa", [](const Runtime &runtime) { return std::string(name_of(runtime.isa())); })
         .def_prop_ro("num_threads", &Runtime::num_threads)
         .def("begin", &Runtime::begin, nb::keep_alive<1, 2>())
@@ -378,32 +339,37 @@ NB_MODULE(_native, m) {
                 found[name.c_str()] = nb::make_tuple(time.calls, time.seconds);
             return found;
         })
-        .def("set_rows", &set_rows)
         .def("code_rows", &code_rows)
-        .def("set_quantized_rows", &set_quantized_rows)
-        .def("linear", &submit_linear)
-        .def("add_norm", &submit_add_norm)
-        .def("gate", &submit_gate)
-        .def("embedding", &submit_embedding, nb::arg("ids"), nb::arg("table"), nb::arg("packed").none(), nb::arg("y"),
-             nb::arg("type"), nb::arg("num_ids"), nb::arg("num_rows"), nb::arg("width"))
-        .def("attention", &submit_attention)
-        .def("experts", &submit_experts)
-        .def("greedy", &submit_greedy)
-        .def("greedy_linear", &submit_greedy_linear)
-        .def("head_norm", &submit_head_norm)
         .def("count_tokens", &count_tokens_of)
-        .def("select_rows", &submit_select_rows)
-        .def("prepare_decode", &submit_prepare_decode)
-        .def("finish_decode", &submit_finish_decode)
-        .def("keep_results", &submit_keep_results)
-        .def("mark_broken", &submit_mark_broken)
-        .def("route", &submit_route)
-        .def("sample", &submit_sample)
-        .def("temper", &submit_temper)
-        .def("filter", &submit_filter)
-        .def("penalize", &submit_penalize)
-        .def("mask", &submit_mask)
-        .def("log_softmax", &submit_log_softmax);
+        .def("embedding", &submit_embedding, nb::arg("ids"), nb::arg("table"), nb::arg("packed").none(), nb::arg("y"),
+             nb::arg("type"), nb::arg("num_ids"), nb::arg("num_rows"), nb::arg("width"),
+             nb::call_guard<nb::gil_scoped_release>());
+    // What computes does so without Python's lock.
+    const auto define = [&](const char *name, auto function) {
+        of_runtime.def(name, function, nb::call_guard<nb::gil_scoped_release>());
+    };
+    define("set_rows", &set_rows);
+    define("set_quantized_rows", &set_quantized_rows);
+    define("linear", &submit_linear);
+    define("add_norm", &submit_add_norm);
+    define("gate", &submit_gate);
+    define("attention", &submit_attention);
+    define("experts", &submit_experts);
+    define("greedy", &submit_greedy);
+    define("greedy_linear", &submit_greedy_linear);
+    define("head_norm", &submit_head_norm);
+    define("select_rows", &submit_select_rows);
+    define("prepare_decode", &submit_prepare_decode);
+    define("finish_decode", &submit_finish_decode);
+    define("keep_results", &submit_keep_results);
+    define("mark_broken", &submit_mark_broken);
+    define("route", &submit_route);
+    define("sample", &submit_sample);
+    define("temper", &submit_temper);
+    define("filter", &submit_filter);
+    define("penalize", &submit_penalize);
+    define("mask", &submit_mask);
+    define("log_softmax", &submit_log_softmax);
     nb::class_<Experts>(m, "Experts").def("__init__", [](Experts *self, const std::vector<PackedMatrix *> &gate_up, const std::vector<PackedMatrix *> &down) {
         new (self) Experts{{gate_up.begin(), gate_up.end()}, {down.begin(), down.end()}};
     });

@@ -92,7 +92,9 @@ struct AttentionOp {
     DType type;
     int64_t q_stride, k_stride, v_stride;  // between tokens
     int64_t num_tokens, num_seqs, num_heads, num_kv_heads, head_dim, v_head_dim, block_size, max_blocks;
-    float scale;
+    float scale, softcap;    // logits become softcap * tanh(logit / softcap); 0: as they are
+    int64_t window, chunk;   // keys that a query sees: so many, or those of its chunk; 0: all
+    const float *sinks;      // [num_heads]; null: none
     const float *cos_sin;  // [positions, rotary]; null: nothing is rotated
     int64_t rotary, rotary_begin;  // dimensions [begin, begin + rotary) of a head are rotated
     bool interleaved;
@@ -219,6 +221,8 @@ namespace avx2 { extern const Kernels kernels; }
 namespace avx512_vnni { extern const Kernels kernels; }
 namespace avx512 { extern const Kernels kernels; }
 namespace amx { extern const Kernels kernels; }
-namespace emulated { extern const Kernels kernels; }  // AVX512 and AMX in plain C++, for tests
+// Their instructions in plain C++, for tests: of AMX, which has those of AVX512, too, and of AVX512 without BF16.
+namespace emulated { extern const Kernels kernels; }
+namespace emulated_vnni { extern const Kernels kernels; }
 
 }  // namespace fdcpu

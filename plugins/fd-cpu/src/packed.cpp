@@ -51,8 +51,11 @@ void pack_nibbles(const int8_t *eight, uint8_t *four) {
 }
 
 void set_scales(PackedMatrix &matrix, int64_t n, const float *scales) {
-    auto *out = const_cast<float *>(matrix.panel_scales(matrix.panel_of(n))) + matrix.column_of(n);
-    for (int64_t g = 0; g < matrix.num_groups(); ++g) out[g * kPanel] = scales[g];
+    auto *out = const_cast<uint8_t *>(matrix.scales_of(matrix.panel_of(n), 0)) + matrix.column_of(n) * matrix.scale_bytes();
+    for (int64_t g = 0; g < matrix.num_groups(); ++g, out += kPanel * matrix.scale_bytes()) {
+        const uint16_t half = half_of(scales[g]);
+        std::memcpy(out, matrix.has_half_scales() ? static_cast<const void *>(&half) : scales + g, size_t(matrix.scale_bytes()));
+    }
 }
 
 }  // namespace
@@ -98,7 +101,7 @@ std::unique_ptr<PackedMatrix> make_packed(WeightKind kind, int64_t outputs, int6
     if (kind == WeightKind::int4)  // a nibble of 8 is a weight of zero
         std::memset(matrix->weights.data(), 0x88, size_t(matrix->num_panels * matrix->panel_bytes()));
     const size_t num_scales = size_t(matrix->num_panels * matrix->num_groups() * kPanel);
-    if (is_int || is_tet) matrix->scales = Pages(num_scales * sizeof(float), true);
+    if (is_int || is_tet) matrix->scales = Pages(num_scales * size_t(matrix->scale_bytes()), true);
     if (kind == WeightKind::int8) matrix->sums = Pages(num_scales * sizeof(int32_t), true);
     if (is_tet) matrix->signs = Pages(size_t(inputs) * sizeof(float), true);
     return matrix;
@@ -139,8 +142,9 @@ void set_row(PackedMatrix &matrix, int64_t n, const void *values, DType dtype) {
         float peak = 0;
         for (int64_t k = first; k < last; ++k) peak = std::max(peak, std::fabs(row[k]));
         scales[g] = peak / most;
+        if (matrix.has_half_scales()) scales[g] = float_of_half(half_of(scales[g]));
         for (int64_t k = first; k < last; ++k) {
-            const float q = peak > 0 ? std::nearbyint(row[k] / scales[g]) : 0.f;
+            const float q = scales[g] > 0 ? std::nearbyint(row[k] / scales[g]) : 0.f;
             rounded[k] = int8_t(std::min(most, std::max(least, q)));
         }
     }
@@ -254,7 +258,15 @@ void get_row(const PackedMatrix &matrix, int64_t n, float *values) {
             }
     }
     for (int64_t begin = 0, g = 0; begin < inputs; begin += matrix.group, ++g) {
-        const float scale = matrix.panel_scales(p)[g * kPanel + column];
+        float scale;
+        const uint8_t *from = matrix.scales_of(p, g) + column * matrix.scale_bytes();
+        if (matrix.has_half_scales()) {
+            uint16_t half;
+            std::memcpy(&half, from, sizeof half);
+            scale = float_of_half(half);
+        } else {
+            std::memcpy(&scale, from, sizeof scale);
+        }
         for (int64_t k = begin; k < std::min(inputs, begin + matrix.group); ++k) values[k] *= scale;
     }
 }

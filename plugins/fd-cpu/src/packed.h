@@ -20,7 +20,9 @@
 // exponents, low and high halves of 16 bytes by themselves, and every 32 bits rotated by one: that is a line of
 // bfloat16.
 #pragma once
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 
 #include "memory.h"
@@ -37,6 +39,23 @@ constexpr int kTetWords = 17, kTetTile = kPanel / 16 * kTetWords * 2;  // of six
 constexpr uint32_t kTetMultiplier = 0x67edf2eb;
 constexpr int kCodedHeader = 64, kCodedBlock = 3 * 64;  // bytes of a panel's exponents; of four inputs of half of it
 
+// Float16, to nearest; what is too large becomes the largest one.
+inline uint16_t half_of(float x) {
+    const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
+    x = std::fabs(x);
+    if (!(x <= 65504.f)) return sign | (x > 65504.f ? 0x7bff : 0x7e00);
+    if (x < 0x1p-14f) return sign | uint16_t(std::nearbyint(x * 0x1p24f));
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return sign | uint16_t(((bits + 0xfff + (bits >> 13 & 1)) >> 13) - (112 << 10));
+}
+inline float float_of_half(uint16_t half) {
+    const int exponent = half >> 10 & 31, fraction = half & 1023;
+    const float value = exponent == 31 ? (fraction ? NAN : INFINITY)
+                                       : exponent ? std::ldexp(float(1024 + fraction), exponent - 25) : std::ldexp(float(fraction), -24);
+    return half >> 15 ? -value : value;
+}
+
 // A weight of coded_bf16 whose exponent has no code.
 struct Patch {
     int32_t input;
@@ -51,7 +70,7 @@ struct PackedMatrix {
     bool gated;
     int64_t num_panels;
     Pages weights;
-    Pages scales;  // float [panel][group][64]
+    Pages scales;  // [panel][group][64]: float16 of int4 in groups, as files of such weights have them, else float
     Pages sums;    // int8 only: int32 [panel][group][64], the sum of a group's weights
     Pages signs;   // tet2 only: float [inputs], what inputs are multiplied with before
     int64_t rotation = 1;  // Hadamard transforms of so many of them
@@ -61,8 +80,11 @@ struct PackedMatrix {
     int64_t num_groups() const { return padded_inputs / group; }
     int64_t panel_bytes() const;
     const uint8_t *panel(int64_t p) const { return weights.data() + p * panel_bytes(); }
-    const float *panel_scales(int64_t p) const {
-        return reinterpret_cast<const float *>(scales.data()) + p * num_groups() * kPanel;
+    bool has_half_scales() const { return kind == WeightKind::int4 && num_groups() > 1; }
+    int64_t scale_bytes() const { return has_half_scales() ? sizeof(uint16_t) : sizeof(float); }
+    // Of a panel's group: 64 of them.
+    const uint8_t *scales_of(int64_t p, int64_t g) const {
+        return scales.data() + (p * num_groups() + g) * kPanel * scale_bytes();
     }
     const int32_t *panel_sums(int64_t p) const {
         return reinterpret_cast<const int32_t *>(sums.data()) + p * num_groups() * kPanel;

@@ -99,20 +99,27 @@ void tile_f32(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m,
     for (int s0 = 0; s0 < kVectors; s0 += kAcross<R>) part_f32<R, kAcross<R>>(w, p, x, ahead, s0, out);
 }
 
-// A line of bfloat16 in pairs meets two inputs of each row, `k` bytes of bfloat16 from its first.
+// Registers of bfloat16 in pairs meet two inputs of each row, the k-th and the next.
 template <int R, int V>
-FDCPU_INLINE void add_pairs(I line, const Rows<R> &x, int64_t k, int s, F (&acc)[R][V]) {
-#if FDCPU_LEVEL == 1
-    // The first of each pair, then the others: for both at once there are not enough registers.
-    const F first = half_of_pairs<0>(line);
+FDCPU_INLINE void add_pairs(const I (&line)[V], const Rows<R> &x, int64_t k, F (&acc)[R][V]) {
+#if FDCPU_LEVEL < 3
     FDCPU_UNROLL
-    for (int r = 0; r < R; ++r) acc[r][s] = first * splat(x.floats(r)[k / 2]) + acc[r][s];
-    const F second = half_of_pairs<1>(line);
-    FDCPU_UNROLL
-    for (int r = 0; r < R; ++r) acc[r][s] = second * splat(x.floats(r)[k / 2 + 1]) + acc[r][s];
+    for (int s = 0; s < V; ++s) {
+        // The first of each pair, then the others: for both at once there are not enough registers.
+        const F first = half_of_pairs<0>(line[s]);
+        FDCPU_UNROLL
+        for (int r = 0; r < R; ++r) acc[r][s] = first * splat(x.floats(r)[k]) + acc[r][s];
+        const F second = half_of_pairs<1>(line[s]);
+        FDCPU_UNROLL
+        for (int r = 0; r < R; ++r) acc[r][s] = second * splat(x.floats(r)[k + 1]) + acc[r][s];
+    }
 #else
     FDCPU_UNROLL
-    for (int r = 0; r < R; ++r) acc[r][s] = dot_pairs(acc[r][s], line, I(splat_bytes(x.at[r] + k)));
+    for (int r = 0; r < R; ++r) {
+        const I inputs = I(splat_bytes(x.at[r] + 2 * k));
+        FDCPU_UNROLL
+        for (int s = 0; s < V; ++s) acc[r][s] = dot_pairs(acc[r][s], line[s], inputs);
+    }
 #endif
 }
 
@@ -135,11 +142,13 @@ void tile_pairs(const Pairs &pairs, int64_t num_inputs, const Activations &a, in
         const uint8_t *line = pairs.at + s0 * pairs.across;
         auto part = ahead.part<V>(s0);
         F acc[C][R][V] = {};
-        for (int64_t k = 0; k < 2 * num_inputs;)
-            for (int c = 0; c < C; ++c, k += 4, line += pairs.line) {
+        for (int64_t k = 0; k < num_inputs;)
+            for (int c = 0; c < C; ++c, k += 2, line += pairs.line) {
                 part.fetch();
+                I registers[V];
                 FDCPU_UNROLL
-                for (int s = 0; s < V; ++s) add_pairs(load_as<I>(line + s * pairs.across), x, k, s, acc[c]);
+                for (int s = 0; s < V; ++s) registers[s] = load_as<I>(line + s * pairs.across);
+                add_pairs(registers, x, k, acc[c]);
             }
         FDCPU_UNROLL
         for (int r = 0; r < R; ++r)
@@ -169,28 +178,18 @@ void tile_codes(const PackedMatrix &w, int64_t p, int half, const Activations &a
         for (int c = 0; c < kParts; ++c) acc[c][r][0] = acc[c][r][1] = splat(0);
     auto part = ahead.part<kVectors>(0);
     uint8_t *line = copy;
-    for (int64_t k = 0; block != last; k += 8, block += kCodedBlock, line += 8 * kHalf) {
+    for (int64_t k = 0; block != last; k += 4, block += kCodedBlock, line += 8 * kHalf) {
         part.template fetch_for<from == Lines::decoded>();
         for (int i = 0; i < 3 && from == Lines::kept; ++i) __builtin_prefetch(block + 8 * kCodedBlock + i * 64, 0, 3);
-        I lines[2][2];
+        I lines[2][2];  // [input / 2][output / 16]
         if (from != Lines::copied) decode_block<from == Lines::kept>(block, exponents, lines);
         FDCPU_UNROLL
         for (int j = 0; j < 2; ++j) {
             FDCPU_UNROLL
-            for (int s = 0; s < 2 && from == Lines::copied; ++s) lines[s][j] = load_as<I>(line + j * 4 * kHalf + s * 64);
+            for (int s = 0; s < 2 && from == Lines::copied; ++s) lines[j][s] = load_as<I>(line + j * 4 * kHalf + s * 64);
             FDCPU_UNROLL
-            for (int s = 0; s < 2 && from == Lines::kept; ++s) store_as(line + j * 4 * kHalf + s * 64, lines[s][j]);
-#if FDCPU_LEVEL == 1
-            for (int s = 0; s < 2; ++s) add_pairs(lines[s][j], x, k + 4 * j, s, acc[j % kParts]);
-#else
-            FDCPU_UNROLL
-            for (int r = 0; r < R; ++r) {
-                const I input = I(splat_bytes(x.at[r] + k + 4 * j));
-                F(&to)[2] = acc[j % kParts][r];
-                FDCPU_UNROLL
-                for (int s = 0; s < 2; ++s) to[s] = dot_pairs(to[s], lines[s][j], input);
-            }
-#endif
+            for (int s = 0; s < 2 && from == Lines::kept; ++s) store_as(line + j * 4 * kHalf + s * 64, lines[j][s]);
+            add_pairs(lines[j], x, k + 2 * j, acc[j % kParts]);
         }
     }
     FDCPU_UNROLL
@@ -222,7 +221,7 @@ FDCPU_INLINE void decode_panel(const PackedMatrix &w, int64_t p, uint8_t *copy) 
             FDCPU_UNROLL
             for (int s = 0; s < 2; ++s)
                 FDCPU_UNROLL
-                for (int j = 0; j < 2; ++j) store_as(to + s * across + j * 64, lines[s][j]);
+                for (int j = 0; j < 2; ++j) store_as(to + s * across + j * 64, lines[j][s]);
         }
     }
     for (const Patch *patch = w.patches_of(p); patch != w.patches_of(p + 1); ++patch)
@@ -242,7 +241,10 @@ void tile_codes_of(int rows, const PackedMatrix &w, int64_t p, int half, const A
 template <int R, int C, int V>
 FDCPU_INLINE void add_group(const PackedMatrix &w, int64_t p, const Activations &a, int64_t m, int64_t g, int s0,
                             const I (&sums)[C][R][V], float *out) {
-    const float *scales = w.panel_scales(p) + g * kPanel;
+    const uint8_t *scales = w.scales_of(p, g);
+    F scale[V];
+    FDCPU_UNROLL
+    for (int s = 0; s < V; ++s) scale[s] = load_scales(w.has_half_scales(), scales, s0 + s);
     FDCPU_UNROLL
     for (int r = 0; r < R; ++r) {
         const float x_scale = a.scales[(m + r) * a.groups + g];
@@ -250,7 +252,7 @@ FDCPU_INLINE void add_group(const PackedMatrix &w, int64_t p, const Activations 
         for (int s = 0; s < V; ++s) {
             float *to = out + r * kPanel + (s0 + s) * kLanes;
             const I both = C > 1 ? sums[0][r][s] + sums[C - 1][r][s] : sums[0][r][s];
-            const F value = to_floats(both) * (load(scales + (s0 + s) * kLanes) * x_scale);
+            const F value = to_floats(both) * (scale[s] * x_scale);
             store(to, g ? load(to) + value : value);
         }
     }

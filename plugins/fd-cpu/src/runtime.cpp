@@ -16,6 +16,7 @@ const Kernels &kernels_of(Isa isa) {
         case Isa::avx512: return avx512::kernels;
 #ifdef FDCPU_EMULATED
         case Isa::emulated: return emulated::kernels;
+        case Isa::emulated_vnni: return emulated_vnni::kernels;
 #endif
         default: return amx::kernels;
     }

@@ -10,11 +10,25 @@
 
 #define FDCPU_INLINE inline __attribute__((always_inline))
 // Loops over registers: unless they are unrolled at once, the compiler has the registers in memory.
+#ifdef __clang__
+#define FDCPU_UNROLL _Pragma("clang loop unroll(full)")
+#else
 #define FDCPU_UNROLL _Pragma("GCC unroll 16")
+#endif
 
 namespace fdcpu::FDCPU_NAMESPACE {
 
 constexpr int kLanes = 16;
+
+// Of two vectors of 32-bit lanes those with these numbers, which go on from the first to the second.
+template <int... kLane, class V>
+FDCPU_INLINE V shuffled(V first, V second) {
+#ifdef __clang__
+    return __builtin_shufflevector(first, second, kLane...);
+#else  // GCC 11 knows but its own
+    return __builtin_shuffle(first, second, decltype(first == second){kLane...});
+#endif
+}
 
 }  // namespace fdcpu::FDCPU_NAMESPACE
 
@@ -51,7 +65,7 @@ FDCPU_INLINE F load(const float *from) { return load_as<F>(from); }
 FDCPU_INLINE F load(const uint16_t *from) { return F(widen(load_as<H>(from)) << 16); }  // bfloat16
 FDCPU_INLINE void store(float *to, F x) { store_as(to, x); }
 FDCPU_INLINE void store(uint16_t *to, F x) {
-#if FDCPU_LEVEL >= 2 && !FDCPU_WITHOUT_BF16
+#if FDCPU_LEVEL >= 3
     store_as(to, _mm512_cvtneps_pbh(__m512(x)));
 #else
     const U bits = U(x);
@@ -66,6 +80,10 @@ FDCPU_INLINE F round_to_bf16(F x) {
     store(reinterpret_cast<uint16_t *>(&bits), x);
     return F(widen(bits) << 16);
 }
+
+// The first or second of each pair of bfloat16.
+template <bool kIsSecond>
+FDCPU_INLINE F half_of_pairs(I x) { return kIsSecond ? F(U(x) & 0xffff0000u) : F(x << 16); }
 
 // a in the low halves, b in the high ones.
 FDCPU_INLINE U pairs_of_bf16(F a, F b) { return U(round_to_bf16(a)) >> 16 | U(round_to_bf16(b)); }

@@ -106,6 +106,11 @@ FDCPU_INLINE U widen(H x) {
     return {Words(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(__m256i(x)))),
             Words(_mm256_cvtepu16_epi32(_mm256_extracti128_si256(__m256i(x), 1)))};
 }
+// Of float16.
+FDCPU_INLINE F load_halves(const uint16_t *from) {
+    const auto *eights = reinterpret_cast<const __m128i *>(from);
+    return {Floats(_mm256_cvtph_ps(_mm_loadu_si128(eights))), Floats(_mm256_cvtph_ps(_mm_loadu_si128(eights + 1)))};
+}
 // Of numbers below 65536.
 FDCPU_INLINE H narrow(U x) {
     return H(_mm256_permute4x64_epi64(_mm256_packus_epi32(__m256i(x.a), __m256i(x.b)), 0xd8));
@@ -121,22 +126,14 @@ FDCPU_INLINE I round_to_int(F x) { return {Ints(_mm256_cvtps_epi32(x.a)), Ints(_
 template <class V, class Combine>
 FDCPU_INLINE auto fold(Pair<V> x, const Combine &combine) {
     V y = combine(x.a, x.b);
-    y = combine(y, V(__builtin_shufflevector(y, y, 4, 5, 6, 7, 0, 1, 2, 3)));
-    y = combine(y, V(__builtin_shufflevector(y, y, 2, 3, 0, 1, 6, 7, 4, 5)));
-    return combine(y, V(__builtin_shufflevector(y, y, 1, 0, 3, 2, 5, 4, 7, 6)))[0];
+    y = combine(y, V(shuffled<4, 5, 6, 7, 0, 1, 2, 3>(y, y)));
+    y = combine(y, V(shuffled<2, 3, 0, 1, 6, 7, 4, 5>(y, y)));
+    return combine(y, V(shuffled<1, 0, 3, 2, 5, 4, 7, 6>(y, y)))[0];
 }
-FDCPU_INLINE float sum_of(F x) {
-    return fold(x, [](Floats a, Floats b) { return a + b; });
-}
-FDCPU_INLINE float max_of(F x) {
-    return fold(x, [](Floats a, Floats b) { return a > b ? a : b; });
-}
-FDCPU_INLINE int32_t max_of_ints(I x) {
-    return fold(x, [](Ints a, Ints b) { return a > b ? a : b; });
-}
-FDCPU_INLINE int32_t sum_of_ints(I x) {
-    return int32_t(fold(U(x), [](auto a, auto b) { return a + b; }));
-}
+FDCPU_INLINE float sum_of(F x) { return fold(x, [](Floats a, Floats b) { return a + b; }); }
+FDCPU_INLINE float max_of(F x) { return fold(x, [](Floats a, Floats b) { return a > b ? a : b; }); }
+FDCPU_INLINE int32_t max_of_ints(I x) { return fold(x, [](Ints a, Ints b) { return a > b ? a : b; }); }
+FDCPU_INLINE int32_t sum_of_ints(I x) { return int32_t(fold(U(x), [](auto a, auto b) { return a + b; })); }
 
 // acc[lane] + sum over j < 4 of unsigned u[4 lane + j] times signed s[4 lane + j]. Even and odd bytes apart: products
 // of a full unsigned and a signed byte in pairs do not fit 16 bits.
@@ -178,15 +175,6 @@ FDCPU_INLINE I add_words(I words, B nibbles, B x) {
 }
 FDCPU_INLINE I sum_words(I words) { return {pairs_to_ints(__m256i(words.a)), pairs_to_ints(__m256i(words.b))}; }
 
-// The first or second of each pair of bfloat16.
-template <bool kIsSecond>
-FDCPU_INLINE F half_of_pairs(I x) { return kIsSecond ? F(U(x) & 0xffff0000u) : F(x << 16); }
-
-// acc[lane] + a[2 lane] b[2 lane] + a[2 lane + 1] b[2 lane + 1] of bfloat16 pairs.
-FDCPU_INLINE F dot_pairs(F acc, I a, I b) {
-    return half_of_pairs<1>(a) * half_of_pairs<1>(b) + (half_of_pairs<0>(a) * half_of_pairs<0>(b) + acc);
-}
-
 template <bool kShifts>
 FDCPU_INLINE void decode_pairs(B rest, B codes, B exponents, I &first, I &second) {
     const auto decode = [&](auto rest, auto codes, auto exponents, Ints &low, Ints &high) {
@@ -201,15 +189,15 @@ FDCPU_INLINE void decode_pairs(B rest, B codes, B exponents, I &first, I &second
 
 // Pairs in two registers, (x0, y0, x1, ...), become (x0, x1, ...) and (y0, y1, ...), and back.
 FDCPU_INLINE void part_pairs(F low, F high, F &first, F &second) {
-    const auto evens = [](F x) { return Floats(__builtin_shufflevector(x.a, x.b, 0, 2, 4, 6, 8, 10, 12, 14)); };
-    const auto odds = [](F x) { return Floats(__builtin_shufflevector(x.a, x.b, 1, 3, 5, 7, 9, 11, 13, 15)); };
+    const auto evens = [](F x) { return Floats(shuffled<0, 2, 4, 6, 8, 10, 12, 14>(x.a, x.b)); };
+    const auto odds = [](F x) { return Floats(shuffled<1, 3, 5, 7, 9, 11, 13, 15>(x.a, x.b)); };
     first = {evens(low), evens(high)};
     second = {odds(low), odds(high)};
 }
 FDCPU_INLINE void join_pairs(F first, F second, F &low, F &high) {
     const auto joined = [](Floats x, Floats y) {
-        return F(Floats(__builtin_shufflevector(x, y, 0, 8, 1, 9, 2, 10, 3, 11)),
-                 Floats(__builtin_shufflevector(x, y, 4, 12, 5, 13, 6, 14, 7, 15)));
+        return F(Floats(shuffled<0, 8, 1, 9, 2, 10, 3, 11>(x, y)),
+                 Floats(shuffled<4, 12, 5, 13, 6, 14, 7, 15>(x, y)));
     };
     low = joined(first.a, second.a);
     high = joined(first.b, second.b);
@@ -219,8 +207,8 @@ FDCPU_INLINE void join_pairs(F first, F second, F &low, F &high) {
 template <int W, class V, int... kLane>
 FDCPU_INLINE void exchange_eight(V &first, V &second, std::integer_sequence<int, kLane...>) {
     const V low = first, high = second;
-    first = __builtin_shufflevector(low, high, (kLane & W ? kLane - W + 8 : kLane)...);
-    second = __builtin_shufflevector(low, high, (kLane & W ? kLane + 8 : kLane + W)...);
+    first = shuffled<(kLane & W ? kLane - W + 8 : kLane)...>(low, high);
+    second = shuffled<(kLane & W ? kLane + 8 : kLane + W)...>(low, high);
 }
 template <int W>
 FDCPU_INLINE void exchange(U &first, U &second) {

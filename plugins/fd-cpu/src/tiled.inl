@@ -41,8 +41,10 @@ struct TiledPanel {
     const Activations a;
     uint8_t *const unpacked;  // [step][output tile][row of a weight tile][64]
     const uint8_t *const panel;
-    const float *const scales;  // of the panel, and
+    const uint8_t *const scales;  // of the panel, and
     const int32_t *const weight_sums;
+    const bool has_half_scales;
+    const int64_t scale_step;  // bytes from a group's to the next one's
     const int64_t group, panel_bytes;
     const int inputs;  // bytes of a step, of activations
     const int64_t packed_step;  // and of weights
@@ -51,7 +53,8 @@ struct TiledPanel {
     mutable const Patch *patch = patches;           // the first one that is not unpacked yet
 
     TiledPanel(const PackedMatrix &w, const Activations &a, int64_t p, uint8_t *unpacked)
-        : a(a), unpacked(unpacked), panel(w.panel(p)), scales(w.panel_scales(p)), weight_sums(w.panel_sums(p)),
+        : a(a), unpacked(unpacked), panel(w.panel(p)), scales(w.scales_of(p, 0)), weight_sums(w.panel_sums(p)),
+          has_half_scales(w.has_half_scales()), scale_step(kPanel * w.scale_bytes()),
           group(w.group), panel_bytes(w.panel_bytes()),
           inputs(kIsInt && kind != WeightKind::tet2 && w.group % 64 ? 32 : 64),
           packed_step(kind == WeightKind::coded_bf16 ? kCodedBlock * 8
@@ -71,7 +74,7 @@ struct TiledPanel {
         const int64_t lines = packed_step / kLine, end = lines * (part + 1) / parts, tile = inputs * kTileSide;
         F scale[4] = {};
         for (int s = 0; s < count && is_wide; ++s)
-            scale[s] = load(scales + step * 32 / group * kPanel + (first + s) * kLanes);
+            scale[s] = load_scales(has_half_scales, scales + step * 32 / group * scale_step, first + s);
         for (int64_t i = lines * part / parts; i < end; ++i)
             for (int s = 0; s < count; ++s) {
                 const uint8_t *line = panel + step * packed_step + i * kLine + (first + s) * 64;
@@ -110,7 +113,7 @@ struct TiledPanel {
                 for (int line = 0; line < 3 && kFetches; ++line) __builtin_prefetch(block + line * 64 + kFarAhead, 0, 2);
                 I lines[2][2];
                 decode_block(block, exponents, lines);
-                for (int n = 0; n < 4; ++n) store_as(to + (s + n / 2) * 1024 + (2 * i + n % 2) * 64, lines[n / 2][n % 2]);
+                for (int n = 0; n < 4; ++n) store_as(to + (s + n / 2) * 1024 + (2 * i + n % 2) * 64, lines[n % 2][n / 2]);
             }
         if (part < parts - 1) return;
         if (step == 0) patch = patches;
@@ -210,7 +213,7 @@ struct TiledPanel {
         F scale[2] = {};
         I offset[2] = {};
         for (int s = 0; s < 2 && kIsInt; ++s) {
-            scale[s] = load(scales + at + s * kLanes);
+            scale[s] = load_scales(has_half_scales, scales + g * scale_step, half * 2 + s);
             if (kind == WeightKind::int8) offset[s] = load_as<I>(weight_sums + at + s * kLanes) * 128;
         }
         for (int64_t r = 0; r < rows; ++r) {

@@ -37,10 +37,10 @@ inline void tiles_configure(const TileConfig &config) { _tile_loadconfig(&config
 inline void tiles_release() { _tile_release(); }
 
 #define FDCPU_TILE_ZERO(t) _tile_zero(t)
-// Unlike _tile_loadd this says that it reads memory, or stores before it might be moved after it.
+// Unlike GCC's _tile_loadd this says that it reads memory, or stores before it might be moved after it.
 #define FDCPU_TILE_LOAD(t, from, stride)                                                                 \
     asm volatile("tileloadd (%0,%1,1), %%tmm" #t : : "r"(from), "r"(int64_t(stride)),                     \
-                 "m"(*reinterpret_cast<const uint8_t(*)[]>(reinterpret_cast<const uint8_t *>(from))))
+                 "m"(*reinterpret_cast<const uint8_t(*)[1 << 20]>(reinterpret_cast<const uint8_t *>(from))))
 #define FDCPU_TILE_STORE(t, to, stride) _tile_stored(t, to, stride)
 #define FDCPU_TILE_UNSIGNED_SIGNED(c, a, b) _tile_dpbusd(c, a, b)
 #define FDCPU_TILE_SIGNED_UNSIGNED(c, a, b) _tile_dpbsud(c, a, b)

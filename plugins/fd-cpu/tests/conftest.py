@@ -23,7 +23,11 @@ def from_bf16(values):
 
 
 @pytest.fixture(
-    params=[(isa, n) for isa in (*_native.available_isas(), "emulated") for n in (1, 2, 3)],
+    params=[
+        (isa, n)
+        for isa in (*_native.available_isas(), "emulated", "emulated_vnni")
+        for n in (1, 2, 3)
+    ],
     ids=lambda p: f"{p[0]}-{p[1]}",
 )
 def runtime(request):

@@ -39,7 +39,17 @@ def rounded(x, factors):
     return np.clip(np.round(x / factors), -127, 127) * factors
 
 
-@pytest.mark.parametrize("cache", ["own", "int8", "int8 static"])
+@pytest.mark.parametrize(
+    ("cache", "window", "chunk", "softcap", "has_sinks"),
+    [
+        ("own", 0, 0, 0.0, False),
+        ("int8", 0, 0, 0.0, False),
+        ("int8 static", 0, 0, 0.0, False),
+        ("own", 20, 0, 0.0, True),
+        ("own", 0, 24, 5.0, False),
+        ("int8", 33, 0, 5.0, True),
+    ],
+)
 @pytest.mark.parametrize("kind", [F32, BF16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "lengths",
@@ -50,10 +60,23 @@ def rounded(x, factors):
     [(16, 6, 40, 24, False), (32, 16, 64, 48, True), (64, 4, 64, 40, False)],
 )
 def test_rotation_cache_and_attention(
-    runtime, lengths, kind, block, num_heads, dim, rotary, interleaved, cache
+    runtime,
+    lengths,
+    kind,
+    block,
+    num_heads,
+    dim,
+    rotary,
+    interleaved,
+    cache,
+    window,
+    chunk,
+    softcap,
+    has_sinks,
 ):
     """Rows of (tokens in the cache before, new tokens), in blocks scattered over the pool; slots
-    that were never written hold NaN, or have scales that are NaN."""
+    that were never written hold NaN, or have scales that are NaN, and tables name such blocks in
+    front of the first key that a row still sees."""
     rng = np.random.default_rng(5)
     table = rng.standard_normal((80, rotary)).astype(np.float32)
     pool = rng.permutation(24).astype(np.int32)
@@ -68,8 +91,10 @@ def test_rotation_cache_and_attention(
         at = 2 if cache == "int8 static" else 0
         scales[at : at + 2] = [address(x) for x in kept]
     shape = _native.AttentionShape(
-        num_heads, KV_HEADS, dim, dim, block, 0.3, interleaved, kind, not own
+        [num_heads, KV_HEADS, dim, dim, block, interleaved, kind, not own, window, chunk],
+        *(0.3, softcap),
     )
+    sinks = 3 * rng.standard_normal(num_heads).astype(np.float32) if has_sinks else None
     tables = np.zeros((len(lengths), 6), np.int32)
     taken, wanted, history = 0, [], []
     for row, (before, new) in enumerate(lengths):
@@ -98,10 +123,16 @@ def test_rotation_cache_and_attention(
         y = np.empty((len(q), num_heads * dim), q.dtype)
         arrays = (q, k, v, table, positions, slots, cu, lens, tables, keys, values, y)
         sizes = (num_heads * dim, KV_HEADS * dim, KV_HEADS * dim, len(q), len(pieces), 6, rotary, 0)
-        runtime.attention(shape, [address(a) for a in arrays] + scales, sizes)
+        beside = [*scales, 0 if sinks is None else address(sinks)]
+        runtime.attention(shape, [address(a) for a in arrays] + beside, sizes)
         return y if kind == F32 else from_bf16(y)
 
+    def first_key(t):
+        return t // chunk * chunk if chunk else max(0, t + 1 - window) if window else 0
+
     step([(0, max(1, before)) if before else (0, 0) for before, _ in lengths])
+    for row, (before, _) in enumerate(lengths):
+        tables[row, : first_key(before) // block] = pool[-1]
     got = step([(before, before + new) for before, new in lengths])
     for (before, new), (q, k, v) in zip(lengths, history, strict=True):
         at = np.arange(before + new)
@@ -111,7 +142,13 @@ def test_rotation_cache_and_attention(
         for t in range(before, before + new):
             for h in range(num_heads):
                 g = h // (num_heads // KV_HEADS)
-                wanted.append(softmax(0.3 * k[: t + 1, g] @ q[t, h]) @ v[: t + 1, g])
+                seen = slice(first_key(t), t + 1)
+                logits = 0.3 * k[seen, g] @ q[t, h]
+                if softcap:
+                    logits = softcap * np.tanh(logits / softcap)
+                if has_sinks:
+                    logits = np.append(logits, sinks[h])
+                wanted.append(softmax(logits)[: t + 1 - seen.start] @ v[seen, g])
     off = np.abs(got.reshape(-1, dim) - np.array(wanted))
     # Scores of up to ten are rounded with the heads they come from; numbers between two of int8
     # either way.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from fastdeploy_core.contracts import Accept, Candidate, Decline, hookimpl
 from fastdeploy_core.contracts.attention import AttentionQuestion, StateQuestion
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.contracts.kv_formats import KV_FORMATS
+from fastdeploy_core.contracts.kv_transport import TransportQuestion
 from fastdeploy_core.contracts.moe import ExpertQuestion, MoEQuestion
 
 _SCORE = 150
@@ -94,6 +97,27 @@ def fd_expert_communicators(question: ExpertQuestion) -> list[Candidate]:
         reason = Decline(f"runs on cuda with torch, not on {question.device}")
         return [Candidate(name, reason) for name in names]
     return [Candidate(name, Accept(*verdict)) for name, verdict in names.items()]
+
+
+@hookimpl
+def fd_kv_transport_for(question: TransportQuestion) -> Candidate | None:
+    """Between processes of one host, from GPU memory to GPU memory."""
+    if question.preferred not in ("", "cuda_ipc"):
+        return None
+    if question.device != "cuda":
+        reason = f"moves memory of cuda, not of {question.device}"
+    elif not question.same_host:
+        reason = "the peer is on another host"
+    elif find_spec("fd_kv_tcp") is None:
+        reason = "its connections are those of fd-kv-tcp: pip install fd-kv-tcp"
+    elif not question.preferred:
+        reason = (
+            "takes GPU memory for blocks on their way, and both instances must see both GPUs: "
+            "use --kv-transport cuda_ipc"
+        )
+    else:
+        return Candidate("cuda_ipc", Accept(_SCORE, "from GPU memory to GPU memory"))
+    return Candidate("cuda_ipc", Decline(reason))
 
 
 @hookimpl

@@ -6,7 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from .settings import setting
 if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
     from torch.cuda import _POOL_HANDLE
+
+    from .ipc.tier import DeviceTier
 
 _ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _OLDEST_WITH_BFLOAT16: Final = (8, 0)
@@ -103,6 +105,13 @@ class TorchCudaDevice(CudaDevice):
         self._bind()
         memory = torch.zeros(num_words, dtype=torch.int64, pin_memory=True)
         return torch.as_tensor(_OnDevice(memory), device=self._torch_device), memory.numpy()
+
+    def block_tier(self, *of: Any) -> DeviceTier:
+        """See TierDevice."""
+        from .ipc.tier import DeviceTier
+
+        self._bind()
+        return DeviceTier(self, *of)
 
     def upload(self, source: np.ndarray, target: Tensor) -> None:
         """Queue the copy on the current stream."""

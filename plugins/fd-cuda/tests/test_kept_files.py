@@ -3,10 +3,10 @@ machine."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastdeploy_core.errors import ResourceError
@@ -63,18 +63,16 @@ class Driver:
     def __init__(self, linked: set[tuple[int, int]]) -> None:
         self._linked = linked
 
-    def cuPointerGetAttribute(self, result: object, attribute: int, address: object) -> int:
-        result._obj.value = address.value  # type: ignore[attr-defined]
-        return 0
-
-    def cuDeviceGetP2PAttribute(self, result: object, what: int, own: object, peer: object) -> int:
-        result._obj.value = (own.value, peer.value) in self._linked  # type: ignore[attr-defined]
-        return 0
+    def call(self, function: str, result: Any, *given: Any) -> None:
+        if function == "cuPointerGetAttribute":
+            result._obj.value = given[1].value
+        else:
+            result._obj.value = (given[1].value, given[2].value) in self._linked
 
 
 def test_peers_without_native_atomics_are_refused() -> None:
     memory = PeerMemory.__new__(PeerMemory)
-    memory._driver, memory._own = Driver({(1, 2)}), ctypes.c_uint64(1)  # type: ignore[assignment]
+    memory._driver, memory._own = Driver({(1, 2)}), 1  # type: ignore[assignment]
     memory._check_atomics(0, 1)
     memory._check_atomics(1, 2)
     with pytest.raises(ResourceError, match="rank 2 carries no native atomics"):

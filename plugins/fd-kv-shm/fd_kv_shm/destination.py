@@ -38,6 +38,23 @@ class Destination:
         )
         transfer.num_asked += len(part)
 
+    def take(self, link: Link, message: wire.Here) -> None:
+        """Blocks may be copied from where the source has them."""
+        for index in range(message.first, message.first + message.count):
+            with self._lock:
+                transfer = self._pump.by_serial.get(message.serial)
+                if link.closed_reason or transfer is None or transfer.peer != link.peer:
+                    return
+                shown = link.shown.get(transfer.plan.region_ids[0])
+                if index != transfer.num_copied or index >= transfer.num_asked or shown is None:
+                    raise WireError(f"block {index} may be copied where it was not asked for")
+                self._pump.peers[transfer.peer].last_progress = time.monotonic()
+                size = transfer.block_bytes
+                at = int(transfer.plan.source_blocks[index]) * size
+                if at + size > len(shown):
+                    raise WireError(f"the memory that was shown has no block {at // size}")
+                self._transport.land(transfer, index, shown[at : at + size])
+
     def copy(self, link: Link, message: wire.Ready) -> None:
         """Blocks are in the staging area: copy them to their places."""
         for index, slot in message.items:

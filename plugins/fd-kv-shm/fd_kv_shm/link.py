@@ -1,7 +1,8 @@
-"""One socket between two shared-memory transports: framing, handshake, the staging area.
+"""One socket between two shared-memory transports: framing, handshake, shared memory.
 
-The client side pulls, the server side copies blocks into the staging area, which the client maps
-read-only. Runs only in the transport's thread; transfers are the business of shm.py.
+The client side pulls. It maps the memory of regions that the server can show, read-only; blocks of
+others are copied by the server side into the staging area, which the client maps read-only, too.
+Runs only in the transport's thread; transfers are the business of shm.py.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import msgspec
-from fd_scale_out.receiver_driven import ReceiverDrivenTransport, WireError, encode, peer_name
+from fd_scale_out.receiver_driven import (
+    ReceiverDrivenTransport,
+    RegionInfo,
+    WireError,
+    encode,
+    peer_name,
+)
 
 from fastdeploy_core.contracts.base import CONTRACT
 
@@ -48,6 +55,8 @@ class Link:
     staging: mmap.mmap | None = None
     slot_bytes: int = 0
     num_slots: int = 0
+    shown: dict[int, memoryview] = field(default_factory=dict)  # client: regions it has mapped
+    shows: frozenset[int] = frozenset()  # server: regions whose memory the client may map
     free_slots: deque[int] = field(default_factory=deque)  # server: slots it may fill
     queue: deque[tuple[int, int, int, int]] = field(default_factory=deque)
     outgoing: bytearray = field(default_factory=bytearray)
@@ -98,10 +107,10 @@ class Link:
             if self.is_open or self.role == "server":  # clients send no descriptors
                 data = self.sock.recv(262144)
             else:
-                data, fds, _, _ = socket.recv_fds(self.sock, 65536, 1)
+                data, fds, _, _ = socket.recv_fds(self.sock, 65536, 1 + wire.MAX_SHOWN)
                 self._fds.extend(fds)
-                if len(self._fds) > 1:
-                    raise WireError("more descriptors came than the one for the staging memory")
+                if len(self._fds) > 1 + wire.MAX_SHOWN:
+                    raise WireError("more descriptors came than can be")
         except (BlockingIOError, InterruptedError):
             return []
         if not data:
@@ -137,6 +146,7 @@ class Link:
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
+        self.shown.clear()  # unmapped with the last view
         if self.staging is not None:
             with contextlib.suppress(BufferError):  # a view in use; freed with its last reference
                 self.staging.close()
@@ -202,9 +212,14 @@ class Link:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             self.staging = mmap.mmap(fd, size)
             mac = wire.proof(self.own.options.secret, b"server", self._transcript)
-            payload = encode(wire.Welcome(mac, self.slot_bytes, self.num_slots))
-            data = wire.frame(payload)
-            if self.outgoing or socket.send_fds(self.sock, [data], [fd]) != len(data):
+            regions = [r for r, _ in self.own.regions.values() if r.file >= 0][: wire.MAX_SHOWN]
+            shown = [
+                RegionInfo(r.region_id, r.num_blocks, r.block_bytes, r.layout_hash) for r in regions
+            ]
+            payload = encode(wire.Welcome(mac, self.slot_bytes, self.num_slots, shown))
+            data, fds = wire.frame(payload), [fd, *(region.file for region in regions)]
+            self.shows = frozenset(region.region_id for region in regions)
+            if self.outgoing or socket.send_fds(self.sock, [data], fds) != len(data):
                 raise WireError("the peer does not read what it is sent")
         finally:
             os.close(fd)
@@ -213,22 +228,29 @@ class Link:
     def _on_welcome(self, message: wire.Welcome) -> None:
         if not wire.proves(message.mac, self.own.options.secret, b"server", self._transcript):
             raise WireError("authentication failed: the secrets differ")
-        if len(self._fds) != 1:
-            raise WireError("no staging memory came with the welcome")
-        fd = self._fds.pop()
+        if len(self._fds) != 1 + len(message.shown):
+            raise WireError("not all memory came that the welcome speaks of")
+        self.staging = self._map(message.slot_bytes * message.num_slots)
+        for region in message.shown:
+            size = region.num_blocks * region.block_bytes
+            memory = self._map(size)
+            self.shown[region.region_id] = memoryview(memory)[:size]
+        self.slot_bytes, self.num_slots = message.slot_bytes, message.num_slots
+        self._opened()
+
+    def _map(self, size: int) -> mmap.mmap:
+        """Memory whose descriptor came next."""
+        fd = self._fds.pop(0)
         try:
-            size = message.slot_bytes * message.num_slots
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             # Memory that its maker could shrink would kill this process when it is read.
             if sealed & _SEALS != _SEALS or os.fstat(fd).st_size < size or size <= 0:
-                raise WireError("the staging memory is not what the welcome says")
-            self.staging = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+                raise WireError("the memory is not what the welcome says")
+            return mmap.mmap(fd, size, prot=mmap.PROT_READ)
         except OSError as error:
-            raise WireError(f"the staging memory cannot be mapped: {error}") from None
+            raise WireError(f"the memory cannot be mapped: {error}") from None
         finally:
             os.close(fd)
-        self.slot_bytes, self.num_slots = message.slot_bytes, message.num_slots
-        self._opened()
 
     def _opened(self) -> None:
         self.is_open = True

@@ -285,6 +285,8 @@ class Pump:
                 )
         elif link.role == "client" and isinstance(message, wire.Ready):
             self._destination.copy(link, message)
+        elif link.role == "client" and isinstance(message, wire.Here):
+            self._destination.take(link, message)
         elif link.role == "client" and isinstance(message, wire.Refused):
             with self._lock:
                 transfer = self.by_serial.get(message.serial)

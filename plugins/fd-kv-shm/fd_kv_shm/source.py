@@ -39,6 +39,9 @@ class Source:
                 reason = f"block out of range, there are {region[0].num_blocks}"
                 link.send(wire.Refused(message.serial, reason))
                 return
+            if message.region_id in link.shows:
+                link.send(wire.Here(message.serial, message.first, len(message.blocks)))
+                return
             link.queue.extend(
                 (message.serial, message.region_id, message.first + i, block)
                 for i, block in enumerate(message.blocks)

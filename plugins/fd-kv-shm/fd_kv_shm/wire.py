@@ -12,13 +12,14 @@ import struct
 from typing import Final
 
 import msgspec
-from fd_scale_out.receiver_driven import DECODE_ERRORS, Message, WireError
+from fd_scale_out.receiver_driven import DECODE_ERRORS, Message, RegionInfo, WireError
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 NONCE_BYTES: Final = 32
 MAX_FRAME_BYTES: Final = 256 * 1024
 MAX_HANDSHAKE_BYTES: Final = 64 * 1024
 MAX_READ_BLOCKS: Final = 512
+MAX_SHOWN: Final = 64  # regions whose memory is shown; of others blocks are staged
 _LENGTH: Final = struct.Struct("!I")
 
 
@@ -48,11 +49,13 @@ class Proof(Message):
 
 
 class Welcome(Message):
-    """Server shows the same; the staging memory's descriptor travels beside it."""
+    """Server shows the same; the staging memory's descriptor travels beside it, and then those of
+    the shown regions' memory."""
 
     mac: bytes
     slot_bytes: int
     num_slots: int
+    shown: list[RegionInfo]
 
 
 class Read(Message):
@@ -69,6 +72,15 @@ class Ready(Message):
 
     serial: int
     items: list[tuple[int, int]]
+
+
+class Here(Message):
+    """These blocks may be copied from the memory that was shown, at their own places there; index
+    of the first within its transfer."""
+
+    serial: int
+    first: int
+    count: int
 
 
 class Free(Message):
@@ -102,7 +114,9 @@ class Bye(Message):
     reason: str
 
 
-AnyMessage = Hello | Challenge | Proof | Welcome | Read | Ready | Free | Drop | Refused | Note | Bye
+AnyMessage = (
+    Hello | Challenge | Proof | Welcome | Read | Ready | Here | Free | Drop | Refused | Note | Bye
+)
 _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 

@@ -20,6 +20,24 @@ class TestSharedMemoryTransportFaults(KVTransportFaultsConformance):
     driver_name = "shm"
 
 
+class TestShownMemory(KVTransportConformance):
+    """Memory that is a file is mapped by who reads it."""
+
+    driver_name = "shm"
+
+    @pytest.fixture(autouse=True)
+    def _file(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("FD_KIT_MEMORY", "file")
+
+
+class TestShownMemoryFaults(KVTransportFaultsConformance):
+    driver_name = "shm"
+
+    @pytest.fixture(autouse=True)
+    def _file(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("FD_KIT_MEMORY", "file")
+
+
 class TestHygiene(HygieneConformance):
     kind = "kv_transport"
     driver_name = "shm"

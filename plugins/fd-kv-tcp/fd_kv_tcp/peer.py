@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from fd_scale_out.receiver_driven import MAX_NOTES, Descriptor, Transfer, WireError
 
@@ -30,8 +30,45 @@ MAX_BATCH_BLOCKS: Final = 16384
 PINGS_PER_TIMEOUT: Final = 4
 
 
+class Fetcher(Protocol):
+    """Brings blocks of one peer here, for one thread."""
+
+    def fetch(self, transfer: Transfer, first: int, count: int) -> None:
+        """Put so many blocks of a transfer, from index `first` on, in their places, as far as they
+        are still wanted. WireError or OSError: the peer is lost."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more is fetched."""
+        ...
+
+
+class _Frames:
+    """Fetches by asking for frames."""
+
+    def __init__(self, transport: TcpTransport, channel: Channel) -> None:
+        self._transport, self._channel = transport, channel
+        self._buffer = memoryview(b"")
+
+    def fetch(self, transfer: Transfer, first: int, count: int) -> None:
+        size = count * transfer.block_bytes
+        if size > len(self._buffer):  # new memory each time would cost as much as the copy
+            self._buffer = memoryview(bytearray(size))
+        content = self._buffer[:size]
+        blocks = [int(b) for b in transfer.plan.source_blocks[first : first + count]]
+        self._channel.send(wire.Read(list(transfer.plan.region_ids), blocks))
+        self._channel.receive_data(content)
+        self._transport.land_all(transfer, first, content)
+
+    def close(self) -> None:
+        """The peer closes its sockets."""
+
+
 class Peer:
     """Whom this transport has connected to. Methods without `_` are called with its lock held."""
+
+    num_streams = NUM_STREAMS
+    batch_bytes = BATCH_BYTES
 
     def __init__(self, transport: TcpTransport, descriptor: Descriptor) -> None:
         self.name = descriptor.peer
@@ -46,7 +83,7 @@ class Peer:
         self._wakes, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         transport.start(self._control)
-        for _ in range(NUM_STREAMS):
+        for _ in range(self.num_streams):
             transport.start(self._stream)
 
     def begin(self, transfer: Transfer) -> None:
@@ -82,16 +119,24 @@ class Peer:
         self._has_job.notify_all()
         self.wake()
 
-    def _connect(self) -> Channel:
+    def fetcher(self) -> Fetcher:
+        """What brings blocks, for one thread."""
+        return _Frames(self._transport, self.connect())
+
+    def connect(self) -> Channel:
         """An authenticated connection to exactly this peer."""
         own, there = self._transport, self._descriptor
         timeout_s = own.options.progress_timeout_s
         host, _, port = there.address.rpartition(":")
         sock = socket.create_connection((host, int(port)), timeout_s)
+        secured = None if own.tls is None else own.tls.under(sock, is_client=True)
+        sock = secured or sock
         with own.lock:
             self._sockets.append(sock)
             if self.is_down:
                 raise WireError("no longer wanted")
+        if secured is not None:
+            secured.do_handshake()
         channel = Channel(sock, own.options.secret, is_client=True, progress=self._progress)
         channel.ask(
             wire.Hello(
@@ -108,7 +153,7 @@ class Peer:
     def _control(self) -> None:
         lock, pause_s = self._transport.lock, self._transport.options.progress_timeout_s
         try:
-            channel, next_ping_s = self._connect(), 0.0
+            channel, next_ping_s = self.connect(), 0.0
             while not self.is_down:
                 with lock:
                     data = self._due_note()
@@ -143,22 +188,19 @@ class Peer:
         return None
 
     def _stream(self) -> None:
-        channel: Channel | None = None
+        """In a thread: fetch blocks until the peer is down."""
+        fetcher: Fetcher | None = None
         try:
             while (job := self._next_job()) is not None:
                 transfer, first, count = job
-                channel = self._connect() if channel is None else channel
-                content = memoryview(bytearray(count * transfer.block_bytes))
-                blocks = [int(b) for b in transfer.plan.source_blocks[first : first + count]]
-                channel.send(wire.Read(list(transfer.plan.region_ids), blocks))
-                channel.receive_data(content)
-                for index in range(count):
-                    part = content[index * transfer.block_bytes :][: transfer.block_bytes]
-                    if not self._transport.land(transfer, first + index, part):
-                        break
+                fetcher = fetcher or self.fetcher()
+                fetcher.fetch(transfer, first, count)
         except (WireError, OSError) as error:
             timeout_s = self._transport.options.progress_timeout_s
             self._transport.lose(self, _words(error, timeout_s))
+        finally:
+            if fetcher is not None:
+                fetcher.close()
 
     def _next_job(self) -> tuple[Transfer, int, int] | None:
         """(transfer, first block, number of blocks) to ask for; None: the peer is down."""
@@ -167,7 +209,7 @@ class Peer:
                 for transfer in self.transfers:
                     first, total = transfer.num_asked, transfer.num_blocks
                     if first < total:
-                        most = max(1, BATCH_BYTES // transfer.block_bytes)
+                        most = max(1, self.batch_bytes // transfer.block_bytes)
                         count = min(most, MAX_BATCH_BLOCKS, total - first)
                         transfer.num_asked += count
                         return transfer, first, count

@@ -69,6 +69,12 @@ class Server:
     def _serve(self, sock: socket.socket) -> None:
         try:
             sock.settimeout(self._transport.handshake_s)
+            if self._transport.tls is not None:
+                with self._lock:  # close() ends what is in the set
+                    self._sockets.discard(sock)
+                    sock = secured = self._transport.tls.under(sock, is_client=False)
+                    self._sockets.add(sock)
+                secured.do_handshake()
             channel = Channel(sock, self._transport.options.secret, is_client=False)
             name = self._welcome(channel)
             channel.set_timeout(None)
@@ -105,6 +111,8 @@ class Server:
             channel.send(wire.Pong())
         elif isinstance(message, wire.Ping):
             channel.send(wire.Pong())
+        elif isinstance(message, wire.Look):
+            channel.send(self._transport.shown())
         elif isinstance(message, wire.Read):
             channel.send_data(self._parts(message))
         else:
@@ -117,6 +125,8 @@ class Server:
             if found is None:
                 raise WireError(f"no region {region_id}")
             region, view = found
+            if not isinstance(view, memoryview):
+                raise WireError(f"region {region_id} is no memory of the host")
             if not all(0 <= block < region.num_blocks for block in message.blocks):
                 raise WireError("block out of range")
             regions.append((view, region.block_bytes))

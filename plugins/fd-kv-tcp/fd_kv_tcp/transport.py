@@ -2,7 +2,8 @@
 
 It listens at TransportOptions.address (--kv-transport-address), else where FD_KV_TCP_ADDRESS says,
 "HOST" or "HOST:PORT": 127.0.0.1 and any port by default.
-Peers are authenticated and frames protected against change (wire.py), not hidden from who listens.
+Peers are authenticated and frames protected against change (wire.py). With FD_KV_TCP_TLS (tls.py)
+they are hidden from who listens, too.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from fd_scale_out.receiver_driven import (
     Descriptor,
     ReceiverDrivenTransport,
     RegionInfo,
     Transfer,
+    WireError,
 )
 
 from fastdeploy_core.contracts.kv_transport import (
@@ -30,9 +33,11 @@ from fastdeploy_core.errors import ConfigError, InvalidRequest
 from . import wire
 from .peer import Peer
 from .server import Server
+from .tls import from_environment
 
 ADDRESS_VARIABLE = "FD_KV_TCP_ADDRESS"
 CLOCK_S = 0.02
+_WITH_TLS = 1000  # more, so that instances with and without it refuse each other before they talk
 
 
 class TcpTransport(ReceiverDrivenTransport):
@@ -44,10 +49,15 @@ class TcpTransport(ReceiverDrivenTransport):
         read=True, receiver_driven=True, fenced=True, same_host_only=False, max_regions=16
     )
     protocol = wire.PROTOCOL
+    peer_type = Peer
 
     def __init__(self, options: TransportOptions) -> None:
         self._peers: dict[str, Peer] = {}
         self._threads: set[threading.Thread] = set()
+        self.tls = from_environment()
+        if self.tls is not None:
+            self.capabilities = replace(self.capabilities, encrypted=True)
+            self.protocol = _WITH_TLS + wire.PROTOCOL
         super().__init__(options)
 
     def start(self, work: Callable[[], None]) -> None:
@@ -64,6 +74,10 @@ class TcpTransport(ReceiverDrivenTransport):
         with self.lock:
             self._threads.add(thread)
             thread.start()
+
+    def shown(self) -> wire.Shown:
+        """What peers need whose library reads from here."""
+        raise WireError("no library reads from here")
 
     def lose(self, peer: Peer, reason: str) -> None:
         """A connection to the peer has ended: so have all, and all transfers. Said once."""
@@ -82,8 +96,8 @@ class TcpTransport(ReceiverDrivenTransport):
             self._server = Server(self, host, port)
         except OSError as error:
             raise ConfigError(
-                f"kv transport tcp cannot listen at {host}:{port}: {error.strerror}; give an "
-                f"address of this host with --kv-transport-address or {ADDRESS_VARIABLE}"
+                f"kv transport {self.name} cannot listen at {host}:{port}: {error.strerror}; give "
+                f"an address of this host with --kv-transport-address or {ADDRESS_VARIABLE}"
             ) from error
         self._has_transfers = threading.Condition(self.lock)
         self.start(self._clock)
@@ -91,7 +105,7 @@ class TcpTransport(ReceiverDrivenTransport):
 
     def _connect(self, there: Descriptor) -> None:
         if there.peer not in self._peers:
-            self._peers[there.peer] = Peer(self, there)
+            self._peers[there.peer] = self.peer_type(self, there)
 
     def _known_regions(self, peer: str) -> Mapping[int, RegionInfo]:
         return self._known(peer).regions

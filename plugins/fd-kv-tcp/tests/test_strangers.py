@@ -118,7 +118,7 @@ def test_who_has_no_key_gets_a_nonce_and_nothing_else(source: TcpTransport) -> N
 
 def test_a_recorded_handshake_cannot_be_replayed(source: TcpTransport) -> None:
     recorded: list[bytes] = []
-    descriptor, stop = _proxy(source, lambda data, way: (way or recorded.append(data), data)[1])
+    descriptor, stop = proxy(source, lambda data, way: (way or recorded.append(data), data)[1])
     assert pull(descriptor)
     stop()
     assert recorded
@@ -188,7 +188,7 @@ def test_10000_mutated_frames_are_not_read(monkeypatch: pytest.MonkeyPatch) -> N
     assert changed > 9_000
 
 
-def _proxy(
+def proxy(
     source: TcpTransport, change: Callable[[bytes, int], bytes]
 ) -> tuple[bytes, Callable[[], None]]:
     """A descriptor of somebody in the middle, who passes on change(data, way); way 0: to the
@@ -244,7 +244,7 @@ def test_bytes_changed_on_the_way_never_reach_a_block(source: TcpTransport, seed
             done.append(at)
             return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
 
-    descriptor, stop = _proxy(source, change)
+    descriptor, stop = proxy(source, change)
     assert pull(descriptor, progress_timeout_s=1.0) == (not done)
     stop()
     assert pull(source.descriptor())

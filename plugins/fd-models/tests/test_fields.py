@@ -118,6 +118,58 @@ RELEASED: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 512,
         "use_sliding_window": False,
     },
+    "Llama4ForCausalLM": {
+        "attention_bias": False,
+        "attention_chunk_size": 8192,
+        "attn_scale": 0.1,
+        "attn_temperature_tuning": 4,
+        "floor_scale": 8192,
+        "for_llm_compressor": False,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size_mlp": 128,
+        "moe_layers": [0, 1, 2, 3],
+        "no_rope_layers": [1, 1, 1, 0],
+        "num_experts_per_tok": 1,
+        "num_local_experts": 16,
+        "rope_scaling": {
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "router_aux_loss_coef": 0.001,
+        "router_jitter_noise": 0.0,
+        "use_qk_norm": True,
+    },
+    "NemotronHForCausalLM": {
+        "attention_bias": False,
+        "chunk_size": 128,
+        "conv_kernel": 4,
+        "expand": 2,
+        "hybrid_override_pattern": "M-*E",
+        "layer_norm_epsilon": 1e-05,
+        "mamba_head_dim": 16,
+        "mamba_hidden_act": "silu",
+        "mamba_num_heads": 8,
+        "mamba_proj_bias": False,
+        "mlp_bias": False,
+        "mlp_hidden_act": "relu2",
+        "moe_shared_expert_intermediate_size": 64,
+        "n_group": 1,
+        "n_groups": 2,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "rescale_prenorm_residual": True,
+        "residual_in_fp32": False,
+        "routed_scaling_factor": 2.5,
+        "ssm_state_size": 128,
+        "time_step_limit": [0.0, float("inf")],
+        "topk_group": 1,
+        "use_bias": False,
+        "use_conv_bias": True,
+    },
     "Lfm2ForCausalLM": {
         "block_auto_adjust_ff_dim": True,
         "block_dim": 64,
@@ -206,6 +258,10 @@ def test_a_field_that_changes_the_answers_is_refused_by_name(
     fields = {key: value}
     if architecture.startswith("Granite") and key == "attention_multiplier":  # computes it
         fields, named = {"query_multiplier": 0.2}, "query_multiplier=0.2"
+    if architecture.startswith("Llama4") and key == "attention_chunk_size":
+        fields, named = {"attention_chunks": 8192}, "attention_chunks=8192"
+    if architecture.startswith("Nemotron") and key == "hidden_act":  # has another word for it
+        fields = {"mlp_hidden_act": value}
     if architecture.startswith("Gemma"):  # computes one of them, and has another word for another
         fields = {"final_logit_scale": 2.0} if key == "final_logit_softcapping" else fields
         named = "final_logit_scale=2.0" if key == "final_logit_softcapping" else named
@@ -225,6 +281,10 @@ def test_a_field_that_changes_the_answers_is_refused_by_name(
         ("MistralForCausalLM", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial"),
         ("MistralForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("Qwen2MoeForCausalLM", {"qkv_bias": False}, "qkv_bias"),
+        ("Llama4ForCausalLM", {"num_experts_per_tok": 2}, "num_experts_per_tok=2"),
+        ("Llama4ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
+        ("NemotronHForCausalLM", {"residual_in_fp32": True}, "residual_in_fp32"),
+        ("NemotronHForCausalLM", {"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
     ],
 )
 def test_what_one_family_does_not_compute(
@@ -270,6 +330,16 @@ def test_which_blocks_have_a_window(
     assert [layer.window for layer in layers] == windows
 
 
+def test_which_blocks_of_llama_4_have_chunks() -> None:
+    def chunks(**fields: Any) -> list[int]:
+        return [layer.chunk for layer in read_shapes(config("Llama4ForCausalLM", **fields)).layers]
+
+    assert chunks() == chunks(no_rope_layers=None) == [8192, 8192, 8192, 0]
+    assert chunks(no_rope_layers=None, no_rope_layer_interval=2) == [8192, 0, 8192, 0]
+    kinds = ["full_attention"] * 2 + ["chunked_attention"] * 2
+    assert chunks(layer_types=kinds, attention_chunk_size=64) == [0, 0, 64, 64]
+
+
 def test_gemma_3_is_the_same_in_the_words_of_older_and_of_newer_transformers() -> None:
     older = config("Gemma3ForCausalLM", num_hidden_layers=7)
     newer = {k: v for k, v in older.items() if not k.startswith("rope") and "pattern" not in k}
@@ -300,6 +370,18 @@ def test_which_blocks_keep_a_state() -> None:
     assert kinds("GraniteMoeHybridForCausalLM", **types)[::2] == ["state"] * 3
 
 
+def test_blocks_of_nemotron_h_keep_something_or_nothing() -> None:
+    def kinds(**fields: Any) -> list[str]:
+        layers = read_shapes(config("NemotronHForCausalLM", **fields)).layers
+        return ["state" if isinstance(layer, StateSpec) else "attention" for layer in layers]
+
+    words = ["linear_attention", "mlp", "full_attention", "moe"]
+    assert kinds() == kinds(layers_block_type=words) == ["state", "attention"]
+    assert kinds(hybrid_override_pattern="*-MM") == ["attention", "state", "state"]
+    with pytest.raises(UnsupportedModel, match="layer_types"):
+        kinds(hybrid_override_pattern="MX*E")
+
+
 def test_heads_of_states_are_divided_among_ranks_or_refused() -> None:
     one, two = (read_shapes(config("Qwen3NextForCausalLM"), n).layers[0] for n in (1, 2))
     assert isinstance(one, StateSpec) and isinstance(two, StateSpec)
@@ -317,5 +399,6 @@ def test_heads_of_states_are_divided_among_ranks_or_refused() -> None:
         )
     with pytest.raises(ConfigError, match="expected a multiple of linear_num_key_heads 3"):
         read_shapes(config("Qwen3NextForCausalLM", linear_num_key_heads=3))
-    with pytest.raises(UnsupportedModel, match="possible: --tensor-parallel-size 1"):
-        read_shapes(config("GraniteMoeHybridForCausalLM"), 2)
+    for family in ("GraniteMoeHybridForCausalLM", "NemotronHForCausalLM"):
+        with pytest.raises(UnsupportedModel, match="possible: --tensor-parallel-size 1"):
+            read_shapes(config(family), 2)

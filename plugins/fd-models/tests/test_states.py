@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -59,9 +60,26 @@ class KeepsAHalf(PlainStates):
         return super()._old(kept, rows).to(self._xp.bfloat16).to(kept.dtype)
 
 
+class KeepsTheLastAlone(PlainStates):
+    """Refused drafts are in the state."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._places = 1
+
+
+class FeedsPadding(PlainStates):
+    """What stands behind a row's last token counts as fed."""
+
+    def _captured(self, batch: Any) -> Any:
+        return super()._captured(replace(batch, slot_mapping=batch.slot_mapping * 0))
+
+
 Check = Callable[..., None]
 CUT = StateConformance.test_sequences_cut_anywhere_and_mixed_equal_the_recurrence
 KEPT = StateConformance.test_a_state_that_was_left_stays_and_others_go_on_from_it
+DRAFTS = partial(StateConformance.test_refused_drafts_leave_no_trace, is_captured=False)
+CAPTURED = partial(StateConformance.test_refused_drafts_leave_no_trace, is_captured=True)
 
 
 @pytest.mark.parametrize("name", ["delta", "space"])
@@ -73,6 +91,8 @@ KEPT = StateConformance.test_a_state_that_was_left_stays_and_others_go_on_from_i
         (ForgetsBetweenSteps, CUT),
         (TakesOtherKeyHeads, CUT),
         (KeepsAHalf, CUT),
+        (KeepsTheLastAlone, DRAFTS),
+        (FeedsPadding, CAPTURED),
     ],
 )
 def test_a_driver_with_a_fault_fails(

@@ -410,6 +410,34 @@ def test_other_marks_of_thinking(kind: Any, text: str, reasoning: str, content: 
         assert run(kind("", {}), pieces) == (content, reasoning, [])
 
 
+# Of each, the words that its text may be cut within.
+THINKING: dict[Any, list[str]] = {
+    MistralThinkParser: ["[THINK]", "[/THINK]", "[TOOL_CALLS]"],
+    Gemma4ThinkParser: ["<|channel>thought\n", "<|channel>", "<channel|>", "<|tool_call>"],
+    GraniteThinkParser: ["Here is my thought process:", "Here is my response:", "Here is"],
+    HarmonyReasoningParser: [
+        *("<|channel|>", "analysis", "commentary", "final", "<|message|>", "<|end|>", "<|return|>"),
+        *("<|start|>assistant", " to=functions.get_weather", "<|constrain|>json", "<|call|>"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", THINKING)
+@pytest.mark.parametrize("tools", [None, HermesToolParser, HarmonyToolParser])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_split_of_thinking_gives_the_same(kind: Any, tools: Any, data: st.DataObject) -> None:
+    words = [*THINKING[kind], "\n", "\n\n", " ", "why", "ü", "<", "<|", "[", PARIS, "<tool_call>"]
+    text = "".join(data.draw(st.lists(st.sampled_from(words), max_size=10)))
+    places = data.draw(st.lists(st.integers(0, 200), max_size=8))
+
+    def read(pieces: list[str]) -> Any:
+        return run(AnswerReader(kind, tools, tools=TOOLS), pieces)
+
+    whole = read([text])
+    assert read(cut(text, places)) == whole and read(list(text)) == whole
+
+
 @pytest.mark.parametrize("kind", [ThinkParser, DeepSeekR1Parser])
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "kimi_k2", "deepseek_v32"])
 def test_a_call_behind_thinking(kind: Any, name: str) -> None:

@@ -3,33 +3,47 @@ ranks, in memory that the engine's process shares with them."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
 import mmap
 import os
 import queue
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fastdeploy_core.config import EngineConfig
+from fastdeploy_core.contracts.kv_transport import DeviceMemory
 from fastdeploy_core.errors import CapabilityError
 from fastdeploy_core.kvcache import CachePlan, HostTier, KVCacheManager
 from fastdeploy_core.loading.revision import fingerprint
 from fastdeploy_core.types.worker import WorkerInfo
 
+_SEAL_FUTURE_WRITE: Final = 0x10  # of <linux/fcntl.h>; fcntl does not have it everywhere
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _SEAL_FUTURE_WRITE
+_MAX_WORDS: Final = 4096  # of a TierDevice
 Tasks = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class HostMemory:
     """The host tiers of all ranks of an engine."""
 
-    def __init__(self, num_ranks: int, plan: CachePlan, asked: str) -> None:
-        """CapabilityError where there is no host tier; asked: the arguments that need it."""
+    def __init__(
+        self, num_ranks: int, plan: CachePlan, asked: str, *, on_device: bool = False
+    ) -> None:
+        """CapabilityError where there is no host tier; asked: the arguments that need it;
+        on_device: its blocks lie in memory of the device (TierDevice), whose ranks tell where."""
         if not plan.num_host_blocks:
             raise CapabilityError(f"{asked} needs the host tier, and {plan.report[-1]}")
-        self._files = [os.memfd_create(f"fd-host-tier-{rank}") for rank in range(num_ranks)]
-        self.paths = [f"/proc/{os.getpid()}/fd/{file}" for file in self._files]
-        self.ranks: list[tuple[memoryview, int]] = []  # of each: its bytes, and those of a block
+        how = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+        self._files = [os.memfd_create(f"fd-host-tier-{rank}", how) for rank in range(num_ranks)]
+        self._on_device = on_device
+        place = "device:" if on_device else ""
+        self.paths = [f"{place}/proc/{os.getpid()}/fd/{file}" for file in self._files]
+        # Of each its memory, and the bytes of a block: memoryviews, or DeviceMemory.
+        self.ranks: list[tuple[Any, int]] = []
 
     def open(self, kv: KVCacheManager) -> HostTier:
         """The ranks have made the files as large as they need; returns the engine's host tier."""
@@ -37,14 +51,40 @@ class HostMemory:
             raise CapabilityError("the KV cache has no host tier")
         num_blocks = kv.host.num_blocks
         views = [memoryview(mmap.mmap(file, 0)) for file in self._files]
-        self.ranks = [(view, len(view) // num_blocks) for view in views]
+        if self._on_device:
+            views = [_device_memory(view) for view in views]
+        self.ranks = [(view, view.nbytes // num_blocks) for view in views]
+        for file in self._files:
+            # From here on whoever gets the descriptor can read, and write no byte.
+            with contextlib.suppress(OSError):  # an older kernel
+                fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+        return kv.host
+
+    def file(self, rank: int) -> int:
+        """Descriptor of a rank's memory for Region, or -1 if it cannot be shown to others."""
+        file = self._files[rank]
+        is_sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        return file if is_sealed and not self._on_device else -1
+
+    def close(self) -> None:
+        """Regions with these files are gone. Idempotent."""
         for file in self._files:
             os.close(file)
-        return kv.host
+        self._files = []
 
     def block(self, number: int) -> list[memoryview]:
         """The bytes of a host block on each rank."""
         return parts_of(self.ranks, number)
+
+
+def _device_memory(text: memoryview) -> Any:
+    """What a TierDevice wrote down. CapabilityError if it did not: then it is none."""
+    try:
+        where = json.loads(bytes(text[:_MAX_WORDS]))
+        handle = bytes.fromhex(where["handle"])
+        return DeviceMemory(where["device"], where["address"], where["nbytes"], handle)
+    except (ValueError, KeyError, TypeError):
+        raise CapabilityError("this device holds no blocks that other processes reach") from None
 
 
 def parts_of(ranks: list[tuple[memoryview, int]], number: int) -> list[memoryview]:

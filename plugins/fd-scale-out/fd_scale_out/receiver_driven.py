@@ -1,5 +1,5 @@
-"""What KV transports share that are receiver-driven and move host memory: checks of regions, peers
-and plans, transfers by id and attempt, and events.
+"""What KV transports share that are receiver-driven: checks of regions, peers and plans, transfers
+by id and attempt, and events. Host memory unless a driver's `memory_of` knows other memory.
 
 Only the destination's own process ever writes the destination, in `land`, under `lock` and while
 the transfer is wanted. So cancel() is always SAFE and fence() immediate: a late or frozen peer has
@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -91,10 +91,10 @@ class Transfer:
     """One pull under way. `serial` is never reused, so late answers cannot be mistaken."""
 
     def __init__(
-        self, serial: int, peer: str, plan: TransferPlan, views: list[tuple[memoryview, int]]
+        self, serial: int, peer: str, plan: TransferPlan, views: list[tuple[Any, int]]
     ) -> None:
         self.serial, self.peer, self.plan = serial, peer, plan
-        self.views = views  # of each region: its bytes, and those of a block
+        self.views = views  # of each region: its memory, and the bytes of a block
         self.block_bytes = sum(size for _, size in views)  # of one block in all regions
         self.num_blocks = len(plan.source_blocks)
         self.started_s = time.monotonic()
@@ -122,7 +122,7 @@ class ReceiverDrivenTransport(ABC):
         self.epoch = secrets.randbits(64)
         self.handshake_s = max(1.0, options.progress_timeout_s)
         self.lock = threading.RLock()  # held for at most the copy of one block
-        self.regions: dict[int, tuple[Region, memoryview]] = {}
+        self.regions: dict[int, tuple[Region, Any]] = {}  # with memory_of
         self.transfers: dict[int, Transfer] = {}  # by the caller's id
         self._num_serials = 0
         self._events: deque[TransferEvent] = deque()
@@ -138,7 +138,7 @@ class ReceiverDrivenTransport(ABC):
         """Make memory available to authenticated peers; later connections see it."""
         with self._open():
             for region in regions:
-                view = _checked(region)
+                view = self.memory_of(region)
                 if region.region_id in self.regions:
                     raise ConfigError(f"region {region.region_id} is registered already")
                 self.regions[region.region_id] = (region, view)
@@ -300,6 +300,10 @@ class ReceiverDrivenTransport(ABC):
 
     # For a driver.
 
+    def memory_of(self, region: Region) -> Any:
+        """A region's memory as transfers get it, with `nbytes` and `readonly`."""
+        return host_memory(region, self.name)
+
     def layouts(self) -> dict[int, tuple[int, str]]:
         """By region: bytes of a block, layout hash."""
         with self.lock:
@@ -324,13 +328,25 @@ class ReceiverDrivenTransport(ABC):
             for view, size in transfer.views:
                 view[block * size : (block + 1) * size] = content[at : at + size]
                 at += size
-            transfer.num_copied += 1
-            done, total = transfer.num_copied, transfer.num_blocks
-            if done == total:
-                self.finish(transfer, TransferEventKind.DONE)
-            elif done * 4 // total != (done - 1) * 4 // total:
-                self.emit(self._event(transfer, TransferEventKind.PROGRESS))
+            self.landed(transfer, 1)
             return True
+
+    def land_all(self, transfer: Transfer, first: int, content: memoryview) -> None:
+        """The same for blocks one after the other, from index `first` on."""
+        size = transfer.block_bytes
+        for index in range(len(content) // size):
+            if not self.land(transfer, first + index, content[index * size : (index + 1) * size]):
+                break
+
+    def landed(self, transfer: Transfer, count: int) -> None:
+        """So many more blocks are in their places."""
+        before, total = transfer.num_copied, transfer.num_blocks
+        transfer.num_copied += count
+        done = transfer.num_copied
+        if done == total:
+            self.finish(transfer, TransferEventKind.DONE)
+        elif done * 4 // total != before * 4 // total:
+            self.emit(self._event(transfer, TransferEventKind.PROGRESS))
 
     def finish(self, transfer: Transfer, kind: TransferEventKind, reason: str = "") -> None:
         """A transfer has ended, one way or the other; exactly one event says so."""
@@ -414,8 +430,8 @@ class ReceiverDrivenTransport(ABC):
 
     def _check_plan(
         self, plan: TransferPlan, remote: Mapping[int, RegionInfo]
-    ) -> list[tuple[memoryview, int]]:
-        """Each region's bytes and those of its blocks."""
+    ) -> list[tuple[Any, int]]:
+        """Each region's memory, and the bytes of its blocks."""
         most = self.capabilities.max_regions
         if not 1 <= len(plan.region_ids) <= most:
             raise CapabilityError(
@@ -453,18 +469,24 @@ class ReceiverDrivenTransport(ABC):
         return views
 
 
-def _checked(region: Region) -> memoryview:
+def host_memory(region: Region, driver: str) -> memoryview:
+    """The bytes of a region; CapabilityError where they are not the host's."""
     if isinstance(region.buffer, DeviceMemory):
         raise CapabilityError(
-            f"region {region.region_id} is memory of {region.buffer.device}; this transport moves "
-            "host memory"
+            f"region {region.region_id} is memory of {region.buffer.device}; transport {driver} "
+            "moves host memory"
         )
     view = memoryview(region.buffer)
     if not view.c_contiguous:
         raise ConfigError(f"region {region.region_id} is not contiguous memory")
-    if region.block_bytes < 1 or view.nbytes % region.block_bytes:
-        raise ConfigError(
-            f"region {region.region_id} has {view.nbytes} bytes, not a multiple of block_bytes "
-            f"{region.block_bytes}"
-        )
+    check_size(region)
     return view.cast("B")
+
+
+def check_size(region: Region) -> None:
+    """ConfigError for one that is not whole blocks."""
+    if region.block_bytes < 1 or region.buffer.nbytes % region.block_bytes:
+        raise ConfigError(
+            f"region {region.region_id} has {region.buffer.nbytes} bytes, not a multiple of "
+            f"block_bytes {region.block_bytes}"
+        )

@@ -162,6 +162,7 @@ class StoredBlocks:
         self._writes.put(None)
         for _ in range(NUM_READERS):
             self._reads.put(None)
+        self._memory.close()
         if not self._num_unwritten and not self._fetches:
             self._store.close()
 

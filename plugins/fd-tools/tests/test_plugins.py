@@ -135,11 +135,11 @@ def test_why_kernels_shows_where_each_comes_from_and_why_a_cell_is_not_used(caps
 
 def test_why_of_a_kind_without_drivers_says_what_installs_one(capsys, stranger, monkeypatch):
     inventory = discovery.discover()
-    transports = ("fd-kv-shm", "fd-kv-tcp")
+    transports = ("fd-cuda", "fd-kv-mooncake", "fd-kv-nixl", "fd-kv-shm", "fd-kv-tcp")
     others = tuple(e for e in inventory.entries if e.distribution not in transports)
     monkeypatch.setattr(plugins_why, "discover", lambda: discovery.Inventory(others))
     code, out = run(capsys, "why", "kv_transport")
-    assert code == 1 and "none is installed; possible: shm by pip install fd-kv-shm" in out.out
+    assert code == 1 and "none is installed; possible: cuda_ipc by pip install fd-cuda" in out.out
     assert "tcp by pip install fd-kv-tcp" in out.out
     monkeypatch.setattr(plugins_why, "discover", discovery.discover)
     monkeypatch.setenv("FD_PLUGINS_DISABLED", ",".join(transports))

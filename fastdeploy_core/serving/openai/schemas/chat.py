@@ -83,6 +83,8 @@ class ChatCompletionRequest(SamplingFields):
             raise InvalidRequest("messages is missing", param="messages")
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
+        if self.logprob_token_ids and not self.logprobs:
+            raise InvalidRequest("logprob_token_ids needs logprobs=true", param="logprob_token_ids")
         if self.add_generation_prompt and self.continue_final_message:
             self.add_generation_prompt = "add_generation_prompt" in self.model_fields_set
             if self.add_generation_prompt:

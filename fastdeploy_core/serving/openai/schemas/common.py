@@ -111,6 +111,7 @@ class SamplingFields(ApiModel):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = Field(default=None, max_length=MAX_ALLOWED_TOKEN_IDS)
     prompt_logprobs: bool | int | None = None
+    logprob_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     logits_processors_args: dict[str, Any] | None = None

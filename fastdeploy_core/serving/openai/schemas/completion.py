@@ -50,6 +50,11 @@ class CompletionRequest(SamplingFields):
             raise InvalidRequest(
                 "max_tokens must be at least 1 unless echo is true", param="max_tokens"
             )
+        if self.logprob_token_ids and (self.logprobs is None or self.max_tokens == 0):
+            raise InvalidRequest(
+                "logprob_token_ids needs logprobs, and max_tokens of at least 1",
+                param="logprob_token_ids",
+            )
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
         return self

@@ -20,6 +20,7 @@ from fastdeploy_core.contracts.kv_transport import (
 from fastdeploy_testing.peer import RemotePeer
 
 from .base import Conformance
+from .kv_memory import place
 
 BLOCK_BYTES = 8192
 NUM_BLOCKS = 96
@@ -37,9 +38,10 @@ class Side:
         block_bytes: int = BLOCK_BYTES,
         layout_hash: str = "layout",
     ) -> None:
-        self.memory = np.full((num_blocks, block_bytes), CANARY, np.uint8)
+        canaries = np.full((num_blocks, block_bytes), CANARY, np.uint8)
+        self.memory, buffer, file = place(driver, canaries)
         self.transport = driver(options)
-        self.transport.register([Region(1, self.memory.reshape(-1).data, block_bytes, layout_hash)])
+        self.transport.register([Region(1, buffer, block_bytes, layout_hash, file)])
 
     def wait(
         self, done: Callable[[list[TransferEvent]], bool], limit_s: float = 30.0

@@ -46,7 +46,7 @@ class KVTransportConformance(KVTransportSuite):
         event = here.finish(1)[1]
         assert event.kind is TransferEventKind.DONE and event.peer == name
         assert event.num_bytes == count * BLOCK_BYTES
-        expected = np.full_like(here.memory, CANARY)
+        expected = np.full(here.memory.shape, CANARY, np.uint8)
         expected[target] = pattern(1, NUM_BLOCKS, BLOCK_BYTES)[source]
         assert np.array_equal(here.memory, expected)
 

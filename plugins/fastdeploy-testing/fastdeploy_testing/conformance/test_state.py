@@ -30,6 +30,7 @@ SPECS = {
 }
 LENGTHS = (1, 2, 7, 63, 64, 65, 150)
 BLOCK, NUM_BLOCKS = 16, 40
+KEPT, NOBODY = 4, -1
 
 
 class World:
@@ -102,22 +103,59 @@ class World:
 
     def feed(self, rows: list[tuple[int, int]], lengths: dict[int, int]) -> None:
         """A step: so many tokens of each sequence."""
+        counts = [count for _, count in rows]
+        self._step(rows, lengths, counts, counts, 1 if all(n == 1 for n in counts) else 0)
+
+    def draft(
+        self,
+        rows: list[tuple[int, int]],
+        lengths: dict[int, int],
+        refused: list[int],
+        captured: int = 0,
+    ) -> None:
+        """A step whose rows end in so many refused drafts each. captured: tokens per row of a
+        captured step, padding behind those of the row; a row of nobody is between the others."""
+        counts = [count for _, count in rows]
+        if not captured:
+            self._step(rows, lengths, counts, counts, 0, refused)
+            return
+        rows, refused = [rows[0], (NOBODY, 0), *rows[1:]], [refused[0], 0, *refused[1:]]
+        real = [count for _, count in rows]
+        self._step(rows, lengths, [captured] * len(rows), real, captured, refused)
+
+    def _step(
+        self,
+        rows: list[tuple[int, int]],
+        lengths: dict[int, int],
+        counts: list[int],
+        real: list[int],
+        tokens_per_row: int,
+        refused: list[int] | None = None,
+    ) -> None:
+        """Feed the first `real` of `counts` tokens a row and padding behind them."""
+        refused = refused or [0] * len(rows)
+        self.tables[NOBODY] = [self.tables[rows[0][0]][-1]]  # stale, as those of rows of nobody are
         starts = [self.done.get(seq, 0) for seq, _ in rows]
-        ends = [start + count for start, (_, count) in zip(starts, rows, strict=True)]
-        tables = np.zeros((len(rows), max(len(self.tables[seq]) for seq, _ in rows)), np.int32)
+        ends = [
+            0 if s == NOBODY else a + n for (s, _), a, n in zip(rows, starts, counts, strict=True)
+        ]
+        widest = max(*(len(self.tables[seq]) for seq, _ in rows), -(-max(ends) // BLOCK))
+        tables = np.full((len(rows), widest), self.free[0], np.int32)
         for row, (seq, _) in enumerate(rows):
             tables[row, : len(self.tables[seq])] = self.tables[seq]
-        offsets = np.cumsum([0, *(count for _, count in rows)])
-        positions = np.concatenate(
-            [np.arange(s, e) for s, e in zip(starts, ends, strict=True)]
-        ).astype(np.int64)
+        offsets = np.cumsum([0, *counts])
+        positions = np.concatenate([a + np.arange(n) for a, n in zip(starts, counts, strict=True)])
+        is_real = np.concatenate([np.arange(n) < r for n, r in zip(counts, real, strict=True)])
         batch = AttentionBatch.upload(
-            *(self.device.to_device, offsets, ends, tables, np.zeros_like(positions), positions),
-            tokens_per_row=1 if all(count == 1 for _, count in rows) else 0,
+            *(self.device.to_device, offsets, ends, tables, is_real - 1, positions),
+            tokens_per_row=tokens_per_row,
         )
+        batch.is_exact = NOBODY not in [seq for seq, _ in rows]
         parts = [
-            [None if a is None else a[s:e] for a in self.inputs(seq, lengths[seq])]
-            for (seq, _), s, e in zip(rows, starts, ends, strict=True)
+            self._fed(seq, lengths.get(seq, 0), start, count, right - wrong)
+            for (seq, _), start, count, right, wrong in zip(
+                rows, starts, counts, real, refused, strict=True
+            )
         ]
         given = [
             None
@@ -130,9 +168,21 @@ class World:
         result = self.backend.forward(x, dt, beta, self.held, self.cache, metadata)
         self.suite.assert_dtype(self.device, result, self.spec.dtype)
         host = self.suite.to_host(self.device, result)
+        assert np.all(np.isfinite(host)), "padding and rows of nobody are finite, too"
         for row, (seq, _) in enumerate(rows):
-            self.done[seq] = ends[row]
-            self.found.setdefault(seq, []).append(host[offsets[row] : offsets[row + 1]])
+            if seq != NOBODY:
+                right = real[row] - refused[row]
+                self.done[seq] = starts[row] + right
+                self.found.setdefault(seq, []).append(host[offsets[row] : offsets[row] + right])
+
+    def _fed(self, seq: int, length: int, start: int, count: int, right: int) -> list[Any]:
+        """A row's inputs; behind the first `right` ones, those of tokens that will not be."""
+        own = self.inputs(seq, max(length, start + right))
+        wrong = self.inputs(seq + 50, count - right)
+        return [
+            None if a is None or b is None else np.concatenate((a[start : start + right], b))
+            for a, b in zip(own, wrong, strict=True)
+        ]
 
     def bits(self) -> list[np.ndarray]:
         """The cache's contents."""
@@ -202,6 +252,40 @@ class StateConformance(OnDevice):
         expected = world.expected(0, length)
         for seq in range(4):
             self._close(np.concatenate(world.found[seq]), expected, spec.dtype)
+
+    @pytest.mark.parametrize("is_captured", [False, True])
+    def test_refused_drafts_leave_no_trace(
+        self, driver: Any, device: Any, kernels: Any, spec: StateSpec, is_captured: bool
+    ) -> None:
+        """Prompts, and steps of up to KEPT tokens of which any but the first turn out wrong; steps
+        without drafts and drafts that are all right are among them."""
+        if "kept" not in driver.features:
+            pytest.skip("the driver does not declare kept")
+        spec, dice = replace(spec, kept=KEPT), np.random.default_rng(5)
+        world = World(self, driver, device, kernels, spec)
+        if is_captured and not world.backend.can_capture_decode:
+            pytest.skip("the driver's steps are not captured")
+        lengths = {0: 16, 1: 32, 2: 48}  # behind these, tables name blocks of others
+        for seq, prompt in ((0, 1), (1, 19), (2, 32)):
+            world.grow(seq, prompt)
+            world.feed([(seq, prompt)], lengths)
+        blocks = {table[-1] for table in world.tables.values()}
+        others = [number for number in range(NUM_BLOCKS) if number not in blocks]
+        while any(world.done[seq] < n for seq, n in lengths.items()):
+            left = {seq: n - world.done[seq] for seq, n in lengths.items()}
+            seqs = [seq for seq in dice.permutation(3).tolist() if left[seq]]
+            counts = [min(left[seq], int(dice.integers(1, KEPT + 1))) for seq in seqs]
+            refused = [int(dice.choice(np.array([0, n - 1, dice.integers(n)]))) for n in counts]
+            for seq, count in zip(seqs, counts, strict=True):
+                world.grow(seq, world.done[seq] + count)
+            rows = list(zip(seqs, counts, strict=True))
+            wide = int(dice.integers(max(counts), KEPT + 1)) if is_captured else 0
+            world.draft(rows, lengths, refused, wide)
+        for seq, length in lengths.items():
+            expected = world.expected(seq, length)
+            self._close(np.concatenate(world.found[seq]), expected, spec.dtype)
+        for tensor in world.bits():
+            assert np.isnan(tensor[others]).all(), "a block that is nobody's was written"
 
     def _close(self, got: np.ndarray, expected: np.ndarray, dtype: str) -> None:
         assert got.shape == expected.shape and np.all(np.isfinite(got))

@@ -42,19 +42,7 @@ class Plan:
     def follow(self, before: Plan, /) -> None: ...
 
 class AttentionShape:
-    def __init__(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        v_head_dim: int,
-        block_size: int,
-        scale: float,
-        interleaved: bool,
-        type: int,
-        is_int8: bool,
-        /,
-    ) -> None: ...
+    def __init__(self, sizes: Sequence[int], scale: float, softcap: float, /) -> None: ...
 
 class Experts:
     def __init__(

@@ -20,11 +20,12 @@ class X86Attention:
     after them unless the scales are static."""
 
     name = "x86_paged"
-    contract = (1, 0)
+    contract = (1, 2)
     unit: Literal["core", "rope_kv"] = "rope_kv"
     can_capture_decode = True
     can_capture_mixed = True
-    features = frozenset({"offsets"})  # positions are what is rotated by, and nothing else
+    # Of "offsets": positions are what is rotated by, and nothing else.
+    features = frozenset({"window", "chunk", "sinks", "softcap", "offsets"})
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
@@ -36,8 +37,12 @@ class X86Attention:
         self._value_dim = spec.kv_lora_rank if self._is_latent else spec.v_head_dim
         code = FLOAT32 if spec.dtype == "float32" else BFLOAT16
         self._shape = _native.AttentionShape(
-            *(spec.num_heads, spec.num_kv_heads, spec.head_dim, self._value_dim, block_size),
-            *(spec.scale, spec.rotary_interleaved, code, bool(spec.kv_format)),
+            [
+                *(spec.num_heads, spec.num_kv_heads, spec.head_dim, self._value_dim, block_size),
+                *(spec.rotary_interleaved, code, bool(spec.kv_format), spec.window, spec.chunk),
+            ],
+            spec.scale,
+            spec.softcap,
         )
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
@@ -71,6 +76,7 @@ class X86Attention:
         metadata: AttentionBatch,
         rotary: Tensor | None = None,
         scales: KVScales | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Rotate, write, attend."""
         t, spec, batch = team(), self._spec, metadata
@@ -94,6 +100,7 @@ class X86Attention:
                 y,
                 *of_tokens,
                 *of_channels,
+                sinks,
             ),
         )
         t.keep(*tensors)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from fd_cuda.kernels.common import join_chain
 
-from .recurrence import block_of
+from .recurrence import place_of
 
 
 @triton.jit(do_not_specialize=["stride_table"])
@@ -21,6 +21,7 @@ def convolve(
     starts,
     lengths,
     tables,
+    slots,
     chunks,
     stride_x,
     stride_table,
@@ -33,6 +34,7 @@ def convolve(
     SILU: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    KEPT: tl.constexpr,
     CHUNK: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -43,7 +45,7 @@ def convolve(
     the first program of a row reads what its sequence kept, so TOKENS is at least WIDTH - 1 there.
 
     The first UNIT_HEADS blocks are heads of HEAD channels, made vectors of length 1, and half of
-    them, the queries, times SCALE. Rows of nobody give zeros.
+    them, the queries, times SCALE. Rows of nobody give zeros. Of KEPT and slots see step_states.
     """
     join_chain(PDL)
     item, part = tl.program_id(0), tl.program_id(1)
@@ -77,7 +79,7 @@ def convolve(
         table = tables + row.to(tl.int64) * stride_table
         before: tl.constexpr = WIDTH - 1  # inputs that a sequence keeps
         rows = x + first.to(tl.int64) * stride_x + channels[None, :]
-        source = block_of(table, start - 1, BLOCK_SIZE)
+        source = place_of(table, start, BLOCK_SIZE, KEPT)
         old = kept + source * (before * CHANNELS) + channels[None, :]
         has_old = is_channel[None, :] & (start > 0)
         y = tl.zeros([TOKENS, BLOCK], tl.float32)
@@ -102,13 +104,23 @@ def convolve(
         tl.store(places, y.to(out.dtype.element_ty), mask=inside)
         if begin == 0:
             column = tl.arange(0, WIDTH_PAD)[:, None]
-            since = (fed - before + column).to(tl.int64)
             is_kept = (column < before) & is_channel[None, :]
-            left = tl.load(rows + since * stride_x, mask=is_kept & (since >= 0), other=0.0)
-            older = tl.load(
-                old + (before + since) * CHANNELS, mask=is_kept & has_old & (since < 0), other=0.0
-            )
-            target = block_of(table, length - 1, BLOCK_SIZE)
-            kept_at = kept + target * (before * CHANNELS) + column * CHANNELS + channels[None, :]
-            tl.debug_barrier()  # all threads have read
-            tl.store(kept_at, left + older.to(left.dtype), mask=is_kept)
+            earliest = fed
+            if (KEPT > 1) & (CHUNK == 0):
+                earliest = tl.maximum(fed - KEPT, 0) + 1
+            for end in range(earliest, fed + 1):
+                since = (end - before + column).to(tl.int64)
+                left = tl.load(rows + since * stride_x, mask=is_kept & (since >= 0), other=0.0)
+                older = tl.load(
+                    old + (before + since) * CHANNELS,
+                    mask=is_kept & has_old & (since < 0),
+                    other=0.0,
+                )
+                is_fed = KEPT == 1
+                if KEPT > 1:
+                    is_fed = tl.load(slots + first + end - 1) >= 0
+                tl.debug_barrier()  # all threads have read, as the last place may be the source
+                if is_fed:
+                    target = place_of(table, start + end, BLOCK_SIZE, KEPT)
+                    kept_at = kept + target * (before * CHANNELS) + column * CHANNELS
+                    tl.store(kept_at + channels[None, :], left + older.to(left.dtype), mask=is_kept)

@@ -59,15 +59,16 @@ class CudaStates:
     """One instance per distinct spec; see StateBackend."""
 
     name = "cuda_states"
-    contract = (1, 3)
+    contract = (1, 5)
     can_capture_decode = True
     can_capture_mixed = False
-    features = frozenset({"delta", "space", "short_conv"})
+    features = frozenset({"delta", "space", "short_conv", "kept"})
 
     def __init__(
         self, spec: StateSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
     ) -> None:
         self.spec, self._block_size, self._device = spec, block_size, device
+        self._kept, self._short = max(1, spec.kept), max(SHORT, spec.kept)
         self._has_state, self._is_delta = spec.kind != "short_conv", spec.kind == "delta"
         scans = SCAN_FLOAT32 if spec.dtype == "float32" else SCAN
         self.step, self.scan = STEP, scans.get(spec.kind, STEP)
@@ -88,27 +89,30 @@ class CudaStates:
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
         """The state, [num_blocks, num_heads, key_dim, value_dim], and the convolution's last
-        inputs, [num_blocks, conv_width - 1, channels]."""
+        inputs, [num_blocks, conv_width - 1, channels]. With drafts [num_blocks, spec.kept, ...]:
+        that behind the first n tokens is at n % kept."""
         spec = self.spec
-        conv = (num_blocks, spec.conv_width - 1, sum(spec.conv_parts))
+        block = (num_blocks, spec.kept) if spec.kept else (num_blocks,)
+        conv = (*block, spec.conv_width - 1, sum(spec.conv_parts))
         if not self._has_state:
             return (conv,)
-        return (num_blocks, spec.num_heads, spec.key_dim, spec.value_dim), conv
+        return (*block, spec.num_heads, spec.key_dim, spec.value_dim), conv
 
     def prepare(self, batch: AttentionBatch) -> _Metadata:
         """Which rows are computed in chunks: one small copy, for prompts alone."""
-        if batch.is_padded or (not batch.is_exact and batch.tokens_per_row != 1):
+        width = batch.tokens_per_row
+        if batch.is_padded or (not batch.is_exact and not 0 < width <= self._kept):
             raise CapabilityError(
-                f"state driver {self.name!r} takes steps as they come, and captured ones of one "
-                f"token per row; this one is {'padded' if batch.is_padded else 'captured'} with "
-                f"{batch.tokens_per_row or 'any number of'} tokens per row; possible: no "
-                "speculation, and no captured steps with prompts"
+                f"state driver {self.name!r} takes steps as they come, and captured ones of up to "
+                f"{self._kept} tokens per row; this one is "
+                f"{'padded' if batch.is_padded else 'captured'} with {width or 'any number of'} "
+                "tokens per row; possible: no captured steps with prompts"
             )
-        if batch.tokens_per_row == 1:
-            return _Metadata(batch, 1, None, None)
+        if width == 1 or not batch.is_exact:
+            return _Metadata(batch, width, None, None)
         fed = np.diff(batch.cu_seqlens_q)
-        short = int(fed[fed <= SHORT].max(initial=0))
-        rows = np.flatnonzero(fed > SHORT)
+        short = int(fed[fed <= self._short].max(initial=0))
+        rows = np.flatnonzero(fed > self._short)
         if not rows.size:
             return _Metadata(batch, short, None, None)
         ends = batch.seq_lens[rows].astype(np.int64)
@@ -165,7 +169,8 @@ class CudaStates:
         parts = 1 if chunks is None else CHUNK // _TOKENS
         convolve[(num_items, num_blocks, parts)](
             *(x, weights.conv, weights.conv_bias, out, kept),
-            *(batch.cu_seqlens_q_dev, batch.seq_lens_dev, batch.block_tables_dev, chunks),
+            *(batch.cu_seqlens_q_dev, batch.seq_lens_dev, batch.block_tables_dev),
+            *(batch.slot_mapping, chunks),
             *(x.stride(0), batch.block_tables_dev.stride(0)),
             CHANNELS=channels,
             WIDTH=spec.conv_width,
@@ -176,6 +181,7 @@ class CudaStates:
             SILU=self._has_state,
             BIAS=weights.conv_bias is not None,
             BLOCK_SIZE=self._block_size,
+            KEPT=self._kept,
             CHUNK=0 if chunks is None else CHUNK,
             TOKENS=pad2(metadata.short) if chunks is None else _TOKENS,
             BLOCK=block,
@@ -198,11 +204,13 @@ class CudaStates:
         step_states[(cdiv(spec.value_dim, values), spec.num_heads, batch.num_seqs)](
             *(x, dt, beta, weights.decay, weights.dt_bias, weights.skip, out, state),
             *(batch.cu_seqlens_q_dev, batch.seq_lens_dev, batch.block_tables_dev),
-            *(x.stride(0), dt.stride(0), 0 if beta is None else beta.stride(0)),
+            *(batch.slot_mapping, x.stride(0), dt.stride(0)),
+            0 if beta is None else beta.stride(0),
             batch.block_tables_dev.stride(0),
             **self._shape,
             BLOCK_SIZE=self._block_size,
-            MOST=SHORT,
+            KEPT=self._kept,
+            MOST=self._short,
             VALUES=values,
             **launch_options(num_warps=self.step.num_warps),
         )
@@ -242,6 +250,7 @@ class CudaStates:
             *(x.stride(0), dt.stride(0), batch.block_tables_dev.stride(0)),
             **self._shape,
             BLOCK_SIZE=self._block_size,
+            KEPT=self._kept,
             CHUNK=CHUNK,
             VALUES=values,
             **launch_options(num_warps=self.scan.num_warps, num_stages=self.scan.num_stages),

@@ -42,6 +42,13 @@ def block_of(table, token, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
+def place_of(table, length, BLOCK_SIZE: tl.constexpr, KEPT: tl.constexpr):
+    """Where a sequence's state behind its first `length` tokens is: its block has places for KEPT
+    states, which take turns."""
+    return block_of(table, length - 1, BLOCK_SIZE) * KEPT + length % KEPT
+
+
+@triton.jit
 def chunk_of(number, start, end, CHUNK: tl.constexpr):
     """(first token, number of tokens) of a row's chunk, by their index in the row; the row has the
     sequence's tokens start to end."""
@@ -63,6 +70,7 @@ def step_states(
     starts,
     lengths,
     tables,
+    slots,
     stride_x,
     stride_dt,
     stride_beta,
@@ -76,15 +84,18 @@ def step_states(
     V_AT: tl.constexpr,
     DELTA: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    KEPT: tl.constexpr,
     MOST: tl.constexpr,
     KEY_PAD: tl.constexpr,
     VALUES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows of up to MOST tokens. Grid (blocks of VALUES values, heads, rows).
+    """Rows of up to MOST tokens, of whose states the last KEPT stay. Grid (blocks of VALUES values,
+    heads, rows).
 
     x: [tokens, channels], convolved, q and k of length 1; q, k and v begin at channels Q_AT, K_AT
-    and V_AT. EACH neighbouring heads have a key head. Rows of nobody give zeros.
+    and V_AT. EACH neighbouring heads have a key head. Rows of nobody give zeros. slots: below 0 for
+    padding at a row's end, which leaves no state.
     """
     join_chain(PDL)
     head, row = tl.program_id(1), tl.program_id(2)
@@ -102,8 +113,7 @@ def step_states(
     if (length > 0) & (count > 0) & (count <= MOST):
         start = length - count
         table = tables + row.to(tl.int64) * stride_table
-        source = block_of(table, start - 1, BLOCK_SIZE)
-        target = block_of(table, length - 1, BLOCK_SIZE)
+        source = place_of(table, start, BLOCK_SIZE, KEPT)
         size: tl.constexpr = HEADS * KEY * VALUE
         s = tl.load(state + source * size + own, mask=inside & (start > 0), other=0.0)
         s = s.to(tl.float32)
@@ -128,7 +138,12 @@ def step_states(
                 y = y + tl.load(skip + head) * v
             place = out + at * (HEADS * VALUE) + head * VALUE + values
             tl.store(place, y.to(out.dtype.element_ty), mask=is_value)
-        tl.store(state + target * size + own, s.to(state.dtype.element_ty), mask=inside)
+            is_fed = KEPT == 1
+            if KEPT > 1:
+                is_fed = tl.load(slots + at) >= 0
+            if (count - token <= KEPT) & is_fed:
+                target = place_of(table, start + token + 1, BLOCK_SIZE, KEPT)
+                tl.store(state + target * size + own, s.to(state.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -250,6 +265,7 @@ def scan_chunks(
     V_AT: tl.constexpr,
     DELTA: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    KEPT: tl.constexpr,
     CHUNK: tl.constexpr,
     KEY_PAD: tl.constexpr,
     VALUES: tl.constexpr,
@@ -268,7 +284,7 @@ def scan_chunks(
     size: tl.constexpr = HEADS * KEY * VALUE
     own = head.to(tl.int64) * (KEY * VALUE) + keys[:, None] * VALUE + values[None, :]
     inside = is_key[:, None] & is_value[None, :]
-    source = block_of(table, start - 1, BLOCK_SIZE)
+    source = place_of(table, start, BLOCK_SIZE, KEPT)
     s = tl.load(state + source * size + own, mask=inside & (start > 0), other=0.0).to(tl.float32)
     bias, rate = tl.load(dt_bias + head), tl.load(decay + head)
     kind = x.dtype.element_ty
@@ -305,5 +321,5 @@ def scan_chunks(
         # Faded values, not keys: those come from memory as they are.
         faded = (new * tl.exp(last - c)[:, None]).to(kind)
         s = product(tl.trans(k), faded, s * tl.exp(last))
-    target = block_of(table, end - 1, BLOCK_SIZE)
+    target = place_of(table, end, BLOCK_SIZE, KEPT)
     tl.store(state + target * size + own, s.to(state.dtype.element_ty), mask=inside)

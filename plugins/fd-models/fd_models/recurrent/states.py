@@ -24,7 +24,7 @@ class _Rows:
     """Rows that are computed at once."""
 
     tokens: Tensor | slice  # of the step
-    sources: Tensor  # [R] int64: blocks that the states are read from
+    sources: Tensor  # [R] int64: places that the states are read from
     targets: Tensor  # [R] int64: and left in
     is_new: Tensor  # [R] bool: begins with zeros
     chunks: Chunks | None  # of a single row with several tokens; None: one token a row
@@ -32,13 +32,17 @@ class _Rows:
 
 
 class PlainStates:
-    """Rows of one token together, others one after the other in chunks."""
+    """Rows of few tokens together, one token after the other; longer ones by themselves in chunks.
+
+    With drafts a block has places for spec.kept states, one after the other in a ring: that behind
+    the first n tokens is at n % kept. So refused drafts take nothing away that is needed again.
+    """
 
     name = "plain"
-    contract = (1, 3)
+    contract = (1, 5)
     can_capture_decode = True
     can_capture_mixed = False
-    features = frozenset({"delta", "space", "short_conv"})
+    features = frozenset({"delta", "space", "short_conv", "kept"})
 
     def __init__(
         self, spec: StateSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
@@ -47,70 +51,98 @@ class PlainStates:
         self._device, self._xp = device, device.xp
         self._dtype = device.xp.dtype(spec.dtype)
         self._has_state = spec.kind != "short_conv"
+        self._places = max(1, spec.kept)  # of states in a block
         # There one graph of the most rows serves all, and here rows of nobody cost what others do.
         self.can_capture_decode = not device.limits.graph_any_size
         self._seen = causal(device)
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
-        """The state and the last inputs of the convolution."""
+        """The state and the last inputs of the convolution, of each place."""
         spec = self.spec
-        conv = (num_blocks, spec.conv_width - 1, sum(spec.conv_parts))
+        block = (num_blocks, spec.kept) if spec.kept else (num_blocks,)
+        conv = (*block, spec.conv_width - 1, sum(spec.conv_parts))
         if not self._has_state:
             return (conv,)
-        return (num_blocks, spec.num_heads, spec.key_dim, spec.value_dim), conv
+        return (*block, spec.num_heads, spec.key_dim, spec.value_dim), conv
 
     def prepare(self, batch: AttentionBatch) -> list[_Rows]:
         """Which rows are computed at once, and where their states lie."""
-        if batch.is_padded or (not batch.is_exact and batch.tokens_per_row != 1):
+        if batch.is_padded or (not batch.is_exact and not 0 < batch.tokens_per_row <= self._places):
             raise CapabilityError(
-                "state driver 'plain' takes steps as they come and captured ones of one token per "
-                "row, and this one is padded or captured with more; possible: a state driver of "
-                "the device"
+                "state driver 'plain' takes steps as they come and captured ones of up to "
+                f"{self._places} tokens per row, and this one is "
+                f"{'padded' if batch.is_padded else 'captured'} with {batch.tokens_per_row}; "
+                "possible: a state driver of the device"
             )
         if not batch.is_exact:
-            return [self._captured(batch)]
+            return self._captured(batch)
         firsts = batch.cu_seqlens_q[:-1].astype(np.int64)
         counts = batch.cu_seqlens_q[1:].astype(np.int64) - firsts
-        ends = batch.seq_lens.astype(np.int64)
-        starts, numbers = ends - counts, np.arange(batch.num_seqs)
-        size, tables = self._block_size, batch.block_tables
-        targets = tables[numbers, np.maximum(ends - 1, 0) // size].astype(np.int64)
-        sources = tables[numbers, np.maximum(starts - 1, 0) // size].astype(np.int64)
-        sources = np.where(starts > 0, sources, targets)
-        put, made = self._device.to_device, []
-        singles = np.flatnonzero(counts == 1)
-        if singles.size:
-            is_all = singles.size == batch.num_tokens
-            of_step = slice(0, singles.size) if is_all else put(firsts[singles])
-            where = (put(sources[singles]), put(targets[singles]))
-            made.append(_Rows(of_step, *where, put(starts[singles] == 0), None))
-        for row in np.flatnonzero(counts > 1).tolist():
-            chunks = Chunks(self._device, self._seen, int(counts[row]), int(starts[row]))
-            tokens, one = (
-                slice(int(firsts[row]), int(firsts[row] + counts[row])),
-                slice(row, row + 1),
-            )
-            where = (put(sources[one]), put(targets[one]))
-            made.append(_Rows(tokens, *where, put(starts[one] == 0), chunks))
+        starts, made = batch.seq_lens.astype(np.int64) - counts, []
+        short = np.flatnonzero((counts > 0) & (counts <= self._places))
+        for nth in range(int(counts[short].max(initial=0))):
+            rows = short[counts[short] > nth]
+            is_all = rows.size == batch.num_tokens
+            tokens = slice(0, rows.size) if is_all else self._device.to_device(firsts[rows] + nth)
+            made.append(self._rows(batch, rows, tokens, starts[rows] + nth, 1))
+        for row in np.flatnonzero(counts > self._places).tolist():
+            count, own = int(counts[row]), np.array([row])
+            tokens = slice(int(firsts[row]), int(firsts[row]) + count)
+            made.append(self._rows(batch, own, tokens, starts[own], count))
         return made
 
-    def _captured(self, batch: AttentionBatch) -> _Rows:
-        """One token a row, by the device's numbers alone. Rows of nobody do again what the first
-        row of somebody does, so that every block is written with what belongs there."""
-        xp, lengths = self._xp, batch.seq_lens_dev.to(self._xp.int64)
+    def _rows(
+        self,
+        batch: AttentionBatch,
+        rows: np.ndarray,
+        tokens: Tensor | slice,
+        starts: np.ndarray,
+        count: int,
+    ) -> _Rows:
+        """`count` tokens of each of these rows, behind the `starts` first ones."""
+
+        def place_of(lengths: np.ndarray) -> np.ndarray:
+            """[R]: of the state behind so many tokens of each row."""
+            entries = np.maximum(lengths - 1, 0) // self._block_size
+            blocks: np.ndarray = batch.block_tables[rows, entries].astype(np.int64)
+            places: np.ndarray = blocks * self._places + lengths % self._places
+            return places
+
+        put, targets = self._device.to_device, place_of(starts + count)
+        sources = np.where(starts > 0, place_of(starts), targets)
+        chunks = None
+        if count > 1:
+            chunks = Chunks(self._device, self._seen, count, int(starts[0]))
+        return _Rows(tokens, put(sources), put(targets), put(starts == 0), chunks)
+
+    def _captured(self, batch: AttentionBatch) -> list[_Rows]:
+        """Some tokens a row, by the device's numbers alone. Padding does again what its row's first
+        token did, and rows of nobody what the first row of somebody does, so that every place is
+        written with what belongs there."""
+        xp, width = self._xp, batch.tokens_per_row
+        lengths = batch.seq_lens_dev.to(xp.int64)
         is_row = (lengths > 0).to(xp.int64)
         own = xp.arange(batch.num_seqs, dtype=xp.int64, device=self._device.device)
         rows = own * is_row + xp.argmax(is_row, dim=0) * (1 - is_row)
-        ends = xp.index_select(lengths, 0, rows)
+        starts = xp.index_select(lengths, 0, rows) - width
         tables = xp.index_select(batch.block_tables_dev, 0, rows)
+        is_any, made = is_row.sum() > 0, []
 
-        def block_of(tokens: Tensor) -> Tensor:
-            """[R] int64: of the state behind each row's tokens."""
-            entry = xp.clamp(tokens - 1, 0, None) // self._block_size
-            return xp.gather(tables, 1, entry.unsqueeze(1)).squeeze(1).to(xp.int64)
+        def place_of(lengths: Tensor) -> Tensor:
+            """[R] int64: of the state behind so many tokens of each row."""
+            entry = xp.clamp(lengths - 1, 0, None) // self._block_size
+            blocks = xp.gather(tables, 1, entry.unsqueeze(1)).squeeze(1).to(xp.int64)
+            return blocks * self._places + lengths % self._places
 
-        blocks = (block_of(ends - 1), block_of(ends))
-        return _Rows(rows, *blocks, ends == 1, None, is_row.sum() > 0)
+        for nth in range(width):
+            tokens = rows * width
+            if nth:
+                fed = xp.index_select(batch.slot_mapping, 0, tokens + nth) >= 0
+                tokens = tokens + nth * fed.to(xp.int64)
+            begun = xp.clamp(starts + tokens - rows * width, 0, None)  # below 0 without any row
+            places = (place_of(begun), place_of(begun + 1))
+            made.append(_Rows(tokens, *places, begun == 0, None, is_any))
+        return made
 
     def forward(
         self,
@@ -125,6 +157,8 @@ class PlainStates:
         xp, spec = self._xp, self.spec
         width = spec.num_heads * spec.value_dim if self._has_state else sum(spec.conv_parts)
         out = xp.zeros([x.shape[0], width], dtype=self._dtype, device=self._device.device)
+        if self.spec.kept:
+            cache = tuple(kept.reshape([-1, *kept.shape[2:]]) for kept in cache)
         for rows in metadata:
             convolved = self._convolve(_take(xp, x, rows.tokens), rows, weights, cache[-1])
             y = convolved
@@ -140,13 +174,13 @@ class PlainStates:
         return out
 
     def _old(self, kept: Tensor, rows: _Rows) -> Tensor:
-        """What the rows' blocks hold, zeros for rows that begin."""
+        """What the rows' places hold, zeros for rows that begin."""
         found = self._xp.index_select(kept, 0, rows.sources)
         is_new = rows.is_new.reshape([-1] + [1] * (found.ndim - 1))
         return self._xp.where(is_new, self._xp.zeros_like(found), found)
 
     def _leave(self, kept: Tensor, rows: _Rows, new: Tensor) -> None:
-        """Into the rows' blocks."""
+        """Into the rows' places."""
         xp = self._xp
         if rows.is_any is not None:
             new = xp.where(rows.is_any, new, xp.index_select(kept, 0, rows.targets))

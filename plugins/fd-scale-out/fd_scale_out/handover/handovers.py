@@ -20,7 +20,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import msgspec
 
@@ -31,6 +31,7 @@ from fastdeploy_core.contracts.kv_transport import (
     TransferEvent,
     TransferEventKind,
     TransferPlan,
+    TransportCapabilities,
     TransportOptions,
 )
 from fastdeploy_core.errors import CapabilityError, FastDeployError
@@ -62,6 +63,15 @@ MAX_EARLY: Final = 1024  # Wants that came before their prompts
 # Of --kv-transport-timeout. A prompt that takes longer to get into this engine is computed by who
 # wants it: the queue here is too long.
 EARLY_SHARE: Final = 1 / 12
+
+
+@runtime_checkable
+class DeviceSums(Protocol):
+    """A KVTransport with capability `device_memory` is one, too."""
+
+    def checksum(self, region_id: int, block: int) -> int:
+        """32 bits of a block of a region of ours; from any thread. It waits for the device."""
+        ...
 
 
 class _Incoming:
@@ -127,7 +137,10 @@ class Handovers:
     ) -> None:
         """CapabilityError where there is no host tier; ConfigError without a secret."""
         asked = config.handover
-        self._memory = HostMemory(len(infos), plan, f"--kv-transport {asked.transport}")
+        can = getattr(make_transport, "capabilities", TransportCapabilities())
+        self._on_device = can.device_memory
+        words = f"--kv-transport {asked.transport}"
+        self._memory = HostMemory(len(infos), plan, words, on_device=self._on_device)
         self.paths = self._memory.paths  # where each rank's host tier is to lie
         # The prefix cache's model_identity: instances with other ranks have the same.
         self.identity = identity_of(config, infos, with_layout=False)
@@ -280,6 +293,7 @@ class Handovers:
             for receiving in list(self._receiving.values()):
                 receiving.give_up("the instance ends")
             transport.close()
+        self._memory.close()
 
     # For Sending and Receiving.
 
@@ -364,8 +378,13 @@ class Handovers:
         self.sums.put(do)
 
     def sum(self, block: int, ranks: list[tuple[memoryview, int]] | None = None) -> int:
-        """CRC-32 of a block on all ranks, of the host tier or of other memory like it."""
-        value = 0
+        """CRC-32 of a block on all ranks, of the host tier or of other memory like it. Where blocks
+        lie in device memory the transport computes sums."""
+        value, transport = 0, self._transport
+        if isinstance(transport, DeviceSums):
+            for region_id in _region_ids(self._layout):
+                value ^= transport.checksum(region_id, block) + region_id & 0xFFFFFFFF
+            return value
         for part in parts_of(ranks or self._memory.ranks, block):
             value = zlib.crc32(part, value)
         return value
@@ -374,7 +393,7 @@ class Handovers:
 
     def _open_transport(self) -> None:
         self._transport = self._make_transport(self._options)
-        self._register(self._layout, self._memory.ranks)
+        self._register(self._layout, self._memory.ranks, is_shown=True)
         descriptor = self._transport.descriptor()
         for layout, staging in self._stagings.items():
             self._register(layout, staging.ranks)
@@ -382,11 +401,17 @@ class Handovers:
         ticket = Ticket(self._transport.name, descriptor, self._layout)
         self._ticket = make_ticket(self._options.secret, ticket)
 
-    def _register(self, layout: Layout, ranks: list[tuple[memoryview, int]]) -> None:
+    def _register(
+        self, layout: Layout, ranks: list[tuple[Any, int]], *, is_shown: bool = False
+    ) -> None:
+        """is_shown: peers may map the memory itself, where a transport can do that."""
         name = f"{self._digest}.{layout.digest}"
         self._transport.register(
             [
-                Region(number, view[: len(view) // size * size], size, f"{name}.{rank}")
+                Region(
+                    *(number, _whole(view, size), size, f"{name}.{rank}"),
+                    file=self._memory.file(rank) if is_shown else -1,
+                )
                 for rank, (number, (view, size)) in enumerate(
                     zip(_region_ids(layout), ranks, strict=True)
                 )
@@ -398,6 +423,8 @@ class Handovers:
         here."""
         if layout == self._layout:
             return None
+        if self._on_device:
+            raise CapabilityError("instances whose blocks stay on devices need equally many ranks")
         if layout not in self._stagings:
             if len(self._stagings) >= MAX_LAYOUTS:
                 raise CapabilityError(f"instances have more than {MAX_LAYOUTS} numbers of ranks")
@@ -616,6 +643,13 @@ def _region_ids(layout: Layout) -> list[int]:
     """Of its ranks, with each transport: those of another layout are others."""
     first = int(layout.digest[:6], 16) << 8
     return [first + rank for rank in range(layout.num_ranks)]
+
+
+def _whole(memory: Any, size: int) -> Any:
+    """As much of host memory as whole blocks take."""
+    if not isinstance(memory, memoryview):
+        return memory
+    return memory[: len(memory) // size * size]
 
 
 def _fits(name: str, first: SequenceDelta) -> bool:

@@ -1,0 +1,1 @@
+"""KV transport `mooncake`: blocks between processes, moved by the Mooncake transfer engine."""

@@ -1,0 +1,1 @@
+"""KV transport `nixl`: blocks between processes, moved by NVIDIA's NIXL."""

@@ -1,0 +1,33 @@
+"""The conformance kit, and what negotiation hears."""
+
+from __future__ import annotations
+
+import pytest
+
+from fastdeploy_core.cli.main import main
+from fastdeploy_testing.conformance.test_hygiene import HygieneConformance
+from fastdeploy_testing.conformance.test_kv_transport import KVTransportConformance
+from fastdeploy_testing.conformance.test_kv_transport_faults import (
+    KVTransportFaultsConformance,
+)
+
+pytest.importorskip("nixl._api", reason="NIXL is not installed: pip install nixl")
+
+
+class TestNixlTransport(KVTransportConformance):
+    driver_name = "nixl"
+
+
+class TestNixlTransportFaults(KVTransportFaultsConformance):
+    driver_name = "nixl"
+
+
+class TestHygiene(HygieneConformance):
+    kind = "kv_transport"
+    driver_name = "nixl"
+
+
+def test_why_takes_it_by_its_name_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "why", "kv_transport", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "winner: shm" in printed and "--kv-transport nixl" in printed
