@@ -118,11 +118,14 @@ class Linear:
             parts=tuple(LayerPart(part.name, part.rows) for part in self._parts),
             shards=1 if parallel == "none" else build.tp_size,
         )
-        self._adapter: Callable[..., Tensor] | None = None
+        self._adapter: Any = None  # an AdaptedLinear of fd-lora
         if build.adapters is not None and not shape.is_float32 and shape.role == "linear":
             pieces = [part.piece for part in self._parts]
             self._adapter = build.adapters.layer(build, self.spec, pieces, self._in_piece)
-        if shape.gated and self._adapter is None:
+        if self._adapter is not None:
+            products = self._adapter.products()
+            self._product, self._norm_product, self._gated_product, self._add_product = products
+        elif shape.gated:
             self._kernel = "gated_linear"
         quantizer = build.quantizer_for(self.spec) if shape.quantize else None
         self._quantizer = quantizer
@@ -137,7 +140,7 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in_features of this rank] to [num_tokens, out_features of this rank]."""
-        if self._kernel == "gated_linear" and self._is_plain:
+        if self._gated and self._is_plain:
             y = self._gated_product(x, None, 0.0, self.weight, self.bias)
         else:
             y = self._multiply(x)
@@ -155,7 +158,7 @@ class Linear:
         elif self._packed is not None:
             y = self._packed.product(x, self._packed.weight, self.bias)
         else:
-            y = self._product(x, self.weight, self.bias)
+            return self._product(x, self.weight, self.bias)
         return y if self._adapter is None else self._adapter(y, x)
 
     def finish(self, y: Tensor) -> Tensor:
@@ -174,12 +177,8 @@ class Linear:
     def after(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(this layer's y for norm(x + residual), x + residual). residual None: nothing to add."""
         if residual is None and self._is_plain and self._reduce is None:
-            is_one = self._kernel == "gated_linear"
-            product = self._gated_product if is_one else self._norm_product
-            y = product(x, norm.weight, norm.eps, self.weight, self.bias)
-            if self._adapter is not None:
-                y = self._adapter(y, x, norm)
-            return self._activation(y) if self._gated and not is_one else y, x
+            product = self._gated_product if self._gated else self._norm_product
+            return product(x, norm.weight, norm.eps, self.weight, self.bias), x
         packed = self._packed
         if residual is None or packed is None or packed.after_norm is None:
             normed, total = norm.add(x, residual)
@@ -204,8 +203,7 @@ class Linear:
         """Two addends of total + y; the second is None if they were added already. total may be
         overwritten."""
         if self._is_plain and self._reduce is None and not self._gated:
-            y = self._add_product(x, self.weight, self.bias, total)
-            return y if self._adapter is None else self._adapter(y, x), None
+            return self._add_product(x, self.weight, self.bias, total), None
         return self(x), total
 
     def _product_specs(self) -> list[LayerSpec]:

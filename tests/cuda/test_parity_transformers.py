@@ -6,6 +6,7 @@ ones whose shapes reach the kernels that real models run on.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,11 +59,19 @@ WITH_EXPERTS = (
 @pytest.fixture(scope="module", params=[*VARIANTS, *WIDE_VARIANTS, *FAMILIES])
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made anew, or kept in the folder FD_TEST_CHECKPOINTS, since transformers takes its time."""
+    if request.param == "granite4" and not _norms_by_group():
+        pytest.skip("this transformers norms Mamba's groups together, newer ones each of them")
     kept = os.environ.get("FD_TEST_CHECKPOINTS")
     folder = Path(kept) if kept else tmp_path_factory.mktemp("checkpoints")
     if not (folder / request.param / "reference.npz").exists():
         build(folder, [request.param])
     return folder / request.param
+
+
+def _norms_by_group() -> bool:
+    from transformers.models.granitemoehybrid import modeling_granitemoehybrid as modeling
+
+    return "group_size" in inspect.signature(modeling.GraniteMoeHybridRMSNormGated).parameters
 
 
 @pytest.fixture(scope="module")

@@ -89,13 +89,22 @@ class CudaDevice(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
+    def _answers(self) -> bool:
+        """Whether the GPU still does what this process tells it. An error that ends that comes back
+        with every later call."""
+        try:
+            wait(self.record_event())
+        except Exception:
+            return False
+        return True
+
     def is_oom(self, error: BaseException) -> bool:
         """See failures.py."""
-        return is_oom(error)
+        return is_oom(error, self._answers)
 
     def is_lost(self, error: BaseException) -> bool:
         """See failures.py."""
-        return is_lost(error)
+        return is_lost(error, self._answers)
 
 
 def wait(event: DeviceEvent) -> None:

@@ -6,7 +6,10 @@ helps. Libraries report them as exceptions of their own with the CUDA runtime's 
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _OOM_TEXTS: Final = (
     "cuda out of memory",
@@ -65,29 +68,31 @@ _LOST_TEXTS: Final = (
     "fallen off the bus",
     "cuda error: unknown error",
     "cublas_status_execution_failed",
-    "cublas_status_internal_error",
     "cudnn_status_execution_failed",
 )
+# What the product library says where it found no memory for itself, and where the GPU is lost.
+_DOUBTFUL: Final = "cublas_status_internal_error"
 
 
-def is_oom(error: BaseException) -> bool:
-    """Whether the error means that the GPU's memory ran out; smaller steps may fit."""
+def is_oom(error: BaseException, answers: Callable[[], bool]) -> bool:
+    """Whether the error means that the GPU's memory ran out; smaller steps may fit. answers: asks
+    whether the GPU still does what it is told."""
     if type(error).__name__ == "OutOfMemoryError" and type(error).__module__.startswith("torch"):
         return True
     if getattr(error, "error_code", None) == 2 and _is_cuda(error):
         return True
     text = str(error).lower()
-    return any(known in text for known in _OOM_TEXTS)
+    return any(known in text for known in _OOM_TEXTS) or (_DOUBTFUL in text and answers())
 
 
-def is_lost(error: BaseException) -> bool:
+def is_lost(error: BaseException, answers: Callable[[], bool]) -> bool:
     """Whether the error means that this process cannot use the GPU any more."""
-    if is_oom(error):
+    if is_oom(error, answers):
         return False
     if _is_cuda(error) and getattr(error, "error_code", 0) in _LOST_CODES:
         return True
     text = str(error).lower()
-    return any(known in text for known in _LOST_TEXTS)
+    return _DOUBTFUL in text or any(known in text for known in _LOST_TEXTS)
 
 
 def _is_cuda(error: BaseException) -> bool:

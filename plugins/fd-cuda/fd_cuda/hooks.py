@@ -123,13 +123,13 @@ def fd_kv_transport_for(question: TransportQuestion) -> Candidate | None:
 @hookimpl
 def fd_doctor_checks() -> list[tuple[str, bool, str]]:
     """Driver, tensor library, compiler of kernels."""
-    from .probe import ask_driver, has_triton, why_not_torch
+    from .probe import ask_driver, why_not_torch, why_not_triton
 
     driver = ask_driver()
     rows = [("NVIDIA driver and GPU", not driver.error, driver.error)]
     if not driver.error:
         reason = why_not_torch(driver)
         rows.append(("torch on the GPU", not reason, reason))
-        hint = "" if has_triton() else "pip install triton; without it reference operations run"
-        rows.append(("triton", has_triton(), hint))
+        reason = why_not_triton()
+        rows.append(("triton", not reason, reason and f"{reason}; else the reference runs"))
     return rows

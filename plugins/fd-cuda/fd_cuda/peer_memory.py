@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from fastdeploy_core.errors import ResourceError
@@ -17,6 +17,9 @@ from .ipc.driver import Driver, Handle
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+_POINTER_DEVICE: Final = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+_NATIVE_ATOMICS: Final = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class PeerMemory:
@@ -34,6 +37,8 @@ class PeerMemory:
             store.set(f"{name}/{rank}", bytes(self._driver.handle(self._own)).hex())
             for peer in range(world_size):
                 self.addresses.append(self._open(store, name, peer, rank))
+            for peer, address in enumerate(self.addresses):
+                self._check_atomics(peer, address)
         except BaseException:
             self.close()
             raise
@@ -68,3 +73,17 @@ class PeerMemory:
         address = self._driver.open(handle)
         self._opened.append(address)
         return address
+
+    def _check_atomics(self, peer: int, address: int) -> None:
+        """ResourceError if atomics of this GPU do not reach the peer's memory as such, as over most
+        PCIe links: who waits for one there may wait for ever."""
+        places = [ctypes.c_int(), ctypes.c_int()]
+        for place, piece in zip(places, (self._own, address), strict=True):
+            question = _POINTER_DEVICE, ctypes.c_uint64(piece)
+            self._driver.call("cuPointerGetAttribute", ctypes.byref(place), *question)
+        if places[0].value == places[1].value:
+            return
+        found = ctypes.c_int()
+        self._driver.call("cuDeviceGetP2PAttribute", ctypes.byref(found), _NATIVE_ATOMICS, *places)
+        if not found.value:
+            raise ResourceError(f"the link to the GPU of rank {peer} carries no native atomics")

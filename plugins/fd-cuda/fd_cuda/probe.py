@@ -8,12 +8,17 @@ not hide what the machine has, and the other way round.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
+import os
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 _DRIVER_LIBRARIES = ("libcuda.so.1", "libcuda.so", "nvcuda.dll")
+_OLDEST = (8, 0)
+_CAPABILITY = (75, 76)  # cuDeviceGetAttribute: major, minor
 # Results of cuInit, in words that an operator can act on.
 _INIT_ERRORS = {
     3: "the driver is not initialised",
@@ -67,6 +72,43 @@ def ask_driver() -> Driver:
     error = "" if count.value else _INIT_ERRORS[100]
     newest = (version.value // 1000, version.value % 1000 // 10)
     return Driver(newest, count.value, tuple(names), error)
+
+
+@functools.cache
+def capability() -> tuple[int, int]:
+    """The first GPU's compute capability; (0, 0) without a GPU."""
+    if ask_driver().error:
+        return (0, 0)
+    library, found = ctypes.CDLL("libcuda.so.1"), [ctypes.c_int(), ctypes.c_int()]
+    handle = ctypes.c_int()
+    library.cuDeviceGet(ctypes.byref(handle), 0)
+    for attribute, value in zip(_CAPABILITY, found, strict=True):
+        library.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle)
+    return found[0].value, found[1].value
+
+
+def c_compiler() -> str:
+    """The C compiler with which Triton builds what launches its kernels; empty: there is none."""
+    asked = os.environ.get("CC")
+    found = (shutil.which(name) for name in ([asked] if asked else ["gcc", "clang"]))
+    return next((path for path in found if path), "")
+
+
+def why_not_triton() -> str:
+    """Why Triton kernels cannot run; empty if they can. Without a GPU they are interpreted, or
+    compiled for another machine."""
+    if not has_triton():
+        return "triton is not installed; run: pip install triton"
+    if capability() == (0, 0):
+        return ""
+    if capability() < _OLDEST:
+        return f"the GPU has compute capability {_text(capability())}; Triton needs 8.0"
+    if not c_compiler():
+        return (
+            "Triton needs a C compiler and found neither gcc nor clang, nor what CC names; install "
+            "one (Debian, Ubuntu: apt-get install gcc libc6-dev; Fedora: dnf install gcc)"
+        )
+    return ""
 
 
 def why_not_torch(driver: Driver, *, opens: bool = True) -> str:

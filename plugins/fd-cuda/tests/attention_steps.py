@@ -267,7 +267,7 @@ def compile_cases(capability: int) -> Iterator[Callable[[], Any]]:
                     is_exact=is_exact,
                 ):  # fmt: skip
                     built = d(spec, size, Host(), None)
-                    built.use(Sizes(Gpu(132, capability >= 90)))
+                    built.use(Sizes(Gpu(132, capability >= 90, capability in (86, 89, 120))))
                     step = Step(Host(), spec, rows, rotary_dim=rotary, block_size=size)
                     return step.run(built, step.batch(tokens_per_row=same, is_exact=is_exact))
 

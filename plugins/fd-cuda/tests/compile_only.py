@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -47,24 +49,70 @@ def compile_only(capability: int) -> list[Any]:
     return kernels
 
 
+# Bytes of shared memory that a program may have, by compute capability.
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+
+
+def products(capability: int) -> Iterator[Callable[[], Any]]:
+    """Every packed format, dense and as experts, as cards without native kernels read it; and
+    experts in half floats; few rows and many."""
+    from fastdeploy_core.contracts.quant_formats import FORMATS
+    from packed_weights import packed
+
+    from fd_cuda.kernels import experts, quant_any
+    from fd_cuda.kernels.routing import Order
+
+    def order(tiles: Any, rows: int) -> Any:
+        blocks = 1 + rows // tiles.rows
+        slots = torch.zeros(blocks * tiles.rows, dtype=torch.int32)
+        return Order(slots, torch.zeros(blocks, dtype=torch.int32))
+
+    for rows in (1, 40, 300):
+        x = torch.zeros((rows, 384), dtype=torch.bfloat16)
+        for name in FORMATS:
+            group = 64 if name.startswith("wint4") else 0
+            weights = [packed(name, 128, 384, group, count, "cpu") for count in (0, 2)]
+
+            def case(x=x, weights=weights, rows=rows):
+                quant_any.linear(x, weights[0], None)
+                tiles = quant_any.tiles_for(rows, x.dtype)
+                quant_any.grouped(x, weights[1], order(tiles, rows), tiles, rows, 1)
+
+            yield case
+
+        def plain(x=x, rows=rows):
+            weight = torch.zeros((2, 256, 384), dtype=torch.bfloat16)
+            tiles = experts.tiles_for(rows, 1, 2, x.dtype)
+            for gated in (True, False):
+                experts.grouped(x, weight, order(tiles, rows), tiles, rows, 1, gated=gated)
+
+        yield plain
+
+
 def main() -> int:
-    """Every attention step of the tests, wide heads as models have, and layers with a state."""
+    """Every attention step of the tests, wide heads as models have, layers with a state, and
+    products; 1 where one does not compile, or needs more shared memory than the card has."""
     capability = int(sys.argv[1])
     knobs.runtime.interpret = False
     kernels = compile_only(capability)
     from attention_steps import compile_cases
     from state_steps import cases
 
-    names: dict[str, int] = {}
-    for case in (*compile_cases(capability), *cases()):
+    for case in (*compile_cases(capability), *cases(), *products(capability)):
         case()
+    names: dict[str, int] = {}
+    wrong = []
     for kernel in kernels:
-        name = kernel.metadata.name
+        name, shared = kernel.metadata.name, kernel.metadata.shared
         names[name] = names.get(name, 0) + 1
-        assert kernel.asm["cubin"], name
-        assert kernel.metadata.shared <= 227 * 1024, (name, kernel.metadata.shared)
+        if not kernel.asm.get("cubin"):
+            wrong.append(f"{name}: no machine code")
+        if shared > SHARED[capability] * 1024:
+            wrong.append(f"{name}: {shared} bytes of shared memory, {SHARED[capability]} KiB are")
     sys.stdout.write(json.dumps(names) + "\n")
-    return 0
+    if wrong:
+        sys.stderr.write("\n".join(wrong) + "\n")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -18,15 +18,26 @@ pytest_plugins = ["fastdeploy_testing.pytest_plugin"]
 
 
 def _mend_interpreter() -> None:
-    """Two gaps of Triton 3.6's interpreter. Its scalars are arrays of one element, which numpy 2.4
+    """Gaps of Triton's interpreter. Of 3.6: its scalars are arrays of one element, which numpy 2.4
     no longer takes for integers, so that `range(n)` of a loaded n fails; and it keeps bfloat16 and
-    float8 as bits, which `dot` multiplies as if they were integers."""
+    float8 as bits, which `dot` multiplies as if they were integers. Of 3.9: masks that came about
+    by arithmetic of bits are no bools to it."""
     import torch
     import triton.language as tl
     from triton.runtime import interpreter
 
     patch, builder = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder
     dot = builder.create_dot
+    masked_load, masked_store = builder.create_masked_load, builder.create_masked_store
+
+    def as_mask(x: Any) -> Any:
+        return interpreter.TensorHandle(x.data.astype(bool), x.dtype)
+
+    def load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        return masked_load(self, ptrs, as_mask(mask), *rest)
+
+    def store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        return masked_store(self, ptrs, value, as_mask(mask), *rest)
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
@@ -46,6 +57,7 @@ def _mend_interpreter() -> None:
 
     interpreter._patch_lang_tensor = patched
     builder.create_dot = create_dot
+    builder.create_masked_load, builder.create_masked_store = load, store
 
 
 def pytest_configure(config: pytest.Config) -> None:

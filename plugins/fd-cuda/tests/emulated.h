@@ -117,6 +117,7 @@ inline float high(u32 pair) { return widen((u16)(pair >> 16)); }
 inline u32 pack(float first, float second) { return narrow(first) | (u32)narrow(second) << 16; }
 inline void let_next_start() {}
 inline void wait_for_previous() {}
+inline void leave_chain() {}
 
 struct Word4 {
   u32 x[4];

@@ -371,19 +371,20 @@ def test_streams_of_rows_that_stand_in(device: Any, longest: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
 def test_kernels_compile_for_architectures(capability: int) -> None:
-    """Real compilation, which is stricter than the interpreter; no GPU is needed for it."""
+    """Real compilation, which is stricter than the interpreter, and shared memory as the card has
+    it; no GPU is needed for it."""
     script = Path(__file__).with_name("compile_only.py")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         [sys.executable, script, str(capability)],
-        capture_output=True, text=True, env=environment, check=False, timeout=300,
+        capture_output=True, text=True, env=environment, check=False, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]).keys() == {
-        "clear_padding", "convolve", "cut_decodes", "cut_prompts", "cut_stream",
-        "decode_attention", "latent_attention", "one_shot_sum", "prefill_attention",
-        "rotate_and_write", "scan_chunks", "step_states", "within_chunks",
+        "_grouped", "clear_padding", "convolve", "cut_decodes", "cut_prompts", "cut_stream",
+        "decode_attention", "latent_attention", "one_shot_sum", "packed_product",
+        "prefill_attention", "rotate_and_write", "scan_chunks", "step_states", "within_chunks",
     }  # fmt: skip

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,8 +26,10 @@ from fastdeploy_testing.conformance.test_device import DeviceConformance
 from fastdeploy_testing.conformance.test_expert_communicator import (
     ExpertCommunicatorConformance,
 )
-from fd_cuda import hooks, probe
+from fastdeploy_testing.drivers import build_kernel_table
+from fd_cuda import hooks, kernels, probe
 from fd_cuda.alive import Ring
+from fd_cuda.attention.question import why_not
 from fd_cuda.device import CudaDevice
 from fd_cuda.failures import is_lost, is_oom
 from fd_cuda.one_shot import BLOCKS
@@ -224,6 +227,11 @@ def test_one_driver_for_each_kind() -> None:
 # -- errors ---------------------------------------------------------------------------------------
 
 
+def fine() -> bool:
+    """The GPU answers."""
+    return True
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -233,7 +241,7 @@ def test_one_driver_for_each_kind() -> None:
     ],
 )
 def test_full_memory_is_recognised(error: Exception) -> None:
-    assert is_oom(error) and not is_lost(error)
+    assert is_oom(error, fine) and not is_lost(error, fine)
 
 
 @pytest.mark.parametrize(
@@ -248,18 +256,24 @@ def test_full_memory_is_recognised(error: Exception) -> None:
     ],
 )
 def test_lost_gpus_are_recognised(text: str) -> None:
-    assert is_lost(RuntimeError(text)) and not is_oom(RuntimeError(text))
+    assert is_lost(RuntimeError(text), fine) and not is_oom(RuntimeError(text), fine)
+
+
+def test_an_internal_error_of_the_library_is_memory_where_the_gpu_still_answers() -> None:
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasCreate`")
+    assert is_oom(error, fine) and not is_lost(error, fine)
+    assert is_lost(error, lambda: False) and not is_oom(error, lambda: False)
 
 
 def test_numbers_of_the_runtime_count() -> None:
     class AcceleratorError(RuntimeError):
         error_code = 719
 
-    assert is_lost(AcceleratorError("words that nobody knows"))
+    assert is_lost(AcceleratorError("words that nobody knows"), fine)
     AcceleratorError.error_code = 2
-    assert is_oom(AcceleratorError("words that nobody knows"))
+    assert is_oom(AcceleratorError("words that nobody knows"), fine)
     AcceleratorError.error_code = 1
-    assert not is_lost(AcceleratorError("invalid argument"))
+    assert not is_lost(AcceleratorError("invalid argument"), fine)
 
 
 # -- ranks ----------------------------------------------------------------------------------------
@@ -340,3 +354,41 @@ def test_sums_of_one_kernel(dtype: torch.dtype) -> None:
             sums[0].float(), x[0].float() + x[1].float(), rtol=tolerance, atol=0
         )
     assert ranks.calls() == [3] * BLOCKS
+
+
+# -- what a card can run --------------------------------------------------------------------------
+
+
+def on_card(monkeypatch: pytest.MonkeyPatch, *capability: int, compiler: str = "gcc") -> None:
+    monkeypatch.setattr(probe, "capability", lambda: capability)
+    monkeypatch.setattr(kernels, "capability", lambda: capability)
+    monkeypatch.setattr(probe, "c_compiler", lambda: compiler)
+
+
+@pytest.mark.parametrize(
+    ("capability", "codes", "fp8_cache"),
+    [((8, 0), False, False), ((8, 9), False, True), ((9, 0), True, True), ((12, 0), False, True)],
+)
+def test_cards_say_what_they_cannot_run(
+    capability: tuple[int, int], codes: bool, fp8_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_card(monkeypatch, *capability)
+    facts = {"tensor_library": "torch", "dtype": "bfloat16"}
+    assert kernels.runs_here(facts)
+    assert kernels.reads_codes(facts) is codes
+    assert not kernels.reads_codes({**facts, "dtype": "float32"})
+    table = build_kernel_table("cuda", facts)
+    assert table.origins()["linear_wint4"] == "fd-cuda"
+    said = {c.operation: c for c in table.cells if c.distribution == "fd-cuda"}
+    assert said["linear_ccq2"].is_used is codes
+    assert ("8.9" not in why_not(replace(question(), kv_dtype="float8_e4m3fn"))) is fp8_cache
+
+
+def test_without_a_c_compiler_or_on_an_old_card_the_reason_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_card(monkeypatch, 9, 0, compiler="")
+    assert "apt-get install gcc" in probe.why_not_triton()
+    assert not kernels.runs_here({})
+    on_card(monkeypatch, 7, 5)
+    assert "7.5" in probe.why_not_triton() and not kernels.runs_here({})

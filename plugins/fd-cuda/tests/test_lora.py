@@ -4,6 +4,7 @@ Triton's interpreter elsewhere."""
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -72,3 +73,57 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     again = torch.where(slots == 1, slots, torch.full_like(slots, -1))
     alone = kernel(y.clone(), x, None, 0.0, a, b, (width,), again)
     assert equal(alone[slots == 1], together[slots == 1])
+
+
+PRODUCTS = [
+    # rows, inputs, outputs of each part, slots, rank, epilogue
+    (3, 128, (72, 24, 24), 2, 8, "plain"),
+    (40, 192, (96, 96), 3, 16, "gated"),
+    (64, 256, (136,), 2, 8, "add"),
+    *([(64, 1024, (2048, 1024, 1024), 8, 16, "plain"), (64, 1024, (3072, 3072), 8, 16, "gated"),
+       (64, 3072, (1024,), 8, 16, "add"), (100, 2048, (1024,), 8, 64, "add"),
+       (1, 1024, (3072, 3072), 16, 8, "gated"), (200, 512, (1024, 512), 20, 8, "plain")]
+      if DEVICE == "cuda" else []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("shape", PRODUCTS)
+def test_products_with_adapters(shape: tuple[Any, ...], has_norm: bool, dtype: str) -> None:
+    """In one launch or in several: the product, what adapters add, and what follows. Again with
+    other adapters in the same memory, as captured steps do."""
+    num_rows, depth, parts, num_slots, rank, epilogue = shape
+    if epilogue == "add" and has_norm:
+        pytest.skip("no layer has it")
+    draw = torch.Generator().manual_seed(depth)
+
+    def random(*size: int, spread: float = 1.0) -> torch.Tensor:
+        numbers = torch.randn(*size, generator=draw) * spread
+        return numbers.to(getattr(torch, dtype)).to(DEVICE)
+
+    width = sum(parts)
+    ends = tuple(torch.tensor(parts).cumsum(0).tolist())
+    a = random(num_slots, len(parts) * rank, depth, spread=depth**-0.5)
+    b, weight = random(num_slots, width, rank, spread=0.5), random(width, depth, spread=depth**-0.5)
+    x, norm = random(num_rows, depth), random(depth) if has_norm else None
+    bias = random(width)
+    cuda = build_kernel_table("cuda", {"tensor_library": "torch"})
+    plain = build_kernel_table("cpu")
+    slots = torch.empty(num_rows, dtype=torch.int32, device=DEVICE)
+    for turn in range(3):
+        chosen = torch.randint(-1, num_slots, (num_rows,), generator=draw, dtype=torch.int32)
+        slots.copy_(chosen if turn < 2 else torch.full_like(chosen, -1))
+        residual = random(num_rows, width) if epilogue == "add" else None
+        seen = x.float() if norm is None else plain["rms_norm"](x.float(), norm.float(), 1e-5)
+        wanted = seen @ weight.float().T + bias.float()
+        wanted = plain["lora"](wanted, seen, None, 0.0, a.float(), b.float(), ends, slots)
+        wanted = wanted if residual is None else wanted + residual.float()
+        if epilogue == "gated":
+            wanted = plain["silu_and_mul"](wanted)
+        found = cuda["adapted_product"](
+            epilogue, x, norm, 1e-5, weight, bias, residual, a, b, ends, slots
+        )
+        bound = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
+        difference = float((found.float() - wanted).abs().max())
+        assert difference < bound * float(wanted.abs().max())

@@ -41,6 +41,16 @@ class TestQuantized(OnCuda, QuantizedOpsConformance):
         assert {o for o in FORMAT_OPERATIONS if origins[o] != "fd-cuda"} == set()
 
 
+class TestQuantizedOnAnyCard(TestQuantized):
+    """All formats of the core, as cards read them that the native kernels are not written for."""
+
+    @pytest.fixture(autouse=True)
+    def other_card(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from fd_cuda.kernels import quant_weights
+
+        monkeypatch.setattr(quant_weights, "native_reads", lambda: False)
+
+
 class TestCacheFormats(OnCuda, KVFormatConformance):
     """Attention over quantized caches."""
 

@@ -84,8 +84,8 @@ def test_a_prompt_cut_at_multiples_of_a_chunk_gives_the_same_bits(spec: StateSpe
     ("changes", "reason"),
     [
         ({}, ""),
-        ({"kind": "space"}, "kind space: long prompts of it fail"),
-        ({"kind": "short_conv"}, "kind short_conv: long prompts of it fail"),
+        ({"kind": "space"}, ""),
+        ({"kind": "short_conv"}, ""),
         ({"key_dim": 512}, "states 512 wide; at most 256"),
         ({"conv_width": 32}, "convolutions over 32 tokens; at most 17"),
         ({"state_dtype": "float64"}, "dtype float64; possible: float32"),

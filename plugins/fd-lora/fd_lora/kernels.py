@@ -10,6 +10,13 @@ A layer that joins P matrices has P adapters side by side: a [S, P * R, K] holds
 one after the other, b [S, N, R] their second ones, and outputs from ends[p - 1] up to ends[p]
 belong to part p. Both are zero beyond an adapter's rank, and have y's dtype. slots [T] int32. Sums
 are in float32; a x is rounded to y's dtype.
+
+A device may have, too, for plain weights [N, K] that no cell prepares:
+
+    adapted_product(epilogue, x, norm_weight, eps, weight, bias, residual, a, b, ends, slots) -> y
+
+linear, norm_linear, linear_add (epilogue "add") or gated_linear ("gated": ends [N / 2, N]) with
+what lora adds to the product, before the activation.
 """
 
 from __future__ import annotations

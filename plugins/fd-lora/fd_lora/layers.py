@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.contracts.quantizer import LayerSpec
-    from fastdeploy_core.layers import ModelBuilder, RMSNorm
+    from fastdeploy_core.layers import ModelBuilder
     from fastdeploy_core.layers.stored import Piece
     from fastdeploy_core.tensor import Tensor
     from fastdeploy_core.types import SequenceExtras
@@ -88,24 +89,69 @@ class AdaptedLinear:
     """The slots of one linear layer."""
 
     def __init__(
-        self, rows: StepRows, kernel: Callable[..., Any], slots: Slots, ends: tuple[int, ...]
+        self, rows: StepRows, kernels: KernelTable, slots: Slots, ends: tuple[int, ...]
     ) -> None:
-        self._rows, self._kernel, self._slots, self._ends = rows, kernel, slots, ends
+        self._rows, self._kernels, self._slots, self._ends = rows, kernels, slots, ends
+        self._kernel = kernels["lora"]
 
-    def __call__(self, y: Tensor, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
+    def __call__(
+        self, y: Tensor, x: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0
+    ) -> Tensor:
         """y [num_tokens, out_features of this rank] and, maybe in its place, what the rows'
-        adapters add for x [num_tokens, in_features of this rank], or for norm(x). Rows without an
-        adapter stay as they are."""
-        rows, slots = self._rows, self._slots
-        if rows.is_idle:
+        adapters add for x [num_tokens, in_features of this rank], or for rms_norm(x). Rows without
+        an adapter stay as they are."""
+        if self._rows.is_idle:
             return y
+        return self._kernel(y, x, norm_weight, eps, *self._adapters(x))
+
+    def products(self) -> tuple[Callable[..., Tensor], ...]:
+        """linear, norm_linear, gated_linear and linear_add of the kernel table with what adapters
+        add, for a weight that is prepared for "linear"."""
+        product = self._product
+
+        def linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+            return product("plain", x, None, 0.0, weight, bias)
+
+        def linear_add(x: Tensor, weight: Any, bias: Tensor | None, residual: Tensor) -> Tensor:
+            return product("add", x, None, 0.0, weight, bias, residual)
+
+        return linear, partial(product, "plain"), partial(product, "gated"), linear_add
+
+    def _product(
+        self,
+        epilogue: str,
+        x: Tensor,
+        norm: Tensor | None,
+        eps: float,
+        weight: Any,
+        bias: Tensor | None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """In one operation where the device has it, see adapted_product in kernels.py."""
+        kernels, operands = self._kernels, (x, norm, eps, weight, bias)
+        y: Tensor
+        if "adapted_product" in kernels and not self._rows.is_idle:
+            joint = kernels["adapted_product"]
+            y = joint(epilogue, *operands, residual, *self._adapters(x))
+            return y
+        if residual is not None:
+            y = kernels["linear_add"](x, weight, bias, residual)
+        elif norm is not None:
+            y = kernels["norm_linear"](*operands)
+        else:
+            y = kernels["linear"](x, weight, bias)
+        y = self(y, x, norm, eps)
+        return kernels["silu_and_mul"](y) if epilogue == "gated" else y
+
+    def _adapters(self, x: Tensor) -> tuple[Any, ...]:
+        """a, b, ends and slots, as the kernels take them."""
+        rows, slots = self._rows, self._slots
         if rows.slots.shape[0] != x.shape[0]:
             raise WorkerError(
                 f"a layer with adapters was given {x.shape[0]} rows in a step of "
                 f"{rows.slots.shape[0]}; this model cannot be served with --enable-lora"
             )
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        return self._kernel(y, x, weight, eps, slots.a, slots.b, self._ends, rows.slots)
+        return slots.a, slots.b, self._ends, rows.slots
 
 
 class AdapterLayers:
@@ -119,7 +165,7 @@ class AdapterLayers:
         _check(device, family)
         self._config, self._lora = config, lora_settings(config)
         self._device, self._xp = device, device.xp
-        self._kernel, self._rows = kernels["lora"], StepRows(device)
+        self._kernels, self._rows = kernels, StepRows(device)
         self._targets = Targets(device, config.model.dtype, self._lora.max_lora_rank)
         self._layers: list[Slots] = []
         self._free = list(range(self._lora.max_loras))
@@ -160,7 +206,7 @@ class AdapterLayers:
         self._targets.canonical = build.weights.canonical
         self._targets.add(slots, spec, pieces, in_piece)
         ends = np.cumsum([part.out_features for part in spec.parts]).tolist()
-        return AdaptedLinear(self._rows, self._kernel, slots, tuple(ends))
+        return AdaptedLinear(self._rows, self._kernels, slots, tuple(ends))
 
     def attach(self, rows: Tensor) -> None:
         """The model is there: adapters that the operator named have to fit it. rows [max_num_seqs]

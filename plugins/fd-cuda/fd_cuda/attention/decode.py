@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fd_cuda.kernels.common import leave_chain
+
 from .common import (
     LOWEST,
     capped,
@@ -115,6 +117,7 @@ def decode_attention(
     item = items + tl.program_id(0) * ITEM
     row = tl.load(item, cache_modifier=".cg")
     if row < 0:
+        leave_chain(PDL)
         return
     head = tl.program_id(1)
     tile_begin = tl.load(item + 1, cache_modifier=".cg")

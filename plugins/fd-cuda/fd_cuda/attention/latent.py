@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fd_cuda.kernels.common import leave_chain
+
 from .common import LOWEST, look_up, product, slots_of
 from .decode import store_rows
 
@@ -55,6 +57,7 @@ def latent_attention(
     item = items + tl.program_id(0) * ITEM
     row = tl.load(item)
     if row < 0:
+        leave_chain(PDL)
         return
     tile_begin, tile_end = tl.load(item + 1), tl.load(item + 2)
     split, num_splits = tl.load(item + 3), tl.load(item + 4)

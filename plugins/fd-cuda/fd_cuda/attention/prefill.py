@@ -121,7 +121,7 @@ def prefill_attention(
             keys = k_tiles.load([first_token + first, head * WIDTH])
             values = v_tiles.load([first_token + first, head * V_WIDTH])
         else:
-            rows = (first + own)[:, None]
+            rows = (first + own).to(tl.int64)[:, None]
             keys = tl.load(
                 k_base + rows * (NUM_KV_HEADS * WIDTH) + dims[None, :], mask=wide, other=0.0
             )
@@ -135,7 +135,7 @@ def prefill_attention(
 
     # And those that some tokens of the tile see. After the row stand others' values.
     for first in tl.range(diagonal, end, N, num_stages=1):
-        rows = (first + own)[:, None]
+        rows = (first + own).to(tl.int64)[:, None]
         inside = rows < fed
         keys = tl.load(
             k_base + rows * (NUM_KV_HEADS * WIDTH) + dims[None, :], mask=inside & wide, other=0.0

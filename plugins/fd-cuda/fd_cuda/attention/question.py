@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from fastdeploy_core.contracts.attention import AttentionQuestion, StateQuestion
 from fastdeploy_core.contracts.kv_formats import KV_FORMATS
+
+from fd_cuda import probe
 
 DTYPES = ("float32", "float16", "bfloat16")
 MAX_HEAD_DIM = 256
@@ -15,6 +15,7 @@ MAX_ROWS = 128
 MAX_STATE_DIM = 256
 # Earlier inputs that a program of the convolution reads fit into its own tokens.
 MAX_CONV_WIDTH = 17
+_FP8 = (8, 9)  # before, Triton has no such numbers
 
 
 def why_not_triton(device: str, tensor_library: str, *dtypes: str) -> str:
@@ -23,8 +24,9 @@ def why_not_triton(device: str, tensor_library: str, *dtypes: str) -> str:
         return f"runs on cuda, not on {device}"
     if tensor_library != "torch":
         return f"needs torch, the device runs on {tensor_library}"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed; run: pip install triton"
+    reason = probe.why_not_triton()
+    if reason:
+        return reason
     unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
     return f"dtype {unknown[0]}; possible: {', '.join(DTYPES)}" if unknown else ""
 
@@ -35,10 +37,6 @@ def why_not_state(question: StateQuestion) -> str:
     reason = why_not_triton(question.device, question.tensor_library, spec.dtype, spec.state_dtype)
     if reason:
         return reason
-    if spec.kind != "delta":
-        # Their kernels pass the conformance kit, on a GPU too, and decodes of models' sizes. A
-        # prompt of Granite 4's size ended with an illegal access on an H200, not explained yet.
-        return f"kind {spec.kind}: long prompts of it fail on a GPU; possible: delta"
     if spec.conv_width > MAX_CONV_WIDTH:
         return f"convolutions over {spec.conv_width} tokens; at most {MAX_CONV_WIDTH}"
     widest = max(spec.key_dim, spec.value_dim)
@@ -55,6 +53,8 @@ def why_not(question: AttentionQuestion) -> str:
     if not quantized and question.kv_dtype not in ("auto", spec.dtype):
         possible = ", ".join(("auto", spec.dtype, *KV_FORMATS))
         return f"cache dtype {question.kv_dtype!r}; possible: {possible}"
+    if question.kv_dtype.startswith("float8") and (0, 0) < probe.capability() < _FP8:
+        return "fp8 numbers need compute capability 8.9; possible: --kv-cache-dtype int8"
     if spec.kind == "mla":
         if quantized:
             return f"latent rows in {question.kv_dtype}; possible: auto"

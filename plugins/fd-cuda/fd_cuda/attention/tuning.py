@@ -11,6 +11,7 @@ from .native_decode import NativeShape
 from .plan import DecodeShape, StreamShape
 
 _HOPPER = (9, 0)
+_ROOMY = 163 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Gpu:
 
     num_multiprocessors: int
     has_copy_engine: bool  # tensor tiles are fetched by hardware
+    is_small: bool = False  # a program has less shared memory than an A100's 163 KiB
 
     @classmethod
     def of(cls, device: torch.device | str) -> Gpu:
@@ -38,7 +40,9 @@ class Gpu:
             return cls(4, False)
         properties = torch.cuda.get_device_properties(device)
         return cls(
-            properties.multi_processor_count, (properties.major, properties.minor) >= _HOPPER
+            properties.multi_processor_count,
+            (properties.major, properties.minor) >= _HOPPER,
+            properties.shared_memory_per_block_optin < _ROOMY,
         )
 
 
@@ -64,7 +68,7 @@ class Sizes:
             max_splits=32,
             target=target,
             num_warps=4 if rows <= 64 else 8,
-            num_stages=3 if itemsize == 2 else 2,
+            num_stages=2 if itemsize == 4 or (self.gpu.is_small and width > 128) else 3,
         )
 
     def native(
@@ -143,12 +147,13 @@ class Sizes:
         # So much shared memory that two programs share a multiprocessor, and their turns overlap.
         rows = max(64, _power_of_2(group))
         warps, stages = 4 if rows == 64 and width <= 128 else 8, 3 if width <= 128 else 2
-        return PrefillShape(rows, 64 if group > 5 else 32, warps, stages)
+        keys = 64 if group > 5 and not (self.gpu.is_small and width > 128) else 32
+        return PrefillShape(rows, keys, warps, stages)
 
     def latent(self, head_blocks: int, itemsize: int) -> DecodeShape:
         """For latent rows of up to 576 values."""
         return DecodeShape(
-            tile=32 if itemsize == 2 else 16,
+            tile=16 if itemsize == 4 or self.gpu.is_small else 32,
             min_tiles=2,
             max_splits=32,
             target=max(1, self.gpu.num_multiprocessors // head_blocks),

@@ -9,12 +9,13 @@ CUDA C++, everything else is Triton.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Any, Final
 
 from fastdeploy_core.contracts.ops import KV_OPERATIONS, Kernel
 from fastdeploy_core.contracts.quant_formats import FORMATS
+
+from fd_cuda.probe import capability, why_not_triton
 
 _MODULES: Final = {
     "linear": ("linear", "norm_linear", "gated_linear", "linear_add", "greedy_linear"),
@@ -41,16 +42,20 @@ _MODULES: Final = {
     "experts": ("moe_experts",),
     "sampling": ("greedy", "sample", "apply_penalties", "apply_bitmask", "log_softmax"),
     "filtering": ("filter_logits",),
-    "lora": ("lora",),
+    "lora": ("lora", "adapted_product"),
 }
 
 
 def runs_here(facts: Mapping[str, Any]) -> bool:
     """Whether these kernels can be used: they are written for torch tensors and need Triton."""
-    return (
-        facts.get("tensor_library", "torch") == "torch"
-        and importlib.util.find_spec("triton") is not None
-    )
+    return facts.get("tensor_library", "torch") == "torch" and not why_not_triton()
+
+
+def reads_codes(facts: Mapping[str, Any]) -> bool:
+    """Of weights of codes: whether the native kernels run, which alone can read them. Elsewhere the
+    reference dequantizes them at every call, and says so."""
+    is_half = facts.get("dtype", "bfloat16") in ("bfloat16", "float16")
+    return runs_here(facts) and is_half and capability()[0] in (0, 9)
 
 
 def _packed_cells() -> dict[str, Kernel]:
@@ -65,7 +70,7 @@ def _packed_cells() -> dict[str, Kernel]:
     return {
         operation: Kernel(
             f"fd_cuda.kernels.quant_{target}",
-            "fd_cuda.kernels:runs_here",
+            f"fd_cuda.kernels:{'runs_here' if kind in FORMATS else 'reads_codes'}",
             f"fd_cuda.kernels.quant_{prepare}",
             behind=behind if target == "linear:linear" else {},
         )

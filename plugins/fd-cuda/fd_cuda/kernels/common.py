@@ -68,3 +68,12 @@ def join_chain(PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def leave_chain(PDL: tl.constexpr):
+    """For programs that end without work. The next kernel waits for this one alone, so one program
+    has to wait for the one before even where none has work."""
+    if PDL:
+        if tl.program_id(0) == 0:
+            gdc_wait()

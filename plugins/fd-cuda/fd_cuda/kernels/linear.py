@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+import struct
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
 from . import many_rows, native
-from .common import batch_invariant
+from .common import batch_invariant, num_processors
 from .matmul import matmul
 from .norm import rms_norm, silu_and_mul
-from .plans import LIBRARY, ROWS, WIDEST, Plan, Product, choose, foreseen, shared_bytes
+from .plans import LIBRARY, ROWS, WIDEST, Plan, Product, choose, foreseen, shared_bytes, tiles_of
 from .sampling import greedy_of
 
 _EPILOGUES = {
@@ -28,6 +29,10 @@ _EPILOGUES = {
     "gated": native.GATED,
 }
 _MANY, _SHALLOW = 1024, 1536  # of _is_fused: rows, and values a row
+_MOST_ADAPTERS = 16  # slots, all of which are multiplied with
+_NO_END = 2**31 - 1
+_SHARED_OF_ALL = 227 * 1024  # blocks on one multiprocessor
+_RECORD = struct.Struct("@5P6i")
 _AHEAD = 6  # 16-byte loads of each weight row that a gemv thread has under way
 
 
@@ -89,6 +94,70 @@ def greedy_linear(
     return greedy_of(_by_library("plain", x, weight, bias, None))
 
 
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """What rows add to a product, see lora.py: a [slots, parts * rank, K], b [slots, N, rank] in
+    x's dtype, slots [T] int32."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    ends: tuple[int, ...]
+    slots: torch.Tensor
+
+    @property
+    def outputs(self) -> int:
+        """A x of all slots, for one row."""
+        return self.a.shape[0] * self.a.shape[1]
+
+    def record(self, rows: int, tiles: int) -> bytes:
+        """As native/gemm.cu reads it, with room for what its blocks leave each other."""
+        device = self.a.device
+        inner = torch.empty((rows, self.outputs), dtype=torch.float32, device=device)
+        ends = (*self.ends[:-1], _NO_END, _NO_END)[:2]
+        return _RECORD.pack(
+            *(t.data_ptr() for t in (self.a, self.b, self.slots, inner, _meeting(device))),
+            tiles, self.outputs, self.b.shape[2], len(self.ends), *ends,
+        )  # fmt: skip
+
+
+@functools.cache
+def _meeting(device: torch.device) -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.int32, device=device)
+
+
+def plan_with_adapters(
+    epilogue: str, x: torch.Tensor, weight: torch.Tensor, adapters: Adapters, *, has_norm: bool
+) -> Plan | None:
+    """How native/gemm.cu computes a product with its adapters; None where it does not."""
+    num_slots, rank = adapters.a.shape[0], adapters.b.shape[2]
+    if num_slots > _MOST_ADAPTERS or rank % 8 or len(adapters.ends) > 3:
+        return None
+    if any(end % 4 for end in adapters.ends):
+        return None
+    plan = _plan(epilogue, x, weight, has_norm=has_norm)
+    product = Product(epilogue, has_norm, *weight.shape, str(x.dtype).removeprefix("torch."))
+    return _with_more_tiles(plan, product, x.shape[0], adapters.outputs)
+
+
+@functools.cache
+def _with_more_tiles(plan: Plan, product: Product, num_rows: int, outputs: int) -> Plan | None:
+    """The plan with so many outputs more, whose blocks find places beside the others if fewer
+    stages can help; None where native/gemm.cu does not compute it."""
+    if plan.kind != "gemm":
+        plan = tiles_of(product, num_rows) if product.depth % 64 == 0 else LIBRARY
+    if plan.kind != "gemm":
+        return None
+    is_gated = product.epilogue == "gated"
+    out, width = (plan.columns >> is_gated), (product.width >> is_gated)
+    blocks = -(-width // out) + -(-outputs // plan.columns)
+    blocks *= -(-num_rows // plan.rows) * plan.split
+    for stages in range(plan.stages, 3, -1):
+        needed = shared_bytes(product, plan.rows, plan.columns, stages, plan.split) + 1024
+        if _SHARED_OF_ALL // needed * num_processors() >= blocks:
+            return replace(plan, stages=stages)
+    return plan
+
+
 def compute(
     plan: Plan,
     epilogue: str,
@@ -98,6 +167,7 @@ def compute(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
+    adapters: Adapters | None = None,
 ) -> torch.Tensor:
     """The product by this plan; `residual` belongs to the epilogue "add" and is overwritten."""
     if norm_weight is not None and not (plan.kind != "library" and plan.fuses_norm):
@@ -108,7 +178,7 @@ def compute(
     if y is None:
         width = weight.shape[0] // 2 if epilogue == "gated" else weight.shape[0]
         y = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
-    _launch(plan, epilogue, x, norm_weight, eps, weight, bias, residual, y)
+    _launch(plan, epilogue, x, norm_weight, eps, weight, bias, residual, y, adapters)
     return y
 
 
@@ -171,7 +241,9 @@ def _prepare_all(epilogue: str, has_norm: bool, shape: tuple[int, ...], dtype: t
             native.compile_ahead(name, defines)
 
 
-def _specialization(plan: Plan, product: Product, num_rows: int) -> tuple[str, dict[str, int]]:
+def _specialization(
+    plan: Plan, product: Product, num_rows: int, *, has_adapters: bool = False
+) -> tuple[str, dict[str, int]]:
     """The native kernel and what it is compiled for."""
     defines = {
         "HALF": int(product.dtype == "float16"),
@@ -188,6 +260,7 @@ def _specialization(plan: Plan, product: Product, num_rows: int) -> tuple[str, d
         "STAGES": plan.stages,
         "SPLIT": plan.split,
         "RESIDENT": int(share <= plan.stages),
+        "LORA": int(has_adapters),
     }
     return "gemm", {**defines, **sizes}
 
@@ -202,13 +275,18 @@ def _launch(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     y: torch.Tensor,
+    adapters: Adapters | None = None,
 ) -> None:
     num_rows, (width, depth) = x.shape[0], weight.shape
     is_half, has_norm = x.dtype == torch.float16, norm_weight is not None
     sizes = (num_rows, width, depth)
-    how = _prepared(plan, epilogue, is_half, has_norm, sizes, torch.cuda.current_device())
+    outputs = 0 if adapters is None else adapters.outputs
+    device = torch.cuda.current_device()
+    how = _prepared(plan, epilogue, is_half, has_norm, sizes, outputs, device)
     arguments = [x, ctypes.c_longlong(x.stride(0)), norm_weight, weight, bias, residual, y]
     arguments += (num_rows, width, float(eps)) if plan.kind == "gemv" else (*sizes, float(eps))
+    if adapters is not None:
+        arguments.append(adapters.record(num_rows, -(-outputs // plan.columns)))
     native.launch(
         how.kernel, how.grid, how.threads, arguments, shared=how.shared, cluster=plan.split
     )
@@ -231,17 +309,20 @@ def _prepared(
     is_half: bool,
     has_norm: bool,
     sizes: tuple[int, int, int],
+    of_adapters: int,  # outputs of their first halves; 0: there are none
     device: int,  # kernels are loaded for one
 ) -> _Launch:
     num_rows, width, depth = sizes
     dtype = "float16" if is_half else "bfloat16"
     product = Product(epilogue, has_norm, width, depth, dtype)
-    kernel = native.function(*_specialization(plan, product, num_rows))
+    name, defines = _specialization(plan, product, num_rows, has_adapters=of_adapters > 0)
+    kernel = native.function(name, defines)
     outputs = width // 2 if epilogue == "gated" else width
     if plan.kind == "gemv":
         blocks = -(-outputs // (8 if epilogue == "gated" else 16))
         return _Launch(kernel, (blocks, 1, 1), plan.warps * 32, 0)
     shared = shared_bytes(product, plan.rows, plan.columns, plan.stages, plan.split)
     columns = plan.columns // 2 if epilogue == "gated" else plan.columns
-    grid = (-(-outputs // columns) * -(-num_rows // plan.rows), 1, plan.split)
+    tiles = -(-outputs // columns) + -(-of_adapters // plan.columns)
+    grid = (tiles * -(-num_rows // plan.rows), 1, plan.split)
     return _Launch(kernel, grid, plan.rows * 2, shared)

@@ -1,7 +1,9 @@
-"""The operation `lora` of fd-lora: what adapters add to a product, each row with its own or none.
+"""The operations `lora` and `adapted_product` of fd-lora: what adapters add to a product, each row
+with its own or none.
 
-Two launches. The first computes A x: a program takes one adapter and a share of the inputs, for all
-of the layer's parts at once, so that x is read once. The second adds these sums up and adds B A x:
+Few rows of plain weights: the product's own kernel adds it, see native/gemm.cu. Else two launches.
+The first computes A x: a program takes one adapter and a share of the inputs, for all of the
+layer's parts at once, so that x is read once. The second adds these sums up and adds B A x:
 a program takes one adapter and a tile of outputs. Sums are added in one order, so a row does not
 depend on the others.
 
@@ -21,7 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
+from . import linear
 from .common import cdiv, join_chain, options, pad2
+from .norm import silu_and_mul
 
 FEW = 256  # rows among which a program looks for its own
 MOST_SPLITS = 16  # parts of the inputs
@@ -157,6 +161,39 @@ def lora(
         **sizes, **options(num_warps=plan.warps),
     )  # fmt: skip
     return y
+
+
+def adapted_product(
+    epilogue: str,
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    ends: Sequence[int],
+    slots: torch.Tensor,
+) -> torch.Tensor:
+    """A plain product of x, or of rms_norm(x), with what adapters add to it: "plain"; "add", on top
+    of the residual, which may be overwritten; or "gated", silu(gate) * up. In one launch for few
+    rows, see native/gemm.cu."""
+    adapters = linear.Adapters(a, b, tuple(ends), slots)
+    has_norm = norm_weight is not None
+    plan = linear.plan_with_adapters(epilogue, x, weight, adapters, has_norm=has_norm)
+    if plan is not None:
+        if residual is not None and not residual.is_contiguous():
+            residual = residual.contiguous()
+        return linear.compute(plan, epilogue, x, norm_weight, eps, weight, bias, residual, adapters)
+    if residual is not None:
+        y = linear.linear_add(x, weight, bias, residual)
+    elif norm_weight is not None:
+        y = linear.norm_linear(x, norm_weight, eps, weight, bias)
+    else:
+        y = linear.linear(x, weight, bias)
+    y = lora(y, x, norm_weight, eps, a, b, ends, slots)
+    return silu_and_mul(y) if epilogue == "gated" else y
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ rule decides.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import logging
@@ -114,7 +115,13 @@ def rule(product: Product, num_rows: int) -> Plan:
             plan = Plan("gemv", warps=warps, fuses_norm=True)
             if fits(plan, product, num_rows):
                 return plan
-    if num_rows > 64:
+    return tiles_of(product, num_rows)
+
+
+def tiles_of(product: Product, num_rows: int) -> Plan:
+    """Of native/gemm.cu, where nothing was measured; the library for many rows."""
+    is_half = product.dtype == "float16"
+    if num_rows > 64 or not native.available():
         return LIBRARY
     rows = columns = 64
     out = columns // 2 if product.epilogue == "gated" else columns
@@ -268,11 +275,19 @@ def _measured(product: Product) -> dict[int, Plan]:
             _known[product, size] = plan
         rows = {str(size): str(plan) for size, plan in plans.items()}
         _table().setdefault(product.key, {}).update(rows)
-        path = table_path()
-        try:
-            kept = json.loads(path.read_text("utf-8")) if path.exists() else {}
-            kept.setdefault(product.key, {}).update(rows)
-            native.keep(path, json.dumps(kept, indent=1, sort_keys=True).encode())
-        except (OSError, ValueError) as error:
-            logger.info("measured kernels are not kept in %s: %s", path, error)
+        _keep(product.key, rows)
     return plans
+
+
+def _keep(key: str, rows: dict[str, str]) -> None:
+    """Add to this machine's table, which other ranks may be adding to at the same time."""
+    path = table_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            kept = json.loads(path.read_text("utf-8")) if path.exists() else {}
+            kept.setdefault(key, {}).update(rows)
+            native.keep(path, json.dumps(kept, indent=1, sort_keys=True).encode())
+    except (OSError, ValueError) as error:
+        logger.info("measured kernels are not kept in %s: %s", path, error)

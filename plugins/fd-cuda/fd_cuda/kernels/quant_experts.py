@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from . import quant_blocks, quant_persistent
+from . import quant_any, quant_blocks, quant_persistent
 from .common import INTERPRETED, batch_invariant
 from .experts import combined, grouped
 from .experts import moe_experts as experts_in_halves
@@ -56,7 +56,9 @@ def moe_experts(
         return torch.empty_like(x)
     x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
     first, second = gate_up.slabs, down.slabs
-    if first is None or second is None or not (native_runs(x) or INTERPRETED):
+    if first is None or second is None:
+        return _in_triton(x, topk_ids, topk_weights, gate_up, down)
+    if not (native_runs(x) or INTERPRETED):
         return _dequantized(x, topk_ids, topk_weights, gate_up, down)
     each, whole = tokens * top_k / first.num_experts, first.out_features % 32 == 0
     shape = choose(first, each) if native_runs(x) else None
@@ -185,6 +187,24 @@ def may_unpack(*shapes: tuple[int, int, int]) -> bool:
     what else is in memory."""
     numbers = sum(count * rows * width for count, rows, width in shapes)
     return numbers <= _MOST_UNPACKED and all(rows % 16 == 0 for _, rows, _ in shapes)
+
+
+def _in_triton(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate_up: Weights,
+    down: Weights,
+) -> torch.Tensor:
+    """Where the native kernels read not both: by quant_any.py, or dequantized."""
+    if gate_up.packed is None or down.packed is None:
+        return _dequantized(x, topk_ids, topk_weights, gate_up, down)
+    slots, top_k = topk_ids.numel(), topk_ids.shape[1]
+    tiles = quant_any.tiles_for(slots / gate_up.packed.num_experts, x.dtype)
+    order = order_by_expert(topk_ids, gate_up.packed.num_experts, tiles.rows)
+    y = quant_any.grouped(gate_up.seen(x), gate_up.packed, order, tiles, slots, top_k)
+    hidden = down.seen(silu_and_mul(y))
+    return combined(quant_any.grouped(hidden, down.packed, order, tiles, slots, 1), topk_weights)
 
 
 def _dequantized(

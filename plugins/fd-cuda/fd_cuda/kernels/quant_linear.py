@@ -2,8 +2,8 @@
 
 The native kernels read packed weights as they are. Many rows: fp8 of large layers by cuBLAS; codes
 and groups with scales, and layers too small for native tiles, by cuBLAS on weights unpacked for the
-call. Where native kernels cannot run (no Hopper GPU, float32) plain tensor code dequantizes at
-every call; so it does for what they cannot read.
+call. What native kernels cannot read, and every weight on cards that they are not written for, is
+quant_any.py's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
-from . import native, quant_blocks
+from . import native, quant_any, quant_blocks
 from .common import batch_invariant, num_processors
 from .matmul import matmul
 from .quant_layout import CCQ, FP8, FP8_ROWS, INT4, INT8, INT8_ROWS, TRELLIS, Slabs
@@ -64,7 +64,7 @@ def linear(x: torch.Tensor | Seen, weight: Weights, bias: torch.Tensor | None) -
         if not x.shape[0]:
             return torch.empty((0, weight.out_features), dtype=x.dtype, device=x.device)
         if slabs is None:
-            return _multiply(weight.seen(x), weight.dequantized(x.dtype), bias)
+            return quant_any.linear(weight.seen(x), weight.unread, bias)
         x = x if x.stride(-1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
         if not native_runs(x):
             return _multiply(weight.seen(x), dequantized(slabs, x.dtype), bias)

@@ -3,7 +3,7 @@
 
 Weight-only formats and int4 weights lie as slabs, int8 and fp8 weights with rounded activations row
 by row, so that both the kernels here and cuBLAS read them. What neither can read (odd sizes, groups
-of 32) keeps its internal format and is dequantized at every call.
+of 32, any weight on cards but Hopper's) keeps its internal format, which quant_any.py reads.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 import torch.nn.functional as F
 
+from . import native
 from .quant_layout import (
     CCQ,
     FP8,
@@ -75,6 +76,13 @@ class Weights:
         return replace(
             self, slabs=slabs, packed=None if self.packed is None else self.packed.expert(index)
         )
+
+    @property
+    def unread(self) -> PackedWeight:
+        """The weight in its internal format, where no native kernel reads it."""
+        if self.packed is None:
+            raise TypeError("this weight is laid out for native kernels")
+        return self.packed
 
     def seen(self, x: torch.Tensor) -> torch.Tensor:
         """x as the product sees it, in its own dtype."""
@@ -154,11 +162,17 @@ def prepare(weight: PackedWeight) -> Weights:
     input_scale = None if given is None else given.float().reshape(-1).amax().reshape(1)
     if given is not None and bool((given.float() != input_scale).any()):
         return Weights(weight.out_features, rounding, None, None, weight)
-    make = _code_slabs if kind == CCQ else _slabs
-    slabs = make(weight, kind) if _fits(weight, kind) else None
-    return Weights(
-        weight.out_features, rounding, input_scale, slabs, None if slabs is not None else weight
-    )
+    if native_reads() and weight.dtype != "float32" and _fits(weight, kind):
+        slabs = _code_slabs(weight, kind) if kind == CCQ else _slabs(weight, kind)
+        return Weights(weight.out_features, rounding, input_scale, slabs, None)
+    if input_scale is not None:
+        weight = replace(weight, tensors={**weight.tensors, "input_scale": input_scale})
+    return Weights(weight.out_features, rounding, input_scale, None, weight)
+
+
+def native_reads() -> bool:
+    """Whether the native kernels run on this card; without one, what they would read is tested."""
+    return not torch.cuda.is_available() or native.has_wgmma()
 
 
 def _fits(weight: PackedWeight, kind: int) -> bool:

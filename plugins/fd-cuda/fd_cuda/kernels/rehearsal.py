@@ -8,7 +8,6 @@ ptxas.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,6 +16,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
+from fastdeploy_core.devices.host_device import usable_cores
 from torch.overrides import TorchFunctionMode
 
 _EMPTY: Final = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty}
@@ -52,7 +52,7 @@ def compile_only() -> Iterator[None]:
         return
     from triton.runtime.jit import JITFunction
 
-    num_threads = min(_MOST_THREADS, max(2, len(os.sched_getaffinity(0)) - 1))
+    num_threads = min(_MOST_THREADS, max(2, usable_cores() - 1))
     with _lock, ThreadPoolExecutor(num_threads, "fd-cuda-triton") as pool:
         run, seen = JITFunction.run, set[tuple[Any, ...]]()
         JITFunction.run = _compiling(run, seen)

@@ -6,13 +6,13 @@ in tuned/. At run time plans.py calls `measure` for what no table has.
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from fastdeploy_core.devices.host_device import usable_cores
 from tqdm import tqdm
 
 from . import native
@@ -95,7 +95,7 @@ def _compile(runs: dict[Plan, Callable[[], None]]) -> None:
         with torch.cuda.device(device), torch.inference_mode():
             run()
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(usable_cores()) as pool:
         list(pool.map(once, runs.values()))
 
 

@@ -11,7 +11,7 @@ from fd_cuda.kernels.common import join_chain
 from .recurrence import place_of
 
 
-@triton.jit(do_not_specialize=["stride_x", "stride_table"])
+@triton.jit(do_not_specialize=["stride_table"])
 def convolve(
     x,
     weight,
@@ -87,7 +87,7 @@ def convolve(
             of_channel = tl.load(bias + channels, mask=is_channel, other=0.0)
             y += of_channel.to(tl.float32)[None, :]
         for tap in tl.static_range(WIDTH):
-            at = (begin + tokens + tap - before)[:, None]
+            at = (begin + tokens + tap - before).to(tl.int64)[:, None]
             given = tl.load(rows + at * stride_x, mask=inside & (at >= 0), other=0.0)
             earlier = tl.load(
                 old + (before + at) * CHANNELS, mask=inside & has_old & (at < 0), other=0.0
@@ -109,7 +109,7 @@ def convolve(
             if (KEPT > 1) & (CHUNK == 0):
                 earliest = tl.maximum(fed - KEPT, 0) + 1
             for end in range(earliest, fed + 1):
-                since = end - before + column
+                since = (end - before + column).to(tl.int64)
                 left = tl.load(rows + since * stride_x, mask=is_kept & (since >= 0), other=0.0)
                 older = tl.load(
                     old + (before + since) * CHANNELS,

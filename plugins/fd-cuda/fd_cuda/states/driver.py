@@ -42,7 +42,9 @@ class Launch:
 
 
 STEP = Launch(4096, 4)
-SCAN, SCAN_FLOAT32 = Launch(4096, 8, 2), Launch(2048, 8)
+# By kind; float32. With eight warps Triton 3.6 compiles "space" to accesses beyond shared memory.
+SCAN = {"delta": Launch(4096, 8, 2), "space": Launch(4096, 4, 2)}
+SCAN_FLOAT32 = {"delta": Launch(2048, 8), "space": Launch(2048, 4)}
 
 
 @dataclass(slots=True)
@@ -68,7 +70,8 @@ class CudaStates:
         self.spec, self._block_size, self._device = spec, block_size, device
         self._kept, self._short = max(1, spec.kept), max(SHORT, spec.kept)
         self._has_state, self._is_delta = spec.kind != "short_conv", spec.kind == "delta"
-        self.step, self.scan = STEP, SCAN_FLOAT32 if spec.dtype == "float32" else SCAN
+        scans = SCAN_FLOAT32 if spec.dtype == "float32" else SCAN
+        self.step, self.scan = STEP, scans.get(spec.kind, STEP)
         self._key_pad, self._value_pad = max(16, pad2(spec.key_dim)), max(16, pad2(spec.value_dim))
         keys, values = spec.num_key_heads * spec.key_dim, spec.num_heads * spec.value_dim
         parts = {"Q_AT": 0, "K_AT": keys, "V_AT": 2 * keys}

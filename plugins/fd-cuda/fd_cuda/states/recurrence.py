@@ -57,7 +57,7 @@ def chunk_of(number, start, end, CHUNK: tl.constexpr):
     return first - start, tl.minimum(begin + CHUNK, end) - first
 
 
-@triton.jit(do_not_specialize=["stride_x", "stride_dt", "stride_beta", "stride_table"])
+@triton.jit(do_not_specialize=["stride_table"])
 def step_states(
     x,
     dt,
@@ -162,7 +162,7 @@ def inverse(lower, CHUNK: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["stride_x", "stride_dt", "stride_beta"])
+@triton.jit
 def within_chunks(
     x,
     dt,
@@ -237,7 +237,7 @@ def within_chunks(
         tl.store(places, own.to(read.dtype.element_ty), mask=of_key)
 
 
-@triton.jit(do_not_specialize=["stride_x", "stride_dt", "stride_table"])
+@triton.jit(do_not_specialize=["stride_table"])
 def scan_chunks(
     x,
     dt,

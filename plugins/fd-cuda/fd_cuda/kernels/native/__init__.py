@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from fastdeploy_core.devices.host_device import usable_cores
 from fastdeploy_core.errors import PluginError
 
 from fd_cuda.kernels import rehearsal
@@ -41,6 +42,7 @@ _OLDEST: Final = (8, 0)  # mma.sync on bfloat16
 _ATTRIBUTE_CLUSTER: Final = 4
 _ATTRIBUTE_PDL: Final = 6
 _FUNCTION_SHARED_BYTES: Final = 8
+_DIGEST_BYTES: Final = 32
 # Whether a compiler knows this card is found out by trying.
 _TRIAL: Final = {"HALF": 0, "NORM": 0, "EPILOGUE": PLAIN, "PDL": 0}
 _lock = threading.Lock()
@@ -208,7 +210,7 @@ def compile_ahead(name: str, defines: dict[str, int]) -> None:
 @functools.cache
 def _compilers() -> ThreadPoolExecutor:
     """Threads, each busy with one kernel."""
-    return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1), "fd-cuda-compile")
+    return ThreadPoolExecutor(max(1, usable_cores() - 1), "fd-cuda-compile")
 
 
 def _compile(name: str, defines: dict[str, int]) -> bytes:
@@ -226,10 +228,18 @@ def _compile(name: str, defines: dict[str, int]) -> bytes:
     key = hashlib.sha256("\0".join([source, *options, *map(str, version)]).encode()).hexdigest()
     path = cache_folder() / f"{name}-{key[:32]}.cubin"
     with _compiling.setdefault(path, threading.Lock()):  # another thread may be at it
-        try:
-            return path.read_bytes()
-        except OSError:
-            return _compile_now(name, source, options, path)
+        return _kept(path) or _compile_now(name, source, options, path)
+
+
+def _kept(path: Path) -> bytes:
+    """Machine code that was kept, behind its SHA-256; empty where there is none or a disk has
+    changed it."""
+    try:
+        held = path.read_bytes()
+    except OSError:
+        return b""
+    digest, code = held[:_DIGEST_BYTES], held[_DIGEST_BYTES:]
+    return code if code and hashlib.sha256(code).digest() == digest else b""
 
 
 def _compile_now(name: str, source: str, options: list[str], path: Path) -> bytes:
@@ -257,7 +267,7 @@ def _compile_now(name: str, source: str, options: list[str], path: Path) -> byte
     cubin = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetCUBIN(program, cubin)
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    keep(path, cubin.raw)
+    keep(path, hashlib.sha256(cubin.raw).digest() + cubin.raw)
     return cubin.raw
 
 

@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) decode_atten
   float* sums = shared + NT * 4 * 32 * 4;  // [WARPS + 1][SIZE]
   let_next_start();
   Item own = {(int)blockIdx.y, num_kv_heads, part_acc, part_best, part_total, counters};
-  if (!read_item(own, items, tables, stride_table)) return;
+  if (!read_item(own, items, tables, stride_table)) return leave_chain();
   const int head = own.head, begin = own.begin, end = own.end, first_token = own.first_token, fed = own.fed;
   const u32 rank = cluster_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u32 group = lane / 4, part = lane % 4;

@@ -8,6 +8,9 @@
 // while its squares are summed; what the norm divides by is applied at the end.
 // GATED: the first half of a tile are gate rows, the second the up rows that belong to them.
 // A row of x comes out the same whatever M is.
+// LORA: the first blocks multiply x with the first halves of all adapters, which are W for them. The others
+// wait for these sums before they finish, and add the second half of each row's own adapter times them. Such
+// blocks are the first to be given a place, and wait for nobody.
 
 #include "common.cuh"
 
@@ -155,16 +158,73 @@ __device__ __forceinline__ void multiply_tile(float* sum, Squares& squares, u32 
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(NORM ? 0 : 1) : "memory");
 }
 
+#if LORA
+struct Adapters {
+  const u16 *a, *b;  // [slots, parts * rank, K], [slots, N, rank]
+  const int* slots;  // of the rows; -1: none
+  float* inner;      // [M, outputs]: A x of every slot
+  int* meeting;      // zeros: blocks that have left sums there, and blocks that have ended
+  int tiles, outputs, rank, parts, end0, end1;  // end: first output of the next part
+};
+
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
+__device__ __forceinline__ void arrive(int* count) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
+}
+
+// The last of all blocks leaves zeros for the next launch.
+__device__ __forceinline__ void leave(int* meeting, int blocks) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(meeting + 1) : "memory");
+  if (before == blocks - 1) meeting[0] = meeting[1] = 0;
+}
+
+__device__ __forceinline__ void await_sums(const int* count, int wanted) {
+  int seen;
+  do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
+  while (seen < wanted);
+}
+
+// What the row's adapter adds to four outputs of one part, from `column` on.
+__device__ __forceinline__ void add_adapter(float* v, const Adapters& of, int slot, int m, int column, int N) {
+  const int part = (column >= of.end0) + (column >= of.end1);
+  const float4* from = (const float4*)(of.inner + (u64)m * of.outputs + (slot * of.parts + part) * of.rank);
+  const uint4* weights = (const uint4*)(of.b + ((u64)slot * N + column) * of.rank);
+#pragma unroll 2
+  for (int r = 0; r < of.rank / 8; r++) {
+    const float4 p = __ldcg(from + r * 2), q = __ldcg(from + r * 2 + 1);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const uint4 w = __ldg(weights + j * (of.rank / 8) + r);
+      v[j] += low(w.x) * p.x + high(w.x) * p.y + low(w.y) * p.z + high(w.y) * p.w;
+      v[j] += low(w.z) * q.x + high(w.z) * q.y + low(w.w) * q.z + high(w.w) * q.w;
+    }
+  }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS)
 gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm,
      const u16* __restrict__ w, const u16* __restrict__ bias, const u16* residual, u16* y,
-     int M, int N, int K, float eps) {
+     int M, int N, int K, float eps
+#if LORA
+     , const __grid_constant__ Adapters adapters
+#endif
+     ) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int tiles_m = (M + BM - 1) / BM;
-  const int tile_n = blockIdx.x / tiles_m, tile_m = blockIdx.x % tiles_m, rank = blockIdx.z;
+  const int tile_m = blockIdx.x % tiles_m, rank = blockIdx.z;
+  int tile_n = blockIdx.x / tiles_m;
   constexpr int OUT = EPILOGUE == GATED ? BN / 2 : BN;
   const int width = EPILOGUE == GATED ? N / 2 : N;
-  const int first_row = tile_m * BM, first_column = tile_n * OUT;
+#if LORA
+  const bool makes_sums = tile_n < adapters.tiles;
+  if (!makes_sums) tile_n -= adapters.tiles;
+#else
+  constexpr bool makes_sums = false;
+#endif
+  const int first_row = tile_m * BM, first_column = tile_n * (makes_sums ? BN : OUT);
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   const int all = K / BK, share = (all + SPLIT - 1) / SPLIT;
   const int begin = min(rank * share, all), count = min(all - begin, share);
@@ -185,6 +245,14 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
 #pragma unroll
     for (int i = 0; i < W_PIECES; i++) {
       const int row = r + i * (THREADS / 8);
+#if LORA
+      if (makes_sums) {
+        const bool inside = first_column + row < adapters.outputs;
+        p.w[i] = adapters.a + (u64)(inside ? first_column + row : 0) * K + begin * BK + c * 8;
+        p.w_inside |= inside << i;
+        continue;
+      }
+#endif
       const int n = first_column + (EPILOGUE == GATED ? row % (BN / 2) : row);
       const bool inside = n < width;
       const u64 at = inside ? n + (EPILOGUE == GATED && row >= BN / 2 ? N / 2 : 0) : 0;
@@ -216,8 +284,41 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
+#if LORA
+  if (makes_sums) {  // unless no row has one of these adapters
+    const int each = adapters.parts * adapters.rank;
+    const int first_slot = first_column / each, last_slot = (min(first_column + BN, adapters.outputs) - 1) / each;
+    bool is_needed = false;
+    for (int m = thread; m < M; m += THREADS) {
+      const int slot = __ldcg(adapters.slots + m);
+      is_needed |= first_slot <= slot && slot <= last_slot;
+    }
+    if (!__syncthreads_or(is_needed)) {
+#if SPLIT > 1
+      asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+      asm volatile("cp.async.wait_all;" ::: "memory");
+      if (thread == 0) arrive(adapters.meeting), leave(adapters.meeting, gridDim.x * gridDim.z);
+      return;
+    }
+  }
+#endif
   // What this thread will finish: four columns each. Their residuals are asked for now.
   constexpr int QUADS = OUT / 4, TURNS = (ROWS * QUADS + THREADS - 1) / THREADS;
+#if LORA
+  int slots[TURNS];
+  bool has_adapters = false;
+#pragma unroll
+  for (int i = 0; i < TURNS; i++) {
+    const int e = i * THREADS + thread, m = first_row + rank * ROWS + e / QUADS;
+    const int column = first_column + (e % QUADS) * 4;
+    slots[i] = !makes_sums && e < ROWS * QUADS && m < M && column < width ? __ldcg(adapters.slots + m) : -1;
+    if (slots[i] < 0) continue;
+    has_adapters = true;
+    prefetch(adapters.b + ((u64)slots[i] * N + column) * adapters.rank);
+    if (EPILOGUE == GATED) prefetch(adapters.b + ((u64)slots[i] * N + column + N / 2) * adapters.rank);
+  }
+#endif
 #if EPILOGUE == ADD
   uint2 addends[TURNS];
 #pragma unroll
@@ -225,7 +326,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
     const int e = i * THREADS + thread, m = first_row + rank * ROWS + e / QUADS;
     const int column = first_column + (e % QUADS) * 4;
     addends[i] = make_uint2(0, 0);
-    if (e < ROWS * QUADS && m < M) {
+    if (!makes_sums && e < ROWS * QUADS && m < M) {
       const u16* from = residual + (u64)m * width + column;
       if (column + 3 < width && (width & 3) == 0) {
         addends[i] = *(const uint2*)from;
@@ -292,6 +393,39 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
   __syncthreads();
 #endif
 
+#if LORA
+  if (makes_sums) {
+    for (int e = thread; e < ROWS * (BN / 4); e += THREADS) {
+      const int row = e / (BN / 4), c = e % (BN / 4) * 4, m = first_row + rank * ROWS + row;
+      if (m >= M || first_column + c >= adapters.outputs) continue;
+      float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+      float scale = 1.f;
+#pragma unroll
+      for (int s = 0; s < SPLIT; s++) {
+        const float4 f = *(const float4*)(parts + (s * ROWS + row) * PITCH + c);
+        v.x += f.x, v.y += f.y, v.z += f.z, v.w += f.w;
+      }
+#if NORM
+      float total = 0.f;
+#pragma unroll
+      for (int s = 0; s < SPLIT; s++) total += squares_of[s * ROWS + row];
+      scale = rsqrtf(total / K + eps);
+#endif
+      v.x *= scale, v.y *= scale, v.z *= scale, v.w *= scale;
+      *(float4*)(adapters.inner + (u64)m * adapters.outputs + first_column + c) = v;
+    }
+    __threadfence();
+    __syncthreads();
+    if (thread == 0) arrive(adapters.meeting), leave(adapters.meeting, gridDim.x * gridDim.z);
+    return;
+  }
+  if (__syncthreads_or(has_adapters)) {
+    if (thread == 0) await_sums(adapters.meeting, adapters.tiles * tiles_m * SPLIT);
+    __syncthreads();
+  }
+  if (thread == 0) leave(adapters.meeting, gridDim.x * gridDim.z);
+#endif
+
 #pragma unroll
   for (int i = 0; i < TURNS; i++) {
     const int e = i * THREADS + thread;
@@ -315,8 +449,16 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
     scale = rsqrtf(total / K + eps);
 #endif
 #pragma unroll
+    for (int j = 0; j < 4; j++) v[j] *= scale, u[j] *= scale;
+#if LORA
+    if (slots[i] >= 0) {
+      add_adapter(v, adapters, slots[i], m, column, N);
+      if (EPILOGUE == GATED) add_adapter(u, adapters, slots[i], m, column + N / 2, N);
+    }
+#endif
+#pragma unroll
     for (int j = 0; j < 4; j++) {
-      float value = v[j] * scale, other = u[j] * scale;
+      float value = v[j], other = u[j];
       if (bias != nullptr && column + j < width) {
         value += widen(bias[column + j]);
         if (EPILOGUE == GATED) other += widen(bias[column + j + N / 2]);

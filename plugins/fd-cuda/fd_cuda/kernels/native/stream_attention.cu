@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, OCCUPANCY) stream_atten
   const int last = share.x[2];
   Segment now;
   now.row = share.x[0], now.at = share.x[1];
-  if (now.at >= last) return;
+  if (now.at >= last) return leave_chain();
   const Line line = {items + num_blocks * 8, num_kv_heads, (int)share.x[3], num_blocks};
   const int warp = threadIdx.x / 32;
   const u32 lane = threadIdx.x % 32, group = lane / 4, part = lane % 4;
