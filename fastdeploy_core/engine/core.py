@@ -57,9 +57,8 @@ class EngineCore:
         started = time.monotonic()
         self.config = config
         self._executor = executor or Executor(config, resolved)
-        # Parts of fd-scale-out, where these are asked for: _make_remote's, and KVEvents.
-        self._remote: Any = None
-        self._events: Any = None
+        self._remote: Any = None  # parts of fd-scale-out, where asked for: _make_remote's,
+        self._events: Any = None  # and KVEvents
         try:
             infos = self._executor.load()
             plan = plan_cache(infos, config.cache, config.batch, config.model.max_model_len)
@@ -96,8 +95,7 @@ class EngineCore:
         self.scheduler = BatchScheduler(settings, kv)
         if remote is not None:
             remote.open(self.scheduler)
-        overlap = config.batch.overlap and worker.overlap
-        self._depth = 2 if overlap else 1
+        self._depth = 2 if (overlap := config.batch.overlap and worker.overlap) else 1
         self._in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()
         self._vocab_size = worker.vocab_size
         # Requests that are held until what their grammars need is built.

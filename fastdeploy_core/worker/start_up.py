@@ -1,4 +1,4 @@
-"""What a worker does once, before it serves: steps of made-up sequences, and limits."""
+"""What a worker does once, before it serves: steps of made-up sequences."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import logging
 import time
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.types import BatchRows, NewSequence, SamplingParams, SchedulerOutput
 
 if TYPE_CHECKING:
-    from fastdeploy_core.contracts.device import DeviceLimits
-
     from .layout import StepShape, StepShapes
     from .model_runner import ModelRunner
 
@@ -111,17 +109,3 @@ def largest_padded_step(
     rows = min(config.batch.max_num_seqs, max(s.rows for s, _, _ in shapes))
     steps.append(dummy_step(config, 1, [1] * rows, [n.seq_id for n in steps[0].new_sequences]))
     return steps, max(num_blocks, rows)
-
-
-def step_limits(limits: DeviceLimits) -> dict[str, Any]:
-    """What the batch scheduler must respect of the device, as fields of WorkerInfo."""
-    buckets, most = limits.step_buckets, limits.max_prefills_per_step
-    if buckets is None:
-        return {"mixed_batches": limits.mixed_batches, "max_prefills_per_step": most}
-    rows = max(buckets.prompt_rows)
-    return {
-        "mixed_batches": False,
-        "max_prefills_per_step": min(rows, most or rows),
-        "max_step_tokens": max(buckets.prompt_tokens),
-        "max_step_rows": max(buckets.decode_rows),
-    }

@@ -31,6 +31,7 @@ from fastdeploy_core.plugins.start_report import (
 )
 from fastdeploy_core.sampling.penalties import PenaltyTables
 from fastdeploy_core.sampling.state import SamplingState
+from fastdeploy_core.scheduler.settings import step_limits
 from fastdeploy_core.types import SchedulerOutput
 from fastdeploy_core.types.worker import LayerGroup, WorkerInfo
 
@@ -38,7 +39,7 @@ from .graph_sizes import graph_sizes
 from .model_runner import ModelRunner
 from .results import PendingOutput
 from .sampling_step import can_capture_sampling
-from .start_up import drafted_step, dummy_step, largest_padded_step, step_limits, warm_up
+from .start_up import drafted_step, dummy_step, largest_padded_step, warm_up
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator

@@ -42,7 +42,7 @@ class Gpu:
         return cls(
             properties.multi_processor_count,
             (properties.major, properties.minor) >= _HOPPER,
-            properties.shared_memory_per_block_optin < _ROOMY,
+            properties.shared_memory_per_block_optin < _ROOMY,  # type: ignore[attr-defined]
         )
 
 

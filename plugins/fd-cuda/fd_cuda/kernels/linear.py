@@ -135,7 +135,8 @@ def plan_with_adapters(
     if any(end % 4 for end in adapters.ends):
         return None
     plan = _plan(epilogue, x, weight, has_norm=has_norm)
-    product = Product(epilogue, has_norm, *weight.shape, str(x.dtype).removeprefix("torch."))
+    width, depth = weight.shape
+    product = Product(epilogue, has_norm, width, depth, str(x.dtype).removeprefix("torch."))
     return _with_more_tiles(plan, product, x.shape[0], adapters.outputs)
 
 
