@@ -349,6 +349,7 @@ EVERYTHING = {
     "bad_words_token_ids": [[5], [6, 7]],
     "logit_bias": {6: 1.0},
     "logprobs": 2,
+    "logprob_token_ids": [4, 9],
     "prompt_logprobs": 3,
     "logits_processors_args": {"logit_bias": {"5": 1.0}},
     "thinking_token_budget": 3,
