@@ -114,7 +114,7 @@ class SamplingColumns:
         self.top_k[slot] = self.seed[slot] = self.min_tokens[slot] = 0
         self.min_p[slot] = self.presence[slot] = self.frequency[slot] = 0.0
         self.num_logprobs[slot] = self.num_prompt_logprobs[slot] = NO_LOGPROBS
-        self.bias[slot] = None
+        self.bias[slot], self.named[slot] = None, []
         self.version += 1
 
     def plan(self, slots: np.ndarray, device: DeviceBackend) -> SamplingPlan:
