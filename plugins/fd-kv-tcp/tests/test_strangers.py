@@ -25,7 +25,7 @@ from fastdeploy_core.contracts.kv_transport import (
     TransferPlan,
     TransportOptions,
 )
-from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.errors import ConfigError, InvalidRequest
 from fastdeploy_testing.peer import RemotePeer
 
 SECRET = b"s" * 32
@@ -65,7 +65,10 @@ def pull(descriptor: bytes, **options: Any) -> bool:
     transport, memory = open_transport(0, **options)
     try:
         name = transport.connect(descriptor)
-        transport.submit(name, TransferPlan(1, 0, [1, 0], [3], [5], 20.0))
+        try:
+            transport.submit(name, TransferPlan(1, 0, [1, 0], [3], [5], 20.0))
+        except InvalidRequest:  # the peer has refused the connection already
+            return False
         ends = (TransferEventKind.DONE, TransferEventKind.FAILED)
         end = events_until(transport, lambda e: e.transfer_id == 1 and e.kind in ends)
         for number, content in enumerate(memory):
