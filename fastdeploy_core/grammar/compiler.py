@@ -36,7 +36,7 @@ START_TIMEOUT_S = 60.0  # reading a large tokenizer and importing, on a busy mac
 MAX_WAIT_S = 10.0  # for a free child; after that the client is told to retry
 MAX_MEMORY_BYTES = 1024**3  # that one compilation may add to its process
 MAX_CACHED = 128  # answers, the ones used last
-MAX_CACHED_BYTES = 64 * 1024  # of a constraint and its answer
+MAX_CACHED_BYTES = 256 * 1024  # of a constraint and its answer
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 
 
