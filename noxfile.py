@@ -50,21 +50,23 @@ TEST_TOOLS = (
     "transformers>=5,<6",
 )
 PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("*/pyproject.toml"))
-# Files of tests/cpu about the engine: in `tests` on torch only, which needs half the time for them,
+# Files of tests/cpu about the engine and families: in `tests` on torch only, which needs half the time for them,
 # and on PaddlePaddle in session `engine`; the longer ones on both there.
 ONCE = (
-    *("engine_equality", "engine_graphs", "families_engine", "gguf_models", "prompt_graphs"),
+    *("engine_equality", "engine_graphs", "parity_families", "prompt_graphs"),
+    "state_families",
     *("quant_models", "serve_demo", "speculative_equality", "step_graphs"),
 )
 LONG = (
-    *("expert_parallel", "gguf_engine", "group_mixes", "host_communicator", "kv_store"),
-    "multi_step",
+    *("expert_parallel", "families_engine", "gguf_engine", "gguf_models", "group_mixes"),
+    *("host_communicator", "index_mixes", "kv_store", "multi_step", "state_mixes"),
     *("several_between_drafts", "speculative_ahead", "speculative_hostile", "speculative_turns"),
     *("speculative_verify", "step_graphs_parts"),
 )
 # Other files that take minutes, of several processes most: session `engine` has them, on torch.
 LATER = (
     *("tests/docs/test_migrate.py", "tests/docs/test_two_nodes.py"),
+    "tests/plugins/test_checkpoint_formats.py",
     *("tests/plugins/test_doctor.py", "tests/plugins/test_hostile.py"),
     *("tests/plugins/test_model_plugin.py", "tests/plugins/test_new.py"),
     *("tests/plugins/test_picture_plugin.py", "tests/plugins/test_template.py"),
@@ -72,7 +74,7 @@ LATER = (
 )
 # Their suites need neither a compiler nor hardware, so `tests` has them, too; what takes minutes,
 # such as Triton's interpreter, is left to session `plugins`.
-INTERPRETED = ("test_quant*", "test_*_blocks", "test_attention*")
+INTERPRETED = ("test_quant*", "test_*_blocks", "test_attention*", "test_kernels", "test_states")
 REAL_SERVERS = ("prefill*", "kv_events", "router")  # of fd-router's
 LIGHT = {
     "plugins/fd-agent-apis": (),
