@@ -50,8 +50,8 @@ TEST_TOOLS = (
     "transformers>=5,<6",
 )
 PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("*/pyproject.toml"))
-# Files of tests/cpu about the engine and families: in `tests` on torch only, which needs half the time for them,
-# and on PaddlePaddle in session `engine`; the longer ones on both there.
+# Files of tests/cpu about the engine and families: in `tests` on torch only, which needs half the
+# time for them, and on PaddlePaddle in session `engine`; the longer ones on both there.
 ONCE = (
     *("engine_equality", "engine_graphs", "parity_families", "prompt_graphs"),
     "state_families",
