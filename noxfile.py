@@ -86,7 +86,7 @@ LIGHT = {
     "plugins/fd-gguf": (),
     "plugins/fd-grammar-llguidance": (),
     "plugins/fd-hub": ("--dist=load",),
-    "plugins/fd-key-limits": (),
+    "plugins/fd-key-limits": ("-m", "not slow"),
     "plugins/fd-kv-disk": (),
     "plugins/fd-kv-redis": ("--ignore-glob=*/test_servers.py",),
     "plugins/fd-kv-shm": (),
