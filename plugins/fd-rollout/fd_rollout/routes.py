@@ -137,12 +137,12 @@ async def _options(http: Request, kind: type[_Body]) -> _Body:
 
 
 def _server(http: Request) -> ServerState:
-    """ApiError where the engine cannot be controlled."""
     state: ServerState = http.app.state.server
     return state
 
 
 async def _state(state: ServerState) -> dict[str, Any]:
+    """What the engine's part says; ApiError where it has none."""
     text = (await state.engine.stats()).control
     if not text:
         raise ApiError(404, "this engine cannot be paused; start it with --enable-rollout")
