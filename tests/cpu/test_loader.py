@@ -270,10 +270,11 @@ def test_loading_takes_little_more_memory_than_the_weights(
     total = sum(w.nbytes for w in weights.values())
     del weights
 
+    asked = [sys.executable, "-W", "ignore", "-m", "tests.load_memory", tmp_path, tensor_library]
     peaks = []
     for _ in range(2):  # threads of a library may start late, and take memory of their own
         done = subprocess.run(
-            [*(sys.executable, "-W", "ignore", "-m", "tests.load_memory"), tmp_path, tensor_library],
+            asked,
             cwd=Path(__file__).parents[2],
             capture_output=True,
             text=True,
