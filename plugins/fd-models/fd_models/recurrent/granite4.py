@@ -85,6 +85,15 @@ class Mamba2(RecurrentLayer):
         return self._output(y.reshape([x.shape[0], self._width]))
 
 
+def refuse_ranks(read: ConfigReader) -> None:
+    """UnsupportedModel for several ranks of Mamba-2: each would norm a part of a group."""
+    if read.tp_size > 1:
+        raise UnsupportedModel(
+            f"{read.architecture} runs on one rank, since its norms go over the heads of all; "
+            "possible: --tensor-parallel-size 1"
+        )
+
+
 @dataclass(slots=True)
 class ScaledLayer:
     """One block whose branches are multiplied by a constant before they are added."""
@@ -135,13 +144,9 @@ class GraniteMoeHybridForCausalLM(HybridLM):
 
     @classmethod
     def check(cls, read: ConfigReader) -> None:
-        """Ranks would each norm a part of a group."""
+        """On one rank."""
         super().check(read)
-        if read.tp_size > 1:
-            raise UnsupportedModel(
-                f"{read.architecture} runs on one rank, since its norms go over the heads of all; "
-                "possible: --tensor-parallel-size 1"
-            )
+        refuse_ranks(read)
 
     @classmethod
     def state(cls, read: ConfigReader, dtype: str) -> StateSpec:

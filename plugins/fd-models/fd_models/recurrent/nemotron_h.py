@@ -12,7 +12,7 @@ import numpy as np
 
 from fastdeploy_core.contracts.model import ModelShapes, StateSpec
 from fastdeploy_core.contracts.moe import RoutingSpec
-from fastdeploy_core.errors import ConfigError, UnsupportedModel
+from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.layers import (
     Linear,
     LinearPart,
@@ -23,7 +23,7 @@ from fastdeploy_core.layers import (
 )
 from fastdeploy_core.models.reading import ConfigReader
 
-from .granite4 import Mamba2
+from .granite4 import Mamba2, refuse_ranks
 from .layers import HybridLM
 
 if TYPE_CHECKING:
@@ -215,13 +215,9 @@ class NemotronHForCausalLM(HybridLM):
 
     @classmethod
     def check(cls, read: ConfigReader) -> None:
-        """Ranks would each norm a part of a group."""
+        """On one rank."""
         super().check(read)
-        if read.tp_size > 1:
-            raise UnsupportedModel(
-                f"{read.architecture} runs on one rank, since its norms go over the heads of all; "
-                "possible: --tensor-parallel-size 1"
-            )
+        refuse_ranks(read)
 
     @classmethod
     def state(cls, read: ConfigReader, dtype: str) -> StateSpec:
