@@ -68,6 +68,7 @@ LATER = (
     *("tests/docs/test_migrate.py", "tests/docs/test_two_nodes.py"),
     "tests/plugins/test_checkpoint_formats.py",
     *("tests/plugins/test_doctor.py", "tests/plugins/test_hostile.py"),
+    "tests/plugins/test_isolation.py",
     *("tests/plugins/test_model_plugin.py", "tests/plugins/test_new.py"),
     *("tests/plugins/test_picture_plugin.py", "tests/plugins/test_template.py"),
     *("tests/server/test_many_instances.py", "tests/server/test_replicas.py"),
@@ -76,12 +77,13 @@ LATER = (
 # such as Triton's interpreter, is left to session `plugins`.
 INTERPRETED = ("test_quant*", "test_*_blocks", "test_attention*", "test_kernels", "test_states")
 REAL_SERVERS = ("prefill*", "kv_events", "router")  # of fd-router's
+SEEING = ("caches", "drafts", "mixes", "parity", "video")  # of fd-vision's, with whole models
 LIGHT = {
     "plugins/fd-agent-apis": (),
     "plugins/fd-accelerator": (),
     "plugins/fd-bench": (),
     "plugins/fd-calibrate": (),
-    "plugins/fastdeploy-testing": ("-m", "not slow"),
+    "plugins/fastdeploy-testing": ("-m", "not slow", "--ignore-glob=*/test_mutants.py"),
     "plugins/fd-cuda": tuple(f"--ignore-glob=*/{name}.py" for name in INTERPRETED),
     "plugins/fd-gguf": (),
     "plugins/fd-grammar-llguidance": (),
@@ -103,12 +105,12 @@ LIGHT = {
     "plugins/fd-router": tuple(f"--ignore-glob=*/test_{name}.py" for name in REAL_SERVERS),
     "plugins/fd-scale-out": (),
     # Most of its tests are in one file, and they wait more than they compute.
-    "plugins/fd-sched-redis": ("--dist=load", "-m", "not slow"),
+    "plugins/fd-sched-redis": ("--dist=load", "-m", "not slow", "--ignore-glob=*/test_kill.py"),
     "plugins/fd-spec-mtp": (),
     "plugins/fd-speculative": ("-m", "not slow"),
     "plugins/fd-tools": ("-m", "not slow"),
     "plugins/fd-vision": (
-        *(f"--ignore-glob=*/test_{name}.py" for name in ("caches", "drafts", "mixes")),
+        *(f"--ignore-glob=*/test_{name}.py" for name in SEEING),
         *("-m", "not slow"),
     ),
     "plugins/fd-web": ("-m", "not browser"),
