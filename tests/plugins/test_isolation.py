@@ -262,6 +262,7 @@ def test_generation_is_the_same_with_all_of_them(crowded: Path, tmp_path: Path) 
             "prompts": [[5, 6, 7], [9]],
             "max_tokens": 6,
             "samplings": [{}],
+            "num_logprobs": 0,
         }
     )
     answers = []
