@@ -32,6 +32,7 @@ from fastdeploy_core.types.worker import WorkerInfo
 
 from .executor import Executor, StepResult
 from .media import check_media
+from .step_time import StepTime
 
 if TYPE_CHECKING:
     from fastdeploy_core.plugins.resolved import ResolvedPlugins
@@ -93,6 +94,7 @@ class EngineCore:
         if self._events is not None:
             kv.prefix.on_change = self._events.note
         self.scheduler = BatchScheduler(settings, kv)
+        self._step_time = StepTime(self.scheduler.roster.clock, on_host=worker.on_host)
         if remote is not None:
             remote.open(self.scheduler)
         self._depth = 2 if (overlap := config.batch.overlap and worker.overlap) else 1
@@ -223,7 +225,8 @@ class EngineCore:
         started = time.perf_counter()
         while len(self._in_flight) < self._depth:
             most_steps = self._sampling.most_steps() if self._sampling is not None else {}
-            step = self.scheduler.schedule(most_steps)
+            most_tokens = self._step_time.most_prompt_tokens(self.scheduler.num_requests)
+            step = self.scheduler.schedule(most_steps, most_tokens)
             if step is None:
                 self._check_idle(most_steps)
                 break
@@ -247,6 +250,7 @@ class EngineCore:
         if self._remote is not None:
             self._remote.settle(step.output.step_id, is_done=True)
         self.scheduler.update(step, output)
+        self._step_time.note(step, output.execute_s)
         self._num_failures = 0
         self._count(step, output, received - started, time.perf_counter() - received)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from fastdeploy_core.config import BatchConfig, EngineConfig, SpeculativeConfig
 from fastdeploy_core.contracts.base import Requirements
-from fastdeploy_core.contracts.device import DeviceLimits
 from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.types.worker import WorkerInfo
 
@@ -88,17 +86,3 @@ def _check(batch: BatchConfig, max_model_len: int) -> None:
             "raise the former, lower the latter, or enable chunked prefill where the device can do "
             "it"
         )
-
-
-def step_limits(limits: DeviceLimits) -> dict[str, Any]:
-    """What the batch scheduler must respect of the device, as fields of WorkerInfo."""
-    buckets, most = limits.step_buckets, limits.max_prefills_per_step
-    if buckets is None:
-        return {"mixed_batches": limits.mixed_batches, "max_prefills_per_step": most}
-    rows = max(buckets.prompt_rows)
-    return {
-        "mixed_batches": False,
-        "max_prefills_per_step": min(rows, most or rows),
-        "max_step_tokens": max(buckets.prompt_tokens),
-        "max_step_rows": max(buckets.decode_rows),
-    }
