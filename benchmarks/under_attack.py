@@ -94,7 +94,7 @@ json_body.MAX_KEYS = json_body.MAX_VALUES = json_body.MAX_DEPTH = 10**9
 """
 _STEPS = """
 import fastdeploy_core.engine.step_time as module
-module.SHARE = module.LEAST_ON_HOST_S = module.ALONE_S = 1e9
+module.SHARE = module.LEAST_S = module.ALONE_S = 1e9
 """
 _MASKS = """
 from fd_grammar_llguidance import backend, matcher

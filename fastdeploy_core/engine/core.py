@@ -94,7 +94,7 @@ class EngineCore:
         if self._events is not None:
             kv.prefix.on_change = self._events.note
         self.scheduler = BatchScheduler(settings, kv)
-        self._step_time = StepTime(self.scheduler.roster.clock, on_host=worker.on_host)
+        self._step_time = StepTime(self.scheduler.roster.clock, is_queued=worker.asynchronous)
         if remote is not None:
             remote.open(self.scheduler)
         self._depth = 2 if (overlap := config.batch.overlap and worker.overlap) else 1

@@ -1,10 +1,10 @@
 """How many tokens of prompts a step may hold, so that nobody waits long for its end.
 
-A step is shared: who arrives waits for its end, and who decodes in it gets one token. On a slow
-device 2,048 tokens of one client's prompt are seconds for everyone. So a step that others share may
-take SHARE times what decodes alone take, or LEAST_S (LEAST_ON_HOST_S where the device computes on
-the host's processors); without others for COMPANY_S, ALONE_S. Where --max-num-batched-tokens takes
-less than that, as on most accelerators, nothing is held back."""
+A step is shared: who arrives waits for its end, who decodes gets one token of it. On a slow device
+2,048 tokens of one client's prompt are seconds for everyone. So a step that others share may take
+SHARE times what decodes alone take, but LEAST_S (LEAST_QUEUED_S on a device that queues its work:
+its small steps are mostly the host's time), and without others for COMPANY_S, ALONE_S. Where
+--max-num-batched-tokens takes less, as on most accelerators, nothing is held back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from fastdeploy_core.scheduler.step import ScheduledStep
 
 SHARE = 3
-LEAST_S, LEAST_ON_HOST_S, ALONE_S = 0.25, 0.02, 0.5
+LEAST_S, LEAST_QUEUED_S, ALONE_S = 0.02, 0.25, 0.5
 COMPANY_S = 1.0
 LEAST_TOKENS = 32  # fewer cost almost as much
 GROWTH = 1.25  # of the time that decodes are taken to need, from one step to the next
@@ -23,9 +23,9 @@ GROWTH = 1.25  # of the time that decodes are taken to need, from one step to th
 class StepTime:
     """Told of every step, asked before every step."""
 
-    def __init__(self, clock: Callable[[], float], *, on_host: bool) -> None:
+    def __init__(self, clock: Callable[[], float], *, is_queued: bool) -> None:
         self._clock = clock
-        self._least_s = LEAST_ON_HOST_S if on_host else LEAST_S
+        self._least_s = LEAST_QUEUED_S if is_queued else LEAST_S
         self._decode_s = math.inf  # of a step without prompts
         self._rate = math.inf  # tokens of prompts in a second
         self._company_until_s = -math.inf

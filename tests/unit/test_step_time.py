@@ -45,7 +45,7 @@ class Engine:
         self.device = SlowDevice(config, token_s)
         self.core = EngineCore(config, ResolvedPlugins([], {}), self.device)
         self.core.scheduler.roster.clock = lambda: self.device.now
-        self.core._step_time = StepTime(lambda: self.device.now, on_host=True)
+        self.core._step_time = StepTime(lambda: self.device.now, is_queued=False)
         self.collector = Collector()
         self.num_sent, self.num_long = 0, num_long
 
