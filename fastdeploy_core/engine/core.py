@@ -18,7 +18,7 @@ from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.errors import InvalidRequest, Unavailable, WorkerError
 from fastdeploy_core.kvcache import CachePlan, KVCacheManager, plan_cache
 from fastdeploy_core.plugins.drivers import part
-from fastdeploy_core.scheduler import BatchScheduler, ScheduledStep, make_settings
+from fastdeploy_core.scheduler import BatchScheduler, ScheduledStep
 from fastdeploy_core.types import (
     InstanceRole,
     ModelRunnerOutput,
@@ -32,6 +32,7 @@ from fastdeploy_core.types.worker import WorkerInfo
 
 from .executor import Executor, StepResult
 from .media import check_media
+from .settings import make_settings
 from .step_time import StepTime
 
 if TYPE_CHECKING:
@@ -99,12 +100,11 @@ class EngineCore:
             remote.open(self.scheduler)
         self._depth = 2 if (overlap := config.batch.overlap and worker.overlap) else 1
         self._in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()
-        self._vocab_size = worker.vocab_size
+        self._vocab_size, self._has_logprobs = worker.vocab_size, worker.logprobs
         # Requests that are held until what their grammars need is built.
         self._sampling = self._executor.sampling
         self._building: dict[str, Future[Any]] = {}
         self._features = frozenset.intersection(*(info.features for info in infos))
-        self._has_logprobs = worker.logprobs
         self._num_failures = self._num_idle_plans = 0
         # For part `rollout-engine`: whether requests are taken; and whether no step is begun.
         self.admits, self.is_held = True, False

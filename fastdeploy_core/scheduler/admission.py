@@ -122,7 +122,7 @@ class Admission:
     def _may_run_in_parts(self, num_left: int) -> bool:
         """Whether a prompt of which so much is left may be split: beside as many as may be, only if
         each of them has more than twice of it left. Never without chunked prefill: any sequence
-        fits a step then, as settings.py checks."""
+        fits a step then, as the engine checks."""
         begun, batch = self._roster.prefilling(), self._batch
         return batch.enable_chunked_prefill and (
             len(begun) < batch.max_num_partial_prefills

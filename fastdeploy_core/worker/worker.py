@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.device import CompilingDevice, DeviceBackend
-from fastdeploy_core.devices.step_limits import step_limits
 from fastdeploy_core.errors import ResourceError, WorkerError
 from fastdeploy_core.kvcache import MemoryProfile, pool_bytes
 from fastdeploy_core.loading.drafters import DrafterMaker
@@ -32,6 +31,7 @@ from fastdeploy_core.plugins.start_report import (
 )
 from fastdeploy_core.sampling.penalties import PenaltyTables
 from fastdeploy_core.sampling.state import SamplingState
+from fastdeploy_core.scheduler.settings import step_limits
 from fastdeploy_core.types import SchedulerOutput
 from fastdeploy_core.types.worker import LayerGroup, WorkerInfo
 
