@@ -52,6 +52,8 @@ AWAIT_S = 0.005  # at most, for blocks from outside with nothing else to do; req
 class EngineCore:
     """A model being served: requests in, deltas out."""
 
+    has_one_client = False  # nobody waits for the end of another one's step
+
     def __init__(
         self, config: EngineConfig, resolved: ResolvedPlugins, executor: Executor | None = None
     ) -> None:
@@ -225,7 +227,8 @@ class EngineCore:
         started = time.perf_counter()
         while len(self._in_flight) < self._depth:
             most_steps = self._sampling.most_steps() if self._sampling is not None else {}
-            most_tokens = self._step_time.most_prompt_tokens(self.scheduler.num_requests)
+            num_requests = 1 if self.has_one_client else self.scheduler.num_requests
+            most_tokens = self._step_time.most_prompt_tokens(num_requests)
             step = self.scheduler.schedule(most_steps, most_tokens)
             if step is None:
                 self._check_idle(most_steps)

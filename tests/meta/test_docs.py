@@ -68,7 +68,9 @@ def test_request_tour_passes_no_file_twice() -> None:
 
 
 def test_tests_that_a_page_names_exist() -> None:
-    named = re.findall(r"`((?:tests|plugins)/[\w/.-]+\.py)::(test_\w+)`", ATTACKS.read_text("utf-8"))
+    named = re.findall(
+        r"`((?:tests|plugins)/[\w/.-]+\.py)::(test_\w+)`", ATTACKS.read_text("utf-8")
+    )
     missing = [
         f"{file}::{name}"
         for file, name in named
