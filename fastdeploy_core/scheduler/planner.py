@@ -219,7 +219,7 @@ class StepPlanner:
         beyond = max(0, step.budget - self._most_prompt_tokens)
         step.budget -= beyond
         # Half is kept for the senior prompt; others, which are shorter, pass it with the rest.
-        kept, last = 0, []
+        kept, last = 0, list[Sequence]()
         is_shared = len(prompts) > 1 or self._roster.num_waiting
         if prompts and is_shared and self._device.max_prefills_per_step is None:
             kept, last = (step.budget + 1) // 2, prompts[:1]
