@@ -81,7 +81,7 @@ class Cycle(RequestResponseCycle):
 def connection_of(scope: Scope) -> Cycle | None:
     """The Cycle of a call; None if the call came without a connection."""
     found: weakref.ref[Cycle] | None = scope.get("extensions", {}).get(EXTENSION)
-    return found and found()
+    return None if found is None else found()
 
 
 class GuardedProtocol(HttpToolsProtocol):
