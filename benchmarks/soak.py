@@ -8,9 +8,11 @@ Starts one server and reads its routes from /openapi.json. `--clients` processes
 part is answered (`--normal`), the rest has one to three fields replaced by values that do not fit,
 bodies that are no JSON, paths and methods that are not there, and clients that leave. Another
 process asks /health every 20 ms. Prints how many requests had which status, which ones had 5xx, the
-longest answer of /health, and by how many bytes a request all the server's processes grew after
-`--warm-up` of them. Clients and server share the processors. Arguments after -- go to the server.
-The same --seed sends the same requests. Ends with 1 when a request was answered 5xx.
+longest answer of /health, and by how many bytes a request each of the server's processes grew after
+`--warm-up` of them: the median slope between any two of the times when it was measured. Memory goes
+up and down by what allocators keep; how far is printed, too. Clients and server share the
+processors. Arguments after -- go to the server. The same --seed sends the same requests. Ends with
+1 when a request was answered 5xx.
 """
 
 from __future__ import annotations
@@ -21,11 +23,14 @@ import multiprocessing
 import os
 import platform
 import random
+import statistics
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import httpx
@@ -117,7 +122,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--normal", type=float, default=0.3, help="share of requests that fit")
     parser.add_argument("--leaving", type=float, default=0.0, help="share that leaves in mid-body")
-    parser.add_argument("--warm-up", type=float, default=0.2, help="share of requests")
+    parser.add_argument("--warm-up", type=float, default=0.4, help="share of requests")
+    parser.add_argument("--measures", type=int, default=6, help="of memory after that")
     parser.add_argument("--seed", type=int, default=1)
     add_json_option(parser)
     own, _, serve = " ".join(["", *sys.argv[1:]]).partition(" -- ")
@@ -241,9 +247,23 @@ def phase(
     return seen, memory_by_process(server.process.pid)
 
 
+def growth_of(points: Sequence[tuple[int, Counter[str]]]) -> dict[str, float]:
+    """Bytes a request of each process, and of all: medians of slopes between any two points."""
+    series = {name: [memory[name] for _, memory in points] for name in points[-1][1]}
+    series["all"] = [memory.total() for _, memory in points]
+    counts = [count for count, _ in points]
+    pairs = list(combinations(range(len(points)), 2))
+    return {
+        name: statistics.median((of[b] - of[a]) / max(1, counts[b] - counts[a]) for a, b in pairs)
+        for name, of in series.items()
+    }
+
+
 def main() -> int:
     """Run and print."""
     options = parse_arguments()
+    statuses, failures = Counter[str](), list[str]()
+    points: list[tuple[int, Counter[str]]] = []  # requests so far, bytes of each process
     server = Start(options)
     try:
         server.wait_ready()
@@ -252,16 +272,22 @@ def main() -> int:
         health.start()
         spawn = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(options.clients, spawn) as pool:
-            seed = options.seed << 16
-            first, before = phase(server, pool, options, options.warm_up, seed)
-            rest, after = phase(server, pool, options, 1 - options.warm_up, seed + 2**15)
+            shares = [options.warm_up] + [
+                (1 - options.warm_up) / options.measures
+            ] * options.measures
+            for number, share in enumerate(shares):
+                seed = (options.seed << 24) + (number << 12)
+                now, memory = phase(server, pool, options, share, seed)
+                statuses.update(now.statuses)
+                failures.extend(now.failures)
+                points.append((statuses.total(), memory))
         health.ended.set()
         health.join()
     finally:
         server.stop()
-    statuses, failures = first.statuses + rest.statuses, first.failures + rest.failures
-    growths = {n: (after[n] - before[n]) / max(1, rest.statuses.total()) for n in after | before}
-    growth = sum(growths.values())
+    growths = growth_of(points)
+    growth = growths.pop("all")
+    totals = [memory.total() / 1e6 for _, memory in points]
     print(
         f"{options.model} {' '.join(options.serve)}: {statuses.total()} requests, "
         f"{options.clients} clients, seed {options.seed}, {os.cpu_count()} cores shared with them, "
@@ -271,7 +297,8 @@ def main() -> int:
     print(", ".join(f"{count} x {status}" for status, count in sorted(statuses.items())))
     print(f"longest answer of /health {1000 * health.longest:.0f} ms")
     parts = ", ".join(f"{name} {each / 1000:.3f}" for name, each in growths.items())
-    print(f"growth {growth / 1000:.3f} KB a request after the warm-up: {parts}")
+    print(f"growth {growth / 1000:.3f} KB a request after the first {points[0][0]}: {parts}")
+    print(f"memory then {' '.join(f'{each:.1f}' for each in totals)} MB")
     print("\n".join([f"{len(failures)} answered 5xx", *failures[:20]]))
     figures = {"health, ms": [1000 * health.longest], "growth, KB": [growth / 1000]}
     print_figures(options, figures)

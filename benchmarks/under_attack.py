@@ -21,6 +21,7 @@ import json
 import multiprocessing
 import os
 import platform
+import random
 import socket
 import statistics
 import sys
@@ -43,13 +44,15 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HUGE = "a bit of text, " * 500_000
 LOOP = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
 HI = [{"role": "user", "content": "hi"}]
+NUMBER = "4711471147114711"
 # Ambiguous: each further letter can be read in more ways.
 AMBIGUOUS = 'start: a\na: a a a | a a | b\nb: b b | "a" | "b" | /[ab]+/ | ""\n'
 BLOWN_UP = "[ab]*a[ab]{300}"  # each further letter leads to an automaton's state of its own
 
 
 class Attack(NamedTuple):
-    """One kind of hostile request, sent by `senders` processes at once."""
+    """One kind of hostile request, sent by `senders` processes at once. NUMBER in its body becomes
+    another one each time, so that no cache knows it."""
 
     senders: int
     path: str
@@ -60,6 +63,9 @@ ATTACKS: dict[str, Attack] = {
     "text, to tokenize": Attack(2, "/tokenize", {"prompt": HUGE}),
     "text, to be cut": Attack(
         2, TEXT, {"prompt": HUGE, "truncate_prompt_tokens": -1, "max_tokens": 1}
+    ),
+    "long prompts": Attack(
+        2, TEXT, {"prompt": NUMBER + HUGE[:18_000], "truncate_prompt_tokens": -1, "max_tokens": 1}
     ),
     "ambiguous grammar": Attack(
         4, TEXT, {"prompt": "x", "max_tokens": 64, "structured_outputs": {"grammar": AMBIGUOUS}}
@@ -86,6 +92,10 @@ _PARTS = """
 from fastdeploy_core.serving.http import json_body
 json_body.MAX_KEYS = json_body.MAX_VALUES = json_body.MAX_DEPTH = 10**9
 """
+_STEPS = """
+import fastdeploy_core.engine.step_time as module
+module.SHARE = module.LEAST_S = module.ALONE_S = 1e9
+"""
 _MASKS = """
 from fd_grammar_llguidance import backend, matcher
 matcher.BUDGET_S, matcher.TRUSTED_AFTER = 1e9, 0
@@ -95,6 +105,7 @@ backend.LLParserLimits = lambda limits=backend.LLParserLimits, **_: limits()
 DEFENCES: dict[str, str] = {
     "text, to tokenize": _CHARS,
     "text, to be cut": _CHARS,
+    "long prompts": _STEPS,
     "ambiguous grammar": _MASKS,
     "slow masks": _MASKS,
     "bad words": "from fastdeploy_core.types import sampling; sampling.MAX_BAD_WORD_CHARS = 10**9",
@@ -197,7 +208,8 @@ def send(url: str, name: str, until: float) -> Counter[str]:
             if attack.body is None:
                 return leave(url)
             headers = {"Content-Type": "application/json"}
-            return str(client.post(attack.path, content=data, headers=headers).status_code)
+            body = data.replace(NUMBER.encode(), str(random.getrandbits(53)).encode())
+            return str(client.post(attack.path, content=body, headers=headers).status_code)
 
         while time.time() < until:
             try:

@@ -433,6 +433,7 @@ class LocalEngine:
         from fastdeploy_core.plugins.manager import hook_manager
 
         self._core = EngineCore(config, resolved)
+        self._core.has_one_client = True
         self.info: EngineInfo = self._core.info
         self._observer = Observer(hook_manager(resolved))
         self._observer.started(self.info)

@@ -18,7 +18,7 @@ from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.errors import InvalidRequest, Unavailable, WorkerError
 from fastdeploy_core.kvcache import CachePlan, KVCacheManager, plan_cache
 from fastdeploy_core.plugins.drivers import part
-from fastdeploy_core.scheduler import BatchScheduler, ScheduledStep, make_settings
+from fastdeploy_core.scheduler import BatchScheduler, ScheduledStep
 from fastdeploy_core.types import (
     InstanceRole,
     ModelRunnerOutput,
@@ -32,6 +32,8 @@ from fastdeploy_core.types.worker import WorkerInfo
 
 from .executor import Executor, StepResult
 from .media import check_media
+from .settings import make_settings
+from .step_time import StepTime
 
 if TYPE_CHECKING:
     from fastdeploy_core.plugins.resolved import ResolvedPlugins
@@ -49,6 +51,8 @@ AWAIT_S = 0.005  # at most, for blocks from outside with nothing else to do; req
 
 class EngineCore:
     """A model being served: requests in, deltas out."""
+
+    has_one_client = False  # nobody waits for the end of another one's step
 
     def __init__(
         self, config: EngineConfig, resolved: ResolvedPlugins, executor: Executor | None = None
@@ -93,16 +97,16 @@ class EngineCore:
         if self._events is not None:
             kv.prefix.on_change = self._events.note
         self.scheduler = BatchScheduler(settings, kv)
+        self._step_time = StepTime(self.scheduler.roster.clock, is_queued=worker.asynchronous)
         if remote is not None:
             remote.open(self.scheduler)
         self._depth = 2 if (overlap := config.batch.overlap and worker.overlap) else 1
         self._in_flight: deque[tuple[ScheduledStep, StepResult]] = deque()
-        self._vocab_size = worker.vocab_size
+        self._vocab_size, self._has_logprobs = worker.vocab_size, worker.logprobs
         # Requests that are held until what their grammars need is built.
         self._sampling = self._executor.sampling
         self._building: dict[str, Future[Any]] = {}
         self._features = frozenset.intersection(*(info.features for info in infos))
-        self._has_logprobs = worker.logprobs
         self._num_failures = self._num_idle_plans = 0
         # For part `rollout-engine`: whether requests are taken; and whether no step is begun.
         self.admits, self.is_held = True, False
@@ -223,7 +227,9 @@ class EngineCore:
         started = time.perf_counter()
         while len(self._in_flight) < self._depth:
             most_steps = self._sampling.most_steps() if self._sampling is not None else {}
-            step = self.scheduler.schedule(most_steps)
+            num_requests = 1 if self.has_one_client else self.scheduler.num_requests
+            most_tokens = self._step_time.most_prompt_tokens(num_requests)
+            step = self.scheduler.schedule(most_steps, most_tokens)
             if step is None:
                 self._check_idle(most_steps)
                 break
@@ -247,6 +253,7 @@ class EngineCore:
         if self._remote is not None:
             self._remote.settle(step.output.step_id, is_done=True)
         self.scheduler.update(step, output)
+        self._step_time.note(step, output.execute_s)
         self._num_failures = 0
         self._count(step, output, received - started, time.perf_counter() - received)
 

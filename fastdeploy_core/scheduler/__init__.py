@@ -2,7 +2,7 @@
 
 from .batch import BatchScheduler
 from .sequence import RequestState, Sequence
-from .settings import SchedulerSettings, make_settings
+from .settings import SchedulerSettings
 from .step import Row, ScheduledStep
 
 __all__ = [
@@ -12,5 +12,4 @@ __all__ = [
     "ScheduledStep",
     "SchedulerSettings",
     "Sequence",
-    "make_settings",
 ]

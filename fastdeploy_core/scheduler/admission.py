@@ -81,7 +81,7 @@ class Admission:
             match = self._kv.match(seq.table, seq.token_ids)
         num_left = len(seq.token_ids) - match.num_tokens
         chunk = self.chunk(seq, match.num_tokens, len(seq.token_ids), is_new=True)
-        if chunk < 1 or (chunk < num_left and not self._may_run_in_parts()):
+        if chunk < 1 or (chunk < num_left and not self._may_run_in_parts(num_left)):
             return False
         if not self._has_room(seq, match):
             return self._refuse(seq)
@@ -119,15 +119,23 @@ class Admission:
         limit = self._max_prefills
         return limit is None or self._step.num_prefills < limit
 
-    def _may_run_in_parts(self) -> bool:
-        """Never without chunked prefill: any sequence fits a step then, as settings.py checks."""
-        num_partial, batch = len(self._roster.prefilling()), self._batch
-        return batch.enable_chunked_prefill and num_partial < batch.max_num_partial_prefills
+    def _may_run_in_parts(self, num_left: int) -> bool:
+        """Whether a prompt of which so much is left may be split: beside as many as may be, only if
+        each of them has more than twice of it left. Never without chunked prefill: any sequence
+        fits a step then, as the engine checks."""
+        begun, batch = self._roster.prefilling(), self._batch
+        return batch.enable_chunked_prefill and (
+            len(begun) < batch.max_num_partial_prefills
+            or all(s.num_known_at_start - s.num_computed > 2 * num_left for s in begun)
+        )
 
     def _must_let_pass(self, seq: Sequence) -> bool:
         """Whether shorter prompts may overtake this long one, since enough long ones run."""
-        threshold = self._batch.long_prefill_token_threshold
-        is_long = len(seq.token_ids) > threshold
+        threshold, size = self._batch.long_prefill_token_threshold, len(seq.token_ids)
+        is_split = self._batch.enable_chunked_prefill and size > self._step.budget
+        if is_split and not self._may_run_in_parts(size):
+            return True
+        is_long = size > threshold
         if not threshold or self._batch.max_num_partial_prefills == 1 or not is_long:
             return False
         num_long = sum(s.num_known_at_start > threshold for s in self._roster.prefilling())

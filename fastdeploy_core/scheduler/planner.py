@@ -55,6 +55,7 @@ class StepPlanner:
         self._chosen_for: tuple[np.ndarray | None, int] = (None, 0)
         self._num_rows = 0
         self._most_steps: Mapping[int, int] = {}
+        self._most_prompt_tokens = NO_LIMIT
         self._prefills_first = True
         self._keeps_back = False  # prompts have let drafts go first
         self._step = StepBuilder(
@@ -62,9 +63,10 @@ class StepPlanner:
         )
         self._admission = Admission(roster, settings, counters, self._step, on_stuck)
 
-    def plan(self, most_steps: Mapping[int, int]) -> ScheduledStep | None:
+    def plan(self, most_steps: Mapping[int, int], most_tokens: int) -> ScheduledStep | None:
         """The next step, or None if nothing can run before a step in flight has finished."""
         step, roster, self._most_steps = self._step, self._roster, most_steps
+        self._most_prompt_tokens = most_tokens if self._batch.enable_chunked_prefill else NO_LIMIT
         step.begin()
         self._num_drafts = 0 if self._policy is None else self._choose(self._policy)
         self._lookahead = self._most_lookahead if self._num_drafts else 0
@@ -213,11 +215,25 @@ class StepPlanner:
         return min(number, self._device.max_drafted_decodes) if num_drafts else number
 
     def _plan_prefills(self) -> None:
-        for seq in self._roster.prefilling():
-            if seq.status is RequestStatus.RUNNING:
-                self._continue_prefill(seq)
-        if not self._step.is_stalled:
+        step, prompts = self._step, self._roster.prefilling()
+        beyond = max(0, step.budget - self._most_prompt_tokens)
+        step.budget -= beyond
+        # Half is kept for the senior prompt; others, which are shorter, pass it with the rest.
+        kept, last = 0, list[Sequence]()
+        is_shared = len(prompts) > 1 or self._roster.num_waiting
+        if prompts and is_shared and self._device.max_prefills_per_step is None:
+            kept, last = (step.budget + 1) // 2, prompts[:1]
+            kept = min(kept, last[0].num_known_at_start - last[0].num_computed)
+            prompts = prompts[:0:-1]
+        step.budget -= kept
+        for seq in prompts:
+            self._continue_prefill(seq)
+        if not step.is_stalled:
             self._admission.admit()
+        step.budget += kept
+        for seq in last:
+            self._continue_prefill(seq)
+        step.budget += beyond
 
     def _plan_suspect(self) -> None:
         """After a failed step its sequences run one by one, so that the guilty one shows."""
@@ -245,6 +261,8 @@ class StepPlanner:
             self._step.put(seq, 1)
 
     def _continue_prefill(self, seq: Sequence) -> None:
+        if seq.status is not RequestStatus.RUNNING:
+            return
         chunk = self._admission.chunk(seq, seq.num_computed, seq.num_known_at_start)
         chunk = self._kv.cut(seq.table, seq.num_computed, chunk)
         has_turn = chunk > 0 and self._admission.has_prefill_slot()

@@ -15,6 +15,7 @@ PAGES = [
     if not {".nox", ".venv", "node_modules", ".git", ".pytest_cache"}
     & set(p.relative_to(ROOT).parts)
 ]
+ATTACKS = ROOT / "docs" / "explanation" / "attacks.md"
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 STEP = re.compile(r"^\d+\. .+$", re.MULTILINE)
 SYMBOL = re.compile(r"\(([^)#\s]+\.py)#([\w.]+)\)")
@@ -64,3 +65,15 @@ def test_request_tour_passes_no_file_twice() -> None:
     files = [file for step in STEP.findall(text) for file, _ in SYMBOL.findall(step)]
     assert len(files) > 15
     assert not {file for file in files if files.count(file) > 1}
+
+
+def test_tests_that_a_page_names_exist() -> None:
+    named = re.findall(
+        r"`((?:tests|plugins)/[\w/.-]+\.py)::(test_\w+)`", ATTACKS.read_text("utf-8")
+    )
+    missing = [
+        f"{file}::{name}"
+        for file, name in named
+        if not (ROOT / file).is_file() or f"def {name}(" not in (ROOT / file).read_text("utf-8")
+    ]
+    assert len(named) > 30 and not missing

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastdeploy_core.errors import InvalidRequest
+from fastdeploy_core.serving.http import threads
 from fastdeploy_core.serving.http.errors import ApiError
 from fastdeploy_core.serving.http.json_body import MAX_DEPTH, MAX_KEYS, MAX_VALUES, parse_json
 from fastdeploy_core.serving.http.threads import Threads
@@ -112,11 +115,11 @@ def test_a_body_that_is_refused_in_a_thread_is_let_go_at_once() -> None:
         raise ApiError(400, f"{len(raw)} bytes")
 
     async def main() -> None:
-        threads = Threads(2, 10, "test")
+        pool = Threads(2, 10, "test")
         for _ in range(5):
             with pytest.raises(ApiError):
-                await threads.run("", refuse, Left(b"x"))
-        threads.close()
+                await pool.run("", refuse, Left(b"x"))
+        pool.close()
 
     gc.collect()
     gc.disable()
@@ -125,3 +128,28 @@ def test_a_body_that_is_refused_in_a_thread_is_let_go_at_once() -> None:
         assert Left.alive == 0
     finally:
         gc.enable()
+
+
+def test_memory_of_freed_bodies_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An allocator that keeps 60 MB for later shows as growth of the server."""
+    monkeypatch.setattr(threads, "TRIM_AFTER_S", 0.05)
+    kept: list[bytes] = []
+
+    def take() -> None:
+        pieces = [bytes(1000) for _ in range(60_000)]
+        kept.append(pieces[-1])  # above all the others, so that they do not go back by themselves
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    async def main() -> bool:
+        pool = Threads(1, 4, "test")
+        before = resident_bytes()
+        await pool.run("", take)
+        for _ in range(200):
+            if resident_bytes() < before + 10e6:
+                return True
+            await asyncio.sleep(0.05)
+        return False
+
+    assert asyncio.run(main())

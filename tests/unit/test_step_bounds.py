@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastdeploy_core.engine.settings import make_settings
 from fastdeploy_core.kvcache import KVCacheManager
 from fastdeploy_core.scheduler import BatchScheduler, ScheduledStep, decode_count, planner
-from fastdeploy_core.scheduler.settings import make_settings
 from fastdeploy_core.types import ModelRunnerOutput, Request
 from fastdeploy_testing.fakes import NullWorker
 from tests.null_engine import Collector, expected_answers, make_config, make_request

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
@@ -79,8 +80,8 @@ class Cycle(RequestResponseCycle):
 
 def connection_of(scope: Scope) -> Cycle | None:
     """The Cycle of a call; None if the call came without a connection."""
-    cycle: Cycle | None = scope.get("extensions", {}).get(EXTENSION)
-    return cycle
+    found: weakref.ref[Cycle] | None = scope.get("extensions", {}).get(EXTENSION)
+    return None if found is None else found()
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -191,7 +192,7 @@ class GuardedProtocol(HttpToolsProtocol):
             keep_alive=version == "1.1" and self.parser.should_keep_alive(),
             on_response=self.on_response_complete,
         )
-        scope["extensions"] = {EXTENSION: cycle}
+        scope["extensions"] = {EXTENSION: weakref.ref(cycle)}  # which holds the scope
         self._open.append(cycle)
         if len(self._open) == 1:
             self._answer(cycle)

@@ -9,9 +9,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
+from fastdeploy_core.memory.low_water import give_back_freed
+
 from .errors import too_busy
 
 Result = TypeVar("Result")
+# Allocators keep freed memory, for each thread apart: large bodies would stay with the process.
+TRIM_AFTER_S = 1.0
 
 
 class Threads:
@@ -25,6 +29,7 @@ class Threads:
         self._name = name
         # by tenant, the one whose turn is next first
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._trim: asyncio.TimerHandle | None = None
 
     async def run(
         self, tenant: str, function: Callable[..., Result], *arguments: Any, **named: Any
@@ -73,7 +78,15 @@ class Threads:
                 turn.set_result(None)
                 return
         self._num_free += 1
+        if self._trim is None:
+            self._trim = asyncio.get_running_loop().call_later(TRIM_AFTER_S, self._give_back)
+
+    def _give_back(self) -> None:
+        self._trim = None
+        self._executor.submit(give_back_freed)
 
     def close(self) -> None:
         """Take no more work; what runs is not waited for."""
+        if self._trim is not None:
+            self._trim.cancel()
         self._executor.shutdown(wait=False, cancel_futures=True)
