@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from . import native_prompts
 from .native_decode import NativeShape
 from .plan import DecodeShape, StreamShape
 
@@ -149,6 +150,11 @@ class Sizes:
         warps, stages = 4 if rows == 64 and width <= 128 else 8, 3 if width <= 128 else 2
         keys = 64 if group > 5 and not (self.gpu.is_small and width > 128) else 32
         return PrefillShape(rows, keys, warps, stages)
+
+    def native_prefill(self) -> PrefillShape:
+        """For prompts that prompt_attention.cu serves, and for what the Triton kernel then takes in
+        its place."""
+        return PrefillShape(native_prompts.ROWS, 64, 8, 2)
 
     def latent(self, head_blocks: int, itemsize: int) -> DecodeShape:
         """For latent rows of up to 576 values."""
