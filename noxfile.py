@@ -75,7 +75,10 @@ LATER = (
 )
 # Their suites need neither a compiler nor hardware, so `tests` has them, too; what takes minutes,
 # such as Triton's interpreter, is left to session `plugins`.
-INTERPRETED = ("test_quant*", "test_*_blocks", "test_attention*", "test_kernels", "test_states")
+INTERPRETED = (
+    *("test_quant*", "test_*_blocks", "test_attention*", "test_kernels", "test_native_prompts"),
+    "test_states",
+)
 REAL_SERVERS = ("prefill*", "kv_events", "router")  # of fd-router's
 SEEING = ("caches", "drafts", "mixes", "parity", "video")  # of fd-vision's, with whole models
 LIGHT = {

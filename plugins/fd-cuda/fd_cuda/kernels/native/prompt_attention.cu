@@ -244,6 +244,20 @@ __device__ __forceinline__ void pack_weights(u32 (*weights)[4], const float* sco
     for (int i = 0; i < 4; i++) weights[s][i] = pack(scores[s * 8 + i * 2], scores[s * 8 + i * 2 + 1]);
 }
 
+// Each of four neighbouring lanes has a word of each of four pieces; after it, the words of one piece.
+__device__ __forceinline__ uint4 gathered(u32 (&words)[4], int lane) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (i & step) continue;
+      const bool is_upper = lane & step;
+      const u32 other = __shfl_xor_sync(~0u, is_upper ? words[i] : words[i + step], step);
+      (is_upper ? words[i] : words[i + step]) = other;
+    }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
 // A thread's rows of the result.
 __device__ __forceinline__ void store(u16* out, const Item& item, int heads, const Softmax& rows, const float* sum, int row,
                                       int lane) {
@@ -255,11 +269,18 @@ __device__ __forceinline__ void store(u16* out, const Item& item, int heads, con
     const float part = 1.f / total;
     const int own = row + r * 8, token = item.begin + own / GROUP;
     const u64 nth = ((u64)(item.first + token) * heads + item.head) * GROUP + own % GROUP;
-    u16* to = out + nth * WIDTH + (lane & 3) * 2;
-    if (own >= ROWS || token >= item.fed) continue;
+    const bool is_inside = own < ROWS && token < item.fed;
 #pragma unroll
-    for (int i = 0; i < WIDTH / 8; i++)
-      *(u32*)(to + i * 8) = pack(sum[i * 4 + r * 2] * part, sum[i * 4 + r * 2 + 1] * part);
+    for (int piece = 0; piece < WIDTH / 8; piece += 4) {
+      u32 words[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float* own_sum = sum + (piece + i) * 4 + r * 2;
+        words[i] = pack(own_sum[0] * part, own_sum[1] * part);
+      }
+      const uint4 together = gathered(words, lane);
+      if (is_inside) *(uint4*)(out + nth * WIDTH + (piece + (lane & 3)) * 8) = together;
+    }
   }
 }
 
