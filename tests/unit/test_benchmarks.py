@@ -186,6 +186,6 @@ def test_as_many_drafts_are_accepted_as_were_asked_for(length: float, num_drafts
     accepted = (table[:, :-1] == drafts).long().cumprod(1).sum(1).double()
     assert abs(1 + float(accepted.mean()) - length) < 0.05
     assert torch.equal(table[:, -1], drawn.view(size, -1)[:, -1])
-    assert 0 <= int(found.min()) and int(found.max()) < vocab
+    assert int(found.min()) >= 0 and int(found.max()) < vocab
     with pytest.raises(ValueError, match=f"1 to {num_drafts + 1}"):
         synthetic.rate_of(num_drafts + 1.5, num_drafts)
