@@ -27,7 +27,7 @@ def add_acceptance_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         OPTION,
         type=float,
-        help="tokens that a step gives a sequence on average, drafts' own choice aside: from 1 to 1 "
+        help="tokens that a step gives a sequence on average, where it has drafts: from 1 to 1 "
         "+ their number",
     )
 
