@@ -427,7 +427,8 @@ def wheel(session: nox.Session) -> None:
     where = ("--outdir", str(folder / "built"), "-C", f"build-dir={folder / 'cmake'}")
     session.run(
         *("python", "-m", "build", "--wheel", "--no-isolation", *where, "plugins/fd-cpu"),
-        env={"CXX": "python-zig c++ -target x86_64-linux-gnu.2.28"},
+        # nanobind 3.1 names stderr without its header, which Zig's C++ library does not bring in.
+        env={"CXX": "python-zig c++ -target x86_64-linux-gnu.2.28", "CXXFLAGS": "-include cstdio"},
     )
     (built,) = (folder / "built").glob("*.whl")
     name = built.name.replace("-linux_x86_64", "-manylinux_2_28_x86_64")

@@ -118,7 +118,8 @@ __device__ __forceinline__ void feed(const TensorMap& q, const TensorMap& k, con
                                      const Barriers& at, u32 queries, u32 keys, u32 values, int lane) {
   Place place = {0, 1};  // the phase before the first one counts as ended
   u32 round = 1;
-  for (Item item = items.next(); item.fed; item = items.next()) {
+  for (Item item = items.next(), following; item.fed; item = following) {
+    following = items.next();  // long before it is looked at
     const int turns = item.turns(), own = item.own_turns();
     const int* table = tables + (u64)item.row * stride_table;
     const int last = max(item.context - 1, 0);
@@ -129,20 +130,19 @@ __device__ __forceinline__ void feed(const TensorMap& q, const TensorMap& k, con
       return table[position / BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE;
     };
     int next = slot_of(0);
-    if (lane == 0) {
-      await_phase(at.empty_queries, round);
-      expect(at.full_queries, ROWS * WIDTH * 2);
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        copy_heads(queries + half * 128 * 128, q, half * 64, item.head * GROUP, item.first + item.begin, at.full_queries);
-    }
-    round ^= 1;
     for (int nth = 0; nth < turns; nth++, advance<STAGES>(place)) {
       const Turn turn = turn_of(item, nth);
       const int slot = next;
       next = slot_of(nth + 1);
 #pragma unroll
       for (int of_values = 0; of_values < 2; of_values++) {
+        if (of_values && nth == 0 && lane == 0) {  // the memory of keys is free before that of queries
+          await_phase(at.empty_queries, round);
+          expect(at.full_queries, ROWS * WIDTH * 2);
+#pragma unroll
+          for (int half = 0; half < 2; half++)
+            copy_heads(queries + half * 128 * 128, q, half * 64, item.head * GROUP, item.first + item.begin, at.full_queries);
+        }
         const u32 full = (of_values ? at.full_values : at.full_keys) + 8 * place.stage;
         const u32 to = (of_values ? values : keys) + place.stage * TILE;
         if (lane == 0) {
@@ -165,6 +165,7 @@ __device__ __forceinline__ void feed(const TensorMap& q, const TensorMap& k, con
         }
       }
     }
+    round ^= 1;
   }
 }
 
@@ -293,7 +294,8 @@ __device__ __forceinline__ void attend(Items items, u16* out, float scale, const
   Place key = {0, 0}, value = {0, 0};
   u32 round = 0;
   if (group == 1) give_turn(0);
-  for (Item item = items.next(); item.fed; item = items.next()) {
+  for (Item item = items.next(), following; item.fed; item = following) {
+    following = items.next();
     const int turns = item.turns();
     Softmax rows = {{LOWEST, LOWEST}, {0.f, 0.f}};
     float scores[BN / 2], sum[BN / 2], fade[2];
