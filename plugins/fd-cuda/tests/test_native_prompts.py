@@ -16,7 +16,7 @@ from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_testing.drivers import lookup
 from fd_cuda.attention import gqa as drivers
 from fd_cuda.attention.gqa import PagedAttention
-from fd_cuda.attention.native_prompts import NativePrompts
+from fd_cuda.attention.native_gqa import NativePrompts
 from fd_cuda.attention.tuning import Gpu, Sizes
 from fd_cuda.kernels import native
 from fd_cuda.kernels.native import tensor_map

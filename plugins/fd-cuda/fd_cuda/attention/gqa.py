@@ -21,8 +21,7 @@ from fd_cuda.settings import is_batch_invariant
 
 from .cached import LOG2E, SHORT
 from .decode import decode_attention
-from .native_decode import NativeDecode, NativeShape, norm_arguments
-from .native_prompts import NativePrompts
+from .native_gqa import NativeDecode, NativePrompts, NativeShape, norm_arguments
 from .plan import (
     ITEM,
     TILE_WORDS,

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import native_prompts
-from .native_decode import NativeShape
+from .native_gqa import PROMPT_ROWS, NativeShape
 from .plan import DecodeShape, StreamShape
 
 _HOPPER = (9, 0)
@@ -154,7 +153,7 @@ class Sizes:
     def native_prefill(self) -> PrefillShape:
         """For prompts that prompt_attention.cu serves, and for what the Triton kernel then takes in
         its place."""
-        return PrefillShape(native_prompts.ROWS, 64, 8, 2)
+        return PrefillShape(PROMPT_ROWS, 64, 8, 2)
 
     def latent(self, head_blocks: int, itemsize: int) -> DecodeShape:
         """For latent rows of up to 576 values."""
