@@ -259,6 +259,16 @@ def plugins(session: nox.Session) -> None:
                 session.run("pytest", "-q", "--fd-tensor", library, *left, *arguments)
 
 
+@nox.session(default=False)
+def newest(session: nox.Session) -> None:
+    """fd-cuda's tests on today's torch and in the interpreter of today's Triton, which a user gets
+    who pins neither."""
+    _install_tests(session)
+    session.install("--upgrade", "torch", "triton")
+    with session.chdir("plugins/fd-cuda"):
+        session.run("pytest", "-q", "--fd-tensor", "torch", *session.posargs)
+
+
 @nox.session
 def vendors(session: nox.Session) -> None:
     """Vendor devices on simulated ones, each in a process of its own (needs g++); `-- --slow` for
