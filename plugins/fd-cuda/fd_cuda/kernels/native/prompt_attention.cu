@@ -55,6 +55,11 @@ __device__ __forceinline__ float power(float x) {
   return y;
 }
 
+// ptxas waits for products as early as it may, so for both at once: a store of a value keeps a wait after what makes it.
+__device__ __forceinline__ void hold_next_wait(u32 slot, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(slot), "f"(value) : "memory");
+}
+
 // All threads of a group of four warps.
 __device__ __forceinline__ void meet_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 
@@ -110,6 +115,7 @@ struct Items {
 
 struct Barriers {
   u32 full_queries, empty_queries, full_keys, empty_keys, full_values, empty_values;
+  u32 slots;  // of threads, which nobody reads
 };
 
 // What one warp does.
@@ -322,7 +328,6 @@ __device__ __forceinline__ void attend(Items items, u16* out, float scale, const
       const Turn turn = turn_of(item, nth);
       if (turn.valid < KEYS || (turn.is_own && turn.first + KEYS - 1 > item.begin)) mask(scores, item, turn, row, lane);
       rows.weigh(scores, scale, fade);
-      fence_registers(scores);  // weights are made before the next wait, not after it
     };
 
     await_phase(at.full_queries, round);
@@ -349,6 +354,7 @@ __device__ __forceinline__ void attend(Items items, u16* out, float scale, const
       give_turn(group ^ 1);
       await_products<1>();
       weigh_keys(nth);
+      hold_next_wait(at.slots + thread * 4, rows.total[0] + rows.total[1]);
       await_products<0>();
       leave_values();
       if (__any_sync(~0u, fade[0] != 1.f || fade[1] != 1.f)) {
@@ -377,7 +383,9 @@ prompt_attention(const __grid_constant__ TensorMap q, const __grid_constant__ Te
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
   const u32 start = shared_address(memory), queries = (start + 1023) & ~1023u;
   const u32 keys = queries + 128 * 256, values = keys + STAGES * TILE, bars = values + STAGES * TILE;
-  const Barriers at = {bars, bars + 8, bars + 16, bars + 16 + 8 * STAGES, bars + 16 + 16 * STAGES, bars + 16 + 24 * STAGES};
+  const u32 rings = bars + 16;  // of keys and of values, full and empty
+  const Barriers at = {bars, bars + 8, rings, rings + 8 * STAGES, rings + 16 * STAGES, rings + 24 * STAGES,
+                       rings + 32 * STAGES};
   if (thread == 0) {
     make_barrier(at.full_queries, 1);
     make_barrier(at.empty_queries, CONSUMERS);
