@@ -350,7 +350,8 @@ class LLM:
                 self._processor.add(request, text, kind=kind, visible_tokens=visible)
                 engine.add(request)
                 num_waiting += len(request.prompt_token_ids)
-                if num_waiting >= of_a_step:  # the device need not wait for the other requests
+                # One step to wait for and one behind it: the device does not wait for the others.
+                if num_waiting >= 2 * of_a_step:
                     self._step(engine)
                     num_waiting -= of_a_step
             while batch.open or batch.ready:
