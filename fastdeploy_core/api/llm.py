@@ -343,17 +343,11 @@ class LLM:
         engine = self._live_engine()
         batch = _Batch(requests)
         visible = reader.visible_tokens if reader else ()
-        of_a_step, num_waiting = self.config.batch.max_num_batched_tokens, 0
         try:
             for request, text in zip(requests, texts, strict=True):
                 self._batches[request.request_id] = batch
                 self._processor.add(request, text, kind=kind, visible_tokens=visible)
                 engine.add(request)
-                num_waiting += len(request.prompt_token_ids)
-                # One step to wait for and one behind it: the device does not wait for the others.
-                if num_waiting >= 2 * of_a_step:
-                    self._step(engine)
-                    num_waiting -= of_a_step
             while batch.open or batch.ready:
                 if not batch.ready:
                     self._step(engine)

@@ -48,20 +48,6 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(llm: LLM) -> None:
     assert [answer.text for answer in together] == [answer.text for answer in alone]
 
 
-def test_steps_begin_when_requests_fill_two(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, seen = llm._engine, []
-    assert engine is not None
-    add, step = engine.add, engine.step
-    monkeypatch.setattr(engine, "add", lambda request: (seen.append("add"), add(request)))
-    monkeypatch.setattr(engine, "step", lambda: (seen.append("step"), step())[1])
-    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-    prompts = [[n + 7] * 30 for n in range(6)]
-    together = [output.outputs[0].token_ids for output in generate(llm, prompts, params)]
-    assert seen[:8] == [*["add"] * 4, "step", "add", "step", "add"]
-    alone = [generate(llm, [prompt], params)[0].outputs[0].token_ids for prompt in prompts]
-    assert together == alone
-
-
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(llm: LLM) -> None:
     params = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)
     alone = generate(llm, "hello", params)[0].outputs[0].token_ids
