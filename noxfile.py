@@ -75,7 +75,10 @@ LATER = (
 )
 # Their suites need neither a compiler nor hardware, so `tests` has them, too; what takes minutes,
 # such as Triton's interpreter, is left to session `plugins`.
-INTERPRETED = ("test_quant*", "test_*_blocks", "test_attention*", "test_kernels", "test_states")
+INTERPRETED = (
+    *("test_quant*", "test_*_blocks", "test_attention*", "test_kernels", "test_native_prompts"),
+    "test_states",
+)
 REAL_SERVERS = ("prefill*", "kv_events", "router")  # of fd-router's
 SEEING = ("caches", "drafts", "mixes", "parity", "video")  # of fd-vision's, with whole models
 LIGHT = {
@@ -256,6 +259,16 @@ def plugins(session: nox.Session) -> None:
                 session.run("pytest", "-q", "--fd-tensor", library, *left, *arguments)
 
 
+@nox.session(default=False)
+def newest(session: nox.Session) -> None:
+    """fd-cuda's tests on today's torch and in the interpreter of today's Triton, which a user gets
+    who pins neither."""
+    _install_tests(session)
+    session.install("--upgrade", "torch", "triton")
+    with session.chdir("plugins/fd-cuda"):
+        session.run("pytest", "-q", "--fd-tensor", "torch", *session.posargs)
+
+
 @nox.session
 def vendors(session: nox.Session) -> None:
     """Vendor devices on simulated ones, each in a process of its own (needs g++); `-- --slow` for
@@ -424,7 +437,8 @@ def wheel(session: nox.Session) -> None:
     where = ("--outdir", str(folder / "built"), "-C", f"build-dir={folder / 'cmake'}")
     session.run(
         *("python", "-m", "build", "--wheel", "--no-isolation", *where, "plugins/fd-cpu"),
-        env={"CXX": "python-zig c++ -target x86_64-linux-gnu.2.28"},
+        # nanobind 3.1 names stderr without its header, which Zig's C++ library does not bring in.
+        env={"CXX": "python-zig c++ -target x86_64-linux-gnu.2.28", "CXXFLAGS": "-include cstdio"},
     )
     (built,) = (folder / "built").glob("*.whl")
     name = built.name.replace("-linux_x86_64", "-manylinux_2_28_x86_64")

@@ -237,8 +237,11 @@ class LLM:
         # Check every request before the first one is given to the engine.
         given = [default if param is None else param for param in params]
         parts = prompts, given, [rank or 0 for rank in priorities], [reader] * len(prompts)
-        with ThreadPoolExecutor(1 if self._media is None else MEDIA_THREADS) as threads:
-            requests = list(threads.map(self._build, *parts))
+        if self._media is None:  # nothing waits for files, and threads cost time
+            requests = list(map(self._build, *parts))
+        else:
+            with ThreadPoolExecutor(MEDIA_THREADS) as threads:
+                requests = list(threads.map(self._build, *parts))
         texts = [prompt.text for prompt in prompts]
         if stream:
             return self._stream(requests, texts, reader)

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,3 +170,22 @@ def test_engine_runs_without_a_gpu(
     ]
     assert list(figures) == wanted
     assert all(len(values) == 2 and min(values) > 0 for values in figures.values())
+
+
+@pytest.mark.parametrize(("length", "num_drafts"), [(1.0, 1), (1.7, 1), (2.5, 3), (4.0, 3)])
+def test_as_many_drafts_are_accepted_as_were_asked_for(length: float, num_drafts: int) -> None:
+    torch = pytest.importorskip("torch")
+    synthetic, size, vocab = load("benchmarks/synthetic_acceptance.py"), 5000, 3
+    torch.manual_seed(0)
+    rows, drafts = torch.arange(size), torch.randint(vocab, (size, num_drafts))
+    state = SimpleNamespace(drafts=drafts, num_computed=torch.randint(9000, (size,)))
+    drawn = torch.randint(vocab, (size * (num_drafts + 1),))
+    rate = synthetic.rate_of(length, num_drafts)
+    found = synthetic.as_drafted(SimpleNamespace(state=state), rows, drawn, num_drafts + 1, rate)
+    table = found.view(size, -1)
+    accepted = (table[:, :-1] == drafts).long().cumprod(1).sum(1).double()
+    assert abs(1 + float(accepted.mean()) - length) < 0.05
+    assert torch.equal(table[:, -1], drawn.view(size, -1)[:, -1])
+    assert int(found.min()) >= 0 and int(found.max()) < vocab
+    with pytest.raises(ValueError, match=f"1 to {num_drafts + 1}"):
+        synthetic.rate_of(num_drafts + 1.5, num_drafts)

@@ -30,7 +30,7 @@ from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
 from fastdeploy_core.contracts.device import DeviceOptions
 
 from fd_cuda.attention.gqa import PagedAttention
-from fd_cuda.attention.native_decode import NativeShape
+from fd_cuda.attention.native_gqa import NativeShape
 from fd_cuda.attention.plan import DecodeShape, StreamShape
 from fd_cuda.attention.tuning import Gpu, PrefillShape, Sizes, stream_blocks
 from fd_cuda.device import CudaDevice

@@ -11,6 +11,7 @@ prefill  prompt tokens over the seconds that LLM.generate takes for one token of
 decode   (seconds of --output tokens - seconds of one token) / (--output - 1)
 step     one decode of all requests: the median while all of them decode. A call of the engine may
          hold several steps (SchedulerOutput.num_decodes); its time is divided by their number.
+         Not with --speculative, whose steps give a sequence one token or more.
 host     scheduling, launching and updating, per step; otherwise the host waits for the device
 outputs  LLM's own work between calls of the engine, per step
 idle     1 - busy / step. Busy is the time in which kernels run in a profile of such steps; a kernel
@@ -45,6 +46,7 @@ from fastdeploy_core.types import RequestOutputDelta, SamplingParams, TokenDelta
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 from figures import add_json_option, print_figures
 from random_model import SHAPES
+from synthetic_acceptance import add_acceptance_option, synthetic_acceptance
 
 UNPROFILED, PROFILED = 20, 24  # steps before a profile, and in it
 NAMES_SHOWN, KERNELS_SHOWN = 72, 24
@@ -170,6 +172,8 @@ class Bench:
         self._number = 0
         self._step_s: dict[int, float] = {}  # by batch, as measured
         self.figures: dict[str, list[float]] = {}
+        if options.speculative and options.speculative["method"] == "mtp":
+            self._config = {"num_nextn_predict_layers": 1, **self._config}
         if options.layers:
             self._config = {**self._config, "num_hidden_layers": options.layers}
         length = options.prompt + options.output + 64
@@ -188,6 +192,7 @@ class Bench:
                 block_size=64,
                 max_num_batched_tokens=min(options.tokens, length * max(options.batch)),
                 enable_prefix_caching=False,
+                speculative_config=options.speculative,
             )
         print(f"{self._name}: ready after {time.perf_counter() - began:.1f} s", flush=True)
 
@@ -250,6 +255,7 @@ class Bench:
         options, peer = self._options, self._peer
         self.run(batch, 8)  # compile what has to be, steps of prompts beside decodes among it
         prefill = [self.run(batch, 1).seconds for _ in range(options.rounds)]
+        before = self._drafted()
         runs = [self.run(batch, options.output) for _ in range(options.rounds)]
         first = statistics.median(prefill)
         decode = [(run.seconds - first) / (options.output - 1) for run in runs]
@@ -259,6 +265,8 @@ class Bench:
         host = [run.steps.host for run in runs if run.steps.host is not None]
         calls = statistics.median(run.steps.num_calls for run in runs)
         num_steps = statistics.median(len(run.steps.seconds) for run in runs)
+        if options.speculative:  # rows give other numbers of tokens
+            step, outputs, host = [], [], []
         if step:
             self._step_s[batch] = statistics.median(step)
         rates = [batch * options.prompt / seconds for seconds in prefill]
@@ -277,6 +285,15 @@ class Bench:
             f"outputs {shown(outputs, 1e6, 0)} us; {num_steps:.0f} steps in {calls:.0f} calls",
             flush=True,
         )
+        if options.speculative:
+            given, right, steps = (
+                now - then for now, then in zip(self._drafted(), before, strict=True)
+            )
+            print(
+                f"{self._name} batch {batch}: {right:.0f} of {given:.0f} drafts accepted, "
+                f"{1 + right / steps:.2f} tokens a step of a sequence",
+                flush=True,
+            )
         for name, values, unit, scale in (
             ("prefill", rates, "tokens/s", 1.0),
             ("decode", decode, "ms", 1e3),
@@ -286,6 +303,12 @@ class Bench:
         ):
             figure = f"{self._name} batch {batch}: {name}, {unit}"
             self.figures[figure] = [value * scale for value in values]
+
+    def _drafted(self) -> tuple[float, ...]:
+        """So far: drafts given and accepted, and steps times sequences."""
+        names = ("draft_tokens", "accepted_draft_tokens", "step_sequences")
+        metrics = self._llm.get_metrics()
+        return tuple(float(metrics[f"{name}_total"]) for name in names)
 
     def profile(self, batch: int, *, prompts: bool = False) -> None:
         """Idle share and the longest kernels, of decode steps or of prompts."""
@@ -391,6 +414,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sampling", type=json.loads, default={"temperature": 0.0}, help="SamplingParams as JSON"
     )
+    parser.add_argument("--speculative", type=json.loads, help="--speculative-config as JSON")
+    add_acceptance_option(parser)
     add_json_option(parser)
     options = parser.parse_args()
     unknown = {
@@ -421,22 +446,27 @@ def main() -> int:
     print(f"{name}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}, {options.rounds} runs, "
           f"{options.prompt} tokens in, {options.output} out, medians")  # fmt: skip
     figures: dict[str, list[float]] = {}
-    for model in options.models:
-        bench = Bench(model, options)
-        for batch in options.batch:
-            bench.measure(batch)
-            if options.profile:
-                bench.profile(batch)
-        if options.profile:
-            bench.profile(max(options.batch), prompts=True)
-        bench.close()
-        figures.update(bench.figures)
-        del bench
-        gc.collect()  # an engine's parts know each other
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
+    with synthetic_acceptance(options.acceptance_length, options.speculative):
+        for model in options.models:
+            figures.update(measured(model, options))
+            gc.collect()  # an engine's parts know each other
+            if options.device == "cuda":
+                torch.cuda.empty_cache()
     print_figures(options, figures)
     return 0
+
+
+def measured(model: str, options: argparse.Namespace) -> dict[str, list[float]]:
+    """The lines of one model; its figures."""
+    bench = Bench(model, options)
+    for batch in options.batch:
+        bench.measure(batch)
+        if options.profile:
+            bench.profile(batch)
+    if options.profile:
+        bench.profile(max(options.batch), prompts=True)
+    bench.close()
+    return bench.figures
 
 
 if __name__ == "__main__":

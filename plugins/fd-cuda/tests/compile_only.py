@@ -10,10 +10,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
+from fastdeploy_core.devices.host_device import usable_cores
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -89,26 +93,36 @@ def products(capability: int) -> Iterator[Callable[[], Any]]:
         yield plain
 
 
-def main() -> int:
-    """Every attention step of the tests, wide heads as models have, layers with a state, and
-    products; 1 where one does not compile, or needs more shared memory than the card has."""
-    capability = int(sys.argv[1])
+def compile_share(capability: int, part: int, parts: int) -> tuple[Counter[str], list[str]]:
+    """Every `parts`th case from `part` on: kernels by name, and what is wrong with some."""
     knobs.runtime.interpret = False
     kernels = compile_only(capability)
     from attention_steps import compile_cases
     from state_steps import cases
 
-    for case in (*compile_cases(capability), *cases(), *products(capability)):
+    every = (*compile_cases(capability), *cases(), *products(capability))
+    for case in every[part::parts]:
         case()
-    names: dict[str, int] = {}
     wrong = []
     for kernel in kernels:
         name, shared = kernel.metadata.name, kernel.metadata.shared
-        names[name] = names.get(name, 0) + 1
         if not kernel.asm.get("cubin"):
             wrong.append(f"{name}: no machine code")
         if shared > SHARED[capability] * 1024:
             wrong.append(f"{name}: {shared} bytes of shared memory, {SHARED[capability]} KiB are")
+    return Counter(kernel.metadata.name for kernel in kernels), wrong
+
+
+def main() -> int:
+    """Every attention step of the tests, wide heads as models have, layers with a state, and
+    products, on as many processes as there are cores; 1 where one does not compile, or needs more
+    shared memory than the card has."""
+    capability, parts = int(sys.argv[1]), usable_cores()
+    with ProcessPoolExecutor(parts, get_context("spawn")) as pool:
+        shares = [pool.submit(compile_share, capability, part, parts) for part in range(parts)]
+        found = [share.result() for share in shares]
+    names = sum((own for own, _ in found), Counter())
+    wrong = [line for _, own in found for line in own]
     sys.stdout.write(json.dumps(names) + "\n")
     if wrong:
         sys.stderr.write("\n".join(wrong) + "\n")

@@ -31,6 +31,11 @@ def boxes(x: torch.Tensor, rows: int) -> bytes:
     return _record(x, x.element_size(), rows, 128)
 
 
+def head_boxes(x: torch.Tensor, heads: int, tokens: int) -> bytes:
+    fields = (x.data_ptr(), x.stride(0) * 2, x.shape[2], x.shape[0], tokens, 2, 128, 1)
+    return struct.pack("@Pqiiiiiii", *fields, x.stride(1) * 2).ljust(128, b"\0")
+
+
 def gate_boxes(x: torch.Tensor, rows: int) -> bytes:
     return _record(x, 1, rows, 128, x.shape[1])
 

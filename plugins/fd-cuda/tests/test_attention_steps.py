@@ -20,6 +20,7 @@ from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_testing.drivers import lookup
 from fd_cuda.attention.gqa import PagedAttention
 from fd_cuda.attention.mla import LatentAttention
+from fd_cuda.attention.plan import prefill_tiles, prompt_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -368,6 +369,22 @@ def test_streams_of_rows_that_stand_in(device: Any, longest: int) -> None:
     assert (shares[:, 0] == (np.searchsorted(firsts, shares[:, 1], "right") - 1) // 2).all()
     begun = np.searchsorted(firsts, shares[:, 2]) - np.searchsorted(firsts, shares[:, 1])
     assert begun.sum() == 448 and begun.max() <= (1 if is_alike else 9)
+
+
+@pytest.mark.parametrize("tokens", [8, 25, 64])
+def test_the_device_finds_the_tiles_of_prompts_that_the_host_does(tokens: int) -> None:
+    """And in such an order that the longest come first, but for what is no whole tile."""
+    rng = np.random.default_rng(tokens)
+    fed = rng.choice([0, 1, 2, 9, 64, 130, 299], 40)
+    context = rng.choice([0, 0, 5, 64, 1999], 40)
+    starts, lengths = np.cumsum([0, *fed]).astype(np.int32), (fed + context).astype(np.int32)
+    there = [torch.from_numpy(x).to(DEVICE) for x in (lengths, starts)]
+    found = prompt_tiles(*there, int(starts[-1]), tokens).cpu().numpy()[:, :5]
+    real = found[found[:, 3] > 0]
+    assert not found[len(real) :, 3].any()
+    meant = prefill_tiles(starts, lengths, 1, tokens)[:, :5]
+    assert sorted(map(tuple, real)) == sorted(map(tuple, meant))
+    assert (np.diff(real[:, 4] // tokens + real[:, 1] // tokens) <= 0).all()
 
 
 @pytest.mark.slow

@@ -15,9 +15,9 @@ from attention_steps import Step, gqa
 from fastdeploy_core.contracts.device import DeviceOptions
 
 from fastdeploy_testing.drivers import lookup
-from fd_cuda.attention import native_decode
+from fd_cuda.attention import native_gqa
 from fd_cuda.attention.gqa import PagedAttention
-from fd_cuda.attention.native_decode import NativeShape
+from fd_cuda.attention.native_gqa import NativeShape
 from fd_cuda.attention.plan import DecodeShape, StreamShape
 from fd_cuda.attention.tuning import Gpu, Sizes
 from fd_cuda.kernels import native
@@ -170,5 +170,5 @@ def test_half_a_rotation_takes_another_kernel(
 
 def test_many_columns_take_another_kernel() -> None:
     spec = gqa("bfloat16", 8, 1, 128)
-    decode = native_decode.NativeDecode(spec, 16)
+    decode = native_gqa.NativeDecode(spec, 16)
     assert decode.columns(1) == 0, "there is no GPU"

@@ -17,7 +17,7 @@ from fastdeploy_core.contracts.kv_formats import KV_FORMATS
 from quant_emulation import use_kernels
 
 from fastdeploy_testing.drivers import lookup
-from fd_cuda.attention.native_decode import NativeShape
+from fd_cuda.attention.native_gqa import NativeShape
 from fd_cuda.attention.plan import DecodeShape
 from fd_cuda.attention.quantized import QuantizedAttention
 from fd_cuda.attention.tuning import Gpu, Sizes

@@ -21,7 +21,7 @@ from fd_cuda.settings import is_batch_invariant
 
 from .cached import LOG2E, SHORT
 from .decode import decode_attention
-from .native_decode import NativeDecode, NativeShape, norm_arguments
+from .native_gqa import NativeDecode, NativePrompts, NativeShape, norm_arguments
 from .plan import (
     ITEM,
     TILE_WORDS,
@@ -122,6 +122,7 @@ class PagedAttention:
         self._pad = max(16, pad2(spec.head_dim))
         self._most_tokens = MAX_ROWS // self._group
         self._native = NativeDecode(spec, block_size)
+        self._native_prompts = NativePrompts(spec, block_size)
         # Rows must not notice that others of their batch feed more tokens than they do.
         self._short = 1 if self._invariant else min(SHORT, self._most_tokens)
         self.use(Sizes(Gpu.of(device.device)))
@@ -207,17 +208,22 @@ class PagedAttention:
         return _Decodes(native or shape, max_tokens, rows, items, counters, parts)
 
     def _tiles(self, batch: AttentionBatch) -> _Tiles:
-        chosen = self.sizes.prefill(self._group, self._pad, self._itemsize)
+        chosen = self._prompt_shape()
         tokens = chosen.rows // self._group
         tiles = prefill_tiles(batch.cu_seqlens_q, batch.seq_lens, self._short, tokens)
         return _Tiles(chosen, tokens, self._device.to_device(tiles))
 
     def _tiles_found_there(self, batch: AttentionBatch) -> _Tiles:
         """Of rows that only the device knows."""
-        chosen = self.sizes.prefill(self._group, self._pad, self._itemsize)
+        chosen = self._prompt_shape()
         tokens = chosen.rows // self._group
         lengths, starts = batch.seq_lens_dev, batch.cu_seqlens_q_dev
         return _Tiles(chosen, tokens, prompt_tiles(lengths, starts, batch.num_tokens, tokens))
+
+    def _prompt_shape(self) -> PrefillShape:
+        if self._native_prompts.serves:
+            return self.sizes.native_prefill()
+        return self.sizes.prefill(self._group, self._pad, self._itemsize)
 
     # -- once a layer -----------------------------------------------------------------------------
 
@@ -360,6 +366,11 @@ class PagedAttention:
         """Of queries and keys as _rotate_and_write returns them."""
         spec, shape = self.spec, tiles.shape
         v, cache, batch = given.v, given.cache, given.batch
+        if self._native_prompts.serves and self._native_prompts.can_run(q, v):
+            processors = self.sizes.gpu.num_multiprocessors
+            own = (q, k, v, out, cache, batch, tiles.tiles, self._scale, processors)
+            self._native_prompts.run(*own)
+            return
         heads = spec.num_kv_heads
         engine = self._has_engine and v.stride(0) % 8 == 0 and v.data_ptr() % 16 == 0
         engine = engine and v.stride(1) == spec.v_head_dim

@@ -212,27 +212,43 @@ def _publish(written, counters, num_counters, ROWS: tl.constexpr, PDL: tl.conste
 
 
 @triton.jit
+def _tiles_from(level, before, counts):
+    """How many tiles of all rows lie on that level and above, for each of some levels."""
+    above = (before + counts)[None, :] - level[:, None]
+    return tl.sum(tl.minimum(tl.maximum(above, 0), counts[None, :]), 1)
+
+
+@triton.jit
 def cut_prompts(
     seq_lens, cu_seqlens, tiles, num_seqs, num_tiles,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """prefill_tiles on the device, for rows of more than one token; a row's last tile, which sees
-    most keys, comes first. Tiles after the last feed no tokens."""
+    """prefill_tiles on the device, for rows of more than one token, the longest first: by how many
+    times TOKENS stand before a tile. Tiles after the last feed no tokens."""
     rows = tl.arange(0, ROWS)
     inside = rows < num_seqs
     fed = tl.load(cu_seqlens + rows + 1, mask=inside, other=0)
     fed -= tl.load(cu_seqlens + rows, mask=inside, other=0)
+    before = (tl.load(seq_lens + rows, mask=inside, other=0) - fed) // TOKENS
     counts = tl.where(fed > 1, tl.cdiv(fed, TOKENS), 0)
-    ends = tl.cumsum(counts, 0)
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
-    row = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1)
+    # The largest level that has so many tiles on it and above that this one is among them.
+    level = tl.zeros([TILES], tl.int32)
+    step = tl.full([TILES], 1 << 20, tl.int32)  # more tiles no sequence has
+    for _ in range(21):
+        higher = level + step
+        level = tl.where(_tiles_from(higher, before, counts) > tile, higher, level)
+        step = step // 2
+    nth = tile - _tiles_from(level + 1, before, counts)
+    from_row = (before + counts)[None, :] - level[:, None]
+    has_one = (from_row > 0) & (from_row <= counts[None, :])
+    row = tl.sum((tl.cumsum(has_one.to(tl.int32), 1) <= nth[:, None]).to(tl.int32), 1)
     known = row < num_seqs
     row = tl.where(known, row, 0)
-    end = tl.sum(tl.where(rows[None, :] == row[:, None], ends[None, :], 0), 1)
     first = tl.load(cu_seqlens + row)
     fed = tl.where(known, tl.load(cu_seqlens + row + 1) - first, 0)
-    begin = tl.where(known, (end - 1 - tile) * TOKENS, 0)
     context = tl.where(known, tl.load(seq_lens + row) - fed, 0)
+    begin = tl.where(known, (level - context // TOKENS) * TOKENS, 0)
     out = tiles + tile * SIZE
     write = tile < num_tiles
     tl.store(out + 0, row, mask=write)

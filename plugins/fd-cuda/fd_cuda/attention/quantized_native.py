@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fd_cuda.kernels import native
 from fd_cuda.kernels.quant_layout import FP8_ROWS, INT4, INT8_ROWS
 
-from .native_decode import NativeDecode, NativeShape
+from .native_gqa import NativeDecode, NativeShape
 from .plan import decode_items, split_parts
 
 if TYPE_CHECKING:

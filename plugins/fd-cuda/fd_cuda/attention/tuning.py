@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .native_decode import NativeShape
+from .native_gqa import PROMPT_ROWS, NativeShape
 from .plan import DecodeShape, StreamShape
 
 _HOPPER = (9, 0)
@@ -149,6 +149,11 @@ class Sizes:
         warps, stages = 4 if rows == 64 and width <= 128 else 8, 3 if width <= 128 else 2
         keys = 64 if group > 5 and not (self.gpu.is_small and width > 128) else 32
         return PrefillShape(rows, keys, warps, stages)
+
+    def native_prefill(self) -> PrefillShape:
+        """For prompts that prompt_attention.cu serves, and for what the Triton kernel then takes in
+        its place."""
+        return PrefillShape(PROMPT_ROWS, 64, 8, 2)
 
     def latent(self, head_blocks: int, itemsize: int) -> DecodeShape:
         """For latent rows of up to 576 values."""

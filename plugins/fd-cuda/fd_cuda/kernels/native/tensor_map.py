@@ -25,6 +25,16 @@ def boxes(x: torch.Tensor, rows: int) -> bytes:
     return _encoded(x.data_ptr(), size, shape, strides, (_ROW_BYTES // size, rows), _SWIZZLE_128)
 
 
+def head_boxes(x: torch.Tensor, heads: int, tokens: int) -> bytes:
+    """x [tokens, heads, K] of two-byte numbers as boxes of so many tokens, so many heads of each,
+    and 128 bytes of each head, in the same swizzle."""
+    size = x.element_size()
+    shape = (x.shape[2], x.shape[1], x.shape[0])
+    strides = (x.stride(1) * size, x.stride(0) * size)
+    box = (_ROW_BYTES // size, heads, tokens)
+    return _encoded(x.data_ptr(), size, shape, strides, box, _SWIZZLE_128)
+
+
 def gate_boxes(x: torch.Tensor, rows: int) -> bytes:
     """Bytes [E, N, K], N in whole sixteens, as boxes of `rows` rows of one matrix: eight of its
     first half, eight of its second one, and so on, by eights, 0, 0 and matrices after the byte."""

@@ -1,8 +1,10 @@
-"""The decode kernels in CUDA C++, where the GPU and the shape suit them:
+"""Grouped-query attention in CUDA C++, where the GPU and the shape suit it. Decodes:
 kernels/native/decode_attention.cu for few rows, stream_attention.cu for batches that fill the GPU.
+Prompts: prompt_attention.cu.
 
-They need head widths of 128 in 16 bits, at most 32 query rows (tokens times heads of a group) and
-rows aligned to 16 bytes; everything else takes the Triton kernel of decode.py, over the same plan.
+They need head widths of 128 in 16 bits and rows aligned to 16 bytes, decodes at most 32 query rows
+(tokens times heads of a group), prompts Hopper and blocks that share boxes of 128 keys. Everything
+else takes the Triton kernels of decode.py and prefill.py, over the same plan.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from fd_cuda.kernels import native
+from fd_cuda.kernels.native import tensor_map
 
-from .plan import DecodeShape, StreamShape
+from .plan import TILE_WORDS, DecodeShape, StreamShape
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, HeadNorms
@@ -23,6 +26,14 @@ if TYPE_CHECKING:
 WIDTH: Final = 128
 MAX_COLUMNS: Final = 32
 _OLDEST_WITH_CLUSTERS: Final = (9, 0)
+PROMPT_ROWS: Final = 128  # tokens times heads of a group
+_KEYS: Final = 128
+_STAGES: Final = 2
+_MAX_GROUP: Final = 64
+_THREADS: Final = 384
+_BARRIER_BYTES: Final = 8 * (2 + 4 * _STAGES)
+_SLOT_BYTES: Final = 4 * 256
+_ALIGNMENT: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +53,7 @@ def norm_arguments(norms: HeadNorms | None) -> tuple[Tensor | None, Tensor | Non
 
 
 class NativeDecode:
-    """The kernels for one spec and block size."""
+    """Those of decodes for one spec and block size."""
 
     def __init__(self, spec: AttentionSpec, block_size: int) -> None:
         self._spec, self._block_size = spec, block_size
@@ -134,3 +145,66 @@ class NativeDecode:
         shared = 4 * tiles * (512 + 1024 * (shape.warps + 1))
         arguments.append(int(writes))
         native.launch(kernel, grid, threads, arguments, shared=shared, cluster=shape.cluster)
+
+
+class NativePrompts:
+    """prompt_attention.cu for one spec and block size."""
+
+    def __init__(self, spec: AttentionSpec, block_size: int) -> None:
+        self._spec, self._block_size = spec, block_size
+        self._group = spec.num_heads // spec.num_kv_heads
+        self._box = min(block_size, _KEYS)  # of the cache, keys that lie together
+        self.serves = (
+            spec.dtype in ("bfloat16", "float16")
+            and spec.head_dim == spec.v_head_dim == WIDTH
+            and spec.needs <= {"offsets"}
+            and self._group <= _MAX_GROUP
+            and self._box >= 8
+            and _KEYS % self._box == block_size % self._box == 0
+            and native.has_wgmma()
+        )
+
+    def can_run(self, q: Tensor, v: Tensor) -> bool:
+        """Whether the copy engine can fetch these."""
+        return v.stride(1) == WIDTH and all(
+            x.data_ptr() % 16 == 0 and x.stride(0) % 8 == x.stride(1) % 8 == 0 for x in (q, v)
+        )
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        cache: tuple[Tensor, ...],
+        batch: AttentionBatch,
+        tiles: Tensor,
+        scale: float,
+        num_processors: int,
+    ) -> None:
+        """Queue it; k is contiguous. `tiles`: prefill_tiles of PROMPT_ROWS // group tokens."""
+        tokens, heads = PROMPT_ROWS // self._group, self._spec.num_kv_heads
+        defines = {
+            "HALF": int(self._spec.dtype == "float16"),
+            "GROUP": self._group,
+            "TOKENS": tokens,
+            "BLOCK_SIZE": self._block_size,
+            "BOX": self._box,
+            "THREADS": _THREADS,
+            "TILE_WORDS": TILE_WORDS,
+        }
+        values = v.as_strided((v.shape[0], heads * WIDTH), (v.stride(0), 1))
+        slots = cache[0].shape[0] * self._block_size
+        arguments = [
+            tensor_map.head_boxes(q, self._group, tokens),
+            tensor_map.boxes(k.view(k.shape[0], -1), _KEYS),
+            tensor_map.boxes(values, _KEYS),
+            *(tensor_map.boxes(x.view(slots, -1), self._box) for x in cache),
+            *(tiles, batch.block_tables_dev, out, scale, batch.block_tables_dev.stride(0)),
+            *(heads, tiles.shape[0]),
+        ]
+        shared = _ALIGNMENT + (PROMPT_ROWS + 2 * _STAGES * _KEYS) * WIDTH * 2
+        shared += _BARRIER_BYTES + _SLOT_BYTES
+        kernel = native.function("prompt_attention", defines)
+        blocks = min(num_processors, tiles.shape[0] * heads)
+        native.launch(kernel, (blocks, 1, 1), _THREADS, arguments, shared=shared)

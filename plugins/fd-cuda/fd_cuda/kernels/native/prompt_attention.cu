@@ -1,0 +1,413 @@
+// Attention of prompts, heads of 128: as many blocks as there are multiprocessors take one item after the other, some tokens
+// of a row and the query heads of one kv head, which are the rows of one matrix of 128.
+//
+// One warp feeds: the copy engine brings queries and, STAGES turns of 128 keys ahead, keys and values, those of the next item
+// while this one ends. Two groups of four warps have 64 rows each. Each asks for the product of its queries with the next
+// keys and of its weights with the values before, and makes weights while these run; the groups take turns at asking, so
+// that one makes weights while the matrix units work for the other.
+// A row's own keys and values are read where they lie, the diagonal first, those before them from the cache, BOX of a block
+// at a time. The order of a row's sums depends on its tokens alone.
+
+#define BN 128  // keys of a turn, and numbers of a head: both products are 64 by 128
+#define PAIRED 0
+#include "common.cuh"
+#include "wide.cuh"
+#include "feed.cuh"
+
+#define WIDTH 128
+#define KEYS 128
+#define STAGES 2
+#define HALF_TILE (KEYS * 128)   // bytes: half of all numbers of each key
+#define TILE (2 * HALF_TILE)
+#define ROWS (TOKENS * GROUP)    // of 128
+#define CONSUMERS 8              // warps
+
+// INSTRUCTIONS: emulated_prompts.h of the tests has C++ in the place of what follows.
+
+// Values are as they lie: rows are what is summed over. 1024 bytes between groups of eight, HALF_TILE between 64 columns.
+__device__ __forceinline__ u64 descriptor_of_values(u32 address) {
+  return (u64)((address & 0x3ffff) >> 4) | ((u64)(HALF_TILE >> 4) << 16) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 62);
+}
+
+// Queries times keys, both 16 numbers of them.
+template <int add>
+__device__ __forceinline__ void multiply_keys(float* d, u64 queries, u64 keys) {
+  asm volatile("wgmma.mma_async.sync.aligned." SIZE "k16.f32." TYPE "." TYPE " " D_LIST ", " BOTH_SHARED ", %66, 1, 1, 0, 0;"
+               : D_REGS("+f", d) : "l"(queries), "l"(keys), "n"(add));
+}
+
+// Weights of 16 keys times their values.
+__device__ __forceinline__ void multiply_values(float* d, const u32* weights, u64 values) {
+  asm volatile("wgmma.mma_async.sync.aligned." SIZE "k16.f32." TYPE "." TYPE " " D_LIST ", " ONE_SHARED ", 1, 1, 1, 1;"
+               : D_REGS("+f", d) : "r"(weights[0]), "r"(weights[1]), "r"(weights[2]), "r"(weights[3]), "l"(values));
+}
+
+// The box of queries: 64 numbers of each of GROUP heads of TOKENS tokens.
+__device__ __forceinline__ void copy_heads(u32 to, const TensorMap& map, int input, int head, int token, u32 barrier) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+               " [%0], [%1, {%2, %3, %4}], [%5];"
+               ::"r"(to), "l"(&map), "r"(input), "r"(head), "r"(token), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ float power(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// ptxas waits for products as early as it may, so for both at once: a store of a value keeps a wait after what makes it.
+__device__ __forceinline__ void hold_next_wait(u32 slot, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(slot), "f"(value) : "memory");
+}
+
+// All threads of a group of four warps.
+__device__ __forceinline__ void meet_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+
+// The groups take turns: one waits until the other has given it the turn.
+__device__ __forceinline__ void await_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 3) : "memory"); }
+__device__ __forceinline__ void give_turn(int group) { asm volatile("bar.arrive %0, 256;" ::"r"(group + 3) : "memory"); }
+
+#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 40;")
+#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 232;")
+
+// END OF INSTRUCTIONS
+
+#ifndef GIVE_REGISTERS
+#define GIVE_REGISTERS()
+#define TAKE_REGISTERS()
+#endif
+
+// Tokens of a row, from `begin` of the `fed` that it feeds on, behind `context` in the cache; for one kv head.
+struct Item {
+  int row, begin, first, fed, context, head;
+
+  __device__ __forceinline__ int own_turns() const { return (min(begin + TOKENS, fed) + KEYS - 1) / KEYS; }
+  __device__ __forceinline__ int turns() const { return own_turns() + (context + KEYS - 1) / KEYS; }
+};
+
+// Keys of a turn: the last own ones first, then the last ones of the cache.
+struct Turn {
+  bool is_own;
+  int first, valid;  // first key, and how many there are of its sort from there on
+};
+
+__device__ __forceinline__ Turn turn_of(const Item& item, int nth) {
+  const int own = item.own_turns();
+  const bool is_own = nth < own;
+  const int first = (is_own ? own - 1 - nth : item.turns() - 1 - nth) * KEYS;
+  return {is_own, first, (is_own ? item.fed : item.context) - first};
+}
+
+// A block's items: of each round of as many as there are blocks one, from the front and from the back in turn, because
+// the longest come first. After the last, and from the first tile without tokens on, one that feeds none.
+struct Items {
+  const int* tiles;
+  int heads, count, begin, odd;
+
+  __device__ __forceinline__ Item next() {
+    const int id = begin + (odd ? (int)gridDim.x - 1 - (int)blockIdx.x : (int)blockIdx.x);
+    begin += gridDim.x, odd ^= 1;
+    if (id >= count) return {};
+    const int* tile = tiles + id / heads * TILE_WORDS;
+    return {tile[0], tile[1], tile[2], tile[3], tile[4], id % heads};
+  }
+};
+
+struct Barriers {
+  u32 full_queries, empty_queries, full_keys, empty_keys, full_values, empty_values;
+  u32 slots;  // of threads, which nobody reads
+};
+
+// What one warp does.
+__device__ __forceinline__ void feed(const TensorMap& q, const TensorMap& k, const TensorMap& v, const TensorMap& k_cache,
+                                     const TensorMap& v_cache, Items items, const int* tables, int stride_table,
+                                     const Barriers& at, u32 queries, u32 keys, u32 values, int lane) {
+  Place place = {0, 1};  // the phase before the first one counts as ended
+  u32 round = 1;
+  for (Item item = items.next(), following; item.fed; item = following) {
+    following = items.next();  // long before it is looked at
+    const int turns = item.turns(), own = item.own_turns();
+    const int* table = tables + (u64)item.row * stride_table;
+    const int last = max(item.context - 1, 0);
+    // Each lane knows where one box of a turn begins; of the next one, long before it is asked for.
+    const auto slot_of = [&](int nth) {
+      if (nth < own || nth >= turns || lane >= KEYS / BOX) return 0;
+      const int position = min(turn_of(item, nth).first + lane * BOX, last / BOX * BOX);
+      return table[position / BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE;
+    };
+    int next = slot_of(0);
+    for (int nth = 0; nth < turns; nth++, advance<STAGES>(place)) {
+      const Turn turn = turn_of(item, nth);
+      const int slot = next;
+      next = slot_of(nth + 1);
+#pragma unroll
+      for (int of_values = 0; of_values < 2; of_values++) {
+        if (of_values && nth == 0 && lane == 0) {  // the memory of keys is free before that of queries
+          await_phase(at.empty_queries, round);
+          expect(at.full_queries, ROWS * WIDTH * 2);
+#pragma unroll
+          for (int half = 0; half < 2; half++)
+            copy_heads(queries + half * 128 * 128, q, half * 64, item.head * GROUP, item.first + item.begin, at.full_queries);
+        }
+        const u32 full = (of_values ? at.full_values : at.full_keys) + 8 * place.stage;
+        const u32 to = (of_values ? values : keys) + place.stage * TILE;
+        if (lane == 0) {
+          await_phase((of_values ? at.empty_values : at.empty_keys) + 8 * place.stage, place.parity);
+          expect(full, TILE);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          const int input = item.head * WIDTH + half * 64;
+          if (turn.is_own) {
+            if (lane == 0) copy_box(to + half * HALF_TILE, of_values ? v : k, input, item.first + turn.first, full);
+          } else {
+#pragma unroll
+            for (int box = 0; box < KEYS / BOX; box++) {
+              const int first = __shfl_sync(~0u, slot, box);
+              const u32 place_of_box = to + half * HALF_TILE + box * BOX * 128;
+              if (lane == 0) copy_box(place_of_box, of_values ? v_cache : k_cache, input, first, full);
+            }
+          }
+        }
+      }
+    }
+    round ^= 1;
+  }
+}
+
+// A thread's rows, two of 128: running maximum of products, and its own part of the sum of weights.
+struct Softmax {
+  float most[2], total[2];
+
+  // Weights in the place of products. What was summed up before is to be multiplied with `fade`.
+  __device__ __forceinline__ void weigh(float* scores, float scale, float* fade) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float high = most[r];
+#pragma unroll
+      for (int i = 0; i < KEYS / 8; i++) high = fmaxf(high, fmaxf(scores[i * 4 + r * 2], scores[i * 4 + r * 2 + 1]));
+      high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
+      high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
+      const float zero = high == LOWEST ? 0.f : high * scale;  // a row may see none of the keys so far
+      fade[r] = power(most[r] * scale - zero);
+      most[r] = high;
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < KEYS / 8; i++)
+#pragma unroll
+        for (int e = r * 2; e < r * 2 + 2; e++) {
+          const float weight = power(fmaf(scores[i * 4 + e], scale, -zero));
+          scores[i * 4 + e] = weight;
+          sum += weight;
+        }
+      total[r] = total[r] * fade[r] + sum;
+    }
+  }
+};
+
+// Keys that a thread's rows do not see.
+__device__ __forceinline__ void mask(float* scores, const Item& item, const Turn& turn, int row, int lane) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int seen = turn.is_own ? item.begin + (row + r * 8) / GROUP - turn.first + 1 : turn.valid;
+#pragma unroll
+    for (int i = 0; i < KEYS / 8; i++)
+#pragma unroll
+      for (int e = 0; e < 2; e++)
+        if (i * 8 + (lane & 3) * 2 + e >= seen) scores[i * 4 + r * 2 + e] = LOWEST;
+  }
+}
+
+// Values after the last key may be anything, NaN too, and have no weight.
+__device__ __forceinline__ void clear_values(unsigned char* values, int valid, int group, int thread) {
+  for (int at = thread % 128; at < (KEYS - valid) * 16; at += 128) {
+    const int row = valid + at / 16, chunk = at % 16;
+    *(uint4*)(values + chunk / 8 * HALF_TILE + row * 128 + chunk % 8 * 16) = make_uint4(0, 0, 0, 0);
+  }
+  show_to_copies();
+  meet_group(group);
+}
+
+__device__ __forceinline__ void ask_for_scores(float* scores, u32 queries, u32 keys) {
+  const u64 a = descriptor(queries), b = descriptor(keys);
+  multiply_keys<0>(scores, a, b);
+#pragma unroll
+  for (int s = 1; s < WIDTH / 16; s++) {
+    const int at = s % 4 * 2;  // 32 bytes a step, in units of 16
+    multiply_keys<1>(scores, a + s / 4 * (128 * 128 / 16) + at, b + s / 4 * (HALF_TILE / 16) + at);
+  }
+}
+
+__device__ __forceinline__ void ask_for_sums(float* sum, const u32 (*weights)[4], u32 values) {
+  const u64 b = descriptor_of_values(values);
+#pragma unroll
+  for (int s = 0; s < KEYS / 16; s++) multiply_values(sum, weights[s], b + s * (16 * 128 / 16));
+}
+
+__device__ __forceinline__ void pack_weights(u32 (*weights)[4], const float* scores) {
+#pragma unroll
+  for (int s = 0; s < KEYS / 16; s++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) weights[s][i] = pack(scores[s * 8 + i * 2], scores[s * 8 + i * 2 + 1]);
+}
+
+// Each of four neighbouring lanes has a word of each of four pieces; after it, the words of one piece.
+__device__ __forceinline__ uint4 gathered(u32 (&words)[4], int lane) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      if (i & step) continue;
+      const bool is_upper = lane & step;
+      const u32 other = __shfl_xor_sync(~0u, is_upper ? words[i] : words[i + step], step);
+      (is_upper ? words[i] : words[i + step]) = other;
+    }
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// A thread's rows of the result.
+__device__ __forceinline__ void store(u16* out, const Item& item, int heads, const Softmax& rows, const float* sum, int row,
+                                      int lane) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float total = rows.total[r];
+    total += __shfl_xor_sync(~0u, total, 1);
+    total += __shfl_xor_sync(~0u, total, 2);
+    const float part = 1.f / total;
+    const int own = row + r * 8, token = item.begin + own / GROUP;
+    const u64 nth = ((u64)(item.first + token) * heads + item.head) * GROUP + own % GROUP;
+    const bool is_inside = own < ROWS && token < item.fed;
+#pragma unroll
+    for (int piece = 0; piece < WIDTH / 8; piece += 4) {
+      u32 words[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float* own_sum = sum + (piece + i) * 4 + r * 2;
+        words[i] = pack(own_sum[0] * part, own_sum[1] * part);
+      }
+      const uint4 together = gathered(words, lane);
+      if (is_inside) *(uint4*)(out + nth * WIDTH + (piece + (lane & 3)) * 8) = together;
+    }
+  }
+}
+
+// What a group of four warps does.
+__device__ __forceinline__ void attend(Items items, u16* out, float scale, const Barriers& at, u32 queries, u32 keys,
+                                       u32 values, unsigned char* values_there, int thread) {
+  const int lane = thread & 31, group = __shfl_sync(~0u, thread / 128, 0);
+  const int row = thread / 32 * 16 + (lane >> 2);  // and eight after it
+  const u32 own_queries = queries + group * 64 * 128;
+  Place key = {0, 0}, value = {0, 0};
+  u32 round = 0;
+  if (group == 1) give_turn(0);
+  for (Item item = items.next(), following; item.fed; item = following) {
+    following = items.next();
+    const int turns = item.turns();
+    Softmax rows = {{LOWEST, LOWEST}, {0.f, 0.f}};
+    float scores[BN / 2], sum[BN / 2], fade[2];
+    u32 weights[KEYS / 16][4];
+#pragma unroll
+    for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
+    const auto await_values = [&](int nth) {
+      await_phase(at.full_values + 8 * value.stage, value.parity);
+      const int valid = turn_of(item, nth).valid;
+      if (valid < KEYS) clear_values(values_there + value.stage * TILE, valid, group, thread);
+    };
+    const auto leave_values = [&] {
+      fence_registers(sum);
+      if (lane == 0) arrive_at(at.empty_values + 8 * value.stage);
+      advance<STAGES>(value);
+    };
+    const auto weigh_keys = [&](int nth) {
+      fence_registers(scores);
+      if (lane == 0) {
+        arrive_at(at.empty_keys + 8 * key.stage);
+        if (nth == turns - 1) arrive_at(at.empty_queries);
+      }
+      advance<STAGES>(key);
+      const Turn turn = turn_of(item, nth);
+      if (turn.valid < KEYS || (turn.is_own && turn.first + KEYS - 1 > item.begin)) mask(scores, item, turn, row, lane);
+      rows.weigh(scores, scale, fade);
+    };
+
+    await_phase(at.full_queries, round);
+    round ^= 1;
+    await_phase(at.full_keys + 8 * key.stage, key.parity);
+    await_turn(group);
+    begin_products();
+    ask_for_scores(scores, own_queries, keys + key.stage * TILE);
+    end_products();
+    give_turn(group ^ 1);
+    await_products<0>();
+    weigh_keys(0);
+    pack_weights(weights, scores);
+    for (int nth = 1; nth < turns; nth++) {
+      await_values(nth - 1);
+      await_phase(at.full_keys + 8 * key.stage, key.parity);
+      await_turn(group);
+      fence_registers(sum);
+      begin_products();
+      ask_for_scores(scores, own_queries, keys + key.stage * TILE);
+      end_products();
+      ask_for_sums(sum, weights, values + value.stage * TILE);
+      end_products();
+      give_turn(group ^ 1);
+      await_products<1>();
+      weigh_keys(nth);
+      hold_next_wait(at.slots + thread * 4, rows.total[0] + rows.total[1]);
+      await_products<0>();
+      leave_values();
+      if (__any_sync(~0u, fade[0] != 1.f || fade[1] != 1.f)) {
+#pragma unroll
+        for (int i = 0; i < BN / 2; i++) sum[i] *= fade[i / 2 % 2];
+      }
+      pack_weights(weights, scores);
+    }
+    await_values(turns - 1);
+    fence_registers(sum);
+    begin_products();
+    ask_for_sums(sum, weights, values + value.stage * TILE);
+    end_products();
+    await_products<0>();
+    leave_values();
+    store(out, item, items.heads, rows, sum, row, lane);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+prompt_attention(const __grid_constant__ TensorMap q, const __grid_constant__ TensorMap k,
+                 const __grid_constant__ TensorMap v, const __grid_constant__ TensorMap k_cache,
+                 const __grid_constant__ TensorMap v_cache, const int* __restrict__ tiles,
+                 const int* __restrict__ tables, u16* out, float scale, int stride_table, int heads, int num_tiles) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
+  const u32 start = shared_address(memory), queries = (start + 1023) & ~1023u;
+  const u32 keys = queries + 128 * 256, values = keys + STAGES * TILE, bars = values + STAGES * TILE;
+  const u32 rings = bars + 16;  // of keys and of values, full and empty
+  const Barriers at = {bars, bars + 8, rings, rings + 8 * STAGES, rings + 16 * STAGES, rings + 24 * STAGES,
+                       rings + 32 * STAGES};
+  if (thread == 0) {
+    make_barrier(at.full_queries, 1);
+    make_barrier(at.empty_queries, CONSUMERS);
+#pragma unroll
+    for (int s = 0; s < STAGES; s++) {
+      make_barrier(at.full_keys + 8 * s, 1);
+      make_barrier(at.empty_keys + 8 * s, CONSUMERS);
+      make_barrier(at.full_values + 8 * s, 1);
+      make_barrier(at.empty_values + 8 * s, CONSUMERS);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+  let_next_start();
+  wait_for_previous();
+  const Items items = {tiles, heads, num_tiles * heads, 0, 0};
+  if (warp >= CONSUMERS) {
+    GIVE_REGISTERS();
+    if (warp == CONSUMERS)
+      feed(q, k, v, k_cache, v_cache, items, tables, stride_table, at, queries, keys, values, thread & 31);
+    return;
+  }
+  TAKE_REGISTERS();
+  attend(items, out, scale, at, queries, keys, values, memory + (values - start), thread);
+}

@@ -1,0 +1,145 @@
+"""prompt_attention.cu against float64: emulated, the copy engine included, or on the GPU."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import emulation
+import numpy as np
+import pytest
+import quant_emulation
+import torch
+from attention_steps import Step, gqa
+from fastdeploy_core.contracts.device import DeviceOptions
+
+from fastdeploy_testing.drivers import lookup
+from fd_cuda.attention import gqa as drivers
+from fd_cuda.attention.gqa import PagedAttention
+from fd_cuda.attention.native_gqa import NativePrompts
+from fd_cuda.attention.tuning import Gpu, Sizes
+from fd_cuda.kernels import native
+from fd_cuda.kernels.native import tensor_map
+
+HAS_GPU = torch.cuda.is_available()
+pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
+# (tokens fed, tokens in all) of each row.
+Rows = list[tuple[int, int]]
+
+
+class Emulation(emulation.Emulation):
+    header = "emulated_prompts.h"
+
+
+@pytest.fixture(autouse=True)
+def kernels(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's own, or an emulated one's; the Triton kernel may not take their place."""
+    monkeypatch.setattr(drivers, "prefill_attention", None)
+    if not HAS_GPU:
+        emulated = Emulation(tmp_path_factory.getbasetemp())
+        monkeypatch.setattr(native, "has_wgmma", lambda: True)
+        monkeypatch.setattr(native, "function", emulated.function)
+        monkeypatch.setattr(native, "launch", emulated.launch)
+        for name in ("boxes", "head_boxes"):
+            monkeypatch.setattr(tensor_map, name, getattr(quant_emulation, name))
+    elif not native.has_wgmma():
+        pytest.skip("needs a Hopper GPU")
+
+
+def made(rows: Rows, heads: tuple[int, int], **options: Any) -> tuple[Step, PagedAttention]:
+    """A step and the driver that computes it."""
+    name, library = ("cuda" if HAS_GPU else "cpu"), {"tensor_library": "torch"}
+    device = lookup("device", name)(DeviceOptions(**library, num_threads=1))
+    dtype, size = options.pop("dtype", "bfloat16"), options.pop("block_size", 64)
+    spec = gqa(dtype, *heads, 128)
+    driver = PagedAttention(spec, size, device, None)
+    if not HAS_GPU:
+        driver.use(Sizes(Gpu(3, True)))
+    return Step(device, spec, rows, block_size=size, **options), driver
+
+
+# Rows that begin and end within tiles of keys, of blocks and of tokens; groups that fill a tile's
+# rows and that do not; rows after a cached part, whole tiles or not.
+SMALL: list[tuple[Rows, tuple[int, int], int, str]] = [
+    ([(150, 150), (20, 220), (9, 9)], (8, 1), 64, "bfloat16"),
+    ([(33, 161), (130, 130)], (10, 2), 16, "float16"),
+    ([(12, 140), (40, 40)], (2, 2), 128, "bfloat16"),
+]
+LARGE: list[Rows] = [
+    [(640, 640)] * 3,
+    [(4096, 4096)],
+    [(1000, 4000), (777, 3001), (64, 64)],
+    [(128, 128)] * 32,
+    [(2000, 2001), (9, 70), (1, 100), (257, 257)],
+]
+SHAPES: list[tuple[tuple[int, int], int, str]] = [
+    ((16, 2), 64, "bfloat16"),
+    ((16, 2), 16, "float16"),
+    ((20, 4), 64, "bfloat16"),
+    ((16, 8), 32, "bfloat16"),
+    ((4, 4), 128, "float16"),
+    ((64, 8), 64, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "is_exact"),
+    [(SMALL[0], True), (SMALL[0], False), (SMALL[1], True), (SMALL[2], False)],
+    ids=str,
+)
+def test_prompts(case: Any, is_exact: bool) -> None:
+    """Of rows that the host knows, and of those that only the device does."""
+    rows, heads, size, dtype = case
+    step, driver = made(rows, heads, block_size=size, dtype=dtype, rotary_dim=128)
+    step.check(driver, step.batch(is_exact=is_exact))
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_long_prompts(shape: tuple[tuple[int, int], int, str]) -> None:
+    heads, size, dtype = shape
+    for rows in LARGE:
+        step, driver = made(rows, heads, block_size=size, dtype=dtype)
+        out, _ = step.run(driver, step.batch())
+        for row, (fed, _) in enumerate(rows):
+            begin = step.starts[row]
+            got = torch.from_numpy(out[begin : begin + fed]).cuda().double()
+            meant = expected(step, row)
+            error = float((got - meant).norm() / meant.norm())
+            assert error < (1e-3 if dtype == "float16" else 6e-3), f"row {row} of {rows}: {error}"
+
+
+def expected(step: Step, row: int) -> torch.Tensor:
+    """In float64 on the GPU, without rotation, kv head after kv head."""
+    (fed, length), spec, begin = step.rows[row], step.spec, step.starts[row]
+    slots = [step.slot(row, token) for token in range(length - fed)]
+    group, heads = spec.num_heads // spec.num_kv_heads, []
+    for head in range(spec.num_kv_heads):
+        q = step.q[begin : begin + fed, head * group : (head + 1) * group].cuda().double()
+        k, v = (
+            torch.cat((old[slots, head], own[begin : begin + fed, head])).cuda().double()
+            for old, own in ((step.old_k, step.k), (step.old_v, step.v))
+        )
+        scores = q.transpose(0, 1) @ k.T * spec.scale
+        keys = torch.arange(length, device="cuda")
+        late = keys > keys[length - fed :, None]
+        heads.append((scores.masked_fill(late, float("-inf")).softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(heads, 1).reshape(fed, -1)
+
+
+def test_other_rows_do_not_matter() -> None:
+    """Not even where what follows a row is not finite."""
+    step, driver = made([(70, 200), (140, 140)], (8, 1))
+    alone, _ = step.run(driver, step.batch())
+    step.qkv[70:] = float("nan")
+    beside, _ = step.run(driver, step.batch())
+    assert np.array_equal(alone[:70], beside[:70])
+
+
+def test_what_it_does_not_serve() -> None:
+    spec = gqa("bfloat16", 8, 1, 128)
+    assert NativePrompts(spec, 64).serves
+    for other, size in ((spec, 48), (spec, 1), (gqa("float32", 8, 1, 128), 64)):
+        assert not NativePrompts(other, size).serves
+    assert not NativePrompts(gqa("bfloat16", 8, 1, 64), 64).serves
+    assert not NativePrompts(gqa("bfloat16", 128, 1, 128), 64).serves
