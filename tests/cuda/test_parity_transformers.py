@@ -28,6 +28,7 @@ from tests.checkpoints import (
     WIDE_VARIANTS,
     build,
 )
+from tests.mxfp4_checkpoints import build_mxfp4
 from tests.paged import PagedModel
 
 pytestmark = pytest.mark.device("cuda")
@@ -212,3 +213,15 @@ def test_bfloat16_decode_steps_give_the_logits_of_the_prompt(
     error = mean_square_error(decoded, true)
     print(f"{checkpoint.name} bfloat16, decode steps: {error:.4f} from float32")
     assert error < tolerance(checkpoint)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 1e-5), ("bfloat16", 0.03)])
+def test_experts_in_mxfp4_give_the_logits_of_the_numbers_that_they_stand_for(
+    tmp_path: Path, prompts: dict[str, list[int]], dtype: str, most: float
+) -> None:
+    """Each of these numbers is one in bfloat16 too, so only sums' order differs."""
+    packed, twin = build_mxfp4(tmp_path)
+    found, wanted = (logits_of(ours(folder, dtype), prompts) for folder in (packed, twin))
+    error = median_error(found, wanted)
+    print(f"gpt-oss in MXFP4, {dtype}: {error:.1e} from the same numbers, median token")
+    assert error < most
