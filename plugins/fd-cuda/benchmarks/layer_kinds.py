@@ -120,7 +120,8 @@ def fill_with_noise(worker: Any, seed: int) -> None:
                 else:
                     weight.normal_(0, 0.02, generator=generator)
                 continue
-            raw = weight.data.view(torch.uint8)
+            raw = torch.empty(0, dtype=torch.uint8, device=weight.device)
+            raw.set_(weight.untyped_storage())  # it may be laid out in any way
             if "scale" in name:
                 raw.fill_(118)  # of MXFP4: a power of two
             else:
