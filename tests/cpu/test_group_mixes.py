@@ -232,7 +232,7 @@ def windowed(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("num_mixes", (6, pytest.param(60, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("num_mixes", (6, pytest.param(60, marks=NUM_MIXES[1].marks)))
 @pytest.mark.parametrize("method", ["oracle", "draft_model"])
 def test_refused_drafts_leave_windows_as_they_were(
     speculating: Any, tensor_library: str, method: str, num_mixes: int
