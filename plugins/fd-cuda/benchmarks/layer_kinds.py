@@ -161,9 +161,9 @@ def measure(asker: Asker, options: argparse.Namespace) -> dict[str, float]:
         found[what] = statistics.median(values) * 1e3
         print(f"  {what:>26} {found[what]:10.3f} ms", flush=True)
 
-    asker.seconds(1, options.long, 4)  # compile what has to be
+    asker.seconds(1, options.long, 4)  # here and below: compile what has to be
     for batch in options.batch:
-        asker.seconds(batch, 64, 4)
+        asker.seconds(batch, options.prompt, 4)
         rounds = range(options.rounds if batch * options.prompt < MANY_TOKENS else 1)
         first = [asker.seconds(batch, options.prompt, 1) for _ in rounds]
         whole = [asker.seconds(batch, options.prompt, options.output) for _ in rounds]
