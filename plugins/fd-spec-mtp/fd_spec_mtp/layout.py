@@ -73,6 +73,9 @@ LAYOUTS: Final[dict[str, Callable[[int, int], ModuleNames]]] = {
 # Spellings of the number of modules in config.json.
 COUNT_KEYS: Final = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 
+# Modules of families whose releases have some and do not say so.
+UNSAID: Final = {"Qwen3NextForCausalLM": 1}
+
 
 def architecture(hf_config: Mapping[str, Any]) -> str:
     """The first of config.json's architectures."""
@@ -80,7 +83,7 @@ def architecture(hf_config: Mapping[str, Any]) -> str:
 
 
 def num_modules(hf_config: Mapping[str, Any]) -> int:
-    """The number of modules that config.json announces."""
+    """The number of modules that config.json announces, or that such releases have."""
     for key in COUNT_KEYS:
         value = hf_config.get(key)
         if value is None:
@@ -90,7 +93,7 @@ def num_modules(hf_config: Mapping[str, Any]) -> int:
                 f"config.json has {key}={value!r}; expected a whole number, 0 or above"
             )
         return value
-    return 0
+    return UNSAID.get(architecture(hf_config), 0)
 
 
 def modules(hf_config: Mapping[str, Any], count: int) -> list[ModuleNames]:
