@@ -59,7 +59,7 @@ ONCE = (
 )
 LONG = (
     *("expert_parallel", "families_engine", "gguf_engine", "gguf_models", "group_mixes"),
-    *("host_communicator", "index_mixes", "kv_store", "multi_step", "state_mixes"),
+    *("host_communicator", "index_mixes", "kv_store", "mtp_states", "multi_step", "state_mixes"),
     *("several_between_drafts", "speculative_ahead", "speculative_hostile", "speculative_turns"),
     *("speculative_verify", "step_graphs_parts"),
 )

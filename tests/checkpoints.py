@@ -431,6 +431,27 @@ STATE_VARIANTS: dict[str, dict[str, Any]] = {
         "n_group": 4,
         "topk_group": 2,
     },
+    "kimi-linear": {
+        "architecture": "KimiLinear",
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "layer_types": [
+            *("linear_attention", "linear_attention", "full_attention", "linear_attention")
+        ],
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+        "kv_lora_rank": 24,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 12,
+        "moe_intermediate_size": 24,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+    },
     "lfm2": {
         "architecture": "Lfm2",
         "num_hidden_layers": 4,

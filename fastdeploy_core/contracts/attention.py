@@ -307,6 +307,8 @@ class StateBackend(Protocol):
     Of each head, with q, k, v out of the convolved input and a state S [key_dim, value_dim] in float32:
       "delta"       g = decay * softplus(dt + dt_bias), b = sigmoid(beta); q, k of length 1, q / sqrt(key_dim);
                     S <- e^g S;  S <- S + k (b (v - S^T k))^T;  o = S^T q      (arXiv 2412.06464)
+      "channel_delta"  the same with a g for each row of S: dt and dt_bias have key_dim numbers a head
+                    instead of one (arXiv 2510.26692)
       "space"       t = softplus(dt + dt_bias), g = decay * t;
                     S <- e^g S + k (t v)^T;  o = S^T q + skip * v              (Mamba-2, arXiv 2405.21060)
       "short_conv"  no recurrence: o is the convolved input, without the silu that the others have behind it
@@ -349,7 +351,7 @@ class StateBackend(Protocol):
     ) -> Tensor:
         """[num_tokens, num_heads * value_dim], or [num_tokens, channels] of "short_conv"; model dtype.
 
-        x: [num_tokens, channels] before the convolution: q, k, v of "delta", v, k, q of "space"; each key head
-        is that of as many neighbouring heads. dt, and beta of "delta": [num_tokens, num_heads].
+        x: [num_tokens, channels] before the convolution: q, k, v of the deltas, v, k, q of "space"; each key head
+        is that of as many neighbouring heads. dt, and beta of the deltas: [num_tokens, num_heads].
         """
         ...

@@ -136,7 +136,7 @@ class StateSpec:
 
     The state is [num_heads, key_dim, value_dim]; beside it lie the last conv_width - 1 inputs of a
     causal convolution over sum(conv_parts) channels. contracts/attention.py has the formulae. All numbers
-    are of this rank. Reserved: kind "channel_delta".
+    are of this rank.
     """
 
     kind: Literal["delta", "channel_delta", "space", "short_conv"]

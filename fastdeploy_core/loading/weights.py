@@ -289,7 +289,7 @@ class DummyTensor:
             if key not in self._pools:
                 stream = np.random.default_rng([self._seed, len(str(fill))])
                 self._pools[key] = self._dummy_numbers(fill, stream, DUMMY_NUMBERS)
-            first = place % DUMMY_NUMBERS
+            first = place % DUMMY_NUMBERS & -256  # as aligned as what an allocator returns
             times = -(-(first + count) // DUMMY_NUMBERS)
             many = self._pools[key].unsqueeze(0).expand([times, DUMMY_NUMBERS])
             whole = many.reshape([times * DUMMY_NUMBERS])[first : first + count]

@@ -128,10 +128,10 @@ class SpeculativeBench(Bench):
         captures: bool = False,
         benchmark_mode: bool = False,
         processors: tuple[str, ...] = (NO_REPEAT,),
+        load_format: str = "dummy",
     ) -> None:
-        config = engine_config(
-            folder, library, model={"max_model_len": MAX_MODEL_LEN}, logits_processors=processors
-        )
+        model = {"max_model_len": MAX_MODEL_LEN, "load_format": load_format}
+        config = engine_config(folder, library, model=model, logits_processors=processors)
         if method is not None:
             speculative = SpeculativeConfig(
                 method,

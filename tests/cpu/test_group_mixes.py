@@ -39,9 +39,9 @@ from tests.cpu.speculative_mixes import make_requests as make_speculated
 from tests.null_engine import make_request
 from tests.worker_steps import write_model
 
-# Windows alone; windows behind a full layer; windows and full layers in turn, with sinks; chunks,
-# and full layers without positions.
-VARIANTS = ("mistral-window", "qwen2-window", "gpt-oss", "llama4")
+# Windows alone; windows behind a full layer; windows and full layers in turn, with sinks, or with
+# capped logits; chunks, and full layers without positions.
+VARIANTS = ("mistral-window", "qwen2-window", "gpt-oss", "gemma2", "llama4")
 NUM_MIXES = (15, pytest.param(110, marks=[pytest.mark.slow, pytest.mark.timeout(900)]))  # per model
 
 
@@ -232,7 +232,7 @@ def windowed(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("num_mixes", (6, pytest.param(60, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("num_mixes", (6, pytest.param(60, marks=NUM_MIXES[1].marks)))
 @pytest.mark.parametrize("method", ["oracle", "draft_model"])
 def test_refused_drafts_leave_windows_as_they_were(
     speculating: Any, tensor_library: str, method: str, num_mixes: int

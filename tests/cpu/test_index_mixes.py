@@ -9,8 +9,16 @@ from random import Random
 
 import pytest
 
+from fastdeploy_core.config import GraphConfig
 from tests.checkpoints import build
-from tests.cpu.engine_mixes import Bench, Settings, answers_alone, check, make_requests
+from tests.cpu.engine_mixes import (
+    Bench,
+    Settings,
+    answers_alone,
+    check,
+    check_captured,
+    make_requests,
+)
 
 SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -40,3 +48,17 @@ def test_random_mixes_give_the_tokens_of_each_request_alone(
         seen["long"] += sum(len(r.prompt_token_ids) > 12 for r in chosen)
     assert seen["preemptions"] and seen["prefix hits"] > num_mixes
     assert seen["shared steps"] > num_mixes // 2 and seen["long"] > num_mixes
+
+
+@pytest.mark.parametrize("num_mixes", (5, pytest.param(110, marks=SLOW)))
+def test_captured_steps_give_the_same_tokens(
+    checkpoint: Path, tensor_library: str, num_mixes: int
+) -> None:
+    """Decodes replayed over blocks that hold NaN where nobody wrote."""
+    bench = Bench(checkpoint, tensor_library)
+    requests = make_requests(Random(6), 14)
+    alone = answers_alone(bench, requests)
+    captured = Bench(checkpoint, tensor_library, GraphConfig(sizes=(1, 2, 4, 8)))
+    seen = check_captured(captured, requests, alone, num_mixes)
+    captured.worker.close()
+    assert seen["replays"] > seen["steps"] / 4 and seen["preemptions"]

@@ -82,10 +82,10 @@ def test_the_engine_gives_the_tokens_of_transformers(
     check_engine(checkpoints / variant, tensor_library)
 
 
-# Rows in groups by key head; rows in plain order; convolutions alone.
+# Rows in groups by key head; rows in plain order; convolutions alone; a gate for each channel.
 ON_TWO_RANKS = (
     "qwen3-next",
-    *(pytest.param(v, marks=pytest.mark.slow) for v in ("qwen3-5", "lfm2")),
+    *(pytest.param(v, marks=pytest.mark.slow) for v in ("qwen3-5", "lfm2", "kimi-linear")),
 )
 
 

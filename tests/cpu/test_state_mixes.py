@@ -30,8 +30,10 @@ from tests.cpu.speculative_mixes import answers_alone as alone_without_drafts
 from tests.cpu.speculative_mixes import check as check_speculated
 from tests.null_engine import make_request
 
-# Delta nets beside attention; Mamba-2 beside attention; convolutions beside attention.
-VARIANTS = ("qwen3-next", "granite4", "lfm2")
+# Beside attention: delta nets, Mamba-2, convolutions, and delta nets that fade channel by channel,
+# which differ from the first in the driver alone.
+VARIANTS = ("qwen3-next", "granite4", "lfm2", "kimi-linear")
+MARKED = [pytest.param(v, marks=[pytest.mark.slow] * (v == "kimi-linear")) for v in VARIANTS]
 NUM_MIXES = (8, pytest.param(70, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]))
 
 
@@ -40,7 +42,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("states"), list(VARIANTS))
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=MARKED)
 def variant(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_testing.generate import sampled_tokens
+from tests.checkpoints import NUM_GREEDY, build, reference
 
 pytestmark = pytest.mark.device("cuda")
 
@@ -62,3 +63,25 @@ def test_recorded_steps_give_the_tokens_of_eager_steps(
     for sampling, found, expected in zip(samplings, recorded, eager, strict=True):
         assert found["together"] == expected["together"], sampling
         assert found["alone"] == found["together"], sampling
+
+
+@pytest.mark.parametrize(
+    "family", ["gpt-oss", "gemma3", "llama4", "deepseek-v32", "qwen3-next", "nemotron-h", "lfm2"]
+)
+def test_each_kind_of_layer_gives_the_tokens_of_transformers(tmp_path: Path, family: str) -> None:
+    """In float32, with captured decodes, prompts in chunks, and the prefix cache."""
+    answers = reference(build(tmp_path, [family]) / family)
+    (run,) = sampled_tokens(
+        tmp_path / family,
+        [answer["prompt"].tolist() for answer in answers],
+        [GREEDY],
+        max_tokens=NUM_GREEDY,
+        device="cuda",
+        tensor_library="torch",
+        dtype="float32",
+        max_num_batched_tokens=9,
+        max_num_seqs=4,
+        num_gpu_blocks_override=256,
+    )["runs"]
+    expected = [answer["greedy"].tolist() for answer in answers]
+    assert run["together"] == expected and run["alone"] == expected

@@ -72,6 +72,7 @@ from fd_models.olmo2 import Olmo2ForCausalLM, Olmo3ForCausalLM
 from fd_models.phi3 import Phi3ForCausalLM
 from fd_models.qwen2_moe import Qwen2MoeForCausalLM
 from fd_models.recurrent.granite4 import GraniteMoeHybridForCausalLM
+from fd_models.recurrent.kimi_linear import KimiLinearForCausalLM
 from fd_models.recurrent.lfm2 import Lfm2ForCausalLM
 from fd_models.recurrent.nemotron_h import NemotronHForCausalLM
 from fd_models.recurrent.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
@@ -350,6 +351,7 @@ models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     GraniteMoeHybridForCausalLM,
+    KimiLinearForCausalLM,
     Lfm2ForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,

@@ -102,7 +102,7 @@ class RecordableAttention:
     unit: Literal["core", "rope_kv"] = "core"
     can_capture_decode = True
     can_capture_mixed = False
-    features = frozenset({"window", "chunk", "sinks"})
+    features = frozenset({"window", "chunk", "sinks", "softcap"})
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
@@ -177,6 +177,8 @@ class RecordableAttention:
 
         queries = (q[:fed] * spec.scale).unsqueeze(2)
         scores = xp.matmul_nt(queries, load(cache[0], spec.head_dim)).squeeze(2)
+        if spec.softcap:
+            scores = xp.tanh(scores / spec.softcap) * spec.softcap
         never = xp.full([1], -1e30, dtype=scores.dtype, device=self._device.device)
         scores = xp.where(metadata.hidden.unsqueeze(1), never, scores)
         if sinks is not None:
@@ -193,7 +195,8 @@ class RecordableAttention:
 
 
 class OnCapturingDevice:
-    """Plugins as resolved, with these two drivers in place of the device's and attention's own."""
+    """Plugins as resolved, with these two drivers in place of the device's and the reference's of
+    attention."""
 
     def __init__(self, resolved: ResolvedPlugins) -> None:
         self._resolved = resolved
@@ -202,7 +205,8 @@ class OnCapturingDevice:
         """The driver class."""
         if kind == "device":
             return CapturingDevice
-        return RecordableAttention if kind == "attention" else self._resolved.load(kind, name)
+        is_reference = kind == "attention" and self._resolved.chosen.get(kind) == "reference"
+        return RecordableAttention if is_reference else self._resolved.load(kind, name)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._resolved, name)

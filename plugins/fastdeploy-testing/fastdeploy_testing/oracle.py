@@ -185,18 +185,19 @@ def recurrence(
     assert dt is not None and decay is not None and dt_bias is not None
     convolved /= 1 + np.exp(-convolved)
     parts = np.split(convolved, np.cumsum(spec.conv_parts)[:-1], 1)
-    q, k, v = parts if spec.kind == "delta" else parts[::-1]
+    is_delta = spec.kind in ("delta", "channel_delta")
+    q, k, v = parts if is_delta else parts[::-1]
     each = spec.num_heads // spec.num_key_heads
     q, k = (y.reshape(len(x), spec.num_key_heads, spec.key_dim).repeat(each, 1) for y in (q, k))
     v = v.reshape(len(x), spec.num_heads, spec.value_dim)
-    step = np.log1p(np.exp(dt + dt_bias))
+    step = np.log1p(np.exp(dt + dt_bias)).reshape(len(x), spec.num_heads, -1)
     state, out = np.zeros((spec.num_heads, spec.key_dim, spec.value_dim)), []
-    if spec.kind == "delta":
+    if is_delta:
         q, k = (y / np.sqrt((y * y).sum(-1, keepdims=True) + 1e-6) for y in (q, k))
         q = q * spec.key_dim**-0.5
     for t in range(len(x)):
-        state = state * np.exp(decay * step[t])[:, None, None]
-        new = step[t][:, None] * v[t]
+        state = state * np.exp(decay[:, None] * step[t])[:, :, None]
+        new = step[t][:, :1] * v[t]
         if beta is not None:
             seen = (state * k[t][:, :, None]).sum(1)
             new = (v[t] - seen) / (1 + np.exp(-beta[t]))[:, None]

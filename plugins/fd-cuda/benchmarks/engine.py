@@ -83,6 +83,9 @@ MODELS = {
     ),
     "qwen3-30b-a3b": Peer({1: 1.44, 8: 6.20, 64: 15.3, 256: 20.1}, floor_prefill=135e3),
     "qwen3-next-80b-a3b": Peer(),  # more than one GPU holds; --layers 8 fits
+    "gpt-oss-20b": Peer(),
+    "gemma-3-4b": Peer(),
+    "glm-4.5-air": Peer(),  # the same; --layers 10 fits
 }
 
 

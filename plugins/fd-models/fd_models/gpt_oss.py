@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from fastdeploy_core.layers import ModelBuilder, RMSNorm
     from fastdeploy_core.models.decoder import MakeFeedForward
     from fastdeploy_core.tensor import Tensor
+
+# Tokens up to which a device that captures steps is not asked which experts were chosen.
+MOST_AT_ONCE = 1024
 
 
 class ClampedExperts:
@@ -113,6 +118,8 @@ class ClampedExperts:
         logits = xp.linear(x, self._router) + self._router_bias
         chosen, ids = xp.topk(logits, self._top_k, -1)
         shares = xp.softmax(chosen, -1)
+        if self._build.device.limits.graph_capture and x.shape[0] <= MOST_AT_ONCE:
+            return self._build.all_reduce(self._at_once(x, ids, shares).to(x.dtype))
         total = xp.zeros(list(x.shape), dtype=xp.float32, device=x.device)
         chosen_ids = xp.to_numpy(ids)
         for expert in np.unique(chosen_ids).tolist():
@@ -120,18 +127,34 @@ class ClampedExperts:
             rows = self._build.device.to_device(tokens)
             places = self._build.device.to_device(tokens * self._top_k + nth)
             share = xp.index_select(shares.reshape([-1]), 0, places).unsqueeze(1)
-            y = self._expert(xp.index_select(x, 0, rows), expert) * share
+            y = self._run(xp.index_select(x, 0, rows), itemgetter(expert)) * share
             total = xp.index_add_(total, 0, rows, y.float())
         return self._build.all_reduce(total.to(x.dtype))
 
-    def _expert(self, x: Tensor, expert: int) -> Tensor:
+    def _at_once(self, x: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+        """[num_tokens, hidden] float32, without asking the device who chose what, as captured steps
+        need it: by copies of the chosen experts while those are few, else by all experts."""
+        xp, (tokens, top_k), count = self._xp, ids.shape, self._gate_up.shape[0]
+        if 3 * tokens * top_k <= count:
+            flat = ids.reshape([-1])
+            each = xp.repeat_interleave(x, top_k, 0).unsqueeze(1)
+            y = self._run(each, lambda w: _rows(xp.index_select(w, 0, flat)))
+            return (y.reshape([tokens, top_k, -1]).float() * shares.float().unsqueeze(-1)).sum(1)
+        experts = xp.arange(count, dtype=ids.dtype, device=ids.device)
+        is_chosen = (ids.unsqueeze(-1) == experts).to(shares.dtype)  # [tokens, top_k, experts]
+        share = (is_chosen * shares.unsqueeze(-1)).sum(1).float().transpose(0, 1)
+        y = self._run(x.unsqueeze(0).expand([count, *x.shape]), _rows)
+        return (y.float() * share.unsqueeze(-1)).sum(0)
+
+    def _run(self, x: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
+        """[..., tokens, hidden] by the experts that `of` takes from all experts' tensors."""
         xp, limit = self._xp, self._limit
-        both = xp.matmul(x, self._gate_up[expert]) + self._gate_up_bias[expert]
-        gate, up = both[:, 0::2], both[:, 1::2]
+        both = xp.matmul(x, of(self._gate_up)) + of(self._gate_up_bias)
+        gate, up = both[..., 0::2], both[..., 1::2]
         gate, up = xp.clamp(gate, None, limit), xp.clamp(up, -limit, limit)
         hidden = (up + 1) * gate * xp.sigmoid(gate * self._alpha)
-        y = xp.matmul(hidden, self._down[expert])
-        return y if self._down_bias is None else y + self._down_bias[expert]
+        y = xp.matmul(hidden, of(self._down))
+        return y if self._down_bias is None else y + of(self._down_bias)
 
     def after(
         self, norm: RMSNorm, x: Tensor, residual: Tensor | None
@@ -139,6 +162,11 @@ class ClampedExperts:
         """Two addends of t + experts(norm(t)) with t = x + residual."""
         normed, total = norm.add(x, residual)
         return self(normed), total
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Biases [experts, n] as [experts, 1, n], to be added to every token; matrices as they are."""
+    return x.unsqueeze(1) if x.ndim == 2 else x
 
 
 class GptOssForCausalLM(StrictLM):

@@ -170,6 +170,34 @@ RELEASED: dict[str, dict[str, Any]] = {
         "use_bias": False,
         "use_conv_bias": True,
     },
+    "KimiLinearForCausalLM": {
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 32,
+        "linear_attn_config": {
+            "full_attn_layers": [3],
+            "head_dim": 16,
+            "kda_layers": [1, 2, 4],
+            "num_heads": 8,
+            "short_conv_kernel_size": 4,
+        },
+        "mla_use_nope": True,
+        "model_max_length": 1048576,
+        "moe_layer_freq": 1,
+        "moe_renormalize": True,
+        "moe_router_activation_func": "sigmoid",
+        "num_expert_group": 1,
+        "num_experts": 8,
+        "num_experts_per_token": 2,
+        "num_nextn_predict_layers": 0,
+        "num_shared_experts": 1,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "routed_scaling_factor": 2.446,
+        "topk_group": 1,
+        "use_grouped_topk": True,
+        "v_head_dim": 16,
+    },
     "Lfm2ForCausalLM": {
         "block_auto_adjust_ff_dim": True,
         "block_dim": 64,
@@ -364,6 +392,7 @@ def test_which_blocks_keep_a_state() -> None:
     assert kinds("Qwen3NextForCausalLM") == kinds("Qwen3NextForCausalLM", **types) == usual
     assert kinds("Qwen3NextForCausalLM", full_attention_interval=5)[3:] == ["state", "attention"]
     assert kinds("Lfm2ForCausalLM") == ["state", "state", "attention", "state", "state"]
+    assert kinds("KimiLinearForCausalLM") == ["state", "state", "attention", "state", "state"]
     types = {"layer_types": ["mamba", "attention", "linear_attention", "full_attention", "mamba"]}
     with pytest.raises(UnsupportedModel, match="possible: attention or full_attention or linear"):
         kinds("GraniteMoeHybridForCausalLM", layer_types=["conv"] * 5)

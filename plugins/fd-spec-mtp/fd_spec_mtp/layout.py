@@ -49,15 +49,32 @@ def _deepseek(number: int, num_layers: int) -> ModuleNames:
     )
 
 
+def _qwen(number: int, num_layers: int) -> ModuleNames:
+    """Qwen3-Next and Qwen3.5: one module beside the model, whose block has full attention."""
+    if number:
+        raise ConfigError(
+            f"config.json announces {number + 1} multi-token-prediction modules or more; those of "
+            "Qwen3-Next and Qwen3.5 share their projection, which is not supported; possible: 1"
+        )
+    names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "layers.0", "norm")
+    return ModuleNames(("mtp.",), *(f"mtp.{name}" for name in names))
+
+
 LAYOUTS: Final[dict[str, Callable[[int, int], ModuleNames]]] = {
     "DeepseekV3ForCausalLM": _deepseek,
     "Ernie4_5ForCausalLM": _ernie,
     "Ernie4_5_ForCausalLM": _ernie,
     "Ernie4_5_MoeForCausalLM": _ernie,
     "Ernie4_5_VLMoeForConditionalGeneration": _ernie,
+    "Qwen3NextForCausalLM": _qwen,
+    "Qwen3_5ForCausalLM": _qwen,
+    "Qwen3_5MoeForCausalLM": _qwen,
 }
 # Spellings of the number of modules in config.json.
-COUNT_KEYS: Final = ("num_nextn_predict_layers", "num_mtp_layers")
+COUNT_KEYS: Final = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+
+# Modules of families whose releases have some and do not say so.
+UNSAID: Final = {"Qwen3NextForCausalLM": 1}
 
 
 def architecture(hf_config: Mapping[str, Any]) -> str:
@@ -66,7 +83,7 @@ def architecture(hf_config: Mapping[str, Any]) -> str:
 
 
 def num_modules(hf_config: Mapping[str, Any]) -> int:
-    """The number of modules that config.json announces."""
+    """The number of modules that config.json announces, or that such releases have."""
     for key in COUNT_KEYS:
         value = hf_config.get(key)
         if value is None:
@@ -76,7 +93,7 @@ def num_modules(hf_config: Mapping[str, Any]) -> int:
                 f"config.json has {key}={value!r}; expected a whole number, 0 or above"
             )
         return value
-    return 0
+    return UNSAID.get(architecture(hf_config), 0)
 
 
 def modules(hf_config: Mapping[str, Any], count: int) -> list[ModuleNames]:

@@ -75,11 +75,12 @@ class MTPModule:
         self._projection = build.linear(
             names.projection, 2 * hidden_size, hidden_size, quantize=False
         )
-        self._block = target.block(build, names.block, number)
         self._norm = build.norm(names.norm, hidden_size, eps) if names.norm else target.norm
         self._head = target.lm_head
         if names.head:
             self._head = build.lm_head(names.head, vocab_size, hidden_size, like=target.lm_head)
+        # Last: a family may change how the parts before it are read.
+        self._block = target.block(build, names.block, number)
 
     def forward(
         self,

@@ -24,6 +24,7 @@ from .base import OnDevice, values
 SPECS = {
     "delta": StateSpec("delta", 4, 2, 8, 6, (16, 16, 24), 4, "float32"),
     "delta, a key head each": StateSpec("delta", 2, 2, 16, 16, (32, 32, 32), 4, "float32"),
+    "channel_delta": StateSpec("channel_delta", 3, 3, 8, 6, (24, 24, 18), 4, "float32"),
     "space": StateSpec("space", 4, 2, 8, 6, (24, 16, 16), 4, "float32"),
     "space, one group": StateSpec("space", 3, 1, 16, 4, (12, 16, 16), 4, "float32"),
     "short_conv": StateSpec("short_conv", 0, 0, 0, 0, (10,), 3, "float32"),
@@ -44,11 +45,12 @@ class World:
         self.xp = device.xp
         channels, heads = sum(spec.conv_parts), spec.num_heads
         has_state = spec.kind != "short_conv"
+        self.num_gates = spec.key_dim if spec.kind == "channel_delta" else 1  # of each head
         self.weights = {
             "conv": values(1, channels, spec.conv_width) * 0.5,
             "conv_bias": values(2, channels) * 0.2,
             "decay": -np.exp(values(3, heads)) if has_state else None,
-            "dt_bias": values(4, heads) if has_state else None,
+            "dt_bias": values(4, heads * self.num_gates) if has_state else None,
             "skip": values(5, heads) if spec.kind == "space" else None,
         }
         self.held = StateWeights(
@@ -75,8 +77,9 @@ class World:
         """x, dt and beta of one sequence."""
         spec, seq = self.spec, seq * (not self.are_alike)
         x = values(100 + seq, length, sum(spec.conv_parts))
-        dt = values(200 + seq, length, spec.num_heads) if spec.num_heads else None
-        beta = values(300 + seq, length, spec.num_heads) if spec.kind == "delta" else None
+        heads, is_delta = spec.num_heads, spec.kind in ("delta", "channel_delta")
+        dt = values(200 + seq, length, heads * self.num_gates) if heads else None
+        beta = values(300 + seq, length, heads) if is_delta else None
         return [x, dt, beta]
 
     def expected(self, seq: int, length: int) -> np.ndarray:

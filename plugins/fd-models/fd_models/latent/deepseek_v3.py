@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from fastdeploy_core.models.decoder import FeedForward
 
 
-def _latent(read: ConfigReader) -> LatentShape:
+def latent_shape(read: ConfigReader) -> LatentShape:
+    """Widths of the whole model."""
     has_q_lora = read.config.get("q_lora_rank") is not None
     return LatentShape(
         hidden=read.size("hidden_size"),
@@ -49,8 +50,9 @@ def _softmax_scale(spec: RotarySpec) -> float:
     return yarn_magnitude(spec.number("factor"), spec.number("mscale_all_dim")) ** 2
 
 
-def _attention(read: ConfigReader, dtype: str) -> AttentionSpec:
-    shape, rotary = _latent(read), _rotary(read)
+def latent_attention(read: ConfigReader, rotary: RotarySpec, dtype: str) -> AttentionSpec:
+    """One rank's attention."""
+    shape = latent_shape(read)
     q_dim = shape.qk_nope_head_dim + shape.qk_rope_head_dim
     return AttentionSpec(
         kind="mla",
@@ -88,7 +90,7 @@ class DeepseekV3ForCausalLM(DecoderLM):
     @classmethod
     def attention_spec(cls, read: ConfigReader, dtype: str) -> AttentionSpec:
         """One rank's attention."""
-        return _attention(read, dtype)
+        return latent_attention(read, _rotary(read), dtype)
 
     @classmethod
     def shapes(cls, config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
@@ -100,7 +102,7 @@ class DeepseekV3ForCausalLM(DecoderLM):
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
         read = ConfigReader(config, build.tp_size)
-        latent, rotary = _latent(read), _rotary(read)
+        latent, rotary = latent_shape(read), _rotary(read)
         spec = self.attention_spec(read, build.dtype)
         moe, width = _moe(read, build.dtype), read.size("moe_intermediate_size")
         shared = width * read.count("n_shared_experts", default=0)

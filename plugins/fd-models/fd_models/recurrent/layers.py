@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class RecurrentLayer:
     """What recurrent layers share: their state, and the weights of convolution and decay.
 
-    conv: the convolution's name in the checkpoint; A_log, dt_bias and D, if the kind has them, are
-    below `prefix`.
+    conv: the convolution's names in the checkpoint: one of all its parts, or one of each. A_log,
+    dt_bias and D, if the kind has them, are below `prefix`.
     """
 
     def __init__(
@@ -35,8 +35,7 @@ class RecurrentLayer:
         build: ModelBuilder,
         prefix: str,
         spec: StateSpec,
-        conv: str,
-        *,
+        *conv: str,
         conv_bias: bool = False,
     ) -> None:
         self._build, self._xp, self.spec = build, build.xp, spec
@@ -45,37 +44,56 @@ class RecurrentLayer:
         self._select_rows = build.kernels["select_rows"]
         dtype, channels = build.xp.dtype(build.dtype), sum(spec.conv_parts)
         self.weights = StateWeights(build.zeros((channels, spec.conv_width), dtype))
-        place = build.weights.add
-        accept = partial(self._accept_channels, self.weights.conv)
-        whole = channels * build.tp_size
-        shape: tuple[int, ...] = (whole, 1, spec.conv_width)
-        place(Placement(f"{conv}.weight", shape, tuple(map(slice, shape)), accept))
         if conv_bias:
             self.weights.conv_bias = build.zeros((channels,), dtype)
-            accept = partial(self._accept_channels, self.weights.conv_bias)
-            place(Placement(f"{conv}.bias", (whole,), (slice(0, whole),), accept))
+        start = 0
+        for name, parts in zip(conv, _parts(spec, len(conv)), strict=True):
+            self._place_channels(name, start, parts)
+            start += sum(parts)
         if spec.kind == "short_conv":
             return
-        self.weights.decay = self._place_heads(f"{prefix}.A_log", self._accept_decay)
-        self.weights.dt_bias = self._place_heads(f"{prefix}.dt_bias", _copy)
+        is_channel = spec.kind == "channel_delta"
+        self.weights.decay = self._place_heads(
+            f"{prefix}.A_log", self._accept_decay, is_wrapped=is_channel
+        )
+        self.weights.dt_bias = self._place_heads(
+            f"{prefix}.dt_bias", _copy, each=spec.key_dim if is_channel else 1
+        )
         if spec.kind == "space":
             self.weights.skip = self._place_heads(f"{prefix}.D", _copy)
 
-    def _place_heads(self, name: str, accept: Any) -> Tensor:
-        """[num_heads] float32, divided among ranks as heads are."""
-        build, heads = self._build, self.spec.num_heads
-        held, whole = build.zeros((heads,), build.xp.float32), heads * build.tp_size
-        region = (build.piece.of(whole),)
-        build.weights.add(Placement(name, (whole,), region, partial(accept, held)))
+    def _place_channels(self, name: str, start: int, parts: tuple[int, ...]) -> None:
+        """Channels from `start` on, of those parts, in tensors of their own."""
+        place, whole = self._build.weights.add, sum(parts) * self._build.tp_size
+        shape: tuple[int, ...] = (whole, 1, self.spec.conv_width)
+        accept = partial(self._accept_channels, self.weights.conv, start, parts)
+        place(Placement(f"{name}.weight", shape, tuple(map(slice, shape)), accept))
+        if self.weights.conv_bias is not None:
+            accept = partial(self._accept_channels, self.weights.conv_bias, start, parts)
+            place(Placement(f"{name}.bias", (whole,), (slice(0, whole),), accept))
+
+    def _place_heads(
+        self, name: str, accept: Any, *, each: int = 1, is_wrapped: bool = False
+    ) -> Tensor:
+        """[num_heads * each] float32, divided among ranks as heads are; [1, 1, num_heads, 1] in
+        the checkpoint if it `is_wrapped`."""
+        build, count = self._build, self.spec.num_heads * each
+        held, whole = build.zeros((count,), build.xp.float32), count * build.tp_size
+        shape: tuple[int, ...] = (1, 1, whole, 1) if is_wrapped else (whole,)
+        own, one = build.piece.of(whole), slice(0, 1)
+        region = (one, one, own, one) if is_wrapped else (own,)
+        build.weights.add(Placement(name, shape, region, partial(accept, held)))
         return held
 
     def _accept_decay(self, held: Tensor, tensor: Tensor) -> None:
-        held[:] = -self._xp.exp(tensor.float())
+        held[:] = -self._xp.exp(tensor.float()).reshape([-1])
 
-    def _accept_channels(self, held: Tensor, tensor: Tensor) -> None:
-        """This rank's share of each part of the convolution's channels, of all of them."""
-        first = start = 0
-        for part in self.spec.conv_parts:
+    def _accept_channels(
+        self, held: Tensor, start: int, parts: tuple[int, ...], tensor: Tensor
+    ) -> None:
+        """This rank's share of each of these parts of the convolution's channels, of all ranks'."""
+        first = 0
+        for part in parts:
             own = self._build.piece.of(part * self._build.tp_size)
             rows = tensor[first + own.start : first + own.stop]
             held[start : start + part] = rows.reshape([part, *held.shape[1:]]).to(held.dtype)
@@ -107,6 +125,11 @@ class RecurrentLayer:
         if rows is not None:
             y, total = self._select_rows(y, rows), self._select_rows(total, rows)
         return y, total
+
+
+def _parts(spec: StateSpec, num_names: int) -> list[tuple[int, ...]]:
+    """Parts of the convolution that each of its tensors has."""
+    return [spec.conv_parts] if num_names == 1 else [(part,) for part in spec.conv_parts]
 
 
 def _copy(held: Tensor, tensor: Tensor) -> None:

@@ -22,6 +22,7 @@ from fastdeploy_core.layers import (
     RotarySpec,
 )
 from fastdeploy_core.models.reading import ConfigReader
+from fd_models.gpt_oss import MOST_AT_ONCE
 
 from .granite4 import Mamba2, refuse_ranks
 from .layers import HybridLM
@@ -121,7 +122,14 @@ class SquaredExperts:
 
     def _routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         xp, put, top_k = self._xp, self._device.to_device, self._routing.top_k
-        total, weights = xp.zeros_like(x.float()), weights.reshape([-1])
+        total = xp.zeros_like(x.float())
+        if self._device.limits.graph_capture and x.shape[0] <= MOST_AT_ONCE:
+            # Captured steps cannot ask the device who chose what: every expert computes all.
+            for number, expert in enumerate(self._experts):
+                share = (weights * (ids == number).to(weights.dtype)).sum(dim=1, keepdim=True)
+                total = total + expert(x).float() * share
+            return total.to(x.dtype)
+        weights = weights.reshape([-1])
         chosen = xp.to_numpy(ids)
         for expert in np.unique(chosen).tolist():
             tokens, nth = np.nonzero(chosen == expert)

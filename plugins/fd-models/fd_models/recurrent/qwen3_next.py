@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from fastdeploy_core.contracts.moe import MoESpec
     from fastdeploy_core.layers import ModelBuilder, RotarySpec
-    from fastdeploy_core.models.decoder import AttentionLayer
+    from fastdeploy_core.models.decoder import AttentionLayer, Block
     from fastdeploy_core.tensor import Tensor
 
 DELTA_FIELDS = frozenset(
@@ -181,6 +181,15 @@ def accept_less_one(accept: Callable[[Tensor], None], stored: Tensor) -> None:
     accept(stored.float() + 1.0)
 
 
+def _lift_norms(build: ModelBuilder) -> None:
+    """Of all norms that were placed so far, but those behind a recurrence."""
+    for placement in build.weights.placements.values():
+        name = placement.name
+        is_norm = name.endswith("norm.weight") or ".pre_fc_norm_" in name
+        if is_norm and not name.endswith("linear_attn.norm.weight"):
+            placement.accept = partial(accept_less_one, placement.accept)
+
+
 class DeltaLM(HybridLM):
     """Gated delta nets, and gated attention in some blocks; norms stored as w - 1 but for those
     behind a recurrence."""
@@ -194,7 +203,9 @@ class DeltaLM(HybridLM):
 
     @classmethod
     def is_recurrent(cls, read: ConfigReader, number: int) -> bool:
-        """All but every fourth block, if layer_types does not say."""
+        """All but every fourth block, if layer_types does not say; none behind the last."""
+        if number >= read.size("num_hidden_layers"):
+            return False
         if read.config.get("layer_types"):
             return super().is_recurrent(read, number)
         return bool((number + 1) % read.size("full_attention_interval", default=4))
@@ -205,12 +216,16 @@ class DeltaLM(HybridLM):
         return delta_spec(read, dtype)
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
-        build.weights.ignore("mtp.")  # layers that draft, which refused drafts rule out
+        build.weights.keep("mtp.")
         super().__init__(config, build)
-        for placement in build.weights.placements.values():
-            name = placement.name
-            if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
-                placement.accept = partial(accept_less_one, placement.accept)
+        _lift_norms(build)
+
+    def block(self, build: ModelBuilder, prefix: str, number: int) -> Block:
+        """One block; those of drafters have full attention, and their norms are lifted with it."""
+        made = super().block(build, prefix, number)
+        if prefix.startswith("mtp."):
+            _lift_norms(build)
+        return made
 
     def attend(
         self,

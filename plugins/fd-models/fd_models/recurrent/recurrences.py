@@ -1,7 +1,8 @@
 """Recurrences over states [key, value] in plain tensor code: the definition of what
 fastdeploy_core/contracts/attention.py names.
 
-All numbers are float32. T tokens, H heads, key width K, value width V. Of each head
+All numbers are float32. T tokens, H heads, key width K, value width V; G is 1, or K where each row
+of a state fades by itself. Of each head
 
     S <- e^g S + k new^T;  o = S^T q      new: x (Mamba-2), or b (v - (e^g S)^T k) (gated delta net)
 
@@ -45,8 +46,8 @@ def step(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """One token of each row: (o [R, H, V], the next states [R, H, K, V]). q, k: [R, H, K];
-    v: [R, H, V]; g: [R, H], at most 0; b: [R, H], or None: v comes as it is added."""
-    state = state * g.exp().unsqueeze(-1).unsqueeze(-1)
+    v: [R, H, V]; g: [R, H, G], at most 0; b: [R, H], or None: v comes as it is added."""
+    state = state * g.exp().unsqueeze(-1)
     new = v
     if b is not None:
         new = (v - (state * k.unsqueeze(-1)).sum(dim=-2)) * b.unsqueeze(-1)
@@ -89,20 +90,18 @@ class Chunks:
         tokens in place of R rows, with one state."""
         xp, (seen, earlier) = self._xp, self._seen
         q, k, v = self._cut(q), self._cut(k), self._cut(v)
-        c = xp.cumsum(self._cut(g.unsqueeze(-1)), 2)  # [chunks, H, CHUNK, 1]: decay up to a token
-        # Between two tokens it is at most 0 where the later one sees the earlier.
-        pair = xp.exp(xp.clamp(c - c.transpose(2, 3), None, 0.0)) * seen
-        inner = xp.matmul(q, k.transpose(2, 3)) * pair
+        c = xp.cumsum(self._cut(g), 2)  # [chunks, H, CHUNK, G]: decay up to a token
+        inner = _faded_products(xp, q, k, c) * seen
         grown = xp.exp(c)
         update, wrong = v, None
         if b is not None:
             b = self._cut(b.unsqueeze(-1))
-            system = b * xp.matmul(k, k.transpose(2, 3)) * pair * earlier
+            system = b * _faded_products(xp, k, k, c) * earlier
             both = solve(xp, system, xp.cat([b * v, b * grown * k], -1))
             update, wrong = both[:, :, :, : v.shape[3]], both[:, :, :, v.shape[3] :]
         last = c[:, :, CHUNK - 1 :]
         faded = (xp.exp(last - c) * k).transpose(2, 3)
-        decay, reads = xp.exp(last), grown * q
+        decay, reads = xp.exp(last).transpose(2, 3), grown * q
         found = []
         for i in range(self.num_chunks):
             new = update[i] if wrong is None else update[i] - xp.matmul(wrong[i], state)
@@ -110,6 +109,20 @@ class Chunks:
             state = state * decay[i] + xp.matmul(faded[i], new)
         whole = xp.cat(found, 1).transpose(0, 1)
         return whole[self._places], state
+
+
+def _faded_products(xp: Any, x: Tensor, k: Tensor, c: Tensor) -> Tensor:
+    """[chunks, H, CHUNK, CHUNK]: x_i . e^(c_i - c_j) k_j, right where token i sees token j:
+    the exponent is at most 0 there and is cut elsewhere. x, k: [chunks, H, CHUNK, K]; c: [.., G].
+    """
+    if c.shape[3] == 1:
+        pair = xp.exp(xp.clamp(c - c.transpose(2, 3), None, 0.0))
+        return xp.matmul(x, k.transpose(2, 3)) * pair
+    columns = []
+    for j in range(CHUNK):  # all at once would be CHUNK times as large as the keys
+        faded = xp.exp(xp.clamp(c - c[:, :, j : j + 1], None, 0.0)) * k[:, :, j : j + 1]
+        columns.append((x * faded).sum(dim=-1, keepdim=True))
+    return xp.cat(columns, -1)
 
 
 def solve(xp: Any, lower: Tensor, right: Tensor) -> Tensor:

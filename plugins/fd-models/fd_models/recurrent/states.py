@@ -42,7 +42,7 @@ class PlainStates:
     contract = (1, 5)
     can_capture_decode = True
     can_capture_mixed = False
-    features = frozenset({"delta", "space", "short_conv", "kept"})
+    features = frozenset({"delta", "channel_delta", "space", "short_conv", "kept"})
 
     def __init__(
         self, spec: StateSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
@@ -209,8 +209,9 @@ class PlainStates:
         decay: Any = weights.decay
         parts = [p.reshape([p.shape[0], -1]) for p in xp.split(x, list(spec.conv_parts), -1)]
         t = softplus(xp, dt.float() + weights.dt_bias)
-        g, b = decay * t, None
-        if spec.kind == "delta":
+        # Of each head one number, or one of each row of its state.
+        g, b = decay.unsqueeze(-1) * t.reshape([t.shape[0], spec.num_heads, -1]), None
+        if spec.kind in ("delta", "channel_delta"):
             q, k, v = self._keys(parts[0]), self._keys(parts[1]), self._values(parts[2])
             q, k = unit(xp, q) * spec.key_dim**-0.5, unit(xp, k)
             b, added = xp.sigmoid(beta.float()), v
