@@ -269,10 +269,11 @@ class ModelRunner:
         rows, graphs, slots = launched.rows, self._graphs, self.slots
         captured = self._graph_of(rows)
         if self._drafting is not None and not (captured and self._feeds_unseen(launched)):
-            self._results.read_all()
             with self._lock:
+                lacks_history = launched.max_drafts > 0 and slots.lacks_history(rows)
+                coming = self._results.coming(rows, reads_all=lacks_history)
                 self._drafting.agree(rows)
-                launched.rows = rows = slots.exact(rows)
+                launched.rows = rows = slots.exact(rows, coming)
             launched.fed = rows.num_drafts
             captured = self._graph_of(rows)
         if captured is None:

@@ -22,7 +22,7 @@ from fastdeploy_core.sampling import columns as bits
 from fastdeploy_core.sampling.logprobs import read
 from fastdeploy_core.types import ModelRunnerOutput, TokenLogprobs
 
-from .step import Arriving, Launched
+from .step import Arriving, Launched, StepRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -106,6 +106,20 @@ class Results:
             while self._unread:
                 self._read(self._unread.popleft())
             self._take_awaited()
+
+    def coming(self, rows: StepRows, *, reads_all: bool) -> np.ndarray | int:
+        """How many tokens each of these rows will have given once all launched steps are read, [B];
+        these are read first where that depends on drafts, or the rows are fed drafts."""
+        unread = self._unread
+        if reads_all or rows.num_drafts.any() or any(step.rows.width > 1 for step in unread):
+            self.read_all()
+        if not unread:
+            return 0
+        coming = np.zeros(self._num_left.size, dtype=np.int64)
+        for step in unread:
+            coming[step.rows.slots] += step.rows.samples * step.rows.num_decodes
+        found: np.ndarray = coming[rows.slots]
+        return found
 
     def read_until(self, last: Launched) -> None:
         """Every step up to `last`, in order of launch."""

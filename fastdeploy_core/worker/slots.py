@@ -225,8 +225,11 @@ class Slots:
                 f"sequence {self.seq_ids[slot]} would get {last} blocks; "
                 f"{self.block_tables.shape[1]} are the most for {self.max_model_len} tokens"
             )
-        for number, (_, table) in enumerate(self.tables):  # numbers of all groups alternate
-            table[slot, first:last] = block_ids[number::num_groups]
+        if len(block_ids) == 1:  # as nearly always; a slice takes numpy several times as long
+            self.block_tables[slot, first] = block_ids[0]
+        else:
+            for number, (_, table) in enumerate(self.tables):  # numbers of all groups alternate
+                table[slot, first:last] = block_ids[number::num_groups]
         self.num_blocks[slot] = last
         self.room[slot] = min(last * self.block_size, self.max_model_len)
         self.version += 1
@@ -368,15 +371,15 @@ class Slots:
                 f"sequences {self.seq_ids[rows.slots].tolist()}"
             )
 
-    def exact(self, rows: StepRows) -> StepRows:
-        """The rows as the host knows them once all results are read, with the drafts that it has
-        for them, which are put after their known tokens."""
+    def exact(self, rows: StepRows, coming: np.ndarray | int) -> StepRows:
+        """The rows as the host knows them, with the drafts that it has for them, which are put
+        after their known tokens. coming: see Results.coming."""
         if not self.max_drafts:
             return rows
         slots, own = rows.slots, rows.counts - rows.num_drafts
         # A sequence that has ended without the scheduler's knowledge computes its last token again.
         room = self.room[slots] - own
-        starts = np.minimum(np.minimum(rows.starts, self.num_known[slots] - 1), room)
+        starts = np.minimum(np.minimum(rows.starts, self.num_known[slots] - 1 + coming), room)
         drafts = np.minimum(np.minimum(rows.num_drafts, self.num_drafts[slots]), room - starts)
         if drafts.any():
             ends = np.cumsum(drafts)
