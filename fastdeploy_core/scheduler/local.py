@@ -79,8 +79,7 @@ class LocalScheduler:
         self._early_aborts: OrderedDict[str, float] = OrderedDict()
         self._sweep_s = math.inf  # no queued request expires before
         self._loads: dict[str, tuple[InstanceLoad, float]] = {}  # and when it was reported
-        # Requests and attempts of the newest columns, and entries that such output is of.
-        self._running: tuple[tuple[list[str], list[int]] | None, list[_Entry]] = (None, [])
+        self._running: tuple[object, list[_Entry]] = (None, [])  # see _publish_tokens
         self._is_closed = False
 
     @property
