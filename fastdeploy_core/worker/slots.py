@@ -118,12 +118,11 @@ class Slots:
         if speculative is not None and speculative.benchmark_mode:
             self._no_drafts = self.state.drafts - 1
         # By slot: whether the device knows count and newest token, whether its history is complete,
-        # how many blocks it knows, and what its drafts are.
+        # how many blocks it knows, and what its drafts are (and whether any slot may have some).
         self.is_held, self._has_history = (np.zeros(size, dtype=bool) for _ in range(2))
         self._num_sent, self._drafts_are = (np.zeros(size, dtype=np.int64) for _ in range(2))
-        self._has_drafts = False  # whether any slot may have drafts
         self._sent: tuple[np.ndarray | None, int, int] = (None, 0, 0)
-        self._sent_limit = 0
+        self._sent_limit, self._has_drafts = 0, False
         self._later: list[Update] = []  # for which the next step that reads them is early enough
         self._sent_rows = np.full(size, size, dtype=np.int64)
         self._even_offsets: dict[int, tuple[np.ndarray, Tensor]] = {}
