@@ -85,11 +85,6 @@ class BatchScheduler:
         return len(self.roster.running) + self.roster.num_waiting
 
     @property
-    def num_free_blocks(self) -> int:
-        """KV blocks that a new request could get; see contracts.scheduler.Capacity."""
-        return self.roster.num_free_blocks
-
-    @property
     def num_held(self) -> int:
         """Requests that `hold` took out of the queue."""
         return len(self.roster.held)

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 import msgspec
 
@@ -33,6 +34,7 @@ from .fair_queue import FairQueue
 # Aborts may overtake their requests; how many, and how long, are remembered.
 MAX_EARLY_ABORTS = 4096
 EARLY_ABORT_S = 60.0
+_POSITION = attrgetter("position")
 
 
 @dataclass(eq=False)
@@ -77,6 +79,7 @@ class LocalScheduler:
         self._early_aborts: OrderedDict[str, float] = OrderedDict()
         self._sweep_s = math.inf  # no queued request expires before
         self._loads: dict[str, tuple[InstanceLoad, float]] = {}  # and when it was reported
+        self._running: tuple[object, list[_Entry]] = (None, [])  # see _publish_tokens
         self._is_closed = False
 
     @property
@@ -230,20 +233,18 @@ class LocalScheduler:
 
     def _publish_tokens(self, tokens: TokenDeltas) -> None:
         """All of them as they are, if all are as expected."""
-        known, entries = self._entries, []
-        columns = zip(tokens.request_ids, tokens.attempts, tokens.positions, strict=True)
-        for request_id, attempt, position in columns:
-            entry = known.get(request_id)
-            if (
-                entry is None
-                or entry.position != position
-                or entry.request.attempt != attempt
-                or entry.is_queued
-            ):
-                for delta in tokens:
-                    self._publish(delta)
-                return
-            entries.append(entry)
+        names = tokens.request_ids, tokens.attempts
+        if self._running[0] != names:  # they nearly always stay from step to step
+            found = [
+                (self._entries.get(name), attempt) for name, attempt in zip(*names, strict=True)
+            ]
+            entries = [e for e, a in found if e and not e.is_queued and e.request.attempt == a]
+            self._running = names, entries
+        entries = self._running[1]
+        if list(map(_POSITION, entries)) != tokens.positions:  # or fewer
+            for delta in tokens:
+                self._publish(delta)
+            return
         for entry in entries:
             entry.position += 1
         self._results.append(tokens)
@@ -299,6 +300,7 @@ class LocalScheduler:
 
     def _forget(self, entry: _Entry) -> None:
         del self._entries[entry.request.request_id]
+        self._running = None, []
         self._queue.depart(entry.request.tenant)
 
     def _sweep(self) -> None:

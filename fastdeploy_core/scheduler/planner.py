@@ -57,7 +57,7 @@ class StepPlanner:
         self._most_steps: Mapping[int, int] = {}
         self._most_prompt_tokens = NO_LIMIT
         self._prefills_first = True
-        self._keeps_back = False  # prompts have let drafts go first
+        self._keeps_back = self._may_feed = False  # prompts let drafts pass; drafts exist
         self._step = StepBuilder(
             roster.columns, settings.batch.max_num_batched_tokens, settings.max_encode_tokens
         )
@@ -70,6 +70,7 @@ class StepPlanner:
         step.begin()
         self._num_drafts = 0 if self._policy is None else self._choose(self._policy)
         self._lookahead = self._most_lookahead if self._num_drafts else 0
+        self._may_feed = self._may_feed or self._num_drafts > 0
         if roster.num_suspects:
             self._plan_suspect()
         elif self._device.mixed_batches:
@@ -108,9 +109,9 @@ class StepPlanner:
             self._chosen_for = (places, num_waiting)
             self._num_rows = max(1, min(self._batch.max_num_seqs, places.size + num_waiting))
         number = policy.choose(self._num_rows, roster.kind)
-        if self._device.captures_drafting:  # all that is made is fed, or nothing of it
-            number = min(number, self._batch.max_num_batched_tokens // self._num_rows - 1)
-        return max(0, number)
+        if number and self._device.captures_drafting:  # all that is made is fed, or nothing of it
+            number = max(0, min(number, self._batch.max_num_batched_tokens // self._num_rows - 1))
+        return number
 
     def _has_prompts(self) -> bool:
         """Whether prompts are to be computed, and not all of them wait for somebody's end."""
@@ -185,9 +186,11 @@ class StepPlanner:
         Every row keeps a token of the budget; drafts get the rest. left: tokens up to a sequence's
         limit."""
         device, step = self._device, self._step
+        if not self._may_feed:
+            return 0
         drafts: np.ndarray = self._roster.columns.asked[places]
         if not np.count_nonzero(drafts):
-            self._keeps_back = False
+            self._keeps_back, self._may_feed = False, self._num_drafts > 0
             return 0
         # A step with prompts is a captured graph only without drafts: they take turns.
         if device.captures_drafts and self._has_prompts():

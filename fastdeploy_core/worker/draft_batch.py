@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -172,10 +171,11 @@ class DraftBatches:
         self, places: Callable[[], _Places], context: ForwardContext
     ) -> Callable[[Tensor], tuple[AttentionBatch, ForwardContext]]:
         """DraftBatch.decode. places: asked at its first call."""
-        known = cache(places)
+        known: list[_Places] = []
 
         def decode(indices: Tensor) -> tuple[AttentionBatch, ForwardContext]:
-            attention = self._one_token_each(indices, known())
+            known.extend(() if known else [places()])
+            attention = self._one_token_each(indices, *known)
             return attention, self._context(attention, context.caches)
 
         return decode

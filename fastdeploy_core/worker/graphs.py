@@ -352,10 +352,7 @@ class CapturedDecode:
         self._queue(self._greedy)
         return self._buffers.results_of(num_rows)
 
-    @property
-    def samples_at_random(self) -> bool:
-        """Whether replay_random is possible."""
-        return bool(self._random)
+    samples_at_random = property(lambda self: bool(self._random))  # replay_random is possible
 
     def replay_random(self, slots: np.ndarray, *, filters: bool) -> Tensor:
         """replay_greedy for rows of which some sample at random."""
@@ -445,16 +442,16 @@ class CapturedDecode:
         sampled, peaks = sampling.sample(logits, self.indices, self.width, filters=filters)
         self._hand_on(sampled, self._finish(self.size, sampled, sampled, peaks))
 
-    def write_back(self, num_rows: int, sampled: Tensor, marked: Tensor) -> tuple[Tensor, Tensor]:
+    def write_back(self, num_rows: int, sampled: Tensor, marked: Tensor) -> Tensor:
         """What a sampler sampled that is not captured, as if `sample_greedily` had: marked tokens
-        of the rows, and how many drafts of each were accepted. Drafts are made for padding rows,
-        too: what other steps have left in their places may be no token."""
+        of the rows. Drafts are made for padding rows, too: what other steps have left in their
+        places may be no token."""
         last = self._finish(num_rows, sampled, marked, None)
         self._hand_on(sampled, last)
         if num_rows < self.size and self._graphs.plan.draft_numbers:
             self.sampled[num_rows * self.width :] = 0
             self.last[num_rows:] = 0
-        return self._buffers.results_of(num_rows), last
+        return self._buffers.results_of(num_rows)
 
     def _hand_on(self, sampled: Tensor, last: Tensor) -> None:
         """Put what was sampled where captured drafting looks for it, if there is any."""

@@ -31,15 +31,17 @@ if TYPE_CHECKING:
 def place(rows: StepRows, slots: Slots) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """[T] each: the slot of every token that is fed, its position in its sequence, and its place in
     the cache (block * block size + offset)."""
-    if rows.is_decode and rows.width == 1:
-        token_slots, positions = rows.slots, rows.starts
-    else:
-        token_slots = np.repeat(rows.slots, rows.counts)
-        first = np.cumsum(rows.counts) - rows.counts
-        positions = np.arange(token_slots.size) + np.repeat(rows.starts - first, rows.counts)
-    block, offset = np.divmod(positions, slots.block_size)
-    blocks = slots.block_tables[token_slots, block].astype(np.int64)
-    return token_slots, positions, blocks * slots.block_size + offset
+    if rows.placed is None:
+        if rows.is_decode and rows.width == 1:
+            token_slots, positions = rows.slots, rows.starts
+        else:
+            token_slots = np.repeat(rows.slots, rows.counts)
+            first = np.cumsum(rows.counts) - rows.counts
+            positions = np.arange(token_slots.size) + np.repeat(rows.starts - first, rows.counts)
+        block, offset = np.divmod(positions, slots.block_size)
+        blocks = slots.block_tables[token_slots, block].astype(np.int64)
+        rows.placed = token_slots, positions, blocks * slots.block_size + offset
+    return rows.placed
 
 
 class LaidOut(NamedTuple):

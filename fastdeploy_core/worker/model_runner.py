@@ -235,7 +235,7 @@ class ModelRunner:
             else:
                 tokens, drafts = self._sample_captured(launched, captured)
             self.slots.note_drafts(launched.rows, launched.max_drafts)
-            self._results.expect(launched)
+            self._results.unread.append(launched)
         if drafting is not None and drafts is None and launched.concerns_drafters:
             drafts = drafting.propose(launched, captured)
             if captured is not None and drafts is not None:
@@ -269,10 +269,12 @@ class ModelRunner:
         rows, graphs, slots = launched.rows, self._graphs, self.slots
         captured = self._graph_of(rows)
         if self._drafting is not None and not (captured and self._feeds_unseen(launched)):
-            self._results.read_all()
             with self._lock:
+                lacks_history = slots.lacks_history(rows, launched.max_drafts)
+                reads_all = lacks_history or bool(rows.num_drafts.any())
+                coming = self._results.coming(rows, reads_all=reads_all)
                 self._drafting.agree(rows)
-                launched.rows = rows = slots.exact(rows)
+                launched.rows = rows = slots.exact(rows, coming)
             launched.fed = rows.num_drafts
             captured = self._graph_of(rows)
         if captured is None:
@@ -301,9 +303,7 @@ class ModelRunner:
         same on every rank."""
         rows, drafting = launched.rows, self._drafting
         assert drafting is not None
-        if not drafting.feeds_unseen or (
-            launched.max_drafts > 0 and self.slots.lacks_history(rows)
-        ):
+        if not drafting.feeds_unseen or self.slots.lacks_history(rows, launched.max_drafts):
             return False
         if self._is_alone:
             return not np.count_nonzero(self._columns.flags[rows.slots] & ~CAPTURED)
@@ -376,7 +376,7 @@ class ModelRunner:
             *(logits, rows, plan, self._results.read_all, launched.fed, positions)
         )
         launched.sampling = sampling
-        results, _ = captured.write_back(num_rows, sampling.token_ids, marked)
+        results = captured.write_back(num_rows, sampling.token_ids, marked)
         if launched.fed is not None and launched.fed.any():
             self._sampler.count_kept(sampling, results.reshape([-1]) != NOT_KEPT)
         return results, None

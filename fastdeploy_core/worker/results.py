@@ -22,7 +22,7 @@ from fastdeploy_core.sampling import columns as bits
 from fastdeploy_core.sampling.logprobs import read
 from fastdeploy_core.types import ModelRunnerOutput, TokenLogprobs
 
-from .step import Arriving, Launched
+from .step import Arriving, Launched, StepRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -63,15 +63,11 @@ class Results:
         self._slots, self._state, self._lock = slots, state, lock
         self._device, self._drafting = device, drafting
         self._downloads = Downloads(device)
-        self._unread: deque[Launched] = deque()
+        self.unread: deque[Launched] = deque()  # from sampling on; `publish` follows
         # By slot: drafts that the newest step which was read has left on the device.
         self._num_left = np.zeros(slots.max_num_seqs, dtype=np.int64)
         # A step that was read while its drafts were still on their way.
         self._awaited: tuple[Launched, ModelRunnerOutput, Arrival] | None = None
-
-    def expect(self, launched: Launched) -> None:
-        """A step was sampled; `publish` follows."""
-        self._unread.append(launched)
 
     def publish(self, launched: Launched, tokens: Tensor | None, drafts: Tensor | None) -> None:
         """Queue the copies of a step that has just been launched, unless all it tells comes by
@@ -97,21 +93,32 @@ class Results:
 
     def clear(self) -> None:
         """Nobody will ask for what is on its way."""
-        self._unread.clear()
+        self.unread.clear()
         self._awaited = None
 
     def read_all(self) -> None:
         """Every launched step, and the drafts of the last one."""
         with self._lock:
-            while self._unread:
-                self._read(self._unread.popleft())
+            while self.unread:
+                self._read(self.unread.popleft())
             self._take_awaited()
+
+    def coming(self, rows: StepRows, *, reads_all: bool) -> np.ndarray:
+        """[B] tokens that launched steps give each of these rows and the host has not seen. Those
+        steps are read first with `reads_all`, or if one of them was fed drafts."""
+        if reads_all or any(step.rows.width > 1 for step in self.unread):
+            self.read_all()
+        coming = np.zeros(self._num_left.size, dtype=np.int64)
+        for step in self.unread:
+            coming[step.rows.slots] += step.rows.samples * step.rows.num_decodes
+        found: np.ndarray = coming[rows.slots]
+        return found
 
     def read_until(self, last: Launched) -> None:
         """Every step up to `last`, in order of launch."""
         with self._lock:
             while last.results is None:
-                self._read(self._unread.popleft())
+                self._read(self.unread.popleft())
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -306,9 +313,8 @@ class Results:
         rows: then nobody asks for the old ones."""
         assert self._awaited is not None and self._drafting is not None
         before, _, arrival = self._awaited
-        if launched.rows.slots is not before.rows.slots or launched.fed is not None:
-            return False
-        if not launched.arriving.posted or not launched.arriving.has_drafts:
+        arriving, is_same = launched.arriving, launched.rows.slots is before.rows.slots
+        if not (is_same and launched.fed is None and arriving.posted and arriving.has_drafts):
             return False
         self._drafting.check(arrival.peek())
         self._awaited = None

@@ -118,11 +118,11 @@ class Slots:
         if speculative is not None and speculative.benchmark_mode:
             self._no_drafts = self.state.drafts - 1
         # By slot: whether the device knows count and newest token, whether its history is complete,
-        # how many blocks it knows, and what its drafts are.
+        # how many blocks it knows, and what its drafts are (and whether any slot may have some).
         self.is_held, self._has_history = (np.zeros(size, dtype=bool) for _ in range(2))
         self._num_sent, self._drafts_are = (np.zeros(size, dtype=np.int64) for _ in range(2))
         self._sent: tuple[np.ndarray | None, int, int] = (None, 0, 0)
-        self._sent_limit = 0
+        self._sent_limit, self._has_drafts = 0, False
         self._later: list[Update] = []  # for which the next step that reads them is early enough
         self._sent_rows = np.full(size, size, dtype=np.int64)
         self._even_offsets: dict[int, tuple[np.ndarray, Tensor]] = {}
@@ -225,8 +225,11 @@ class Slots:
                 f"sequence {self.seq_ids[slot]} would get {last} blocks; "
                 f"{self.block_tables.shape[1]} are the most for {self.max_model_len} tokens"
             )
-        for number, (_, table) in enumerate(self.tables):  # numbers of all groups alternate
-            table[slot, first:last] = block_ids[number::num_groups]
+        if len(block_ids) == 1:  # as nearly always; a slice takes numpy several times as long
+            self.block_tables[slot, first] = block_ids[0]
+        else:
+            for number, (_, table) in enumerate(self.tables):  # numbers of all groups alternate
+                table[slot, first:last] = block_ids[number::num_groups]
         self.num_blocks[slot] = last
         self.room[slot] = min(last * self.block_size, self.max_model_len)
         self.version += 1
@@ -368,15 +371,15 @@ class Slots:
                 f"sequences {self.seq_ids[rows.slots].tolist()}"
             )
 
-    def exact(self, rows: StepRows) -> StepRows:
-        """The rows as the host knows them once all results are read, with the drafts that it has
-        for them, which are put after their known tokens."""
+    def exact(self, rows: StepRows, coming: np.ndarray) -> StepRows:
+        """The rows as the host knows them, with the drafts that it has for them, which are put
+        after their known tokens. coming: see Results.coming."""
         if not self.max_drafts:
             return rows
         slots, own = rows.slots, rows.counts - rows.num_drafts
         # A sequence that has ended without the scheduler's knowledge computes its last token again.
         room = self.room[slots] - own
-        starts = np.minimum(np.minimum(rows.starts, self.num_known[slots] - 1), room)
+        starts = np.minimum(np.minimum(rows.starts, self.num_known[slots] - 1 + coming), room)
         drafts = np.minimum(np.minimum(rows.num_drafts, self.num_drafts[slots]), room - starts)
         if drafts.any():
             ends = np.cumsum(drafts)
@@ -397,12 +400,13 @@ class Slots:
         """Tell the device what it does not know of the rows, which are padded to `size`.
         max_drafts: see SchedulerOutput. drafts: these rows are fed the host's drafts."""
         limit, sent = max(0, max_drafts), self._sent
-        if self.max_drafts:
+        if self._has_drafts:
             # What no step came to feed in time are drafts no more: for them there may be no room.
             old = rows.slots[self._drafts_are[rows.slots] == OLD]
             if old.size:
                 self._later.append((self.state.num_drafts, old, old * 0))
                 self._drafts_are[old] = NONE
+            self._has_drafts = limit > 0 or bool(self._drafts_are.any())
         is_same = rows.slots is sent[0] and size == sent[1] and self.version == sent[2]
         is_told = is_same and limit == self._sent_limit and drafts is None
         if self._later or not is_told:
@@ -439,10 +443,8 @@ class Slots:
             self._xp.index_copy_(target, 0, index, values)
 
     def _limit_updates(self, limit: int) -> list[Update]:
-        if limit == self._sent_limit:
-            return []
-        self._sent_limit = limit
-        return [(self.state.limit, None, np.array([limit]))]
+        known, self._sent_limit = self._sent_limit, limit
+        return [] if known == limit else [(self.state.limit, None, np.array([limit]))]
 
     def _row_updates(self, slots: np.ndarray, size: int) -> list[Update]:
         wanted = np.full(size, self.max_num_seqs, dtype=np.int64)
@@ -494,12 +496,10 @@ class Slots:
 
     def note_drafts(self, rows: StepRows, max_drafts: int) -> None:
         """A step was queued that makes so many drafts, after which those before are old."""
-        if self.max_drafts:
-            are = self._drafts_are[rows.slots]
-            if max_drafts > 0:
-                self._drafts_are[rows.slots] = NEW
-            elif np.count_nonzero(are):
-                self._drafts_are[rows.slots] = np.where(are, OLD, NONE)
+        if max_drafts > 0:
+            self._drafts_are[rows.slots], self._has_drafts = NEW, True
+        elif self._has_drafts:
+            self._drafts_are[rows.slots] = np.where(self._drafts_are[rows.slots], OLD, NONE)
 
     def forget(self) -> None:
         """A step failed: what the device holds is not known."""
@@ -552,9 +552,8 @@ class Slots:
             if len(self._later) > MOST_LATER:
                 self._send([])
             # Drafts that are still there may be of a former sequence, which had other room.
-            self._drafts_are[slots] = OLD
-        self.is_held[slots] = True
-        self.is_held[rows.slots[~rows.samples]] = False
+            self._drafts_are[slots], self._has_drafts = OLD, self.max_drafts > 0
+        self.is_held[rows.slots] = rows.samples
 
     def verify(
         self, rows: StepRows, drawn: Tensor, marked: Tensor
@@ -577,8 +576,7 @@ class Slots:
         last = self.finish(slots_dev, drawn, marked, None, results, posts=False)
         steps = xp.arange(slots.size, dtype=xp.int64, device=self._device.device) * width
         kept = xp.index_select(results.reshape([-1]), 0, place_dev) >= 0
-        self.is_held[slots] = True
-        self.is_held[rows.slots[~own]] = False
+        self.is_held[rows.slots] = own
         return results, last - steps, kept
 
     def keep_drafts(
@@ -625,9 +623,10 @@ class Slots:
         index = self._uploads.send(where)[0]
         self._xp.index_copy_(history.view([-1]), 0, index, drawn.to(self._xp.int32))
 
-    def lacks_history(self, rows: StepRows) -> bool:
-        """Whether histories of these rows have to be sent, for which the host must know them."""
-        return self.state.history is not None and not all(self._has_history[rows.slots].tolist())
+    def lacks_history(self, rows: StepRows, max_drafts: int = 1) -> bool:
+        """Whether the host must send histories of these rows before so many drafts are made."""
+        is_read = self.state.history is not None and max_drafts > 0
+        return is_read and not all(self._has_history[rows.slots].tolist())
 
     def catch_up(self, rows: StepRows) -> None:
         """Send the histories that the device does not have. It goes on with them itself; the newest

@@ -41,6 +41,7 @@ class StepRows:
     num_decodes: int = 1  # see SchedulerOutput
     shape: StepShape | None = None  # what the step is padded to, if it is; T is then of that
     sampled: SampledPositions | None = None  # see `positions`
+    placed: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # see `place` of layout
 
     @property
     def seq_lens(self) -> np.ndarray:

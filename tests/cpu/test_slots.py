@@ -129,7 +129,7 @@ def test_every_step_is_what_the_book_keeper_says(
             slot = batch.slot_of[row.seq_id]
             batch.num_drafts[slot] = len(row.drafts)
             batch.draft_ids[slot, : len(row.drafts)] = row.drafts
-        made = batch.exact(batch.rows(make_step(*rows)))
+        made = batch.exact(batch.rows(make_step(*rows)), np.zeros(len(rows), dtype=np.int64))
         attention, ids = layout.lay_out(made)[:2]
         input_ids = device.to_host(ids).tolist()
         expected_ids, expected_slots, sampled = [], [], []
@@ -210,7 +210,7 @@ def test_the_device_places_tokens_as_the_host_does(device: CpuDevice, seed: int)
     step = make_step(
         *(Row(n, end - 1, 4, drafts=[0] * 3) for n, end in zip(ids, known, strict=True))
     )
-    rows = slots.exact(slots.rows(step))
+    rows = slots.exact(slots.rows(step), np.zeros(len(step.rows.counts), dtype=np.int64))
     token_slots, positions, cache_slots = place(rows, slots)
     slots.bring(rows, 5, 3, drafts=rows)
     state, width = slots.state, 4
@@ -258,7 +258,7 @@ def test_drafts_of_rows_of_any_length_are_verified(
             for n in range(4)
         )
     )
-    rows = slots.exact(slots.rows(step))
+    rows = slots.exact(slots.rows(step), np.zeros(len(step.rows.counts), dtype=np.int64))
     where = rows.positions()
     sampled = rng.integers(0, 3, where.rows.size)
     marked = np.where(rng.random(sampled.size) < 0.1, -2, sampled)

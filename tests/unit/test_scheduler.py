@@ -248,19 +248,19 @@ def test_preempted_request_waits_for_one_of_higher_priority_that_has_just_come(p
 def test_free_blocks_are_what_a_new_request_could_get():
     core = make_core(num_blocks=40, max_num_batched_tokens=16, max_num_seqs=2, overlap=False)
     batch = core.scheduler
-    assert batch.num_free_blocks == 40
+    assert batch.roster.num_free_blocks == 40
     core.add(make_request("chunked", prompt(32), max_tokens=4))  # 8 blocks and one for its answer
-    assert batch.num_free_blocks == 31
+    assert batch.roster.num_free_blocks == 31
     core.step()  # half of the prompt has its blocks, the other half is promised
-    assert batch.kv.pool.num_available == 36 and batch.num_free_blocks == 32
+    assert batch.kv.pool.num_available == 36 and batch.roster.num_free_blocks == 32
     for name in "ab":
         core.add(make_request(name, prompt(5, 1), max_tokens=4))
-    assert batch.num_free_blocks == 28
+    assert batch.roster.num_free_blocks == 28
     core.add(make_request("long", prompt(127, 2), max_tokens=1))
-    assert batch.num_free_blocks == 0
+    assert batch.roster.num_free_blocks == 0
     while core.has_work():
         core.step()
-    assert batch.kv.pool.num_cached and batch.num_free_blocks == 40
+    assert batch.kv.pool.num_cached and batch.roster.num_free_blocks == 40
 
 
 def test_preempted_sequence_finds_its_blocks_in_host_memory():

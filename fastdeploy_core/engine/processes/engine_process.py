@@ -145,7 +145,7 @@ class EngineProcess:
             self._observer.aborted(aborts)
         is_idle = not core.has_work()
         batch = core.scheduler
-        self._num_free_blocks = batch.num_free_blocks
+        self._num_free_blocks = batch.roster.num_free_blocks
         free_slots = self._config.batch.max_num_seqs - batch.num_sequences
         if is_idle and not takes:
             (self._control or self._stopping).wait(IDLE_TICK_S)

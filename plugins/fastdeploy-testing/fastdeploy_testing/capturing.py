@@ -133,22 +133,26 @@ class RecordableAttention:
         own = xp.index_select(lengths, 0, rows) - nth_last_dev
         is_padding = (batch.slot_mapping[:num_tokens] < 0).to(xp.int64)
         num_padding = xp.index_add_(xp.zeros_like(lengths), 0, rows, is_padding)
-        earliest = lengths - xp.from_numpy(np.diff(batch.cu_seqlens_q).astype(np.int64))
-        is_gone = where.unsqueeze(0) < self._first_seen(earliest).unsqueeze(1)
-        is_hidden = where.unsqueeze(0) < self._first_seen(own).unsqueeze(1)
+        keys = where.unsqueeze(0)
+        hidden = keys > own.unsqueeze(1)
+        foreign = keys >= (lengths - num_padding).unsqueeze(1)
+        if self.spec.window or self.spec.chunk:
+            hidden = hidden | (keys < self._first_seen(own).unsqueeze(1))
+            earliest = lengths - xp.from_numpy(counts)
+            foreign = foreign | (keys < self._first_seen(earliest).unsqueeze(1))
         return _Metadata(
             num_tokens=num_tokens,
             slots=block * self.block_size + where % self.block_size,
             rows=rows,
-            hidden=(where.unsqueeze(0) > own.unsqueeze(1)) | is_hidden,
-            foreign=(where.unsqueeze(0) >= (lengths - num_padding).unsqueeze(1)) | is_gone,
+            hidden=hidden,
+            foreign=foreign,
         )
 
     def _first_seen(self, tokens: Tensor) -> Tensor:
-        """Index of the first key that each of these tokens sees."""
+        """Index of the first key that each of these tokens sees, of a window or a chunk."""
         if self.spec.chunk:
             return tokens // self.spec.chunk * self.spec.chunk
-        return tokens - (self.spec.window - 1) if self.spec.window else tokens * 0
+        return tokens - (self.spec.window - 1)
 
     def forward(
         self,
