@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from . import linear
+from .adapted import Adapters
 from .common import cdiv, join_chain, options, pad2
 from .norm import silu_and_mul
 
@@ -179,7 +180,7 @@ def adapted_product(
     """A plain product of x, or of rms_norm(x), with what adapters add to it: "plain"; "add", on top
     of the residual, which may be overwritten; or "gated", silu(gate) * up. In one launch for few
     rows, see native/gemm.cu."""
-    adapters = linear.Adapters(a, b, tuple(ends), slots)
+    adapters = Adapters(a, b, tuple(ends), slots)
     has_norm = norm_weight is not None
     plan = linear.plan_with_adapters(epilogue, x, weight, adapters, has_norm=has_norm)
     if plan is not None:

@@ -8,20 +8,27 @@
 // while its squares are summed; what the norm divides by is applied at the end.
 // GATED: the first half of a tile are gate rows, the second the up rows that belong to them.
 // A row of x comes out the same whatever M is.
-// LORA: the first blocks multiply x with the first halves of all adapters, which are W for them. The others
-// wait for these sums before they finish, and add the second half of each row's own adapter times them. Such
-// blocks are the first to be given a place, and wait for nobody.
+// LORA: beside W's rows a block multiplies with some first halves of adapters, A; the SHARE blocks of a
+// cluster that stand side by side divide those of all adapters. Each row's own A x goes to all of them, and
+// each adds the second half B of the row's adapter times it. So nobody waits for another cluster.
 
 #include "common.cuh"
 
 #define BK 64
 #define THREADS (BM * 2)
 #define TILE_X (BM * 128)
-#define TILE_W (BN * 128)
+#ifndef LORA
+#define LORA 0
+#define INNER 0
+#define SHARE 1
+#endif
+#define WIDE (BN + INNER)  // rows of W and of A that a block multiplies with
+#define TILE_W (WIDE * 128)
+#define CLUSTER (SPLIT * SHARE)
 #define STAGE (TILE_X + TILE_W)
 #define PITCH (BN + 4)
 #define ROWS (BM / SPLIT)
-#define W_PIECES (BN * 8 / THREADS)  // of 16 bytes, of a tile, that one thread asks for
+#define W_PIECES (WIDE * 8 / THREADS)  // of 16 bytes, of a tile, that one thread asks for
 #define X_PIECES (BM * 8 / THREADS)
 #define ASKED (RESIDENT ? STAGES : STAGES - 2)
 
@@ -39,48 +46,48 @@ __device__ __forceinline__ u64 descriptor(u32 address) {
   return (u64)((address & 0x3ffff) >> 4) | ((u64)1 << 16) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 62);
 }
 
-__device__ __forceinline__ void fence_registers(float* d) {
+template <int COUNT>
+__device__ __forceinline__ void fence_registers(float (&d)[COUNT]) {
 #pragma unroll
-  for (int i = 0; i < BN / 2; i++) asm volatile("" : "+f"(d[i])::"memory");
+  for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
+
+// d[64, N] += a[64, 16] b[N, 16]^T, with a from shared memory or from registers.
+template <int N> __device__ void multiply_shared(float* d, u64 a, u64 b);
+template <int N> __device__ void multiply_registers(float* d, const u32* a, u64 b);
 
 #define R4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define R16(d, i) R4(d, i), R4(d, i + 4), R4(d, i + 8), R4(d, i + 12)
-#if BN == 128
-#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
-  "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
-  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
-#define D_REGS(d) R16(d, 0), R16(d, 16), R16(d, 32), R16(d, 48)
-#define SHAPE "m64n128k16"
-#define SS_TAIL "%64, %65, 1, 1, 1, 0, 0;"
-#define RS_TAIL "{%64,%65,%66,%67}, %68, 1, 1, 1, 0;"
-#elif BN == 64
-#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
-  "%24,%25,%26,%27,%28,%29,%30,%31}"
-#define D_REGS(d) R16(d, 0), R16(d, 16)
-#define SHAPE "m64n64k16"
-#define SS_TAIL "%32, %33, 1, 1, 1, 0, 0;"
-#define RS_TAIL "{%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
-#elif BN == 32
-#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}"
-#define D_REGS(d) R16(d, 0)
-#define SHAPE "m64n32k16"
-#define SS_TAIL "%16, %17, 1, 1, 1, 0, 0;"
-#define RS_TAIL "{%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
-#endif
-
-__device__ __forceinline__ void multiply_shared(float* d, u64 a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " " D_LIST ", " SS_TAIL
-               : D_REGS(d) : "l"(a), "l"(b));
-}
-
-__device__ __forceinline__ void multiply_registers(float* d, const u32* a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " " D_LIST ", " RS_TAIL
-               : D_REGS(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
+#define REGS_8(d) R4(d, 0)
+#define REGS_16(d) R4(d, 0), R4(d, 4)
+#define REGS_32(d) R16(d, 0)
+#define REGS_64(d) R16(d, 0), R16(d, 16)
+#define REGS_128(d) R16(d, 0), R16(d, 16), R16(d, 32), R16(d, 48)
+#define LIST_8 "%0,%1,%2,%3"
+#define LIST_16 LIST_8 ",%4,%5,%6,%7"
+#define LIST_32 LIST_16 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define LIST_64 LIST_32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define LIST_128 LIST_64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+// The last five: numbers of the operands behind d.
+#define PRODUCTS(N, O, P, Q, R, S)                                                                            \
+  template <> __device__ __forceinline__ void multiply_shared<N>(float* d, u64 a, u64 b) {                     \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##N "}, %" #O       \
+                 ", %" #P ", 1, 1, 1, 0, 0;" : REGS_##N(d) : "l"(a), "l"(b));                                  \
+  }                                                                                                            \
+  template <> __device__ __forceinline__ void multiply_registers<N>(float* d, const u32* a, u64 b) {           \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##N "}, {%" #O      \
+                 ",%" #P ",%" #Q ",%" #R "}, %" #S ", 1, 1, 1, 0;"                                             \
+                 : REGS_##N(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                          \
+  }
+PRODUCTS(8, 4, 5, 6, 7, 8)
+PRODUCTS(16, 8, 9, 10, 11, 12)
+PRODUCTS(32, 16, 17, 18, 19, 20)
+PRODUCTS(64, 32, 33, 34, 35, 36)
+PRODUCTS(128, 64, 65, 66, 67, 68)
 
 __device__ __forceinline__ u32 at_rank(u32 address, int rank) {
-#if SPLIT > 1
+#if CLUSTER > 1
   u32 remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
   return remote;
@@ -89,7 +96,7 @@ __device__ __forceinline__ u32 at_rank(u32 address, int rank) {
 #endif
 }
 
-#if SPLIT > 1
+#if CLUSTER > 1
 #define STORE "st.shared::cluster"
 #else
 #define STORE "st.shared"
@@ -128,8 +135,8 @@ struct Squares {
 
 // Multiply one tile. With NORM it is finished afterwards, since registers that hold x may not be filled
 // while the matrix units are at work; otherwise the one before it is.
-__device__ __forceinline__ void multiply_tile(float* sum, Squares& squares, u32 tile, const u32* gains,
-                                              int warp, int lane) {
+__device__ __forceinline__ void multiply_tile(float* sum, float* inner, Squares& squares, u32 tile,
+                                              const u32* gains, int warp, int lane) {
   const u64 tile_w = descriptor(tile + TILE_X);
 #if NORM
   u32 a[4][4];
@@ -147,56 +154,55 @@ __device__ __forceinline__ void multiply_tile(float* sum, Squares& squares, u32 
   }
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-  for (int s = 0; s < 4; s++) multiply_registers(sum, a[s], tile_w + s * 2);
+  for (int s = 0; s < 4; s++) {
+    multiply_registers<BN>(sum, a[s], tile_w + s * 2);
+#if LORA
+    multiply_registers<INNER>(inner, a[s], tile_w + BN * 8 + s * 2);
+#endif
+  }
 #else
   const u64 tile_x = descriptor(tile + (warp >> 2) * 64 * 128);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-  for (int s = 0; s < 4; s++) multiply_shared(sum, tile_x + s * 2, tile_w + s * 2);
+  for (int s = 0; s < 4; s++) {
+    multiply_shared<BN>(sum, tile_x + s * 2, tile_w + s * 2);
+#if LORA
+    multiply_shared<INNER>(inner, tile_x + s * 2, tile_w + BN * 8 + s * 2);
+#endif
+  }
 #endif
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(NORM ? 0 : 1) : "memory");
 }
 
 #if LORA
+#define EACH (PARTS * RANK)  // of an adapter's A, for the parts that a cluster's outputs belong to
+#define PIECES_B (RANK / 8)  // of 16 bytes, of an output's B
+
 struct Adapters {
-  const u16 *a, *b;  // [slots, parts * rank, K], [slots, N, rank]
+  const u16 *a, *b;  // [SLOTS, parts * RANK, K], [SLOTS, N, RANK]
   const int* slots;  // of the rows; -1: none
-  float* inner;      // [M, outputs]: A x of every slot
-  int* meeting;      // zeros: blocks that have left sums there, and blocks that have ended
-  int tiles, outputs, rank, parts, end0, end1;  // end: first output of the next part
+  int parts, end0, end1;  // end: first output of the next part
 };
 
-__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+// Where a piece of B stands in shared memory: threads that read at once read from different banks.
+__device__ __forceinline__ int place_of(int piece) { return piece ^ (piece >> 3 & 7); }
 
-__device__ __forceinline__ void arrive(int* count) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
-}
-
-// The last of all blocks leaves zeros for the next launch.
-__device__ __forceinline__ void leave(int* meeting, int blocks) {
-  int before;
-  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(meeting + 1) : "memory");
-  if (before == blocks - 1) meeting[0] = meeting[1] = 0;
-}
-
-__device__ __forceinline__ void await_sums(const int* count, int wanted) {
-  int seen;
-  do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
-  while (seen < wanted);
-}
-
-// What the row's adapter adds to four outputs of one part, from `column` on.
-__device__ __forceinline__ void add_adapter(float* v, const Adapters& of, int slot, int m, int column, int N) {
-  const int part = (column >= of.end0) + (column >= of.end1);
-  const float4* from = (const float4*)(of.inner + (u64)m * of.outputs + (slot * of.parts + part) * of.rank);
-  const uint4* weights = (const uint4*)(of.b + ((u64)slot * N + column) * of.rank);
-#pragma unroll 2
-  for (int r = 0; r < of.rank / 8; r++) {
-    const float4 p = __ldcg(from + r * 2), q = __ldcg(from + r * 2 + 1);
+// What an adapter adds to four outputs. b: the first one's piece; inner: A x of this row and part, of which
+// the blocks that divided K left one each, BM / SPLIT rows apart.
+__device__ __forceinline__ void add_adapter(float* v, const uint4* b, int piece, const float* inner) {
+#pragma unroll
+  for (int r = 0; r < PIECES_B; r++) {
+    float4 p = make_float4(0.f, 0.f, 0.f, 0.f), q = p;
+#pragma unroll
+    for (int s = 0; s < SPLIT; s++) {
+      const float4* from = (const float4*)(inner + s * ROWS * EACH) + r * 2;
+      p.x += from[0].x, p.y += from[0].y, p.z += from[0].z, p.w += from[0].w;
+      q.x += from[1].x, q.y += from[1].y, q.z += from[1].z, q.w += from[1].w;
+    }
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      const uint4 w = __ldg(weights + j * (of.rank / 8) + r);
+      const uint4 w = b[place_of(piece + j * PIECES_B + r)];
       v[j] += low(w.x) * p.x + high(w.x) * p.y + low(w.y) * p.z + high(w.y) * p.w;
       v[j] += low(w.z) * q.x + high(w.z) * q.y + low(w.w) * q.z + high(w.w) * q.w;
     }
@@ -213,18 +219,11 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
 #endif
      ) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  const int tiles_m = (M + BM - 1) / BM;
-  const int tile_m = blockIdx.x % tiles_m, rank = blockIdx.z;
-  int tile_n = blockIdx.x / tiles_m;
   constexpr int OUT = EPILOGUE == GATED ? BN / 2 : BN;
   const int width = EPILOGUE == GATED ? N / 2 : N;
-#if LORA
-  const bool makes_sums = tile_n < adapters.tiles;
-  if (!makes_sums) tile_n -= adapters.tiles;
-#else
-  constexpr bool makes_sums = false;
-#endif
-  const int first_row = tile_m * BM, first_column = tile_n * (makes_sums ? BN : OUT);
+  const int tiles_m = (M + BM - 1) / BM, group = blockIdx.x / SHARE;
+  const int member = blockIdx.x % SHARE, rank = blockIdx.z;
+  const int first_row = group % tiles_m * BM, first_column = (group / tiles_m * SHARE + member) * OUT;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   const int all = K / BK, share = (all + SPLIT - 1) / SPLIT;
   const int begin = min(rank * share, all), count = min(all - begin, share);
@@ -236,6 +235,13 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
   unsigned char* behind = tiles + STAGES * STAGE + (SPLIT > 1 ? BM * PITCH * 4 : 0);
   float* squares_of = (float*)behind;  // [SPLIT][ROWS]
   u32* gains = (u32*)(behind + BM * 4);
+#if LORA
+  int* slots_of = (int*)(behind + BM * 4 + NORM * share * BK * 2);  // [BM]
+  float* inner_of = (float*)(slots_of + BM);                        // [SPLIT][ROWS][EACH]
+  uint4* b = (uint4*)(inner_of + BM * EACH);                        // [SLOTS][BN][PIECES_B]
+  // One part for all outputs of the cluster, or room for all parts.
+  const int first_part = PARTS > 1 ? 0 : (first_column >= adapters.end0) + (first_column >= adapters.end1);
+#endif
 
   Pieces p;
   {
@@ -246,10 +252,11 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
     for (int i = 0; i < W_PIECES; i++) {
       const int row = r + i * (THREADS / 8);
 #if LORA
-      if (makes_sums) {
-        const bool inside = first_column + row < adapters.outputs;
-        p.w[i] = adapters.a + (u64)(inside ? first_column + row : 0) * K + begin * BK + c * 8;
-        p.w_inside |= inside << i;
+      if (row >= BN) {
+        const int nth = member * INNER + row - BN, slot = nth / EACH;
+        const int at = (slot * adapters.parts + first_part) * RANK + nth % EACH;
+        p.w[i] = adapters.a + (u64)(slot < SLOTS ? at : 0) * K + begin * BK + c * 8;
+        p.w_inside |= (slot < SLOTS) << i;
         continue;
       }
 #endif
@@ -266,7 +273,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
       p.x_inside |= (m < M) << i;
     }
   }
-#if SPLIT > 1
+#if CLUSTER > 1
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 #pragma unroll
@@ -285,40 +292,29 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
   }
 
 #if LORA
-  if (makes_sums) {  // unless no row has one of these adapters
-    const int each = adapters.parts * adapters.rank;
-    const int first_slot = first_column / each, last_slot = (min(first_column + BN, adapters.outputs) - 1) / each;
-    bool is_needed = false;
-    for (int m = thread; m < M; m += THREADS) {
-      const int slot = __ldcg(adapters.slots + m);
-      is_needed |= first_slot <= slot && slot <= last_slot;
-    }
-    if (!__syncthreads_or(is_needed)) {
-#if SPLIT > 1
-      asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-#endif
-      asm volatile("cp.async.wait_all;" ::: "memory");
-      if (thread == 0) arrive(adapters.meeting), leave(adapters.meeting, gridDim.x * gridDim.z);
-      return;
-    }
+  // The second halves that this block's own rows need.
+  for (int m = thread; m < BM; m += THREADS)
+    slots_of[m] = first_row + m < M ? __ldcg(adapters.slots + first_row + m) : -1;
+  __syncthreads();
+  u32 needed = 0;
+  for (int m = lane; m < ROWS; m += 32) {
+    const int slot = slots_of[rank * ROWS + m];
+    if (slot >= 0) needed |= 1u << slot;
   }
+  needed = __reduce_or_sync(~0u, needed);
+  for (int e = thread; e < SLOTS * BN * PIECES_B; e += THREADS) {
+    const int slot = e / (BN * PIECES_B), row = e / PIECES_B % BN;
+    if (!(needed >> slot & 1)) continue;
+    const int n = first_column + (EPILOGUE == GATED ? row % (BN / 2) : row);
+    const int at = n + (EPILOGUE == GATED && row >= BN / 2 ? N / 2 : 0);
+    const bool inside = n < width;
+    copy_async(shared_address(b + place_of(e)),
+               adapters.b + ((u64)slot * N + (inside ? at : 0)) * RANK + e % PIECES_B * 8, inside);
+  }
+  asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
   // What this thread will finish: four columns each. Their residuals are asked for now.
   constexpr int QUADS = OUT / 4, TURNS = (ROWS * QUADS + THREADS - 1) / THREADS;
-#if LORA
-  int slots[TURNS];
-  bool has_adapters = false;
-#pragma unroll
-  for (int i = 0; i < TURNS; i++) {
-    const int e = i * THREADS + thread, m = first_row + rank * ROWS + e / QUADS;
-    const int column = first_column + (e % QUADS) * 4;
-    slots[i] = !makes_sums && e < ROWS * QUADS && m < M && column < width ? __ldcg(adapters.slots + m) : -1;
-    if (slots[i] < 0) continue;
-    has_adapters = true;
-    prefetch(adapters.b + ((u64)slots[i] * N + column) * adapters.rank);
-    if (EPILOGUE == GATED) prefetch(adapters.b + ((u64)slots[i] * N + column + N / 2) * adapters.rank);
-  }
-#endif
 #if EPILOGUE == ADD
   uint2 addends[TURNS];
 #pragma unroll
@@ -326,7 +322,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
     const int e = i * THREADS + thread, m = first_row + rank * ROWS + e / QUADS;
     const int column = first_column + (e % QUADS) * 4;
     addends[i] = make_uint2(0, 0);
-    if (!makes_sums && e < ROWS * QUADS && m < M) {
+    if (e < ROWS * QUADS && m < M) {
       const u16* from = residual + (u64)m * width + column;
       if (column + 3 < width && (width & 3) == 0) {
         addends[i] = *(const uint2*)from;
@@ -344,9 +340,17 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
 #pragma unroll
   for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
   fence_registers(sum);
+#if LORA
+  float inner[INNER / 2];
+#pragma unroll
+  for (int i = 0; i < INNER / 2; i++) inner[i] = 0.f;
+  fence_registers(inner);
+#else
+  float* inner = nullptr;
+#endif
   Squares squares = {0.f, 0.f};
   for (int t = 0; t < count; t++) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(ASKED - 1) : "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(ASKED - 1 + (LORA && RESIDENT)) : "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
     // All have finished with the tile before the previous one.
@@ -358,15 +362,21 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
     const u32 tile = base + (t % STAGES) * STAGE;
-    multiply_tile(sum, squares, tile, gains + t * (BK / 2), warp, lane);
+    multiply_tile(sum, inner, squares, tile, gains + t * (BK / 2), warp, lane);
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   fence_registers(sum);
+#if LORA
+  fence_registers(inner);
+#endif
 
-#if SPLIT > 1
+#if CLUSTER > 1
   asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all have started
-#else
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
+#endif
+#if LORA || SPLIT == 1
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+#if SPLIT == 1
   __syncthreads();  // parts stand where tiles were
 #endif
   // Every row goes to the block that finishes it: row r of rank d is there row (own rank, r % ROWS).
@@ -375,7 +385,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
   for (int half = 0; half < 2; half++) {
     const int row = r + half * 8;
     const u32 line = shared_address(parts + (rank * ROWS + row % ROWS) * PITCH);
-    const u32 to = at_rank(line, row / ROWS);
+    const u32 to = at_rank(line, row / ROWS * SHARE + member);
 #pragma unroll
     for (int j = 0; j < BN / 8; j++)
       send(to + (j * 8 + (lane & 3) * 2) * 4, sum[j * 4 + half * 2], sum[j * 4 + half * 2 + 1]);
@@ -384,46 +394,26 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
     s += __shfl_xor_sync(~0u, s, 1);
     s += __shfl_xor_sync(~0u, s, 2);
     if ((lane & 3) == 0)
-      send(at_rank(shared_address(squares_of + rank * ROWS + row % ROWS), row / ROWS), s);
+      send(at_rank(shared_address(squares_of + rank * ROWS + row % ROWS), row / ROWS * SHARE + member), s);
+#endif
+#if LORA
+    const int slot = slots_of[row];
+    const u32 own = shared_address(inner_of + (rank * ROWS + row % ROWS) * EACH);
+#pragma unroll
+    for (int j = 0; j < INNER / 8; j++) {
+      const int nth = member * INNER + j * 8 + (lane & 3) * 2;
+      if (nth / EACH != slot) continue;
+#pragma unroll
+      for (int s = 0; s < SHARE; s++)
+        send(at_rank(own + nth % EACH * 4, row / ROWS * SHARE + s), inner[j * 4 + half * 2],
+             inner[j * 4 + half * 2 + 1]);
+    }
 #endif
   }
-#if SPLIT > 1
+#if CLUSTER > 1
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #else
   __syncthreads();
-#endif
-
-#if LORA
-  if (makes_sums) {
-    for (int e = thread; e < ROWS * (BN / 4); e += THREADS) {
-      const int row = e / (BN / 4), c = e % (BN / 4) * 4, m = first_row + rank * ROWS + row;
-      if (m >= M || first_column + c >= adapters.outputs) continue;
-      float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-      float scale = 1.f;
-#pragma unroll
-      for (int s = 0; s < SPLIT; s++) {
-        const float4 f = *(const float4*)(parts + (s * ROWS + row) * PITCH + c);
-        v.x += f.x, v.y += f.y, v.z += f.z, v.w += f.w;
-      }
-#if NORM
-      float total = 0.f;
-#pragma unroll
-      for (int s = 0; s < SPLIT; s++) total += squares_of[s * ROWS + row];
-      scale = rsqrtf(total / K + eps);
-#endif
-      v.x *= scale, v.y *= scale, v.z *= scale, v.w *= scale;
-      *(float4*)(adapters.inner + (u64)m * adapters.outputs + first_column + c) = v;
-    }
-    __threadfence();
-    __syncthreads();
-    if (thread == 0) arrive(adapters.meeting), leave(adapters.meeting, gridDim.x * gridDim.z);
-    return;
-  }
-  if (__syncthreads_or(has_adapters)) {
-    if (thread == 0) await_sums(adapters.meeting, adapters.tiles * tiles_m * SPLIT);
-    __syncthreads();
-  }
-  if (thread == 0) leave(adapters.meeting, gridDim.x * gridDim.z);
 #endif
 
 #pragma unroll
@@ -442,6 +432,15 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
         u[0] += h.x; u[1] += h.y; u[2] += h.z; u[3] += h.w;
       }
     }
+#if LORA
+    const int slot = slots_of[rank * ROWS + row];
+    if (slot >= 0) {
+      const int part = PARTS > 1 && EPILOGUE != GATED ? (column >= adapters.end0) + (column >= adapters.end1) : 0;
+      const float* from = inner_of + row * EACH;
+      add_adapter(v, b, (slot * BN + c) * PIECES_B, from + part * RANK);
+      if (EPILOGUE == GATED) add_adapter(u, b, (slot * BN + BN / 2 + c) * PIECES_B, from + RANK);
+    }
+#endif
 #if NORM
     float total = 0.f;
 #pragma unroll
@@ -450,12 +449,6 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
 #endif
 #pragma unroll
     for (int j = 0; j < 4; j++) v[j] *= scale, u[j] *= scale;
-#if LORA
-    if (slots[i] >= 0) {
-      add_adapter(v, adapters, slots[i], m, column, N);
-      if (EPILOGUE == GATED) add_adapter(u, adapters, slots[i], m, column + N / 2, N);
-    }
-#endif
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       float value = v[j], other = u[j];
