@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -80,6 +80,25 @@ class Case:
         return y + self.residual.float() if self.product.epilogue == "add" else y
 
 
+def cuts_of(product: Product, shape: adapted.Shape) -> Iterator[Plan]:
+    """Tiles, stages and depths that may be fast."""
+    is_gated = product.epilogue == "gated"
+    for columns in (32, 64, 128):
+        tiles = (product.width >> is_gated) // (columns >> is_gated)
+        for split in (1, 2, 4, 8):
+            if not 0.45 < tiles * split / num_processors() < 2.2:
+                continue
+            share = -(-product.depth // 64 // split)
+            for deep in (2, 4):
+                found = (
+                    Plan("gemm", 8, 64, columns, stages, split, product.has_norm, deep)
+                    for stages in {max(3, share), 4, 6, 8, 12} if stages <= max(3, share)
+                )  # fmt: skip
+                yield from dict.fromkeys(filter(None, (
+                    adapted.fitted(plan, product, ROWS, shape) for plan in found
+                )))  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--keep", action="store_true")
@@ -87,11 +106,9 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     for name, (product, ends) in CASES.items():
         case, shape = Case(product, ends), adapted.Shape(SLOTS, RANK, ends)
-        few, most = 0.35 * num_processors(), 2.3 * num_processors()
-        cuts = [
-            plan for plan in adapted.candidates(product, shape)
-            if few < adapted.num_blocks(plan, product, ROWS) * plan.split < most
-        ]  # fmt: skip
+        plain = plans.choose(product.epilogue, product.has_norm, (product.width, product.depth),
+                             torch.bfloat16, ROWS)  # fmt: skip
+        cuts = list(cuts_of(product, shape))
         runs = {plan: case.runs(plan, has_adapters=True) for plan in cuts}
         tune._compile({plan: functools.partial(case.compute, plan, -1, has_adapters=True)
                        for plan in cuts})  # fmt: skip
@@ -104,8 +121,6 @@ def main() -> None:
             if not error < 1e-2:
                 wrong[plan] = error
         count = len(case.weights)
-        plain = plans.choose(product.epilogue, product.has_norm, (product.width, product.depth),
-                             torch.bfloat16, ROWS)  # fmt: skip
         alone = tune.time_s(case.runs(plain, has_adapters=False), count) * 1e6
         times = {plan: tune.time_s(run, count) * 1e6 for plan, run in runs.items()}
         fastest = sorted(times, key=times.__getitem__)
@@ -113,11 +128,10 @@ def main() -> None:
         none = tune.time_s(runs[fastest[0]], count) * 1e6
         print(f"{name}: plain {alone:.2f} us ({plain}); {fastest[0]} with none {none:.2f} us; "
               f"{len(wrong)} of {len(cuts)} wrong {list(wrong.items())[:2]}")  # fmt: skip
-        chosen = adapted.choose(product, ROWS, shape)
-        for plan in dict.fromkeys([*fastest[:5], *fastest[-1:], chosen]):
-            guess = adapted._seconds(plan, product, ROWS, shape) * 1e6
-            mark = " <- the rule's" if plan == chosen else ""
-            print(f"  {times.get(plan, -1):.2f} us (rule says {guess:.2f}) {plan}{mark}")
+        chosen = adapted.fitted(plain, product, ROWS, shape)
+        for plan in dict.fromkeys([*fastest[:6], *fastest[-1:], chosen]):
+            mark = " <- without a table" if plan == chosen else ""
+            print(f"  {times.get(plan, -1):.2f} us {plan}, {plan.deep} deep{mark}")
         if keep:
             key = f"{SLOTS}x{RANK} adapters {product.key}"
             plans._keep(key, {str(ROWS): str(fastest[0])})

@@ -1,33 +1,22 @@
-"""Products with what adapters add to them, in one launch of native/gemm.cu: which cuts it has, and
-which is chosen.
-
-`plan.share` blocks that stand side by side in a cluster divide the first halves A of all adapters.
-A larger share reads A less often, and smaller tiles read x more often.
-"""
+"""Products with what adapters add to them, in one launch of native/gemm.cu: how it is cut."""
 
 from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from . import native
 from .common import num_processors
-from .plans import MOST_SHARED, Plan, Product, measured, shared_bytes
+from .plans import MOST_SHARED, Plan, Product, measured, shared_bytes, tiles_of
 
+HELPERS = 128  # threads of a block that fetch what adapters add
 _MOST_SLOTS = 32  # a bit each; all are multiplied with
-_WIDTHS = (16, 32, 64, 128)  # of A that a block multiplies with
-_MOST_ROWS = 256  # of x
-_CLUSTERS = [(i, j) for i in (1, 2, 4, 8) for j in (1, 2, 4, 8) if i * j <= 8]  # split, share
+_MOST_DEPTHS = 16  # parts of K that sums are made of
 _NO_END = 2**31 - 1
-_RECORD = struct.Struct("@3P3i4x")
-# Bytes a second that one multiprocessor gets, and all of them, out of the second-level cache; and
-# what a launch takes beside, with what each block of a cluster adds.
-_OF_ONE, _OF_ALL = 65e9, 5.2e12
-_LAUNCH_S, _MEMBER_S = 1.6e-6, 0.05e-6
+_RECORD = struct.Struct("@5P3i4x")
+_SHARED_OF_ALL = 227 * 1024  # blocks on one multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +43,20 @@ class Adapters:
         """What kernels are compiled for."""
         return Shape(self.a.shape[0], self.b.shape[2], self.ends)
 
-    def record(self) -> bytes:
-        """As native/gemm.cu reads it."""
+    def record(self, plan: Plan, product: Product, num_rows: int) -> bytes:
+        """As native/gemm.cu reads it, with room for what its blocks leave each other."""
+        device = self.a.device
+        sizes = (_depths(plan, product), num_rows, self.a.shape[1])
+        inner = torch.empty(sizes, dtype=torch.float32, device=device)
+        tensors = (self.a, self.b, self.slots, inner, _meeting(device))
         ends = (*self.ends[:-1], _NO_END, _NO_END)[:2]
-        pointers = (self.a.data_ptr(), self.b.data_ptr(), self.slots.data_ptr())
-        return _RECORD.pack(*pointers, len(self.ends), *ends)
+        sums = _sums(plan, product, num_rows, self.shape)
+        return _RECORD.pack(*(t.data_ptr() for t in tensors), sums, *ends)
+
+
+@functools.cache
+def _meeting(device: torch.device) -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.int32, device=device)
 
 
 def defines(plan: Plan, product: Product, shape: Shape) -> dict[str, int]:
@@ -67,79 +65,65 @@ def defines(plan: Plan, product: Product, shape: Shape) -> dict[str, int]:
         "LORA": 1,
         "SLOTS": shape.slots,
         "RANK": shape.rank,
-        "PARTS": _parts(plan, product, shape),
-        "SHARE": plan.share,
-        "INNER": _inner(plan, product, shape),
+        "PARTS": len(shape.ends),
+        "DEPTHS": _depths(plan, product),
     }
 
 
-def _parts(plan: Plan, product: Product, shape: Shape) -> int:
-    """Parts whose A each cluster multiplies with: one where no cluster has outputs of two."""
-    is_one = product.epilogue != "gated" and not any(
-        end % (plan.columns * plan.share) for end in shape.ends[:-1]
-    )
-    return 1 if is_one else len(shape.ends)
+def _depths(plan: Plan, product: Product) -> int:
+    """Parts of K that sums are made of: a whole number for each block of a cluster."""
+    tiles = product.depth // 64
+    wanted = min(_MOST_DEPTHS, -(-tiles // plan.deep))
+    return -(-wanted // plan.split) * plan.split
 
 
-def _inner(plan: Plan, product: Product, shape: Shape) -> int:
-    """Rows of A that a block multiplies with; 0: too many."""
-    each = shape.slots * _parts(plan, product, shape) * shape.rank
-    return next((width for width in _WIDTHS if width * plan.share >= each), 0)
+def _sums(plan: Plan, product: Product, num_rows: int, shape: Shape) -> int:
+    """Blocks along x that make sums."""
+    tiles = -(-shape.slots * len(shape.ends) * shape.rank // plan.columns)
+    return tiles * -(-num_rows // plan.rows) * (_depths(plan, product) // plan.split)
 
 
 def all_shared_bytes(plan: Plan, product: Product, shape: Shape) -> int:
     """What a block keeps in shared memory."""
-    inner, parts = _inner(plan, product, shape), _parts(plan, product, shape)
-    tiles = shared_bytes(product, plan.rows, plan.columns, plan.stages, plan.split)
-    own = plan.rows * 4 * (1 + parts * shape.rank) + shape.slots * plan.columns * shape.rank * 2
-    return tiles + plan.stages * inner * 128 + own
+    slots, inner = plan.rows * 4, plan.rows // plan.split * len(shape.ends) * shape.rank * 4
+    b = shape.slots * plan.columns * shape.rank * 2
+    of_product = shared_bytes(product, plan.rows, plan.columns, plan.stages, plan.split)
+    return of_product + slots + inner + b
 
 
-def num_blocks(plan: Plan, product: Product, num_rows: int) -> int:
-    """Along x of the grid: whole clusters."""
+def num_blocks(plan: Plan, product: Product, num_rows: int, shape: Shape | None) -> int:
+    """Along x of the grid."""
     is_gated = product.epilogue == "gated"
     tiles = -(-(product.width >> is_gated) // (plan.columns >> is_gated))
-    return -(-tiles // plan.share) * plan.share * -(-num_rows // plan.rows)
+    sums = 0 if shape is None else _sums(plan, product, num_rows, shape)
+    return tiles * -(-num_rows // plan.rows) + sums
 
 
 @functools.cache
-def choose(product: Product, num_rows: int, shape: Shape) -> Plan | None:
-    """The cut that should be fastest; None where native/gemm.cu does not compute it."""
-    if product.dtype not in ("bfloat16", "float16") or product.depth % 64:
+def choose(alone: Plan, product: Product, num_rows: int, shape: Shape) -> Plan | None:
+    """How it is cut, given the plan of the product alone; None where native/gemm.cu does not
+    compute it."""
+    if product.depth % 64 or shape.rank % 8 or shape.slots > _MOST_SLOTS or len(shape.ends) > 3:
         return None
-    if num_rows > _MOST_ROWS or shape.rank % 8 or shape.slots > _MOST_SLOTS or len(shape.ends) > 3:
-        return None
-    if any(end % 4 for end in shape.ends) or not native.has_wgmma():
-        return None
-    if product.epilogue == "gated" and shape.ends != (product.width // 2, product.width):
+    if any(end % 4 for end in shape.ends):
         return None
     known = measured(f"{shape.slots}x{shape.rank} adapters {product.key}", num_rows)
     if known is not None:
         return known
-    found = candidates(product, shape)
-    return min(found, key=lambda plan: _seconds(plan, product, num_rows, shape), default=None)
+    plan = alone if alone.kind == "gemm" else tiles_of(product, num_rows)
+    return fitted(plan, product, num_rows, shape) if plan.kind == "gemm" else None
 
 
-def candidates(product: Product, shape: Shape) -> Iterator[Plan]:
-    """Every cut whose tiles fit, with as many stages as are useful."""
-    fuses_norm = product.has_norm and product.dtype != "float16"
-    for columns in (32, 64, 128):
-        for split, share in _CLUSTERS:
-            most = max(3, -(-product.depth // 64 // split))
-            for stages in sorted({most, *(s for s in (4, 6, 8) if s < most)}, reverse=True):
-                plan = Plan("gemm", 8, 64, columns, stages, split, fuses_norm, share)
-                if product.depth < 64 * split or not _inner(plan, product, shape):
-                    continue
-                if all_shared_bytes(plan, product, shape) <= MOST_SHARED:
-                    yield plan
-
-
-def _seconds(plan: Plan, product: Product, num_rows: int, shape: Shape) -> float:
-    """What a launch should take: the tiles that blocks read, one multiprocessor after the other or
-    all at once."""
-    blocks = num_blocks(plan, product, num_rows) * plan.split
-    rows = plan.rows + plan.columns + _inner(plan, product, shape)
-    of_block = rows * product.depth * 2 / plan.split + shape.slots * plan.columns * shape.rank * 2
-    of_one = -(-blocks // num_processors()) * of_block
-    members = _MEMBER_S * plan.split * plan.share
-    return _LAUNCH_S + members + max(of_one / _OF_ONE, blocks * of_block / _OF_ALL)
+def fitted(plan: Plan, product: Product, num_rows: int, shape: Shape) -> Plan | None:
+    """The plan with so many stages that all blocks find a place at a time, if fewer can help; None
+    where not even three fit."""
+    blocks = num_blocks(plan, product, num_rows, shape) * plan.split
+    found: Plan | None = None
+    for stages in range(3, plan.stages + 1):
+        fewer = replace(plan, stages=stages)
+        needed = all_shared_bytes(fewer, product, shape) + 1024
+        places = _SHARED_OF_ALL // needed * num_processors()
+        if needed > MOST_SHARED or (found is not None and stages > 4 and places < blocks):
+            break
+        found = fewer
+    return found

@@ -94,11 +94,14 @@ def plan_with_adapters(
     epilogue: str, x: torch.Tensor, weight: torch.Tensor, adapters: Adapters, *, has_norm: bool
 ) -> Plan | None:
     """How native/gemm.cu computes a product with its adapters; None where it does not."""
-    if not _is_readable(epilogue, x, weight):
-        return None
+    plan = _plan(epilogue, x, weight, has_norm=has_norm)
+    product = _product(epilogue, x, weight, has_norm=has_norm)
+    return adapted.choose(plan, product, x.shape[0], adapters.shape)
+
+
+def _product(epilogue: str, x: torch.Tensor, weight: torch.Tensor, *, has_norm: bool) -> Product:
     width, depth = weight.shape
-    product = Product(epilogue, has_norm, width, depth, str(x.dtype).removeprefix("torch."))
-    return adapted.choose(product, x.shape[0], adapters.shape)
+    return Product(epilogue, has_norm, width, depth, str(x.dtype).removeprefix("torch."))
 
 
 def compute(
@@ -158,24 +161,18 @@ def _is_fused(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _plan(epilogue: str, x: torch.Tensor, weight: torch.Tensor, *, has_norm: bool = False) -> Plan:
-    """What computes it."""
-    if not _is_readable(epilogue, x, weight):
+    """What computes it; rows that cannot be read 16 bytes at a time are left to the library."""
+    if batch_invariant() or not x.is_cuda or not 0 < x.shape[0] <= ROWS[-1]:
+        return LIBRARY
+    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
+        return LIBRARY
+    aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    if not aligned or x.stride(1) != 1 or not weight.is_contiguous():
+        return LIBRARY
+    if epilogue == "gated" and weight.shape[0] % 2:
         return LIBRARY
     _prepare_all(epilogue, has_norm, weight.shape, x.dtype)
     return choose(epilogue, has_norm, weight.shape, x.dtype, x.shape[0])
-
-
-def _is_readable(epilogue: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether native kernels may be asked: rows that cannot be read 16 bytes at a time are left to
-    the library."""
-    if batch_invariant() or not x.is_cuda or not 0 < x.shape[0] <= ROWS[-1]:
-        return False
-    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
-        return False
-    if epilogue == "gated" and weight.shape[0] % 2:
-        return False
-    aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
-    return aligned and x.stride(1) == 1 and weight.is_contiguous()
 
 
 @functools.cache
@@ -235,11 +232,11 @@ def _launch(
     arguments = [x, ctypes.c_longlong(x.stride(0)), norm_weight, weight, bias, residual, y]
     arguments += (num_rows, width, float(eps)) if plan.kind == "gemv" else (*sizes, float(eps))
     if adapters is not None:
-        arguments.append(adapters.record())
+        product = _product(epilogue, x, weight, has_norm=has_norm)
+        arguments.append(adapters.record(plan, product, num_rows))
     native.launch(
-        how.kernel, how.grid, how.threads, arguments,
-        shared=how.shared, cluster=plan.split, beside=plan.share,
-    )  # fmt: skip
+        how.kernel, how.grid, how.threads, arguments, shared=how.shared, cluster=plan.split
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,9 +268,10 @@ def _prepared(
     if plan.kind == "gemv":
         blocks = -(-outputs // (8 if epilogue == "gated" else 16))
         return _Launch(kernel, (blocks, 1, 1), plan.warps * 32, 0)
+    threads, blocks = plan.rows * 2, adapted.num_blocks(plan, product, num_rows, adapters)
     if adapters is None:
         shared = shared_bytes(product, plan.rows, plan.columns, plan.stages, plan.split)
     else:
         shared = adapted.all_shared_bytes(plan, product, adapters)
-    grid = (adapted.num_blocks(plan, product, num_rows), 1, plan.split)
-    return _Launch(kernel, grid, plan.rows * 2, shared)
+        threads += adapted.HELPERS
+    return _Launch(kernel, (blocks, 1, plan.split), threads, shared)

@@ -70,7 +70,7 @@ class _Call:
 
     __slots__ = ("config", "pack", "pointers", "values")
 
-    def __init__(self, arguments: Sequence[Any], cluster: int, beside: int) -> None:
+    def __init__(self, arguments: Sequence[Any], cluster: int) -> None:
         codes = [_code(argument) for argument in arguments]
         layout = struct.Struct("@" + "".join(codes))
         self.values = ctypes.create_string_buffer(layout.size)
@@ -86,9 +86,9 @@ class _Call:
             attributes[count].id = _ATTRIBUTE_PDL
             attributes[count].value[0] = 1
             count += 1
-        if cluster * beside > 1:
+        if cluster > 1:
             attributes[count].id = _ATTRIBUTE_CLUSTER
-            attributes[count].value[0], attributes[count].value[1] = beside, 1
+            attributes[count].value[0] = attributes[count].value[1] = 1
             attributes[count].value[2] = cluster
             count += 1
         self.config = _Config(attributes=attributes, num_attributes=count, by=1, bz=1)
@@ -117,7 +117,7 @@ class Function:
     # Bytes of shared memory that may be asked for at launch: of 48 KiB, kernels declare up to 16
     # themselves.
     most_shared: int = 32 * 1024
-    calls: dict[tuple[int, int, int], _Call] = field(default_factory=dict)  # by thread, cluster
+    calls: dict[tuple[int, int], _Call] = field(default_factory=dict)  # by thread and cluster
 
 
 @functools.cache
@@ -340,11 +340,9 @@ def launch(
     *,
     shared: int = 0,
     cluster: int = 1,
-    beside: int = 1,
 ) -> None:
     """Queue it on the current stream. Arguments: tensors or None, ctypes values, ints as 32 bits,
-    floats as 32 bits, bytes as a record. `cluster`, `beside`: blocks of a cluster
-    along z and along x."""
+    floats as 32 bits, bytes as a record. `cluster`: blocks of a cluster along z."""
     if rehearsal.is_on():
         return
     if kernel.handle is None:
@@ -356,10 +354,10 @@ def launch(
             _driver().cuFuncSetAttribute(kernel.handle, _FUNCTION_SHARED_BYTES, shared), "attribute"
         )
         kernel.most_shared = shared
-    key = (threading.get_ident(), cluster, beside)
+    key = (threading.get_ident(), cluster)
     call = kernel.calls.get(key)
     if call is None:
-        call = kernel.calls[key] = _Call(arguments, cluster, beside)
+        call = kernel.calls[key] = _Call(arguments, cluster)
     call.pack(*map(_value, arguments))
     config = call.config
     config.gx, config.gy, config.gz = grid

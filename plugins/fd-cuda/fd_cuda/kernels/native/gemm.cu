@@ -8,29 +8,38 @@
 // while its squares are summed; what the norm divides by is applied at the end.
 // GATED: the first half of a tile are gate rows, the second the up rows that belong to them.
 // A row of x comes out the same whatever M is.
-// LORA: beside W's rows a block multiplies with some first halves of adapters, A; the SHARE blocks of a
-// cluster that stand side by side divide those of all adapters. Each row's own A x goes to all of them, and
-// each adds the second half B of the row's adapter times it. So nobody waits for another cluster.
+// LORA: the first blocks multiply x with the first halves A of all adapters, over a small part of K each, so
+// that they end early. In the others a second group of warps waits for these sums and fetches, while the
+// first one multiplies, what its rows need of them and of the second halves B. Blocks that make sums are the
+// first to be given a place, and wait for nobody.
 
 #include "common.cuh"
+#include "cluster.cuh"
 
 #define BK 64
-#define THREADS (BM * 2)
-#define TILE_X (BM * 128)
 #ifndef LORA
 #define LORA 0
-#define INNER 0
-#define SHARE 1
 #endif
-#define WIDE (BN + INNER)  // rows of W and of A that a block multiplies with
-#define TILE_W (WIDE * 128)
-#define CLUSTER (SPLIT * SHARE)
+#define THREADS (BM * 2)  // that multiply
+#define ALL (LORA ? THREADS + HELPERS : THREADS)
+#define HELPERS 128
+#define TILE_X (BM * 128)
+#define TILE_W (BN * 128)
 #define STAGE (TILE_X + TILE_W)
 #define PITCH (BN + 4)
 #define ROWS (BM / SPLIT)
-#define W_PIECES (WIDE * 8 / THREADS)  // of 16 bytes, of a tile, that one thread asks for
+#define W_PIECES (BN * 8 / THREADS)  // of 16 bytes, of a tile, that one thread asks for
 #define X_PIECES (BM * 8 / THREADS)
 #define ASKED (RESIDENT ? STAGES : STAGES - 2)
+
+// Of those that multiply.
+__device__ __forceinline__ void sync_group() {
+#if LORA
+  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+#else
+  __syncthreads();
+#endif
+}
 
 __device__ __forceinline__ u32 shared_address(const void* p) {
   return (u32)__cvta_generic_to_shared(p);
@@ -46,57 +55,47 @@ __device__ __forceinline__ u64 descriptor(u32 address) {
   return (u64)((address & 0x3ffff) >> 4) | ((u64)1 << 16) | ((u64)(1024 >> 4) << 32) | ((u64)1 << 62);
 }
 
-template <int COUNT>
-__device__ __forceinline__ void fence_registers(float (&d)[COUNT]) {
+__device__ __forceinline__ void fence_registers(float* d) {
 #pragma unroll
-  for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
+  for (int i = 0; i < BN / 2; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
-
-// d[64, N] += a[64, 16] b[N, 16]^T, with a from shared memory or from registers.
-template <int N> __device__ void multiply_shared(float* d, u64 a, u64 b);
-template <int N> __device__ void multiply_registers(float* d, const u32* a, u64 b);
 
 #define R4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define R16(d, i) R4(d, i), R4(d, i + 4), R4(d, i + 8), R4(d, i + 12)
-#define REGS_8(d) R4(d, 0)
-#define REGS_16(d) R4(d, 0), R4(d, 4)
-#define REGS_32(d) R16(d, 0)
-#define REGS_64(d) R16(d, 0), R16(d, 16)
-#define REGS_128(d) R16(d, 0), R16(d, 16), R16(d, 32), R16(d, 48)
-#define LIST_8 "%0,%1,%2,%3"
-#define LIST_16 LIST_8 ",%4,%5,%6,%7"
-#define LIST_32 LIST_16 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define LIST_64 LIST_32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define LIST_128 LIST_64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
-  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-// The last five: numbers of the operands behind d.
-#define PRODUCTS(N, O, P, Q, R, S)                                                                            \
-  template <> __device__ __forceinline__ void multiply_shared<N>(float* d, u64 a, u64 b) {                     \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##N "}, %" #O       \
-                 ", %" #P ", 1, 1, 1, 0, 0;" : REGS_##N(d) : "l"(a), "l"(b));                                  \
-  }                                                                                                            \
-  template <> __device__ __forceinline__ void multiply_registers<N>(float* d, const u32* a, u64 b) {           \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" LIST_##N "}, {%" #O      \
-                 ",%" #P ",%" #Q ",%" #R "}, %" #S ", 1, 1, 1, 0;"                                             \
-                 : REGS_##N(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                          \
-  }
-PRODUCTS(8, 4, 5, 6, 7, 8)
-PRODUCTS(16, 8, 9, 10, 11, 12)
-PRODUCTS(32, 16, 17, 18, 19, 20)
-PRODUCTS(64, 32, 33, 34, 35, 36)
-PRODUCTS(128, 64, 65, 66, 67, 68)
-
-__device__ __forceinline__ u32 at_rank(u32 address, int rank) {
-#if CLUSTER > 1
-  u32 remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  return remote;
-#else
-  return address;
+#if BN == 128
+#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
+  "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+  "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
+#define D_REGS(d) R16(d, 0), R16(d, 16), R16(d, 32), R16(d, 48)
+#define SHAPE "m64n128k16"
+#define SS_TAIL "%64, %65, 1, 1, 1, 0, 0;"
+#define RS_TAIL "{%64,%65,%66,%67}, %68, 1, 1, 1, 0;"
+#elif BN == 64
+#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
+  "%24,%25,%26,%27,%28,%29,%30,%31}"
+#define D_REGS(d) R16(d, 0), R16(d, 16)
+#define SHAPE "m64n64k16"
+#define SS_TAIL "%32, %33, 1, 1, 1, 0, 0;"
+#define RS_TAIL "{%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
+#elif BN == 32
+#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}"
+#define D_REGS(d) R16(d, 0)
+#define SHAPE "m64n32k16"
+#define SS_TAIL "%16, %17, 1, 1, 1, 0, 0;"
+#define RS_TAIL "{%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
 #endif
+
+__device__ __forceinline__ void multiply_shared(float* d, u64 a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " " D_LIST ", " SS_TAIL
+               : D_REGS(d) : "l"(a), "l"(b));
 }
 
-#if CLUSTER > 1
+__device__ __forceinline__ void multiply_registers(float* d, const u32* a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " " D_LIST ", " RS_TAIL
+               : D_REGS(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+#if SPLIT > 1
 #define STORE "st.shared::cluster"
 #else
 #define STORE "st.shared"
@@ -104,10 +103,6 @@ __device__ __forceinline__ u32 at_rank(u32 address, int rank) {
 
 __device__ __forceinline__ void send(u32 address, float a, float b) {
   asm volatile(STORE ".v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
-}
-
-__device__ __forceinline__ void send(u32 address, float a) {
-  asm volatile(STORE ".f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
 }
 
 // One thread's pieces of a tile: where they come from and where they go.
@@ -135,8 +130,8 @@ struct Squares {
 
 // Multiply one tile. With NORM it is finished afterwards, since registers that hold x may not be filled
 // while the matrix units are at work; otherwise the one before it is.
-__device__ __forceinline__ void multiply_tile(float* sum, float* inner, Squares& squares, u32 tile,
-                                              const u32* gains, int warp, int lane) {
+__device__ __forceinline__ void multiply_tile(float* sum, Squares& squares, u32 tile, const u32* gains,
+                                              int warp, int lane) {
   const u64 tile_w = descriptor(tile + TILE_X);
 #if NORM
   u32 a[4][4];
@@ -154,52 +149,61 @@ __device__ __forceinline__ void multiply_tile(float* sum, float* inner, Squares&
   }
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-  for (int s = 0; s < 4; s++) {
-    multiply_registers<BN>(sum, a[s], tile_w + s * 2);
-#if LORA
-    multiply_registers<INNER>(inner, a[s], tile_w + BN * 8 + s * 2);
-#endif
-  }
+  for (int s = 0; s < 4; s++) multiply_registers(sum, a[s], tile_w + s * 2);
 #else
   const u64 tile_x = descriptor(tile + (warp >> 2) * 64 * 128);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-  for (int s = 0; s < 4; s++) {
-    multiply_shared<BN>(sum, tile_x + s * 2, tile_w + s * 2);
-#if LORA
-    multiply_shared<INNER>(inner, tile_x + s * 2, tile_w + BN * 8 + s * 2);
-#endif
-  }
+  for (int s = 0; s < 4; s++) multiply_shared(sum, tile_x + s * 2, tile_w + s * 2);
 #endif
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(NORM ? 0 : 1) : "memory");
 }
 
 #if LORA
-#define EACH (PARTS * RANK)  // of an adapter's A, for the parts that a cluster's outputs belong to
+#define EACH (PARTS * RANK)  // rows of an adapter's A
 #define PIECES_B (RANK / 8)  // of 16 bytes, of an output's B
 
 struct Adapters {
-  const u16 *a, *b;  // [SLOTS, parts * RANK, K], [SLOTS, N, RANK]
+  const u16 *a, *b;  // [SLOTS, EACH, K], [SLOTS, N, RANK]
   const int* slots;  // of the rows; -1: none
-  int parts, end0, end1;  // end: first output of the next part
+  float* inner;      // [DEPTHS, M, EACH]: A x of each row's own adapter, over parts of K
+  int* meeting;      // zeros: blocks that have left sums there, and blocks that have seen all of them
+  int sums;          // blocks that make sums, along x
+  int end0, end1;    // first output of the next part
 };
+
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
+__device__ __forceinline__ void arrive(int* count) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
+}
+
+__device__ __forceinline__ void await_sums(const int* count, int wanted) {
+  int seen;
+  do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
+  while (seen < wanted);
+}
+
+// The last block to have seen all sums leaves zeros for the next launch.
+__device__ __forceinline__ void leave(int* meeting, int blocks) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(meeting + 1) : "memory");
+  if (before == blocks - 1) meeting[0] = meeting[1] = 0;
+}
+
+__device__ __forceinline__ int part_of(const Adapters& of, int column) {
+  return (column >= of.end0) + (column >= of.end1);
+}
 
 // Where a piece of B stands in shared memory: threads that read at once read from different banks.
 __device__ __forceinline__ int place_of(int piece) { return piece ^ (piece >> 3 & 7); }
 
-// What an adapter adds to four outputs. b: the first one's piece; inner: A x of this row and part, of which
-// the blocks that divided K left one each, BM / SPLIT rows apart.
+// What an adapter adds to four outputs, of which b has pieces from the first one's on.
 __device__ __forceinline__ void add_adapter(float* v, const uint4* b, int piece, const float* inner) {
 #pragma unroll
   for (int r = 0; r < PIECES_B; r++) {
-    float4 p = make_float4(0.f, 0.f, 0.f, 0.f), q = p;
-#pragma unroll
-    for (int s = 0; s < SPLIT; s++) {
-      const float4* from = (const float4*)(inner + s * ROWS * EACH) + r * 2;
-      p.x += from[0].x, p.y += from[0].y, p.z += from[0].z, p.w += from[0].w;
-      q.x += from[1].x, q.y += from[1].y, q.z += from[1].z, q.w += from[1].w;
-    }
+    const float4 p = ((const float4*)inner)[r * 2], q = ((const float4*)inner)[r * 2 + 1];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       const uint4 w = b[place_of(piece + j * PIECES_B + r)];
@@ -208,9 +212,72 @@ __device__ __forceinline__ void add_adapter(float* v, const uint4* b, int piece,
     }
   }
 }
+
+// A block's outputs.
+struct Outputs {
+  int first_column, width, N;
+  // Of a row of the tile of W.
+  __device__ __forceinline__ int of(int row, bool& inside) const {
+    const int n = first_column + (EPILOGUE == GATED ? row % (BN / 2) : row);
+    inside = n < width;
+    return n + (EPILOGUE == GATED && row >= BN / 2 ? N / 2 : 0);
+  }
+  __device__ __forceinline__ int first_part(const Adapters& of) const {
+    return EPILOGUE == GATED ? 0 : part_of(of, first_column);
+  }
+  __device__ __forceinline__ int last_part(const Adapters& of) const {
+    return EPILOGUE == GATED ? 1 : part_of(of, min(first_column + BN, width) - 1);
+  }
+};
+
+// The second group of warps: the slots of this block's rows, A x of their adapters, and B of these.
+__device__ __forceinline__ void fetch_adapters(const Adapters& of, const Outputs& outputs, int first_row, int M,
+                                               int* slots_of, float* inner_of, uint4* b, int wanted, int blocks) {
+  const int thread = threadIdx.x - THREADS, lane = thread & 31;
+  constexpr int LINES = BN * RANK * 2 / 128;
+  for (int e = thread; e < SLOTS * LINES; e += HELPERS) {
+    bool inside;
+    const int row = e % LINES * 64 / RANK, n = outputs.of(row, inside);
+    if (inside) prefetch(of.b + ((u64)(e / LINES) * outputs.N + n) * RANK);
+  }
+  wait_for_previous();
+  u32 needed = 0;
+  for (int m = lane; m < ROWS; m += 32) {
+    const int slot = first_row + m < M ? __ldcg(of.slots + first_row + m) : -1;
+    slots_of[m] = slot;  // by each warp, alike
+    if (slot >= 0) needed |= 1u << slot;
+  }
+  needed = __reduce_or_sync(~0u, needed);
+  for (int e = thread; e < SLOTS * BN * PIECES_B; e += HELPERS) {
+    const int slot = e / (BN * PIECES_B);
+    if (!(needed >> slot & 1)) continue;
+    bool inside;
+    const int n = outputs.of(e / PIECES_B % BN, inside);
+    copy_async(shared_address(b + place_of(e)),
+               of.b + ((u64)slot * outputs.N + (inside ? n : 0)) * RANK + e % PIECES_B * 8, inside);
+  }
+  if (lane == 0) await_sums(of.meeting, wanted);
+  __syncwarp();
+  if (needed) {
+    const int first = outputs.first_part(of), quarters = (outputs.last_part(of) - first + 1) * (RANK / 4);
+    for (int e = thread; e < ROWS * quarters; e += HELPERS) {
+      const int row = e / quarters, c = first * RANK + e % quarters * 4;
+      if (slots_of[row] < 0) continue;
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f), v[DEPTHS];
+#pragma unroll
+      for (int d = 0; d < DEPTHS; d++)
+        v[d] = __ldcg((const float4*)(of.inner + ((u64)d * M + first_row + row) * EACH + c));
+#pragma unroll
+      for (int d = 0; d < DEPTHS; d++) sum.x += v[d].x, sum.y += v[d].y, sum.z += v[d].z, sum.w += v[d].w;
+      *(float4*)(inner_of + row * EACH + c) = sum;
+    }
+  }
+  if (thread == HELPERS - 1) leave(of.meeting, blocks);
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(ALL)
 gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm,
      const u16* __restrict__ w, const u16* __restrict__ bias, const u16* residual, u16* y,
      int M, int N, int K, float eps
@@ -221,12 +288,20 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
   extern __shared__ __align__(1024) unsigned char memory[];
   constexpr int OUT = EPILOGUE == GATED ? BN / 2 : BN;
   const int width = EPILOGUE == GATED ? N / 2 : N;
-  const int tiles_m = (M + BM - 1) / BM, group = blockIdx.x / SHARE;
-  const int member = blockIdx.x % SHARE, rank = blockIdx.z;
-  const int first_row = group % tiles_m * BM, first_column = (group / tiles_m * SHARE + member) * OUT;
+  const int tiles_m = (M + BM - 1) / BM, rank = blockIdx.z, all = K / BK;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-  const int all = K / BK, share = (all + SPLIT - 1) / SPLIT;
-  const int begin = min(rank * share, all), count = min(all - begin, share);
+#if LORA
+  const bool makes_sums = blockIdx.x < adapters.sums;
+  const int nth = makes_sums ? blockIdx.x / (DEPTHS / SPLIT) : blockIdx.x - adapters.sums;
+  const int depth = makes_sums ? blockIdx.x % (DEPTHS / SPLIT) * SPLIT + rank : rank;
+  const int share = (all + (makes_sums ? DEPTHS : SPLIT) - 1) / (makes_sums ? DEPTHS : SPLIT);
+  if (makes_sums && thread >= THREADS) return;
+#else
+  constexpr bool makes_sums = false;
+  const int nth = blockIdx.x, depth = rank, share = (all + SPLIT - 1) / SPLIT;
+#endif
+  const int first_row = nth % tiles_m * BM, first_column = nth / tiles_m * (makes_sums ? BN : OUT);
+  const int begin = min(depth * share, all), count = min(all - begin, share);
 
   // Tiles, then the parts that the cluster sends here, then the norm's weights of this share.
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
@@ -236,11 +311,19 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
   float* squares_of = (float*)behind;  // [SPLIT][ROWS]
   u32* gains = (u32*)(behind + BM * 4);
 #if LORA
-  int* slots_of = (int*)(behind + BM * 4 + NORM * share * BK * 2);  // [BM]
-  float* inner_of = (float*)(slots_of + BM);                        // [SPLIT][ROWS][EACH]
-  uint4* b = (uint4*)(inner_of + BM * EACH);                        // [SLOTS][BN][PIECES_B]
-  // One part for all outputs of the cluster, or room for all parts.
-  const int first_part = PARTS > 1 ? 0 : (first_column >= adapters.end0) + (first_column >= adapters.end1);
+  int* slots_of = (int*)(behind + BM * 4 + NORM * ((all + SPLIT - 1) / SPLIT) * BK * 2);  // [ROWS]
+  float* inner_of = (float*)(slots_of + BM);                                           // [ROWS][EACH]
+  uint4* b = (uint4*)(inner_of + ROWS * EACH);                                         // [SLOTS][BN][PIECES_B]
+  if (thread >= THREADS) {
+    announce_start();
+    let_next_start();
+    const Outputs outputs = {first_column, width, N};
+    const int blocks = (gridDim.x - adapters.sums) * SPLIT;
+    fetch_adapters(adapters, outputs, first_row + rank * ROWS, M, slots_of, inner_of, b, adapters.sums * SPLIT, blocks);
+    await_start();
+    meet();
+    return;
+  }
 #endif
 
   Pieces p;
@@ -252,11 +335,10 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
     for (int i = 0; i < W_PIECES; i++) {
       const int row = r + i * (THREADS / 8);
 #if LORA
-      if (row >= BN) {
-        const int nth = member * INNER + row - BN, slot = nth / EACH;
-        const int at = (slot * adapters.parts + first_part) * RANK + nth % EACH;
-        p.w[i] = adapters.a + (u64)(slot < SLOTS ? at : 0) * K + begin * BK + c * 8;
-        p.w_inside |= (slot < SLOTS) << i;
+      if (makes_sums) {
+        const bool inside = first_column + row < SLOTS * EACH;
+        p.w[i] = adapters.a + (u64)(inside ? first_column + row : 0) * K + begin * BK + c * 8;
+        p.w_inside |= inside << i;
         continue;
       }
 #endif
@@ -273,9 +355,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
       p.x_inside |= (m < M) << i;
     }
   }
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-#endif
+  if (!makes_sums) announce_start();
 #pragma unroll
   for (int s = 0; s < ASKED; s++)
     if (s < count) ask_for_weights(p, base + s * STAGE, s * BK);
@@ -292,26 +372,14 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
   }
 
 #if LORA
-  // The second halves that this block's own rows need.
-  for (int m = thread; m < BM; m += THREADS)
-    slots_of[m] = first_row + m < M ? __ldcg(adapters.slots + first_row + m) : -1;
-  __syncthreads();
-  u32 needed = 0;
-  for (int m = lane; m < ROWS; m += 32) {
-    const int slot = slots_of[rank * ROWS + m];
-    if (slot >= 0) needed |= 1u << slot;
+  int slots[2] = {-1, -1};  // of this thread's rows
+  if (makes_sums) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int m = first_row + warp * 16 + (lane >> 2) + half * 8;
+      if (m < M) slots[half] = __ldcg(adapters.slots + m);
+    }
   }
-  needed = __reduce_or_sync(~0u, needed);
-  for (int e = thread; e < SLOTS * BN * PIECES_B; e += THREADS) {
-    const int slot = e / (BN * PIECES_B), row = e / PIECES_B % BN;
-    if (!(needed >> slot & 1)) continue;
-    const int n = first_column + (EPILOGUE == GATED ? row % (BN / 2) : row);
-    const int at = n + (EPILOGUE == GATED && row >= BN / 2 ? N / 2 : 0);
-    const bool inside = n < width;
-    copy_async(shared_address(b + place_of(e)),
-               adapters.b + ((u64)slot * N + (inside ? at : 0)) * RANK + e % PIECES_B * 8, inside);
-  }
-  asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
   // What this thread will finish: four columns each. Their residuals are asked for now.
   constexpr int QUADS = OUT / 4, TURNS = (ROWS * QUADS + THREADS - 1) / THREADS;
@@ -322,7 +390,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
     const int e = i * THREADS + thread, m = first_row + rank * ROWS + e / QUADS;
     const int column = first_column + (e % QUADS) * 4;
     addends[i] = make_uint2(0, 0);
-    if (e < ROWS * QUADS && m < M) {
+    if (!makes_sums && e < ROWS * QUADS && m < M) {
       const u16* from = residual + (u64)m * width + column;
       if (column + 3 < width && (width & 3) == 0) {
         addends[i] = *(const uint2*)from;
@@ -340,19 +408,11 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
 #pragma unroll
   for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
   fence_registers(sum);
-#if LORA
-  float inner[INNER / 2];
-#pragma unroll
-  for (int i = 0; i < INNER / 2; i++) inner[i] = 0.f;
-  fence_registers(inner);
-#else
-  float* inner = nullptr;
-#endif
   Squares squares = {0.f, 0.f};
   for (int t = 0; t < count; t++) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(ASKED - 1 + (LORA && RESIDENT)) : "memory");
+    asm volatile("cp.async.wait_group %0;" ::"n"(ASKED - 1) : "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();
+    sync_group();
     // All have finished with the tile before the previous one.
     const int next = t + STAGES - 2;
     if (!RESIDENT && next < count) {
@@ -362,30 +422,42 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
     const u32 tile = base + (t % STAGES) * STAGE;
-    multiply_tile(sum, inner, squares, tile, gains + t * (BK / 2), warp, lane);
+    multiply_tile(sum, squares, tile, gains + t * (BK / 2), warp, lane);
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   fence_registers(sum);
+
+  const int r = warp * 16 + (lane >> 2);
 #if LORA
-  fence_registers(inner);
+  if (makes_sums) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float* to = adapters.inner + ((u64)depth * M + first_row + r + half * 8) * EACH;
+#pragma unroll
+      for (int j = 0; j < BN / 8; j++) {
+        const int n = first_column + j * 8 + (lane & 3) * 2;
+        if (n / EACH == slots[half])
+          *(float2*)(to + n % EACH) = make_float2(sum[j * 4 + half * 2], sum[j * 4 + half * 2 + 1]);
+      }
+    }
+    __threadfence();
+    sync_group();
+    if (thread == 0) arrive(adapters.meeting);
+    return;
+  }
 #endif
 
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all have started
-#endif
-#if LORA || SPLIT == 1
-  asm volatile("cp.async.wait_all;" ::: "memory");
-#endif
+  await_start();
 #if SPLIT == 1
-  __syncthreads();  // parts stand where tiles were
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  sync_group();  // parts stand where tiles were
 #endif
   // Every row goes to the block that finishes it: row r of rank d is there row (own rank, r % ROWS).
-  const int r = warp * 16 + (lane >> 2);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int row = r + half * 8;
     const u32 line = shared_address(parts + (rank * ROWS + row % ROWS) * PITCH);
-    const u32 to = at_rank(line, row / ROWS * SHARE + member);
+    const u32 to = at_rank(line, row / ROWS);
 #pragma unroll
     for (int j = 0; j < BN / 8; j++)
       send(to + (j * 8 + (lane & 3) * 2) * 4, sum[j * 4 + half * 2], sum[j * 4 + half * 2 + 1]);
@@ -394,27 +466,10 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
     s += __shfl_xor_sync(~0u, s, 1);
     s += __shfl_xor_sync(~0u, s, 2);
     if ((lane & 3) == 0)
-      send(at_rank(shared_address(squares_of + rank * ROWS + row % ROWS), row / ROWS * SHARE + member), s);
-#endif
-#if LORA
-    const int slot = slots_of[row];
-    const u32 own = shared_address(inner_of + (rank * ROWS + row % ROWS) * EACH);
-#pragma unroll
-    for (int j = 0; j < INNER / 8; j++) {
-      const int nth = member * INNER + j * 8 + (lane & 3) * 2;
-      if (nth / EACH != slot) continue;
-#pragma unroll
-      for (int s = 0; s < SHARE; s++)
-        send(at_rank(own + nth % EACH * 4, row / ROWS * SHARE + s), inner[j * 4 + half * 2],
-             inner[j * 4 + half * 2 + 1]);
-    }
+      send(at_rank(shared_address(squares_of + rank * ROWS + row % ROWS), row / ROWS), s);
 #endif
   }
-#if CLUSTER > 1
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-  __syncthreads();
-#endif
+  meet();
 
 #pragma unroll
   for (int i = 0; i < TURNS; i++) {
@@ -433,12 +488,12 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
       }
     }
 #if LORA
-    const int slot = slots_of[rank * ROWS + row];
+    const int slot = slots_of[row];
     if (slot >= 0) {
-      const int part = PARTS > 1 && EPILOGUE != GATED ? (column >= adapters.end0) + (column >= adapters.end1) : 0;
-      const float* from = inner_of + row * EACH;
-      add_adapter(v, b, (slot * BN + c) * PIECES_B, from + part * RANK);
-      if (EPILOGUE == GATED) add_adapter(u, b, (slot * BN + BN / 2 + c) * PIECES_B, from + RANK);
+      const int part = EPILOGUE == GATED ? 0 : part_of(adapters, column);
+      const float* inner = inner_of + row * EACH;
+      add_adapter(v, b, (slot * BN + c) * PIECES_B, inner + part * RANK);
+      if (EPILOGUE == GATED) add_adapter(u, b, (slot * BN + BN / 2 + c) * PIECES_B, inner + RANK);
     }
 #endif
 #if NORM
