@@ -394,19 +394,19 @@ def test_kernels_compile_for_architectures(capability: int) -> None:
 @pytest.mark.parametrize(
     "kind", ["plain", "latent", *(["gpt-oss", "chunk"] if DEVICE == "cuda" else [])]
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if DEVICE == "cuda" else ["float32"])
 def test_a_token_is_the_same_however_it_is_fed(
     device: Any, kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a prompt, behind a part of one, among others, alone, in a captured step: bit for bit."""
     monkeypatch.setenv("FD_BATCH_INVARIANT", "1")
-    length, block_size, is_latent = 150, 16, kind == "latent"
+    length, block_size, is_latent = 70, 16, kind == "latent"
     spec = mla(dtype) if is_latent else dataclasses.replace(gqa(dtype, 8, 2), **KINDS.get(kind, {}))
     rotary_dim = 0 if is_latent else 32
     whole = Step(device, spec, [(length, length)], rotary_dim=rotary_dim, block_size=block_size)
     driver = (LatentAttention if is_latent else PagedAttention)(spec, block_size, device, None)
-    together, caches = whole.run(driver, whole.batch())
-    whole.check(driver, whole.batch())
+    together = whole.check(driver, whole.batch())
+    _, caches = whole.run(driver, whole.batch())
     shapes = driver.cache_shapes(whole.old_k.shape[0] // block_size)
     cache = tuple(
         torch.from_numpy(c).to(whole.dtype).reshape(s).to(device.device)
@@ -428,10 +428,9 @@ def test_a_token_is_the_same_however_it_is_fed(
         more = {} if sinks is None else {"sinks": sinks}
         own = [x[tokens] for x in inputs]
         out = driver.forward(*own, cache, driver.prepare(part), rotary, **more)
-        gap = np.abs(out.float().cpu().numpy() - together[tokens]).max(1)
-        assert not gap.any(), (rows, gap)
+        assert np.array_equal(out.float().cpu().numpy(), together[tokens]), rows
 
-    again((70, length))
-    again((3, 20), (1, 64), (40, 120), (1, 65), (1, 1))
-    again((1, 130), (1, 33), tokens_per_row=1)
-    again((4, 130), (4, 33), tokens_per_row=4)
+    again((30, length))
+    again((3, 20), (1, 64), (1, 1))
+    again((1, 69), (1, 33), tokens_per_row=1)
+    again((4, 68), (4, 33), tokens_per_row=4)
