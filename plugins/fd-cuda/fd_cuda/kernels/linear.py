@@ -94,6 +94,8 @@ def plan_with_adapters(
     epilogue: str, x: torch.Tensor, weight: torch.Tensor, adapters: Adapters, *, has_norm: bool
 ) -> Plan | None:
     """How native/gemm.cu computes a product with its adapters; None where it does not."""
+    if not _is_readable(epilogue, x, weight):
+        return None
     plan = _plan(epilogue, x, weight, has_norm=has_norm)
     product = _product(epilogue, x, weight, has_norm=has_norm)
     return adapted.choose(plan, product, x.shape[0], adapters.shape)
@@ -161,18 +163,24 @@ def _is_fused(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _plan(epilogue: str, x: torch.Tensor, weight: torch.Tensor, *, has_norm: bool = False) -> Plan:
-    """What computes it; rows that cannot be read 16 bytes at a time are left to the library."""
-    if batch_invariant() or not x.is_cuda or not 0 < x.shape[0] <= ROWS[-1]:
-        return LIBRARY
-    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
-        return LIBRARY
-    aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
-    if not aligned or x.stride(1) != 1 or not weight.is_contiguous():
-        return LIBRARY
-    if epilogue == "gated" and weight.shape[0] % 2:
+    """What computes it."""
+    if not _is_readable(epilogue, x, weight):
         return LIBRARY
     _prepare_all(epilogue, has_norm, weight.shape, x.dtype)
     return choose(epilogue, has_norm, weight.shape, x.dtype, x.shape[0])
+
+
+def _is_readable(epilogue: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether native kernels may be asked: rows that cannot be read 16 bytes at a time are left to
+    the library."""
+    if batch_invariant() or not x.is_cuda or not 0 < x.shape[0] <= ROWS[-1]:
+        return False
+    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
+        return False
+    if epilogue == "gated" and weight.shape[0] % 2:
+        return False
+    aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    return aligned and x.stride(1) == 1 and weight.is_contiguous()
 
 
 @functools.cache
