@@ -84,7 +84,7 @@ class CachedAttention(ABC):
         """Cut the step's work: one small kernel for decodes, one small copy for prompts."""
         if batch.num_tokens == 0 or batch.num_seqs == 0:
             return Metadata(batch, [])
-        if self._invariant:  # a token's bits depend on its sequence alone: see invariant.py
+        if self._invariant:  # as invariant_attention of prefill.py
             return Metadata(batch, [self._tiles(batch)])
         if 0 < batch.tokens_per_row <= self._most_tokens:
             return Metadata(batch, [self._decodes(batch, batch.tokens_per_row)])

@@ -4,7 +4,7 @@ write.
 A step's rows are of two sorts. Rows of up to SHORT tokens (decodes, drafts) are computed split by
 their cached tokens; all numbers of such rows are read on the device, so that steps of them alone
 can be captured. Longer rows (prompts) are computed tile by tile. Under FD_BATCH_INVARIANT there is
-one sort, see invariant.py.
+one sort, see invariant_attention of prefill.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from fd_cuda.settings import is_batch_invariant
 
 from .cached import LOG2E, SHORT
 from .decode import decode_attention
-from .invariant import invariant_attention
 from .native_decode import NativeDecode, NativeShape, norm_arguments
 from .plan import (
     ITEM,
@@ -35,7 +34,7 @@ from .plan import (
     split_parts,
     stream_items,
 )
-from .prefill import clear_padding, prefill_attention
+from .prefill import clear_padding, invariant_attention, prefill_attention
 from .question import MAX_ROWS
 from .rope import rotate_and_write
 from .tuning import Gpu, PrefillShape, Sizes
