@@ -185,11 +185,11 @@ __device__ __forceinline__ void await_sums(const int* count, int wanted) {
   while (seen < wanted);
 }
 
-// The last block to have seen all sums leaves zeros for the next launch.
-__device__ __forceinline__ void leave(int* meeting, int blocks) {
+// How many blocks had seen all sums before this one.
+__device__ __forceinline__ int count_in(int* meeting) {
   int before;
-  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(meeting + 1) : "memory");
-  if (before == blocks - 1) meeting[0] = meeting[1] = 0;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(meeting + 1) : "memory");
+  return before;
 }
 
 __device__ __forceinline__ int part_of(const Adapters& of, int column) {
@@ -256,8 +256,9 @@ __device__ __forceinline__ void fetch_adapters(const Adapters& of, const Outputs
     copy_async(shared_address(b + place_of(e)),
                of.b + ((u64)slot * outputs.N + (inside ? n : 0)) * RANK + e % PIECES_B * 8, inside);
   }
-  if (lane == 0) await_sums(of.meeting, wanted);
-  __syncwarp();
+  int before = -1;
+  if (thread == 0) await_sums(of.meeting, wanted), before = count_in(of.meeting);
+  asm volatile("bar.sync 2, %0;" ::"n"(HELPERS) : "memory");
   if (needed) {
     const int first = outputs.first_part(of), quarters = (outputs.last_part(of) - first + 1) * (RANK / 4);
     for (int e = thread; e < ROWS * quarters; e += HELPERS) {
@@ -272,7 +273,7 @@ __device__ __forceinline__ void fetch_adapters(const Adapters& of, const Outputs
       *(float4*)(inner_of + row * EACH + c) = sum;
     }
   }
-  if (thread == HELPERS - 1) leave(of.meeting, blocks);
+  if (before == blocks - 1) of.meeting[0] = of.meeting[1] = 0;  // the last one, for the next launch
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 #endif
@@ -440,9 +441,8 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
           *(float2*)(to + n % EACH) = make_float2(sum[j * 4 + half * 2], sum[j * 4 + half * 2 + 1]);
       }
     }
-    __threadfence();
     sync_group();
-    if (thread == 0) arrive(adapters.meeting);
+    if (thread == 0) arrive(adapters.meeting);  // releases what all of them stored
     return;
   }
 #endif
