@@ -143,14 +143,12 @@ class PagedAttention:
         if batch.num_tokens == 0 or batch.num_seqs == 0:
             return _Metadata(batch, None, None)
         if self._invariant:
-            return _Metadata(batch, None, self._tiles_found_there(batch, shortest=0))
+            return _Metadata(batch, None, self._tiles_of_all(batch))
         if 0 < batch.tokens_per_row <= self._most_tokens:
             return _Metadata(batch, self._decodes(batch, batch.tokens_per_row), None)
         if not batch.is_exact and not batch.tokens_per_row:
             return _Metadata(
-                batch,
-                self._decodes(batch, 1, is_alone=False),
-                self._tiles_found_there(batch, shortest=1),
+                batch, self._decodes(batch, 1, is_alone=False), self._tiles_found_there(batch)
             )
         if not batch.is_exact:
             raise CapabilityError(
@@ -213,11 +211,17 @@ class PagedAttention:
         tiles = prefill_tiles(batch.cu_seqlens_q, batch.seq_lens, self._short, tokens)
         return _Tiles(chosen, tokens, self._device.to_device(tiles))
 
-    def _tiles_found_there(self, batch: AttentionBatch, shortest: int) -> _Tiles:
-        """Of rows of more than `shortest` tokens, which the device finds."""
+    def _tiles_found_there(self, batch: AttentionBatch) -> _Tiles:
+        """Of rows that only the device knows."""
         chosen = self.sizes.prefill(self._group, self._pad, self._itemsize)
         tokens = chosen.rows // self._group
-        return _Tiles(chosen, tokens, prompt_tiles(batch, shortest, tokens))
+        return _Tiles(chosen, tokens, prompt_tiles(batch, 1, tokens))
+
+    def _tiles_of_all(self, batch: AttentionBatch) -> _Tiles:
+        """Of decodes, too, for invariant_attention."""
+        chosen = self.sizes.prefill(self._group, self._pad, self._itemsize)
+        tokens = chosen.rows // self._group
+        return _Tiles(chosen, tokens, prompt_tiles(batch, 0, tokens))
 
     # -- once a layer -----------------------------------------------------------------------------
 
