@@ -397,7 +397,8 @@ PARTS: dict[str, Callable[[], None]] = {
     part.__name__: part
     for part in (
         native_products, adapters, native_filter, triton_filter, body, steps, sampling, experts,
-        many_rows, drafting, attention, states, streams, packed_pipe, trellis, quantized_caches, one_shot,
+        many_rows, drafting, attention, states, streams, packed_pipe, trellis,
+        quantized_caches, one_shot,
     )
 } | {name: functools.partial(packed_products, name) for name in (*FORMATS, "ccq2")}  # fmt: skip
 
