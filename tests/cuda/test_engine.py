@@ -85,3 +85,35 @@ def test_each_kind_of_layer_gives_the_tokens_of_transformers(tmp_path: Path, fam
     )["runs"]
     expected = [answer["greedy"].tolist() for answer in answers]
     assert run["together"] == expected and run["alone"] == expected
+
+
+@pytest.mark.parametrize("settings", [{}, {"dtype": "float32"}, {"kv_cache_dtype": "fp8"}], ids=str)
+def test_a_scored_text_has_the_bits_of_its_generation(
+    prompts: list[list[int]], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode steps, captured and in any batch, and a prompt in one go or in pieces: each token's
+    log-probability is the same number."""
+    from fastdeploy import LLM, SamplingParams
+
+    monkeypatch.setenv("FD_BATCH_INVARIANT", "1")
+    with LLM(
+        DEMO, device="cuda", tensor_library="torch", max_model_len=512, max_num_seqs=16,
+        num_gpu_blocks_override=256, skip_tokenizer_init=True, max_num_batched_tokens=256,
+        **{"dtype": "bfloat16", **settings},
+    ) as llm:  # fmt: skip
+        wanted = SamplingParams(temperature=0.8, seed=3, max_tokens=MAX_TOKENS, logprobs=0)
+        answers = [out.outputs[0] for out in llm.generate(prompts, wanted, use_tqdm=False)]
+        texts = [[*p, *a.token_ids] for p, a in zip(prompts, answers, strict=True)]
+        scoring = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        scored = llm.generate(texts, scoring, use_tqdm=False)
+    pairs = [
+        (said[token].logprob, found[token].logprob)
+        for prompt, answer, out in zip(prompts, answers, scored, strict=True)
+        for token, said, found in zip(
+            answer.token_ids, answer.logprobs, out.prompt_logprobs[len(prompt) :], strict=True
+        )
+    ]
+    same = sum(a == b for a, b in pairs)
+    print(f"{same} of {len(pairs)} log-probabilities have the same bits, {settings}")
+    assert len(pairs) > 300
+    assert same == len(pairs), max(abs(a - b) for a, b in pairs)

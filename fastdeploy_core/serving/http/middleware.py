@@ -33,7 +33,7 @@ ADMIN_PATHS = {
     *("/resume", "/v1/resume", "/sleep", "/v1/sleep", "/wake_up", "/v1/wakeup"),
     *("/update_weights", "/v1/update_weights", "/reset_prefix_cache"),
 }
-_PAGE = re.compile(r"/|/ui/[\w.-]+", re.ASCII)  # fd-web's files, the same for everybody
+_PAGE = re.compile(r"/|/docs|/ui/[\w.-]+", re.ASCII)  # fd-web's files, the same for everybody
 MAX_HEADERS = 100  # the HTTP parser bounds their bytes
 _CLIENT_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 

@@ -48,7 +48,7 @@ VARIABLES: dict[str, tuple[tuple[str, ...], str, str]] = {
     "FD_BATCH_INVARIANT": (
         ("0", "1"),
         "0",
-        "a row's results are the same, bit for bit, for every batch that holds it; slower",
+        "a token's results are the same, bit for bit, in every batch, scored or generated; slower",
     ),
 }
 

@@ -255,6 +255,25 @@ def attention() -> None:
         step.run(built, step.batch(tokens_per_row=same))
         if rows is MIXED and driver is PagedAttention:  # as such steps are captured
             step.run(built, step.batch(is_exact=False))
+        if size == 5:
+            built._invariant = True  # as FD_BATCH_INVARIANT sets it
+            step.run(built, step.batch(tokens_per_row=same))
+
+
+def adapters() -> None:
+    """Products with what adapters add, in one launch and in three."""
+    table = build_kernel_table("cuda", {"tensor_library": "torch"})
+    for dtype in DTYPES:
+        for rows, width, depth in ((5, 192, 256), (64, 448, 512), (300, 64, 64)):
+            x, norm = random(rows, depth, dtype=dtype), random(depth, dtype=dtype)
+            weight = random(width, depth, dtype=dtype)
+            a, b = random(3, 16, depth, dtype=dtype), random(3, width, 8, dtype=dtype)
+            slots = integers(4, rows, dtype=torch.int32) - 1
+            more = (a, b, (width // 2, width), slots)
+            product = table["adapted_product"]
+            product("plain", x, norm, EPS, weight, None, None, *more)
+            product("gated", x, norm, EPS, weight, None, None, *more)
+            product("add", x, None, EPS, weight, None, random(rows, width, dtype=dtype), *more)
 
 
 def states() -> None:
@@ -377,8 +396,9 @@ def one_shot() -> None:
 PARTS: dict[str, Callable[[], None]] = {
     part.__name__: part
     for part in (
-        native_products, native_filter, triton_filter, body, steps, sampling, experts, many_rows,
-        drafting, attention, states, streams, packed_pipe, trellis, quantized_caches, one_shot,
+        native_products, adapters, native_filter, triton_filter, body, steps, sampling, experts,
+        many_rows, drafting, attention, states, streams, packed_pipe, trellis,
+        quantized_caches, one_shot,
     )
 } | {name: functools.partial(packed_products, name) for name in (*FORMATS, "ccq2")}  # fmt: skip
 

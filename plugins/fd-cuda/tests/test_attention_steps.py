@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from attention_steps import MIXED, Step, gqa, mla
+from fastdeploy_core.contracts.attention import AttentionBatch
 from fastdeploy_core.contracts.device import DeviceOptions
 
 from fastdeploy_testing.drivers import lookup
@@ -283,7 +284,7 @@ def test_long_row_among_short_ones_is_split(device: Any) -> None:
     put = device.to_device
     items, counters = decode_items(
         put(lengths), put(np.arange(65, dtype=np.int32)), 64, 128, 1, shape,
-        invariant=False, new_in_cache=False,
+        new_in_cache=False,
     )  # fmt: skip
     host = items.cpu().numpy()
     host = host[host[:, ROW] >= 0]
@@ -311,7 +312,7 @@ def test_streams_serve_as_many_rows_as_there_are_places(
     from fd_cuda.attention.plan import StreamShape
     from fd_cuda.attention.tuning import Gpu, Sizes
 
-    chosen = Sizes(Gpu(132, True)).native(num_seqs, heads, 8, True, False, is_alone)
+    chosen = Sizes(Gpu(132, True)).native(num_seqs, heads, 8, True, is_alone)
     assert isinstance(chosen, StreamShape) == streams
     if isinstance(chosen, StreamShape):
         assert chosen.num_blocks == num_seqs * heads
@@ -324,7 +325,7 @@ def test_blocks_of_few_rows_fit_beside_each_other(heads: int, columns: int) -> N
     from fd_cuda.attention.tuning import Gpu, Sizes
 
     for num_seqs in range(1, 132 // heads + 1):
-        shape = Sizes(Gpu(132, True)).native(num_seqs, heads, columns, True, False, True)
+        shape = Sizes(Gpu(132, True)).native(num_seqs, heads, columns, True, True)
         assert num_seqs * heads * shape.cluster <= 132 * shape.occupancy, num_seqs
 
 
@@ -405,3 +406,48 @@ def test_kernels_compile_for_architectures(capability: int) -> None:
         "decode_attention", "latent_attention", "one_shot_sum", "packed_product",
         "prefill_attention", "rotate_and_write", "scan_chunks", "step_states", "within_chunks",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind", ["plain", "latent", *(["gpt-oss", "chunk"] if DEVICE == "cuda" else [])]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if DEVICE == "cuda" else ["float32"])
+def test_a_token_is_the_same_however_it_is_fed(
+    device: Any, kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a prompt, behind a part of one, among others, alone, in a captured step: bit for bit."""
+    monkeypatch.setenv("FD_BATCH_INVARIANT", "1")
+    length, block_size, is_latent = 70, 16, kind == "latent"
+    spec = mla(dtype) if is_latent else dataclasses.replace(gqa(dtype, 8, 2), **KINDS.get(kind, {}))
+    rotary_dim = 0 if is_latent else 32
+    whole = Step(device, spec, [(length, length)], rotary_dim=rotary_dim, block_size=block_size)
+    driver = (LatentAttention if is_latent else PagedAttention)(spec, block_size, device, None)
+    together = whole.check(driver, whole.batch())
+    _, caches = whole.run(driver, whole.batch())
+    shapes = driver.cache_shapes(whole.old_k.shape[0] // block_size)
+    cache = tuple(
+        torch.from_numpy(c).to(whole.dtype).reshape(s).to(device.device)
+        for c, s in zip(caches, shapes, strict=True)
+    )
+    inputs = [getattr(whole, name).to(device.device) for name in ("q", "k", "v")]
+    rotary, sinks = (
+        None if x is None else x.to(device.device) for x in (whole.rotary, whole.sinks)
+    )
+
+    def again(*rows: tuple[int, int], tokens_per_row: int = 0) -> None:
+        tokens = [token for count, end in rows for token in range(end - count, end)]
+        part = AttentionBatch.upload(
+            device.to_device, np.cumsum([0, *(count for count, _ in rows)]),
+            [end for _, end in rows], np.repeat(whole.tables, len(rows), 0),
+            [whole.slot(0, token) for token in tokens], tokens, tokens_per_row,
+        )  # fmt: skip
+        part = dataclasses.replace(part, is_exact=not tokens_per_row)
+        more = {} if sinks is None else {"sinks": sinks}
+        own = [x[tokens] for x in inputs]
+        out = driver.forward(*own, cache, driver.prepare(part), rotary, **more)
+        assert np.array_equal(out.float().cpu().numpy(), together[tokens]), rows
+
+    again((30, length))
+    again((3, 20), (1, 64), (1, 1))
+    again((1, 69), (1, 33), tokens_per_row=1)
+    again((4, 68), (4, 33), tokens_per_row=4)

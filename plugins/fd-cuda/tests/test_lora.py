@@ -57,6 +57,21 @@ def test_rows_get_what_their_adapter_adds(
     assert torch.equal(found[slots < 0], before[slots < 0])
 
 
+def test_few_rows_and_many_are_the_same_with_batch_invariance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FD_BATCH_INVARIANT", "1")
+    depth, width, rank, many = 96, 64, 8, 260
+    a, b = torch.randn(2, rank, depth, device=DEVICE), torch.randn(2, width, rank, device=DEVICE)
+    x, y = torch.randn(many, depth, device=DEVICE), torch.randn(many, width, device=DEVICE)
+    slots = torch.arange(many, dtype=torch.int32, device=DEVICE) % 3 - 1
+    kernel = build_kernel_table("cuda", {"tensor_library": "torch"})["lora"]
+    together = kernel(y.clone(), x, None, 0.0, a, b, (width,), slots)
+    for rows in (1, 7, 70):
+        alone = kernel(y[:rows].clone(), x[:rows], None, 0.0, a, b, (width,), slots[:rows])
+        assert torch.equal(alone, together[:rows]), rows
+
+
 def test_a_row_does_not_depend_on_the_others() -> None:
     """One adapter among several, rows in any order, fewer rows than a tile: bit for bit, but for
     the interpreter, whose products are numpy's."""

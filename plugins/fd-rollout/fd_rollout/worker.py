@@ -78,7 +78,15 @@ class RolloutWorker(Worker):
     # -- actions ----------------------------------------------------------------------------------
 
     def _sleep(self, action: Answer) -> Answer:
-        device, freed = self._ready()[1], 0
+        device = self._ready()[1]
+        if action["level"] == 2 and "weights" in action["tags"]:
+            try:
+                check_replaceable(self.config)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"level 2 reads the weights again when they wake, but {error}; sleep at level "
+                    "1, which keeps them in host memory"
+                ) from error
         before = self._memory.free_bytes()
         for tag in action["tags"]:
             if tag == "kv_cache":

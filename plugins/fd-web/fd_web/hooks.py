@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def fd_api_routes_at_root() -> list[ApiRoutes]:
-    """/, /ui/NAME and /state."""
+    """/, /ui/NAME, /docs and /state."""
     from .routes import page_routes
 
     return [page_routes()]

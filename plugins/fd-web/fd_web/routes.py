@@ -1,4 +1,5 @@
 """GET / and /ui/NAME: the page, the same for everybody, so that it needs no key; it asks for one.
+GET /docs: the API, open like the page, since it says nothing of this server's model or users.
 GET /state, for a key's owner: what the server serves and why each plugin was chosen.
 
 The policy lets the page load and ask its own server alone, run its own scripts alone, and be framed
@@ -22,6 +23,8 @@ from fastdeploy_core.serving.http.errors import ApiError
 from fastdeploy_core.serving.respond import json_response
 from fastdeploy_core.serving.state import ServerState
 
+from .api_page import api_page
+
 PAGE: Final = Path(__file__).with_name("page")
 TYPES: Final = {
     ".css": "text/css; charset=utf-8",
@@ -43,7 +46,7 @@ _HEADERS: Final = {
 
 
 def page_routes() -> ApiRoutes:
-    """All three. Files are read once."""
+    """All of them. Files are read once."""
     files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in TYPES}
     router = APIRouter(include_in_schema=False)
 
@@ -57,6 +60,10 @@ def page_routes() -> ApiRoutes:
             raise ApiError(404, f"the page has no file {name[:80]!r}")
         kept = "-" in name  # the build puts a digest behind the dash
         return _file(name, files[name], f"max-age={31_536_000 if kept else 3600}")
+
+    @router.api_route("/docs", methods=["GET", "HEAD"])
+    async def docs(http: Request) -> Response:
+        return _file("docs.html", api_page(http.app.openapi()), "no-cache")
 
     @router.get("/state")
     async def state(http: Request) -> Response:

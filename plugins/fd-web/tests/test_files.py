@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fd_web.api_page import api_page
 from fd_web.routes import PAGE, TYPES
 
 from tests.server_process import ServerProcess
@@ -49,6 +50,44 @@ def test_files_need_no_key_and_state_does(server: ServerProcess) -> None:
     assert state["model"] == "tiny" and state["health"] == "ready"
     reasons = {found["choice"]: found["reason"] for found in state["decisions"]}
     assert reasons["device cpu"] == "asked for by name"
+
+
+def test_docs_describe_every_route_and_field(server: ServerProcess) -> None:
+    key = {"authorization": "Bearer sesame"}
+    schema = httpx.get(server.url + "/openapi.json", headers=key).json()
+    answer = httpx.get(server.url + "/docs")  # without a key
+    assert (
+        answer.status_code == 200
+        and "default-src 'none'" in answer.headers["content-security-policy"]
+    )
+    page = answer.text
+    assert "<script" not in page and "style=" not in page
+    assert re.findall(r'(?:src|href)="([^"#]+)"', page) == [
+        "/ui/icon.svg",
+        "/ui/docs.css",
+        "/openapi.json",
+    ]
+    for path, methods in schema["paths"].items():
+        for method in methods:
+            assert f"<h2><code>{method.upper()} {path}</code></h2>" in page
+    chat = schema["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+    section = page.partition("<h2><code>POST /v1/chat/completions</code></h2>")[2].partition(
+        "</section>"
+    )[0]
+    assert re.findall(r"<tr><td>(\w+)</td>", section) == list(chat)
+
+
+def test_what_a_description_says_is_text() -> None:
+    evil = "<img src=x onerror=alert(1)>"
+    field = {
+        "type": "array",
+        "items": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "description": evil,
+    }
+    body = {"content": {"application/json": {"schema": {"properties": {evil: field}}}}}
+    route = {"operationId": evil, "description": evil, "requestBody": body}
+    page = api_page({"info": {"version": evil}, "paths": {evil: {"post": route}}}).decode()
+    assert evil not in page and "list of string" in page
 
 
 @pytest.mark.parametrize(

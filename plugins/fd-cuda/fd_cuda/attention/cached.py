@@ -13,7 +13,7 @@ from fastdeploy_core.errors import CapabilityError
 
 from fd_cuda.settings import is_batch_invariant
 
-from .plan import DecodeShape, decode_items, latent_items, prefill_tiles, split_parts
+from .plan import DecodeShape, decode_items, found_items, latent_items, prefill_tiles, split_parts
 from .tuning import Gpu, Sizes
 
 if TYPE_CHECKING:
@@ -62,8 +62,7 @@ class CachedAttention(ABC):
         self._exact = spec.dtype == "float32"
         self._itemsize = 4 if self._exact else 2
         self._invariant = is_batch_invariant()
-        # Rows must not notice that others of their batch feed more tokens than they do.
-        self._short = 1 if self._invariant else min(SHORT, most_tokens)
+        self._short = min(SHORT, most_tokens)
         self._most_tokens = most_tokens
         self._scale = spec.scale * LOG2E
         self.use(Sizes(Gpu.of(device.device)))
@@ -85,6 +84,8 @@ class CachedAttention(ABC):
         """Cut the step's work: one small kernel for decodes, one small copy for prompts."""
         if batch.num_tokens == 0 or batch.num_seqs == 0:
             return Metadata(batch, [])
+        if self._invariant:  # as invariant_attention of prefill.py
+            return Metadata(batch, [self._tiles(batch)])
         if 0 < batch.tokens_per_row <= self._most_tokens:
             return Metadata(batch, [self._decodes(batch, batch.tokens_per_row)])
         if not batch.is_exact:
@@ -108,7 +109,6 @@ class CachedAttention(ABC):
             batch.num_seqs * columns,
             max_tokens,
             shape,
-            invariant=self._invariant,
             new_in_cache=True,
         )
         parts = split_parts(items, columns * rows, pad)
@@ -116,9 +116,12 @@ class CachedAttention(ABC):
 
     def _tiles(self, batch: AttentionBatch) -> Launch:
         shape, rows, heads, columns, tokens = self._long_rows()
-        tiles = prefill_tiles(batch.cu_seqlens_q, batch.seq_lens, self._short, tokens)
-        host = latent_items(tiles, batch.cu_seqlens_q, batch.seq_lens, tokens, shape.tile)
-        items = self._device.to_device(host)
+        if self._invariant:
+            items = found_items(batch, tokens, shape.tile)
+        else:
+            tiles = prefill_tiles(batch.cu_seqlens_q, batch.seq_lens, self._short, tokens)
+            host = latent_items(tiles, batch.cu_seqlens_q, batch.seq_lens, tokens, shape.tile)
+            items = self._device.to_device(host)
         return Launch(shape, rows, heads, columns, items, (items,) * 4)  # no row is split
 
     @staticmethod

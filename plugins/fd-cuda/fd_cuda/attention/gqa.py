@@ -3,7 +3,8 @@ write.
 
 A step's rows are of two sorts. Rows of up to SHORT tokens (decodes, drafts) are computed split by
 their cached tokens; all numbers of such rows are read on the device, so that steps of them alone
-can be captured. Longer rows (prompts) are computed tile by tile.
+can be captured. Longer rows (prompts) are computed tile by tile. Under FD_BATCH_INVARIANT there is
+one sort, see invariant_attention of prefill.py.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .plan import (
     split_parts,
     stream_items,
 )
-from .prefill import clear_padding, prefill_attention
+from .prefill import clear_padding, invariant_attention, prefill_attention
 from .question import MAX_ROWS
 from .rope import rotate_and_write
 from .tuning import Gpu, PrefillShape, Sizes
@@ -115,16 +116,13 @@ class PagedAttention:
         self._itemsize = 4 if spec.dtype == "float32" else 2
         self._exact = spec.dtype == "float32"
         self._invariant = is_batch_invariant()
-        # Each kernel adds up a head's squares in an order of its own.
-        self.norms_heads = not self._invariant
         self._scale = spec.scale * LOG2E
         self._v_pad = max(16, pad2(spec.v_head_dim))
         self._pad = max(16, pad2(spec.head_dim))
         self._most_tokens = MAX_ROWS // self._group
         self._native = NativeDecode(spec, block_size)
         self._native_prompts = NativePrompts(spec, block_size)
-        # Rows must not notice that others of their batch feed more tokens than they do.
-        self._short = 1 if self._invariant else min(SHORT, self._most_tokens)
+        self._short = min(SHORT, self._most_tokens)
         self.use(Sizes(Gpu.of(device.device)))
 
     def use(self, sizes: Sizes) -> None:
@@ -145,6 +143,8 @@ class PagedAttention:
         """Cut the step's work: one small kernel for decodes, one small copy for prompts."""
         if batch.num_tokens == 0 or batch.num_seqs == 0:
             return _Metadata(batch, None, None)
+        if self._invariant:
+            return _Metadata(batch, None, self._tiles_of_all(batch))
         if 0 < batch.tokens_per_row <= self._most_tokens:
             return _Metadata(batch, self._decodes(batch, batch.tokens_per_row), None)
         if not batch.is_exact and not batch.tokens_per_row:
@@ -182,7 +182,7 @@ class PagedAttention:
             # The streaming kernel takes a token's position from its index.
             may_stream = is_alone and not spec.offsets
             native = self.sizes.native(
-                num_seqs, heads, columns, self._native.has_clusters, self._invariant, may_stream
+                num_seqs, heads, columns, self._native.has_clusters, may_stream
             )
         lengths = (batch.seq_lens_dev, batch.cu_seqlens_q_dev, num_seqs)
         if isinstance(native, StreamShape):
@@ -199,7 +199,6 @@ class PagedAttention:
             num_seqs * heads * clusters,
             max_tokens,
             shape,
-            invariant=self._invariant,
             new_in_cache=False,
             window=spec.window,
             chunk=spec.chunk,
@@ -217,8 +216,13 @@ class PagedAttention:
         """Of rows that only the device knows."""
         chosen = self._prompt_shape()
         tokens = chosen.rows // self._group
-        lengths, starts = batch.seq_lens_dev, batch.cu_seqlens_q_dev
-        return _Tiles(chosen, tokens, prompt_tiles(lengths, starts, batch.num_tokens, tokens))
+        return _Tiles(chosen, tokens, prompt_tiles(batch, 1, tokens))
+
+    def _tiles_of_all(self, batch: AttentionBatch) -> _Tiles:
+        """Of decodes, too, for invariant_attention."""
+        chosen = self.sizes.prefill(self._group, self._pad, self._itemsize)
+        tokens = chosen.rows // self._group
+        return _Tiles(chosen, tokens, prompt_tiles(batch, 0, tokens))
 
     def _prompt_shape(self) -> PrefillShape:
         if self._native_prompts.serves:
@@ -255,7 +259,10 @@ class PagedAttention:
         given = _Given(q, k, v, cache, batch, rotary, norms, sinks)
         if tiles is not None:
             queries, keys = self._rotate_and_write(given)
-            self._prefill(queries, keys, given, tiles, out)
+            if self._invariant:
+                self._attend_invariantly(queries, given, tiles, out)
+            else:
+                self._prefill(queries, keys, given, tiles, out)
         if decodes is not None:
             self._decode(given, decodes, out, writes=tiles is None)
         return out
@@ -361,6 +368,22 @@ class PagedAttention:
             ROWS=_ROPE_ROWS,
         )
         return queries, rotated
+
+    def _attend_invariantly(self, q: Tensor, given: _Given, tiles: _Tiles, out: Tensor) -> None:
+        """Of queries as _rotate_and_write returns them; it has written the keys, too."""
+        spec, shape, batch = self.spec, tiles.shape, given.batch
+        invariant_attention[(spec.num_kv_heads, tiles.tiles.shape[0])](
+            q, out, *given.cache, tiles.tiles, batch.block_tables_dev, batch.slot_mapping,
+            given.sinks, self._scale, **self._scores(),
+            stride_q=q.stride(0), stride_q_head=q.stride(1),
+            stride_table=batch.block_tables_dev.stride(0),
+            NUM_KV_HEADS=spec.num_kv_heads, GROUP=self._group,
+            WIDTH=spec.head_dim, V_WIDTH=spec.v_head_dim,
+            WIDTH_PAD=self._pad, V_WIDTH_PAD=self._v_pad, BLOCK_SIZE=self.block_size,
+            TOKENS=tiles.tokens, M=shape.rows, N=min(shape.keys, _MAX_CACHE_KEYS),
+            STAGES=shape.num_stages, EXACT=self._exact, TILE_WORDS=TILE_WORDS,
+            num_warps=shape.num_warps,
+        )  # fmt: skip
 
     def _prefill(self, q: Tensor, k: Tensor, given: _Given, tiles: _Tiles, out: Tensor) -> None:
         """Of queries and keys as _rotate_and_write returns them."""

@@ -9,6 +9,7 @@ all lengths: all splits are about equally long, and there are no more than the g
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ import triton.language as tl
 from fd_cuda.kernels.common import cdiv, has_pdl, pad2
 
 from .common import first_key_of
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.attention import AttentionBatch
 
 # Of one work item; kernels read them by these numbers.
 ROW, TILE_BEGIN, TILE_END, SPLIT, NUM_SPLITS, CONTEXT, FIRST_TOKEN, NUM_TOKENS = range(8)
@@ -52,7 +56,6 @@ def cut_decodes(
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    INVARIANT: tl.constexpr,
     NEW_IN_CACHE: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -64,23 +67,19 @@ def cut_decodes(
     """Write work items for rows of 1 to MAX_TOKENS tokens, and zero the counters of arrivals.
     With a WINDOW or CHUNK, rows begin with the tile of the first key that they need.
 
-    INVARIANT: a row's splits depend on its own length alone. NEW_IN_CACHE: this step's tokens are
-    read from the cache like all others (latent attention), and not from the kernel's arguments.
+    NEW_IN_CACHE: this step's tokens are read from the cache like all others (latent attention), and
+    not from the kernel's arguments.
     """
     first, fed, cached, tiles = _tiles_of_rows(
         seq_lens, cu_seqlens, num_seqs, MAX_TOKENS, TILE, 1, NEW_IN_CACHE, WINDOW, CHUNK, ROWS
     )
-    if INVARIANT:
-        limit = tl.maximum(tl.cdiv(tiles, MAX_SPLITS), MIN_TILES)
-    else:
-        # Rounding up costs at most one item a row, so these always fit into target + num_seqs
-        # items.
-        limit = tl.maximum(tl.cdiv(tl.sum(tiles), target), MIN_TILES)
-        longest = tl.max(tiles)
-        limit = tl.maximum(limit, tl.cdiv(longest, MAX_SPLITS))
-        # Rows of one length all round up alike: rather longer splits than a second wave of them.
-        while (tl.sum(_splits(tiles, limit)) > target + target // 8) & (limit < longest):
-            limit += tl.cdiv(limit, 16)
+    # Rounding up costs at most one item a row, so these always fit into target + num_seqs items.
+    limit = tl.maximum(tl.cdiv(tl.sum(tiles), target), MIN_TILES)
+    longest = tl.max(tiles)
+    limit = tl.maximum(limit, tl.cdiv(longest, MAX_SPLITS))
+    # Rows of one length all round up alike: rather longer splits than a second wave of them.
+    while (tl.sum(_splits(tiles, limit)) > target + target // 8) & (limit < longest):
+        limit += tl.cdiv(limit, 16)
     splits = _splits(tiles, limit)
     ends = tl.cumsum(splits, 0)
 
@@ -95,8 +94,6 @@ def cut_decodes(
     cached = length if NEW_IN_CACHE else tl.maximum(length - fed, 0)
     skipped = first_key_of(cached, WINDOW, CHUNK) // TILE
     tiles = tl.maximum(tl.cdiv(cached, TILE) - skipped, 1)
-    if INVARIANT:
-        limit = tl.maximum(tl.cdiv(tiles, MAX_SPLITS), MIN_TILES)
     num_splits = _splits(tiles, limit)
     each = tl.cdiv(tiles, num_splits)
     begin = split * each
@@ -221,16 +218,17 @@ def _tiles_from(level, before, counts):
 @triton.jit
 def cut_prompts(
     seq_lens, cu_seqlens, tiles, num_seqs, num_tiles,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, SIZE: tl.constexpr,
+    SHORTEST: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
-    """prefill_tiles on the device, for rows of more than one token, the longest first: by how many
-    times TOKENS stand before a tile. Tiles after the last feed no tokens."""
+    """prefill_tiles on the device, for rows of more than SHORTEST tokens, the longest first: by how
+    many times TOKENS stand before a tile. Tiles after the last feed no tokens."""
     rows = tl.arange(0, ROWS)
     inside = rows < num_seqs
     fed = tl.load(cu_seqlens + rows + 1, mask=inside, other=0)
     fed -= tl.load(cu_seqlens + rows, mask=inside, other=0)
-    before = (tl.load(seq_lens + rows, mask=inside, other=0) - fed) // TOKENS
-    counts = tl.where(fed > 1, tl.cdiv(fed, TOKENS), 0)
+    before = tl.maximum(tl.load(seq_lens + rows, mask=inside, other=0) - fed, 0) // TOKENS
+    counts = tl.where(fed > SHORTEST, tl.cdiv(fed, TOKENS), 0)
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     # The largest level that has so many tiles on it and above that this one is among them.
     level = tl.zeros([TILES], tl.int32)
@@ -247,7 +245,7 @@ def cut_prompts(
     row = tl.where(known, row, 0)
     first = tl.load(cu_seqlens + row)
     fed = tl.where(known, tl.load(cu_seqlens + row + 1) - first, 0)
-    context = tl.where(known, tl.load(seq_lens + row) - fed, 0)
+    context = tl.where(known, tl.maximum(tl.load(seq_lens + row) - fed, 0), 0)
     begin = tl.where(known, (level - context // TOKENS) * TOKENS, 0)
     out = tiles + tile * SIZE
     write = tile < num_tiles
@@ -269,9 +267,9 @@ class DecodeShape:
     num_warps: int
     num_stages: int
 
-    def num_items(self, num_seqs: int, *, invariant: bool) -> int:
+    def num_items(self, num_seqs: int) -> int:
         """The most splits that there can be."""
-        return num_seqs * self.max_splits if invariant else num_seqs + self.target
+        return num_seqs + self.target
 
 
 def decode_items(
@@ -282,14 +280,13 @@ def decode_items(
     max_tokens: int,
     shape: DecodeShape,
     *,
-    invariant: bool,
     new_in_cache: bool,
     window: int = 0,
     chunk: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(items [num_items, ITEM] int32, counters [num_counters] int32), filled by one small
     kernel."""
-    num_items = shape.num_items(num_seqs, invariant=invariant)
+    num_items = shape.num_items(num_seqs)
     items = torch.empty((num_items, ITEM), dtype=torch.int32, device=seq_lens.device)
     counters = torch.empty(num_counters, dtype=torch.int32, device=seq_lens.device)
     rows = max(16, pad2(num_seqs))
@@ -306,7 +303,6 @@ def decode_items(
         TILE=shape.tile,
         MIN_TILES=shape.min_tiles,
         MAX_SPLITS=shape.max_splits,
-        INVARIANT=invariant,
         NEW_IN_CACHE=new_in_cache,
         WINDOW=window,
         CHUNK=chunk,
@@ -377,17 +373,17 @@ def split_parts(
     return part(rows * width), part(rows), part(rows)
 
 
-def prompt_tiles(
-    seq_lens: torch.Tensor, cu_seqlens: torch.Tensor, num_tokens: int, tokens_per_tile: int
-) -> torch.Tensor:
+def prompt_tiles(batch: AttentionBatch, shortest: int, tokens_per_tile: int) -> torch.Tensor:
     """[tiles, TILE_WORDS] as prefill_tiles makes them, by one small kernel: as many as rows of more
-    than one token can need."""
-    num_seqs = seq_lens.shape[0]
-    num_tiles = num_tokens // tokens_per_tile + min(num_seqs, num_tokens // 2)
+    than `shortest` tokens can need."""
+    seq_lens, cu_seqlens = batch.seq_lens_dev, batch.cu_seqlens_q_dev
+    num_seqs, num_tokens = batch.num_seqs, batch.num_tokens
+    num_tiles = num_tokens // tokens_per_tile + min(num_seqs, num_tokens // (shortest + 1))
     tiles = torch.empty((num_tiles, TILE_WORDS), dtype=torch.int32, device=seq_lens.device)
     cut_prompts[(cdiv(num_tiles, _ITEMS_PER_PROGRAM),)](
-        seq_lens, cu_seqlens, tiles, num_seqs, num_tiles, TOKENS=tokens_per_tile,
-        ROWS=max(16, pad2(num_seqs)), TILES=_ITEMS_PER_PROGRAM, SIZE=TILE_WORDS, num_warps=4,
+        seq_lens, cu_seqlens, tiles, num_seqs, num_tiles, SHORTEST=shortest,
+        TOKENS=tokens_per_tile, ROWS=max(16, pad2(num_seqs)), TILES=_ITEMS_PER_PROGRAM,
+        SIZE=TILE_WORDS, num_warps=4,
     )  # fmt: skip
     return tiles
 
@@ -415,6 +411,18 @@ def prefill_tiles(
     for column, values in enumerate(columns):
         tiles[:, column] = values
     return tiles
+
+
+def found_items(batch: AttentionBatch, tokens: int, keys: int) -> torch.Tensor:
+    """The items of latent_items for all rows of a step, found on the device."""
+    tiles = prompt_tiles(batch, 0, tokens)
+    row, begin, first, fed, context = tiles[:, :5].unbind(1)
+    count = (fed - begin).clamp(max=tokens)
+    end = torch.minimum(context + begin + count, batch.seq_lens_dev[row])
+    row, none = torch.where(count > 0, row, -1), torch.zeros_like(row)
+    last = ((end + keys - 1) // keys).clamp(min=1)
+    columns = (row, none, last, none, none + 1, end, first + begin, count)
+    return torch.stack(columns, 1).to(torch.int32)
 
 
 def latent_items(

@@ -51,7 +51,7 @@ class QuantizedAttention(CachedAttention):
         return numbers if spec.kv_static else (*numbers, *[(*lead, kind.scale_width)] * 2)
 
     def _decodes(self, batch: AttentionBatch, max_tokens: int) -> Launch | Splits:
-        cut = self._native.cut(batch, max_tokens, self.sizes, invariant=self._invariant)
+        cut = self._native.cut(batch, max_tokens, self.sizes)
         return cut or super()._decodes(batch, max_tokens)
 
     def _short_rows(self, num_seqs: int, max_tokens: int) -> tuple[DecodeShape, int, int, int, int]:

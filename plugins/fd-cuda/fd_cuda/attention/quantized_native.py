@@ -39,19 +39,17 @@ class QuantizedDecode:
         self._kind = _FORMATS[spec.kv_format]
         self._bf16 = NativeDecode(spec, block_size)  # knows which heads and GPUs such kernels serve
 
-    def cut(
-        self, batch: AttentionBatch, max_tokens: int, sizes: Sizes, *, invariant: bool
-    ) -> Splits | None:
+    def cut(self, batch: AttentionBatch, max_tokens: int, sizes: Sizes) -> Splits | None:
         """None where the kernel does not serve such rows."""
         columns = self._bf16.columns(max_tokens)
         # Hopper converts fp8 itself, and others that do are not told apart here.
         if not columns or (self._kind == FP8_ROWS and not self._bf16.has_clusters):
             return None
         heads, num_seqs = self._spec.num_kv_heads, batch.num_seqs
-        shape = sizes.quantized(num_seqs, heads, columns, self._bf16.has_clusters, invariant)
+        shape = sizes.quantized(num_seqs, heads, columns, self._bf16.has_clusters)
         items, counters = decode_items(
             batch.seq_lens_dev, batch.cu_seqlens_q_dev, num_seqs, num_seqs * heads * shape.cluster,
-            max_tokens, shape.plan, invariant=invariant, new_in_cache=True,
+            max_tokens, shape.plan, new_in_cache=True,
         )  # fmt: skip
         parts = split_parts(items, heads * columns, self._spec.v_head_dim)
         return Splits(shape, columns, items, (*parts, counters))

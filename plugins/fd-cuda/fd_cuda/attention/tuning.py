@@ -77,7 +77,6 @@ class Sizes:
         num_kv_heads: int,
         columns: int,
         has_clusters: bool,
-        invariant: bool,
         is_alone: bool,
     ) -> NativeShape | StreamShape | None:
         """For the CUDA C++ kernels; None where the Triton kernel is faster: so many rows that the
@@ -89,12 +88,8 @@ class Sizes:
         """
         units, processors = num_seqs * num_kv_heads, self.gpu.num_multiprocessors
         occupancy = of_four_warps = 2 if columns <= 16 else 1
-        max_splits, warps = 64, 4
-        if invariant:  # nothing may depend on the batch
-            cluster, min_tiles, max_splits, target = 4, 16, 8, 1
-        elif (
-            is_alone and has_clusters and columns == 8 and 2 * processors < units <= 4 * processors
-        ):
+        warps = 4
+        if is_alone and has_clusters and columns == 8 and 2 * processors < units <= 4 * processors:
             # A block for every row and head, all at a time. Fewer rows are cut, which costs these
             # blocks more than a cluster's; more leave the last ones to a second round.
             return StreamShape(32, 2, 1, 3, 4, stream_blocks(units, 4 * processors))
@@ -108,7 +103,7 @@ class Sizes:
         if not has_clusters:
             cluster, warps, min_tiles, occupancy = 1, 4, 4, of_four_warps
             target = max(1, processors * occupancy // num_kv_heads)
-        plan = DecodeShape(64, min_tiles, max_splits, target, 4, 3)
+        plan = DecodeShape(64, min_tiles, 64, target, 4, 3)
         return NativeShape(plan, cluster, 2 if columns == 8 else 1, occupancy, warps)
 
     def _blocks_of_a_row(self, units: int, columns: int) -> tuple[int, int, int]:
@@ -125,11 +120,9 @@ class Sizes:
         return cluster, 4, {1: 4, 2: 8, 4: 16, 8: 24}[cluster]
 
     def quantized(
-        self, num_seqs: int, num_kv_heads: int, columns: int, has_clusters: bool, invariant: bool
+        self, num_seqs: int, num_kv_heads: int, columns: int, has_clusters: bool
     ) -> NativeShape:
         """For quant_attention.cu."""
-        if invariant:
-            return NativeShape(DecodeShape(64, 16, 8, 1, 4, 1), 1, 1, 2)
         processors, units, cluster = self.gpu.num_multiprocessors, num_seqs * num_kv_heads, 1
         # As many blocks as registers allow; two where that many hold all rows and heads without
         # cutting any.

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from . import many_rows, native
-from .common import batch_invariant, num_processors
+from . import adapted, many_rows, native
+from .adapted import Adapters
+from .common import batch_invariant
 from .matmul import matmul
 from .norm import rms_norm, silu_and_mul
-from .plans import LIBRARY, ROWS, WIDEST, Plan, Product, choose, foreseen, shared_bytes, tiles_of
+from .plans import LIBRARY, ROWS, WIDEST, Plan, Product, choose, foreseen, shared_bytes
 from .sampling import greedy_of
 
 _EPILOGUES = {
@@ -29,10 +29,6 @@ _EPILOGUES = {
     "gated": native.GATED,
 }
 _MANY, _SHALLOW = 1024, 1536  # of _is_fused: rows, and values a row
-_MOST_ADAPTERS = 16  # slots, all of which are multiplied with
-_NO_END = 2**31 - 1
-_SHARED_OF_ALL = 227 * 1024  # blocks on one multiprocessor
-_RECORD = struct.Struct("@5P6i")
 _AHEAD = 6  # 16-byte loads of each weight row that a gemv thread has under way
 
 
@@ -94,69 +90,20 @@ def greedy_linear(
     return greedy_of(_by_library("plain", x, weight, bias, None))
 
 
-@dataclass(frozen=True, slots=True)
-class Adapters:
-    """What rows add to a product, see lora.py: a [slots, parts * rank, K], b [slots, N, rank] in
-    x's dtype, slots [T] int32."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    ends: tuple[int, ...]
-    slots: torch.Tensor
-
-    @property
-    def outputs(self) -> int:
-        """A x of all slots, for one row."""
-        return self.a.shape[0] * self.a.shape[1]
-
-    def record(self, rows: int, tiles: int) -> bytes:
-        """As native/gemm.cu reads it, with room for what its blocks leave each other."""
-        device = self.a.device
-        inner = torch.empty((rows, self.outputs), dtype=torch.float32, device=device)
-        ends = (*self.ends[:-1], _NO_END, _NO_END)[:2]
-        return _RECORD.pack(
-            *(t.data_ptr() for t in (self.a, self.b, self.slots, inner, _meeting(device))),
-            tiles, self.outputs, self.b.shape[2], len(self.ends), *ends,
-        )  # fmt: skip
-
-
-@functools.cache
-def _meeting(device: torch.device) -> torch.Tensor:
-    return torch.zeros(2, dtype=torch.int32, device=device)
-
-
 def plan_with_adapters(
     epilogue: str, x: torch.Tensor, weight: torch.Tensor, adapters: Adapters, *, has_norm: bool
 ) -> Plan | None:
     """How native/gemm.cu computes a product with its adapters; None where it does not."""
-    num_slots, rank = adapters.a.shape[0], adapters.b.shape[2]
-    if num_slots > _MOST_ADAPTERS or rank % 8 or len(adapters.ends) > 3:
-        return None
-    if any(end % 4 for end in adapters.ends):
+    if not _is_readable(epilogue, x, weight):
         return None
     plan = _plan(epilogue, x, weight, has_norm=has_norm)
+    product = _product(epilogue, x, weight, has_norm=has_norm)
+    return adapted.choose(plan, product, x.shape[0], adapters.shape)
+
+
+def _product(epilogue: str, x: torch.Tensor, weight: torch.Tensor, *, has_norm: bool) -> Product:
     width, depth = weight.shape
-    product = Product(epilogue, has_norm, width, depth, str(x.dtype).removeprefix("torch."))
-    return _with_more_tiles(plan, product, x.shape[0], adapters.outputs)
-
-
-@functools.cache
-def _with_more_tiles(plan: Plan, product: Product, num_rows: int, outputs: int) -> Plan | None:
-    """The plan with so many outputs more, whose blocks find places beside the others if fewer
-    stages can help; None where native/gemm.cu does not compute it."""
-    if plan.kind != "gemm":
-        plan = tiles_of(product, num_rows) if product.depth % 64 == 0 else LIBRARY
-    if plan.kind != "gemm":
-        return None
-    is_gated = product.epilogue == "gated"
-    out, width = (plan.columns >> is_gated), (product.width >> is_gated)
-    blocks = -(-width // out) + -(-outputs // plan.columns)
-    blocks *= -(-num_rows // plan.rows) * plan.split
-    for stages in range(plan.stages, 3, -1):
-        needed = shared_bytes(product, plan.rows, plan.columns, stages, plan.split) + 1024
-        if _SHARED_OF_ALL // needed * num_processors() >= blocks:
-            return replace(plan, stages=stages)
-    return plan
+    return Product(epilogue, has_norm, width, depth, str(x.dtype).removeprefix("torch."))
 
 
 def compute(
@@ -216,18 +163,24 @@ def _is_fused(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _plan(epilogue: str, x: torch.Tensor, weight: torch.Tensor, *, has_norm: bool = False) -> Plan:
-    """What computes it; rows that cannot be read 16 bytes at a time are left to the library."""
-    if batch_invariant() or not x.is_cuda or not 0 < x.shape[0] <= ROWS[-1]:
-        return LIBRARY
-    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
-        return LIBRARY
-    aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
-    if not aligned or x.stride(1) != 1 or not weight.is_contiguous():
-        return LIBRARY
-    if epilogue == "gated" and weight.shape[0] % 2:
+    """What computes it."""
+    if not _is_readable(epilogue, x, weight):
         return LIBRARY
     _prepare_all(epilogue, has_norm, weight.shape, x.dtype)
     return choose(epilogue, has_norm, weight.shape, x.dtype, x.shape[0])
+
+
+def _is_readable(epilogue: str, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether native kernels may be asked: rows that cannot be read 16 bytes at a time are left to
+    the library."""
+    if batch_invariant() or not x.is_cuda or not 0 < x.shape[0] <= ROWS[-1]:
+        return False
+    if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype:
+        return False
+    if epilogue == "gated" and weight.shape[0] % 2:
+        return False
+    aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    return aligned and x.stride(1) == 1 and weight.is_contiguous()
 
 
 @functools.cache
@@ -243,7 +196,7 @@ def _prepare_all(epilogue: str, has_norm: bool, shape: tuple[int, ...], dtype: t
 
 
 def _specialization(
-    plan: Plan, product: Product, num_rows: int, *, has_adapters: bool = False
+    plan: Plan, product: Product, num_rows: int, adapters: adapted.Shape | None = None
 ) -> tuple[str, dict[str, int]]:
     """The native kernel and what it is compiled for."""
     defines = {
@@ -261,9 +214,9 @@ def _specialization(
         "STAGES": plan.stages,
         "SPLIT": plan.split,
         "RESIDENT": int(share <= plan.stages),
-        "LORA": int(has_adapters),
     }
-    return "gemm", {**defines, **sizes}
+    more = {} if adapters is None else adapted.defines(plan, product, adapters)
+    return "gemm", {**defines, **sizes, **more}
 
 
 def _launch(
@@ -281,13 +234,14 @@ def _launch(
     num_rows, (width, depth) = x.shape[0], weight.shape
     is_half, has_norm = x.dtype == torch.float16, norm_weight is not None
     sizes = (num_rows, width, depth)
-    outputs = 0 if adapters is None else adapters.outputs
+    shape = None if adapters is None else adapters.shape
     device = torch.cuda.current_device()
-    how = _prepared(plan, epilogue, is_half, has_norm, sizes, outputs, device)
+    how = _prepared(plan, epilogue, is_half, has_norm, sizes, shape, device)
     arguments = [x, ctypes.c_longlong(x.stride(0)), norm_weight, weight, bias, residual, y]
     arguments += (num_rows, width, float(eps)) if plan.kind == "gemv" else (*sizes, float(eps))
     if adapters is not None:
-        arguments.append(adapters.record(num_rows, -(-outputs // plan.columns)))
+        product = _product(epilogue, x, weight, has_norm=has_norm)
+        arguments.append(adapters.record(plan, product, num_rows))
     native.launch(
         how.kernel, how.grid, how.threads, arguments, shared=how.shared, cluster=plan.split
     )
@@ -310,20 +264,22 @@ def _prepared(
     is_half: bool,
     has_norm: bool,
     sizes: tuple[int, int, int],
-    of_adapters: int,  # outputs of their first halves; 0: there are none
+    adapters: adapted.Shape | None,
     device: int,  # kernels are loaded for one
 ) -> _Launch:
     num_rows, width, depth = sizes
     dtype = "float16" if is_half else "bfloat16"
     product = Product(epilogue, has_norm, width, depth, dtype)
-    name, defines = _specialization(plan, product, num_rows, has_adapters=of_adapters > 0)
+    name, defines = _specialization(plan, product, num_rows, adapters)
     kernel = native.function(name, defines)
     outputs = width // 2 if epilogue == "gated" else width
     if plan.kind == "gemv":
         blocks = -(-outputs // (8 if epilogue == "gated" else 16))
         return _Launch(kernel, (blocks, 1, 1), plan.warps * 32, 0)
-    shared = shared_bytes(product, plan.rows, plan.columns, plan.stages, plan.split)
-    columns = plan.columns // 2 if epilogue == "gated" else plan.columns
-    tiles = -(-outputs // columns) + -(-of_adapters // plan.columns)
-    grid = (tiles * -(-num_rows // plan.rows), 1, plan.split)
-    return _Launch(kernel, grid, plan.rows * 2, shared)
+    threads, blocks = plan.rows * 2, adapted.num_blocks(plan, product, num_rows, adapters)
+    if adapters is None:
+        shared = shared_bytes(product, plan.rows, plan.columns, plan.stages, plan.split)
+    else:
+        shared = adapted.all_shared_bytes(plan, product, adapters)
+        threads += adapted.HELPERS
+    return _Launch(kernel, (blocks, 1, plan.split), threads, shared)

@@ -24,7 +24,8 @@ import triton
 import triton.language as tl
 
 from . import linear
-from .common import cdiv, join_chain, options, pad2
+from .adapted import Adapters
+from .common import batch_invariant, cdiv, join_chain, options, pad2
 from .norm import silu_and_mul
 
 FEW = 256  # rows among which a program looks for its own
@@ -141,14 +142,15 @@ def lora(
     x = x if x.stride(1) == 1 else x.contiguous()
     num_slots, ranks, depth = a.shape
     rank, has_norm = b.shape[2], norm_weight is not None
-    plan = choose(num_rows, width, depth, ranks, str(y.dtype).removeprefix("torch."))
+    is_many = num_rows > FEW or batch_invariant()
+    plan = choose(is_many, width, depth, ranks, str(y.dtype).removeprefix("torch."))
     tiles, num_tiles = _tiles(tuple(ends), plan.columns, y.device)
     splits, groups = cdiv(depth, plan.depth), cdiv(num_rows, plan.rows)
     inner = torch.empty((splits, num_rows, ranks), dtype=torch.float32, device=y.device)
     squares = None
     if has_norm:
         squares = torch.empty((splits, num_rows), dtype=torch.float32, device=y.device)
-    most = max(16, pad2(num_rows)) if num_rows <= FEW else 0
+    most = 0 if is_many else max(16, pad2(num_rows))
     sizes = {"K": depth, "RANKS": ranks, "MOST": most, "BM": plan.rows, "NORM": has_norm}
     _shrink[(splits, num_slots, groups)](
         x, norm_weight, a, inner, squares, slots, num_rows, x.stride(0),
@@ -179,7 +181,7 @@ def adapted_product(
     """A plain product of x, or of rms_norm(x), with what adapters add to it: "plain"; "add", on top
     of the residual, which may be overwritten; or "gated", silu(gate) * up. In one launch for few
     rows, see native/gemm.cu."""
-    adapters = linear.Adapters(a, b, tuple(ends), slots)
+    adapters = Adapters(a, b, tuple(ends), slots)
     has_norm = norm_weight is not None
     plan = linear.plan_with_adapters(epilogue, x, weight, adapters, has_norm=has_norm)
     if plan is not None:
@@ -210,13 +212,13 @@ class Plan:
 
 
 @functools.cache
-def choose(num_rows: int, width: int, depth: int, ranks: int, dtype: str) -> Plan:
-    """Few rows: all loads of a program are under way at once. Many: larger tiles, which read all of
-    their inputs, one part after the other."""
+def choose(is_many: bool, width: int, depth: int, ranks: int, dtype: str) -> Plan:
+    """Few rows: all loads of a program are under way at once. Many, and FD_BATCH_INVARIANT: larger
+    tiles, which read all of their inputs, one part after the other."""
     # Numbers of A in shared memory; what is multiplied in float32 takes twice the room.
     held = 16384 if dtype == "bfloat16" else 8192
     inner = max(16, min(256, pad2(depth), held // max(16, pad2(ranks))))
-    if num_rows > FEW:
+    if is_many:
         inner = min(64, inner)
         return Plan(64 if ranks <= 64 else 16, 128, cdiv(depth, inner) * inner, inner, 4, 3)
     share = cdiv(cdiv(depth, MOST_SPLITS), inner) * inner

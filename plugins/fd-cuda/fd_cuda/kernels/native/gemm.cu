@@ -8,14 +8,21 @@
 // while its squares are summed; what the norm divides by is applied at the end.
 // GATED: the first half of a tile are gate rows, the second the up rows that belong to them.
 // A row of x comes out the same whatever M is.
-// LORA: the first blocks multiply x with the first halves of all adapters, which are W for them. The others
-// wait for these sums before they finish, and add the second half of each row's own adapter times them. Such
-// blocks are the first to be given a place, and wait for nobody.
+// LORA: the first blocks multiply x with the first halves A of all adapters, over a small part of K each, so
+// that they end early. In the others a second group of warps waits for these sums and fetches, while the
+// first one multiplies, what its rows need of them and of the second halves B. Blocks that make sums are the
+// first to be given a place, and wait for nobody.
 
 #include "common.cuh"
+#include "cluster.cuh"
 
 #define BK 64
-#define THREADS (BM * 2)
+#ifndef LORA
+#define LORA 0
+#endif
+#define THREADS (BM * 2)  // that multiply
+#define ALL (LORA ? THREADS + HELPERS : THREADS)
+#define HELPERS 128
 #define TILE_X (BM * 128)
 #define TILE_W (BN * 128)
 #define STAGE (TILE_X + TILE_W)
@@ -24,6 +31,15 @@
 #define W_PIECES (BN * 8 / THREADS)  // of 16 bytes, of a tile, that one thread asks for
 #define X_PIECES (BM * 8 / THREADS)
 #define ASKED (RESIDENT ? STAGES : STAGES - 2)
+
+// Of those that multiply.
+__device__ __forceinline__ void sync_group() {
+#if LORA
+  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+#else
+  __syncthreads();
+#endif
+}
 
 __device__ __forceinline__ u32 shared_address(const void* p) {
   return (u32)__cvta_generic_to_shared(p);
@@ -79,16 +95,6 @@ __device__ __forceinline__ void multiply_registers(float* d, const u32* a, u64 b
                : D_REGS(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-__device__ __forceinline__ u32 at_rank(u32 address, int rank) {
-#if SPLIT > 1
-  u32 remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  return remote;
-#else
-  return address;
-#endif
-}
-
 #if SPLIT > 1
 #define STORE "st.shared::cluster"
 #else
@@ -97,10 +103,6 @@ __device__ __forceinline__ u32 at_rank(u32 address, int rank) {
 
 __device__ __forceinline__ void send(u32 address, float a, float b) {
   asm volatile(STORE ".v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
-}
-
-__device__ __forceinline__ void send(u32 address, float a) {
-  asm volatile(STORE ".f32 [%0], %1;" ::"r"(address), "f"(a) : "memory");
 }
 
 // One thread's pieces of a tile: where they come from and where they go.
@@ -159,12 +161,16 @@ __device__ __forceinline__ void multiply_tile(float* sum, Squares& squares, u32 
 }
 
 #if LORA
+#define EACH (PARTS * RANK)  // rows of an adapter's A
+#define PIECES_B (RANK / 8)  // of 16 bytes, of an output's B
+
 struct Adapters {
-  const u16 *a, *b;  // [slots, parts * rank, K], [slots, N, rank]
+  const u16 *a, *b;  // [SLOTS, EACH, K], [SLOTS, N, RANK]
   const int* slots;  // of the rows; -1: none
-  float* inner;      // [M, outputs]: A x of every slot
-  int* meeting;      // zeros: blocks that have left sums there, and blocks that have ended
-  int tiles, outputs, rank, parts, end0, end1;  // end: first output of the next part
+  float* inner;      // [DEPTHS, M, EACH]: A x of each row's own adapter, over parts of K
+  int* meeting;      // zeros: blocks that have left sums there, and blocks that have seen all of them
+  int sums;          // blocks that make sums, along x
+  int end0, end1;    // first output of the next part
 };
 
 __device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
@@ -173,38 +179,106 @@ __device__ __forceinline__ void arrive(int* count) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
 }
 
-// The last of all blocks leaves zeros for the next launch.
-__device__ __forceinline__ void leave(int* meeting, int blocks) {
-  int before;
-  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(meeting + 1) : "memory");
-  if (before == blocks - 1) meeting[0] = meeting[1] = 0;
-}
-
 __device__ __forceinline__ void await_sums(const int* count, int wanted) {
   int seen;
   do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
   while (seen < wanted);
 }
 
-// What the row's adapter adds to four outputs of one part, from `column` on.
-__device__ __forceinline__ void add_adapter(float* v, const Adapters& of, int slot, int m, int column, int N) {
-  const int part = (column >= of.end0) + (column >= of.end1);
-  const float4* from = (const float4*)(of.inner + (u64)m * of.outputs + (slot * of.parts + part) * of.rank);
-  const uint4* weights = (const uint4*)(of.b + ((u64)slot * N + column) * of.rank);
-#pragma unroll 2
-  for (int r = 0; r < of.rank / 8; r++) {
-    const float4 p = __ldcg(from + r * 2), q = __ldcg(from + r * 2 + 1);
+// How many blocks had seen all sums before this one.
+__device__ __forceinline__ int count_in(int* meeting) {
+  int before;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(meeting + 1) : "memory");
+  return before;
+}
+
+__device__ __forceinline__ int part_of(const Adapters& of, int column) {
+  return (column >= of.end0) + (column >= of.end1);
+}
+
+// Where a piece of B stands in shared memory: threads that read at once read from different banks.
+__device__ __forceinline__ int place_of(int piece) { return piece ^ (piece >> 3 & 7); }
+
+// What an adapter adds to four outputs, of which b has pieces from the first one's on.
+__device__ __forceinline__ void add_adapter(float* v, const uint4* b, int piece, const float* inner) {
+#pragma unroll
+  for (int r = 0; r < PIECES_B; r++) {
+    const float4 p = ((const float4*)inner)[r * 2], q = ((const float4*)inner)[r * 2 + 1];
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-      const uint4 w = __ldg(weights + j * (of.rank / 8) + r);
+      const uint4 w = b[place_of(piece + j * PIECES_B + r)];
       v[j] += low(w.x) * p.x + high(w.x) * p.y + low(w.y) * p.z + high(w.y) * p.w;
       v[j] += low(w.z) * q.x + high(w.z) * q.y + low(w.w) * q.z + high(w.w) * q.w;
     }
   }
 }
+
+// A block's outputs.
+struct Outputs {
+  int first_column, width, N;
+  // Of a row of the tile of W.
+  __device__ __forceinline__ int of(int row, bool& inside) const {
+    const int n = first_column + (EPILOGUE == GATED ? row % (BN / 2) : row);
+    inside = n < width;
+    return n + (EPILOGUE == GATED && row >= BN / 2 ? N / 2 : 0);
+  }
+  __device__ __forceinline__ int first_part(const Adapters& of) const {
+    return EPILOGUE == GATED ? 0 : part_of(of, first_column);
+  }
+  __device__ __forceinline__ int last_part(const Adapters& of) const {
+    return EPILOGUE == GATED ? 1 : part_of(of, min(first_column + BN, width) - 1);
+  }
+};
+
+// The second group of warps: the slots of this block's rows, A x of their adapters, and B of these.
+__device__ __forceinline__ void fetch_adapters(const Adapters& of, const Outputs& outputs, int first_row, int M,
+                                               int* slots_of, float* inner_of, uint4* b, int wanted, int blocks) {
+  const int thread = threadIdx.x - THREADS, lane = thread & 31;
+  constexpr int LINES = BN * RANK * 2 / 128;
+  for (int e = thread; e < SLOTS * LINES; e += HELPERS) {
+    bool inside;
+    const int row = e % LINES * 64 / RANK, n = outputs.of(row, inside);
+    if (inside) prefetch(of.b + ((u64)(e / LINES) * outputs.N + n) * RANK);
+  }
+  wait_for_previous();
+  u32 needed = 0;
+  for (int m = lane; m < ROWS; m += 32) {
+    const int slot = first_row + m < M ? __ldcg(of.slots + first_row + m) : -1;
+    slots_of[m] = slot;  // by each warp, alike
+    if (slot >= 0) needed |= 1u << slot;
+  }
+  needed = __reduce_or_sync(~0u, needed);
+  for (int e = thread; e < SLOTS * BN * PIECES_B; e += HELPERS) {
+    const int slot = e / (BN * PIECES_B);
+    if (!(needed >> slot & 1)) continue;
+    bool inside;
+    const int n = outputs.of(e / PIECES_B % BN, inside);
+    copy_async(shared_address(b + place_of(e)),
+               of.b + ((u64)slot * outputs.N + (inside ? n : 0)) * RANK + e % PIECES_B * 8, inside);
+  }
+  int before = -1;
+  if (thread == 0) await_sums(of.meeting, wanted), before = count_in(of.meeting);
+  asm volatile("bar.sync 2, %0;" ::"n"(HELPERS) : "memory");
+  if (needed) {
+    const int first = outputs.first_part(of), quarters = (outputs.last_part(of) - first + 1) * (RANK / 4);
+    for (int e = thread; e < ROWS * quarters; e += HELPERS) {
+      const int row = e / quarters, c = first * RANK + e % quarters * 4;
+      if (slots_of[row] < 0) continue;
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f), v[DEPTHS];
+#pragma unroll
+      for (int d = 0; d < DEPTHS; d++)
+        v[d] = __ldcg((const float4*)(of.inner + ((u64)d * M + first_row + row) * EACH + c));
+#pragma unroll
+      for (int d = 0; d < DEPTHS; d++) sum.x += v[d].x, sum.y += v[d].y, sum.z += v[d].z, sum.w += v[d].w;
+      *(float4*)(inner_of + row * EACH + c) = sum;
+    }
+  }
+  if (before == blocks - 1) of.meeting[0] = of.meeting[1] = 0;  // the last one, for the next launch
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(ALL)
 gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm,
      const u16* __restrict__ w, const u16* __restrict__ bias, const u16* residual, u16* y,
      int M, int N, int K, float eps
@@ -213,21 +287,22 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
 #endif
      ) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  const int tiles_m = (M + BM - 1) / BM;
-  const int tile_m = blockIdx.x % tiles_m, rank = blockIdx.z;
-  int tile_n = blockIdx.x / tiles_m;
   constexpr int OUT = EPILOGUE == GATED ? BN / 2 : BN;
   const int width = EPILOGUE == GATED ? N / 2 : N;
+  const int tiles_m = (M + BM - 1) / BM, rank = blockIdx.z, all = K / BK;
+  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
 #if LORA
-  const bool makes_sums = tile_n < adapters.tiles;
-  if (!makes_sums) tile_n -= adapters.tiles;
+  const bool makes_sums = blockIdx.x < adapters.sums;
+  const int nth = makes_sums ? blockIdx.x / (DEPTHS / SPLIT) : blockIdx.x - adapters.sums;
+  const int depth = makes_sums ? blockIdx.x % (DEPTHS / SPLIT) * SPLIT + rank : rank;
+  const int share = (all + (makes_sums ? DEPTHS : SPLIT) - 1) / (makes_sums ? DEPTHS : SPLIT);
+  if (makes_sums && thread >= THREADS) return;
 #else
   constexpr bool makes_sums = false;
+  const int nth = blockIdx.x, depth = rank, share = (all + SPLIT - 1) / SPLIT;
 #endif
-  const int first_row = tile_m * BM, first_column = tile_n * (makes_sums ? BN : OUT);
-  const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-  const int all = K / BK, share = (all + SPLIT - 1) / SPLIT;
-  const int begin = min(rank * share, all), count = min(all - begin, share);
+  const int first_row = nth % tiles_m * BM, first_column = nth / tiles_m * (makes_sums ? BN : OUT);
+  const int begin = min(depth * share, all), count = min(all - begin, share);
 
   // Tiles, then the parts that the cluster sends here, then the norm's weights of this share.
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
@@ -236,6 +311,21 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
   unsigned char* behind = tiles + STAGES * STAGE + (SPLIT > 1 ? BM * PITCH * 4 : 0);
   float* squares_of = (float*)behind;  // [SPLIT][ROWS]
   u32* gains = (u32*)(behind + BM * 4);
+#if LORA
+  int* slots_of = (int*)(behind + BM * 4 + NORM * ((all + SPLIT - 1) / SPLIT) * BK * 2);  // [ROWS]
+  float* inner_of = (float*)(slots_of + BM);                                           // [ROWS][EACH]
+  uint4* b = (uint4*)(inner_of + ROWS * EACH);                                         // [SLOTS][BN][PIECES_B]
+  if (thread >= THREADS) {
+    announce_start();
+    let_next_start();
+    const Outputs outputs = {first_column, width, N};
+    const int blocks = (gridDim.x - adapters.sums) * SPLIT;
+    fetch_adapters(adapters, outputs, first_row + rank * ROWS, M, slots_of, inner_of, b, adapters.sums * SPLIT, blocks);
+    await_start();
+    meet();
+    return;
+  }
+#endif
 
   Pieces p;
   {
@@ -247,7 +337,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
       const int row = r + i * (THREADS / 8);
 #if LORA
       if (makes_sums) {
-        const bool inside = first_column + row < adapters.outputs;
+        const bool inside = first_column + row < SLOTS * EACH;
         p.w[i] = adapters.a + (u64)(inside ? first_column + row : 0) * K + begin * BK + c * 8;
         p.w_inside |= inside << i;
         continue;
@@ -266,9 +356,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
       p.x_inside |= (m < M) << i;
     }
   }
-#if SPLIT > 1
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-#endif
+  if (!makes_sums) announce_start();
 #pragma unroll
   for (int s = 0; s < ASKED; s++)
     if (s < count) ask_for_weights(p, base + s * STAGE, s * BK);
@@ -285,40 +373,17 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
   }
 
 #if LORA
-  if (makes_sums) {  // unless no row has one of these adapters
-    const int each = adapters.parts * adapters.rank;
-    const int first_slot = first_column / each, last_slot = (min(first_column + BN, adapters.outputs) - 1) / each;
-    bool is_needed = false;
-    for (int m = thread; m < M; m += THREADS) {
-      const int slot = __ldcg(adapters.slots + m);
-      is_needed |= first_slot <= slot && slot <= last_slot;
-    }
-    if (!__syncthreads_or(is_needed)) {
-#if SPLIT > 1
-      asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
-#endif
-      asm volatile("cp.async.wait_all;" ::: "memory");
-      if (thread == 0) arrive(adapters.meeting), leave(adapters.meeting, gridDim.x * gridDim.z);
-      return;
+  int slots[2] = {-1, -1};  // of this thread's rows
+  if (makes_sums) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int m = first_row + warp * 16 + (lane >> 2) + half * 8;
+      if (m < M) slots[half] = __ldcg(adapters.slots + m);
     }
   }
 #endif
   // What this thread will finish: four columns each. Their residuals are asked for now.
   constexpr int QUADS = OUT / 4, TURNS = (ROWS * QUADS + THREADS - 1) / THREADS;
-#if LORA
-  int slots[TURNS];
-  bool has_adapters = false;
-#pragma unroll
-  for (int i = 0; i < TURNS; i++) {
-    const int e = i * THREADS + thread, m = first_row + rank * ROWS + e / QUADS;
-    const int column = first_column + (e % QUADS) * 4;
-    slots[i] = !makes_sums && e < ROWS * QUADS && m < M && column < width ? __ldcg(adapters.slots + m) : -1;
-    if (slots[i] < 0) continue;
-    has_adapters = true;
-    prefetch(adapters.b + ((u64)slots[i] * N + column) * adapters.rank);
-    if (EPILOGUE == GATED) prefetch(adapters.b + ((u64)slots[i] * N + column + N / 2) * adapters.rank);
-  }
-#endif
 #if EPILOGUE == ADD
   uint2 addends[TURNS];
 #pragma unroll
@@ -348,7 +413,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
   for (int t = 0; t < count; t++) {
     asm volatile("cp.async.wait_group %0;" ::"n"(ASKED - 1) : "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();
+    sync_group();
     // All have finished with the tile before the previous one.
     const int next = t + STAGES - 2;
     if (!RESIDENT && next < count) {
@@ -363,14 +428,31 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   fence_registers(sum);
 
-#if SPLIT > 1
-  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all have started
-#else
+  const int r = warp * 16 + (lane >> 2);
+#if LORA
+  if (makes_sums) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float* to = adapters.inner + ((u64)depth * M + first_row + r + half * 8) * EACH;
+#pragma unroll
+      for (int j = 0; j < BN / 8; j++) {
+        const int n = first_column + j * 8 + (lane & 3) * 2;
+        if (n / EACH == slots[half])
+          *(float2*)(to + n % EACH) = make_float2(sum[j * 4 + half * 2], sum[j * 4 + half * 2 + 1]);
+      }
+    }
+    sync_group();
+    if (thread == 0) arrive(adapters.meeting);  // releases what all of them stored
+    return;
+  }
+#endif
+
+  await_start();
+#if SPLIT == 1
   asm volatile("cp.async.wait_group 0;" ::: "memory");
-  __syncthreads();  // parts stand where tiles were
+  sync_group();  // parts stand where tiles were
 #endif
   // Every row goes to the block that finishes it: row r of rank d is there row (own rank, r % ROWS).
-  const int r = warp * 16 + (lane >> 2);
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int row = r + half * 8;
@@ -387,44 +469,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
       send(at_rank(shared_address(squares_of + rank * ROWS + row % ROWS), row / ROWS), s);
 #endif
   }
-#if SPLIT > 1
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#else
-  __syncthreads();
-#endif
-
-#if LORA
-  if (makes_sums) {
-    for (int e = thread; e < ROWS * (BN / 4); e += THREADS) {
-      const int row = e / (BN / 4), c = e % (BN / 4) * 4, m = first_row + rank * ROWS + row;
-      if (m >= M || first_column + c >= adapters.outputs) continue;
-      float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
-      float scale = 1.f;
-#pragma unroll
-      for (int s = 0; s < SPLIT; s++) {
-        const float4 f = *(const float4*)(parts + (s * ROWS + row) * PITCH + c);
-        v.x += f.x, v.y += f.y, v.z += f.z, v.w += f.w;
-      }
-#if NORM
-      float total = 0.f;
-#pragma unroll
-      for (int s = 0; s < SPLIT; s++) total += squares_of[s * ROWS + row];
-      scale = rsqrtf(total / K + eps);
-#endif
-      v.x *= scale, v.y *= scale, v.z *= scale, v.w *= scale;
-      *(float4*)(adapters.inner + (u64)m * adapters.outputs + first_column + c) = v;
-    }
-    __threadfence();
-    __syncthreads();
-    if (thread == 0) arrive(adapters.meeting), leave(adapters.meeting, gridDim.x * gridDim.z);
-    return;
-  }
-  if (__syncthreads_or(has_adapters)) {
-    if (thread == 0) await_sums(adapters.meeting, adapters.tiles * tiles_m * SPLIT);
-    __syncthreads();
-  }
-  if (thread == 0) leave(adapters.meeting, gridDim.x * gridDim.z);
-#endif
+  meet();
 
 #pragma unroll
   for (int i = 0; i < TURNS; i++) {
@@ -442,6 +487,15 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
         u[0] += h.x; u[1] += h.y; u[2] += h.z; u[3] += h.w;
       }
     }
+#if LORA
+    const int slot = slots_of[row];
+    if (slot >= 0) {
+      const int part = EPILOGUE == GATED ? 0 : part_of(adapters, column);
+      const float* inner = inner_of + row * EACH;
+      add_adapter(v, b, (slot * BN + c) * PIECES_B, inner + part * RANK);
+      if (EPILOGUE == GATED) add_adapter(u, b, (slot * BN + BN / 2 + c) * PIECES_B, inner + RANK);
+    }
+#endif
 #if NORM
     float total = 0.f;
 #pragma unroll
@@ -450,12 +504,6 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
 #endif
 #pragma unroll
     for (int j = 0; j < 4; j++) v[j] *= scale, u[j] *= scale;
-#if LORA
-    if (slots[i] >= 0) {
-      add_adapter(v, adapters, slots[i], m, column, N);
-      if (EPILOGUE == GATED) add_adapter(u, adapters, slots[i], m, column + N / 2, N);
-    }
-#endif
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       float value = v[j], other = u[j];
