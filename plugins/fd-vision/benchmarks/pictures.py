@@ -15,6 +15,9 @@ repeated  the same request again: the prefix cache has all but the last block of
 same      the same picture behind other text: its vectors are kept, the prompt is computed
 decode    (seconds of --output tokens - seconds of one token) / (--output - 1), a step of all rows
 batch     requests/s of one token each, every request with a picture of its own
+
+--profile: instead, where the time goes on a GPU: the tower of some pictures in one call, and all of
+a batch, by kernel.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -179,7 +183,7 @@ class Asker:
     """Makes requests and times them."""
 
     def __init__(self, llm: Any, params: Any, tokens: tuple[int, int, int], side: int) -> None:
-        self._llm, self._params, self._tokens, self._side = llm, params, tokens, side
+        self.llm, self._params, self._tokens, self._side = llm, params, tokens, side
         self._random = np.random.default_rng(0)
 
     def request(self, picture: Image.Image | None = None) -> dict[str, Any]:
@@ -202,8 +206,57 @@ class Asker:
         params = self._params(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
         )
-        answers: list[Any] = self._llm.generate(requests, params, use_tqdm=False)
+        answers: list[Any] = self.llm.generate(requests, params, use_tqdm=False)
         return answers
+
+
+def profile(asker: Asker, counts: Sequence[int], batch: int, rows: int = 14) -> None:
+    """Print host and device milliseconds of the tower, and the kernels that take the longest."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    from fastdeploy_core.contracts.model import MediaPart
+
+    llm = asker.llm
+    model = llm._engine._core._executor._worker._runner._model
+
+    def items(count: int) -> list[Any]:
+        found = []
+        for _ in range(count):
+            asked = asker.request()
+            part = MediaPart("image", asked["multi_modal_data"]["image"], "")
+            _, extras = llm._media.prepare(asked["prompt_token_ids"], [part], "")
+            found += extras.media
+        return found
+
+    def kernels(what: str, run: Callable[[], object]) -> None:
+        with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
+            began = time.perf_counter()
+            run()
+            torch.cuda.synchronize()
+            wall = (time.perf_counter() - began) * 1e3
+        found = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)
+        busy = sum(e.self_device_time_total for e in found) / 1e3
+        print(f"{what}: {wall:.1f} ms, kernels {busy:.1f} ms")
+        for event in found[:rows]:
+            own = event.self_device_time_total / 1e3
+            print(f"  {own:8.2f} ms {event.count:6} x {event.key:.90}")
+
+    with torch.no_grad():
+        for count in counts:
+            shown = items(count)
+            for _ in range(3):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                model.encode(shown)
+                queued = time.perf_counter()
+                torch.cuda.synchronize()
+            ms = [(end - began) * 1e3 for end in (queued, time.perf_counter())]
+            print(f"tower of {count}: queued in {ms[0]:.1f} ms, done in {ms[1]:.1f} ms")
+        kernels(f"tower of {counts[-1]}", lambda: model.encode(shown))
+    asked = [asker.request() for _ in range(batch)]
+    asker.generate(asked[:2])
+    kernels(f"batch of {batch}", lambda: asker.generate(asked))
 
 
 def measure(asker: Asker, batches: list[int], output: int, rounds: int) -> dict[str, float]:
@@ -238,6 +291,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.9, help="share of the device's memory")
     parser.add_argument("--save", type=Path, help="a file for the numbers")
     parser.add_argument("--beside", type=Path, help="such a file of another engine: print ratios")
+    parser.add_argument("--profile", action="store_true", help="where the time goes")
     parser.add_argument("--wait", action="store_true", help="for a line of standard input")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -248,6 +302,10 @@ def main() -> None:
         if arguments.wait:
             print("ready", flush=True)
             sys.stdin.readline()
+        if arguments.profile:
+            profile(asker, (1, 2, 4), max(arguments.batch))
+            llm.close()
+            return
         found = measure(asker, arguments.batch, arguments.output, arguments.rounds)
         (answer,) = asker.generate([asker.request()])
         num_tokens = len(answer.prompt_token_ids)
