@@ -77,7 +77,14 @@ LATER = (
 # such as Triton's interpreter, is left to session `plugins`.
 INTERPRETED = ("test_quant*", "test_*_blocks", "test_attention*", "test_kernels", "test_states")
 REAL_SERVERS = ("prefill*", "kv_events", "router")  # of fd-router's
-SEEING = ("apart", "caches", "drafts", "mixes", "parity", "video")  # of fd-vision's, with whole models
+SEEING = (
+    "apart",
+    "caches",
+    "drafts",
+    "mixes",
+    "parity",
+    "video",
+)  # of fd-vision's, with whole models
 LIGHT = {
     "plugins/fd-agent-apis": (),
     "plugins/fd-accelerator": (),

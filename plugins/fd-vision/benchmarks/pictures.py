@@ -16,6 +16,7 @@ same      the same picture behind other text: its vectors are kept, the prompt i
 decode    (seconds of --output tokens - seconds of one token) / (--output - 1), a step of all rows
 batch     requests/s of one token each, every request with a picture of its own
 
+--side 0: text alone, of as many tokens; with --plain by the decoder's own family, without a tower.
 --profile: instead, where the time goes on a GPU: the tower of some pictures in one call, and all of
 a batch, by kernel.
 """
@@ -40,6 +41,7 @@ from fastdeploy_core.api.llm import LLM
 from fastdeploy_core.types import SamplingParams
 
 VOCAB, IMAGE = 152064, 151655
+TEXT_LENGTH = 1435  # of a prompt of text alone: that of one with a picture of 1,024 x 1,024
 MOST_PIXELS = 1_605_632  # that a picture is shown with; engines keep memory for it
 CLIP = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
@@ -75,10 +77,14 @@ VISION: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def write_folder(size: str, folder: Path) -> tuple[int, int, int]:
-    """config.json and preprocessor_config.json of that size; no weights. A picture's tokens."""
+def write_folder(size: str, folder: Path, *, is_plain: bool = False) -> tuple[int, int, int]:
+    """config.json and preprocessor_config.json of that size; no weights. A picture's tokens.
+    is_plain: the decoder's own family."""
     write = _ernie if size.startswith("ernie") else _qwen
     config, preprocessor, tokens = write(size)
+    if is_plain:
+        config |= {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+        del config["vision_config"], config["rope_scaling"]
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     return tokens
@@ -187,7 +193,9 @@ class Asker:
         self._random = np.random.default_rng(0)
 
     def request(self, picture: Image.Image | None = None) -> dict[str, Any]:
-        """64 random tokens around a picture of noise, or the given one."""
+        """64 random tokens around a picture of noise, or the given one; TEXT_LENGTH without."""
+        if not self._side:
+            return {"prompt_token_ids": self._random.integers(1000, 100_000, TEXT_LENGTH).tolist()}
         words = self._random.integers(1000, 100_000, 64).tolist()
         if picture is None:
             noise = self._random.integers(0, 255, (self._side, self._side, 3), dtype=np.uint8)
@@ -265,8 +273,9 @@ def measure(asker: Asker, batches: list[int], output: int, rounds: int) -> dict[
     for number in range(rounds + 1):  # the first warms up
         first = asker.request()
         row = {"cold ms": asker.seconds([first]) * 1e3, "repeated ms": asker.seconds([first]) * 1e3}
-        again = asker.request(first["multi_modal_data"]["image"])
-        row["same picture ms"] = asker.seconds([again]) * 1e3
+        if "multi_modal_data" in first:
+            again = asker.request(first["multi_modal_data"]["image"])
+            row["same picture ms"] = asker.seconds([again]) * 1e3
         for batch in batches:
             requests = [asker.request() for _ in range(batch)]
             row[f"requests/s of {batch}"] = batch / asker.seconds(requests)
@@ -291,12 +300,15 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.9, help="share of the device's memory")
     parser.add_argument("--save", type=Path, help="a file for the numbers")
     parser.add_argument("--beside", type=Path, help="such a file of another engine: print ratios")
+    parser.add_argument("--plain", action="store_true", help="text by a model without a tower")
     parser.add_argument("--profile", action="store_true", help="where the time goes")
     parser.add_argument("--wait", action="store_true", help="for a line of standard input")
     arguments = parser.parse_args()
+    if arguments.plain and (arguments.side or arguments.size not in TEXT):
+        parser.error("--plain is for --side 0 and Qwen's shapes")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tokens = write_folder(arguments.size, folder)
+        tokens = write_folder(arguments.size, folder, is_plain=arguments.plain)
         llm, params, engine = start(arguments, folder)
         asker = Asker(llm, params, tokens, arguments.side)
         if arguments.wait:
@@ -311,7 +323,8 @@ def main() -> None:
         num_tokens = len(answer.prompt_token_ids)
         if isinstance(llm, LLM):
             llm.close()
-    print(f"{engine}, {arguments.size}, a picture of {arguments.side} pixels a side:", end=" ")
+    shown = f"a picture of {arguments.side} pixels a side" if arguments.side else "text alone"
+    print(f"{engine}, {arguments.size}, {shown}{', no tower' * arguments.plain}:", end=" ")
     print(f"{num_tokens} tokens a prompt, medians of {arguments.rounds} rounds")
     beside = json.loads(arguments.beside.read_text()) if arguments.beside else {}
     for what, value in found.items():
