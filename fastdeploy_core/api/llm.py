@@ -250,7 +250,8 @@ class LLM:
             _wait_for(building)
         texts = [prompt.text for prompt in prompts]
         if stream:
-            return self._stream(building, texts, reader)
+            outputs = self._outputs(building, texts, OutputKind.DELTA, reader)
+            return (output for _, output in outputs)
         return self._collect(building, texts, use_tqdm, reader)
 
     def _build(
@@ -328,15 +329,6 @@ class LLM:
                     bar.set_postfix_str(speed, refresh=False)
                     bar.update()
         return [results[place] for place in range(len(texts))]
-
-    def _stream(
-        self,
-        building: deque[Future[Request]],
-        texts: Sequence[str | None],
-        reader: ChatReader | None,
-    ) -> Iterator[RequestOutput]:
-        for _, output in self._outputs(building, texts, OutputKind.DELTA, reader):
-            yield output
 
     def _outputs(
         self,
