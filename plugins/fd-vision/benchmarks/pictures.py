@@ -24,7 +24,9 @@ a batch, by kernel.
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import statistics
 import sys
 import tempfile
@@ -246,6 +248,10 @@ def profile(asker: Asker, counts: Sequence[int], batch: int, rows: int = 14) -> 
         found = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)
         busy = sum(e.self_device_time_total for e in found) / 1e3
         print(f"{what}: {wall:.1f} ms, kernels {busy:.1f} ms")
+        calls = sorted((e for e in found if "cuda" in e.key), key=lambda e: -e.self_cpu_time_total)
+        for event in calls[:5]:
+            own = event.self_cpu_time_total / 1e3
+            print(f"  {own:8.2f} ms {event.count:6} x {event.key:.60} on the host")
         for event in found[:rows]:
             own = event.self_device_time_total / 1e3
             print(f"  {own:8.2f} ms {event.count:6} x {event.key:.90}")
@@ -262,9 +268,13 @@ def profile(asker: Asker, counts: Sequence[int], batch: int, rows: int = 14) -> 
             ms = [(end - began) * 1e3 for end in (queued, time.perf_counter())]
             print(f"tower of {count}: queued in {ms[0]:.1f} ms, done in {ms[1]:.1f} ms")
         kernels(f"tower of {counts[-1]}", lambda: model.encode(shown))
+    asker.generate([asker.request() for _ in range(batch)])  # starts all decoding processes
     asked = [asker.request() for _ in range(batch)]
-    asker.generate(asked[:2])
     kernels(f"batch of {batch}", lambda: asker.generate(asked))
+    asked = [asker.request() for _ in range(batch)]
+    seen = cProfile.Profile()
+    seen.runcall(asker.generate, asked)
+    pstats.Stats(seen).sort_stats("tottime").print_stats(rows)
 
 
 def measure(asker: Asker, batches: list[int], output: int, rounds: int) -> dict[str, float]:
