@@ -344,7 +344,8 @@ class LLM:
         visible = reader.visible_tokens if reader else ()
         try:
             while building or batch.open or batch.ready:
-                while building and (building[0].done() or not (batch.open or batch.ready)):
+                # Steps of many rows leave threads that build their share of the interpreter.
+                while building and (building[0].done() or len(batch.open) < MEDIA_THREADS):
                     request, text = building.popleft().result(), texts[len(batch.order)]
                     batch.add(request)
                     self._batches[request.request_id] = batch
