@@ -80,7 +80,14 @@ INTERPRETED = (
     "test_states",
 )
 REAL_SERVERS = ("prefill*", "kv_events", "router")  # of fd-router's
-SEEING = ("caches", "drafts", "mixes", "parity", "video")  # of fd-vision's, with whole models
+SEEING = (
+    "apart",
+    "caches",
+    "drafts",
+    "mixes",
+    "parity",
+    "video",
+)  # of fd-vision's, with whole models
 LIGHT = {
     "plugins/fd-agent-apis": (),
     "plugins/fd-accelerator": (),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -48,10 +49,14 @@ LoRA = LoRARequest | Sequence[LoRARequest | None] | None
 class _Batch:
     """The requests of one call, and their outputs until the call takes them."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.order = {request.request_id: i for i, request in enumerate(requests)}
-        self.open = set(self.order)
+    def __init__(self) -> None:
+        self.order: dict[str, int] = {}  # of those that the engine was given: their places
+        self.open: set[str] = set()
         self.ready: list[RequestOutput] = []
+
+    def add(self, request: Request) -> None:
+        self.open.add(request.request_id)
+        self.order[request.request_id] = len(self.order)
 
     def deliver(self, output: RequestOutput) -> None:
         self.ready.append(output)
@@ -234,18 +239,26 @@ class LLM:
             if lora is not None:
                 make = part("lora-request", "lora_request")
                 prompt.extras = make(lora.lora_name, lora.lora_path, self.config)
-        # Check every request before the first one is given to the engine.
         given = [default if param is None else param for param in params]
         parts = prompts, given, [rank or 0 for rank in priorities], [reader] * len(prompts)
+        building = deque[Future[Request]]()
         if self._media is None:  # nothing waits for files, and threads cost time
-            requests = list(map(self._build, *parts))
+            for one in zip(*parts, strict=True):
+                building.append(Future())
+                building[-1].set_result(self._build(*one))
         else:
-            with ThreadPoolExecutor(MEDIA_THREADS) as threads:
-                requests = list(threads.map(self._build, *parts))
+            threads = ThreadPoolExecutor(MEDIA_THREADS)
+            building += (threads.submit(self._build, *one) for one in zip(*parts, strict=True))
+            threads.shutdown(wait=False)
+        # Check every request before the first one is given to the engine; but pictures take longer
+        # than that can wait.
+        if stream or not any(prompt.media for prompt in prompts):
+            _wait_for(building)
         texts = [prompt.text for prompt in prompts]
         if stream:
-            return self._stream(requests, texts, reader)
-        return self._collect(requests, texts, use_tqdm, reader)
+            outputs = self._outputs(building, texts, OutputKind.DELTA, reader)
+            return (output for _, output in outputs)
+        return self._collect(building, texts, use_tqdm, reader)
 
     def _build(
         self, prompt: Prompt, params: SamplingParams, priority: int, reader: ChatReader | None
@@ -300,7 +313,7 @@ class LLM:
 
     def _collect(
         self,
-        requests: Sequence[Request],
+        building: deque[Future[Request]],
         texts: Sequence[str | None],
         use_tqdm: bool,
         reader: ChatReader | None,
@@ -309,9 +322,9 @@ class LLM:
 
         results: dict[int, RequestOutput] = {}
         num_read = num_written = 0
-        silent = not (use_tqdm and requests)
-        with tqdm(total=len(requests), desc="Processed prompts", disable=silent) as bar:
-            for place, output in self._outputs(requests, texts, OutputKind.FINAL, reader):
+        silent = not (use_tqdm and texts)
+        with tqdm(total=len(texts), desc="Processed prompts", disable=silent) as bar:
+            for place, output in self._outputs(building, texts, OutputKind.FINAL, reader):
                 results[place] = output
                 if not silent:
                     num_read += len(output.prompt_token_ids)
@@ -321,43 +334,40 @@ class LLM:
                     speed += f", output: {num_written / took_s:.1f} tok/s"
                     bar.set_postfix_str(speed, refresh=False)
                     bar.update()
-        return [results[place] for place in range(len(requests))]
-
-    def _stream(
-        self,
-        requests: Sequence[Request],
-        texts: Sequence[str | None],
-        reader: ChatReader | None,
-    ) -> Iterator[RequestOutput]:
-        for _, output in self._outputs(requests, texts, OutputKind.DELTA, reader):
-            yield output
+        return [results[place] for place in range(len(texts))]
 
     def _outputs(
         self,
-        requests: Sequence[Request],
+        building: deque[Future[Request]],
         texts: Sequence[str | None],
         kind: OutputKind,
         reader: ChatReader | None,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """(place, output) as they come. However it ends, no request stays in the engine."""
+        """(place, output) as they come: requests run while those behind them are still being
+        built. However it ends, none stays in the engine."""
         engine = self._live_engine()
-        batch = _Batch(requests)
+        batch = _Batch()
         visible = reader.visible_tokens if reader else ()
         try:
-            for request, text in zip(requests, texts, strict=True):
-                self._batches[request.request_id] = batch
-                self._processor.add(request, text, kind=kind, visible_tokens=visible)
-                engine.add(request)
-            while batch.open or batch.ready:
+            while building or batch.open or batch.ready:
+                # Steps of many rows leave threads that build their share of the interpreter.
+                while building and (building[0].done() or len(batch.open) < MEDIA_THREADS):
+                    request, text = building.popleft().result(), texts[len(batch.order)]
+                    batch.add(request)
+                    self._batches[request.request_id] = batch
+                    self._processor.add(request, text, kind=kind, visible_tokens=visible)
+                    engine.add(request)
                 if not batch.ready:
                     self._step(engine)
                 for output in batch.take():
                     _raise_refusal(output)
                     yield batch.order[output.request_id], reader.read(output) if reader else output
         finally:
-            for request in requests:
-                self._batches.pop(request.request_id, None)
-                self._processor.remove(request.request_id)
+            for future in building:
+                future.cancel()
+            for request_id in batch.order:
+                self._batches.pop(request_id, None)
+                self._processor.remove(request_id)
             if self._engine is not None:
                 engine.abort(list(batch.open))
                 self._settle(engine)
@@ -391,6 +401,16 @@ class LLM:
         if self._engine is None:
             raise ConfigError("this LLM is closed; make a new one")
         return self._engine
+
+
+def _wait_for(building: deque[Future[Request]]) -> None:
+    """Until all are built; raises what the first one that failed raised, and builds no further."""
+    try:
+        for future in building:
+            future.result()
+    finally:
+        for future in building:
+            future.cancel()
 
 
 def _raise_refusal(output: RequestOutput) -> None:

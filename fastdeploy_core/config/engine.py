@@ -158,7 +158,7 @@ class MediaConfig:
     allowed_media_domains: tuple[str, ...] = ()
     allowed_local_media_path: Path | None = None
     max_encoder_cache: int = 16384  # vectors kept on the device for later requests
-    max_encode_tokens: int = 0  # vectors made in a step; 0: half of its tokens
+    max_encode_tokens: int = 0  # vectors made in a step; 0: as many as its tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ def make_settings(
         config.speculative,
         lookahead_tokens=0 if needs is None else needs.lookahead_tokens,
         # Without chunks a prompt's pictures come in one step.
-        max_encode_tokens=(config.media.max_encode_tokens or batch.max_num_batched_tokens // 2)
+        max_encode_tokens=(config.media.max_encode_tokens or batch.max_num_batched_tokens)
         if batch.enable_chunked_prefill
         else NO_LIMIT,
         seed=config.model.seed,

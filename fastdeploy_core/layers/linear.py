@@ -37,11 +37,12 @@ class LinearPart:
     out_features: int  # of the whole matrix
     piece: Piece = WHOLE
     has_bias: bool = True  # if the layer has biases
+    padding: int = 0  # outputs behind these on every rank, all 0
 
     @property
     def rows(self) -> int:
         """Outputs on this rank."""
-        return self.out_features // self.piece.count
+        return self.out_features // self.piece.count + self.padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class LinearShape:
     quantize: bool = True  # False: in full precision with every quantizer
     role: Literal["linear", "lm_head"] = "linear"
     is_float32: bool = False  # weight and product are float32, with every model dtype
+    padding: int = 0  # inputs behind in_features on every rank, which change nothing
 
 
 _BEFORE = ("add_rms_norm", "silu_and_mul")
@@ -93,7 +95,7 @@ class Linear:
         self._build, self._parts = build, list(shape.parts)
         self._in_piece = build.piece if parallel == "row" else WHOLE
         self._in_full = shape.in_features
-        self._in = shape.in_features // self._in_piece.count
+        self._in = shape.in_features // self._in_piece.count + shape.padding
         self._gated = shape.gated
         self._kernel = "linear_float32" if shape.is_float32 else "linear"
         self._product, self._silu = build.kernels["linear"], build.kernels["silu_and_mul"]
@@ -250,8 +252,11 @@ class Linear:
         if self.weight is None:
             # Allocated late, so that online quantization holds one whole layer at a time.
             shape = (self.spec.out_features, self._in)
-            self.weight = self._build.empty(shape, self._dtype)
-        self.weight[start : start + tensor.shape[0]] = tensor.to(self._dtype)
+            is_padded = self._in > tensor.shape[1] or any(part.padding for part in self._parts)
+            make = self._build.zeros if is_padded else self._build.empty
+            self.weight = make(shape, self._dtype)
+        rows, columns = (int(size) for size in tensor.shape)
+        self.weight[start : start + rows, :columns] = tensor.to(self._dtype)
         self._outstanding -= 1
         if self._outstanding:
             return

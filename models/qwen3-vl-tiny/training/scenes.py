@@ -209,7 +209,10 @@ def _about_shapes(rng: Random, scene: Scene, task: str) -> tuple[list[str], str]
             return None
         first, second = rng.choice(pairs)
         asked = [f"Is the {first.shape} {word} the {second.shape}?"]
-        return asked, "Yes." if (second.place[axis] - first.place[axis]) * sign > 0 else "No."
+        is_so = (second.place[axis] - first.place[axis]) * sign > 0
+        # One word says too little to learn from: the places come first.
+        said = [f"he {thing.shape} is {PLACES[thing.place]}" for thing in (first, second)]
+        return asked, f"T{said[0]} and t{said[1]}. {'Yes' if is_so else 'No'}."
     return None
 
 

@@ -3,7 +3,9 @@ results are vLLM's."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,6 +22,7 @@ from .vectors import check_dimensions, cosine, finished
 
 if TYPE_CHECKING:
     from fastdeploy_core.api.llm import LLM
+    from fastdeploy_core.types import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +212,13 @@ def _prompts(llm: LLM, prompts: Prompts, params: PoolingParams | None) -> list[l
     return found
 
 
+def _built(request: Request) -> Future[Request]:
+    """As LLM._collect takes requests, of which others may still be built."""
+    future: Future[Request] = Future()
+    future.set_result(request)
+    return future
+
+
 def _run(
     llm: LLM,
     prompts: Sequence[list[int]],
@@ -226,7 +236,7 @@ def _run(
         check_dimensions(settings, params.dimensions)
     prompter = Prompter(settings, llm._tokenizer, llm._limits)
     requests = pooled_requests(prompts, settings, prompter, llm._limits, RequestOptions(), "prompt")
-    flat = [request for own in requests for request in own]
+    flat = deque(_built(request) for own in requests for request in own)
     outputs = iter(llm._collect(flat, [None] * len(flat), use_tqdm, None))
     found = []
     for own in requests:

@@ -15,16 +15,23 @@ repeated  the same request again: the prefix cache has all but the last block of
 same      the same picture behind other text: its vectors are kept, the prompt is computed
 decode    (seconds of --output tokens - seconds of one token) / (--output - 1), a step of all rows
 batch     requests/s of one token each, every request with a picture of its own
+
+--side 0: text alone, of as many tokens; with --plain by the decoder's own family, without a tower.
+--profile: instead, where the time goes on a GPU: the tower of some pictures in one call, and all of
+a batch, by kernel.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,6 +43,7 @@ from fastdeploy_core.api.llm import LLM
 from fastdeploy_core.types import SamplingParams
 
 VOCAB, IMAGE = 152064, 151655
+TEXT_LENGTH = 1435  # of a prompt of text alone: that of one with a picture of 1,024 x 1,024
 MOST_PIXELS = 1_605_632  # that a picture is shown with; engines keep memory for it
 CLIP = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
@@ -71,10 +79,14 @@ VISION: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def write_folder(size: str, folder: Path) -> tuple[int, int, int]:
-    """config.json and preprocessor_config.json of that size; no weights. A picture's tokens."""
+def write_folder(size: str, folder: Path, *, is_plain: bool = False) -> tuple[int, int, int]:
+    """config.json and preprocessor_config.json of that size; no weights. A picture's tokens.
+    is_plain: the decoder's own family."""
     write = _ernie if size.startswith("ernie") else _qwen
     config, preprocessor, tokens = write(size)
+    if is_plain:
+        config |= {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+        del config["vision_config"], config["rope_scaling"]
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     return tokens
@@ -179,11 +191,13 @@ class Asker:
     """Makes requests and times them."""
 
     def __init__(self, llm: Any, params: Any, tokens: tuple[int, int, int], side: int) -> None:
-        self._llm, self._params, self._tokens, self._side = llm, params, tokens, side
+        self.llm, self._params, self._tokens, self._side = llm, params, tokens, side
         self._random = np.random.default_rng(0)
 
     def request(self, picture: Image.Image | None = None) -> dict[str, Any]:
-        """64 random tokens around a picture of noise, or the given one."""
+        """64 random tokens around a picture of noise, or the given one; TEXT_LENGTH without."""
+        if not self._side:
+            return {"prompt_token_ids": self._random.integers(1000, 100_000, TEXT_LENGTH).tolist()}
         words = self._random.integers(1000, 100_000, 64).tolist()
         if picture is None:
             noise = self._random.integers(0, 255, (self._side, self._side, 3), dtype=np.uint8)
@@ -202,8 +216,65 @@ class Asker:
         params = self._params(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
         )
-        answers: list[Any] = self._llm.generate(requests, params, use_tqdm=False)
+        answers: list[Any] = self.llm.generate(requests, params, use_tqdm=False)
         return answers
+
+
+def profile(asker: Asker, counts: Sequence[int], batch: int, rows: int = 14) -> None:
+    """Print host and device milliseconds of the tower, and the kernels that take the longest."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    from fastdeploy_core.contracts.model import MediaPart
+
+    llm = asker.llm
+    model = llm._engine._core._executor._worker._runner._model
+
+    def items(count: int) -> list[Any]:
+        found = []
+        for _ in range(count):
+            asked = asker.request()
+            part = MediaPart("image", asked["multi_modal_data"]["image"], "")
+            _, extras = llm._media.prepare(asked["prompt_token_ids"], [part], "")
+            found += extras.media
+        return found
+
+    def kernels(what: str, run: Callable[[], object]) -> None:
+        with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as seen:
+            began = time.perf_counter()
+            run()
+            torch.cuda.synchronize()
+            wall = (time.perf_counter() - began) * 1e3
+        found = sorted(seen.key_averages(), key=lambda e: -e.self_device_time_total)
+        busy = sum(e.self_device_time_total for e in found) / 1e3
+        print(f"{what}: {wall:.1f} ms, kernels {busy:.1f} ms")
+        calls = sorted((e for e in found if "cuda" in e.key), key=lambda e: -e.self_cpu_time_total)
+        for event in calls[:5]:
+            own = event.self_cpu_time_total / 1e3
+            print(f"  {own:8.2f} ms {event.count:6} x {event.key:.60} on the host")
+        for event in found[:rows]:
+            own = event.self_device_time_total / 1e3
+            print(f"  {own:8.2f} ms {event.count:6} x {event.key:.90}")
+
+    with torch.no_grad():
+        for count in counts:
+            shown = items(count)
+            for _ in range(3):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                model.encode(shown)
+                queued = time.perf_counter()
+                torch.cuda.synchronize()
+            ms = [(end - began) * 1e3 for end in (queued, time.perf_counter())]
+            print(f"tower of {count}: queued in {ms[0]:.1f} ms, done in {ms[1]:.1f} ms")
+        kernels(f"tower of {counts[-1]}", lambda: model.encode(shown))
+    asker.generate([asker.request() for _ in range(batch)])  # starts all decoding processes
+    asked = [asker.request() for _ in range(batch)]
+    kernels(f"batch of {batch}", lambda: asker.generate(asked))
+    asked = [asker.request() for _ in range(batch)]
+    seen = cProfile.Profile()
+    seen.runcall(asker.generate, asked)
+    pstats.Stats(seen).sort_stats("tottime").print_stats(rows)
 
 
 def measure(asker: Asker, batches: list[int], output: int, rounds: int) -> dict[str, float]:
@@ -212,8 +283,9 @@ def measure(asker: Asker, batches: list[int], output: int, rounds: int) -> dict[
     for number in range(rounds + 1):  # the first warms up
         first = asker.request()
         row = {"cold ms": asker.seconds([first]) * 1e3, "repeated ms": asker.seconds([first]) * 1e3}
-        again = asker.request(first["multi_modal_data"]["image"])
-        row["same picture ms"] = asker.seconds([again]) * 1e3
+        if "multi_modal_data" in first:
+            again = asker.request(first["multi_modal_data"]["image"])
+            row["same picture ms"] = asker.seconds([again]) * 1e3
         for batch in batches:
             requests = [asker.request() for _ in range(batch)]
             row[f"requests/s of {batch}"] = batch / asker.seconds(requests)
@@ -238,22 +310,31 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.9, help="share of the device's memory")
     parser.add_argument("--save", type=Path, help="a file for the numbers")
     parser.add_argument("--beside", type=Path, help="such a file of another engine: print ratios")
+    parser.add_argument("--plain", action="store_true", help="text by a model without a tower")
+    parser.add_argument("--profile", action="store_true", help="where the time goes")
     parser.add_argument("--wait", action="store_true", help="for a line of standard input")
     arguments = parser.parse_args()
+    if arguments.plain and (arguments.side or arguments.size not in TEXT):
+        parser.error("--plain is for --side 0 and Qwen's shapes")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tokens = write_folder(arguments.size, folder)
+        tokens = write_folder(arguments.size, folder, is_plain=arguments.plain)
         llm, params, engine = start(arguments, folder)
         asker = Asker(llm, params, tokens, arguments.side)
         if arguments.wait:
             print("ready", flush=True)
             sys.stdin.readline()
+        if arguments.profile:
+            profile(asker, (1, 2, 4), max(arguments.batch))
+            llm.close()
+            return
         found = measure(asker, arguments.batch, arguments.output, arguments.rounds)
         (answer,) = asker.generate([asker.request()])
         num_tokens = len(answer.prompt_token_ids)
         if isinstance(llm, LLM):
             llm.close()
-    print(f"{engine}, {arguments.size}, a picture of {arguments.side} pixels a side:", end=" ")
+    shown = f"a picture of {arguments.side} pixels a side" if arguments.side else "text alone"
+    print(f"{engine}, {arguments.size}, {shown}{', no tower' * arguments.plain}:", end=" ")
     print(f"{num_tokens} tokens a prompt, medians of {arguments.rounds} rounds")
     beside = json.loads(arguments.beside.read_text()) if arguments.beside else {}
     for what, value in found.items():

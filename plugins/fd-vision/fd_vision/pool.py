@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import queue
 import subprocess
@@ -17,6 +18,7 @@ from fastdeploy_core.errors import InvalidRequest
 from .child import Answer, Job, read_frame, write_frame
 
 MOST_CHILDREN = 8
+PIPE_BYTES = 2**20  # what Linux allows everyone
 MEMORY_BYTES = 2**30  # that a picture or video may take
 # What Python needs to start; nothing here can hold a secret.
 _ENVIRONMENT = frozenset({"LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH"})
@@ -92,13 +94,20 @@ class DecodingPool:
 
     def _start(self) -> subprocess.Popen[bytes]:
         environment = {k: v for k, v in os.environ.items() if k in _ENVIRONMENT}
-        return subprocess.Popen(  # noqa: S603 - our own interpreter and module
+        child = subprocess.Popen(  # noqa: S603 - our own interpreter and module
             [sys.executable, "-P", "-m", "fd_vision.child", str(self._memory_bytes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**environment, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         )
+        # A picture passes in a few pieces and not in fifty, after each of which this thread would
+        # have to wait for the interpreter's lock, as the thread that runs steps would for this one.
+        for pipe in (child.stdin, child.stdout):
+            if pipe is not None and hasattr(fcntl, "F_SETPIPE_SZ"):
+                with contextlib.suppress(OSError):  # more than the system allows
+                    fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        return child
 
 
 def _reap(child: subprocess.Popen[bytes]) -> None:

@@ -4,6 +4,7 @@ a picture is encoded once."""
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,8 @@ from PIL import Image
 from tiny import picture, prompt_of, runner_of
 
 from fastdeploy_core.api.llm import LLM
+from fastdeploy_core.engine.media import MEDIA_THREADS
+from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.types import SamplingParams
 
 WIDE = (230, 170, 5)  # 48 vectors
@@ -119,6 +122,41 @@ def test_a_picture_is_encoded_once_however_its_prompt_is_cut(
         assert media.num_encoded == 2
         ask(llm, [(prompt_of(3, "Otherwise, again"), images)])  # another prefix, the same pictures
         assert media.num_encoded == 2
+
+
+def test_pictures_are_prepared_while_those_before_run(folder: Path, fd_tensor: str) -> None:
+    images = [picture(90, 60, seed) for seed in range(2 * MEDIA_THREADS)]
+    with engine(folder, fd_tensor) as llm:
+        model, prepare, encoded = runner_of(llm)._model, llm._media.prepare, threading.Event()
+        encode = model.encode
+
+        def encoding(items: list[Any]) -> Any:
+            encoded.set()
+            return encode(items)
+
+        def preparing(ids: Any, parts: Any, salt: str) -> Any:
+            if parts[0].value is images[-1]:
+                assert encoded.wait(30)
+            return prepare(ids, parts, salt)
+
+        model.encode, llm._media.prepare = encoding, preparing
+        outputs = ask(llm, [(prompt_of(1), [image]) for image in images], 4)
+        assert [len(each) for each in tokens(outputs)] == [4] * len(images)
+
+
+def test_a_picture_that_is_refused_ends_the_call_and_leaves_nothing(
+    folder: Path, fd_tensor: str
+) -> None:
+    good = [(prompt_of(1), [picture(90, 60, seed)]) for seed in range(3)]
+    bad = (prompt_of(1), [picture(900, 2, 1)])
+    with engine(folder, fd_tensor) as llm:
+        wanted = tokens(ask(llm, good))
+        for place in range(4):
+            with pytest.raises(InvalidRequest, match="too narrow"):
+                ask(llm, [*good[:place], bad, *good[place:]])
+            assert not llm._batches and not llm._engine.has_work()
+            llm._engine._core.scheduler.check_idle()
+        assert tokens(ask(llm, good)) == wanted
 
 
 def test_kept_vectors_stay_within_their_limit(folder: Path, fd_tensor: str) -> None:

@@ -78,6 +78,14 @@ def test_greedy_tokens_are_transformers(llm: LLM, oracle: Oracle, case: str) -> 
     assert output.outputs[0].token_ids == wanted(oracle, given)
 
 
+def test_far_behind_pictures_tokens_are_transformers(llm: LLM, oracle: Oracle) -> None:
+    """500 tokens, more than any position in the prompt."""
+    given = asked(oracle, CASES["two"])
+    params = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
+    (output,) = llm.generate(given, params, use_tqdm=False)
+    assert output.outputs[0].token_ids == wanted(oracle, given, 500)
+
+
 def test_pictures_of_one_batch_do_not_mix(llm: LLM, oracle: Oracle) -> None:
     """All at once, and the same pictures the other way round, which must not say the same."""
     cases = list(CASES.values())
