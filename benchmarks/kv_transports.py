@@ -319,7 +319,9 @@ def rates(options: argparse.Namespace) -> dict[str, list[float]]:
     try:
         for number in range(options.rounds + 1):
             for size in SIZES:
-                count, total = options.request_mib * MIB // size, POOL_BYTES // size
+                total = POOL_BYTES // size
+                # The first round connects, and touches all memory.
+                count = options.request_mib * MIB // size if number else total
                 for way, one in ways.items():
                     source, target = (
                         rng.sample(range(total), count),
@@ -331,7 +333,7 @@ def rates(options: argparse.Namespace) -> dict[str, list[float]]:
                     assert (
                         one.target[target[0] * size] == one.target[(target[-1] + 1) * size - 1] == 7
                     )
-                    if number:  # the first round connects and touches memory
+                    if number:
                         found[f"{way}, blocks of {size >> 10} KiB, GB/s"].append(rate)
     finally:
         for one in ways.values():

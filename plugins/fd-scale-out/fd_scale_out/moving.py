@@ -144,9 +144,12 @@ class Moving:
 
     def rebalance(self) -> None:
         """Move experts, if that makes the most loaded rank noticeably lighter. Every rank calls."""
+        if self._weights is not None:
+            with self._xp.no_grad():
+                self._rebalance()
+
+    def _rebalance(self) -> None:
         group, num_ranks = self._group, self._group.world_size
-        if self._weights is None:
-            return
         counts = self._read(group.all_reduce(self._counts + 0.0))
         self._counts *= FADE
         before = imbalance(counts, self.places, num_ranks)

@@ -160,7 +160,7 @@ class CudaIpcTransport(TcpTransport):
 
 
 class _IpcPeer(Peer):
-    num_streams = 1  # its copies are queued, and run side by side
+    num_streams = max_asked = 1  # its copies are queued, and run side by side
     batch_bytes = _BATCH_BYTES
     _transport: CudaIpcTransport
 
@@ -176,6 +176,9 @@ class _Copies:
         self._names: dict[int, bytes] = {}
         self._mapped: dict[tuple[int, bytes], int] = {}  # by GPU and name: addresses
         self._streams: dict[int, int] = {}  # by GPU
+
+    def ask(self, transfer: Transfer, first: int, count: int) -> None:
+        """Nobody: the copies are this side's."""
 
     def fetch(self, transfer: Transfer, first: int, count: int) -> None:
         own, plan = self._transport, transfer.plan
