@@ -33,6 +33,7 @@ MAX_MESSAGE_BYTES: Final = 1 << 20
 MESSAGE, DATA = 0, 1  # kinds of frames
 _HEAD: Final = struct.Struct("!BQ")  # kind, bytes of the content
 _TIME: Final = struct.Struct("@ll")  # timeval: seconds, microseconds
+_MAX_PARTS: Final = 512  # of one call
 _LOOKS_PER_TIMEOUT: Final = 4  # what has come is noticed with each
 
 
@@ -209,19 +210,21 @@ class Channel:
         self._num_out += 1
         for part in parts:
             digest.update(part)
-        if len(parts) > 1 and parts[0].nbytes < 65536:  # fewer calls for small blocks
-            parts = [memoryview(b"".join(parts))]
+        left = [memoryview(head + digest.finalize()), *parts]
+        if not self._is_plain and parts[0].nbytes < 65536:  # fewer calls for small blocks
+            left = [memoryview(b"".join(left))]
         try:
-            self._sock.sendall(head + digest.finalize())
-            for part in parts:
+            while left and self._is_plain:
+                left = _rest(left, self._sock.sendmsg(left[:_MAX_PARTS]))
+            for part in left:
                 self._sock.sendall(part)
         except BlockingIOError as error:
             raise TimeoutError from error
 
     def _take_head(self, kind: int, limit: int) -> tuple[int, Poly1305]:
         """(bytes of the content, the code it must have); the code comes before the content."""
-        head = self._take(_HEAD.size)
-        self._wanted = self._take(CODE_BYTES)
+        taken = self._take(_HEAD.size + CODE_BYTES)
+        head, self._wanted = taken[: _HEAD.size], taken[_HEAD.size :]
         found, size = _HEAD.unpack(head)
         if found != kind or size > limit:
             raise WireError(f"frame of kind {found} with {size} bytes; due was {kind}, to {limit}")
@@ -259,6 +262,15 @@ def _derive(secret: bytes, purpose: bytes, transcript: bytes) -> bytes:
     return hmac.new(
         secret, b"fastdeploy-kv-tcp\0" + purpose + b"\0" + transcript, "sha256"
     ).digest()
+
+
+def _rest(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of parts when so many bytes were sent."""
+    for number, part in enumerate(parts):
+        if count < part.nbytes:
+            return [part[count:], *parts[number + 1 :]]
+        count -= part.nbytes
+    return []
 
 
 def _coder(key: bytes, number: int, head: bytes) -> Poly1305:
