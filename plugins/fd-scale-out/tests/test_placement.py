@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fd_scale_out.moving import Balance, _slots
-from fd_scale_out.placement import balanced_map, first_map, imbalance
+from fd_scale_out.experts.moving import Balance, _slots
+from fd_scale_out.experts.placement import balanced_map, first_map, imbalance
 
 from fastdeploy_core.errors import CapabilityError, ConfigError
 
