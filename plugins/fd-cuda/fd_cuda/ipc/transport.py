@@ -32,6 +32,7 @@ from .driver import Driver, Mappings, name_of
 from .tier import tensor_at
 
 _BATCH_BYTES: Final = 32 << 20
+_SUMMED_BYTES: Final = 8 << 20
 _driver: Driver | None = None
 _mappings: Mappings | None = None
 
@@ -136,8 +137,10 @@ class CudaIpcTransport(TcpTransport):
             if weights is None:
                 odd = torch.arange(1, 2 * key[1], 2, dtype=torch.int64, device=words.device)
                 weights = self._weights[key] = odd * 0x9E3779B1 | 1
-            # One by one: 64-bit words of many blocks at once would take several times their memory.
-            found = torch.stack([(words[n].to(torch.int64) * weights).sum() for n in blocks])
+            # Some at once: their 64-bit words take several times as much memory as they do.
+            most = max(1, _SUMMED_BYTES // size)
+            rows = torch.tensor(list(blocks), device=words.device).split(most)
+            found = torch.cat([(words[part].to(torch.int64) * weights).sum(1) for part in rows])
             _finish()
             totals: list[int] = found.tolist()
         return [(total ^ total >> 32) & 0xFFFFFFFF for total in totals]
