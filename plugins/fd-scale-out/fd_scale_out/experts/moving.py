@@ -48,7 +48,8 @@ class Balance:
         for name, value in values.items():
             if type(value) is not int or value < 1:
                 raise ConfigError(f"--eplb-config {name} must be a number above 0, got {value!r}")
-        self._num_copies, self._interval = values.values()
+        self._num_copies: int = values["num_redundant_experts"]
+        self._interval: int = values["step_interval"]
         self._num_ranks, self._num_steps = num_ranks, 0
         self.blocks: list[Moving] = []
         if self._num_copies % num_ranks:
