@@ -28,6 +28,7 @@ TEST_TOOLS = (
     "hypothesis>=6.120",
     "llguidance>=1.3",
     "compressed-tensors>=0.12",
+    "crc32c>=2.8",
     "cryptography>=42",
     "redis>=5",
     "gguf>=0.17",

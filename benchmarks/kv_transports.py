@@ -9,9 +9,10 @@ the best rate of each, as GB/s, and as a share of memcpy's. `nixl-raw` (which ch
 or CMA), `nixl-raw-tcp` and `mooncake-raw` are the libraries without FastDeploy: no authentication,
 no fence, and their memory is the target itself. NIXL has no progress thread, which would spin.
 
-With --faults: how long a killed and a frozen peer stay unnoticed, and how many bytes arrive in
-blocks that were given up (the transfer released or cancelled, the blocks used for something else)
-once a frozen peer goes on.
+With --faults: how long a killed and a frozen peer and a network that is cut stay unnoticed, and how
+many bytes arrive in blocks that were given up (the transfer released or cancelled, the blocks used
+for something else) once a frozen peer goes on or the network is whole again. To cut a network takes
+root and `ip`, `nsenter`, `unshare`: the peer gets a network namespace of its own.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,10 +53,43 @@ GIVE_UP_S = 10.0
 CANARY = 0xA5
 
 
+class Network:
+    """A network namespace for the other process, and a pair of interfaces there and here."""
+
+    def __init__(self) -> None:
+        # It ends with its standard input, that is with this process.
+        self._holder = subprocess.Popen(["unshare", "-n", "cat"], stdin=subprocess.PIPE)
+        process, own = str(self._holder.pid), Path("/proc/self/ns/net").readlink()
+        while Path(f"/proc/{process}/ns/net").readlink() == own:
+            time.sleep(0.01)
+        self.within = ("nsenter", "-t", process, "-n")
+        call("ip", "link", "add", NEAR, "type", "veth", "peer", "name", FAR, "netns", process)
+        for within, address, device in (((), HERE, NEAR), (self.within, THERE, FAR)):
+            call(*within, "ip", "address", "add", f"{address}/24", "dev", device)
+            call(*within, "ip", "link", "set", device, "up")
+            call(*within, "ip", "link", "set", "lo", "up")
+
+    def cut(self) -> None:
+        """What either side sends goes to nobody."""
+        nobody = ("lladdr", "02:00:00:00:00:01", "nud", "permanent", "dev")
+        call("ip", "neighbour", "replace", THERE, *nobody, NEAR)
+        call(*self.within, "ip", "neighbour", "replace", HERE, *nobody, FAR)
+
+    def heal(self) -> None:
+        """Both reach each other again."""
+        call("ip", "neighbour", "flush", "dev", NEAR, "nud", "permanent")
+        call(*self.within, "ip", "neighbour", "flush", "dev", FAR, "nud", "permanent")
+
+    def close(self) -> None:
+        """The interfaces go with the namespace."""
+        self._holder.kill()
+        self._holder.wait()
+
+
 class Memcpy:
     """Copies within this process, from memory like that which others have to read."""
 
-    def __init__(self, _: str) -> None:
+    def __init__(self) -> None:
         self.target, self._source = new_pool(0), shared_pool(7)
 
     def fetch(self, source: list[int], target: list[int], size: int) -> None:
@@ -70,13 +105,17 @@ class Memcpy:
 class Child:
     """What ways with another process share."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way: str, network: Network | None = None) -> None:
         self.way, self.target = way, new_pool(0)
+        self.network = network
         environment = os.environ | ENVIRONMENT
         if way.endswith("-tcp"):
             environment |= OVER_TCP
+        within = ()
+        if network is not None:
+            within, environment = network.within, environment | over_network(FAR, THERE)
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", way, *sys.argv[1:]],
+            [*within, sys.executable, __file__, "--serve", way, *sys.argv[1:]],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -100,8 +139,8 @@ class Child:
 class Driver(Child):
     """A transport of FastDeploy."""
 
-    def __init__(self, way: str) -> None:
-        super().__init__(way)
+    def __init__(self, way: str, network: Network | None = None) -> None:
+        super().__init__(way, network)
         self._open = open_driver(way, self.target, SIZES)
         self._peer = self._open.connect(bytes.fromhex(self.told["descriptor"]))
         self._number = 0
@@ -145,8 +184,8 @@ class Driver(Child):
 class Nixl(Child):
     """NIXL as its documentation uses it, pulling, without its progress thread."""
 
-    def __init__(self, way: str) -> None:
-        super().__init__(way)
+    def __init__(self, way: str, network: Network | None = None) -> None:
+        super().__init__(way, network)
         self._agent = nixl_agent("target", self.target)
         self._peer = self._agent.add_remote_agent(bytes.fromhex(self.told["metadata"]))
         self._request: Any = None
@@ -189,8 +228,8 @@ class Nixl(Child):
 class Mooncake(Child):
     """Mooncake's engine, pulling."""
 
-    def __init__(self, way: str) -> None:
-        super().__init__(way)
+    def __init__(self, way: str, network: Network | None = None) -> None:
+        super().__init__(way, network)
         self._engine = mooncake_engine(self.target)
 
     def fetch(self, source: list[int], target: list[int], size: int) -> None:
@@ -215,8 +254,22 @@ ENVIRONMENT = {
 }
 OVER_TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
 SECRET = secrets.token_hex(32)
+# Of 198.18.0.0/15, which RFC 2544 sets apart for tests.
+HERE, THERE, NEAR, FAR = "198.18.79.1", "198.18.79.2", f"fdkv{os.getpid() % 100000}", "fdkv"
+NO_NETWORK = ("memcpy", "shm", "nixl-raw")
 SIZES: list[int] = []
 FILE = -1  # of the pool, where others may map it
+
+
+def over_network(device: str, address: str) -> dict[str, str]:
+    """Environment of a process that is to use this interface."""
+    ucx = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": device}
+    return ucx | {"FD_KV_TCP_ADDRESS": address, "KV_ADDRESS": address}
+
+
+def call(*words: str) -> None:
+    """A command that does not fail."""
+    subprocess.run(words, check=True)
 
 
 def new_pool(value: int) -> np.ndarray:
@@ -266,7 +319,7 @@ def mooncake_engine(pool: np.ndarray) -> Any:
     from mooncake.engine import TransferEngine
 
     engine = TransferEngine()
-    if engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""):
+    if engine.initialize(os.environ.get("KV_ADDRESS", "127.0.0.1"), "P2PHANDSHAKE", "tcp", ""):
         raise RuntimeError("Mooncake does not start")
     engine.register_memory(pool.ctypes.data, len(pool))
     return engine
@@ -284,7 +337,8 @@ def serve(way: str) -> None:
         told["metadata"] = agent.get_agent_metadata().hex()
     elif way == "mooncake-raw":
         engine = mooncake_engine(pool)
-        told["session"] = f"127.0.0.1:{engine.get_rpc_port()}"
+        host = os.environ.get("KV_ADDRESS", "127.0.0.1")
+        told["session"] = f"{host}:{engine.get_rpc_port()}"
     else:
         transport = open_driver(way, pool, SIZES)
         told["descriptor"] = transport.descriptor().hex()
@@ -295,20 +349,23 @@ def serve(way: str) -> None:
         time.sleep(0.0002 if agent is not None else 60)
 
 
-def make(way: str) -> Any:
-    """A way by its name."""
+def make(way: str, network: Network | None = None) -> Any:
+    """A way by its name; with a network between both processes, or on one host."""
     if way == "memcpy":
-        return Memcpy(way)
+        return Memcpy()
+    kind = Mooncake if way == "mooncake-raw" else Driver
     if way.startswith("nixl-raw"):
-        if not way.endswith("-tcp"):
-            return Nixl(way)
-        os.environ.update(OVER_TCP)  # UCX reads them when a context is made
-        try:
-            return Nixl(way)
-        finally:
-            for name in OVER_TCP:
-                del os.environ[name]
-    return (Mooncake if way == "mooncake-raw" else Driver)(way)
+        kind = Nixl
+    # UCX reads them when a context is made.
+    settings = OVER_TCP if way.endswith("-tcp") else {}
+    if network is not None:
+        settings = over_network(NEAR, HERE)
+    os.environ.update(settings)
+    try:
+        return kind(way, network)
+    finally:
+        for name in settings:
+            del os.environ[name]
 
 
 def rates(options: argparse.Namespace) -> dict[str, list[float]]:
@@ -319,7 +376,9 @@ def rates(options: argparse.Namespace) -> dict[str, list[float]]:
     try:
         for number in range(options.rounds + 1):
             for size in SIZES:
-                count, total = options.request_mib * MIB // size, POOL_BYTES // size
+                total = POOL_BYTES // size
+                # The first round connects, and touches all memory.
+                count = options.request_mib * MIB // size if number else total
                 for way, one in ways.items():
                     source, target = (
                         rng.sample(range(total), count),
@@ -331,7 +390,7 @@ def rates(options: argparse.Namespace) -> dict[str, list[float]]:
                     assert (
                         one.target[target[0] * size] == one.target[(target[-1] + 1) * size - 1] == 7
                     )
-                    if number:  # the first round connects and touches memory
+                    if number:
                         found[f"{way}, blocks of {size >> 10} KiB, GB/s"].append(rate)
     finally:
         for one in ways.values():
@@ -341,13 +400,25 @@ def rates(options: argparse.Namespace) -> dict[str, list[float]]:
 
 def fault(way: str, what: str) -> str:
     """When the loss was noticed, and how many bytes came late."""
-    one, size = make(way), SIZES[-1]
+    if what == "partition" and way in NO_NETWORK:
+        return "needs no network"
+    network = Network() if what == "partition" else None
+    size = SIZES[-1]
+    try:
+        one = make(way, network)
+    except Exception as error:  # a library that does not take this network
+        if network is not None:
+            network.close()
+        return f"not measured: {error}"
     blocks = list(range(POOL_BYTES // size))
     try:
         one.fetch(blocks[:2], blocks[:2], size)
         one.start(blocks, blocks[::-1], size)
         time.sleep(0.005)
-        one.process.send_signal(signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+        if network is None:
+            one.process.send_signal(signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+        else:
+            network.cut()
         began = time.perf_counter()
         state = "PROC"
         while state == "PROC" and time.perf_counter() - began < GIVE_UP_S:
@@ -357,7 +428,10 @@ def fault(way: str, what: str) -> str:
             return f"finished all the same after {seconds:.2f} s"
         one.give_up()
         one.target[:] = CANARY
-        one.process.send_signal(signal.SIGCONT)
+        if network is None:
+            one.process.send_signal(signal.SIGCONT)
+        else:
+            network.heal()
         end = time.perf_counter() + 2
         while time.perf_counter() < end:
             one.state()
@@ -367,6 +441,8 @@ def fault(way: str, what: str) -> str:
         return f"{noticed} {seconds:.2f} s, {late} bytes late"
     finally:
         one.close()
+        if network is not None:
+            network.close()
 
 
 def show(options: argparse.Namespace, found: dict[str, list[float]]) -> None:
@@ -406,8 +482,8 @@ def main() -> None:
     os.environ.update(ENVIRONMENT)
     if options.faults:
         for way in options.ways:
-            for what in ("kill", "freeze"):
-                print(f"{way:14} {what:7} {fault(way, what)}", flush=True)
+            for what in ("kill", "freeze", "partition"):
+                print(f"{way:14} {what:10} {fault(way, what)}", flush=True)
         return
     found = rates(options)
     show(options, found)

@@ -144,9 +144,8 @@ class Servers:
         for name, _, values in (text.partition("=") for text in options.each):
             for own, value in zip(each, values.split("/"), strict=True):
                 own[name] = value
-        with ThreadPoolExecutor(2) as threads:
-            made = list(threads.map(lambda e: stack.enter_context(running(*serve, **e)), each))
-        self.urls: list[str] = made
+        # One after the other: on one device each measures how much memory is left.
+        self.urls = [stack.enter_context(running(*serve, **one)) for one in each]
         router = ["router", "--port", "0", "--admin-key", "admin", "--probe-interval", "0.1"]
         router += ["--instances", *self.urls]
         self.router = stack.enter_context(running(*router))

@@ -73,6 +73,7 @@ class PagedModel:
         kv_dtype: str = "auto",
         device: str = "cpu",
         experts: str = "",
+        eplb: dict[str, Any] | None = None,
         **overrides: Any,
     ) -> None:
         self.device = lookup("device", device)(
@@ -89,6 +90,7 @@ class PagedModel:
                 tensor_parallel_size=tp_size,
                 enable_expert_parallel=bool(experts),
                 expert_communicator=experts.removeprefix("in place"),
+                eplb=eplb,
             ),
         )
         self.communicator = None
@@ -122,6 +124,8 @@ class PagedModel:
         in one array those of the batch's tokens that are `read`."""
         batch, input_ids = self._batch(rows)
         with self.xp.no_grad():
+            if (experts := self.loaded.builder.expert_ranks) is not None:
+                experts.begin_step()
             context = ForwardContext(
                 batch,
                 {spec: d.prepare(batch) for spec, d in self.loaded.attention.items()},

@@ -1,8 +1,10 @@
 """One tensor-parallel rank as a program: runs a model and prints what it computed.
 
 usage: tp_rank.py FOLDER LIBRARY RANK SIZE ADDRESS EXPERTS < {"prompts": ..., "num_tokens": ...}
-EXPERTS is empty where ranks share every expert, else "in place" or a communicator's name.
-Prints {"tokens": ..., "logits": ...} as JSON; logits are those of the first prompt's last token.
+EXPERTS is empty where ranks share every expert, else "in place" or a communicator's name; with
+" eplb" behind it experts move with every few steps.
+Prints {"tokens": ..., "logits": ..., "versions": ...} as JSON; logits are those of the first
+prompt's last token, versions say how often the experts of each block have moved.
 """
 
 from __future__ import annotations
@@ -65,6 +67,8 @@ def main(arguments: list[str]) -> None:
     from tests.paged import PagedModel, load_driver, with_quantizer
 
     folder, library, rank, size, address, experts = arguments
+    moves = experts.endswith(" eplb")
+    experts = experts.removesuffix(" eplb")
     question = json.load(sys.stdin)
     is_file = Path(folder).is_file()  # a GGUF file, whose matrices stay packed
     config = {} if is_file else json.loads((Path(folder) / "config.json").read_text())
@@ -76,14 +80,18 @@ def main(arguments: list[str]) -> None:
         tp_size=int(size),
         address=address,
         experts=experts,
+        eplb={"step_interval": 3} if moves else None,
         drivers=with_quantizer(method) if method else load_driver,
         quantization="gguf" if is_file else None,
     )
     first = next(iter(question["prompts"].values()))
-    logits = model.step([("logits", first)])[0][-1]
     tokens = model.greedy(question["prompts"], question["num_tokens"])
+    logits = model.step([("logits", first)])[0][-1]
+    balance = getattr(model.loaded.builder.expert_ranks, "balance", None)
+    versions = [block.version for block in balance.blocks] if balance is not None else []
     model.close()
-    sys.stdout.write(json.dumps({"tokens": tokens, "logits": logits.tolist()}) + "\n")
+    found = {"tokens": tokens, "logits": logits.tolist(), "versions": versions}
+    sys.stdout.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

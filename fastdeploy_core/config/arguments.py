@@ -126,7 +126,10 @@ def _parallel_config(v: Mapping[str, Any]) -> ParallelConfig:
             f"--expert-communicator {v['expert_communicator']} needs --enable-expert-parallel: "
             "without it every rank has a share of every expert"
         )
-    return _record(ParallelConfig, v)
+    eplb = _mapping(v, "eplb_config") if v["enable_eplb"] or v["eplb_config"] else None
+    if eplb is not None and (not v["enable_expert_parallel"] or v["weight_cache"]):
+        raise ConfigError("--enable-eplb needs --enable-expert-parallel, without --weight-cache")
+    return _record(ParallelConfig, v, eplb=eplb)
 
 
 def _model_config(v: Mapping[str, Any], find: FindModel) -> ModelConfig:

@@ -105,6 +105,8 @@ class ParallelConfig:
     # Carries tokens to them in steps that hold prompts; empty: none does, ranks add up what they
     # have.
     expert_communicator: str = ""
+    # How experts move to where load is least, read by part `experts`; None: they stay.
+    eplb: dict[str, Any] | None = None
 
     @property
     def divides_experts(self) -> bool:

@@ -164,6 +164,9 @@ class EngineCore:
             is_idle = not self._in_flight and not self.scheduler.has_work()
             for request_id, first in self._remote.ready(AWAIT_S if is_idle else 0.0):
                 self.scheduler.release(request_id, first)
+            if self.scheduler.outcome.has_deltas:  # a first token waits for no step
+                self._remote.told(outputs := self.scheduler.take_deltas())
+                return outputs
         for request_id in [name for name, built in self._building.items() if built.done()]:
             del self._building[request_id]
             self.scheduler.release(request_id)
@@ -176,6 +179,11 @@ class EngineCore:
         if self._remote is not None:
             self._remote.told(outputs)
         return outputs
+
+    def wake(self) -> None:
+        """A request was queued: `step` is not to wait for blocks; any thread."""
+        if self._remote is not None:
+            self._remote.wake()
 
     def set_role(self, role: InstanceRole) -> None:
         """See AsyncEngine.set_role; any thread. Without --kv-transport there is no role."""

@@ -53,19 +53,24 @@ def expert_specs(
 
 @dataclass(frozen=True, slots=True)
 class ExpertShare:
-    """A rank's part of a block's experts: `count` of `total` from `first` on, and of each expert a
-    piece."""
+    """A rank's part of a block's experts: `count` of `total` from `first` on, then copies of `more`
+    that other ranks have, too; and of each expert a piece."""
 
     first: int
     count: int
     total: int
     piece: Piece = WHOLE
+    more: tuple[int, ...] = ()
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The numbers of this rank's experts, in the order in which weights have them."""
+        return (*range(self.first, self.first + self.count), *self.more)
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The number of experts on other ranks."""
-        mine = range(self.first, self.first + self.count)
-        return tuple(expert for expert in range(self.total) if expert not in mine)
+        """The numbers of experts on other ranks."""
+        return tuple(sorted(set(range(self.total)) - set(self.held)))
 
 
 class DividedExperts(Protocol):
@@ -92,6 +97,10 @@ class ExpertRanks(Protocol):
 
     def words(self) -> str:
         """A line for the start-up report."""
+        ...
+
+    def begin_step(self) -> None:
+        """Before each step, on every rank: experts may move."""
         ...
 
     def share(self, num_experts: int) -> ExpertShare:
@@ -209,13 +218,13 @@ class PackedExperts:
             for which, own in enumerate(self._specs(expert)):
                 parts = [StoredPart(p.name, p.out_features, share.piece) for p in own.parts]
                 done = partial(self._store, expert, which)
-                names = joined_names(f"{prefix}.{share.first + expert}.gate_up_proj")
+                names = joined_names(f"{prefix}.{share.held[expert]}.gate_up_proj")
                 StoredLayer(build, self._quantizer, own, parts, done, names)
 
     def _specs(self, expert: int) -> tuple[LayerSpec, LayerSpec]:
         """The layer specs of one of this rank's experts."""
         share = self._share
-        return expert_specs(self._prefix, self._spec, share.first + expert, share.piece.count)
+        return expert_specs(self._prefix, self._spec, share.held[expert], share.piece.count)
 
     def _accept(self, expert: int, start: int | None, tensor: Tensor) -> None:
         which = 1 if start is None else 0
@@ -273,14 +282,14 @@ def _place(
     """Announce full-precision experts in each form: one by one, gate and up joined, or all in one
     tensor."""
     hidden, width = spec.hidden_size, spec.intermediate_size
-    held = range(share.first, share.first + share.count)
+    held = share.held
     mine, whole = share.piece.of(intermediate), slice(0, hidden)
     weights = build.weights
 
     def add(
         name: str, shape: tuple[int, int], region: tuple[slice, slice], e: int, start: int | None
     ) -> None:
-        take = partial(accept, e - share.first, start)
+        take = partial(accept, held.index(e), start)
         weights.add(Placement(name, shape, region, take, is_linear=True))
 
     for expert in held:

@@ -216,7 +216,7 @@ def _expert_ranks(
     if config.parallel.expert_communicator:
         make = load_driver("expert_communicator", "")
     divided: Callable[..., ExpertRanks] = load_driver("part", "experts")
-    return divided(device, communicator, make, config.most_decode_tokens)
+    return divided(device, communicator, make, config.most_decode_tokens, config.parallel.eplb)
 
 
 def _expert_lines(config: EngineConfig, build: ModelBuilder) -> list[str]:

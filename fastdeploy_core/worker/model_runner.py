@@ -62,7 +62,7 @@ class ModelRunner:
     ) -> None:
         self._config, self._device, self._xp = config, device, device.xp
         self.vocab_size, self._rank = loaded.shapes.vocab_size, rank
-        self._loaded, self._model = loaded, loaded.model
+        self._loaded, self._model, self.experts = loaded, loaded.model, loaded.builder.expert_ranks
         self.caches, max_num_seqs = Caches(device, kernels, loaded), config.batch.max_num_seqs
         self._columns = SamplingColumns(max_num_seqs, self.vocab_size)
         # Ranks other than 0 only need the tokens that rank 0 samples.

@@ -151,7 +151,10 @@ class Worker:
 
     def launch(self, step: SchedulerOutput) -> PendingOutput:
         """Queue one step's work on the device; the result is fetched with PendingOutput.wait()."""
-        return self._ready()[0].launch(step)
+        runner = self._ready()[0]
+        if runner.experts is not None:
+            runner.experts.begin_step()
+        return runner.launch(step)
 
     @property
     def sampling(self) -> SamplingState | None:

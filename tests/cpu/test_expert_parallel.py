@@ -52,7 +52,45 @@ def test_two_ranks_equal_one(
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, pytest.param({"quantization": "wint8"}, marks=pytest.mark.slow)]
+    ("variant", "experts"),
+    [
+        ("qwen3-moe", "in place"),
+        *(
+            pytest.param(variant, experts, marks=pytest.mark.slow)
+            for variant in ("qwen3-moe", "ernie-moe", "deepseek")
+            for experts in ("in place", "all_gather")
+            if (variant, experts) != ("qwen3-moe", "in place")
+        ),
+    ],
+)
+def test_experts_move_between_steps_and_no_token_changes(
+    variant: str, experts: str, tensor_library: str, tmp_path: Path
+) -> None:
+    """Several times while the prompts' answers are being written, each time on both ranks before
+    the same step."""
+    folder = build(tmp_path / "checkpoints", [variant]) / variant
+    answers = reference(folder)
+    prompts = {str(i): a["prompt"].tolist() for i, a in enumerate(answers)}
+    group = tmp_path / "group"
+    ranks = run_ranks(folder, tensor_library, 2, group, prompts, NUM_GREEDY, f"{experts} eplb")
+    expected = answers[0]["logits"]
+    assert ranks[0]["versions"] == ranks[1]["versions"]
+    assert sum(ranks[0]["versions"]) >= 2
+    for rank in ranks:
+        error = np.abs(np.array(rank["logits"]) - expected[-1]).max() / np.abs(expected).max()
+        assert error < 1e-4
+        assert [rank["tokens"][n] for n in prompts] == [a["greedy"].tolist() for a in answers]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"quantization": "wint8"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"enable_eplb": True, "eplb_config": {"step_interval": 3}}, marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_an_engine_with_divided_experts_answers_as_one_rank_does(
     settings: dict[str, Any], tensor_library: str, tmp_path: Path
@@ -63,8 +101,9 @@ def test_an_engine_with_divided_experts_answers_as_one_rank_does(
     tie."""
     model = write_tiny_model(tmp_path / "model")
     prompts = [[5, 9, 3, 7, 11, 30, 8], [4], [17, 18, 19, 20, 21, 22, 23, 24, 25, 26]]
-    prompts = prompts[:: 2 if settings else 1]
-    args = {"device": "cpu", "tensor_library": tensor_library, "max_num_seqs": 4, **settings}
+    args = {"device": "cpu", "tensor_library": tensor_library, "max_num_seqs": 4}
+    if "quantization" in settings:
+        prompts, args = prompts[::2], args | settings
     alone = greedy_tokens(model, prompts, max_tokens=12, **args)
     divided = greedy_tokens(
         model,
@@ -73,7 +112,7 @@ def test_an_engine_with_divided_experts_answers_as_one_rank_does(
         tensor_parallel_size=2,
         enable_expert_parallel=True,
         expert_communicator="auto",
-        **args,
+        **args | settings,
     )
     assert divided == alone
 

@@ -420,6 +420,7 @@ def test_every_argument_changes_a_configuration(model: Path) -> None:
         "kv_cache_dtype": "int8",
         "device": "x",
         "enable_expert_parallel": True,
+        "eplb_config": {"step_interval": 9},
         "enable_lora": True,
         "lora_modules": ["name=folder"],
     }
@@ -427,6 +428,7 @@ def test_every_argument_changes_a_configuration(model: Path) -> None:
         "ssl_keyfile": "ssl_certfile",
         "ssl_certfile": "ssl_keyfile",
         "expert_communicator": "enable_expert_parallel",
+        **dict.fromkeys(("enable_eplb", "eplb_config"), "enable_expert_parallel"),
         **dict.fromkeys(("lora_root", "max_loras", "max_lora_rank"), "enable_lora"),
         **dict.fromkeys(("max_cpu_loras", "lora_target_modules"), "enable_lora"),
     }
@@ -473,6 +475,7 @@ def test_every_argument_changes_a_configuration(model: Path) -> None:
         ({"chat_template": "/nowhere"}, "neither a template nor a readable file"),
         ({"model": None}, "no model given"),
         ({"expert_communicator": "auto"}, "needs --enable-expert-parallel"),
+        ({"enable_eplb": True}, "needs --enable-expert-parallel"),
         ({"port": 80}, "argument of the server"),
     ],
 )

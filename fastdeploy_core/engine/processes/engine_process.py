@@ -279,6 +279,7 @@ class EngineProcess:
             return refusal(request, error)
         (reason,) = self._scheduler.put_requests([request])
         if reason is None:
+            self._core.wake()
             return None
         delta = refusal(request, error_of(reason))
         self._core.count_rejection(delta.error_type.partition(":")[0])

@@ -1,14 +1,17 @@
 """The pulling side of a shared-memory transport: asks for blocks, copies them to their places.
 
-Runs in the transport's thread and holds its lock for at most one block's copy.
+Runs in the transport's thread. Where there are processors to spare, a second thread copies a part
+of what can be copied at once.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final, TypeGuard
 
-from fd_scale_out.receiver_driven import Transfer, WireError
+from fd_scale_out.receiver_driven import LANDING_BYTES, Transfer, WireError
 
 from . import wire
 from .link import Link
@@ -18,6 +21,10 @@ if TYPE_CHECKING:
     from .shm import SharedMemoryTransport
 
 
+_ENOUGH_PROCESSORS: Final = 4  # for a second thread
+_WORTH_BYTES: Final = 1 << 20  # to wake it for
+
+
 class Destination:
     """What a pump does for its own transfers."""
 
@@ -25,6 +32,13 @@ class Destination:
         self._transport = transport
         self._pump = pump
         self._lock = transport.lock
+        has_more = len(os.sched_getaffinity(0)) >= _ENOUGH_PROCESSORS
+        self._helper = ThreadPoolExecutor(1, "fd-kv-shm") if has_more else None
+
+    def close(self) -> None:
+        """The helper ends."""
+        if self._helper is not None:
+            self._helper.shutdown()
 
     def request(self, link: Link, transfer: Transfer) -> None:
         """Ask for the next blocks; at most one message's worth is outstanding per transfer."""
@@ -40,20 +54,33 @@ class Destination:
 
     def take(self, link: Link, message: wire.Here) -> None:
         """Blocks may be copied from where the source has them."""
-        for index in range(message.first, message.first + message.count):
+        at, end = message.first, message.first + message.count
+        while at < end:
             with self._lock:
                 transfer = self._pump.by_serial.get(message.serial)
-                if link.closed_reason or transfer is None or transfer.peer != link.peer:
+                if link.closed_reason or not _is_wanted(transfer, link):
                     return
                 shown = link.shown.get(transfer.plan.region_ids[0])
-                if index != transfer.num_copied or index >= transfer.num_asked or shown is None:
-                    raise WireError(f"block {index} may be copied where it was not asked for")
-                self._pump.peers[transfer.peer].last_progress = time.monotonic()
+                if at != transfer.num_copied or end > transfer.num_asked or shown is None:
+                    raise WireError(f"block {at} may be copied where it was not asked for")
                 size = transfer.block_bytes
-                at = int(transfer.plan.source_blocks[index]) * size
-                if at + size > len(shown):
-                    raise WireError(f"the memory that was shown has no block {at // size}")
-                self._transport.land(transfer, index, shown[at : at + size])
+                numbers = transfer.plan.source_blocks[at : min(end, at + _group(size))]
+                if (int(max(numbers)) + 1) * size > len(shown):
+                    raise WireError(f"the memory that was shown has no block {max(numbers)}")
+                self._pump.peers[transfer.peer].last_progress = time.monotonic()
+            self._land(transfer, at, [shown[int(n) * size : (int(n) + 1) * size] for n in numbers])
+            at += len(numbers)
+
+    def _land(self, transfer: Transfer, first: int, blocks: list[memoryview]) -> None:
+        """Returns when all are copied."""
+        half = len(blocks) // 2
+        if self._helper is None or half * transfer.block_bytes < _WORTH_BYTES:
+            self._transport.land_all(transfer, first, blocks)
+            return
+        land = self._transport.land_all
+        other = self._helper.submit(land, transfer, first + half, blocks[half:])
+        land(transfer, first, blocks[:half])
+        other.result()
 
     def copy(self, link: Link, message: wire.Ready) -> None:
         """Blocks are in the staging area: copy them to their places."""
@@ -61,13 +88,23 @@ class Destination:
             with self._lock:
                 transfer = self._pump.by_serial.get(message.serial)
                 # Cancelled, failed, fenced or another link's: the bytes are not wanted any more.
-                if link.closed_reason or transfer is None or transfer.peer != link.peer:
+                if link.closed_reason or not _is_wanted(transfer, link):
                     break
                 if index != transfer.num_copied:
                     raise WireError(f"block {index} came where {transfer.num_copied} was due")
                 self._pump.peers[transfer.peer].last_progress = time.monotonic()
-                with link.slot(slot, transfer.block_bytes) as source:
-                    self._transport.land(transfer, index, source)
+                source = link.slot(slot, transfer.block_bytes)
+            self._transport.land_all(transfer, index, [source])
+            source.release()
         with self._lock:
             if not link.closed_reason:
                 link.send(wire.Free([slot for _, slot in message.items]))
+
+
+def _is_wanted(transfer: Transfer | None, link: Link) -> TypeGuard[Transfer]:
+    return transfer is not None and transfer.peer == link.peer and not transfer.is_over
+
+
+def _group(block_bytes: int) -> int:
+    """Blocks that are copied before the transport looks at something else."""
+    return max(1, 4 * LANDING_BYTES // block_bytes)

@@ -1,7 +1,6 @@
 """The thread of a shared-memory transport: accepts, connects, copies blocks, watches deadlines.
 
-The transport's lock guards all shared state. It is released between blocks, so that cancel() and
-submit() never wait for more than one block's copy.
+The transport's lock guards all shared state, and is not held while blocks are copied.
 """
 
 from __future__ import annotations
@@ -163,6 +162,7 @@ class Pump:
             self._stopping = True
             self.wake()
         self._thread.join()
+        self._destination.close()
         with self._lock:
             for link in list(self._links):
                 link.close("the peer has closed its transport")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import numpy as np
-from fd_scale_out.receiver_driven import Transfer, WireError
+from fd_scale_out.receiver_driven import Transfer, WireError, cut
 
 from fastdeploy_core.contracts.kv_transport import Region, TransportOptions
 
@@ -121,6 +121,7 @@ class LibraryTransport(TcpTransport, ABC):
 
 class _LibraryPeer(Peer):
     num_streams = 2  # while one copies to blocks, the other one reads
+    max_asked = 1
     batch_bytes = LANDING_BYTES
     _transport: LibraryTransport
 
@@ -138,6 +139,9 @@ class _Reads:
         self._reader: Reader | None = None
         self._landing = memoryview(b"")
         self._looked_s = 0.0
+
+    def ask(self, transfer: Transfer, first: int, count: int) -> None:
+        """The library reads when `fetch` says so."""
 
     def fetch(self, transfer: Transfer, first: int, count: int) -> None:
         blocks = [int(b) for b in transfer.plan.source_blocks[first : first + count]]
@@ -163,7 +167,8 @@ class _Reads:
             part = spans[begin : begin + most]
             self._reader.read(part, at, self._still_there)
             at += sum(size for _, size in part)
-        self._transport.land_all(transfer, first, self._landing[:size])
+        come = cut(self._landing[:size], transfer.block_bytes)
+        self._transport.land_all(transfer, first, come)
 
     def close(self) -> None:
         reader, self._reader = self._reader, None

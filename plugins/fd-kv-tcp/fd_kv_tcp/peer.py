@@ -14,7 +14,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
 
-from fd_scale_out.receiver_driven import MAX_NOTES, Descriptor, Transfer, WireError
+from fd_scale_out.receiver_driven import MAX_NOTES, Descriptor, Transfer, WireError, cut
 
 from fastdeploy_core.contracts.base import CONTRACT
 
@@ -24,7 +24,7 @@ from .wire import Channel, Progress
 if TYPE_CHECKING:
     from .transport import TcpTransport
 
-NUM_STREAMS: Final = 3
+NUM_STREAMS: Final = 4
 BATCH_BYTES: Final = 1 << 20  # asked for at once; a larger block travels alone
 MAX_BATCH_BLOCKS: Final = 16384
 PINGS_PER_TIMEOUT: Final = 4
@@ -33,9 +33,13 @@ PINGS_PER_TIMEOUT: Final = 4
 class Fetcher(Protocol):
     """Brings blocks of one peer here, for one thread."""
 
+    def ask(self, transfer: Transfer, first: int, count: int) -> None:
+        """So many blocks of a transfer, from index `first` on, will be fetched, after those that
+        were asked for before. WireError or OSError: the peer is lost."""
+        ...
+
     def fetch(self, transfer: Transfer, first: int, count: int) -> None:
-        """Put so many blocks of a transfer, from index `first` on, in their places, as far as they
-        are still wanted. WireError or OSError: the peer is lost."""
+        """Put them in their places, as far as they are still wanted. Errors as of `ask`."""
         ...
 
     def close(self) -> None:
@@ -50,15 +54,17 @@ class _Frames:
         self._transport, self._channel = transport, channel
         self._buffer = memoryview(b"")
 
+    def ask(self, transfer: Transfer, first: int, count: int) -> None:
+        blocks = [int(b) for b in transfer.plan.source_blocks[first : first + count]]
+        self._channel.send(wire.Read(list(transfer.plan.region_ids), blocks))
+
     def fetch(self, transfer: Transfer, first: int, count: int) -> None:
         size = count * transfer.block_bytes
         if size > len(self._buffer):  # new memory each time would cost as much as the copy
             self._buffer = memoryview(bytearray(size))
         content = self._buffer[:size]
-        blocks = [int(b) for b in transfer.plan.source_blocks[first : first + count]]
-        self._channel.send(wire.Read(list(transfer.plan.region_ids), blocks))
         self._channel.receive_data(content)
-        self._transport.land_all(transfer, first, content)
+        self._transport.land_all(transfer, first, cut(content, transfer.block_bytes))
 
     def close(self) -> None:
         """The peer closes its sockets."""
@@ -69,6 +75,8 @@ class Peer:
 
     num_streams = NUM_STREAMS
     batch_bytes = BATCH_BYTES
+    # Batches of a stream at once, if there is enough for all streams: the peer always has work.
+    max_asked = 2
 
     def __init__(self, transport: TcpTransport, descriptor: Descriptor) -> None:
         self.name = descriptor.peer
@@ -191,10 +199,14 @@ class Peer:
         """In a thread: fetch blocks until the peer is down."""
         fetcher: Fetcher | None = None
         try:
-            while (job := self._next_job()) is not None:
-                transfer, first, count = job
-                fetcher = fetcher or self.fetcher()
-                fetcher.fetch(transfer, first, count)
+            asked: deque[tuple[Transfer, int, int]] = deque()
+            while (job := self._next_job(waits=not asked)) is not None or asked:
+                if job is not None:
+                    fetcher = fetcher or self.fetcher()
+                    fetcher.ask(*job)
+                    asked.append(job)
+                if fetcher is not None and (job is None or len(asked) >= self.max_asked):
+                    fetcher.fetch(*asked.popleft())
         except (WireError, OSError) as error:
             timeout_s = self._transport.options.progress_timeout_s
             self._transport.lose(self, _words(error, timeout_s))
@@ -202,17 +214,20 @@ class Peer:
             if fetcher is not None:
                 fetcher.close()
 
-    def _next_job(self) -> tuple[Transfer, int, int] | None:
-        """(transfer, first block, number of blocks) to ask for; None: the peer is down."""
+    def _next_job(self, *, waits: bool) -> tuple[Transfer, int, int] | None:
+        """(transfer, first block, number of blocks) to ask for; None: the peer is down, or, unless
+        it is waited for, there is no more than the other streams can ask for."""
         with self._transport.lock:
             while not self.is_down:
                 for transfer in self.transfers:
                     first, total = transfer.num_asked, transfer.num_blocks
-                    if first < total:
-                        most = max(1, self.batch_bytes // transfer.block_bytes)
+                    most = max(1, self.batch_bytes // transfer.block_bytes)
+                    if first + (0 if waits else most * self.num_streams) < total:
                         count = min(most, MAX_BATCH_BLOCKS, total - first)
                         transfer.num_asked += count
                         return transfer, first, count
+                if not waits:
+                    break
                 self._has_job.wait()
         return None
 

@@ -13,6 +13,7 @@ import hashlib
 import hmac
 import secrets
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Sequence
@@ -31,6 +32,9 @@ CODE_BYTES: Final = 16
 MAX_MESSAGE_BYTES: Final = 1 << 20
 MESSAGE, DATA = 0, 1  # kinds of frames
 _HEAD: Final = struct.Struct("!BQ")  # kind, bytes of the content
+_TIME: Final = struct.Struct("@ll")  # timeval: seconds, microseconds
+_MAX_PARTS: Final = 512  # of one call
+_LOOKS_PER_TIMEOUT: Final = 4  # what has come is noticed with each
 
 
 class Hello(Message):
@@ -111,6 +115,10 @@ class Channel:
     ) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock, self._progress = sock, progress or Progress()
+        # One call for a frame, not one for each part that has come; TLS has no such calls.
+        self._is_plain = not isinstance(sock, ssl.SSLSocket)
+        self._timeout_s: float | None = None
+        self.set_timeout(sock.gettimeout())
         nonce = secrets.token_bytes(NONCE_BYTES)
         if is_client:
             sock.sendall(GREETING + nonce)
@@ -181,7 +189,14 @@ class Channel:
 
     def set_timeout(self, seconds: float | None) -> None:
         """What a call waits for the peer at most."""
-        self._sock.settimeout(seconds)
+        self._timeout_s = seconds
+        if not self._is_plain:
+            self._sock.settimeout(seconds)
+            return
+        self._sock.settimeout(None)
+        for option, looks in ((socket.SO_SNDTIMEO, 1), (socket.SO_RCVTIMEO, _LOOKS_PER_TIMEOUT)):
+            time_s = divmod(int((seconds or 0.0) * 1e6 / looks), 1_000_000)
+            self._sock.setsockopt(socket.SOL_SOCKET, option, _TIME.pack(*time_s))
 
     def close(self) -> None:
         """End the connection; a thread that waits for the peer hears of it."""
@@ -195,16 +210,21 @@ class Channel:
         self._num_out += 1
         for part in parts:
             digest.update(part)
-        if len(parts) > 1 and parts[0].nbytes < 65536:  # fewer calls for small blocks
-            parts = [memoryview(b"".join(parts))]
-        self._sock.sendall(head + digest.finalize())
-        for part in parts:
-            self._sock.sendall(part)
+        left = [memoryview(head + digest.finalize()), *parts]
+        if not self._is_plain and parts[0].nbytes < 65536:  # fewer calls for small blocks
+            left = [memoryview(b"".join(left))]
+        try:
+            while left and self._is_plain:
+                left = _rest(left, self._sock.sendmsg(left[:_MAX_PARTS]))
+            for part in left:
+                self._sock.sendall(part)
+        except BlockingIOError as error:
+            raise TimeoutError from error
 
     def _take_head(self, kind: int, limit: int) -> tuple[int, Poly1305]:
         """(bytes of the content, the code it must have); the code comes before the content."""
-        head = self._take(_HEAD.size)
-        self._wanted = self._take(CODE_BYTES)
+        taken = self._take(_HEAD.size + CODE_BYTES)
+        head, self._wanted = taken[: _HEAD.size], taken[_HEAD.size :]
         found, size = _HEAD.unpack(head)
         if found != kind or size > limit:
             raise WireError(f"frame of kind {found} with {size} bytes; due was {kind}, to {limit}")
@@ -226,10 +246,11 @@ class Channel:
         at = 0
         while at < content.nbytes:
             try:
-                count = self._sock.recv_into(content[at:])
-            except TimeoutError:
-                if time.monotonic() - self._progress.moved_s >= (self._sock.gettimeout() or 0.0):
-                    raise
+                flags = socket.MSG_WAITALL if self._is_plain else 0
+                count = self._sock.recv_into(content[at:], 0, flags)
+            except (TimeoutError, BlockingIOError) as error:
+                if time.monotonic() - self._progress.moved_s >= (self._timeout_s or 0.0):
+                    raise TimeoutError from error
                 continue
             if not count:
                 raise WireError("the peer has gone")
@@ -241,6 +262,15 @@ def _derive(secret: bytes, purpose: bytes, transcript: bytes) -> bytes:
     return hmac.new(
         secret, b"fastdeploy-kv-tcp\0" + purpose + b"\0" + transcript, "sha256"
     ).digest()
+
+
+def _rest(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of parts when so many bytes were sent."""
+    for number, part in enumerate(parts):
+        if count < part.nbytes:
+            return [part[count:], *parts[number + 1 :]]
+        count -= part.nbytes
+    return []
 
 
 def _coder(key: bytes, number: int, head: bytes) -> Poly1305:

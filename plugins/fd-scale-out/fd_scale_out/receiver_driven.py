@@ -1,10 +1,10 @@
 """What KV transports share that are receiver-driven: checks of regions, peers and plans, transfers
 by id and attempt, and events. Host memory unless a driver's `memory_of` knows other memory.
 
-Only the destination's own process ever writes the destination, in `land`, under `lock` and while
-the transfer is wanted. So cancel() is always SAFE and fence() immediate: a late or frozen peer has
-nothing that it could write to. A driver adds how peers are reached and authenticated, and how bytes
-travel.
+Only the destination's own process ever writes the destination, in `land_all`, while the transfer is
+wanted; what ends a transfer waits for copies that have begun, of LANDING_BYTES at most. So cancel()
+is always SAFE and fence() immediate: a late or frozen peer has nothing that it could write to. A
+driver adds how peers are reached and authenticated, and how bytes travel.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from fastdeploy_core.contracts.base import CONTRACT
 from fastdeploy_core.contracts.kv_transport import (
@@ -40,6 +41,7 @@ MAX_BLOCKS_PER_TRANSFER: Final = 1 << 20
 MAX_EVENTS: Final = 65536
 MAX_NOTE_BYTES: Final = 4096
 MAX_NOTES: Final = 256  # that wait for one peer
+LANDING_BYTES: Final = 4 << 20  # copied at once, unless a block is larger
 # What msgspec raises for hostile bytes: invalid UTF-8 and deep nesting have errors of their own.
 DECODE_ERRORS: Final = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
 
@@ -100,6 +102,7 @@ class Transfer:
         self.started_s = time.monotonic()
         self.deadline_s = self.started_s + plan.deadline_s
         self.num_asked = self.num_copied = 0  # blocks
+        self.num_landing = 0  # threads that copy
         self.is_over = False
 
 
@@ -121,7 +124,8 @@ class ReceiverDrivenTransport(ABC):
         self.options = options
         self.epoch = secrets.randbits(64)
         self.handshake_s = max(1.0, options.progress_timeout_s)
-        self.lock = threading.RLock()  # held for at most the copy of one block
+        self.lock = threading.RLock()  # never held while bytes are copied
+        self._has_landed = threading.Condition(self.lock)
         self.regions: dict[int, tuple[Region, Any]] = {}  # with memory_of
         self.transfers: dict[int, Transfer] = {}  # by the caller's id
         self._num_serials = 0
@@ -227,7 +231,7 @@ class ReceiverDrivenTransport(ABC):
         with self._open():
             transfer = self.transfers.pop(transfer_id, None)
             if transfer is not None:
-                transfer.is_over = True
+                self._close(transfer)
                 self._end(transfer)
             self._events = deque(e for e in self._events if e.transfer_id != transfer_id)
             return CancelResult.SAFE
@@ -256,7 +260,7 @@ class ReceiverDrivenTransport(ABC):
                 return
             self._is_closed = True
             for transfer in self.transfers.values():
-                transfer.is_over = True
+                self._close(transfer)
             self.transfers.clear()
         self._shut_down()
         with self.lock:
@@ -318,25 +322,31 @@ class ReceiverDrivenTransport(ABC):
             self._events.append(event)
             os.eventfd_write(self._has_events, 1)
 
-    def land(self, transfer: Transfer, index: int, content: memoryview) -> bool:
-        """Copy what came as block `index` of a transfer, of all regions, to its place: the only
-        code that writes there. False: it is not wanted any more."""
-        with self.lock:
-            if transfer.is_over:
-                return False
-            block, at = int(transfer.plan.target_blocks[index]), 0
-            for view, size in transfer.views:
-                view[block * size : (block + 1) * size] = content[at : at + size]
-                at += size
-            self.landed(transfer, 1)
-            return True
-
-    def land_all(self, transfer: Transfer, first: int, content: memoryview) -> None:
-        """The same for blocks one after the other, from index `first` on."""
-        size = transfer.block_bytes
-        for index in range(len(content) // size):
-            if not self.land(transfer, first + index, content[index * size : (index + 1) * size]):
-                break
+    def land_all(self, transfer: Transfer, first: int, sources: Sequence[memoryview]) -> bool:
+        """Copy what came as blocks of a transfer, from index `first` on, to their places: the only
+        code that writes there. sources: of each block its parts of all regions, one after the
+        other. False: they are not wanted any more. Several threads may call."""
+        most = max(1, LANDING_BYTES // transfer.block_bytes)
+        for begin in range(0, len(sources), most):
+            part = sources[begin : begin + most]
+            with self.lock:
+                if transfer.is_over:
+                    return False
+                transfer.num_landing += 1
+            try:
+                for index, content in enumerate(part, first + begin):
+                    block, at = int(transfer.plan.target_blocks[index]), 0
+                    for view, size in transfer.views:
+                        copy(view[block * size : (block + 1) * size], content[at : at + size])
+                        at += size
+            finally:
+                with self.lock:
+                    transfer.num_landing -= 1
+                    self._has_landed.notify_all()
+            with self.lock:
+                if not transfer.is_over:
+                    self.landed(transfer, len(part))
+        return True
 
     def landed(self, transfer: Transfer, count: int) -> None:
         """So many more blocks are in their places."""
@@ -354,7 +364,7 @@ class ReceiverDrivenTransport(ABC):
             if self.transfers.get(transfer.plan.transfer_id) is not transfer:
                 return
             del self.transfers[transfer.plan.transfer_id]
-            transfer.is_over = True
+            self._close(transfer)
             self.emit(self._event(transfer, kind, reason))
             self._end(transfer)
 
@@ -382,6 +392,12 @@ class ReceiverDrivenTransport(ABC):
         return ""
 
     # Our own.
+
+    def _close(self, transfer: Transfer) -> None:
+        """Nothing of it is copied from now on."""
+        transfer.is_over = True
+        while transfer.num_landing:
+            self._has_landed.wait()
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[None]:
@@ -467,6 +483,16 @@ class ReceiverDrivenTransport(ABC):
                     )
             views.append((view, region.block_bytes))
         return views
+
+
+def copy(target: memoryview, source: memoryview) -> None:
+    """Bytes, while other threads run: numpy gives the interpreter's lock back, a slice does not."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def cut(content: memoryview, size: int) -> list[memoryview]:
+    """Blocks that lie one after the other."""
+    return [content[at : at + size] for at in range(0, len(content), size)]
 
 
 def host_memory(region: Region, driver: str) -> memoryview:

@@ -126,6 +126,10 @@ class StoredBlocks:
         self._fetches = [fetch for fetch in self._fetches if not fetch.is_over]
         return ids
 
+    def wake(self) -> None:
+        """End a wait of `ready`; from any thread."""
+        self._done.put(lambda: None)
+
     def note(self, step_id: int) -> None:
         """A step was planned; its copies may bring new blocks to host memory."""
         if written := self._host.take_written():

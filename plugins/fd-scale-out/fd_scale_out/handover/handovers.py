@@ -16,13 +16,13 @@ import os
 import queue
 import select
 import time
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import msgspec
+from crc32c import crc32c
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.kv_transport import (
@@ -69,8 +69,9 @@ EARLY_SHARE: Final = 1 / 12
 class DeviceSums(Protocol):
     """A KVTransport with capability `device_memory` is one, too."""
 
-    def checksum(self, region_id: int, block: int) -> int:
-        """32 bits of a block of a region of ours; from any thread. It waits for the device."""
+    def checksums(self, region_id: int, blocks: Sequence[int]) -> list[int]:
+        """32 bits of each of these blocks of a region of ours; from any thread. It waits for the
+        device."""
         ...
 
 
@@ -95,8 +96,9 @@ class _Incoming:
         ranks = staging.ranks if staging else None
 
         def count() -> None:
-            pairs = zip(pull.targets, pull.checksums, strict=True)
-            wrong = (i for i, (b, sum_) in enumerate(pairs) if self._owner.sum(b, ranks) != sum_)
+            found = self._owner.checksums(pull.targets, ranks)
+            pairs = zip(found, pull.checksums, strict=True)
+            wrong = (i for i, (here, there) in enumerate(pairs) if here != there)
             num_good = next(wrong, len(pull.targets))
             if staging:
                 for block in pull.targets[:num_good]:
@@ -231,6 +233,10 @@ class Handovers:
         finished, self._finished = self._finished, []
         return finished
 
+    def wake(self) -> None:
+        """End a wait of `ready`; from any thread."""
+        os.eventfd_write(self._wake, 1)
+
     def note(self, step_id: int) -> None:
         """A step was planned; its copies may bring wanted blocks to host memory."""
         self._last_planned = step_id
@@ -240,6 +246,7 @@ class Handovers:
     def settle(self, step_id: int, *, is_done: bool) -> None:
         """The step was done, or failed. What it left in host memory is there for others."""
         self._last_settled = step_id
+        to_sum: list[tuple[int, list[tuple[Sending, int]]]] = []
         for entry, block in self._noted.pop(step_id, ()):
             wanted = [pair for pair in self._by_key.get(entry.key, ()) if not pair[0].is_over]
             is_full = len(self._leases) >= self.host.num_blocks * MAX_HELD_SHARE
@@ -247,9 +254,11 @@ class Handovers:
                 self._leases[block] += len(wanted)
                 for sending, _ in wanted:
                     sending.num_checked += 1
-                self.in_thread(partial(self._sum_of, block, wanted))
+                to_sum.append((block, wanted))
             elif block not in self._leases:
                 self.host.end_lease(block)
+        for first in range(0, len(to_sum), self._most_blocks):
+            self.in_thread(partial(self._sum_all, to_sum[first : first + self._most_blocks]))
         if not is_done:
             for sending in self._sending.values():
                 sending.fail("a step failed there")
@@ -365,7 +374,7 @@ class Handovers:
     def call(self, function: Callable[[], None]) -> None:
         """Have the engine's thread call it; from any thread."""
         self._done.put(function)
-        os.eventfd_write(self._wake, 1)
+        self.wake()
 
     def in_thread(self, task: Callable[[], None]) -> None:
         """Have the thread do something that ends with `call`, after what it has to do already."""
@@ -377,17 +386,20 @@ class Handovers:
 
         self.sums.put(do)
 
-    def sum(self, block: int, ranks: list[tuple[memoryview, int]] | None = None) -> int:
-        """CRC-32 of a block on all ranks, of the host tier or of other memory like it. Where blocks
-        lie in device memory the transport computes sums."""
-        value, transport = 0, self._transport
+    def checksums(
+        self, blocks: Sequence[int], ranks: list[tuple[memoryview, int]] | None = None
+    ) -> list[int]:
+        """CRC-32C of each block on all ranks, of the host tier or of other memory like it. Where
+        blocks lie in device memory the transport computes sums."""
+        transport = self._transport
         if isinstance(transport, DeviceSums):
+            totals = [0] * len(blocks)
             for region_id in _region_ids(self._layout):
-                value ^= transport.checksum(region_id, block) + region_id & 0xFFFFFFFF
-            return value
-        for part in parts_of(ranks or self._memory.ranks, block):
-            value = zlib.crc32(part, value)
-        return value
+                found = transport.checksums(region_id, blocks)
+                pairs = zip(totals, found, strict=True)
+                totals = [total ^ one + region_id & 0xFFFFFFFF for total, one in pairs]
+            return totals
+        return [_crc(parts_of(ranks or self._memory.ranks, block)) for block in blocks]
 
     # Our own.
 
@@ -481,14 +493,15 @@ class Handovers:
         )
         return True
 
-    def _sum_of(self, block: int, wanted: list[tuple[Sending, int]]) -> None:
-        """In a thread: the checksum of a block that sendings want."""
-        checksum = self.sum(block)
+    def _sum_all(self, blocks: list[tuple[int, list[tuple[Sending, int]]]]) -> None:
+        """In a thread: the checksums of blocks, each with the sendings that want it."""
+        checksums = self.checksums([block for block, _ in blocks])
 
         def add() -> None:
-            for sending, number in wanted:
-                sending.num_checked -= 1
-                sending.add(number, block, checksum)
+            for (block, wanted), checksum in zip(blocks, checksums, strict=True):
+                for sending, number in wanted:
+                    sending.num_checked -= 1
+                    sending.add(number, block, checksum)
 
         self.call(add)
 
@@ -643,6 +656,13 @@ def _region_ids(layout: Layout) -> list[int]:
     """Of its ranks, with each transport: those of another layout are others."""
     first = int(layout.digest[:6], 16) << 8
     return [first + rank for rank in range(layout.num_ranks)]
+
+
+def _crc(parts: list[memoryview]) -> int:
+    value = 0
+    for part in parts:
+        value = crc32c(part, value)
+    return value
 
 
 def _whole(memory: Any, size: int) -> Any:

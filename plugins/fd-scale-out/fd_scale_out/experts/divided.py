@@ -8,7 +8,7 @@ and back, and every rank gets all results.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ from fastdeploy_core.contracts.moe import (
 )
 from fastdeploy_core.errors import CapabilityError, ConfigError
 from fastdeploy_core.layers import ExpertShare
+
+from .moving import Balance, Moving
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
@@ -41,16 +43,22 @@ class ExpertRanks:
         group: Communicator,
         make: Callable[[ExpertGroup], ExpertCommunicator] | None = None,
         most_in_place: int = 0,
+        eplb: Mapping[str, Any] | None = None,
     ) -> None:
+        """eplb: see Balance; None: experts stay where they are. ConfigError for options that it
+        does not have."""
         self.device, self.group, self._make = device, group, make
         self.most_in_place = most_in_place
         self._communicators: dict[int, ExpertCommunicator] = {}
+        self.balance = None if eplb is None else Balance(group.world_size, eplb)
 
     def words(self) -> str:
         """A line for the start-up report."""
         how = "results are summed over ranks"
         for one in self._communicators.values():
             how += f"; {one.name} carries tokens in steps of more than {self.most_in_place}"
+        if self.balance is not None:
+            how += f"; {self.balance.words()}"
         return f"experts are divided over {self.group.world_size} ranks, {how}"
 
     @property
@@ -60,6 +68,11 @@ class ExpertRanks:
             return None
         return self.most_in_place
 
+    def begin_step(self) -> None:
+        """Before each step, on every rank: experts may move."""
+        if self.balance is not None:
+            self.balance.begin_step()
+
     def share(self, num_experts: int) -> ExpertShare:
         """This rank's experts of a block with num_experts."""
         ranks = self.group.world_size
@@ -68,12 +81,17 @@ class ExpertRanks:
                 f"{num_experts} experts cannot be divided over {ranks} ranks; choose a "
                 "--tensor-parallel-size that divides them, or leave out --enable-expert-parallel"
             )
-        count = num_experts // ranks
-        return ExpertShare(self.group.rank * count, count, num_experts)
+        count, first = num_experts // ranks, self.group.rank * (num_experts // ranks)
+        more: tuple[int, ...] = ()
+        if self.balance is not None:
+            room = count + self.balance.copies_each(num_experts)
+            placed = self.balance.first_map(num_experts)
+            more = tuple(placed[self.group.rank * room : (self.group.rank + 1) * room][count:])
+        return ExpertShare(first, count, num_experts, more=more)
 
     def local(self, spec: MoESpec, intermediate: int) -> MoESpec:
         """The spec of what this rank holds of a block: some experts whole."""
-        count = self.share(spec.routing.num_experts).count
+        count = len(self.share(spec.routing.num_experts).held)
         routing = RoutingSpec(count, min(count, spec.routing.top_k))
         return replace(spec, routing=routing, intermediate_size=intermediate)
 
@@ -84,7 +102,8 @@ class ExpertRanks:
         return DividedExperts(build, self, routing, driver)
 
     def communicator(self, num_experts: int) -> ExpertCommunicator | None:
-        """The communicator for blocks with num_experts."""
+        """The communicator for blocks with so many experts, counted with their copies: what it is
+        given are numbers of places."""
         if self._make is None:
             return None
         if num_experts not in self._communicators:
@@ -106,13 +125,20 @@ class DividedExperts:
                 "another with --moe-backend, or leave out --enable-expert-parallel"
             )
         self._driver, self._routing = driver, routing
-        self._scores = build.kernels["linear_float32"]
+        self._scores, self._route = build.kernels["linear_float32"], build.kernels["moe_routing"]
         self._share = ranks.share(routing.num_experts)
         self._most_in_place = ranks.most_in_place
         self._exchange: Exchange | None = None
-        communicator = ranks.communicator(routing.num_experts)
+        self._moving: Moving | None = None
+        if ranks.balance is not None:
+            number = len(ranks.balance.blocks)
+            self._moving = Moving(build.xp, build.device, ranks.group, self._share, number)
+            ranks.balance.blocks.append(self._moving)
+        num_places = len(self._share.held) * ranks.group.world_size
+        communicator = ranks.communicator(num_places)
         if communicator is not None:
-            self._exchange = Exchange(build, ranks.group, routing, driver, communicator)
+            given = (driver, communicator, self._moving)
+            self._exchange = Exchange(build, ranks.group, routing, num_places, *given)
 
     def exchange(self, num_tokens: int) -> Exchange | None:
         """The Exchange for a step of num_tokens; None: use add_own."""
@@ -121,8 +147,13 @@ class DividedExperts:
     def add_own(self, x: Tensor, weights: Any, router: Tensor, bias: Tensor | None) -> Tensor:
         """What this rank's experts add for all tokens."""
         logits = self._scores(x, router)
-        first = self._share.first
-        return self._driver.forward_share(x, weights, logits, bias, self._routing, first)
+        if self._moving is None:
+            first = self._share.first
+            return self._driver.forward_share(x, weights, logits, bias, self._routing, first)
+        ids, shares = self._route(logits, bias, self._routing)
+        self._moving.see(weights)
+        self._moving.count(ids, 1)  # every rank counts these
+        return self._driver.forward_routed(x, weights, self._moving.own_places(ids), shares)
 
 
 class Exchange:
@@ -133,13 +164,17 @@ class Exchange:
         build: ModelBuilder,
         group: Communicator,
         routing: RoutingSpec,
+        num_places: int,
         driver: DividedMoEBackend,
         communicator: ExpertCommunicator,
+        moving: Moving | None,
     ) -> None:
+        """num_places: of all ranks, for experts and copies of them."""
         self._xp, self._dtype, self._group = build.xp, build.dtype, group
         self._routing, self._driver, self._communicator = routing, driver, communicator
         self._route, self._scores = build.kernels["moe_routing"], build.kernels["linear_float32"]
-        self._held = routing.num_experts // group.world_size
+        self._num_places, self._held = num_places, num_places // group.world_size
+        self._moving = moving
         self._plans: dict[int, Any] = {}
 
     def __call__(self, x: Tensor, weights: Any, router: Tensor, bias: Tensor | None) -> Tensor:
@@ -149,6 +184,10 @@ class Exchange:
         first = min(num_tokens, group.rank * each)
         own = x[first : min(num_tokens, first + each)]
         ids, shares = self._route(self._scores(own, router), bias, self._routing)
+        if self._moving is not None:
+            self._moving.see(weights)
+            self._moving.count(ids, group.world_size)  # no other rank counts these
+            ids = self._moving.places_of(ids)
         sent = self._communicator.dispatch(own, ids, shares, self._plan(each, int(x.shape[1])))
         y = self._computed(sent.x, sent.offsets, weights)
         done = self._communicator.combine(y, sent.handle)
@@ -163,7 +202,7 @@ class Exchange:
         if max_tokens not in self._plans:
             routing = self._routing
             plan = ExpertPlan(
-                max_tokens, hidden, routing.top_k, routing.num_experts, "contiguous", self._dtype
+                max_tokens, hidden, routing.top_k, self._num_places, "contiguous", self._dtype
             )
             self._plans[max_tokens] = self._communicator.plan(plan)
         return self._plans[max_tokens]
