@@ -1,4 +1,4 @@
-"""Pluggable logits processors: which sequence has one, calling them, and the two of the core.
+"""Pluggable logits processors: which sequence has one, calling them, and the core's own.
 
 A processor that raises fails the sequences it was working on and no other.
 """
@@ -16,13 +16,18 @@ import numpy as np
 from fastdeploy_core import plugins
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.small import LogitsProcessor, ProcessorContext
-from fastdeploy_core.errors import FastDeployError, InvalidRequest, PluginLoadError
+from fastdeploy_core.errors import (
+    FastDeployError,
+    InvalidRequest,
+    PluginLoadError,
+    PluginNotFound,
+)
+from fastdeploy_core.plugins.drivers import part
 from fastdeploy_core.types import NewSequence, SamplingParams
 from fastdeploy_core.types.sampling import MAX_LOGIT_BIAS
 
 from .columns import PROCESSOR, SamplingColumns, SamplingPlan
 from .masks import Histories
-from .thinking import ThinkingBudgetLogitsProcessor
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
@@ -31,6 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FAILED = "logits_processor_failed"
+BUDGET = "ThinkingBudgetLogitsProcessor"  # of fd-parsers; made for the first request that asks
+BUDGET_ARGS = ("thinking_budget", "think_stop_sentence")
 ProcessorDriver = Callable[[ProcessorContext], LogitsProcessor]
 
 
@@ -45,13 +52,23 @@ class ProcessorSet:
     """All processors of a worker, in order of declaration, and which slots each one serves."""
 
     def __init__(
-        self, device: DeviceBackend, columns: SamplingColumns, members: Sequence[_Member] = ()
+        self,
+        device: DeviceBackend,
+        columns: SamplingColumns,
+        context: ProcessorContext,
+        members: Sequence[_Member] = (),
     ) -> None:
-        self._device, self._columns = device, columns
+        self._device, self._columns, self._context = device, columns, context
         self._members = list(members)
 
     def add(self, slot: int, seq_id: int, params: SamplingParams, prompt: np.ndarray) -> None:
         """Offer a sequence to every processor; InvalidRequest if its arguments are wrong."""
+        if _wants_budget(params) and all(member.name != BUDGET for member in self._members):
+            try:
+                driver = part("thinking-budget", "thinking_token_budget")
+            except PluginNotFound as error:
+                raise InvalidRequest(str(error), param="thinking_token_budget") from None
+            self._members.append(_Member(BUDGET, driver(self._context)))
         for member in self._members:
             member.processor.validate(params)
             if member.processor.add(seq_id, params, prompt):
@@ -80,30 +97,29 @@ class ProcessorSet:
                 continue
             every = len(rows) == plan.num_rows
             index = None if every else self._device.to_device(np.asarray(rows, dtype=np.int64))
-            part = logits if every else xp.index_select(logits, 0, index)
+            own = logits if every else xp.index_select(logits, 0, index)
             outputs = [histories(row) for row in rows]
             try:
-                part = member.processor.apply(
-                    part, [member.seq_ids[slots[row]] for row in rows], outputs
+                own = member.processor.apply(
+                    own, [member.seq_ids[slots[row]] for row in rows], outputs
                 )
             except Exception:
                 logger.exception("logits processor %s failed in apply()", member.name)
                 errors.update((row, FAILED) for row in rows)
                 continue
             if every:
-                logits = part
+                logits = own
             else:
-                xp.index_copy_(logits, 0, index, part)
+                xp.index_copy_(logits, 0, index, own)
         return logits
 
 
 def load_processors(
     names: Sequence[str], context: ProcessorContext, device: DeviceBackend, columns: SamplingColumns
 ) -> ProcessorSet:
-    """The configured processors; the thinking budget is always included, because it is a plain
-    request field."""
+    """The configured processors."""
     members, seen = [], set()
-    for name in [*names, "ThinkingBudgetLogitsProcessor"]:
+    for name in names:
         driver = find_processor(name)
         if driver in seen:
             continue
@@ -116,7 +132,12 @@ def load_processors(
             raise PluginLoadError(
                 f"logits processor {name!r} cannot be constructed: {type(error).__name__}: {error}"
             ) from error
-    return ProcessorSet(device, columns, members)
+    return ProcessorSet(device, columns, context, members)
+
+
+def _wants_budget(params: SamplingParams) -> bool:
+    args = params.logits_processors_args or {}
+    return params.thinking_token_budget is not None or not args.keys().isdisjoint(BUDGET_ARGS)
 
 
 def find_processor(name: str) -> ProcessorDriver:
@@ -206,7 +227,7 @@ class LogitBiasLogitsProcessor:
 
 # These only take part in requests that give them arguments.
 BUILTIN_PROCESSORS: dict[str, ProcessorDriver] = {
-    c.__name__: c for c in (ThinkingBudgetLogitsProcessor, LogitBiasLogitsProcessor)
+    "LogitBiasLogitsProcessor": LogitBiasLogitsProcessor
 }
 
 

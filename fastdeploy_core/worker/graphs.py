@@ -352,7 +352,10 @@ class CapturedDecode:
         self._queue(self._greedy)
         return self._buffers.results_of(num_rows)
 
-    samples_at_random = property(lambda self: bool(self._random))  # replay_random is possible
+    @property
+    def samples_at_random(self) -> bool:
+        """Whether replay_random is possible."""
+        return bool(self._random)
 
     def replay_random(self, slots: np.ndarray, *, filters: bool) -> Tensor:
         """replay_greedy for rows of which some sample at random."""

@@ -179,16 +179,9 @@ class Worker:
     def _load_model(
         self, device: DeviceBackend, kernels: ChosenKernels, free_bytes: int
     ) -> LoadedModel:
+        ranks = self.rank, self.world_size, self._communicator
         try:
-            return load_model(
-                self.config,
-                device,
-                kernels,
-                self.rank,
-                self.world_size,
-                self._communicator,
-                self.resolved.load,
-            )
+            return load_model(self.config, device, kernels, *ranks, self.resolved.load)
         except Exception as error:
             if not device.is_oom(error):
                 raise

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from fd_grammar_llguidance.backend import LLGuidanceBackend
 from fd_grammar_llguidance.matcher import Grammar
+from fd_parsers.thinking_budget import ThinkingBudgetLogitsProcessor
 from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from fastdeploy_core.contracts.small import ProcessorContext
 from fastdeploy_core.errors import InvalidRequest, PluginLoadError
 from fastdeploy_core.sampling.processors import find_processor
-from fastdeploy_core.sampling.thinking import ThinkingBudgetLogitsProcessor
 from fastdeploy_core.types import SamplingParams, StructuredOutputsParams
 from tests.worker_steps import (
     EOS,
@@ -282,7 +282,7 @@ def test_a_processor_that_raises_fails_its_rows_only(
 
 def test_wrong_processor_arguments_are_refused() -> None:
     context = ProcessorContext(None, "cpu", 100, 4)
-    thinking = find_processor("ThinkingBudgetLogitsProcessor")(context)
+    thinking = ThinkingBudgetLogitsProcessor(context)
     bias = find_processor("LogitBiasLogitsProcessor")(context)
     for processor, args in (
         (thinking, {"thinking_budget": -1}),

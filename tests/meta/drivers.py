@@ -121,6 +121,7 @@ from fd_parsers.think import (
     MistralThinkParser,
     ThinkParser,
 )
+from fd_parsers.thinking_budget import ThinkingBudgetLogitsProcessor
 from fd_pooling.family import PoolingLM as PooledLM
 from fd_quant_formats.fp8 import BlockFp8, WFp8AFp8
 from fd_quant_formats.integer import W4A8, W8A8, WInt4, WInt8
@@ -216,7 +217,6 @@ from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.reference.moe import ReferenceMoE
 from fastdeploy_core.sampling.processors import LogitBiasLogitsProcessor
-from fastdeploy_core.sampling.thinking import ThinkingBudgetLogitsProcessor
 from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.serving.asking import Plugins
 from fastdeploy_core.serving.front.occupancy import OwnOccupancy

@@ -62,7 +62,6 @@ def test_no_mutant_lives(kind: str, tmp_path: Path, tensor_library: str) -> None
     assert code == 0, printed[-5000:]
     score = re.search(r"(\d+) of (\d+) mutants of kind (\w+) killed", printed)
     assert score is not None and score[3] == kind
-    print(score[0])  # what a run with -s is made for
     assert score[1] == score[2] and int(score[1]) >= FEWEST, printed[-3000:]
 
 
