@@ -81,8 +81,7 @@ def find(kind: str, name: str, inventory: Inventory | None = None) -> PluginEntr
 def find_soon(kind: str, name: str, inventory: Inventory | None = None) -> PluginEntry:
     """The same for what is loaded later: the next child process that imports plugins tries it."""
     entry = find(kind, name, inventory)
-    if not entry.is_core:
-        _wait([entry])
+    import_soon([entry])
     return entry
 
 
@@ -222,17 +221,19 @@ def _preflight(entries: Sequence[PluginEntry]) -> list[Outcome]:
     """What became of importing each; a target is imported once."""
     if not envs.read("FD_PLUGIN_PREFLIGHT"):
         return [Outcome("", 0.0)] * len(entries)
-    _wait(entries)
+    import_soon(entries)
     if preflight.waiting:
         logger.debug("importing %s in a child process first", ", ".join(preflight.waiting))
         preflight.run([])
     return [_outcomes[entry.target] for entry in entries]
 
 
-def _wait(entries: Iterable[PluginEntry]) -> None:
-    """The next child process imports those of these that none has imported yet."""
+def import_soon(entries: Iterable[PluginEntry]) -> None:
+    """The next child process imports those of these that none has imported yet; none for the
+    core's own."""
     limit_s = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S")
-    new = {e.target: e.distribution for e in entries if e.target not in _outcomes}
+    strangers = (e for e in entries if not e.is_core and e.target not in _outcomes)
+    new = {e.target: e.distribution for e in strangers}
     preflight.waiting.update((t, Job(t, limit_s, group=owner)) for t, owner in new.items())
 
 

@@ -190,9 +190,10 @@ def build_kernel_table(
     facts = {"objective": asked.kernel_objective if asked else ""} | dict(facts or {})
     allow_fallback = asked is None or asked.allow_fallback
     problems = _Problems()
-    own = _cells([e for e in entries if e.name == device_name], problems)
+    is_new = resolved is None  # what was resolved was imported in a child process before
+    own = _cells([e for e in entries if e.name == device_name], problems, is_new)
     of_reference = [e for e in entries if e.name == REFERENCE and device_name != REFERENCE]
-    reference = _cells(of_reference, problems)
+    reference = _cells(of_reference, problems, is_new)
     chosen = _choose([c for c in own if not c.kernel.composes], facts, problems)
     composing = [c for c in (*own, *reference) if c.kernel.composes]
     missing = [c for c in reference if c.operation not in chosen.functions]
@@ -253,12 +254,12 @@ def _compose(
             problems.add(f"kernel {cell.operation}", cell.entry, f"is left out: {describe(error)}")
 
 
-def _cells(entries: Iterable[PluginEntry], problems: _Problems) -> list[_Cell]:
+def _cells(entries: Iterable[PluginEntry], problems: _Problems, is_new: bool) -> list[_Cell]:
     """The cells of all tables; a table that cannot be read is left out with a warning."""
     cells = []
     for entry in entries:
         try:
-            table = load(entry)
+            table = load(entry, preflight=is_new)
             if not isinstance(table, Mapping):
                 raise TypeError(f"a kernel table maps operations to targets, got {type(table)}")
             for operation, value in table.items():

@@ -27,6 +27,9 @@ from fastdeploy_core.contracts.base import Accept, Candidate, Decline
 logger = logging.getLogger(__name__)
 
 _CHILD: Final = Path(__file__).with_name("preflight_child.py")
+# A fork that neither computes nor reads for so long waits for something that does not come. Once
+# one has hung, others get less, so that all of them together delay a start little.
+_IDLE_S, _IDLE_AGAIN_S = 2.0, 0.5
 _START_LIMIT_S: Final = 20.0  # for starting the child's interpreter on a very busy machine
 
 
@@ -42,7 +45,7 @@ class Job:
     limit_s: float
     calls: tuple[str, ...] = ()
     question: dict[str, Any] = field(default_factory=dict)
-    stall_s: float = 0.0  # of neither reading files nor touching new memory; 0: see IDLE_S
+    stall_s: float = 0.0  # of neither reading files nor touching new memory; 0: see _IDLE_S
     report: str = ""  # "module:function" that is called with the target; see Outcome.facts
     group: str = ""
 
@@ -97,11 +100,13 @@ def _run_child(jobs: Sequence[Job], indices: Sequence[int], at_once: int) -> dic
     """The outcomes that one child tells."""
     if not indices:
         return {}
+    has_hung = any(o.error and o.milliseconds > 1e3 * _IDLE_S for o in outcomes_of.values())
+    idle_s = _IDLE_AGAIN_S if has_hung else _IDLE_S
     by_group = itertools.groupby(indices, key=lambda i: jobs[i].group or i)
     order = {
         "sys_path": sys.path,
         "at_once": at_once,
-        "groups": [[_encoded(i, jobs[i]) for i in group] for _, group in by_group],
+        "groups": [[_encoded(i, jobs[i], idle_s) for i in group] for _, group in by_group],
     }
     outcomes: dict[int, Outcome] = {}
     longest = max(jobs[i].limit_s for i in indices) + _START_LIMIT_S
@@ -117,8 +122,9 @@ def _run_child(jobs: Sequence[Job], indices: Sequence[int], at_once: int) -> dic
     return outcomes
 
 
-def _encoded(index: int, job: Job) -> dict[str, Any]:
+def _encoded(index: int, job: Job, idle_s: float) -> dict[str, Any]:
     return {
+        "idle_s": idle_s,
         "id": index,
         "target": job.target,
         "limit_s": job.limit_s,

@@ -22,8 +22,6 @@ import threading
 import time
 from typing import Any
 
-# A fork that neither computes nor reads for so long waits for something that does not come.
-IDLE_S = 2.0
 _LOOK_S = 0.1  # how often clocks are looked at
 _KILLED = 128 + signal.SIGKILL  # exit code of a guard whose worker was killed
 _PATRICIDE = "ended its parent process"
@@ -122,7 +120,8 @@ class _Fork:
         has_had_time = not is_ready or computed_s - self._before_s > stall_s / 2
         if 0 < stall_s < now - self._advanced and has_had_time:  # by the clock if nothing tells
             return stall_s
-        return IDLE_S if progress >= 0 and now - self._moved > IDLE_S else 0.0
+        idle_s = float(job["idle_s"])
+        return idle_s if progress >= 0 and now - self._moved > idle_s else 0.0
 
     def end(self, error: str = "") -> list[list[dict[str, Any]]]:
         """End it and all that it started; returns the group of jobs that are left."""

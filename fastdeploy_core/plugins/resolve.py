@@ -36,7 +36,7 @@ from fastdeploy_core.errors import (
 )
 
 from .discovery import Inventory, PluginEntry, discover
-from .drivers import available, broken, find, find_part, without_broken
+from .drivers import available, broken, find, find_part, import_soon, without_broken
 from .known import providers
 from .manager import HookManager, hook_manager
 from .negotiate import ASKED, CandidateRow, Decision, ask_candidates, ask_layer_drivers, decide
@@ -72,6 +72,8 @@ def resolve(
     `layers` and `moe` are the model's layer shapes (models/shapes.py reads them).
     """
     inventory = discover() if inventory is None else inventory
+    devices = (config.device.device, REFERENCE_DEVICE)
+    import_soon(entry for entry in inventory.of("kernels") if entry.name in devices)
     if hooks is None:
         library = config.device.tensor_library
         hooks = hook_manager(inventory=inventory, tensor_library=library)
@@ -93,6 +95,11 @@ def resolve(
         resolved = _resolve(config, layers, moe, inventory, hooks)
     for error in left_out.values():
         resolved.notes.append(f"{error}; it is left out, the next candidate is used")
+        logger.warning("%s", resolved.notes[-1])
+    tables = [table for table in resolved.plugin_entries("kernels") if not table.is_core]
+    for table, error in broken(tables).items():
+        resolved.leave_out(table)
+        resolved.notes.append(f"{error}; it is left out")
         logger.warning("%s", resolved.notes[-1])
     for problem in inventory.problems:
         logger.warning("%s", problem)

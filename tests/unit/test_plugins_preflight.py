@@ -9,7 +9,7 @@ import time
 import pytest
 
 from fastdeploy_core.contracts.base import Accept, Candidate, Decline
-from fastdeploy_core.plugins import preflight_child
+from fastdeploy_core.plugins import preflight, preflight_child
 from fastdeploy_core.plugins.discovery import HOOKS, discover
 from fastdeploy_core.plugins.preflight import Job, decode_candidate, run
 from tests.plugin_modules import module_writer
@@ -137,7 +137,8 @@ def test_one_that_goes_on_importing_is_given_its_limit(write, works):
 def test_one_that_waits_for_a_processor_does_not_hang(monkeypatch):
     def fork():
         made = object.__new__(preflight_child._Fork)
-        made._jobs, made._done, made._worker = [{"limit_s": 60.0, "stall_s": 2.0}], 0, 0
+        job = {"limit_s": 60.0, "stall_s": 2.0, "idle_s": 2.0}
+        made._jobs, made._done, made._worker = [job], 0, 0
         made._restart()
         return made
 
@@ -157,13 +158,16 @@ def test_one_that_waits_for_a_processor_does_not_hang(monkeypatch):
     assert unseen.exceeded(unseen._started + 2.1) == 2, "where no system tells, the clock does"
 
 
-def test_what_neither_computes_nor_reads_is_given_up_long_before_its_limit(write):
+def test_what_neither_computes_nor_reads_is_given_up_long_before_its_limit(write, monkeypatch):
+    monkeypatch.setattr(preflight, "outcomes_of", {})
     sleeps = write("pf_asleep", "import time; time.sleep(600)")
     works = write("pf_works", "import time\nend = time.time() + 4\nwhile time.time() < end: pass")
     started = time.monotonic()
     outcomes = run([Job(sleeps, 300.0), Job(works, 300.0)])
     assert [o.error for o in outcomes] == ["did not finish within 2 s", ""]
     assert time.monotonic() - started < 60
+    later = run([Job(write("pf_asleep_too", "import time; time.sleep(600)"), 300.0)])
+    assert later[0].error == "did not finish within 0.5 s", "one has hung before"
 
 
 def test_after_a_failure_the_rest_of_a_group_gets_a_fresh_process(write):

@@ -313,7 +313,7 @@ def test_stranger_among_the_parts_of_a_quantizer_is_imported_in_a_child_first(wo
     model, checked = replace(CONFIG.model, quantization="both"), []
     monkeypatch.setattr(
         "fastdeploy_core.plugins.resolve.broken",
-        lambda entries: checked.extend(entry.name for entry in entries),
+        lambda entries: checked.extend(entry.name for entry in entries) or {},
     )
     resolve(replace(CONFIG, model=model), inventory=world())
     assert {"both", "fp3", "fp5", "fp6"} <= set(checked)
@@ -334,6 +334,21 @@ def test_a_winner_that_cannot_be_loaded_gives_way_to_the_next(world, monkeypatch
     assert words in resolved.notes and words in caplog.text
     row = next(r for r in resolved.decisions[0].candidates if r.name == "chip")
     assert not row.accepted and "chip is broken" in row.reason
+
+
+def test_a_kernel_table_that_cannot_be_loaded_is_left_out(world, monkeypatch, caplog):
+    """Here, so that no engine has to try it in a child process of its own."""
+
+    def no_table(entries):
+        return {e: PluginLoadError(f"{e.kind} {e.name} is broken") for e in entries
+                if (e.kind, e.name) == ("kernels", "chip")}  # fmt: skip
+
+    monkeypatch.setattr("fastdeploy_core.plugins.resolve.broken", no_table)
+    resolved = resolve(CONFIG, layers=[GQA], inventory=world())
+    assert resolved.name("device") == "chip"
+    assert {e.name for e in resolved.plugin_entries("kernels")} == {"cpu"}
+    words = "kernels chip is broken; it is left out"
+    assert words in resolved.notes and words in caplog.text
 
 
 def test_a_layer_driver_that_cannot_be_loaded_gives_way_too(world, monkeypatch):
