@@ -56,6 +56,7 @@ class Load:
 
     def __init__(self, url: str, seed: int) -> None:
         self.seen: Counter[str] = Counter()
+        self.breaks: list[str] = []  # how connections broke
         self._url = url
         self._stopping = threading.Event()
         self._threads = [
@@ -82,14 +83,14 @@ class Load:
         limits = httpx.Limits(max_keepalive_connections=0)
         with httpx.Client(base_url=self._url, timeout=PATIENCE_S, limits=limits) as client:
             while not self._stopping.is_set():
-                outcome = ask(client, draw)
+                outcome = ask(client, draw, self.breaks)
                 self.seen[outcome] += 1
                 if outcome in (BROKEN, "error"):
                     time.sleep(0.05)
 
 
-def ask(client: httpx.Client, draw: random.Random) -> str:
-    """One request: how it ended."""
+def ask(client: httpx.Client, draw: random.Random, breaks: list[str]) -> str:
+    """One request: how it ended, and how its connection broke."""
     prompt = [draw.randrange(200) for _ in range(draw.randrange(1, 40))]
     count, stream = draw.randrange(1, 60), draw.random() < 0.5
     expected = NullModel(259).expected(prompt, count, SamplingParams(temperature=0.0))
@@ -112,10 +113,13 @@ def ask(client: httpx.Client, draw: random.Random) -> str:
                     tokens += choice.get("token_ids") or []
     except httpx.TimeoutException:
         return "lost"
-    except (httpx.HTTPError, json.JSONDecodeError):
+    except (httpx.HTTPError, json.JSONDecodeError) as error:
+        breaks.append(f"{error!r} after {len(tokens)} of {count} tokens, streamed: {stream}")
         return BROKEN if tokens == expected[: len(tokens)] else "wrong"
     if has_error:
         return "error" if tokens == expected[: len(tokens)] else "wrong"
+    if not is_done:
+        breaks.append(f"no [DONE] after {len(tokens)} of {count} tokens")
     return _compared(tokens, expected) if is_done else BROKEN
 
 
@@ -208,6 +212,7 @@ def play(model: Path, layout: str, seed: int, most: int) -> Counter[str]:
         # nobody else may break a connection
         if not killed & {"API server", "parent"} and seen[BROKEN]:
             seen["lost"] += seen.pop(BROKEN)
+            print(f"seed {seed}, {layout}: {'; '.join(load.breaks)}", flush=True)
         if "parent" not in killed and not seen["not ready again"]:
             try:
                 wait_for(lambda: gauge(url, "kv_blocks_used") == 0, "blocks to come back", 20)
