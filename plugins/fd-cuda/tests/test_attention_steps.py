@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -372,18 +373,23 @@ def test_streams_of_rows_that_stand_in(device: Any, longest: int) -> None:
     assert begun.sum() == 448 and begun.max() <= (1 if is_alike else 9)
 
 
+@pytest.mark.parametrize("shortest", [0, 1, 2])
 @pytest.mark.parametrize("tokens", [8, 25, 64])
-def test_the_device_finds_the_tiles_of_prompts_that_the_host_does(tokens: int) -> None:
+def test_the_device_finds_the_tiles_of_prompts_that_the_host_does(
+    tokens: int, shortest: int
+) -> None:
     """And in such an order that the longest come first, but for what is no whole tile."""
     rng = np.random.default_rng(tokens)
     fed = rng.choice([0, 1, 2, 9, 64, 130, 299], 40)
     context = rng.choice([0, 0, 5, 64, 1999], 40)
     starts, lengths = np.cumsum([0, *fed]).astype(np.int32), (fed + context).astype(np.int32)
-    there = [torch.from_numpy(x).to(DEVICE) for x in (lengths, starts)]
-    found = prompt_tiles(*there, int(starts[-1]), tokens).cpu().numpy()[:, :5]
+    batch: Any = SimpleNamespace(num_seqs=40, num_tokens=int(starts[-1]))
+    batch.seq_lens_dev = torch.from_numpy(lengths).to(DEVICE)
+    batch.cu_seqlens_q_dev = torch.from_numpy(starts).to(DEVICE)
+    found = prompt_tiles(batch, shortest, tokens).cpu().numpy()[:, :5]
     real = found[found[:, 3] > 0]
     assert not found[len(real) :, 3].any()
-    meant = prefill_tiles(starts, lengths, 1, tokens)[:, :5]
+    meant = prefill_tiles(starts, lengths, shortest, tokens)[:, :5]
     assert sorted(map(tuple, real)) == sorted(map(tuple, meant))
     assert (np.diff(real[:, 4] // tokens + real[:, 1] // tokens) <= 0).all()
 

@@ -49,6 +49,7 @@ def emulated(tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "function", emulated.function)
     monkeypatch.setattr(native, "launch", emulated.launch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(native, "has_wgmma", lambda: False)  # prompts are not the subject
 
 
 @pytest.fixture
