@@ -98,6 +98,7 @@ class EngineCore:
             kv.prefix.on_change = self._events.note
         self.scheduler = BatchScheduler(settings, kv)
         self._step_time = StepTime(self.scheduler.roster.clock, is_queued=worker.asynchronous)
+        self.scheduler.limit_prompts(self._most_prompt_tokens)
         if remote is not None:
             remote.open(self.scheduler)
         self._depth = 2 if (overlap := config.batch.overlap and worker.overlap) else 1
@@ -235,9 +236,7 @@ class EngineCore:
         started = time.perf_counter()
         while len(self._in_flight) < self._depth:
             most_steps = self._sampling.most_steps() if self._sampling is not None else {}
-            num_requests = 1 if self.has_one_client else self.scheduler.num_requests
-            most_tokens = self._step_time.most_prompt_tokens(num_requests)
-            step = self.scheduler.schedule(most_steps, most_tokens)
+            step = self.scheduler.schedule(most_steps)
             if step is None:
                 self._check_idle(most_steps)
                 break
@@ -246,6 +245,10 @@ class EngineCore:
                 self._remote.note(step.output.step_id)
             self._in_flight.append((step, self._executor.submit(step.output)))
         self._stats.schedule_s += time.perf_counter() - started
+
+    def _most_prompt_tokens(self) -> int:
+        num_requests = 1 if self.has_one_client else self.scheduler.num_requests
+        return self._step_time.most_prompt_tokens(num_requests)
 
     def _take_oldest(self) -> None:
         if not self._in_flight:

@@ -21,7 +21,7 @@ GROWTH = 1.25  # of the time that decodes are taken to need, from one step to th
 
 
 class StepTime:
-    """Told of every step, asked before every step."""
+    """Told of every step, asked before every step with prompts."""
 
     def __init__(self, clock: Callable[[], float], *, is_queued: bool) -> None:
         self._clock = clock
@@ -44,10 +44,10 @@ class StepTime:
 
     def note(self, step: ScheduledStep, seconds: float) -> None:
         """A step took so long."""
-        num_prompt_tokens = sum(row.num_tokens for row in step.rows)
-        if step.is_decode and step.num_rows:
-            self._decode_s = min(seconds / step.num_decodes, GROWTH * self._decode_s)
-        elif num_prompt_tokens:
+        if step.is_decode:
+            if step.num_rows:
+                self._decode_s = min(seconds / step.num_decodes, GROWTH * self._decode_s)
+        elif num_prompt_tokens := sum(row.num_tokens for row in step.rows):
             # Of a few tokens in little time only the step's own cost is learnt.
             is_full = 2 * num_prompt_tokens > self._rate * self._within_s
             if is_full or seconds > self._within_s or self._rate == math.inf:

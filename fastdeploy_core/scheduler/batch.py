@@ -30,7 +30,7 @@ from .outcome import Outcome
 from .planner import StepPlanner
 from .roster import Roster
 from .sequence import RequestState, Sequence
-from .settings import NO_LIMIT, SchedulerSettings
+from .settings import SchedulerSettings
 from .step import ScheduledStep
 
 
@@ -172,14 +172,15 @@ class BatchScheduler:
                 self.counters.requests_finished_total[FinishReason.ABORT.value] += 1
                 self.outcome.discard(request_id)
 
-    def schedule(
-        self, most_steps: Mapping[int, int] | None = None, most_prompt_tokens: int = NO_LIMIT
-    ) -> ScheduledStep | None:
-        """The next step; None: nothing can run yet. most_steps: by seq_id, may be on their way.
-        most_prompt_tokens: to be computed in it, where prompts may be split."""
+    def limit_prompts(self, most_tokens: Callable[[], int]) -> None:
+        """Ask this how many tokens of prompts a step may hold, where prompts may be split."""
+        self._planner.most_prompt_tokens = most_tokens
+
+    def schedule(self, most_steps: Mapping[int, int] | None = None) -> ScheduledStep | None:
+        """The next step; None: nothing can run yet. most_steps: by seq_id, may be on their way."""
         if self._deadlines:
             self._expire()
-        return self._planner.plan(most_steps or {}, most_prompt_tokens)
+        return self._planner.plan(most_steps or {})
 
     def update(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
         """Take in a step's results; `take_deltas` has the answers."""

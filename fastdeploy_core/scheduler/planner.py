@@ -55,7 +55,7 @@ class StepPlanner:
         self._chosen_for: tuple[np.ndarray | None, int] = (None, 0)
         self._num_rows = 0
         self._most_steps: Mapping[int, int] = {}
-        self._most_prompt_tokens = NO_LIMIT
+        self.most_prompt_tokens: Callable[[], int] | None = None
         self._prefills_first = True
         self._keeps_back = self._may_feed = False  # prompts let drafts pass; drafts exist
         self._step = StepBuilder(
@@ -63,10 +63,9 @@ class StepPlanner:
         )
         self._admission = Admission(roster, settings, counters, self._step, on_stuck)
 
-    def plan(self, most_steps: Mapping[int, int], most_tokens: int) -> ScheduledStep | None:
+    def plan(self, most_steps: Mapping[int, int]) -> ScheduledStep | None:
         """The next step, or None if nothing can run before a step in flight has finished."""
         step, roster, self._most_steps = self._step, self._roster, most_steps
-        self._most_prompt_tokens = most_tokens if self._batch.enable_chunked_prefill else NO_LIMIT
         step.begin()
         self._num_drafts = 0 if self._policy is None else self._choose(self._policy)
         self._lookahead = self._most_lookahead if self._num_drafts else 0
@@ -219,7 +218,10 @@ class StepPlanner:
 
     def _plan_prefills(self) -> None:
         step, prompts = self._step, self._roster.prefilling()
-        beyond = max(0, step.budget - self._most_prompt_tokens)
+        if not prompts and not self._roster.num_waiting:
+            return
+        ask = self.most_prompt_tokens if self._batch.enable_chunked_prefill else None
+        beyond = max(0, step.budget - ask()) if ask is not None else 0
         step.budget -= beyond
         # Half is kept for the senior prompt; others, which are shorter, pass it with the rest.
         kept, last = 0, list[Sequence]()
