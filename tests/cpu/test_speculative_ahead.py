@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from abc import ABCMeta
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ import pytest
 from fd_speculative.ngram import DeviceNgramDrafter
 
 from fastdeploy_core.config import ParallelConfig, SpeculativeConfig
+from fastdeploy_core.contracts.device import PostingDevice
 from fastdeploy_core.engine.core import EngineCore
 from fastdeploy_core.engine.processes.worker_process import make_worker
 from fastdeploy_core.engine.selection import resolve_plugins
@@ -105,6 +107,7 @@ def bench(
             made.speculation._drafter = SpoilsDevice(drafter, xp, made.vocab_size)
         yield made
         assert (made.worker._runner.slots.postbox is not None) == bool(posts)
+    ABCMeta._abc_caches_clear(PostingDevice)  # which remembers that the class was one
 
 
 def lose_what_was_left(bench: SpeculativeBench) -> None:
