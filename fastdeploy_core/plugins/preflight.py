@@ -27,8 +27,7 @@ from fastdeploy_core.contracts.base import Accept, Candidate, Decline
 logger = logging.getLogger(__name__)
 
 _CHILD: Final = Path(__file__).with_name("preflight_child.py")
-# A fork that neither computes nor reads for so long waits for something that does not come. Once
-# one has hung, others get less, so that all of them together delay a start little.
+# For how long a fork may neither compute nor read; once one has hung, others get less.
 _IDLE_S, _IDLE_AGAIN_S = 2.0, 0.5
 _START_LIMIT_S: Final = 20.0  # for starting the child's interpreter on a very busy machine
 

@@ -97,8 +97,9 @@ def resolve(
         resolved.notes.append(f"{error}; it is left out, the next candidate is used")
         logger.warning("%s", resolved.notes[-1])
     tables = [table for table in resolved.plugin_entries("kernels") if not table.is_core]
-    for table, error in broken(tables).items():
-        resolved.leave_out(table)
+    gone = broken(tables)
+    resolved.entries[:] = [entry for entry in resolved.entries if entry.as_plugin() not in gone]
+    for error in gone.values():
         resolved.notes.append(f"{error}; it is left out")
         logger.warning("%s", resolved.notes[-1])
     for problem in inventory.problems:

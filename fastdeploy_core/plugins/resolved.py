@@ -81,10 +81,6 @@ class ResolvedPlugins(msgspec.Struct, frozen=True):
                 found.append(plugin)
         return found
 
-    def leave_out(self, plugin: PluginEntry) -> None:
-        """Load it nowhere."""
-        self.entries[:] = [entry for entry in self.entries if entry.as_plugin() != plugin]
-
     def plugin_entries(self, kind: str) -> list[PluginEntry]:
         """All entries of one kind."""
         return [e.as_plugin() for e in self.entries if e.kind == kind]
