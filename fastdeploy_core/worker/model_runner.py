@@ -270,9 +270,8 @@ class ModelRunner:
         captured = self._graph_of(rows)
         if self._drafting is not None and not (captured and self._feeds_unseen(launched)):
             with self._lock:
-                lacks_history = slots.lacks_history(rows, launched.max_drafts)
-                reads_all = lacks_history or bool(rows.num_drafts.any())
-                coming = self._results.coming(rows, reads_all=reads_all)
+                asks = slots.lacks_history(rows, launched.max_drafts) or rows.num_drafts.any()
+                coming = self._results.coming(rows, reads_all=bool(asks))
                 self._drafting.agree(rows)
                 launched.rows = rows = slots.exact(rows, coming)
             launched.fed = rows.num_drafts

@@ -111,8 +111,7 @@ class Results:
         coming = np.zeros(self._num_left.size, dtype=np.int64)
         for step in self.unread:
             coming[step.rows.slots] += step.rows.samples * step.rows.num_decodes
-        found: np.ndarray = coming[rows.slots]
-        return found
+        return np.asarray(coming[rows.slots])
 
     def read_until(self, last: Launched) -> None:
         """Every step up to `last`, in order of launch."""

@@ -134,8 +134,7 @@ class Worker:
         runner, device = self._ready()
         host_file = host_files[self.rank] if host_files else ""
         try:
-            sizes = (num_blocks, num_host_blocks, *more_blocks)
-            runner.allocate_cache(*sizes, host_file=host_file, is_touched=False)
+            self._allocate_cache((num_blocks, num_host_blocks, *more_blocks), host_file)
         except Exception as error:
             if not device.is_oom(error):
                 raise
@@ -175,6 +174,9 @@ class Worker:
         if self._runner is None or self.device is None:
             raise WorkerError(f"worker rank {self.rank} has no model; call load() first")
         return self._runner, self.device
+
+    def _allocate_cache(self, sizes: Sequence[int], host_file: str) -> None:
+        self._ready()[0].allocate_cache(*sizes, host_file=host_file, is_touched=False)
 
     def _load_model(
         self, device: DeviceBackend, kernels: ChosenKernels, free_bytes: int
