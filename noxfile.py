@@ -54,15 +54,15 @@ PLUGINS = sorted(str(path.parent) for path in Path("plugins").glob("*/pyproject.
 # Files of tests/cpu about the engine and families: in `tests` on torch only, which needs half the
 # time for them, and on PaddlePaddle in session `engine`; the longer ones on both there.
 ONCE = (
-    *("engine_equality", "engine_graphs", "parity_families", "prompt_graphs"),
-    "state_families",
-    *("quant_models", "serve_demo", "speculative_equality", "step_graphs"),
+    *("engine_equality", "engine_graphs", "prompt_graphs"),
+    *("quant_models", "serve_demo", "step_graphs"),
 )
 LONG = (
     *("expert_parallel", "families_engine", "gguf_engine", "gguf_models", "group_mixes"),
     *("host_communicator", "index_mixes", "kv_store", "mtp_states", "multi_step", "state_mixes"),
-    *("several_between_drafts", "speculative_ahead", "speculative_hostile", "speculative_turns"),
-    *("speculative_verify", "step_graphs_parts"),
+    *("parity_families", "several_between_drafts", "speculative_ahead", "speculative_equality"),
+    *("speculative_hostile", "speculative_turns", "speculative_verify", "state_families"),
+    "step_graphs_parts",
 )
 # Other files that take minutes, of several processes most: session `engine` has them, on torch.
 LATER = (
@@ -102,7 +102,7 @@ LIGHT = {
     "plugins/fd-key-limits": ("-m", "not slow"),
     "plugins/fd-kv-disk": (),
     "plugins/fd-kv-redis": ("--ignore-glob=*/test_servers.py",),
-    "plugins/fd-kv-shm": (),
+    "plugins/fd-kv-shm": ("--ignore=tests/test_conformance.py",),
     "plugins/fd-kv-tcp": (),
     "plugins/fd-launch": ("--ignore-glob=*/test_launch.py",),
     "plugins/fd-lora": ("-m", "not slow"),
