@@ -16,12 +16,7 @@ import numpy as np
 from fastdeploy_core import plugins
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.small import LogitsProcessor, ProcessorContext
-from fastdeploy_core.errors import (
-    FastDeployError,
-    InvalidRequest,
-    PluginLoadError,
-    PluginNotFound,
-)
+from fastdeploy_core.errors import FastDeployError, InvalidRequest, PluginError, PluginLoadError
 from fastdeploy_core.plugins.drivers import part
 from fastdeploy_core.types import NewSequence, SamplingParams
 from fastdeploy_core.types.sampling import MAX_LOGIT_BIAS
@@ -66,7 +61,7 @@ class ProcessorSet:
         if _wants_budget(params) and all(member.name != BUDGET for member in self._members):
             try:
                 driver = part("thinking-budget", "thinking_token_budget")
-            except PluginNotFound as error:
+            except PluginError as error:
                 raise InvalidRequest(str(error), param="thinking_token_budget") from None
             self._members.append(_Member(BUDGET, driver(self._context)))
         for member in self._members:

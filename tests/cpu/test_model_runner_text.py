@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from fastdeploy_core.contracts.small import ProcessorContext
 from fastdeploy_core.errors import InvalidRequest, PluginLoadError
-from fastdeploy_core.sampling.processors import find_processor
+from fastdeploy_core.sampling.processors import ProcessorSet, find_processor
 from fastdeploy_core.types import SamplingParams, StructuredOutputsParams
 from tests.worker_steps import (
     EOS,
@@ -297,6 +297,21 @@ def test_wrong_processor_arguments_are_refused() -> None:
     ):
         with pytest.raises(InvalidRequest, match="logits_processors_args"):
             processor.validate(SamplingParams(logits_processors_args=args))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"thinking_token_budget": 3}, {"logits_processors_args": {"thinking_budget": 3}}],
+    ids=str,
+)
+def test_a_budget_that_nobody_keeps_is_refused(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("FD_PLUGINS", "")
+    processors = ProcessorSet(None, None, ProcessorContext(None, "cpu", 9, 4))
+    with pytest.raises(InvalidRequest, match="needs a plugin: .*fd-parsers"):
+        processors.add(0, 1, SamplingParams(**given), np.zeros(1, np.int64))
+    processors.add(0, 1, SamplingParams(), np.zeros(1, np.int64))
 
 
 def test_unknown_processors_are_refused_at_start() -> None:

@@ -52,18 +52,19 @@ def norm_arguments(norms: HeadNorms | None) -> tuple[Tensor | None, Tensor | Non
     return (None, None, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
 
 
+def _suits(spec: AttentionSpec) -> bool:
+    """Whether a model's layer is one that the kernels are written for."""
+    widths = spec.head_dim == spec.v_head_dim == WIDTH
+    return widths and spec.dtype in ("bfloat16", "float16") and spec.needs <= {"offsets"}
+
+
 class NativeDecode:
     """Those of decodes for one spec and block size."""
 
     def __init__(self, spec: AttentionSpec, block_size: int) -> None:
         self._spec, self._block_size = spec, block_size
         self._group = spec.num_heads // spec.num_kv_heads
-        self._serves = (
-            spec.dtype in ("bfloat16", "float16")
-            and spec.head_dim == spec.v_head_dim == WIDTH
-            and spec.needs <= {"offsets"}
-            and native.available()
-        )
+        self._serves = _suits(spec) and native.available()
         self.has_clusters = (
             self._serves and torch.cuda.get_device_capability() >= _OLDEST_WITH_CLUSTERS
         )
@@ -155,9 +156,7 @@ class NativePrompts:
         self._group = spec.num_heads // spec.num_kv_heads
         self._box = min(block_size, _KEYS)  # of the cache, keys that lie together
         self.serves = (
-            spec.dtype in ("bfloat16", "float16")
-            and spec.head_dim == spec.v_head_dim == WIDTH
-            and spec.needs <= {"offsets"}
+            _suits(spec)
             and self._group <= _MAX_GROUP
             and self._box >= 8
             and _KEYS % self._box == block_size % self._box == 0
