@@ -309,7 +309,7 @@ def test_a_budget_that_nobody_keeps_is_refused(
 ) -> None:
     monkeypatch.setenv("FD_PLUGINS", "")
     processors = ProcessorSet(None, None, ProcessorContext(None, "cpu", 9, 4))
-    with pytest.raises(InvalidRequest, match="needs a plugin: .*fd-parsers"):
+    with pytest.raises(InvalidRequest, match=r"needs a plugin: .*fd-parsers"):
         processors.add(0, 1, SamplingParams(**given), np.zeros(1, np.int64))
     processors.add(0, 1, SamplingParams(), np.zeros(1, np.int64))
 
