@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastdeploy_testing.capturing import OnCapturingDevice, RecordableAttention, _Metadata
+from .capturing import OnCapturingDevice, RecordableAttention, _Metadata
 
 
 class RecordablePrompts(RecordableAttention):
