@@ -17,8 +17,9 @@ decode    (seconds of --output tokens - seconds of one token) / (--output - 1), 
 batch     requests/s of one token each, every request with a picture of its own
 
 --side 0: text alone, of as many tokens; with --plain by the decoder's own family, without a tower.
---profile: instead, where the time goes on a GPU: the tower of some pictures in one call, and all of
-a batch, by kernel.
+--plain-steps: steps with pictures run operation by operation.
+--profile: instead, where the time goes on a GPU: preparing a picture, the tower of some pictures in
+one call, and, by kernel, one request, all of a batch, and decode steps of it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ import numpy as np
 from PIL import Image
 
 from fastdeploy_core.api.llm import LLM
+from fastdeploy_core.models.media import SequenceMedia
 from fastdeploy_core.types import SamplingParams
 
 VOCAB, IMAGE = 152064, 151655
@@ -230,12 +232,16 @@ def profile(asker: Asker, counts: Sequence[int], batch: int, rows: int = 14) -> 
     llm = asker.llm
     model = llm._engine._core._executor._worker._runner._model
 
+    seconds: list[float] = []
+
     def items(count: int) -> list[Any]:
         found = []
         for _ in range(count):
             asked = asker.request()
             part = MediaPart("image", asked["multi_modal_data"]["image"], "")
+            began = time.perf_counter()
             _, extras = llm._media.prepare(asked["prompt_token_ids"], [part], "")
+            seconds.append(time.perf_counter() - began)
             found += extras.media
         return found
 
@@ -268,9 +274,14 @@ def profile(asker: Asker, counts: Sequence[int], batch: int, rows: int = 14) -> 
             ms = [(end - began) * 1e3 for end in (queued, time.perf_counter())]
             print(f"tower of {count}: queued in {ms[0]:.1f} ms, done in {ms[1]:.1f} ms")
         kernels(f"tower of {counts[-1]}", lambda: model.encode(shown))
+    print(f"a picture prepared in {statistics.median(seconds) * 1e3:.1f} ms")
+    for _ in range(2):
+        one = [asker.request()]
+        kernels("one request", lambda asked=one: asker.generate(asked))
     asker.generate([asker.request() for _ in range(batch)])  # starts all decoding processes
     asked = [asker.request() for _ in range(batch)]
     kernels(f"batch of {batch}", lambda: asker.generate(asked))
+    kernels("the same again and 16 decode steps", lambda: asker.generate(asked, 17))
     asked = [asker.request() for _ in range(batch)]
     seen = cProfile.Profile()
     seen.runcall(asker.generate, asked)
@@ -311,6 +322,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path, help="a file for the numbers")
     parser.add_argument("--beside", type=Path, help="such a file of another engine: print ratios")
     parser.add_argument("--plain", action="store_true", help="text by a model without a tower")
+    parser.add_argument("--plain-steps", action="store_true", help="no captured graphs of pictures")
     parser.add_argument("--profile", action="store_true", help="where the time goes")
     parser.add_argument("--wait", action="store_true", help="for a line of standard input")
     arguments = parser.parse_args()
@@ -319,6 +331,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tokens = write_folder(arguments.size, folder, is_plain=arguments.plain)
+        if arguments.plain_steps:
+            SequenceMedia.captured = lambda *_: None  # type: ignore[method-assign]
         llm, params, engine = start(arguments, folder)
         asker = Asker(llm, params, tokens, arguments.side)
         if arguments.wait:
