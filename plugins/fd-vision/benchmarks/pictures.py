@@ -46,6 +46,7 @@ from fastdeploy_core.types import SamplingParams
 
 VOCAB, IMAGE = 152064, 151655
 TEXT_LENGTH = 1435  # of a prompt of text alone: that of one with a picture of 1,024 x 1,024
+BLOCK = 64  # tokens, of the cache
 MOST_PIXELS = 1_605_632  # that a picture is shown with; engines keep memory for it
 CLIP = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
@@ -175,6 +176,15 @@ def start(arguments: argparse.Namespace, folder: Path) -> tuple[Any, Any, str]:
         "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 8192,
         "max_num_seqs": max(arguments.batch), "gpu_memory_utilization": arguments.memory,
     }  # fmt: skip
+    own = dict[str, Any]()
+    if arguments.kv_gb:
+        cache = int(arguments.kv_gb * 1e9)
+        config = json.loads((folder / "config.json").read_text())
+        head = config["hidden_size"] // config["num_attention_heads"]
+        a_token = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * head
+        own = {"num_gpu_blocks_override": cache // (BLOCK * a_token), "block_size": BLOCK}
+        if arguments.engine == "vllm":
+            own = {"kv_cache_memory_bytes": cache}
     if arguments.engine == "vllm":
         import vllm
 
@@ -182,10 +192,10 @@ def start(arguments: argparse.Namespace, folder: Path) -> tuple[Any, Any, str]:
         graphs = {"cudagraph_capture_sizes": sorted({*arguments.batch, 1})}
         limits = {"image": 1, "video": 0}
         peer = vllm.LLM(
-            str(folder), limit_mm_per_prompt=limits, compilation_config=graphs, **common
+            str(folder), limit_mm_per_prompt=limits, compilation_config=graphs, **common, **own
         )
         return peer, vllm.SamplingParams, f"vLLM {vllm.__version__}"
-    llm = LLM(folder, skip_tokenizer_init=True, **common)
+    llm = LLM(folder, skip_tokenizer_init=True, **common, **own)
     return llm, SamplingParams, f"FastDeploy {version('fastdeploy-core')}"
 
 
@@ -319,6 +329,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engine", choices=("fastdeploy", "vllm"), default="fastdeploy")
     parser.add_argument("--memory", type=float, default=0.9, help="share of the device's memory")
+    parser.add_argument(
+        "--kv-gb", type=float, default=0.0, help="keys and values, where several engines share it"
+    )
     parser.add_argument("--save", type=Path, help="a file for the numbers")
     parser.add_argument("--beside", type=Path, help="such a file of another engine: print ratios")
     parser.add_argument("--plain", action="store_true", help="text by a model without a tower")
