@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "long prompts in parts of 7": {
         "max_num_partial_prefills": 3, "max_long_partial_prefills": 3,
         "long_prefill_token_threshold": 7,
+    },
+    "parts of 2": {
+        "max_num_partial_prefills": 3, "max_long_partial_prefills": 3,
+        "long_prefill_token_threshold": 2,
+    },
+    "parts of one token": {
+        "max_num_partial_prefills": 8, "max_long_partial_prefills": 8,
+        "long_prefill_token_threshold": 1, "max_num_seqs": 8,
     },
     "one picture a step": {"max_encode_tokens": 1},
     "no chunks": {"enable_chunked_prefill": False},
@@ -157,6 +166,63 @@ def test_a_picture_that_is_refused_ends_the_call_and_leaves_nothing(
             assert not llm._batches and not llm._engine.has_work()
             llm._engine._core.scheduler.check_idle()
         assert tokens(ask(llm, good)) == wanted
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_one_of_two_that_share_a_picture_may_leave_in_the_middle_of_it(
+    folder: Path, fd_tensor: str, gone: int
+) -> None:
+    shared = [(prompt_of(1, words), [picture(*WIDE)]) for words in ("What", "Who is that")]
+    parts = SETTINGS["long prompts in parts of 7"] | {"max_encoder_cache": 0}
+    with engine(folder, fd_tensor, **parts) as llm:
+        wanted = tokens(ask(llm, shared))
+        llm.reset_prefix_cache()
+        local, media, waiting = llm._engine, runner_of(llm)._media, list[int]()
+        step = local.step
+
+        def stepping() -> Any:
+            deltas = step()
+            waiting.append(sum(media._used_by.values()))
+            if len(waiting) == 3:
+                name = list(llm._batches)[gone]
+                local.abort([name])
+                left = SimpleNamespace(request_id=name, finished=True, error=None, outputs=[])
+                llm._batches[name].deliver(left)
+            return deltas
+
+        local.step = stepping
+        outputs = ask(llm, shared)
+        assert waiting[2] == 2, "both have yet to be fed some of it"
+        assert not outputs[gone].outputs
+        assert outputs[1 - gone].outputs[0].token_ids == wanted[1 - gone]
+        assert not media._brought and not media._used_by and not media._vectors
+
+
+@pytest.mark.parametrize("settings", [{}, {"enable_prefix_caching": False}])
+def test_answers_of_one_request_share_its_pictures(
+    folder: Path, fd_tensor: str, settings: dict[str, Any]
+) -> None:
+    """Four answers at random are those of four requests with their seeds, with equal
+    log-probabilities."""
+    text, images = prompt_of(2), [picture(*WIDE), picture(90, 60, 1)]
+    given = {"prompt": text, "multi_modal_data": {"image": images}}
+
+    def answers(number: int, seed: int) -> list[Any]:
+        params = SamplingParams(
+            n=number, seed=seed, temperature=1.0, max_tokens=16, logprobs=3, ignore_eos=True
+        )
+        (output,) = llm.generate(given, params, use_tqdm=False)
+        return [
+            (o.token_ids, [{k: round(v.logprob, 4) for k, v in at.items()} for at in o.logprobs])
+            for o in output.outputs
+        ]
+
+    with engine(folder, fd_tensor, **settings) as llm:
+        four = answers(4, 5)
+        assert runner_of(llm)._media.num_encoded == 2
+        assert answers(4, 5) == four
+        assert len({tuple(ids) for ids, _ in four}) == 4
+        assert answers(1, 5)[0] == four[0]
 
 
 def test_kept_vectors_stay_within_their_limit(folder: Path, fd_tensor: str) -> None:
