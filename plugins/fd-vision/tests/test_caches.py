@@ -3,7 +3,10 @@ a picture is encoded once."""
 
 from __future__ import annotations
 
+import gc
+import os
 import random
+import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fd_vision.patches import PatchRule
-from fd_vision.processor import digest_of
+from fd_vision.processor import KeptAnswers, digest_of
 from fd_vision.sources import Source
 from PIL import Image
 from tiny import picture, prompt_of, runner_of
@@ -320,3 +323,33 @@ def test_placeholders_alone_are_not_the_content_of_a_block(folder: Path, fd_tens
         prefix._hash = lambda data: b"same"
         for _ in range(2):
             assert [tokens(ask(llm, [each], 8))[0] for each in texts] == honest
+
+
+@pytest.mark.slow
+def test_a_thousand_pictures_leave_nothing(folder: Path, fd_tensor: str) -> None:
+    """Descriptors, files in shared memory, vectors, memory of this process and those that decode:
+    behind 1,000 as behind 300."""
+    page = resource.getpagesize()
+
+    def held() -> tuple[int, int, int]:
+        pids = ["self", *Path("/proc/self/task").glob("*/children")]
+        children = [word for path in pids[1:] for word in path.read_text().split()]
+        memory = sum(
+            int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in ["self", *children]
+        )
+        gc.collect()
+        shared = len(list(Path("/dev/shm").glob(f"*{os.getpid()}*")))
+        return len(list(Path("/proc/self/fd").iterdir())), shared, memory * page
+
+    with engine(folder, fd_tensor, max_encoder_cache=600) as llm:
+        media, before = runner_of(llm)._media, (0, 0, 0)
+        llm._media._kept = KeptAnswers(2**23)  # full of the first 100; by default of 1,200 such
+        for seed in range(1000):
+            ask(llm, [(prompt_of(1), [picture(230, 170, seed)])], 2)
+            if seed == 299:
+                before = held()
+        after = held()
+        assert sum(v.shape[0] for v in media._vectors.values()) <= 600
+        assert media.num_encoded == 1000 and not media._brought and not media._used_by
+    assert after[:2] == before[:2]
+    assert after[2] - before[2] < 50 * 2**20
