@@ -22,6 +22,7 @@ from fd_vision.sources import Source
 from PIL import Image
 from tiny import picture, prompt_of, runner_of
 
+from fastdeploy_core.api import llm as api
 from fastdeploy_core.api.llm import LLM
 from fastdeploy_core.engine.media import MEDIA_THREADS
 from fastdeploy_core.errors import InvalidRequest
@@ -104,8 +105,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_tokens_are_those_of_each_prompt_alone(
-    folder: Path, fd_tensor: str, plain: list[list[int]], name: str
+    folder: Path,
+    fd_tensor: str,
+    plain: list[list[int]],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(api, "MEDIA_THREADS", 1000)  # as in test_mixes.py
     with engine(folder, fd_tensor, **SETTINGS[name]) as llm:
         assert tokens(ask(llm, mixes(24))) == plain
         again = ask(llm, mixes(24))  # now from the caches
