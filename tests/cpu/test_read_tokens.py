@@ -22,8 +22,7 @@ from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.types import SamplingParams
 from fastdeploy_core.worker import graph_sizes
 from fastdeploy_core.worker.worker import Worker
-from fastdeploy_testing.capturing import CapturingDevice
-from fastdeploy_testing.capturing_prompts import WithPrompts
+from fastdeploy_testing.capturing import CapturingDevice, WithPrompts
 from tests.checkpoints import VARIANTS, reference
 from tests.paged import PagedModel, load_driver
 from tests.parity import TOLERANCE, relative_error

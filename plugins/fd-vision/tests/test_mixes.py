@@ -18,8 +18,7 @@ from fastdeploy_core.api import llm as api
 from fastdeploy_core.api.llm import LLM
 from fastdeploy_core.types import SamplingParams
 from fastdeploy_core.worker import graph_sizes
-from fastdeploy_testing.capturing import OnCapturingDevice
-from fastdeploy_testing.capturing_prompts import WithPrompts
+from fastdeploy_testing.capturing import OnCapturingDevice, WithPrompts
 
 ROOM = {
     "dtype": "float32", "max_model_len": 512, "num_gpu_blocks_override": 128, "block_size": 16,
