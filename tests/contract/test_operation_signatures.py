@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 
 from fastdeploy_core.contracts.ops import OPERATIONS, Kernel
-from fastdeploy_core.contracts.signature import Role, solve
+from fastdeploy_core.contracts.signature import Role
 from fastdeploy_core.reference.kernels import TABLE as REFERENCE
-from fastdeploy_testing.conformance.declared import DECLARED, DeclaredKernels, signature_problem
+from fastdeploy_testing.conformance.declared import (
+    DECLARED,
+    DeclaredKernels,
+    signature_problem,
+    solve,
+)
 
 
 def cells(table: Mapping[str, str | Kernel]) -> Iterator[tuple[str, Any]]:

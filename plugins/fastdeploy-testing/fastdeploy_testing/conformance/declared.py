@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_core.contracts.ops import OPERATIONS, QUANTIZED_OPERATIONS
-from fastdeploy_core.contracts.signature import ANY, INTEGER, Operation, Role, TensorType, solve
+from fastdeploy_core.contracts.signature import ANY, INTEGER, Operation, Role, TensorType
 from fastdeploy_core.tensor import namespace
 
 DECLARED = {**OPERATIONS, **QUANTIZED_OPERATIONS}
@@ -139,3 +139,43 @@ def _tensors(kind: TensorType, value: Any) -> Iterator[Any]:
 def _host(x: Any) -> np.ndarray:
     """A copy of a tensor's values, or of its bits where numpy lacks the dtype."""
     return np.array(namespace(x).to_numpy(x))
+
+
+def solve(shape: tuple[str, ...], actual: tuple[int, ...], known: dict[str, Any]) -> str:
+    """Hold a tensor's shape to a declared one; `known` sizes by name, to which new ones are added.
+    Returns what is wrong, or "". A dimension of several unknown names is not checked."""
+    sizes = list(actual)
+    names = list(shape)
+    if "..." in names:
+        place = names.index("...")
+        count = len(sizes) - len(names) + 1
+        leading = tuple(sizes[place : place + max(0, count)])
+        if count < 0 or known.setdefault("...", leading) != leading:
+            return f"shape {actual}, declared [{', '.join(shape)}] with ... = {known.get('...')}"
+        names[place : place + 1] = map(str, leading)
+    if len(names) != len(sizes):
+        return f"shape {actual}, declared [{', '.join(shape)}]"
+    for name, size in zip(names, sizes, strict=True):
+        expected = _expected(name, size, known)
+        if expected is not None and expected != size:
+            where = ", ".join(f"{k}={v}" for k, v in known.items())
+            return f"shape {actual}, declared [{', '.join(shape)}] with {where}"
+    return ""
+
+
+def _expected(text: str, size: int, known: dict[str, Any]) -> int | None:
+    """What a dimension must be; None where its names are unknown. Learns one unknown name."""
+    if text.isidentifier():
+        return int(known.setdefault(text, size))
+    for sign in "+*/":
+        left, found, right = text.partition(sign)
+        if not found:
+            continue
+        a, b = (int(n) if n.isdigit() else known.get(n) for n in (left, right))
+        if a is not None and b is not None:
+            return int({"+": a + b, "*": a * b, "/": -(-a // b) if b else 0}[sign])
+        factor = a or b
+        if sign == "*" and factor and size % factor == 0:
+            known[right if a is not None else left] = size // factor
+        return None
+    return int(text)
