@@ -29,7 +29,7 @@ SMALL = {"num_gpu_blocks_override": 12, "max_model_len": 192}
 SETTINGS: dict[str, dict[str, Any]] = {
     "cut inside pictures": {"max_num_batched_tokens": 23, "max_num_seqs": 4},
     "preempted, one item a step": {
-        **SMALL, "max_num_seqs": 8, "max_num_batched_tokens": 37, "max_encode_tokens": 1,
+        **SMALL, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_encode_tokens": 1,
     },
     "from the host tier": {**SMALL, "max_num_seqs": 2, "swap_space": 0.05, "max_encoder_cache": 0},
 }  # fmt: skip
