@@ -119,7 +119,8 @@ class Executor:
         *more_blocks: int,
         host_files: Sequence[str] = (),
     ) -> None:
-        """Allocate the KV pool on all ranks. more_blocks: of each bounded group of layers.
+        """Allocate the KV pool on all ranks. more_blocks: of each bounded group of layers,
+        then their host blocks.
         host_files: where each rank's host tier is to lie."""
         options = {"host_files": list(host_files)} if host_files else {}
         call = wire.InitializeCache([num_blocks, num_host_blocks, *more_blocks], options)

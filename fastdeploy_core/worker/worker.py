@@ -129,8 +129,8 @@ class Worker:
         host_files: Sequence[str] = (),
     ) -> None:
         """Allocate the KV pool, and the host tier when num_host_blocks is above 0, in a file where
-        each rank's is named; then capture graphs over it. more_blocks: of each bounded group of
-        layers. All ranks at the same time, as in load()."""
+        each rank's is named; then capture graphs over it. more_blocks: see Caches.allocate.
+        All ranks at the same time, as in load()."""
         runner, device = self._ready()
         host_file = host_files[self.rank] if host_files else ""
         try:
@@ -138,7 +138,7 @@ class Worker:
         except Exception as error:
             if not device.is_oom(error):
                 raise
-            counts = zip((num_blocks, *more_blocks), runner.caches.block_bytes(), strict=True)
+            counts = zip((num_blocks, *more_blocks), runner.caches.block_bytes(), strict=False)
             size = sum(count * one for count, one in counts) / 1024**3
             raise ResourceError(
                 f"the KV cache of {num_blocks} blocks ({size:.2f} GiB) does not fit into memory; "

@@ -36,10 +36,17 @@ class HostMemory:
     def __init__(
         self, num_ranks: int, plan: CachePlan, asked: str, *, on_device: bool = False
     ) -> None:
-        """CapabilityError where there is no host tier; asked: the arguments that need it;
+        """CapabilityError where there is no host tier, or one of several groups of layers; asked:
+        the arguments that need it;
         on_device: its blocks lie in memory of the device (TierDevice), whose ranks tell where."""
         if not plan.num_host_blocks:
             raise CapabilityError(f"{asked} needs the host tier, and {plan.report[-1]}")
+        if plan.bounded:
+            kinds = " and ".join(group.rule.kind for group in plan.bounded)
+            raise CapabilityError(
+                f"{asked} passes on blocks of layers that need every token, and this model has "
+                f"layers with a {kinds}; leave it out: the host tier alone holds these"
+            )
         how = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         self._files = [os.memfd_create(f"fd-host-tier-{rank}", how) for rank in range(num_ranks)]
         self._on_device = on_device
@@ -50,8 +57,6 @@ class HostMemory:
 
     def open(self, kv: KVCacheManager) -> HostTier:
         """The ranks have made the files as large as they need; returns the engine's host tier."""
-        if kv.host is None:  # HostMemory was made for a plan with one
-            raise CapabilityError("the KV cache has no host tier")
         num_blocks = kv.host.num_blocks
         views = [memoryview(mmap.mmap(file, 0)) for file in self._files]
         if self._on_device:

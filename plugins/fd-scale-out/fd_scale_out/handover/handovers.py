@@ -466,7 +466,7 @@ class Handovers:
             self._by_key.setdefault(key, []).append((sending, number))
         self.host.writes_through = True
         for entry in entries:  # others are written as they are computed
-            if entry.block is not None or entry.host_block is not None:
+            if entry.block is not None or entry in self.host:
                 self.host.write_through(entry, -1 if entry.block is None else entry.block)
         if (early := self._early.pop(name, None)) is not None:
             sending.want(early[0], early[1], time.monotonic())
