@@ -121,7 +121,7 @@ class Executor:
     ) -> None:
         """Allocate the KV pool on all ranks. more_blocks: of each bounded group of layers,
         then their host blocks.
-        host_files: where each rank's host tier is to lie."""
+        host_files: where each rank's host tier is to lie, group by group."""
         options = {"host_files": list(host_files)} if host_files else {}
         call = wire.InitializeCache([num_blocks, num_host_blocks, *more_blocks], options)
         if self._peers is not None:

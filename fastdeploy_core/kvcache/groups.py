@@ -132,6 +132,18 @@ class BoundedGroup:
         if entry not in self._block_of and block not in self._entry_of:
             self._block_of[entry], self._entry_of[block] = block, entry
             self.pool.mark_cached(block)
+            if self.host.writes_through:
+                self.host.write_through(entry, block)
+
+    def write_through(self, entry: CacheEntry) -> None:
+        """See HostTier; nothing where no block holds the entry's tokens."""
+        if self.has(entry):
+            self.host.write_through(entry, self._block_of.get(entry, -1))
+
+    def adopt(self, entry: CacheEntry, host_block: int) -> None:
+        """A reserved host block has got what the entry's tokens left in this group."""
+        if not self.has(entry):
+            self.host.adopt(entry, host_block)
 
     def forget(self, entry: CacheEntry) -> None:
         """The entry is no more."""

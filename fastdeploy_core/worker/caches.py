@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -71,14 +71,13 @@ class Caches:
         num_blocks: int,
         num_host_blocks: int,
         *more_blocks: int,
-        host_file: str = "",
+        host_files: Sequence[str] = (),
         is_touched: bool,
     ) -> None:
-        """Zeroed caches of every layer; those there were have been dropped. more_blocks: of each
-        group behind the first, then their host blocks; none: as many as that has, of states one,
-        and no host blocks. Without `is_touched` the
-        host's memory comes page by page when it is used: clearing gigabytes takes seconds.
-        host_file: where the host blocks lie, for others to use; device:FILE: see TierDevice."""
+        """Zeroed caches of every layer; those before are dropped. more_blocks: of each further group,
+        then their host blocks; none: as many as the first has, of states one, and no host blocks.
+        Without `is_touched` the host's memory comes page by page when it is used: clearing gigabytes
+        takes seconds. host_files: of each group, for others to use; device:FILE: see TierDevice."""
         device = self._device
         make: Callable[[tuple[int, ...], str], Tensor] = self._zeros
         if device.limits.shares_host_memory and num_blocks and not is_touched:
@@ -91,10 +90,11 @@ class Caches:
         layers: list[list[tuple[Tensor, ...]]] = [[] for _ in sizes]
         for layer, group in zip(self.tensors, self._groups, strict=True):
             layers[group].append(layer)
-        of = (self._kernels, layers[0], num_host_blocks, host_file.removeprefix("device:"))
-        keeps = host_file.startswith("device:") and isinstance(device, TierDevice) and device
+        files = host_files or [""] * len(sizes)
+        of = (self._kernels, layers[0], num_host_blocks, files[0].removeprefix("device:"))
+        keeps = files[0].startswith("device:") and isinstance(device, TierDevice) and device
         self._movers = [keeps.block_tier(*of) if keeps else BlockMover(device, *of)]
-        self._movers += map(partial(BlockMover, device, self._kernels), layers[1:], hosts)
+        self._movers += map(partial(BlockMover, device, of[0]), layers[1:], hosts, files[1:])
 
     def _zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         xp = self._device.xp

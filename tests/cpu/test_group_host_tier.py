@@ -15,13 +15,12 @@ from tests.checkpoints import VOCAB, build
 from tests.cpu.engine_mixes import Bench, Settings, answers_alone, check, count_loads, poison
 from tests.null_engine import make_request
 
-# Windows alone, with sinks and full layers, with full layers; chunks; delta nets, convolutions,
-# Mamba-2, each with full layers.
-USUAL = ("gpt-oss", "qwen3-next")
-OTHERS = ("mistral-window", "gemma3", "llama4", "lfm2", "nemotron-h")
+# Windows with sinks and full layers, alone, and with full layers; chunks; delta nets, convolutions
+# and Mamba-2, each with full layers.
+VARIANTS = ("gpt-oss", "mistral-window", "gemma3", "llama4", "qwen3-next", "lfm2", "nemotron-h")
 SLOW = (pytest.mark.slow, pytest.mark.timeout(900))
-CASES = [pytest.param(name, 3, id=name) for name in USUAL]
-CASES += [pytest.param(v, 16, id=f"{v}-16", marks=SLOW) for v in USUAL + OTHERS]
+CASES = [pytest.param("qwen3-next", 2, id="qwen3-next")]
+CASES += [pytest.param(name, 16, id=f"{name}-16", marks=SLOW) for name in VARIANTS]
 
 
 def make_sessions(random: Random) -> list[Request]:
@@ -62,12 +61,15 @@ def test_prefixes_that_come_back_from_host_memory_change_no_token(
     plan_cache, initialize = engine_core.plan_cache, bench._executor.initialize_cache
     random = Random(0)
 
+    def few_or_all() -> int:
+        return random.choice([5, 60])
+
     def short(*args: Any) -> Any:
         """Room for a sequence or two on the device; in host memory for a few, or for all."""
         made = plan_cache(*args)
         plans = tuple(
-            g._replace(num_blocks=g.most_blocks + random.randrange(2), num_host_blocks=host)
-            for g, host in zip(made.bounded, [random.choice([5, 60]) for _ in made.bounded])
+            g._replace(num_blocks=g.most_blocks + random.randrange(2), num_host_blocks=few_or_all())
+            for g in made.bounded
         )
         return made._replace(bounded=plans, num_host_blocks=random.choice([12, 100]))
 
@@ -96,6 +98,6 @@ def test_prefixes_that_come_back_from_host_memory_change_no_token(
         host_hits += core.stats().host_hit_tokens_total
         preemptions += core.stats().preemptions_total
     has_full = bench._executor._info.bytes_per_block > 0
-    print(variant, host_hits, loads, preemptions)
-    assert host_hits > 10 * num_mixes and loads[1] > num_mixes
+    least = 0 if variant == "llama4" else num_mixes  # a chunk that has just begun needs no block
+    assert host_hits > 10 * num_mixes and loads[1] > least and preemptions
     assert loads[0] > num_mixes or not has_full

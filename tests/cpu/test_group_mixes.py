@@ -113,7 +113,8 @@ def test_random_mixes_give_the_tokens_of_each_request_alone(
         seen["shared steps"] += stats.step_sequences_total > stats.steps_total
         seen["overlap"] += core.info.overlap
         seen["forks"] += sum(r.sampling.n > 1 for r in chosen)
-    print(num_mixes, room, seen, loads)
+    assert loads[0] or not bench._executor._info.bytes_per_block
+    assert loads[1] or room == "enough"  # then windows of prefixes stay on the device
     assert seen["preemptions"] > num_mixes // 2 and seen["prefix hits"] > 2 * num_mixes
     assert seen["shared steps"] > num_mixes // 2 and seen["forks"] > num_mixes // 2
     assert num_mixes // 4 < seen["overlap"] < num_mixes
