@@ -74,10 +74,11 @@ class Caches:
         host_files: Sequence[str] = (),
         is_touched: bool,
     ) -> None:
-        """Zeroed caches of every layer; those before are dropped. more_blocks: of each further group,
-        then their host blocks; none: as many as the first has, of states one, and no host blocks.
-        Without `is_touched` the host's memory comes page by page when it is used: clearing gigabytes
-        takes seconds. host_files: of each group, for others to use; device:FILE: see TierDevice."""
+        """Zeroed caches of every layer; those before are dropped. more_blocks: of each further
+        group, then their host blocks; none: as many as the first has, of states one, and no host
+        blocks. Without `is_touched` the host's memory comes page by page when it is used: clearing
+        gigabytes takes seconds. host_files: where each group's host blocks lie, for others to use;
+        device:FILE: see TierDevice."""
         device = self._device
         make: Callable[[tuple[int, ...], str], Tensor] = self._zeros
         if device.limits.shares_host_memory and num_blocks and not is_touched:
