@@ -17,6 +17,7 @@ from fd_kv_tcp.transport import TcpTransport
 
 from fastdeploy_core.config import HandoverConfig
 from fastdeploy_core.engine.core import EngineCore
+from fastdeploy_core.errors import CapabilityError
 from fastdeploy_core.types import Request
 from tests.checkpoints import build
 from tests.cpu.engine_mixes import Bench, Settings, answers_alone, count_loads, poison
@@ -40,7 +41,7 @@ class WithTransport:
         self._resolved, self._transport = resolved, transport
 
     def load(self, kind: str, name: str = "") -> Any:
-        if kind == "kv_transport":
+        if kind in ("kv_transport", "kv_store"):
             return TRANSPORTS[self._transport]
         return self._resolved.load(kind, name)
 
@@ -77,6 +78,25 @@ def play_two(
             collector.take(decode.step())
         step += 1
     return collector
+
+
+@pytest.mark.parametrize(
+    ("variant", "config", "message"),
+    [
+        ("mistral-window", {"handover": HandoverConfig("shm")}, "--kv-transport shm .* has none"),
+        ("gpt-oss", {"store": "disk"}, "--kv-store disk .* layers with a window; leave it out"),
+    ],
+)
+def test_what_cannot_pass_on_is_refused_by_name(
+    tmp_path: Path, tensor_library: str, variant: str, config: dict[str, Any], message: str
+) -> None:
+    bench = Bench(build(tmp_path, [variant]) / variant, tensor_library)
+    bench._resolved = WithTransport(bench._resolved, "shm")  # type: ignore[assignment]
+    settings, store = Settings(prefix_caching=True, host_blocks=60), config.pop("store", "")
+    cache = replace(bench.config.cache, kv_store=store)
+    bench.config = replace(bench.config, cache=cache, **config)
+    with pytest.raises(CapabilityError, match=message):
+        bench.engine(settings)
 
 
 @pytest.mark.parametrize(("variant", "transport", "num_mixes"), CASES)
@@ -134,6 +154,5 @@ def test_answers_to_prompts_that_another_engine_computed_are_those_of_one(
         finally:
             for core in cores:
                 core.close()
-    print(variant, transport, num_taken, num_hit, loads)
     assert num_taken == 8 * num_mixes
     assert min(loads[0], loads[1]) > num_mixes and num_hit > 4 * 8 * num_mixes

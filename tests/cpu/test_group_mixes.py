@@ -206,6 +206,7 @@ def test_two_ranks_give_the_tokens_of_one(checkpoints: Path, tensor_library: str
         max_num_batched_tokens=17,
         max_num_seqs=5,
         num_blocks=18,
+        host_blocks=40,
         overlap=True,
     )
     engine = LocalEngine(settings.apply(config, bench.block_bytes), resolved)

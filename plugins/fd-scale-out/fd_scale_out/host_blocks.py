@@ -51,7 +51,7 @@ class HostMemory:
             kinds = " and ".join(group.rule.kind for group in plan.bounded)
             raise CapabilityError(
                 f"{asked} passes on blocks of layers that need every token, and this model has "
-                f"layers with a {kinds}; leave it out: the host tier alone holds these"
+                f"layers with a {kinds}; leave it out, and --swap-space holds the blocks of all"
             )
         how = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         numbers = range(num_ranks * (1 + len(plan.bounded)))  # of ranks, group by group
@@ -68,12 +68,7 @@ class HostMemory:
         return self.groups[0]
 
     def open(self, kv: KVCacheManager) -> HostTier:
-        """The ranks have made the files as large as they need; returns the first group's tier.
-        CapabilityError where that group has no layer."""
-        if not all(os.fstat(file).st_size for file in self._files):
-            raise CapabilityError(
-                "blocks pass on by those of layers that need every token, and this model has none"
-            )
+        """The ranks have made the files as large as they need; returns the first group's tier."""
         views = [memoryview(mmap.mmap(file, 0)) for file in self._files]
         if self._on_device:
             views = [_device_memory(view) for view in views]

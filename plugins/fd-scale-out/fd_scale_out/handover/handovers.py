@@ -159,6 +159,11 @@ class Handovers:
         can = getattr(make_transport, "capabilities", TransportCapabilities())
         self._on_device = can.device_memory
         words = f"--kv-transport {asked.transport}"
+        if not infos[0].bytes_per_block:
+            raise CapabilityError(
+                f"{words} counts a prompt's blocks by layers that need every token, and this model "
+                "has none; leave it out"
+            )
         self._memory = HostMemory(
             len(infos), plan, words, on_device=self._on_device, takes_groups=True
         )
