@@ -6,7 +6,13 @@ import pytest
 
 from fastdeploy_core.config import BatchConfig, CacheConfig
 from fastdeploy_core.errors import OutOfBlocks, ResourceError
-from fastdeploy_core.kvcache import BlockPool, KVCacheManager, plan_cache
+from fastdeploy_core.kvcache import (
+    BlockPool,
+    CacheEntry,
+    HostTier,
+    KVCacheManager,
+    plan_cache,
+)
 from fastdeploy_core.types import EmbeddedSpan, SequenceExtras
 from fastdeploy_core.types.worker import LayerGroup, WorkerInfo
 
@@ -288,6 +294,16 @@ def test_host_block_that_is_being_loaded_is_not_overwritten_in_the_same_step():
     kv.pool.release(hog)
     kv.free(table)
     kv.check()
+
+
+def test_a_host_block_that_is_given_up_before_its_copy_is_written_by_its_next_owner_alone():
+    host = HostTier(1)
+    first, second = (CacheEntry(key, None, ("", ""), b"") for key in (b"1", b"2"))
+    host.save(first, 5)
+    host.forget(first)
+    host.save(second, 6)
+    assert host.take_copies() == ([(6, 0)], [])
+    host.check()
 
 
 def compute_and_free(kv, tokens):
