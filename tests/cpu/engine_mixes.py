@@ -175,6 +175,11 @@ class Settings:
         )
 
 
+def block_bytes(info: Any) -> int:
+    """What a block of tokens takes in all groups of layers."""
+    return int(info.bytes_per_block + sum(group.bytes_per_block for group in info.bounded))
+
+
 class Bench:
     """Runs requests with any settings on one loaded model. graphs: on a device that captures."""
 
@@ -191,8 +196,7 @@ class Bench:
             self.config = replace(self.config, graphs=graphs)
             self._resolved = OnCapturingDevice(self._resolved)
         self._executor = SharedExecutor(self.config, self._resolved)
-        info = self._executor._info
-        self.block_bytes = info.bytes_per_block + sum(g.bytes_per_block for g in info.bounded)
+        self.block_bytes = block_bytes(self._executor._info)
         self._num_seq_ids = 0
 
     @property
