@@ -134,7 +134,7 @@ def test_what_comes_back_from_host_memory_is_what_was_there(name: str, host: int
     """In every group, few blocks of each on the device: parts of what a prefix needs are there and
     parts in host memory, or nowhere."""
     num_loaded = 0
-    for seed in range(40):
+    for seed in range(20):
         kv = make_manager(RULES[name], 24, 14, host, num_host_blocks=2 * host)
         seen = play(kv, Random(seed))
         num_loaded += seen["loaded"]
