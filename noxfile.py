@@ -398,7 +398,8 @@ def benchmarks(session: nox.Session) -> None:
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """Write the generated pages of docs/reference anew; `-- --check` only compares."""
-    session.install("-e", ".", "-e", "plugins/fd-accelerator", "-e", "plugins/fd-tools")
+    folders = (".", "plugins/fd-accelerator", "plugins/fd-tools", "plugins/fastdeploy-testing")
+    session.install(*(part for folder in folders for part in ("-e", folder)))
     session.run("python", "docs/generate.py", *session.posargs)
 
 

@@ -113,7 +113,8 @@ DEFENCES: dict[str, str] = {
     "biases": _PARTS
     + "from fastdeploy_core.types import sampling; sampling.MAX_LOGIT_BIAS = 10**9",
     "looping templates": (
-        "from fastdeploy_core.tokenizer import template_process as t; t.WALL_LIMIT_S = 30.0"
+        "from fd_agent_apis.request_templates import render_in_child as r\n"
+        'r.__kwdefaults__["wall_limit_s"] = 30.0'
     ),
     "leaving in mid-body": (
         "from fastdeploy_core.serving.http import errors; errors.ClientDisconnect = SystemError"

@@ -22,6 +22,7 @@ from fastdeploy_core.contracts.quant_formats import FORMATS
 from fastdeploy_core.plugins.core_commands import CORE_COMMANDS
 from fastdeploy_core.plugins.known import providers, summaries
 from fastdeploy_core.serving.metrics import Metrics
+from fastdeploy_testing.conformance.signatures import meaning, signature
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -174,7 +175,7 @@ def hooks() -> str:
 def operations() -> str:
     """Operations a kernel table may fill."""
     rows, quantized = (
-        [(f"`{o.name}`", f"`{o.signature}`", o.meaning) for o in operations.values()]
+        [(f"`{o.name}`", f"`{signature(o)}`", meaning(o)) for o in operations.values()]
         for operations in (OPERATIONS, QUANTIZED_OPERATIONS)
     )
     header = ("operation", "signature", "meaning")

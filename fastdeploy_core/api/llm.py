@@ -158,7 +158,6 @@ class LLM:
                 continue_final_message=continue_final_message,
                 template_kwargs=chat_template_kwargs,
                 chat_template=chat_template,
-                trusted=True,  # the template comes from this program, not from a client
                 kinds=kinds,
             )
             # The template writes the special tokens; adding them again would double <s>.

@@ -2,8 +2,8 @@
 
 An operation is a method of a Protocol (contracts/ops/). Each tensor among its arguments and results
 is `Annotated[Tensor, SHAPE, ...]`: a shape, then perhaps a dtype and a Role. mypy reads the methods
-as ordinary types. `Operation` reads shapes and dtypes, for the generated page and for the
-conformance kit, which holds every call of a kernel to them.
+as ordinary types. The conformance kit reads shapes and dtypes, too, and holds every call of a
+kernel to them (fastdeploy_testing/conformance/signatures.py).
 
 A shape is a text of dimensions with a space between them. A dimension is
 * a name, such as `T`: the same number wherever it stands in one call;
@@ -17,10 +17,7 @@ Without a dtype an argument has the model's, and a result has that of the first 
 from __future__ import annotations
 
 import enum
-import functools
 import inspect
-import types
-import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -47,11 +44,6 @@ class TensorType:
     role: Role | None = None
     is_tuple: bool = False
 
-    def __str__(self) -> str:
-        """Such as "tuple of [T, h, d] int64"."""
-        parts = ("tuple of" if self.is_tuple else "", f"[{', '.join(self.shape)}]", self.dtype)
-        return " ".join(filter(None, parts)) + (f" ({self.role.value})" if self.role else "")
-
 
 @dataclass(frozen=True, slots=True)
 class Argument:
@@ -60,11 +52,6 @@ class Argument:
     name: str
     type: TensorType | str
     is_optional: bool = False
-
-    def __str__(self) -> str:
-        """As a signature shows it."""
-        separator = " " if isinstance(self.type, TensorType) else ": "
-        return f"{self.name}{separator}{self.type}{' | None' if self.is_optional else ''}"
 
 
 @dataclass(frozen=True)
@@ -77,37 +64,6 @@ class Operation:
     declaration: Callable[..., Any]
     summary: str = ""
 
-    @functools.cached_property
-    def arguments(self) -> tuple[Argument, ...]:
-        """In the order in which a kernel gets them."""
-        hints = typing.get_type_hints(self.declaration, include_extras=True)
-        names = list(inspect.signature(self.declaration).parameters)[1:]  # without self
-        return tuple(Argument(name, *_read(hints[name])) for name in names)
-
-    @functools.cached_property
-    def results(self) -> tuple[TensorType, ...]:
-        """What the kernel returns; empty for None. A single one is returned without a tuple."""
-        hint = typing.get_type_hints(self.declaration, include_extras=True)["return"]
-        if hint is type(None):
-            return ()
-        if typing.get_origin(hint) is tuple and typing.get_args(hint)[-1] is not Ellipsis:
-            return tuple(_tensor(part) for part in typing.get_args(hint))
-        return (_tensor(hint),)
-
-    @property
-    def meaning(self) -> str:
-        """What it computes, in words."""
-        words = " ".join((inspect.getdoc(self.declaration) or "").split())
-        return f"{words} {self.summary}".strip()
-
-    @property
-    def signature(self) -> str:
-        """Arguments and results in one line."""
-        results = ", ".join(map(str, self.results)) or "None"
-        if len(self.results) > 1:
-            results = f"({results})"
-        return f"({', '.join(map(str, self.arguments))}) -> {results}"
-
 
 def declared_in(*protocols: type) -> Iterator[Operation]:
     """The operations that Protocols declare, in the order of their text."""
@@ -115,68 +71,3 @@ def declared_in(*protocols: type) -> Iterator[Operation]:
         for name, method in vars(protocol).items():
             if inspect.isfunction(method) and not name.startswith("_"):
                 yield Operation(name, method)
-
-
-def solve(shape: tuple[str, ...], actual: tuple[int, ...], known: dict[str, Any]) -> str:
-    """Hold a tensor's shape to a declared one; `known` sizes by name, to which new ones are added.
-    Returns what is wrong, or "". A dimension of several unknown names is not checked."""
-    sizes = list(actual)
-    names = list(shape)
-    if "..." in names:
-        place = names.index("...")
-        count = len(sizes) - len(names) + 1
-        leading = tuple(sizes[place : place + max(0, count)])
-        if count < 0 or known.setdefault("...", leading) != leading:
-            return f"shape {actual}, declared [{', '.join(shape)}] with ... = {known.get('...')}"
-        names[place : place + 1] = map(str, leading)
-    if len(names) != len(sizes):
-        return f"shape {actual}, declared [{', '.join(shape)}]"
-    for name, size in zip(names, sizes, strict=True):
-        expected = _expected(name, size, known)
-        if expected is not None and expected != size:
-            where = ", ".join(f"{k}={v}" for k, v in known.items())
-            return f"shape {actual}, declared [{', '.join(shape)}] with {where}"
-    return ""
-
-
-def _expected(text: str, size: int, known: dict[str, Any]) -> int | None:
-    """What a dimension must be; None where its names are unknown. Learns one unknown name."""
-    if text.isidentifier():
-        return int(known.setdefault(text, size))
-    for sign in "+*/":
-        left, found, right = text.partition(sign)
-        if not found:
-            continue
-        a, b = (int(n) if n.isdigit() else known.get(n) for n in (left, right))
-        if a is not None and b is not None:
-            return int({"+": a + b, "*": a * b, "/": -(-a // b) if b else 0}[sign])
-        factor = a or b
-        if sign == "*" and factor and size % factor == 0:
-            known[right if a is not None else left] = size // factor
-        return None
-    return int(text)
-
-
-def _read(hint: Any) -> tuple[TensorType | str, bool]:
-    """(type, whether it may be None) of one annotation."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        parts = [part for part in typing.get_args(hint) if part is not type(None)]
-        return _read(parts[0])[0], True
-    if typing.get_origin(hint) in (typing.Annotated, tuple) and _is_tensor(hint):
-        return _tensor(hint), False
-    return getattr(hint, "__name__", str(hint)), False
-
-
-def _is_tensor(hint: Any) -> bool:
-    inner = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint
-    return typing.get_origin(inner) is typing.Annotated
-
-
-def _tensor(hint: Any) -> TensorType:
-    is_tuple = typing.get_origin(hint) is tuple
-    shape, *rest = (typing.get_args(hint)[0] if is_tuple else hint).__metadata__
-    dtype = next((part for part in rest if isinstance(part, str)), "")
-    role = next((part for part in rest if isinstance(part, Role)), None)
-    if (dtype and dtype not in DTYPES) or len(rest) > bool(dtype) + bool(role):
-        raise TypeError(f"cannot read {rest}: a dtype of {', '.join(DTYPES)}, then a Role")
-    return TensorType(tuple(shape.split()), dtype, role, is_tuple)

@@ -32,7 +32,7 @@ from fastdeploy_core.engine.client import AsyncEngine
 from fastdeploy_core.engine.media import media_processor
 from fastdeploy_core.parsers.answer import parser_for, parser_named
 from fastdeploy_core.plugins.checkpoints import find_model
-from fastdeploy_core.plugins.drivers import find, find_soon, part
+from fastdeploy_core.plugins.drivers import find, find_part, find_soon, part
 from fastdeploy_core.serving.http import event_loop
 from fastdeploy_core.serving.http.listening import bind_socket, url_of
 
@@ -64,6 +64,8 @@ def serve(values: Mapping[str, Any]) -> int:
     values = normalise(values)
     engine_config = build_engine_config(of_scope(values, "engine"), find_model)
     server_config = _with_parsers(build_server_config(values, engine_config), engine_config)
+    if server_config.trust_request_chat_template:
+        find_part("request-templates", "--trust-request-chat-template")  # before a model is loaded
     listener = bind_socket(server_config)
     try:
         if server_config.api_server_count > 1:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.input import RequestLimits, default_sampling_values
@@ -11,10 +11,10 @@ from fastdeploy_core.engine.media import MEDIA_THREADS
 from fastdeploy_core.engine.output import OutputProcessor
 from fastdeploy_core.errors import InvalidRequest, WorkerError
 from fastdeploy_core.parsers.answer import parser_named
+from fastdeploy_core.plugins.drivers import part
 from fastdeploy_core.serving.front.occupancy import OwnOccupancy
 from fastdeploy_core.serving.http.errors import ApiError, too_busy, unavailable
 from fastdeploy_core.serving.http.threads import Threads
-from fastdeploy_core.tokenizer.template_process import MAX_PROCESSES
 
 from .metrics import Metrics
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.types import Request, SequenceExtras
 
 DRAINING_RETRY_S = 5.0
-MAX_WAITING_TEMPLATES = 16
+RENDERED_AT_ONCE, MAX_WAITING_TEMPLATES = 4, 16  # templates of requests, a process each
 
 
 class Admission:
@@ -112,7 +112,10 @@ class ServerState:
         self.tool_parser = parser_named("tool_parser", config.tool_call_parser)
         self.threads = Threads(config.tokenizer_threads, config.max_concurrency, "tokenizer")
         # A template of a request may take as long as its process may live.
-        self.template_threads = Threads(MAX_PROCESSES, MAX_WAITING_TEMPLATES, "template")
+        self.template_threads = Threads(RENDERED_AT_ONCE, MAX_WAITING_TEMPLATES, "template")
+        self.render_template: Callable[[str, Mapping[str, Any]], str] | None = None
+        if config.trust_request_chat_template:
+            self.render_template = part("request-templates", "--trust-request-chat-template")
         # Pictures are fetched and decoded for seconds, which no other prompt shall wait for.
         self.media_threads = Threads(MEDIA_THREADS, config.max_concurrency, "media")
 

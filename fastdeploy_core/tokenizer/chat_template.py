@@ -2,7 +2,8 @@
 limit of the result.
 
 The model's own template is the operator's choice and renders in this process. A template in a
-request is treated as hostile and renders in template_process.py. Both run in the same sandbox.
+request is treated as hostile and renders in a process of its own (part `request-templates`). Both
+run in the same sandbox.
 """
 
 from __future__ import annotations

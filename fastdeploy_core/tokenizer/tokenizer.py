@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from .decoder_steps import (
 )
 from .files import NAMED_TOKENS, TokenizerFiles, load_backend, read_files
 from .special_text import MarkedText, SpecialText
-from .template_process import render_in_child
 
 FIRST_PIECE_CHARS = 128 * 1024
 CUT_TOKENS = 256
@@ -218,14 +217,14 @@ class Tokenizer:
         documents: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         chat_template: str | None = None,
-        trusted: bool = False,
+        render: Callable[[str, Mapping[str, Any]], str] | None = None,
         kinds: Sequence[str] = (),
     ) -> str:
         """The prompt of a conversation; InvalidRequest says what is wrong with it.
 
         `template_kwargs`: a request's chat_template_kwargs, checked against the names that the
-        template reads. `chat_template`: a template from the request; the caller has decided that
-        requests may bring one. Unless it is `trusted`, it renders in a child process under limits.
+        template reads. `chat_template`: another one than the model's. `render`: renders it where
+        nobody trusts it, from its source and variables (part `request-templates`).
         `kinds`: of parts beside text that messages may have, as engine.media.take_media leaves
         them.
         Encode the prompt with add_special_tokens=False, because the template writes special tokens.
@@ -235,11 +234,14 @@ class Tokenizer:
                 "continue_final_message and add_generation_prompt exclude each other",
                 param="continue_final_message",
             )
-        own = None
-        if chat_template is None:
-            own = self._own_template(bool(tools))
-        elif trusted:
-            own = _given(chat_template)
+        own: ChatTemplate | None = None
+        if chat_template is not None and render is not None:
+            write: Callable[[dict[str, Any]], str] = functools.partial(render, chat_template)
+        else:
+            own = (
+                self._own_template(bool(tools)) if chat_template is None else _given(chat_template)
+            )
+            write = own.render
         keeps = own is not None and own.reads_parts
         prepared = prepare_messages(messages, keep_parts=keeps, kinds=kinds)
         mark = self._special_text.mark if self._special_text else lambda value: value
@@ -256,9 +258,7 @@ class Tokenizer:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            rendered = (
-                own.render(variables) if own else render_in_child(chat_template or "", variables)
-            )
+            rendered = write(variables)
         except TemplateRefusal as error:
             raise InvalidRequest(str(error), param="messages") from error
         if continue_final_message:

@@ -32,6 +32,7 @@ import fastdeploy_core.models as models
 import fastdeploy_core.types as types
 from fastdeploy_core.contracts.base import CONTRACT, KINDS
 from fastdeploy_core.contracts.ops import OPERATIONS, QUANTIZED_OPERATIONS
+from fastdeploy_testing.conformance.signatures import signature
 
 SNAPSHOT = Path(__file__).with_name("snapshot.json")
 CALLED = (layers, models, fd_quant_formats)
@@ -71,7 +72,8 @@ def describe_contract() -> dict[str, Any]:
     return {
         "kinds": {k.name: [k.group, k.protocol, k.versioned, k.shared] for k in KINDS.values()},
         "operations": {
-            o.name: o.signature for o in (*OPERATIONS.values(), *QUANTIZED_OPERATIONS.values())
+            o.name: str(signature(o))
+            for o in (*OPERATIONS.values(), *QUANTIZED_OPERATIONS.values())
         },
         "items": dict(sorted(found.items())),
     }

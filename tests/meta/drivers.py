@@ -13,6 +13,7 @@ from typing import Any
 
 from fd_accelerator.expert_communicator import AllGatherExperts, LoopbackExperts
 from fd_accelerator.kept_weights.cache import WeightCache
+from fd_agent_apis.request_templates import render_in_child
 from fd_bench.command import main as bench
 from fd_calibrate.command import main as quantize
 from fd_cpu.attention import X86Attention
@@ -458,6 +459,7 @@ adapters: list[Callable[[EngineConfig, DeviceBackend, KernelTable, type[Any]], A
 adapter_request: list[Callable[[str, str, EngineConfig], SequenceExtras]] = [adapter_extras]
 served_adapters: list[Callable[[EngineConfig], Mapping[str, SequenceExtras]]] = [ServedAdapters]
 forced_tools: list[type[ForcedTools]] = [ForcedTools]
+request_templates: list[Callable[[str, Mapping[str, Any]], str]] = [render_in_child]
 rollout_engine: list[
     Callable[[EngineCore, RequestScheduler | None, Callable[[], None] | None], EngineControl]
 ] = [EngineControl]

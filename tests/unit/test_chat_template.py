@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastdeploy_core.errors import ConfigError, InvalidRequest
-from fastdeploy_core.tokenizer import Tokenizer, chat_template, template_process
-from fastdeploy_core.tokenizer import tokenizer as tokenizer_module
+from fastdeploy_core.tokenizer import Tokenizer, chat_template
 from tests import hf_tokenizer_child, tokenizer_files
 
 DEMO = Path(__file__).parents[2] / "models" / "ernie-tiny"
@@ -239,67 +235,9 @@ def test_the_models_own_template_has_an_output_limit(tmp_path: Path) -> None:
         tokenizer.apply_chat_template([{"role": "user", "content": "x" * 100}])
 
 
-def test_a_requests_template_renders_in_the_child(plain: Tokenizer) -> None:
-    source = "{{ eos_token }}{{ messages[0].content }}{{ {'é': 1} | tojson }}"
-    prompt = plain.apply_chat_template([{"role": "user", "content": "你好"}], chat_template=source)
-    assert prompt == '</s>你好{"é": 1}'
-
-
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        ("{{ 'a' * 2000000000 }}", "memory|limit|time|exceeds"),
-        ("{% for i in range(99999) %}{{ 'a' * 100 }}{% endfor %}", "exceeds"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "sandbox|undefined"),
-        ("{{ messages.append(1) }}", "sandbox|failed"),
-        ("{{ namespace(_x=1) }}", "sandbox"),
-        ("{{ 1 / 0 }}", "failed"),
-        ("{{ nothing.at.all }}", "refuses"),
-        ("{% include 'x' %}", "refuses|failed|malformed"),
-        ("{% if %}", "malformed"),
-        ("{{ raise_exception('nope') }}", "nope"),
-        ("{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "malformed|memory"),
-        ("x" * 70_000, "at most"),
-    ],
-)
-def test_hostile_templates_end_their_own_request(
-    plain: Tokenizer, source: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A busy machine must not change which limit is met first.
-    patient = partial(template_process.render_in_child, wall_limit_s=30)
-    monkeypatch.setattr(tokenizer_module, "render_in_child", patient)
-    talk = [{"role": "user", "content": "x"}]
-    with pytest.raises(InvalidRequest, match=reason):
-        plain.apply_chat_template(talk, chat_template=source)
-
-
-def test_a_template_that_takes_too_long_is_killed() -> None:
-    loops = "{% for i in range(90000) %}" * 3 + "{% set x = i * i %}"
-    source = loops + "{% endfor %}" * 3
-    started = time.monotonic()
-    with pytest.raises(InvalidRequest, match=r"longer than 0\.2 s"):
-        template_process.render_in_child(source, {}, wall_limit_s=0.2)
-    assert time.monotonic() - started < template_process.STARTUP_LIMIT_S + 5
-
-
-def test_the_child_gets_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FD_API_KEY", "secret")
-    environments = []
-    real = subprocess.Popen
-
-    def start(*args: Any, **kwargs: Any) -> Any:
-        environments.append(kwargs["env"])
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-    assert template_process.render_in_child("ok", {}, wall_limit_s=30) == "ok"
-    assert len(environments) == 1
-    assert "FD_API_KEY" not in environments[0]
-
-
 def test_time_comes_from_the_clock(plain: Tokenizer) -> None:
     talk = [{"role": "user", "content": "x"}]
-    shown = plain.apply_chat_template(talk, chat_template="{{ strftime_now('%Y') }}", trusted=True)
+    shown = plain.apply_chat_template(talk, chat_template="{{ strftime_now('%Y') }}")
     assert int(shown) >= 2024
 
 

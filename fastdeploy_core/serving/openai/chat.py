@@ -114,7 +114,7 @@ class ChatJob:
         raw = body.raw_prompt()
         if raw is not None:
             return raw
-        if body.chat_template is not None and not self._state.config.trust_request_chat_template:
+        if body.chat_template is not None and self._state.render_template is None:
             raise InvalidRequest(
                 "chat_template is not taken from requests by this server "
                 "(--trust-request-chat-template)",
@@ -128,6 +128,7 @@ class ChatJob:
             documents=body.documents,
             template_kwargs=self._kwargs,
             chat_template=body.chat_template,
+            render=self._state.render_template,
             kinds=self._media_kinds(),
         )
 

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 
 from fastdeploy_core.contracts.ops import OPERATIONS, QUANTIZED_OPERATIONS
-from fastdeploy_core.contracts.signature import ANY, INTEGER, Operation, Role, TensorType, solve
+from fastdeploy_core.contracts.signature import ANY, INTEGER, Operation, Role, TensorType
 from fastdeploy_core.tensor import namespace
+
+from .signatures import signature, solve
 
 DECLARED = {**OPERATIONS, **QUANTIZED_OPERATIONS}
 
@@ -43,14 +45,13 @@ class DeclaredKernels:
 
 def call(operation: Operation, kernel: Callable[..., Any], *arguments: Any) -> Any:
     """Call the kernel of that operation; AssertionError where the contract is not kept."""
-    declared = operation.arguments
-    assert len(arguments) == len(declared), (
-        f"{operation.name} is called with {len(arguments)} arguments, declared: "
-        f"{operation.signature}"
+    declared = signature(operation)
+    assert len(arguments) == len(declared.arguments), (
+        f"{operation.name} is called with {len(arguments)} arguments, declared: {declared}"
     )
     check = _Check(operation)
     before = []
-    for argument, value in zip(declared, arguments, strict=True):
+    for argument, value in zip(declared.arguments, arguments, strict=True):
         if isinstance(value, int) and not isinstance(value, bool):
             check.sizes[argument.name] = value
         if isinstance(argument.type, TensorType) and value is not None:
@@ -59,12 +60,12 @@ def call(operation: Operation, kernel: Callable[..., Any], *arguments: Any) -> A
                 kept = [(x, _host(x)) for x in _tensors(argument.type, value)]
                 before.append((argument.name, kept))
     results = kernel(*arguments)
-    found = results if len(operation.results) > 1 else (results,)
-    if operation.results:
-        assert isinstance(found, tuple) and len(found) == len(operation.results), (
-            f"{operation.name} returns {type(results).__name__}, declared: {operation.signature}"
+    found = results if len(declared.results) > 1 else (results,)
+    if declared.results:
+        assert isinstance(found, tuple) and len(found) == len(declared.results), (
+            f"{operation.name} returns {type(results).__name__}, declared: {declared}"
         )
-    for place, (expected, value) in enumerate(zip(operation.results, found, strict=False)):
+    for place, (expected, value) in enumerate(zip(declared.results, found, strict=False)):
         check.tensors(f"result {place}", expected, value, is_result=True)
     for name, tensors in before:
         for x, old in tensors:
@@ -84,11 +85,11 @@ def signature_problem(operation: Operation, kernel: Callable[..., Any]) -> str:
     positional = [p for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     needed = [p for p in positional if p.default is p.empty]
     needed += [p for p in found if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-    count = len(operation.arguments)
+    count = len(signature(operation).arguments)
     if len(needed) <= count and (takes_all or count <= len(positional)):
         return ""
     names = ", ".join(p.name for p in found)
-    return f"{operation.name} takes ({names}), declared: {operation.signature}"
+    return f"{operation.name} takes ({names}), declared: {signature(operation)}"
 
 
 class _Check:

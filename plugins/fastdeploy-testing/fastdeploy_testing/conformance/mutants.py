@@ -22,6 +22,7 @@ from fastdeploy_core.contracts.signature import Argument, Operation, Role, Tenso
 from fastdeploy_core.plugins.report import table
 from fastdeploy_core.tensor import namespace
 from fastdeploy_testing.conformance.declared import DECLARED, DeclaredKernels
+from fastdeploy_testing.conformance.signatures import signature
 
 Change = Callable[[np.ndarray], np.ndarray]
 FEWEST: Final = 8  # mutants of an operation
@@ -53,9 +54,9 @@ class Mutant:
         arguments, old = list(given), [_copies(x) for x in given]
         self._change(self.before, arguments)
         results = kernel(*arguments)
-        found = list(results) if len(operation.results) > 1 else [results]
+        found = list(results) if len(signature(operation).results) > 1 else [results]
         self._change(self.after, list(given), old, found)
-        return tuple(found) if len(operation.results) > 1 else found[0]
+        return tuple(found) if len(signature(operation).results) > 1 else found[0]
 
     def _change(self, change: Callable[..., None] | None, *lists: list[Any]) -> None:
         try:
@@ -68,11 +69,11 @@ class Mutant:
 def mutants_of(operation: Operation) -> list[Mutant]:
     """Generated from what the operation declares."""
     found: list[Mutant] = []
-    for place, argument in enumerate(operation.arguments):
+    for place, argument in enumerate(signature(operation).arguments):
         found += _of_argument(place, argument)
-    for place, result in enumerate(operation.results):
+    for place, result in enumerate(signature(operation).results):
         # A format that rounds activations has no NaN to keep.
-        keeps_nan = operation.arguments[0].name in ("x", "q") and not operation.summary
+        keeps_nan = signature(operation).arguments[0].name in ("x", "q") and not operation.summary
         found += _of_result(place, result, keeps_nan)
     return [m for m in found if (operation.name, m.name) not in EQUIVALENT]
 

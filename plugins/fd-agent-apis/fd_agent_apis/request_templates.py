@@ -1,7 +1,7 @@
 """Renders one chat template of a request in a child process that can be killed.
 
 The sandbox denies a template all access, but does not limit its time and memory. So the child
-(template_child.py) sets itself hard limits and is killed when its wall time is over.
+(request_template_child.py) sets itself hard limits and is killed when its wall time is over.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastdeploy_core.errors import InvalidRequest
-
-from .chat_template import MAX_TEMPLATE_CHARS
+from fastdeploy_core.tokenizer.chat_template import MAX_TEMPLATE_CHARS
 
 WALL_LIMIT_S = 1.0
 STARTUP_LIMIT_S = 20.0  # the start of Python does not count as the template's time
-MAX_PROCESSES = 4
 READY = b"ready\n"
 # What Python needs to start; nothing here can hold a secret.
 _ENVIRONMENT = frozenset({"LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH"})
-_places = threading.BoundedSemaphore(MAX_PROCESSES)
 
 
 def render_in_child(
@@ -38,8 +35,7 @@ def render_in_child(
             param="chat_template",
         )
     job = json.dumps({"source": source, "variables": dict(variables)}).encode()
-    with _places:
-        status, text = _run(job, wall_limit_s)
+    status, text = _run(job, wall_limit_s)
     if status != 0:
         raise InvalidRequest(text, param="chat_template")
     return text
@@ -47,7 +43,7 @@ def render_in_child(
 
 def _run(job: bytes, wall_limit_s: float) -> tuple[int, str]:
     child = subprocess.Popen(
-        [sys.executable, "-P", "-m", "fastdeploy_core.tokenizer.template_child"],
+        [sys.executable, "-P", "-m", "fd_agent_apis.request_template_child"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The child process that renders one template of a request: `python -m ...template_child`.
+"""The child process that renders one template of a request: `python -m ...request_template_child`.
 
 It reads one JSON document {source, variables} from its parent. It writes one line when it is ready,
 then one status byte (0: rendered text follows, 1: a reason follows).
@@ -11,8 +11,9 @@ import resource
 import sys
 from pathlib import Path
 
-from .chat_template import ChatTemplate, TemplateRefusal
-from .template_process import READY, WALL_LIMIT_S
+from fastdeploy_core.tokenizer.chat_template import ChatTemplate, TemplateRefusal
+
+from .request_templates import READY, WALL_LIMIT_S
 
 MEMORY_LIMIT_BYTES = 512 * 1024 * 1024
 
