@@ -136,7 +136,8 @@ def _budget(worker: WorkerInfo, cache: CacheConfig) -> int:
 def _host_blocks(
     worker: WorkerInfo, num_ranks: int, cache: CacheConfig, counts: list[int], report: list[str]
 ) -> list[int]:
-    """Of each group, the same share of its blocks. counts: on the device."""
+    """Of each group what one prefix needs at its end, and the same share of its blocks. counts: on
+    the device."""
     is_cached = cache.enable_prefix_caching and worker.block_sharing
     for applies, why in (
         (not worker.host_tier, "the device cannot move blocks to host memory"),
@@ -146,17 +147,19 @@ def _host_blocks(
             report.append(f"host KV tier off: {why}")
             return [0] * len(counts)
     sizes = [worker.bytes_per_block, *(group.bytes_per_block for group in worker.bounded)]
-    total = num_ranks * sum(n * size for n, size in zip(counts, sizes, strict=True))
-    found = [n * cache.swap_space_bytes // max(1, total) for n in counts]
     needed = [1, *(max(1, -(-group.tokens // worker.block_size)) for group in worker.bounded)]
-    if any(n < least for n, least in zip(found, needed, strict=True)):
-        least_bytes = max(-(-total * m // n) for n, m in zip(counts, needed, strict=True))
+    least, total = (
+        num_ranks * sum(n * size for n, size in zip(numbers, sizes, strict=True))
+        for numbers in (needed, counts)
+    )
+    spare = cache.swap_space_bytes - least
+    if spare < 0:
         raise ResourceError(
-            "the host KV tier cannot hold what one prefix needs at its end: swap space is "
-            f"{cache.swap_space_bytes} bytes, which are {found} blocks of the groups of layers on "
-            f"{num_ranks} rank(s), and {needed} are needed; raise --swap-space to {least_bytes} "
-            "bytes or leave it at 0"
+            f"the host KV tier cannot hold what one prefix needs at its end, {least} bytes: "
+            f"{needed} block(s) of each group of layers on {num_ranks} rank(s); swap space is "
+            f"{cache.swap_space_bytes} bytes; raise --swap-space or leave it at 0"
         )
+    found = [m + n * spare // max(1, total) for m, n in zip(needed, counts, strict=True)]
     report.append(
         f"host KV tier: {found[0]} blocks"
         + "".join(
