@@ -58,8 +58,9 @@ ONCE = (
     *("quant_models", "serve_demo", "step_graphs"),
 )
 LONG = (
-    *("expert_parallel", "families_engine", "gguf_engine", "gguf_models", "group_mixes"),
-    *("host_communicator", "index_mixes", "kv_store", "mtp_states", "multi_step", "state_mixes"),
+    *("expert_parallel", "families_engine", "gguf_engine", "gguf_models"),
+    *("group_handover", "group_host_tier", "group_mixes", "host_communicator"),
+    *("index_mixes", "kv_store", "mtp_states", "multi_step", "state_mixes"),
     *("parity_families", "several_between_drafts", "speculative_ahead", "speculative_equality"),
     *("speculative_hostile", "speculative_turns", "speculative_verify", "state_families"),
     "step_graphs_parts",

@@ -119,8 +119,9 @@ class Executor:
         *more_blocks: int,
         host_files: Sequence[str] = (),
     ) -> None:
-        """Allocate the KV pool on all ranks. more_blocks: of each bounded group of layers.
-        host_files: where each rank's host tier is to lie."""
+        """Allocate the KV pool on all ranks. more_blocks: of each bounded group of layers,
+        then their host blocks.
+        host_files: where each rank's host tier is to lie, group by group."""
         options = {"host_files": list(host_files)} if host_files else {}
         call = wire.InitializeCache([num_blocks, num_host_blocks, *more_blocks], options)
         if self._peers is not None:

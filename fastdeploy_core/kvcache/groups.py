@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fastdeploy_core.contracts.model import Retention
 
 from .blocks import BlockPool
+from .host_tier import HostTier
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.model import AttentionSpec, StateSpec
@@ -36,6 +37,7 @@ class GroupPlan(NamedTuple):
     rule: Retention
     num_blocks: int
     most_blocks: int  # that one sequence ever holds
+    num_host_blocks: int = 0
 
 
 class GroupTable:
@@ -69,6 +71,7 @@ class BoundedGroup:
         self.is_state = plan.rule.kind == "state"
         self.pool = BlockPool(plan.num_blocks)
         self.pool.on_evict = self._on_evict
+        self.host = HostTier(plan.num_host_blocks)
         self._block_size = block_size
         self._block_of: dict[CacheEntry, int] = {}
         self._entry_of: dict[int, CacheEntry] = {}
@@ -81,17 +84,26 @@ class BoundedGroup:
     def num_needed(self, entries: Sequence[CacheEntry], num_blocks: int) -> int:
         """Free blocks that a sequence takes, at most, which resumes after these entries and will
         have num_blocks blocks of tokens."""
-        shared = [self._block_of[entries[i]] for i in self.needed(len(entries))]
-        num_taken = sum(not self.pool.references(block) for block in shared)
+        shared = [self._block_of.get(entries[i]) for i in self.needed(len(entries))]
+        num_taken = sum(block is None or not self.pool.references(block) for block in shared)
         return min(num_taken + max(0, num_blocks - len(entries)), self.most_blocks)
 
     def start(self, table: GroupTable, entries: Sequence[CacheEntry]) -> None:
-        """Give an empty table what it needs of the entries that it resumes after."""
+        """Give an empty table what it needs of the entries that it resumes after. What lies in host
+        memory alone comes back with the next step."""
         needed = self.needed(len(entries))
+        shared = [entries[i] for i in needed]
+        lacking = [entry for entry in shared if entry not in self._block_of]
+        for entry in lacking:  # allocating could evict what is not pinned or referenced
+            self.host.pin(entry)
+        for entry in shared:
+            if entry in self._block_of:
+                self.pool.share(self._block_of[entry])
+        for entry, block in zip(lacking, self.pool.allocate(len(lacking)), strict=True):
+            self.host.load(entry, block)
+            self.attach(entry, block)
         table.num_gone = needed.start
-        table.blocks = [0] * needed.start + [self._block_of[entries[i]] for i in needed]
-        for block in table.held:
-            self.pool.share(block)
+        table.blocks = [0] * needed.start + [self._block_of[entry] for entry in shared]
 
     def num_new(self, table: GroupTable, anchors: Sequence[int], count: int) -> int:
         """Free blocks that the table takes to grow by so many blocks of tokens."""
@@ -120,9 +132,22 @@ class BoundedGroup:
         if entry not in self._block_of and block not in self._entry_of:
             self._block_of[entry], self._entry_of[block] = block, entry
             self.pool.mark_cached(block)
+            if self.host.writes_through:
+                self.host.write_through(entry, block)
+
+    def write_through(self, entry: CacheEntry) -> None:
+        """See HostTier; nothing where no block holds the entry's tokens."""
+        if self.has(entry):
+            self.host.write_through(entry, self._block_of.get(entry, -1))
+
+    def adopt(self, entry: CacheEntry, host_block: int) -> None:
+        """A reserved host block has got what the entry's tokens left in this group."""
+        if not self.has(entry):
+            self.host.adopt(entry, host_block)
 
     def forget(self, entry: CacheEntry) -> None:
         """The entry is no more."""
+        self.host.forget(entry)
         block = self._block_of.pop(entry, None)
         if block is not None:
             del self._entry_of[block]
@@ -132,18 +157,27 @@ class BoundedGroup:
         """Forget every entry."""
         for entry in list(self._block_of):
             self.forget(entry)
+        self.host.clear()
+
+    def is_loaded(self, entry: CacheEntry) -> bool:
+        """Whether a block on the device holds the entry's tokens."""
+        return entry in self._block_of
 
     def has(self, entry: CacheEntry) -> bool:
-        """Whether a block holds the entry's tokens."""
-        return entry in self._block_of
+        """Whether they are there or in host memory."""
+        return entry in self._block_of or entry in self.host
 
     def check(self) -> None:
         """Raise AssertionError unless blocks and entries belong together."""
         self.pool.check()
+        self.host.check()
         assert {b: e for e, b in self._block_of.items()} == self._entry_of, "entries differ"
 
     def _on_evict(self, block: int, is_intact: bool) -> None:
-        del self._block_of[self._entry_of.pop(block)]
+        entry = self._entry_of.pop(block)
+        del self._block_of[entry]
+        if is_intact:
+            self.host.save(entry, block)
 
 
 def num_resumable(groups: Sequence[BoundedGroup], entries: Sequence[CacheEntry]) -> int:

@@ -1,4 +1,4 @@
-"""The host tier: cached blocks evicted from the device pool are kept in host memory until their
+"""The host tier: cached blocks evicted from a group's pool are kept in host memory until their
 next hit.
 
 Bookkeeping, and the list of copies for the next step. The workers own the memory and do the copies
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class HostTier:
-    """num_blocks host blocks, least recently used first out."""
+    """num_blocks host blocks of a group of layers, least recently used first out; 0: none."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.on_drop: Callable[[CacheEntry], None] | None = None
         self.num_saved_total = 0
         self._free = list(range(num_blocks - 1, -1, -1))
-        self._entries: OrderedDict[CacheEntry, None] = OrderedDict()
+        self._entries: OrderedDict[CacheEntry, int] = OrderedDict()  # their host blocks
         # Entries that a copy of the step under construction reads or writes. No other copy of that
         # step may use their host blocks.
         self._busy: set[CacheEntry] = set()
@@ -36,6 +36,9 @@ class HostTier:
         self._written: list[CacheEntry] = []  # by copies of the step under construction
         self._leased: set[int] = set()
         self._ownerless: set[int] = set()  # of these, blocks that hold no entry
+
+    def __contains__(self, entry: CacheEntry) -> bool:
+        return entry in self._entries
 
     @property
     def has_copies(self) -> bool:
@@ -49,23 +52,21 @@ class HostTier:
 
     def save(self, entry: CacheEntry, block: int) -> None:
         """Keep the content of a device block that is about to be reused, if there is room."""
-        if entry.host_block is not None:
+        if entry in self._entries:
             self._entries.move_to_end(entry)
             return
         if not self._free and not self._make_room():
             return
-        entry.host_block = self._free.pop()
-        self._entries[entry] = None
+        host_block = self._entries[entry] = self._free.pop()
         self._busy.add(entry)
-        self._device_to_host.append((block, entry.host_block))
+        self._device_to_host.append((block, host_block))
         self.num_saved_total += 1
 
     def load(self, entry: CacheEntry, block: int) -> None:
         """Bring the content back into a device block; the host copy stays."""
-        assert entry.host_block is not None, "a block that is not in host memory cannot be loaded"
         self._entries.move_to_end(entry)
         self._busy.add(entry)
-        self._host_to_device.append((entry.host_block, block))
+        self._host_to_device.append((self._entries[entry], block))
 
     def pin(self, entry: CacheEntry) -> None:
         """Do not drop this entry before the next `take_copies`."""
@@ -74,12 +75,12 @@ class HostTier:
     def write_through(self, entry: CacheEntry, block: int) -> None:
         """Keep the content of a new entry's device block, if there is room; see take_written."""
         self.save(entry, block)
-        if entry.host_block is not None:
+        if entry in self._entries:
             self._written.append(entry)
 
     def take_written(self) -> list[tuple[CacheEntry, int]]:
         """What the copies taken last write through, with host blocks that are leased now."""
-        written = [(e, e.host_block) for e in self._written if e.host_block is not None]
+        written = [(e, self._entries[e]) for e in self._written if e in self._entries]
         self._written = []
         self._leased.update(host_block for _, host_block in written)
         return written
@@ -96,8 +97,7 @@ class HostTier:
     def adopt(self, entry: CacheEntry, host_block: int) -> None:
         """A reserved block has got the entry's content."""
         self._ownerless.discard(host_block)
-        entry.host_block = host_block
-        self._entries[entry] = None
+        self._entries[entry] = host_block
 
     def end_lease(self, host_block: int) -> None:
         """Nobody else reads or writes the block any more."""
@@ -107,17 +107,20 @@ class HostTier:
             self._free.append(host_block)
 
     def forget(self, entry: CacheEntry) -> None:
-        """Free the entry's host block."""
-        assert entry.host_block is not None, "an entry outside host memory cannot be forgotten"
-        del self._entries[entry]
-        if entry.host_block in self._leased:
-            self._ownerless.add(entry.host_block)
+        """Free the entry's host block, if it has one. No copy of the step under construction may
+        write there any more: the next owner's does."""
+        block = self._entries.pop(entry, None)
+        if block is None:
+            return
+        if entry in self._busy:
+            self._device_to_host = [pair for pair in self._device_to_host if pair[1] != block]
+        if block in self._leased:
+            self._ownerless.add(block)
         else:
-            self._free.append(entry.host_block)
-        entry.host_block = None
+            self._free.append(block)
 
     def clear(self) -> None:
-        """Drop everything, copies not taken yet included. The caller resets the entries."""
+        """Drop everything, copies not taken yet included."""
         self._entries.clear()
         self._busy.clear()
         self._device_to_host, self._host_to_device, self._written = [], [], []
@@ -133,14 +136,13 @@ class HostTier:
 
     def check(self) -> None:
         """Raise AssertionError unless each host block has exactly one owner."""
-        held = [-1 if entry.host_block is None else entry.host_block for entry in self._entries]
-        owned = sorted([*held, *self._free, *self._ownerless])
+        owned = sorted([*self._entries.values(), *self._free, *self._ownerless])
         assert owned == list(range(self.num_blocks)), "host block leaked"
         assert self._ownerless <= self._leased, "a host block has neither entry nor lease"
 
     def _make_room(self) -> bool:
-        for entry in self._entries:
-            if entry not in self._busy and entry.host_block not in self._leased:
+        for entry, block in self._entries.items():
+            if entry not in self._busy and block not in self._leased:
                 self.forget(entry)
                 if self.on_drop is not None:
                     self.on_drop(entry)

@@ -22,7 +22,7 @@ class PrefixMatch(NamedTuple):
 
     entries: list[CacheEntry]
     num_tokens: int  # tokens that these blocks hold
-    num_host_tokens: int  # of these, tokens held in host memory only
+    num_host_tokens: int  # of these, tokens of which some group needs what host memory alone holds
     num_blocks_taken: int  # free blocks that `start` removes from the pool to take these
 
 
@@ -41,7 +41,7 @@ NEVER = 2**62
 
 
 class KVCacheManager:
-    """The device pool, its prefix cache, the host tier, and the pools of bounded groups."""
+    """The device pool, its prefix cache and host tier, and those of bounded groups."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class KVCacheManager:
         self.caching = enable_prefix_caching
         self.caches_output = enable_output_caching
         self.pool = BlockPool(num_blocks)
-        self.host = HostTier(num_host_blocks) if num_host_blocks and enable_prefix_caching else None
+        self.host = HostTier(num_host_blocks if enable_prefix_caching else 0)
         self.prefix = PrefixCache(
             self.pool, block_size, model_identity, self.host, hash_function, key_lookahead
         )
         self.bounded: list[BoundedGroup] = []
-        self._cuts, self._growing = False, [self.pool]
+        self._cuts, self._growing, self.tiers = False, [self.pool], [self.host]
         self._device_to_device: list[tuple[int, int]] = []
         # Blocks that a copy of the step under construction reads. They become free when that step
         # is complete.
@@ -72,13 +72,13 @@ class KVCacheManager:
 
     def add_groups(self, plans: Iterable[GroupPlan], *, cuts: bool = True) -> None:
         """The model has these bounded groups beside the first one; called before any table is
-        made. cuts: prompts may be computed in parts. What is copied between blocks is the first
-        group's, so the others have neither a host tier nor forks."""
+        made. cuts: prompts may be computed in parts. There are no forks then: blocks within the
+        device are copied in the first group alone."""
         self.bounded = [BoundedGroup(plan, self.block_size) for plan in plans]
         self._cuts = cuts and any(group.is_state for group in self.bounded)
         self._growing = [self.pool, *(g.pool for g in self.bounded if not g.is_state)]
+        self.tiers = [self.host, *(group.host for group in self.bounded)]
         if self.bounded:
-            assert self.host is None, "the host tier holds one group of layers"
             self.prefix.on_drop = self._on_drop
 
     @property
@@ -125,15 +125,18 @@ class KVCacheManager:
             entries = entries[: num_resumable(self.bounded, entries)]
         if not entries:
             return NO_MATCH
-        num_host = num_taken = 0
+        loads, num_taken = set[CacheEntry](), 0
         for entry in entries:
             if entry.block is None:
-                num_host += 1
-                num_taken += 1
+                loads.add(entry)
             elif self.pool.references(entry.block) == 0:
                 num_taken += 1
+        num_taken += len(loads)
+        for group in self.bounded:
+            needed = [entries[i] for i in group.needed(len(entries))]
+            loads.update(entry for entry in needed if not group.is_loaded(entry))
         size = self.block_size
-        return PrefixMatch(entries, len(entries) * size, num_host * size, num_taken)
+        return PrefixMatch(entries, len(entries) * size, len(loads) * size, num_taken)
 
     def cut(self, table: BlockTable, start: int, count: int) -> int:
         """How many of so many tokens after `start` a step may feed: up to the next anchor, where a
@@ -168,12 +171,11 @@ class KVCacheManager:
         for entry in match.entries:
             if entry.block is not None:
                 self.pool.share(entry.block)
-            elif self.host is not None:
+            else:
                 self.host.pin(entry)
         for entry in match.entries:
             block = entry.block
             if block is None:
-                assert self.host is not None, "an entry without device block is in host memory"
                 block = self.pool.allocate(1)[0]
                 self.host.load(entry, block)
                 self.prefix.attach(entry, block)
@@ -279,12 +281,13 @@ class KVCacheManager:
     @property
     def has_copies(self) -> bool:
         """Whether blocks wait for a step that copies them to host memory."""
-        return self.host is not None and self.host.has_copies
+        return any(tier.has_copies for tier in self.tiers)
 
     def take_copies(self) -> BlockCopies:
         """The copies to do before the step that is now complete."""
-        to_host, to_device = self.host.take_copies() if self.host is not None else ([], [])
-        copies = BlockCopies(to_host, to_device, self._device_to_device)
+        more = [BlockCopies(*group.host.take_copies()) for group in self.bounded]
+        more = more if any(copies != BlockCopies() for copies in more) else []
+        copies = BlockCopies(*self.host.take_copies(), self._device_to_device, more)
         self._device_to_device = []
         self._release_dropped()
         return copies
@@ -308,8 +311,7 @@ class KVCacheManager:
         self.pool.check()
         for group in self.bounded:
             group.check()
-        if self.host is not None:
-            self.host.check()
+        self.host.check()
 
     def _release_dropped(self) -> None:
         self.pool.release(self._release_after_step)

@@ -53,7 +53,7 @@ def _pack_embeddings(spans: Iterable[EmbeddedSpan], first: int, end: int) -> byt
 class CacheEntry:
     """One full block of tokens after its parent; on the device, in host memory, or both."""
 
-    __slots__ = ("block", "host_block", "key", "parent", "scope", "tokens")
+    __slots__ = ("block", "key", "parent", "scope", "tokens")
 
     def __init__(self, key: bytes, parent: CacheEntry | None, scope: Scope, tokens: bytes) -> None:
         self.key = key
@@ -61,12 +61,6 @@ class CacheEntry:
         self.scope = scope
         self.tokens = tokens
         self.block: int | None = None
-        self.host_block: int | None = None
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the content still exists somewhere."""
-        return self.block is not None or self.host_block is not None
 
 
 class BlockTable:
@@ -130,7 +124,7 @@ class PrefixCache:
         pool: BlockPool,
         block_size: int,
         model_identity: str,
-        host: HostTier | None = None,
+        host: HostTier,
         hash_function: HashFunction = sha256,
         lookahead: int = 0,
     ) -> None:
@@ -147,8 +141,7 @@ class PrefixCache:
         self._by_key: dict[bytes, CacheEntry] = {}
         self._by_block: dict[int, CacheEntry] = {}
         pool.on_evict = self._on_evict
-        if host is not None:
-            host.on_drop = self._on_host_drop
+        host.on_drop = self._on_host_drop
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -215,12 +208,11 @@ class PrefixCache:
         """The table's blocks from number `first` on have come into these reserved host blocks.
         Returns how many are new to the cache; the others are known already, or what stands before
         them is known no more."""
-        assert self._host is not None, "blocks come into host memory"
         found = self.match(table, first + len(host_blocks))
         parent, num_new = found[-1] if found else None, 0
         for index in range(max(first, len(found)), first + len(host_blocks)):
             entry = self._by_key.get(table.keys[index])
-            if entry is not None and entry.parent is not None and not entry.parent.is_alive:
+            if entry is not None and not self._is_alive(entry.parent):
                 self._drop(entry)  # unreachable: the block before it was evicted first
                 entry = None
             if len(found) < first or entry is not None:
@@ -244,11 +236,10 @@ class PrefixCache:
         for block in list(self._by_block):
             self._pool.forget_cached(block)
         for entry in self._by_key.values():
-            entry.block = entry.host_block = None
+            entry.block = None
         self._by_key.clear()
         self._by_block.clear()
-        if self._host is not None:
-            self._host.clear()
+        self._host.clear()
         if self.on_change is not None:
             self.on_change(None, False)
 
@@ -256,11 +247,11 @@ class PrefixCache:
         """The cache entry of this block from now on; None if another entry has its key."""
         key, packed, parent = table.keys[index], table.packed[index], table.tail
         block = table.blocks[index]
-        if index > 0 and (parent is None or not parent.is_alive):
+        if index > 0 and (parent is None or not self._is_alive(parent)):
             return None
         entry = self._by_key.get(key)
         if entry is not None and not self._is_same(entry, parent, table.scope, packed):
-            if entry.parent is None or entry.parent.is_alive:
+            if self._is_alive(entry.parent):
                 return None
             self._drop(entry)  # unreachable: the block before it was evicted first
             entry = None
@@ -272,11 +263,15 @@ class PrefixCache:
             self.attach(entry, block)
             if self.on_change is not None:
                 self.on_change(entry, True)
-            if self._host is not None and self._host.writes_through:
+            if self._host.writes_through:
                 self._host.write_through(entry, block)
         elif entry.block is None:
             self.attach(entry, block)
         return entry
+
+    def _is_alive(self, entry: CacheEntry | None) -> bool:
+        """Whether the content still exists somewhere; what stands before a first block does."""
+        return entry is None or entry.block is not None or entry in self._host
 
     @staticmethod
     def _is_same(entry: CacheEntry, parent: CacheEntry | None, scope: Scope, packed: bytes) -> bool:
@@ -284,14 +279,13 @@ class PrefixCache:
 
     def _on_evict(self, block: int, is_intact: bool) -> None:
         entry = self._by_block.pop(block)
-        if is_intact and self._host is not None:
+        if is_intact:
             self._host.save(entry, block)
         entry.block = None
-        if not entry.is_alive:
-            self._remove(entry)
+        self._on_host_drop(entry)
 
     def _on_host_drop(self, entry: CacheEntry) -> None:
-        if not entry.is_alive:
+        if not self._is_alive(entry):
             self._remove(entry)
 
     def _drop(self, entry: CacheEntry) -> None:
@@ -299,8 +293,7 @@ class PrefixCache:
             del self._by_block[entry.block]
             self._pool.forget_cached(entry.block)
             entry.block = None
-        if entry.host_block is not None and self._host is not None:
-            self._host.forget(entry)
+        self._host.forget(entry)
         self._remove(entry)
 
     def _remove(self, entry: CacheEntry) -> None:

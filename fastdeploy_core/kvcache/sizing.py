@@ -85,10 +85,12 @@ def plan_cache(
             f"a sequence may have at most {num_blocks * block_size} tokens, since the pool is "
             f"smaller than max_model_len ({max_model_len})"
         )
-    num_host_blocks = 0
+    num_host_blocks, *more = [0] * (1 + len(bounded))
     if cache.swap_space_bytes:
-        num_host_blocks = _host_blocks(tightest, len(workers), cache, report)
-    return CachePlan(num_blocks, num_host_blocks, report, bounded)
+        counts = [num_blocks, *(plan.num_blocks for plan in bounded)]
+        num_host_blocks, *more = _host_blocks(tightest, len(workers), cache, counts, report)
+    plans = (p._replace(num_host_blocks=n) for p, n in zip(bounded, more, strict=True))
+    return CachePlan(num_blocks, num_host_blocks, report, tuple(plans))
 
 
 def _plan_bounded(
@@ -131,28 +133,42 @@ def _budget(worker: WorkerInfo, cache: CacheConfig) -> int:
     return max(0, worker.available_bytes)
 
 
-def _host_blocks(worker: WorkerInfo, num_ranks: int, cache: CacheConfig, report: list[str]) -> int:
+def _host_blocks(
+    worker: WorkerInfo, num_ranks: int, cache: CacheConfig, counts: list[int], report: list[str]
+) -> list[int]:
+    """Of each group what one prefix needs at its end, and the same share of its blocks. counts: on
+    the device."""
     is_cached = cache.enable_prefix_caching and worker.block_sharing
     for applies, why in (
-        (bool(worker.bounded), "it holds blocks of layers that need every token, alone"),
         (not worker.host_tier, "the device cannot move blocks to host memory"),
         (not is_cached, "it needs the prefix cache, which is off"),
     ):
         if applies:
             report.append(f"host KV tier off: {why}")
-            return 0
-    block_bytes = max(1, worker.bytes_per_block * num_ranks)
-    num_host_blocks = cache.swap_space_bytes // block_bytes
-    if num_host_blocks < 1:
-        raise ResourceError(
-            f"the host KV tier cannot hold one block: swap space is {cache.swap_space_bytes} "
-            "bytes, "
-            f"a block has {block_bytes} on {num_ranks} rank(s); raise --swap-space or leave it at 0"
-        )
-    report.append(
-        f"host KV tier: {num_host_blocks} blocks ({cache.swap_space_bytes / MIB:.1f} MiB)"
+            return [0] * len(counts)
+    sizes = [worker.bytes_per_block, *(group.bytes_per_block for group in worker.bounded)]
+    needed = [1, *(max(1, -(-group.tokens // worker.block_size)) for group in worker.bounded)]
+    least, total = (
+        num_ranks * sum(n * size for n, size in zip(numbers, sizes, strict=True))
+        for numbers in (needed, counts)
     )
-    return num_host_blocks
+    spare = cache.swap_space_bytes - least
+    if spare < 0:
+        raise ResourceError(
+            f"the host KV tier cannot hold what one prefix needs at its end, {least} bytes: "
+            f"{needed} block(s) of each group of layers on {num_ranks} rank(s); swap space is "
+            f"{cache.swap_space_bytes} bytes; raise --swap-space or leave it at 0"
+        )
+    found = [m + n * spare // max(1, total) for m, n in zip(needed, counts, strict=True)]
+    report.append(
+        f"host KV tier: {found[0]} blocks"
+        + "".join(
+            f", {n} for layers with a {_rule(group)}"
+            for n, group in zip(found[1:], worker.bounded, strict=True)
+        )
+        + f" ({cache.swap_space_bytes / MIB:.1f} MiB)"
+    )
+    return found
 
 
 def _too_small(

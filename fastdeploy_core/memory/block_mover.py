@@ -18,7 +18,7 @@ Pairs = list[tuple[int, int]]
 
 
 class BlockMover:
-    """Carries out a step's BlockCopies over all layers of this rank."""
+    """Carries out a step's BlockCopies over a group of layers of this rank."""
 
     def __init__(
         self,
@@ -34,12 +34,14 @@ class BlockMover:
         self.num_host_blocks = num_host_blocks
         # numpy has no bfloat16: such blocks are kept as their bits.
         self._host: list[tuple[np.ndarray, ...]] = []
-        if num_host_blocks:
+        if num_host_blocks and caches:
             like = [tuple(device.to_host(pool[:1]) for pool in cache) for cache in caches]
             self._host = _host_arrays(like, num_host_blocks, host_file)
 
     def apply(self, copies: BlockCopies) -> None:
         """Device to host, host to device, then within the device."""
+        if not self._caches:
+            return  # blocks of no layer are numbers alone
         if copies.device_to_host:
             self._to_host(copies.device_to_host)
         if copies.host_to_device:
@@ -70,7 +72,7 @@ class BlockMover:
     def _indices(self, pairs: Pairs, host: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """(sources, targets); `host` says which of the two are host blocks."""
         table = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
-        num_device = self._caches[0][0].shape[0] if self._caches else 0
+        num_device = self._caches[0][0].shape[0]
         limits = [num_device, num_device]
         if host is not None:
             limits[host] = self.num_host_blocks

@@ -220,7 +220,7 @@ class BatchScheduler:
 
     def stats(self) -> EngineStats:
         """The counters as they are, with the gauges of now; from any thread."""
-        stats, pool, host = copy.copy(self.counters), self.kv.pool, self.kv.host
+        stats, pool, tiers = copy.copy(self.counters), self.kv.pool, self.kv.tiers
         stats.requests_finished_total = dict(stats.requests_finished_total)
         stats.requests_rejected_total = dict(stats.requests_rejected_total)
         stats.num_running = len(self.roster.running)
@@ -231,10 +231,9 @@ class BatchScheduler:
         stats.num_blocks_used = pool.num_used
         stats.num_blocks_cached = pool.num_cached
         stats.num_blocks_quarantined = pool.num_quarantined
-        if host is not None:
-            stats.num_host_blocks_total = host.num_blocks
-            stats.num_host_blocks_used = host.num_used
-            stats.host_saved_blocks_total = host.num_saved_total
+        stats.num_host_blocks_total = sum(tier.num_blocks for tier in tiers)
+        stats.num_host_blocks_used = sum(tier.num_used for tier in tiers)
+        stats.host_saved_blocks_total = sum(tier.num_saved_total for tier in tiers)
         stats.preemptions_total = self.roster.num_preemptions_total
         tally = self.roster.columns.tally
         stats.drafts_total = tally.num_steps

@@ -162,6 +162,7 @@ class BlockCopies(msgspec.Struct, frozen=True, omit_defaults=True):
     device_to_host: list[tuple[int, int]] = []
     host_to_device: list[tuple[int, int]] = []
     device_to_device: list[tuple[int, int]] = []
+    more: list[BlockCopies] = []  # of each bounded group; or none. Added in contract 1.5
 
 
 class SchedulerOutput(msgspec.Struct, kw_only=True, omit_defaults=True):

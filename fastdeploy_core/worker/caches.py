@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ class Caches:
             )
         groups = {rule: number for number, rule in enumerate(self.rules, 1)}
         self._groups = [groups.get(spec.retention, 0) for spec in loaded.kv_layers]
-        self._mover: BlockMover | None = None
+        self._movers: list[BlockMover] = []  # of each group
 
     def block_bytes(self) -> list[int]:
         """Of each group, one block in all of its layers."""
@@ -71,24 +71,31 @@ class Caches:
         num_blocks: int,
         num_host_blocks: int,
         *more_blocks: int,
-        host_file: str = "",
+        host_files: Sequence[str] = (),
         is_touched: bool,
     ) -> None:
-        """Zeroed caches of every layer; those there were have been dropped. more_blocks: of each
-        group behind the first; none: as many as that has, of states one. Without `is_touched` the
-        host's memory comes page by page when it is used: clearing gigabytes takes seconds.
-        host_file: where the host blocks lie, for others to use; device:FILE: see TierDevice."""
+        """Zeroed caches of every layer; those before are dropped. more_blocks: of each further
+        group, then their host blocks; none: as many as the first has, of states one, and no host
+        blocks. Without `is_touched` the host's memory comes page by page when it is used: clearing
+        gigabytes takes seconds. host_files: where each group's host blocks lie, for others to use;
+        device:FILE: see TierDevice."""
         device = self._device
         make: Callable[[tuple[int, ...], str], Tensor] = self._zeros
         if device.limits.shares_host_memory and num_blocks and not is_touched:
             make = partial(untouched, device.xp)
-        sizes = (num_blocks, *(more_blocks or [1 if s else num_blocks for s in self._is_state]))
+        more, hosts = more_blocks[: len(self.rules)], more_blocks[len(self.rules) :]
+        sizes = (num_blocks, *(more or [1 if s else num_blocks for s in self._is_state]))
         self.tensors = [
             tuple(make(shape, dtype) for shape, dtype in layer) for layer in self.shapes(*sizes)
         ]
-        of = (self._kernels, self.tensors, num_host_blocks, host_file.removeprefix("device:"))
-        keeps = host_file.startswith("device:") and isinstance(device, TierDevice) and device
-        self._mover = keeps.block_tier(*of) if keeps else BlockMover(device, *of)
+        layers: list[list[tuple[Tensor, ...]]] = [[] for _ in sizes]
+        for layer, group in zip(self.tensors, self._groups, strict=True):
+            layers[group].append(layer)
+        files = host_files or [""] * len(sizes)
+        of = (self._kernels, layers[0], num_host_blocks, files[0].removeprefix("device:"))
+        keeps = files[0].startswith("device:") and isinstance(device, TierDevice) and device
+        self._movers = [keeps.block_tier(*of) if keeps else BlockMover(device, *of)]
+        self._movers += map(partial(BlockMover, device, of[0]), layers[1:], hosts, files[1:])
 
     def _zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
         xp = self._device.xp
@@ -96,11 +103,11 @@ class Caches:
 
     def drop(self) -> None:
         """Give the memory back, as far as nobody else holds the tensors."""
-        self._mover, self.tensors = None, []
+        self._movers, self.tensors = [], []
 
     def move(self, copies: BlockCopies) -> None:
         """Copy blocks as a step says."""
-        if copies.device_to_host or copies.host_to_device or copies.device_to_device:
-            if self._mover is None:
-                raise WorkerError("a step copies blocks before the cache was allocated")
-            self._mover.apply(copies)
+        if len(copies.more) >= len(self._movers):
+            raise WorkerError("a step copies blocks that were not allocated")
+        for mover, own in zip(self._movers, (copies, *copies.more), strict=False):
+            mover.apply(own)

@@ -144,18 +144,10 @@ class ModelRunner:
 
     # -- caches and graphs ------------------------------------------------------------------------
 
-    def allocate_cache(
-        self,
-        num_blocks: int,
-        num_host_blocks: int,
-        *more_blocks: int,
-        host_file: str = "",
-        is_touched: bool = True,
-    ) -> None:
+    def allocate_cache(self, *sizes: int, is_touched: bool = True, host_files: Any = ()) -> None:
         """Zeroed caches of every layer, instead of what was there. See Caches.allocate."""
         self._drop_cache()
-        sizes = (num_blocks, num_host_blocks, *more_blocks)
-        self.caches.allocate(*sizes, host_file=host_file, is_touched=is_touched)
+        self.caches.allocate(*sizes, host_files=host_files, is_touched=is_touched)
 
     def free_cache(self) -> None:
         """Drop caches and every sequence."""

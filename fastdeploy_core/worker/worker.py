@@ -128,17 +128,17 @@ class Worker:
         *more_blocks: int,
         host_files: Sequence[str] = (),
     ) -> None:
-        """Allocate the KV pool, and the host tier when num_host_blocks is above 0, in a file where
-        each rank's is named; then capture graphs over it. more_blocks: of each bounded group of
-        layers. All ranks at the same time, as in load()."""
+        """Allocate the KV pool, and the host tier when num_host_blocks is above 0, in files where
+        those of all ranks are named, group by group; then capture graphs over it. more_blocks: see
+        Caches.allocate. All ranks at the same time, as in load()."""
         runner, device = self._ready()
-        host_file = host_files[self.rank] if host_files else ""
+        own_files = host_files[self.rank :: self.world_size]
         try:
-            self._allocate_cache((num_blocks, num_host_blocks, *more_blocks), host_file)
+            self._allocate_cache((num_blocks, num_host_blocks, *more_blocks), own_files)
         except Exception as error:
             if not device.is_oom(error):
                 raise
-            counts = zip((num_blocks, *more_blocks), runner.caches.block_bytes(), strict=True)
+            counts = zip((num_blocks, *more_blocks), runner.caches.block_bytes(), strict=False)
             size = sum(count * one for count, one in counts) / 1024**3
             raise ResourceError(
                 f"the KV cache of {num_blocks} blocks ({size:.2f} GiB) does not fit into memory; "
@@ -175,8 +175,8 @@ class Worker:
             raise WorkerError(f"worker rank {self.rank} has no model; call load() first")
         return self._runner, self.device
 
-    def _allocate_cache(self, sizes: Sequence[int], host_file: str) -> None:
-        self._ready()[0].allocate_cache(*sizes, host_file=host_file, is_touched=False)
+    def _allocate_cache(self, sizes: Sequence[int], host_files: Sequence[str]) -> None:
+        self._ready()[0].allocate_cache(*sizes, host_files=host_files, is_touched=False)
 
     def _load_model(
         self, device: DeviceBackend, kernels: ChosenKernels, free_bytes: int

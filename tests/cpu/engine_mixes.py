@@ -175,6 +175,11 @@ class Settings:
         )
 
 
+def block_bytes(info: Any) -> int:
+    """What a block of tokens takes in all groups of layers."""
+    return int(info.bytes_per_block + sum(group.bytes_per_block for group in info.bounded))
+
+
 class Bench:
     """Runs requests with any settings on one loaded model. graphs: on a device that captures."""
 
@@ -191,7 +196,7 @@ class Bench:
             self.config = replace(self.config, graphs=graphs)
             self._resolved = OnCapturingDevice(self._resolved)
         self._executor = SharedExecutor(self.config, self._resolved)
-        self.block_bytes = self._executor._info.bytes_per_block
+        self.block_bytes = block_bytes(self._executor._info)
         self._num_seq_ids = 0
 
     @property
@@ -280,6 +285,19 @@ def poison(bench: Bench) -> None:
         for tensor in layer:
             nan = np.full(list(tensor.shape), np.nan, np.float32)
             tensor.copy_(bench.worker.device.to_device(nan))
+
+
+def count_loads(bench: Bench, patch: pytest.MonkeyPatch) -> Counter[int]:
+    """Blocks that come back from host memory from now on, by group of layers."""
+    launch, found = bench.worker.launch, Counter[int]()
+
+    def note(step: SchedulerOutput) -> Any:
+        for group, own in enumerate((step.copies, *step.copies.more)):
+            found[group] += len(own.host_to_device)
+        return launch(step)
+
+    patch.setattr(bench.worker, "launch", note)
+    return found
 
 
 def check_captured(

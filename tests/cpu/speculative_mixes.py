@@ -30,7 +30,14 @@ from fastdeploy_core.types import (
     each_delta,
 )
 from fastdeploy_testing.capturing import WithPrompts
-from tests.cpu.engine_mixes import MAX_MODEL_LEN, Bench, Settings, SharedExecutor, play
+from tests.cpu.engine_mixes import (
+    MAX_MODEL_LEN,
+    Bench,
+    Settings,
+    SharedExecutor,
+    block_bytes,
+    play,
+)
 from tests.null_engine import Collector, make_request
 from tests.worker_steps import EOS, engine_config, sharpen
 
@@ -146,7 +153,7 @@ class SpeculativeBench(Bench):
         if captures:
             self._resolved = WithPrompts(self._resolved)
         self._executor = SharedExecutor(self.config, self._resolved)
-        self.block_bytes = self._executor._info.bytes_per_block
+        self.block_bytes = block_bytes(self._executor._info)
         self._num_seq_ids = 0
         self._method = method
         if sharp:

@@ -28,6 +28,7 @@ from tests.cpu.engine_mixes import (
     check,
     check_captured,
     check_poisoned_step,
+    count_loads,
     make_engine_config,
     make_requests,
     play,
@@ -89,13 +90,17 @@ def short_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("num_mixes", NUM_MIXES)
 @pytest.mark.parametrize("room", ["enough", "short"])
 def test_random_mixes_give_the_tokens_of_each_request_alone(
-    bench: Bench, num_mixes: int, room: str, request: pytest.FixtureRequest
+    bench: Bench,
+    num_mixes: int,
+    room: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     requests = make_requests(Random(5), 40)
     alone = answers_alone(bench, requests)
     if room == "short":
         request.getfixturevalue("short_groups")
-    seen: Counter[str] = Counter()
+    loads, seen = count_loads(bench, monkeypatch), Counter[str]()
     for seed in range(num_mixes):
         random = Random(seed)
         settings = Settings.random(random)
@@ -108,6 +113,8 @@ def test_random_mixes_give_the_tokens_of_each_request_alone(
         seen["shared steps"] += stats.step_sequences_total > stats.steps_total
         seen["overlap"] += core.info.overlap
         seen["forks"] += sum(r.sampling.n > 1 for r in chosen)
+    assert loads[0] or not bench._executor._info.bytes_per_block
+    assert loads[1] or room == "enough"  # then windows of prefixes stay on the device
     assert seen["preemptions"] > num_mixes // 2 and seen["prefix hits"] > 2 * num_mixes
     assert seen["shared steps"] > num_mixes // 2 and seen["forks"] > num_mixes // 2
     assert num_mixes // 4 < seen["overlap"] < num_mixes
@@ -199,6 +206,7 @@ def test_two_ranks_give_the_tokens_of_one(checkpoints: Path, tensor_library: str
         max_num_batched_tokens=17,
         max_num_seqs=5,
         num_blocks=18,
+        host_blocks=40,
         overlap=True,
     )
     engine = LocalEngine(settings.apply(config, bench.block_bytes), resolved)

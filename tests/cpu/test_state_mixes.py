@@ -22,6 +22,7 @@ from tests.cpu.engine_mixes import (
     check,
     check_captured,
     check_poisoned_step,
+    count_loads,
     make_requests,
     poison,
 )
@@ -74,6 +75,7 @@ def test_random_mixes_give_the_tokens_of_each_request_alone(
         poison(bench)
 
     monkeypatch.setattr(bench._executor, "initialize_cache", poisoned)
+    loads = count_loads(bench, monkeypatch)
     for seed in range(num_mixes):
         random = Random(seed)
         settings = replace(Settings.random(random), prefix_caching=random.random() < 0.8)
@@ -88,6 +90,7 @@ def test_random_mixes_give_the_tokens_of_each_request_alone(
         seen["shared steps"] += stats.step_sequences_total > stats.steps_total
         seen["overlap"] += core.info.overlap
         seen["forks"] += sum(r.sampling.n > 1 for r in chosen)
+    assert loads[0]
     assert seen["preemptions"] and seen["prefix hits"] > num_mixes
     assert seen["shared steps"] > num_mixes // 2 and seen["forks"] > num_mixes // 2
     assert num_mixes // 4 <= seen["overlap"] < num_mixes

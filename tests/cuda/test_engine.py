@@ -87,6 +87,34 @@ def test_each_kind_of_layer_gives_the_tokens_of_transformers(tmp_path: Path, fam
     assert run["together"] == expected and run["alone"] == expected
 
 
+@pytest.mark.parametrize(
+    "family", ["gpt-oss", "gemma3", "llama4", "qwen3-next", "nemotron-h", "lfm2"]
+)
+def test_each_kind_of_layer_comes_back_from_host_memory(tmp_path: Path, family: str) -> None:
+    """Prompts with common beginnings, again and again on few blocks: the tokens of an engine
+    without a cache."""
+    from fastdeploy import LLM, SamplingParams
+
+    folder, rng = build(tmp_path, [family]) / family, np.random.default_rng(7)
+    shared = [rng.integers(3, 90, 70).tolist() for _ in range(5)]
+    prompts = [[*rng.choice(shared), *rng.integers(3, 90, n + 1)] for n in range(20)]
+    asked = [{"prompt_token_ids": [int(token) for token in prompt]} for prompt in prompts]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    found = []
+    for options in ({"enable_prefix_caching": False}, {"swap_space": 0.02}):
+        with LLM(
+            folder, device="cuda", tensor_library="torch", dtype="float32", max_model_len=112,
+            max_num_seqs=2, max_num_batched_tokens=48, num_gpu_blocks_override=14, block_size=16,
+            skip_tokenizer_init=True, **options,
+        ) as llm:  # fmt: skip
+            rounds = [llm.generate(asked, params, use_tqdm=False) for _ in range(2)]
+            found += [[out.outputs[0].token_ids for out in outputs] for outputs in rounds]
+            metrics = llm.get_metrics()
+    print(family, {name: metrics[name] for name in metrics if "host" in name})
+    assert metrics["host_hit_tokens_total"] > 500
+    assert found[1:] == [found[0]] * 3
+
+
 @pytest.mark.parametrize("settings", [{}, {"dtype": "float32"}, {"kv_cache_dtype": "fp8"}], ids=str)
 def test_a_scored_text_has_the_bits_of_its_generation(
     prompts: list[list[int]], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -6,7 +6,13 @@ import pytest
 
 from fastdeploy_core.config import BatchConfig, CacheConfig
 from fastdeploy_core.errors import OutOfBlocks, ResourceError
-from fastdeploy_core.kvcache import BlockPool, KVCacheManager, plan_cache
+from fastdeploy_core.kvcache import (
+    BlockPool,
+    CacheEntry,
+    HostTier,
+    KVCacheManager,
+    plan_cache,
+)
 from fastdeploy_core.types import EmbeddedSpan, SequenceExtras
 from fastdeploy_core.types.worker import LayerGroup, WorkerInfo
 
@@ -290,6 +296,16 @@ def test_host_block_that_is_being_loaded_is_not_overwritten_in_the_same_step():
     kv.check()
 
 
+def test_a_host_block_that_is_given_up_before_its_copy_is_written_by_its_next_owner_alone():
+    host = HostTier(1)
+    first, second = (CacheEntry(key, None, ("", ""), b"") for key in (b"1", b"2"))
+    host.save(first, 5)
+    host.forget(first)
+    host.save(second, 6)
+    assert host.take_copies() == ([(6, 0)], [])
+    host.check()
+
+
 def compute_and_free(kv, tokens):
     table, _ = compute(kv, tokens[:4])
     kv.free(table)
@@ -416,8 +432,26 @@ def test_without_layers_that_need_every_token_blocks_are_numbers():
         plan_cache([grouped(8_499, first=0)], CacheConfig(), SMALL_BATCH, 160)
 
 
-def test_the_host_tier_holds_one_group():
-    cache = CacheConfig(swap_space_bytes=100_000)
-    plan = plan_cache([grouped(100_000)], cache, SMALL_BATCH, 160)
-    assert plan.num_host_blocks == 0
-    assert any("host KV tier off" in line for line in plan.report)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_each_group_gets_the_same_share_of_its_blocks_in_host_memory(num_ranks):
+    cache = CacheConfig(swap_space_bytes=50_000 * num_ranks)
+    plan = plan_cache([grouped(100_000)] * num_ranks, cache, SMALL_BATCH, 160)
+    assert (plan.num_blocks, plan.bounded[0].num_blocks) == (83, 34)
+    # A block and a window of two come first; 48 of 100 KB are left for both.
+    assert (plan.num_host_blocks, plan.bounded[0].num_host_blocks) == (1 + 39, 2 + 16)
+    assert "40 blocks, 18 for layers with a window of 20 tokens (" in plan.report[-1]
+
+
+def test_host_memory_that_holds_no_window_is_refused_with_what_would():
+    least = 1_000 + 2 * 500
+    cache = CacheConfig(swap_space_bytes=least - 1)
+    with pytest.raises(ResourceError, match=f"at its end, {least} bytes: .* is {least - 1} bytes"):
+        plan_cache([grouped(100_000)], cache, SMALL_BATCH, 160)
+    plan = plan_cache([grouped(100_000)], CacheConfig(swap_space_bytes=least), SMALL_BATCH, 160)
+    assert (plan.num_host_blocks, plan.bounded[0].num_host_blocks) == (1, 2)
+
+
+def test_blocks_of_no_layer_take_no_host_memory():
+    cache = CacheConfig(swap_space_bytes=4_250)
+    plan = plan_cache([grouped(8_500, first=0)], cache, SMALL_BATCH, 160)
+    assert (plan.num_host_blocks, plan.bounded[0].num_host_blocks) == (1 + 15, 2 + 6)

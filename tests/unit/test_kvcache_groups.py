@@ -4,6 +4,7 @@ of random sequences would have read."""
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -26,8 +27,8 @@ RULES = {
 }
 
 
-def make_manager(rules, num_blocks=60, most=14, **options):
-    plans = [GroupPlan(rule, most, most) for rule in rules]
+def make_manager(rules, num_blocks=60, most=14, host=0, **options):
+    plans = [GroupPlan(rule, most, most, host) for rule in rules]
     kv = KVCacheManager(num_blocks, BLOCK, model_identity="m", **options)
     kv.add_groups(plans)
     return kv
@@ -37,7 +38,8 @@ class Memory:
     """What lies in each slot of each group: the tokens up to and with the one that wrote it."""
 
     def __init__(self, kv: KVCacheManager) -> None:
-        self.kv = kv
+        self.kv, self.num_loads = kv, [0] * (1 + len(kv.bounded))
+        self.host: list[dict[int, list]] = [{} for _ in self.num_loads]
         self.rules = [Retention("all"), *(group.rule for group in kv.bounded)]
         self.slots: list[dict[tuple[int, int], tuple[int, ...]]] = [{} for _ in self.rules]
 
@@ -46,7 +48,16 @@ class Memory:
 
     def feed(self, table, tokens, start, end):
         """Compute tokens start to end: write each, then read what its query sees. A state is the
-        block's only content: it is read for token start - 1, and left for token end - 1."""
+        block's only content: it is read for token start - 1, and left for token end - 1. Copies
+        come first."""
+        copies = self.kv.take_copies()
+        for group, own in enumerate((copies, *copies.more)):
+            slots, host = self.slots[group], self.host[group]
+            for block, to in own.device_to_host:
+                host[to] = [slots.get((block, at)) for at in range(BLOCK)]
+            for block, to in own.host_to_device:
+                slots.update({(to, at): found for at, found in enumerate(host[block])})
+            self.num_loads[group] += len(own.host_to_device)
         for rule, slots, blocks in zip(self.rules, self.slots, self.tables(table), strict=True):
             if rule.kind == "state":
                 if start:
@@ -64,7 +75,7 @@ class Memory:
                     assert found == tuple(tokens[: key + 1]), (rule, at, key)
 
 
-def play(kv: KVCacheManager, dice: Random) -> dict[str, int]:
+def play(kv: KVCacheManager, dice: Random) -> dict[str, Any]:
     """Sequences side by side, with shared beginnings, chunks, refused drafts and preemptions."""
     memory, seen = Memory(kv), {"hits": 0, "preempted": 0}
     texts = [[dice.randrange(9) for _ in range(dice.randrange(9, 40))] for _ in range(3)]
@@ -114,7 +125,24 @@ def play(kv: KVCacheManager, dice: Random) -> dict[str, int]:
         state[2] = end
     for _, table, _ in running:
         kv.free(table)
+    seen["loaded"] = memory.num_loads
     return seen
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("host", [3, 12])
+def test_what_comes_back_from_host_memory_is_what_was_there(name: str, host: int) -> None:
+    """In every group, few blocks of each on the device: parts of what a prefix needs are there and
+    parts in host memory, or nowhere."""
+    num_loaded = [0] * (1 + len(RULES[name]))
+    for seed in range(20):
+        kv = make_manager(RULES[name], 24, 14, host, num_host_blocks=2 * host)
+        seen = play(kv, Random(seed))
+        num_loaded = [a + b for a, b in zip(num_loaded, seen["loaded"], strict=True)]
+        kv.check()
+        assert kv.num_used == 0, "a block is leaked"
+    reads_others = name != "window 1"  # a query sees itself alone
+    assert all(num_loaded) == reads_others, "each group had something in host memory alone"
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -123,8 +151,9 @@ def test_every_token_reads_what_its_query_sees(name: str, caching: bool) -> None
     seen = {"hits": 0, "preempted": 0}
     for seed in range(25):
         kv = make_manager(RULES[name], enable_prefix_caching=caching)
-        for what, count in play(kv, Random(seed)).items():
-            seen[what] += count
+        played = play(kv, Random(seed))
+        for what in seen:
+            seen[what] += played[what]
         kv.check()
         assert kv.num_used == 0, "a block is leaked"
     assert seen["preempted"]

@@ -163,9 +163,9 @@ class Load(msgspec.Struct, tag=True):
 class InitializeCache(msgspec.Struct, tag=True):
     """Executor to worker process: allocate the KV pool."""
 
-    num_blocks: list[int]  # on the device, in host memory, of each bounded group of layers
-    # "host_files": of each rank's host tier, where a store reads and fills it. It is left out
-    # otherwise, since a device's own worker may be older than it.
+    num_blocks: list[int]  # of the first group of layers, in host memory; the others', likewise
+    # "host_files": of each rank's host tier, group by group, where others read and fill it. It is
+    # left out otherwise, since a device's own worker may be older than it.
     options: dict[str, list[str]] = {}
 
 

@@ -95,7 +95,8 @@ class _Metadata:
 
 
 class RecordableAttention:
-    """Grouped-query attention over whole tables: slow, plain, no host numbers but shapes."""
+    """Grouped-query and latent attention over whole tables: slow, plain, no host numbers but
+    shapes."""
 
     name = "recordable"
     contract = CONTRACT
@@ -110,10 +111,11 @@ class RecordableAttention:
         self.spec, self.block_size, self._xp, self._device = spec, block_size, device.xp, device
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
-        """Keys and values."""
+        """Keys and values; of latent attention rows that are both."""
         spec = self.spec
         shape = (num_blocks, self.block_size, spec.num_kv_heads)
-        return (*shape, spec.head_dim), (*shape, spec.v_head_dim)
+        dims = (spec.head_dim,) if spec.kind == "mla" else (spec.head_dim, spec.v_head_dim)
+        return tuple((*shape, dim) for dim in dims)
 
     def prepare(self, batch: AttentionBatch) -> _Metadata:
         """Which keys each token sees."""
@@ -165,8 +167,10 @@ class RecordableAttention:
         *,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """[num_tokens, num_heads * v_head_dim]."""
+        """[num_tokens, num_heads * v_head_dim], or kv_lora_rank instead."""
         xp, spec, fed = self._xp, self.spec, metadata.num_tokens
+        is_latent = spec.kind == "mla"
+        value_dim = spec.kv_lora_rank if is_latent else spec.v_head_dim
         group = spec.num_heads // spec.num_kv_heads
         rows, keys = metadata.slots.shape
         gone = metadata.foreign.unsqueeze(2).unsqueeze(3)
@@ -180,7 +184,8 @@ class RecordableAttention:
             return xp.repeat_interleave(found, group, 1)
 
         queries = (q[:fed] * spec.scale).unsqueeze(2)
-        scores = xp.matmul_nt(queries, load(cache[0], spec.head_dim)).squeeze(2)
+        seen = load(cache[0], spec.head_dim)
+        scores = xp.matmul_nt(queries, seen).squeeze(2)
         if spec.softcap:
             scores = xp.tanh(scores / spec.softcap) * spec.softcap
         never = xp.full([1], -1e30, dtype=scores.dtype, device=self._device.device)
@@ -189,8 +194,8 @@ class RecordableAttention:
             column = sinks.reshape([1, -1, 1]) + xp.zeros_like(scores[:, :, :1])
             scores = xp.cat((scores, column), -1)
         weights = xp.softmax(scores, -1)[:, :, :keys].unsqueeze(2)
-        out = xp.matmul(weights, load(cache[1], spec.v_head_dim))
-        out = out.reshape([fed, spec.num_heads * spec.v_head_dim])
+        values = seen[:, :, :, :value_dim] if is_latent else load(cache[1], value_dim)
+        out = xp.matmul(weights, values).reshape([fed, spec.num_heads * value_dim])
         missing = q.shape[0] - fed
         if not missing:
             return out

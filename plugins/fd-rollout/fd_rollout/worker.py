@@ -71,9 +71,9 @@ class RolloutWorker(Worker):
         self._loaded, self._kernels = loaded, kernels
         return loaded
 
-    def _allocate_cache(self, sizes: Sequence[int], host_file: str) -> None:
+    def _allocate_cache(self, sizes: Sequence[int], host_files: Sequence[str]) -> None:
         with self._memory.region("kv_cache"):
-            super()._allocate_cache(sizes, host_file)
+            super()._allocate_cache(sizes, host_files)
 
     # -- actions ----------------------------------------------------------------------------------
 

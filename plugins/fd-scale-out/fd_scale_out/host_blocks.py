@@ -34,40 +34,58 @@ class HostMemory:
     """The host tiers of all ranks of an engine."""
 
     def __init__(
-        self, num_ranks: int, plan: CachePlan, asked: str, *, on_device: bool = False
+        self,
+        num_ranks: int,
+        plan: CachePlan,
+        asked: str,
+        *,
+        on_device: bool = False,
+        takes_groups: bool = False,
     ) -> None:
-        """CapabilityError where there is no host tier; asked: the arguments that need it;
-        on_device: its blocks lie in memory of the device (TierDevice), whose ranks tell where."""
+        """CapabilityError where there is no host tier, or one of several groups of layers and not
+        `takes_groups`; asked: the arguments that need it; on_device: its blocks lie in memory of
+        the device (TierDevice), whose ranks tell where."""
         if not plan.num_host_blocks:
             raise CapabilityError(f"{asked} needs the host tier, and {plan.report[-1]}")
+        if plan.bounded and (on_device or not takes_groups):
+            kinds = " and ".join(group.rule.kind for group in plan.bounded)
+            raise CapabilityError(
+                f"{asked} passes on blocks of layers that need every token, and this model has "
+                f"layers with a {kinds}; leave it out, and --swap-space holds the blocks of all"
+            )
         how = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-        self._files = [os.memfd_create(f"fd-host-tier-{rank}", how) for rank in range(num_ranks)]
-        self._on_device = on_device
+        numbers = range(num_ranks * (1 + len(plan.bounded)))  # of ranks, group by group
+        self._files = [os.memfd_create(f"fd-host-tier-{number}", how) for number in numbers]
+        self._on_device, self._num_ranks = on_device, num_ranks
         place = "device:" if on_device else ""
         self.paths = [f"{place}/proc/{os.getpid()}/fd/{file}" for file in self._files]
-        # Of each its memory, and the bytes of a block: memoryviews, or DeviceMemory.
-        self.ranks: list[tuple[Any, int]] = []
+        # Of each group and rank its memory, and the bytes of a block: memoryviews, or DeviceMemory.
+        self.groups: list[list[tuple[Any, int]]] = []
+
+    @property
+    def ranks(self) -> list[tuple[Any, int]]:
+        """Of the first group of layers."""
+        return self.groups[0]
 
     def open(self, kv: KVCacheManager) -> HostTier:
-        """The ranks have made the files as large as they need; returns the engine's host tier."""
-        if kv.host is None:  # HostMemory was made for a plan with one
-            raise CapabilityError("the KV cache has no host tier")
-        num_blocks = kv.host.num_blocks
+        """The ranks have made the files as large as they need; returns the first group's tier."""
         views = [memoryview(mmap.mmap(file, 0)) for file in self._files]
         if self._on_device:
             views = [_device_memory(view) for view in views]
         else:
             threading.Thread(target=_touch, args=(views,), name="fd-kv-touch", daemon=True).start()
-        self.ranks = [(view, view.nbytes // num_blocks) for view in views]
+        for tier in kv.tiers:
+            own, views = views[: self._num_ranks], views[self._num_ranks :]
+            self.groups.append([(view, view.nbytes // tier.num_blocks) for view in own])
         for file in self._files:
             # From here on whoever gets the descriptor can read, and write no byte.
             with contextlib.suppress(OSError):  # an older kernel
                 fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
         return kv.host
 
-    def file(self, rank: int) -> int:
+    def file(self, rank: int, group: int = 0) -> int:
         """Descriptor of a rank's memory for Region, or -1 if it cannot be shown to others."""
-        file = self._files[rank]
+        file = self._files[group * self._num_ranks + rank]
         is_sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) & _SEALS == _SEALS
         return file if is_sealed and not self._on_device else -1
 

@@ -7,6 +7,7 @@ from collections import deque
 from typing import Any
 
 from fd_scale_out.handover.messages import Abort, Aborted, Accept, Alive, Commit, Have, Want
+from fd_scale_out.handover.parts import Parts
 from fd_scale_out.handover.receiving import Pull, Receiving
 from fd_scale_out.handover.sending import LEASE_S, Sending
 from hypothesis import settings
@@ -82,7 +83,7 @@ class Handover(RuleBasedStateMachine):
                 assert peer == "prefill"
                 outer.to_prefill.append(note)
 
-            def reserve(self, count: int) -> list[int]:
+            def reserve(self, first: int, count: int) -> list[int]:
                 return outer.target.take(count)
 
             def pull(self, owner: Receiving, pull: Pull, attempt: int) -> bool:
@@ -118,10 +119,14 @@ class Handover(RuleBasedStateMachine):
             def finish(self, token: SequenceDelta | None, failure: str) -> None:
                 outer.finishes.append((token, failure))
 
-        self.sending = Sending(NAME, KEYS, Source(), 0.0, 2)
+        # The last two are of another group, and so far on their own.
+        parts = Parts(
+            [range(NUM_BLOCKS - 2), range(NUM_BLOCKS - 4, NUM_BLOCKS - 2)], [2, 3], [0, 0]
+        )
+        self.sending = Sending(NAME, KEYS, Source(), 0.0, parts)
         want = Want(NAME, attempt, first, NUM_BLOCKS, KEYS[-1])
         self.first, self.attempt = first, attempt
-        self.receiving = Receiving(NAME, "prefill", want, Target(), 0.0, 60.0)
+        self.receiving = Receiving(NAME, "prefill", want, Target(), 0.0, 60.0, parts)
         if head_start:
             self.hear_at_prefill(twice=False)
         for number in range(head_start):

@@ -44,6 +44,7 @@ from fd_scale_out.receiver_driven import DECODE_ERRORS, MAX_NOTE_BYTES
 
 from . import messages
 from .messages import Abort, Aborted, Accept, Alive, Commit, Have, Hello, Want
+from .parts import Parts, Tiers
 from .receiving import Pull, Receiving
 from .sending import BEAT_S, Sending
 from .splitting import Layout, Staging, layout_of
@@ -79,12 +80,21 @@ class _Incoming:
     """What a Receiving has done: its ReceivingWorld."""
 
     def __init__(
-        self, owner: Handovers, request: Request, table: BlockTable, staging: Staging | None
+        self,
+        owner: Handovers,
+        request: Request,
+        table: BlockTable,
+        parts: Parts,
+        staging: Staging | None,
     ) -> None:
         """staging: where blocks of an instance with another number of ranks arrive."""
         self._owner, self._request, self._table, self._staging = owner, request, table, staging
+        self._parts = parts
         self.say, self.cancel, self.quarantine = owner.say, owner.cancel, owner.quarantine
-        self.reserve = owner.host.reserve
+
+    def reserve(self, first: int, count: int) -> list[int]:
+        """Of the group whose blocks these are."""
+        return self._owner.tiers.reserve(self._parts.place(first)[0], count)
 
     def pull(self, receiving: Receiving, pull: Pull, attempt: int) -> bool:
         """As the other instance has them."""
@@ -118,7 +128,14 @@ class _Incoming:
 
     def adopt(self, first: int, blocks: list[int]) -> None:
         """Into the prefix cache."""
-        self._owner.kv.prefix.adopt(self._table, first, blocks)
+        kv, (group, index) = self._owner.kv, self._parts.place(first)
+        blocks = self._parts.within_group(first, blocks)
+        if not group:
+            kv.prefix.adopt(self._table, index, blocks)
+            return
+        entries = kv.prefix.match(self._table, index + len(blocks))[index:]
+        for entry, block in zip(entries, blocks, strict=False):  # of others the tokens are unknown
+            kv.bounded[group - 1].adopt(entry, block)
 
     def finish(self, first_token: SequenceDelta | None, failure: str) -> None:
         """The request goes on."""
@@ -142,7 +159,14 @@ class Handovers:
         can = getattr(make_transport, "capabilities", TransportCapabilities())
         self._on_device = can.device_memory
         words = f"--kv-transport {asked.transport}"
-        self._memory = HostMemory(len(infos), plan, words, on_device=self._on_device)
+        if not infos[0].bytes_per_block:
+            raise CapabilityError(
+                f"{words} counts a prompt's blocks by layers that need every token, and this model "
+                "has none; leave it out"
+            )
+        self._memory = HostMemory(
+            len(infos), plan, words, on_device=self._on_device, takes_groups=True
+        )
         self.paths = self._memory.paths  # where each rank's host tier is to lie
         # The prefix cache's model_identity: instances with other ranks have the same.
         self.identity = identity_of(config, infos, with_layout=False)
@@ -158,14 +182,15 @@ class Handovers:
         self._sending: dict[str, Sending] = {}
         self._receiving: dict[str, Receiving] = {}
         self._by_request: dict[str, str] = {}  # request id to the name of its handover
-        self._by_key: dict[bytes, list[tuple[Sending, int]]] = {}  # who wants this block
+        # Who wants this block of this group of layers.
+        self._by_key: dict[tuple[int, bytes], list[tuple[Sending, int]]] = {}
         self._early: dict[str, tuple[str, Want, float]] = {}  # peer, what it wants, until when
         self._beat_s = 0.0  # when those are told again that they are not forgotten
         self._greeted: set[str] = set()
         self._pulls: dict[int, tuple[Receiving, Pull, set[int]]] = {}  # by transfer
         self._ids = itertools.count(1)
         self._leases = Counter[int]()  # of host blocks that other instances may read
-        self._noted: dict[int, list[tuple[CacheEntry, int]]] = {}  # by step
+        self._noted: dict[int, list[tuple[int, CacheEntry, int]]] = {}  # by step
         self._last_planned = self._last_settled = -1
         # Of prompts that are computed: their first tokens, and the step that copies the last block.
         self._computed: dict[str, tuple[SequenceDelta | None, int]] = {}
@@ -181,9 +206,10 @@ class Handovers:
     def open(self, scheduler: BatchScheduler) -> None:
         """The ranks have their host tiers, and this is the engine's batch scheduler."""
         self._scheduler, self.kv = scheduler, scheduler.kv
-        self.host = self._memory.open(scheduler.kv)
-        block_bytes = sum(size for _, size in self._memory.ranks)
-        self._most_blocks = max(1, min(messages.MAX_BLOCKS, MAX_HAVE_BYTES // block_bytes))
+        self._memory.open(scheduler.kv)
+        self.tiers = Tiers(scheduler.kv.tiers)
+        sizes = [sum(size for _, size in ranks) for ranks in self._memory.groups]
+        self._most = [max(1, min(messages.MAX_BLOCKS, MAX_HAVE_BYTES // size)) for size in sizes]
         self._open_transport()
 
     @property
@@ -212,10 +238,12 @@ class Handovers:
         entries = self.kv.match(table, token_ids).entries
         if order.name in self._sending or order.name in self._receiving or not table.keys:
             return False
+        known = self.kv.prefix.match(table, len(table.keys))
         if order.role is InstanceRole.PREFILL:
-            self._send(order.name, request, table, entries)
+            self._send(order.name, request, table, known)
             return False
-        return self._receive(order, request, table, len(entries))
+        is_all = len(entries) == len(table.keys)  # and of every group what it needs
+        return self._receive(order, request, table, None if is_all else len(known))
 
     def ready(self, wait_s: float = 0.0) -> list[tuple[str, SequenceDelta | None]]:
         """Take in what happened: ids of requests that wait no more, with their first tokens as far
@@ -240,25 +268,28 @@ class Handovers:
     def note(self, step_id: int) -> None:
         """A step was planned; its copies may bring wanted blocks to host memory."""
         self._last_planned = step_id
-        if written := self.host.take_written():
+        if written := self.tiers.take_written():
             self._noted[step_id] = written
 
     def settle(self, step_id: int, *, is_done: bool) -> None:
         """The step was done, or failed. What it left in host memory is there for others."""
         self._last_settled = step_id
         to_sum: list[tuple[int, list[tuple[Sending, int]]]] = []
-        for entry, block in self._noted.pop(step_id, ()):
-            wanted = [pair for pair in self._by_key.get(entry.key, ()) if not pair[0].is_over]
-            is_full = len(self._leases) >= self.host.num_blocks * MAX_HELD_SHARE
+        for group, entry, block in self._noted.pop(step_id, ()):
+            pairs = self._by_key.get((group, entry.key), ())
+            wanted = [pair for pair in pairs if not pair[0].is_over]
+            num_held = sum(self.tiers.place(held)[0] == group for held in self._leases)
+            is_full = num_held >= self.tiers.all[group].num_blocks * MAX_HELD_SHARE
             if is_done and wanted and (block in self._leases or not is_full):
                 self._leases[block] += len(wanted)
                 for sending, _ in wanted:
                     sending.num_checked += 1
                 to_sum.append((block, wanted))
             elif block not in self._leases:
-                self.host.end_lease(block)
-        for first in range(0, len(to_sum), self._most_blocks):
-            self.in_thread(partial(self._sum_all, to_sum[first : first + self._most_blocks]))
+                self.tiers.end_lease(block)
+        most = self._most[0]
+        for first in range(0, len(to_sum), most):
+            self.in_thread(partial(self._sum_all, to_sum[first : first + most]))
         if not is_done:
             for sending in self._sending.values():
                 sending.fail("a step failed there")
@@ -279,7 +310,7 @@ class Handovers:
             else:
                 del self._by_request[delta.request_id]
                 token = SequenceDelta(token_ids=first.token_ids, logprobs=first.logprobs)
-                last = self._last_planned + self.host.has_copies
+                last = self._last_planned + self.kv.has_copies
                 self._computed[sending.name] = token if _fits(sending.name, token) else None, last
 
     def set_role(self, role: InstanceRole) -> None:
@@ -317,13 +348,15 @@ class Handovers:
     def pull(self, receiving: Receiving, pull: Pull, attempt: int, staging: Staging | None) -> bool:
         """One transfer, or several where the transport takes fewer regions at once."""
         most = self._transport.capabilities.max_regions
-        regions = _region_ids(staging.layout if staging else self._layout)
+        group = receiving.parts.place(pull.first)[0]
+        regions = _region_ids(staging.layout if staging else self._layout, group)
+        targets = receiving.parts.within_group(pull.first, pull.targets)
         parts = [regions[i : i + most] for i in range(0, len(regions), most)]
         ids = {next(self._ids) for _ in parts}
         try:
             for transfer_id, part in zip(sorted(ids), parts, strict=True):
                 plan = TransferPlan(
-                    transfer_id, attempt, part, pull.sources, pull.targets, self._timeout_s
+                    transfer_id, attempt, part, pull.sources, targets, self._timeout_s
                 )
                 self._transport.submit(receiving.peer, plan)
                 self._pulls[transfer_id] = receiving, pull, ids
@@ -351,12 +384,12 @@ class Handovers:
             self._leases[block] -= 1
             if not self._leases[block]:
                 del self._leases[block]
-                self.host.end_lease(block)
+                self.tiers.end_lease(block)
 
     def end_leases(self, blocks: Iterable[int]) -> None:
         """Blocks that were reserved to be filled."""
         for block in blocks:
-            self.host.end_lease(block)
+            self.tiers.end_lease(block)
 
     def finish(self, request_id: str, first: SequenceDelta | None, failure: str) -> None:
         """A request waits no more."""
@@ -399,13 +432,17 @@ class Handovers:
                 pairs = zip(totals, found, strict=True)
                 totals = [total ^ one + region_id & 0xFFFFFFFF for total, one in pairs]
             return totals
-        return [_crc(parts_of(ranks or self._memory.ranks, block)) for block in blocks]
+        if ranks:
+            return [_crc(parts_of(ranks, block)) for block in blocks]
+        places = map(self.tiers.place, blocks)
+        return [_crc(parts_of(self._memory.groups[group], block)) for group, block in places]
 
     # Our own.
 
     def _open_transport(self) -> None:
         self._transport = self._make_transport(self._options)
-        self._register(self._layout, self._memory.ranks, is_shown=True)
+        for group, ranks in enumerate(self._memory.groups):
+            self._register(self._layout, ranks, group, is_shown=True)
         descriptor = self._transport.descriptor()
         for layout, staging in self._stagings.items():
             self._register(layout, staging.ranks)
@@ -414,18 +451,23 @@ class Handovers:
         self._ticket = make_ticket(self._options.secret, ticket)
 
     def _register(
-        self, layout: Layout, ranks: list[tuple[Any, int]], *, is_shown: bool = False
+        self,
+        layout: Layout,
+        ranks: list[tuple[Any, int]],
+        group: int = 0,
+        *,
+        is_shown: bool = False,
     ) -> None:
         """is_shown: peers may map the memory itself, where a transport can do that."""
-        name = f"{self._digest}.{layout.digest}"
+        name = f"{self._digest}.{layout.digest}.{group}"
         self._transport.register(
             [
                 Region(
                     *(number, _whole(view, size), size, f"{name}.{rank}"),
-                    file=self._memory.file(rank) if is_shown else -1,
+                    file=self._memory.file(rank, group) if is_shown else -1,
                 )
                 for rank, (number, (view, size)) in enumerate(
-                    zip(_region_ids(layout), ranks, strict=True)
+                    zip(_region_ids(layout, group), ranks, strict=True)
                 )
             ]
         )
@@ -437,6 +479,10 @@ class Handovers:
             return None
         if self._on_device:
             raise CapabilityError("instances whose blocks stay on devices need equally many ranks")
+        if self.kv.bounded:
+            raise CapabilityError(
+                "instances of a model with windows, chunks or states need equally many ranks"
+            )
         if layout not in self._stagings:
             if len(self._stagings) >= MAX_LAYOUTS:
                 raise CapabilityError(f"instances have more than {MAX_LAYOUTS} numbers of ranks")
@@ -460,19 +506,32 @@ class Handovers:
     def _send(
         self, name: str, request: Request, table: BlockTable, entries: list[CacheEntry]
     ) -> None:
-        sending = Sending(name, table.keys.copy(), self, time.monotonic(), self._most_blocks)
+        parts, host = self._parts(table), self.kv.host
+        sending = Sending(name, table.keys.copy(), self, time.monotonic(), parts)
         self._sending[name], self._by_request[request.request_id] = sending, name
-        for number, key in enumerate(sending.keys):
-            self._by_key.setdefault(key, []).append((sending, number))
-        self.host.writes_through = True
+        for number in range(parts.total):
+            self._by_key.setdefault(_wanted(sending, number), []).append((sending, number))
+        self.tiers.write_through(True)
         for entry in entries:  # others are written as they are computed
-            if entry.block is not None or entry.host_block is not None:
-                self.host.write_through(entry, -1 if entry.block is None else entry.block)
+            if entry.block is not None or entry in host:
+                host.write_through(entry, -1 if entry.block is None else entry.block)
+        for group in self.kv.bounded:
+            for index in group.needed(len(table.keys)):
+                if index < len(entries):
+                    group.write_through(entries[index])
         if (early := self._early.pop(name, None)) is not None:
             sending.want(early[0], early[1], time.monotonic())
 
-    def _receive(self, order: Order, request: Request, table: BlockTable, first: int) -> bool:
-        total = len(table.keys)
+    def _parts(self, table: BlockTable) -> Parts:
+        count = len(table.keys)
+        spans = [range(count), *(group.needed(count) for group in self.kv.bounded)]
+        return Parts(spans, self._most, self.tiers.bases)
+
+    def _receive(
+        self, order: Order, request: Request, table: BlockTable, first: int | None
+    ) -> bool:
+        """first: the first number that is not known; None: all is there."""
+        parts = self._parts(table)
         try:
             ticket = read_ticket(self._options.secret, self._transport.name, order.ticket)
             staging = self._staging_for(ticket.layout)
@@ -484,12 +543,13 @@ class Handovers:
             self._greeted.add(peer)
             with contextlib.suppress(FastDeployError):  # it is lost then, which an event says
                 self._transport.note(peer, self._hello)
-        want = Want(order.name, request.attempt + 1, first, total, table.keys[-1])
+        first = parts.total if first is None else first
+        want = Want(order.name, request.attempt + 1, first, parts.total, table.keys[-1])
         timeout_s = min(self._timeout_s, request.deadline_s or self._timeout_s)
-        world = _Incoming(self, request, table, staging)
+        world = _Incoming(self, request, table, parts, staging)
         self._by_request[request.request_id] = order.name
         self._receiving[order.name] = Receiving(
-            order.name, peer, want, world, time.monotonic(), timeout_s, self._most_blocks
+            order.name, peer, want, world, time.monotonic(), timeout_s, parts
         )
         return True
 
@@ -605,7 +665,7 @@ class Handovers:
         self._quarantine = [one for one in self._quarantine if not self._is_fenced(*one)]
         num_kept = sum(len(blocks) for _, blocks in self._quarantine)
         is_idle = not (self._sending or self._receiving)
-        if num_kept > self.host.num_blocks * MAX_QUARANTINE_SHARE:
+        if num_kept > self.tiers.num_blocks * MAX_QUARANTINE_SHARE:
             self._warn("too many blocks may still be written to; the transport is opened anew")
             self._reopen()
         elif self._role != self._next_role and is_idle:
@@ -620,11 +680,12 @@ class Handovers:
                 self._computed.pop(name, None)
                 self._num_sent += sending.is_accepted
                 self._by_request = {r: n for r, n in self._by_request.items() if n != name}
-                for key in sending.keys:
+                for number in range(sending.parts.total):
+                    key = _wanted(sending, number)
                     left = [pair for pair in self._by_key.pop(key) if pair[0] is not sending]
                     if left:
                         self._by_key[key] = left
-        self.host.writes_through = bool(self._sending)
+        self.tiers.write_through(bool(self._sending))
         self._receiving = {n: r for n, r in self._receiving.items() if not r.is_over}
 
     def _is_fenced(self, peer: str, blocks: list[int]) -> bool:
@@ -652,9 +713,15 @@ class Handovers:
             logger.warning("KV handover: %s (further ones of the kind are not logged)", text)
 
 
-def _region_ids(layout: Layout) -> list[int]:
-    """Of its ranks, with each transport: those of another layout are others."""
-    first = int(layout.digest[:6], 16) << 8
+def _wanted(sending: Sending, number: int) -> tuple[int, bytes]:
+    group, index = sending.parts.place(number)
+    return group, sending.keys[index]
+
+
+def _region_ids(layout: Layout, group: int = 0) -> list[int]:
+    """Of its ranks, with each transport: those of another layout or group are others."""
+    digest = hashlib.sha256(f"{layout.digest} {group}".encode()).hexdigest()
+    first = int(digest[:6], 16) << 8
     return [first + rank for rank in range(layout.num_ranks)]
 
 

@@ -26,8 +26,8 @@ class Hello(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=Tru
 
 
 class Want(_Note):
-    """Decode instance: the prompt's blocks from number `first` on. last_key: of its last full
-    block, which covers all tokens before it, the salt and the model."""
+    """Decode instance: the prompt's blocks from number `first` on, as Parts numbers them. last_key:
+    of its last full block, which covers all tokens before it, the salt and the model."""
 
     first: int
     total: int
@@ -35,7 +35,8 @@ class Want(_Note):
 
 
 class Have(_Note):
-    """Prefill instance: these blocks, of numbers `first` and up, lie in its host tier and stay."""
+    """Prefill instance: these blocks, of numbers `first` and up, all of one group of layers, lie in
+    its host tier of that group and stay."""
 
     first: int
     blocks: list[int]

@@ -15,7 +15,8 @@ import msgspec
 
 from fastdeploy_core.types import SequenceDelta
 
-from .messages import MAX_BLOCKS, Abort, Aborted, Accept, Alive, Commit, Have, Want
+from .messages import Abort, Aborted, Accept, Alive, Commit, Have, Want
+from .parts import Parts
 from .sending import BEAT_S, LEASE_S
 
 MAX_PULLS: Final = 2  # of one handover at once: one arrives while the next is asked for
@@ -29,8 +30,8 @@ class ReceivingWorld(Protocol):
         """Send a note."""
         ...
 
-    def reserve(self, count: int) -> list[int]:
-        """At most so many host blocks to fill."""
+    def reserve(self, first: int, count: int) -> list[int]:
+        """At most so many host blocks to fill with those of numbers `first` and up."""
         ...
 
     def pull(self, owner: Receiving, pull: Pull, attempt: int) -> bool:
@@ -87,11 +88,11 @@ class Receiving:
         world: ReceivingWorld,
         now: float,
         timeout_s: float,
-        most: int = MAX_BLOCKS,
+        parts: Parts,
     ) -> None:
-        """want: what is asked for. most: blocks of one pull, unless one Have has more."""
-        self.name, self.peer, self.is_over = name, peer, False
-        self._world, self._want, self._most = world, want, most
+        """want: what is asked for."""
+        self.name, self.peer, self.parts, self.is_over = name, peer, parts, False
+        self._world, self._want = world, want
         self._announced: deque[Have] = deque()
         self._pulls: deque[Pull] = deque()  # in the order of their blocks
         self._expected = want.first  # the block that is announced next
@@ -106,7 +107,7 @@ class Receiving:
         if not self._is_news(note, now) or note.first != self._expected:
             return  # said twice
         count, room = len(note.blocks), self._want.total - note.first
-        if not 0 < count == len(note.checksums) <= room:
+        if not 0 < count == len(note.checksums) <= room or self._is_mixed(note.first, count):
             self.give_up("the other instance names blocks that do not exist")
             return
         self._expected += count
@@ -202,16 +203,23 @@ class Receiving:
         self._lease_s = now + LEASE_S
         return True
 
+    def _is_mixed(self, first: int, count: int) -> bool:
+        """Whether these are blocks of several groups of layers."""
+        return self.parts.place(first)[0] != self.parts.place(first + count - 1)[0]
+
     def _pull(self) -> None:
         while self._announced and len(self._pulls) < MAX_PULLS and not self.is_over:
             note = self._announced.popleft()
             first, blocks, checksums = note.first, list(note.blocks), list(note.checksums)
             # What was announced while others were on their way comes in one transfer.
-            while self._announced and len(blocks) + len(self._announced[0].blocks) <= self._most:
+            while self._announced:
+                end = self._announced[0].first + len(self._announced[0].blocks)
+                if self.parts.together(first, end).stop < end:
+                    break
                 more = self._announced.popleft()
                 blocks += more.blocks
                 checksums += more.checksums
-            targets = self._world.reserve(len(blocks))
+            targets = self._world.reserve(first, len(blocks))
             if len(targets) < len(blocks):  # what finds no room is computed
                 self._has_room = False
                 self._announced.clear()

@@ -12,7 +12,8 @@ import msgspec
 
 from fastdeploy_core.types import SequenceDelta
 
-from .messages import MAX_BLOCKS, Abort, Aborted, Alive, Commit, Have, Want
+from .messages import Abort, Aborted, Alive, Commit, Have, Want
+from .parts import Parts
 
 LEASE_S: Final = 10.0  # without a word of the other side a handover is over
 BEAT_S: Final = 2.0  # between two Alive
@@ -35,13 +36,13 @@ class Sending:
     LEASE_S without a word. One thread calls."""
 
     def __init__(
-        self, name: str, keys: list[bytes], world: SendingWorld, now: float, most: int = MAX_BLOCKS
+        self, name: str, keys: list[bytes], world: SendingWorld, now: float, parts: Parts
     ) -> None:
-        """keys: of the prompt's full blocks. most: blocks of one Have."""
-        self.name, self.keys, self.num_blocks = name, keys, len(keys)
+        """keys: of the prompt's full blocks."""
+        self.name, self.keys, self.parts, self.num_blocks = name, keys, parts, parts.total
         self.num_checked = 0  # blocks whose checksums are being computed: its owner counts
         self.is_over = self.is_accepted = self.is_committed = False
-        self._world, self._most = world, most
+        self._world = world
         self._peer, self._attempt = "", 0
         self._held: dict[int, tuple[int, int]] = {}  # by number: host block, checksum
         self._next = 0  # the first block that the peer has not been told of
@@ -142,9 +143,10 @@ class Sending:
             return
         end = self.num_leading
         while self._next < end:
-            numbers = range(self._next, min(end, self._next + self._most))
-            blocks, checksums = zip(*(self._held[n] for n in numbers), strict=True)
-            note = Have(self.name, self._attempt, self._next, list(blocks), list(checksums))
+            numbers = self.parts.together(self._next, end)
+            held, checksums = zip(*(self._held[n] for n in numbers), strict=True)
+            blocks = self.parts.within_group(self._next, held)
+            note = Have(self.name, self._attempt, self._next, blocks, list(checksums))
             self._world.say(self._peer, note)
             self._next = numbers.stop
         if self.is_committed and not self._is_told:
