@@ -19,6 +19,7 @@ from fd_cpu.attention import X86Attention
 from fd_cpu.device import X86Device
 from fd_cpu.moe import X86MoE
 from fd_cuda.attention.gqa import PagedAttention
+from fd_cuda.attention.indexed import IndexedAttention as CudaIndexedAttention
 from fd_cuda.attention.mla import LatentAttention
 from fd_cuda.attention.quantized import QuantizedAttention
 from fd_cuda.device import CudaDevice
@@ -276,6 +277,7 @@ attention: list[Callable[[AttentionSpec, int, DeviceBackend, KernelTable], Atten
     X86Attention,
     PagedAttention,
     LatentAttention,
+    CudaIndexedAttention,
     QuantizedAttention,
     GaudiBlock,
     GcuAttention,

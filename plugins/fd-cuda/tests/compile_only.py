@@ -58,12 +58,11 @@ SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 
 
 def products(capability: int) -> Iterator[Callable[[], Any]]:
-    """Every packed format, dense and as experts, as cards without native kernels read it; experts in
-    half floats, and clamped ones in MXFP4; few rows and many."""
+    """Every packed format, dense and as experts, as cards without native kernels read it;
+    experts in half floats, and clamped ones in MXFP4; few rows and many."""
     from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
-    from packed_weights import packed
-
     from fd_quant_formats.mxfp4 import FORMAT as MXFP4
+    from packed_weights import packed
 
     from fd_cuda.kernels import experts, quant_any
     from fd_cuda.kernels.routing import Order

@@ -15,7 +15,7 @@ from fastdeploy_core.contracts.attention import (
     cache_dtypes,
 )
 
-# Of Qwen3-Next, Granite 4, LFM2 and Kimi Linear; the last three have widths that are no powers of 2.
+# Of Qwen3-Next, Granite 4, LFM2 and Kimi Linear, and some whose widths are no powers of 2.
 SPECS = (
     StateSpec("delta", 32, 16, 128, 128, (2048, 2048, 4096), 4, "bfloat16"),
     StateSpec("space", 48, 1, 128, 64, (3072, 128, 128), 4, "bfloat16"),

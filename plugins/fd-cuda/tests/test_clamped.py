@@ -1,5 +1,5 @@
-"""Experts of gpt-oss against the operation's definition in fd-models, plain and in MXFP4: on the GPU,
-or in Triton's interpreter."""
+"""Experts of gpt-oss against the operation's definition in fd-models, plain and in MXFP4: on the
+GPU, or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from fastdeploy_core.contracts.quant_formats import PackedWeight
+from fd_models.clamped import moe_experts_clamped
+from fd_quant_formats.mxfp4 import FORMAT, GROUP
 from test_kernels import DEVICE, HAS_GPU
 
 from fastdeploy_testing.drivers import build_kernel_table
-from fd_models.clamped import moe_experts_clamped
-from fd_quant_formats.mxfp4 import FORMAT, GROUP
 
 ALPHA, LIMIT = 1.702, 1.5
 # Experts, hidden, width: widths that fill tiles and such that do not.
@@ -37,17 +37,17 @@ def matrices(
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("is_packed", [True, False], ids=["mxfp4", "plain"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if HAS_GPU else [torch.float32])
-@pytest.mark.parametrize("has_down_bias", [True, False])
 def test_it_gives_what_the_definition_gives(
-    shape: tuple[int, int, int], is_packed: bool, dtype: torch.dtype, has_down_bias: bool
+    shape: tuple[int, int, int], is_packed: bool, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(sum(shape))
+    has_down_bias = shape == SHAPES[0]  # one rank of several has none
     kernels: Any = build_kernel_table("cuda", {"tensor_library": "torch"})
     experts, hidden, width = shape
     weights = matrices(shape, is_packed, dtype)
     biases = [torch.randn(experts, n).to(DEVICE, dtype) for n in (2 * width, hidden)]
     prepared = [kernels.prepare("moe_experts_clamped", weight) for weight in weights]
-    for tokens in (0, 1, 3, 37):
+    for tokens in (0, 1, 37 if HAS_GPU else 9):
         x = torch.randn(tokens, hidden).to(DEVICE, dtype)
         ids = torch.stack([torch.randperm(experts)[:2] for _ in range(tokens)] or [torch.empty(2)])
         ids = ids[:tokens].long().to(DEVICE)
@@ -57,9 +57,7 @@ def test_it_gives_what_the_definition_gives(
             function: Any, x: Any, both: list[Any], own: list[Any], ids: Any = ids, s: Any = shares
         ) -> torch.Tensor:
             down_bias = own[1] if has_down_bias else None
-            y: torch.Tensor = function(
-                x, ids, s, both[0], own[0], both[1], down_bias, ALPHA, LIMIT
-            )
+            y: torch.Tensor = function(x, ids, s, both[0], own[0], both[1], down_bias, ALPHA, LIMIT)
             return y
 
         got = run(kernels["moe_experts_clamped"], x, prepared, biases)

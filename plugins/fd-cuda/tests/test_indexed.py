@@ -1,5 +1,5 @@
-"""Latent attention with an indexer against the plain tensor code of fd-models, which the whole model
-is tested with against transformers: steps as they come, and captured ones."""
+"""Latent attention with an indexer against the plain tensor code of fd-models, which the whole
+model is tested with against transformers: steps as they come, and captured ones."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.contracts.model import IndexSpec
+from fd_models.latent import indexed
 from test_kernels import DEVICE
 
 from fastdeploy_testing.drivers import build_kernel_table, lookup
 from fd_cuda.attention.indexed import IndexedAttention
-from fd_models.latent import indexed
 
 BLOCK, RANK, ROPE, TOP_K = 16, 32, 16, 24
-# Tokens that rows feed, and all their tokens: decodes, prompts, what is just chosen and what is not.
+# Tokens that rows feed, and all their tokens: just as many as are chosen, fewer and more.
 STEPS = {
     "decodes": ((1, 1, 1), (90, TOP_K, 25)),
     "mixed": ((30, 1, 5), (70, 61, 26)),
@@ -73,9 +73,7 @@ class World:
 
 
 def drivers(spec: AttentionSpec) -> tuple[Any, Any]:
-    device: Any = lookup("device", DEVICE)(
-        DeviceOptions(tensor_library="torch")
-    )
+    device: Any = lookup("device", DEVICE)(DeviceOptions(tensor_library="torch"))
     kernels = build_kernel_table("cuda", {"tensor_library": "torch"})
     return (
         IndexedAttention(spec, BLOCK, device, kernels),

@@ -1,5 +1,5 @@
-"""Operation `moe_experts_clamped` of gpt-oss (arXiv 2508.10925), in plain tensor code: the definition
-that cells of devices are tested against."""
+"""Operation `moe_experts_clamped` of gpt-oss (arXiv 2508.10925), in plain tensor code: the
+definition that cells of devices are tested against."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ _OPERATION = "moe_experts_clamped"
 class ClampedExperts:
     """Router and experts with biases; clamped.py says what stands between their matrices.
 
-    Ranks hold a share of every expert's width; rows of gate and up alternate, so that a share is one
-    piece. Quantized experts stay as they are where the device's cell multiplies with their format, and
-    are computed in the model's dtype elsewhere.
+    Ranks hold a share of every expert's width; rows of gate and up alternate, so that a share is
+    one piece. Quantized experts stay as they are where the device's cell multiplies with their
+    format, and are computed in the model's dtype elsewhere.
     """
 
     def __init__(self, build: ModelBuilder, prefix: str, read: ConfigReader) -> None:

@@ -3,7 +3,8 @@ and read in the model's dtype for the others.
 
 Of a matrix [experts, outputs, inputs] there are `blocks` uint8 [experts, outputs, inputs / 32, 16],
 two E2M1 numbers a byte, the low nibble first, and `scales` uint8 [experts, outputs, inputs / 32],
-a factor of 2 ** (scale - 127) for 32 inputs. The internal format is the same with the bytes of a row one after the other.
+a factor of 2 ** (scale - 127) for 32 inputs. The internal format is the same with the
+bytes of a row one after the other.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def index_scores(
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """scores[token - first, key] float32: the sum over heads of weight * relu(query . key), for keys
-    that the token sees. Grid (tokens from `first` on, programs that
+    """scores[token - first, key] float32: the sum over heads of weight * relu(query . key), for
+    keys that the token sees. Grid (tokens from `first` on, programs that
     take turns with tiles of keys).
 
     rows, seen: [tokens] int32, a token's row of `tables`, and how many keys of that row it sees.

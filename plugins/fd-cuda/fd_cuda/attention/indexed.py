@@ -1,5 +1,5 @@
-"""Attention driver `cuda_indexed`: latent attention to the keys that an indexer likes best (DeepSeek
-V3.2, arXiv 2512.02556).
+"""Attention driver `cuda_indexed`: latent attention to the keys that an indexer likes best
+(DeepSeek V3.2, arXiv 2512.02556).
 
 What a token attends to is a list of slots; to the kernel of latent attention that is a sequence of
 its own, in blocks of one token.
@@ -86,8 +86,8 @@ class IndexedAttention(LatentAttention):
             seen = (ends[of_row] - (each - 1) + token % each).clamp(min=0)
         else:
             raise CapabilityError(
-                f"attention driver {self.name!r} takes steps as they come and those whose rows feed "
-                "as many tokens each, and rows of this one differ"
+                f"attention driver {self.name!r} takes steps as they come and those whose rows "
+                "feed as many tokens each, and rows of this one differ"
             )
         return _Chosen(batch, of_row, seen, width, self._launch(seen))
 

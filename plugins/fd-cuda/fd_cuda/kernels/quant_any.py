@@ -71,8 +71,9 @@ def _numbers(raw, KIND: tl.constexpr, TO: tl.constexpr):
 
 @triton.jit
 def _scaled_mxfp4(codes, scales, BN: tl.constexpr, BK: tl.constexpr):
-    """[BN, BK] float32. codes: [BN, BK] uint8; scales: [BN, BK // 32] uint8. A code's last three bits
-    are the last of a float's exponent and the first of its mantissa, 126 off in the exponent."""
+    """[BN, BK] float32. codes: [BN, BK] uint8; scales: [BN, BK // 32] uint8. A code's last three
+    bits are the last of a float's exponent and the first of its mantissa, 126 off in the
+    exponent."""
     wide = codes.to(tl.uint32)
     bits = ((wide & 7) << 22) | ((wide & 8) << 28)
     numbers = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
@@ -98,7 +99,8 @@ def packed_product(
     w_stride, groups, scale_rows, across, alpha, limit,
     KIND: tl.constexpr, GROUP: tl.constexpr, BY_BLOCK: tl.constexpr, ZERO: tl.constexpr,
     BIAS: tl.constexpr, EXPERTS: tl.constexpr, ALONE: tl.constexpr, DIVISOR: tl.constexpr,
-    OFFSET: tl.constexpr, CLAMPED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    OFFSET: tl.constexpr, CLAMPED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of rows * across). GROUP: inputs that share a scale of an output; 0: all.
@@ -139,7 +141,9 @@ def packed_product(
             if KIND == 4:
                 nth = k // 32 + tl.arange(0, BK // 32)
                 has_scale = inside_n[:, None] & ((nth < groups) | EVEN)[None, :]
-                scales = tl.load(scales_p + scale_of[:, None] + nth[None, :], mask=has_scale, other=0)
+                scales = tl.load(
+                    scales_p + scale_of[:, None] + nth[None, :], mask=has_scale, other=0
+                )
                 b = _scaled_mxfp4(raw, scales, BN, BK)
             elif KIND == 5:
                 b = raw

@@ -268,7 +268,9 @@ class CudaStates:
         else:
             strides = x.stride(0), dt.stride(0), 0 if beta is None else beta.stride(0)
             delta = self._is_delta
-            within_chunks[grid](x, dt, beta, *gates, *made, *strides, **sizes, DELTA=delta, **options)
+            within_chunks[grid](
+                x, dt, beta, *gates, *made, *strides, **sizes, DELTA=delta, **options
+            )
         values = self.scan.values(self._key_pad, self._value_pad)
         scan_chunks[(cdiv(spec.value_dim, values), spec.num_heads, rows.shape[0])](
             *(x, dt, *gates, weights.skip, inner, wanted, read, sums, out, state),

@@ -95,8 +95,8 @@ def step_states(
     heads, rows).
 
     x: [tokens, channels], convolved, q and k of length 1; q, k and v begin at channels Q_AT, K_AT
-    and V_AT. EACH neighbouring heads have a key head. CHANNELS: each row of a state has a decay of its
-    own. Rows of nobody give zeros. slots: below 0 for
+    and V_AT. EACH neighbouring heads have a key head. CHANNELS: each row of a state has a decay of
+    its own. Rows of nobody give zeros. slots: below 0 for
     padding at a row's end, which leaves no state.
     """
     join_chain(PDL)
@@ -270,8 +270,8 @@ def sum_decays(
     KEY_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """sums [tokens, heads, KEY] float32: of "channel_delta", the decays of each row of the state from
-    the chunk's first token up to a token. Grid (chunks, heads)."""
+    """sums [tokens, heads, KEY] float32: of "channel_delta", the decays of each row of the state
+    from the chunk's first token up to a token. Grid (chunks, heads)."""
     join_chain(PDL)
     item, head = chunks + tl.program_id(0) * 2, tl.program_id(1)
     row, number = tl.load(item), tl.load(item + 1)
@@ -343,7 +343,9 @@ def within_chunks_by_channel(
     for part in range(1, CHUNK // PART):
         edge = part * PART - 1
         mask = is_key & (edge < count)
-        r = tl.load(sum_at + (first + begin + edge).to(tl.int64) * (HEADS * KEY), mask=mask, other=0.0)
+        r = tl.load(
+            sum_at + (first + begin + edge).to(tl.int64) * (HEADS * KEY), mask=mask, other=0.0
+        )
         own = (i // PART == part)[:, None]
         since = tl.where(own, tl.exp(tl.minimum(c - r[None, :], 0.0)), 0.0)
         until = tl.exp(tl.minimum(r[None, :] - c, 0.0))
