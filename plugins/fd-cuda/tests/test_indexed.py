@@ -15,7 +15,7 @@ from fd_models.latent import indexed
 from test_kernels import DEVICE
 
 from fastdeploy_testing.drivers import build_kernel_table, lookup
-from fd_cuda.attention.indexed import IndexedAttention
+from fd_cuda.attention.latent.indexed import IndexedAttention
 
 BLOCK, RANK, ROPE, TOP_K = 16, 32, 16, 24
 # Tokens that rows feed, and all their tokens: just as many as are chosen, fewer and more.
@@ -113,7 +113,7 @@ def test_a_captured_step_gives_what_it_gives_as_it_comes(fed: int) -> None:
 
 
 def test_scores_of_many_tokens_are_kept_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fd_cuda.attention import indexed as module
+    from fd_cuda.attention.latent import indexed as module
 
     world = World(*STEPS["mixed"], torch.float32)
     mine, _ = drivers(world.spec)

@@ -12,8 +12,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fd_cuda.kernels.common import leave_chain
 
-from .common import LOWEST, look_up, product, slots_of
-from .decode import store_rows
+from ..common import LOWEST, look_up, product, slots_of
+from ..decode import store_rows
 
 
 @triton.jit

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from fd_cuda.kernels.common import cdiv, pad2
 from fd_cuda.kernels.common import options as launch_options
 
-from .cached import SHORT, CachedAttention, Metadata
-from .latent import latent_attention
-from .plan import ITEM, DecodeShape
+from ..cached import SHORT, CachedAttention, Metadata
+from .kernel import latent_attention
+from ..plan import ITEM, DecodeShape
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionSpec, KVScales

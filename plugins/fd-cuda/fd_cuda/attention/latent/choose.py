@@ -11,7 +11,7 @@ import triton.language as tl
 
 from fd_cuda.kernels.common import join_chain
 
-from .common import product
+from ..common import product
 
 
 @triton.jit(do_not_specialize=["first", "width"])
