@@ -19,8 +19,8 @@ from fd_cpu.attention import X86Attention
 from fd_cpu.device import X86Device
 from fd_cpu.moe import X86MoE
 from fd_cuda.attention.gqa import PagedAttention
-from fd_cuda.attention.latent.indexed import IndexedAttention as CudaIndexedAttention
 from fd_cuda.attention.latent.driver import LatentAttention
+from fd_cuda.attention.latent.indexed import IndexedAttention as CudaIndexedAttention
 from fd_cuda.attention.quantized import QuantizedAttention
 from fd_cuda.device import CudaDevice
 from fd_cuda.experts import AllGatherExperts as CudaAllGatherExperts

@@ -9,9 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fd_cuda.attention.common import product
 from fd_cuda.kernels.common import join_chain
-
-from ..common import product
 
 
 @triton.jit(do_not_specialize=["first", "width"])

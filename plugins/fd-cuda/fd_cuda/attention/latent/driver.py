@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fd_cuda.attention.cached import SHORT, CachedAttention, Metadata
+from fd_cuda.attention.plan import ITEM, DecodeShape
 from fd_cuda.kernels.common import cdiv, pad2
 from fd_cuda.kernels.common import options as launch_options
 
-from ..cached import SHORT, CachedAttention, Metadata
 from .kernel import latent_attention
-from ..plan import ITEM, DecodeShape
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionSpec, KVScales

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from fastdeploy_core.errors import CapabilityError
 
+from fd_cuda.attention.cached import Launch, Metadata
+from fd_cuda.attention.plan import ITEM, decode_items, split_parts
 from fd_cuda.kernels.common import INTERPRETED, cdiv, num_processors, pad2
 from fd_cuda.kernels.common import options as launch_options
 
-from ..cached import Launch, Metadata
 from .choose import choose_keys, index_scores
 from .driver import LatentAttention
-from ..plan import ITEM, decode_items, split_parts
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec, KVScales
