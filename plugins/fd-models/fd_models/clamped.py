@@ -70,7 +70,7 @@ def _at_once(
         flat = ids.reshape([-1])
         each = xp.repeat_interleave(x, top_k, 0).unsqueeze(1)
         y = run(each, lambda w: _rows(xp.index_select(w, 0, flat))).float()
-        return (y.reshape([tokens, top_k, -1]) * shares.unsqueeze(-1)).sum(1).to(x.dtype)
+        return (y.reshape([tokens, top_k, x.shape[1]]) * shares.unsqueeze(-1)).sum(1).to(x.dtype)
     experts = xp.arange(count, dtype=ids.dtype, device=ids.device)
     is_chosen = (ids.unsqueeze(-1) == experts).to(shares.dtype)  # [tokens, top_k, experts]
     share = (is_chosen * shares.unsqueeze(-1)).sum(1).transpose(0, 1)

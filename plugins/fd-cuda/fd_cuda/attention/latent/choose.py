@@ -58,8 +58,10 @@ def index_scores(
         key = tile * TILE + tl.arange(0, TILE)
         inside = key < count
         blocks = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        places = keys + ((blocks * BLOCK_SIZE + key % BLOCK_SIZE) * DIM)[:, None] + dims[None, :]
-        k = tl.load(places, mask=inside[:, None] & wide, other=0.0)
+        slots = blocks * BLOCK_SIZE + key % BLOCK_SIZE
+        k = tl.load(
+            keys + (slots * DIM)[:, None] + dims[None, :], mask=inside[:, None] & wide, other=0.0
+        )
         each = product(asked, tl.trans(k), None, EXACT)
         total = tl.sum(tl.maximum(each, 0.0) * own[:, None], 0)
         tl.store(scores + tl.program_id(0).to(tl.int64) * width + key, total, mask=inside)

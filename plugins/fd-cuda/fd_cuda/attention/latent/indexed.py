@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _TILE: Final = 64  # keys of a program that scores them
 _WAVES: Final = 8  # programs that score, a multiprocessor
-_SPAN: Final = 1024  # of one that chooses, at a time
+_SPAN: Final = 4096  # of one that chooses, at a time
 _MOST_SCORES: Final = 64 << 20  # that are kept at a time
 _MOST_SPLIT: Final = 512  # tokens up to which the keys of one are divided among programs
 
@@ -164,6 +164,6 @@ class IndexedAttention(LatentAttention):
                 TOP_K=top_k,
                 BLOCK_SIZE=self.block_size,
                 SPAN=64 if INTERPRETED else _SPAN,
-                **launch_options(num_warps=4),
+                **launch_options(num_warps=8),
             )
         return chosen
