@@ -8,6 +8,7 @@ tolerant.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections import Counter
@@ -92,13 +93,13 @@ def products(capability: int) -> Iterator[Callable[[], Any]]:
                 experts.grouped(x, weight, order(tiles, rows), tiles, rows, 1, gated=gated)
 
         def clamped(x=x, rows=rows):
-            for depth in (384, 96):
+            own = (quant_any.tiles_for(rows, x.dtype), *(tiles for _, tiles in quant_any.CLAMPED))
+            for depth, tiles in itertools.product((384, 96), own):
                 shapes = (depth // 2, depth // 32)
                 codes, scales = (torch.zeros((2, 128, n), dtype=torch.uint8) for n in shapes)
                 held = {"weight": codes, "scale": scales}
                 packed_experts = PackedWeight(MXFP4, 128, depth, held, 2, 32)
                 for weight in (packed_experts, torch.zeros((2, 128, depth), dtype=x.dtype)):
-                    tiles = quant_any.tiles_for(rows, x.dtype)
                     given = (order(tiles, rows), tiles, rows, 1, x)
                     quant_any.grouped(x[:, :depth], weight, *given, (1.7, 7.0))
                     quant_any.grouped(x[:, :depth], weight, *given)

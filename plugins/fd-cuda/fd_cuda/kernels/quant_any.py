@@ -46,7 +46,7 @@ _SOME: Final = Tiles(32, 64, 64, 4, 4)
 _MANY: Final = Tiles(128, 128, 32, 8, 3)
 _WIDE: Final = Tiles(16, 32, 32, 4, 2)  # float32: four bytes each
 # Of clamped experts, by the most rows of one; measured on an H200 with gpt-oss-20b's in MXFP4.
-_CLAMPED: Final = (
+CLAMPED: Final = (
     (0.5, Tiles(16, 32, 64, 4, 5)),
     (16.0, Tiles(16, 128, 64, 4, 4)),
     (64.0, Tiles(64, 128, 64, 4, 3)),
@@ -107,15 +107,16 @@ def packed_product(
     w_stride, groups, scale_rows, across, alpha, limit,
     KIND: tl.constexpr, GROUP: tl.constexpr, BY_BLOCK: tl.constexpr, ZERO: tl.constexpr,
     BIAS: tl.constexpr, EXPERTS: tl.constexpr, ALONE: tl.constexpr, DIVISOR: tl.constexpr,
-    OFFSET: tl.constexpr, CLAMPED: tl.constexpr, EVEN: tl.constexpr, SCALED_DOT: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    OFFSET: tl.constexpr, CLAMPED: tl.constexpr, EVEN: tl.constexpr, SCALED_DOT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of rows * across). GROUP: inputs that share a scale of an output; 0: all.
     BY_BLOCK: scales are of blocks of 128 outputs and 128 inputs. ZERO: groups have zero points,
     else OFFSET is taken off. EXPERTS: rows are assignments, see routing.Order; ALONE: each is a
     block. CLAMPED: outputs are gate and up in turn, and half as many are stored. EVEN: BK divides
-    depth. SCALED_DOT: Triton's own product with MXFP4, which takes bfloat16 and no interpreter has."""
+    depth. SCALED_DOT: Triton's own product with MXFP4, which takes bfloat16 and which the
+    interpreter does not have."""
     join_chain(PDL)
     block, tile = tl.program_id(0) // across, tl.program_id(0) % across
     slots, expert = (block * BM + tl.arange(0, BM)).to(tl.int64), tl.zeros((), tl.int64)
@@ -229,7 +230,7 @@ def moe_experts_clamped(
     each = slots / num_experts
     tiles = tiles_for(each, x.dtype)
     if x.dtype != torch.float32 and not batch_invariant():
-        tiles = next(tiles for most, tiles in _CLAMPED if each <= most)
+        tiles = next(tiles for most, tiles in CLAMPED if each <= most)
     if tokens <= _ALONE and not batch_invariant():
         order = Order(topk_ids, topk_ids.view(-1), is_alone=True)
     else:
@@ -276,7 +277,8 @@ def _launch(
         EXPERTS=order is not None, ALONE=order is not None and order.is_alone, DIVISOR=divisor,
         OFFSET=8 if kind == _INT4 else 0, CLAMPED=clamp is not None,
         EVEN=depth % tiles.depth == 0,
-        SCALED_DOT=kind == _MXFP4 and x.dtype == torch.bfloat16 and not INTERPRETED, BM=tiles.rows, BN=tiles.columns, BK=tiles.depth,
+        SCALED_DOT=kind == _MXFP4 and x.dtype == torch.bfloat16 and not INTERPRETED,
+        BM=tiles.rows, BN=tiles.columns, BK=tiles.depth,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         **options(num_warps=tiles.warps, num_stages=1 if INTERPRETED else tiles.stages),
     )  # fmt: skip
