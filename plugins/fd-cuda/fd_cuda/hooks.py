@@ -53,8 +53,8 @@ def fd_attention_backends(question: AttentionQuestion) -> list[Candidate]:
     for name, kind, quantized in (
         ("cuda_paged", "gqa", False),
         ("cuda_latent", "mla", False),
-        ("cuda_indexed", "mla", False),
         ("cuda_quantized", "gqa", True),
+        ("cuda_indexed", "mla", False),
     ):
         own = answer
         if question.spec.kind != kind:
