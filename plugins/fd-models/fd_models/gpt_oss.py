@@ -75,8 +75,8 @@ class ClampedExperts:
                 held[:] = tensor.transpose(1, 2).to(held.dtype)
                 self._matrices[key] = build.kernels.prepare(_OPERATION, held)
 
-            shape, region = (count, inputs, outputs), (slice(0, count), mine_in, mine_out)
-            build.weights.add(Placement(name, shape, region, accept))
+            mine = (slice(0, count), mine_in, mine_out)
+            build.weights.add(Placement(name, (count, inputs, outputs), mine, accept))
             return
         parameters, stored = quantizer.parameters(layer), dict[str, Any]()
 

@@ -252,7 +252,8 @@ class CudaStates:
         sizes = {**self._shape, "CHUNK": CHUNK, "VALUE_PAD": self._value_pad}
         options = launch_options(num_warps=8)
         if self._by_channel:
-            sums = x.new_empty(read.shape, dtype=torch.float32)
+            shape = (x.shape[0], spec.num_heads, spec.key_dim)
+            sums = x.new_empty(shape, dtype=torch.float32)
             sum_decays[grid](
                 *(dt, *gates, sums, *of_rows, chunks, dt.stride(0)),
                 HEADS=spec.num_heads,
@@ -261,15 +262,19 @@ class CudaStates:
                 KEY_PAD=self._key_pad,
                 **options,
             )
-            strides = x.stride(0), beta.stride(0)
             within_chunks_by_channel[grid](
-                x, sums, beta, *made, *strides, **sizes, PART=_PART, **options
+                *(x, sums, beta, *made, x.stride(0), beta.stride(0)),
+                **sizes,
+                PART=_PART,
+                **options,
             )
         else:
-            strides = x.stride(0), dt.stride(0), 0 if beta is None else beta.stride(0)
-            delta = self._is_delta
             within_chunks[grid](
-                x, dt, beta, *gates, *made, *strides, **sizes, DELTA=delta, **options
+                *(x, dt, beta, *gates, *made),
+                *(x.stride(0), dt.stride(0), 0 if beta is None else beta.stride(0)),
+                **sizes,
+                DELTA=self._is_delta,
+                **options,
             )
         values = self.scan.values(self._key_pad, self._value_pad)
         scan_chunks[(cdiv(spec.value_dim, values), spec.num_heads, rows.shape[0])](

@@ -36,14 +36,12 @@ _MOST_SPLIT: Final = 512  # tokens up to which the keys of one are divided among
 
 
 @dataclass(slots=True)
-class _Chosen:
+class _Chosen(Metadata):
     """A step in which tokens may see more keys than they attend to."""
 
-    batch: AttentionBatch
     rows: Tensor  # [num_tokens] int32
     seen: Tensor  # [num_tokens] int32; 0: a token of nobody
     width: int  # most keys that a token sees
-    launch: Launch
 
 
 class IndexedAttention(LatentAttention):
@@ -67,7 +65,7 @@ class IndexedAttention(LatentAttention):
         keys = (num_blocks, self.block_size, 1, self._index.dim)
         return (*super().cache_shapes(num_blocks), keys)
 
-    def prepare(self, batch: AttentionBatch) -> Metadata | _Chosen:
+    def prepare(self, batch: AttentionBatch) -> Metadata:
         """Whose keys each token sees."""
         width, each = int(batch.seq_lens.max(initial=0)), batch.tokens_per_row
         if not batch.is_exact:
@@ -89,7 +87,7 @@ class IndexedAttention(LatentAttention):
                 f"attention driver {self.name!r} takes steps as they come and those whose rows "
                 "feed as many tokens each, and rows of this one differ"
             )
-        return _Chosen(batch, of_row, seen, width, self._launch(seen))
+        return _Chosen(batch, [self._launch(seen)], of_row, seen, width)
 
     def _launch(self, seen: Tensor) -> Launch:
         """Of the kernel of latent attention: a row for each token."""
@@ -127,12 +125,10 @@ class IndexedAttention(LatentAttention):
         for row, pool in ((k, cache[0]), (index[1], cache[1])):
             self._write((row,), (pool,), batch.slot_mapping)
         out = self._out(q, batch, self.spec.num_heads * self.spec.kv_lora_rank)
+        tables, size = batch.block_tables_dev, self.block_size
         if isinstance(metadata, _Chosen):
-            chosen = self._choose(index[0], index[2], cache[1], metadata)
-            self._attend(q, out, cache[0], [metadata.launch], chosen, 1)
-        else:
-            tables = batch.block_tables_dev
-            self._attend(q, out, cache[0], metadata.launches, tables, self.block_size)
+            tables, size = self._choose(index[0], index[2], cache[1], metadata), 1
+        self._attend(q, out, cache[0], metadata.launches, tables, size)
         return out
 
     def _choose(self, q: Tensor, weights: Tensor, keys: Tensor, step: _Chosen) -> Tensor:
