@@ -240,46 +240,11 @@ class CudaStates:
         """Long rows."""
         batch, spec = metadata.batch, self.spec
         rows: Any = metadata.long_rows
-        chunks: Any = metadata.chunks
-        of_rows = (batch.cu_seqlens_q_dev, batch.seq_lens_dev)
-        inner = x.new_empty((x.shape[0], spec.num_heads, CHUNK))
-        wanted = read = sums = None
-        if self._is_delta:
-            wanted = x.new_empty((x.shape[0], spec.num_heads, spec.value_dim))
-            read = x.new_empty((x.shape[0], spec.num_heads, spec.key_dim))
-        made = (inner, wanted, read, *of_rows, chunks)
-        grid, gates = (chunks.shape[0], spec.num_heads), (weights.decay, weights.dt_bias)
-        sizes = {**self._shape, "CHUNK": CHUNK, "VALUE_PAD": self._value_pad}
-        options = launch_options(num_warps=8)
-        if self._by_channel:
-            shape = (x.shape[0], spec.num_heads, spec.key_dim)
-            sums = x.new_empty(shape, dtype=torch.float32)
-            sum_decays[grid](
-                *(dt, *gates, sums, *of_rows, chunks, dt.stride(0)),
-                HEADS=spec.num_heads,
-                KEY=spec.key_dim,
-                CHUNK=CHUNK,
-                KEY_PAD=self._key_pad,
-                **options,
-            )
-            within_chunks_by_channel[grid](
-                *(x, sums, beta, *made, x.stride(0), beta.stride(0)),
-                **sizes,
-                PART=_PART,
-                **options,
-            )
-        else:
-            within_chunks[grid](
-                *(x, dt, beta, *gates, *made),
-                *(x.stride(0), dt.stride(0), 0 if beta is None else beta.stride(0)),
-                **sizes,
-                DELTA=self._is_delta,
-                **options,
-            )
+        within = self._within(x, dt, beta, weights, metadata)
         values = self.scan.values(self._key_pad, self._value_pad)
         scan_chunks[(cdiv(spec.value_dim, values), spec.num_heads, rows.shape[0])](
-            *(x, dt, *gates, weights.skip, inner, wanted, read, sums, out, state),
-            *(*of_rows, batch.block_tables_dev, rows),
+            *(x, dt, weights.decay, weights.dt_bias, weights.skip, *within, out, state),
+            *(batch.cu_seqlens_q_dev, batch.seq_lens_dev, batch.block_tables_dev, rows),
             *(x.stride(0), dt.stride(0), batch.block_tables_dev.stride(0)),
             **self._shape,
             **self._kind,
@@ -289,3 +254,45 @@ class CudaStates:
             VALUES=values,
             **launch_options(num_warps=self.scan.num_warps, num_stages=self.scan.num_stages),
         )
+
+    def _within(
+        self, x: Tensor, dt: Any, beta: Any, weights: StateWeights, metadata: _Metadata
+    ) -> tuple[Tensor | None, ...]:
+        """What chunks of long rows need of themselves: `inner`, `wanted`, `read` and `sums` of
+        recurrence.py, each None where the kind has none."""
+        batch, spec = metadata.batch, self.spec
+        chunks: Any = metadata.chunks
+        of_rows = (batch.cu_seqlens_q_dev, batch.seq_lens_dev, chunks)
+        tokens, heads = x.shape[0], spec.num_heads
+        inner, wanted, read = x.new_empty((tokens, heads, CHUNK)), None, None
+        if self._is_delta:
+            wanted = x.new_empty((tokens, heads, spec.value_dim))
+            read = x.new_empty((tokens, heads, spec.key_dim))
+        grid, gates = (chunks.shape[0], heads), (weights.decay, weights.dt_bias)
+        sizes = {**self._shape, "CHUNK": CHUNK, "VALUE_PAD": self._value_pad}
+        options = launch_options(num_warps=8)
+        if not self._by_channel:
+            within_chunks[grid](
+                *(x, dt, beta, *gates, inner, wanted, read, *of_rows),
+                *(x.stride(0), dt.stride(0), 0 if beta is None else beta.stride(0)),
+                **sizes,
+                DELTA=self._is_delta,
+                **options,
+            )
+            return inner, wanted, read, None
+        sums = x.new_empty((tokens, heads, spec.key_dim), dtype=torch.float32)
+        sum_decays[grid](
+            *(dt, *gates, sums, *of_rows, dt.stride(0)),
+            HEADS=heads,
+            KEY=spec.key_dim,
+            CHUNK=CHUNK,
+            KEY_PAD=self._key_pad,
+            **options,
+        )
+        within_chunks_by_channel[grid](
+            *(x, sums, beta, inner, wanted, read, *of_rows, x.stride(0), beta.stride(0)),
+            **sizes,
+            PART=_PART,
+            **options,
+        )
+        return inner, wanted, read, sums
