@@ -20,7 +20,8 @@ from fd_cpu.attention import X86Attention
 from fd_cpu.device import X86Device
 from fd_cpu.moe import X86MoE
 from fd_cuda.attention.gqa import PagedAttention
-from fd_cuda.attention.mla import LatentAttention
+from fd_cuda.attention.latent.driver import LatentAttention
+from fd_cuda.attention.latent.indexed import IndexedAttention as CudaIndexedAttention
 from fd_cuda.attention.quantized import QuantizedAttention
 from fd_cuda.device import CudaDevice
 from fd_cuda.experts import AllGatherExperts as CudaAllGatherExperts
@@ -277,6 +278,7 @@ attention: list[Callable[[AttentionSpec, int, DeviceBackend, KernelTable], Atten
     X86Attention,
     PagedAttention,
     LatentAttention,
+    CudaIndexedAttention,
     QuantizedAttention,
     GaudiBlock,
     GcuAttention,

@@ -163,7 +163,8 @@ def measure(asker: Asker, options: argparse.Namespace) -> dict[str, float]:
 
     asker.seconds(1, options.long, 4)  # here and below: compile what has to be
     for batch in options.batch:
-        asker.seconds(batch, options.prompt, 4)
+        # The whole round: steps with prompts and ever more decodes have kernels of their own.
+        asker.seconds(batch, options.prompt, options.output)
         rounds = range(options.rounds if batch * options.prompt < MANY_TOKENS else 1)
         first = [asker.seconds(batch, options.prompt, 1) for _ in rounds]
         whole = [asker.seconds(batch, options.prompt, options.output) for _ in rounds]

@@ -39,6 +39,7 @@ COPY_BYTES_S = 4.30e12  # measured on one H200
 SPECS = {
     "Qwen3-Next": StateSpec("delta", 32, 16, 128, 128, (2048, 2048, 4096), 4, "bfloat16"),
     "Granite 4 small": StateSpec("space", 128, 1, 128, 64, (8192, 128, 128), 4, "bfloat16"),
+    "Kimi Linear": StateSpec("channel_delta", 32, 32, 128, 128, (4096, 4096, 4096), 4, "bfloat16"),
     "LFM2-1.2B": StateSpec("short_conv", 0, 0, 0, 0, (2048,), 3, "bfloat16"),
 }
 DECODES = (1, 8, 64, 256)
@@ -65,9 +66,10 @@ class Layer:
             return torch.randn(*shape, device="cuda").to(kind)
 
         self.x = normal(tokens, channels)
-        self.dt = normal(tokens, heads) if spec.num_heads else None
-        self.beta = normal(tokens, heads) if spec.kind == "delta" else None
-        gates = [normal(heads, kind=torch.float32) for _ in range(3)]
+        steps = heads * spec.key_dim if spec.kind == "channel_delta" else heads
+        self.dt = normal(tokens, steps) if spec.num_heads else None
+        self.beta = normal(tokens, heads) if spec.kind.endswith("delta") else None
+        gates = [normal(n, kind=torch.float32) for n in (heads, steps, heads)]
         self.weights = StateWeights(normal(channels, spec.conv_width), None, *gates)
         self.weights.decay = -gates[0].exp()
         shapes = self.driver.cache_shapes(1 + len(fed))

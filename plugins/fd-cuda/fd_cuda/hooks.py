@@ -54,10 +54,13 @@ def fd_attention_backends(question: AttentionQuestion) -> list[Candidate]:
         ("cuda_paged", "gqa", False),
         ("cuda_latent", "mla", False),
         ("cuda_quantized", "gqa", True),
+        ("cuda_indexed", "mla", False),
     ):
         own = answer
         if question.spec.kind != kind:
             own = Decline(f"serves {kind} only")
+        elif name == "cuda_indexed" and question.spec.index is None:
+            own = Decline("serves layers with an indexer only")
         elif quantized != is_quantized and not reason:
             serves = "quantized caches only" if quantized else "the model's own numbers only"
             own = Decline(f"serves {serves}")

@@ -241,7 +241,7 @@ class Host:
 def compile_cases(capability: int) -> Iterator[Callable[[], Any]]:
     """Steps of models' shapes, for drivers made for that architecture."""
     from fd_cuda.attention.gqa import PagedAttention
-    from fd_cuda.attention.mla import LatentAttention
+    from fd_cuda.attention.latent.driver import LatentAttention
     from fd_cuda.attention.tuning import Gpu, Sizes
 
     for spec, rotary, block_size in (

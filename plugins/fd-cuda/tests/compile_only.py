@@ -8,6 +8,7 @@ tolerant.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections import Counter
@@ -58,9 +59,10 @@ SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 
 
 def products(capability: int) -> Iterator[Callable[[], Any]]:
-    """Every packed format, dense and as experts, as cards without native kernels read it; and
-    experts in half floats; few rows and many."""
-    from fastdeploy_core.contracts.quant_formats import FORMATS
+    """Every packed format, dense and as experts, as cards without native kernels read it;
+    experts in half floats, and clamped ones in MXFP4; few rows and many."""
+    from fastdeploy_core.contracts.quant_formats import FORMATS, PackedWeight
+    from fd_quant_formats.mxfp4 import FORMAT as MXFP4
     from packed_weights import packed
 
     from fd_cuda.kernels import experts, quant_any
@@ -90,7 +92,20 @@ def products(capability: int) -> Iterator[Callable[[], Any]]:
             for gated in (True, False):
                 experts.grouped(x, weight, order(tiles, rows), tiles, rows, 1, gated=gated)
 
+        def clamped(x=x, rows=rows):
+            own = (quant_any.tiles_for(rows, x.dtype), *(tiles for _, tiles in quant_any.CLAMPED))
+            for depth, tiles in itertools.product((384, 96), own):
+                shapes = (depth // 2, depth // 32)
+                codes, scales = (torch.zeros((2, 128, n), dtype=torch.uint8) for n in shapes)
+                held = {"weight": codes, "scale": scales}
+                packed_experts = PackedWeight(MXFP4, 128, depth, held, 2, 32)
+                for weight in (packed_experts, torch.zeros((2, 128, depth), dtype=x.dtype)):
+                    given = (order(tiles, rows), tiles, rows, 1, x)
+                    quant_any.grouped(x[:, :depth], weight, *given, (1.7, 7.0))
+                    quant_any.grouped(x[:, :depth], weight, *given)
+
         yield plain
+        yield clamped
 
 
 def compile_share(capability: int, part: int, parts: int) -> tuple[Counter[str], list[str]]:

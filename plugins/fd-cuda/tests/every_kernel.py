@@ -35,7 +35,7 @@ from state_steps import cases
 
 from fastdeploy_testing.drivers import build_kernel_table, lookup
 from fd_cuda.attention.gqa import PagedAttention
-from fd_cuda.attention.mla import LatentAttention
+from fd_cuda.attention.latent.driver import LatentAttention
 from fd_cuda.attention.plan import StreamShape
 from fd_cuda.attention.quantized import QuantizedAttention
 from fd_cuda.attention.tuning import Sizes

@@ -15,12 +15,14 @@ from fastdeploy_core.contracts.attention import (
     cache_dtypes,
 )
 
-# Of Qwen3-Next, Granite 4 and LFM2; the last two have widths that are no powers of 2.
+# Of Qwen3-Next, Granite 4, LFM2 and Kimi Linear, and some whose widths are no powers of 2.
 SPECS = (
     StateSpec("delta", 32, 16, 128, 128, (2048, 2048, 4096), 4, "bfloat16"),
     StateSpec("space", 48, 1, 128, 64, (3072, 128, 128), 4, "bfloat16"),
     StateSpec("short_conv", 0, 0, 0, 0, (2048,), 3, "bfloat16"),
     StateSpec("delta", 4, 2, 40, 24, (80, 80, 96), 4, "float32"),
+    StateSpec("channel_delta", 32, 32, 128, 128, (4096, 4096, 4096), 4, "bfloat16"),
+    StateSpec("channel_delta", 4, 4, 40, 24, (160, 160, 96), 4, "float32"),
     StateSpec("space", 6, 2, 24, 80, (480, 48, 48), 4, "float16", "float16"),
 )
 # Tokens of each row; and a captured step with a row of nobody.
@@ -52,9 +54,10 @@ class Step:
             return torch.randn(*shape, device=device).to(kind)
 
         self.x = normal(tokens, channels)
-        self.dt = normal(tokens, heads) if spec.num_heads else None
-        self.beta = normal(tokens, heads) if spec.kind == "delta" else None
-        gates = [normal(heads, kind=torch.float32) for _ in range(3)]
+        steps = heads * spec.key_dim if spec.kind == "channel_delta" else heads
+        self.dt = normal(tokens, steps) if spec.num_heads else None
+        self.beta = normal(tokens, heads) if spec.kind.endswith("delta") else None
+        gates = [normal(n, kind=torch.float32) for n in (heads, steps, heads)]
         self.weights = StateWeights(normal(channels, spec.conv_width), normal(channels), *gates)
         self.weights.decay = -gates[0].exp()
         shapes = self.driver.cache_shapes(1 + len(counts))

@@ -41,7 +41,7 @@ class _Direct(AttentionConformance):
 
     def _backend(self, request: Any, device: Any, kernels: Any, spec: Any, size: int) -> Any:
         from fd_cuda.attention.gqa import PagedAttention
-        from fd_cuda.attention.mla import LatentAttention
+        from fd_cuda.attention.latent.driver import LatentAttention
 
         driver = LatentAttention if spec.kind == "mla" else PagedAttention
         return driver(spec, size, device, kernels)

@@ -21,7 +21,7 @@ from fastdeploy_core.contracts.device import DeviceOptions
 
 from fastdeploy_testing.drivers import lookup
 from fd_cuda.attention.gqa import PagedAttention
-from fd_cuda.attention.mla import LatentAttention
+from fd_cuda.attention.latent.driver import LatentAttention
 from fd_cuda.attention.plan import prefill_tiles, prompt_tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from fastdeploy_core.contracts import Accept, Decline
 from fastdeploy_core.contracts.attention import AttentionQuestion, AttentionSpec
 from fastdeploy_core.contracts.device import DeviceOptions, DeviceQuestion
+from fastdeploy_core.contracts.model import IndexSpec
 from fastdeploy_core.errors import ConfigError
 from ranks_in_turn import RanksInTurn
 
@@ -189,6 +190,7 @@ def question(**changes: Any) -> AttentionQuestion:
     spec = AttentionSpec(
         kind, heads, changes.pop("num_kv_heads", 1), width, width, 1.0,
         changes.pop("dtype", "bfloat16"), kv_lora_rank=changes.pop("kv_lora_rank", 0),
+        index=changes.pop("index", None),
     )  # fmt: skip
     told = {"device": "cuda", "tensor_library": "torch", "block_size": 64, "kv_dtype": "auto"}
     return AttentionQuestion(spec=spec, **{**told, **changes})
@@ -207,21 +209,26 @@ def question(**changes: Any) -> AttentionQuestion:
     ],
 )
 def test_attention_declines_in_words(changes: dict[str, Any], words: str) -> None:
-    first, second, _ = hooks.fd_attention_backends(question(**changes))
+    first, second, *_ = hooks.fd_attention_backends(question(**changes))
     assert isinstance(first.verdict, Decline) and words in first.verdict.reason
     assert isinstance(second.verdict, Decline) and "mla" in second.verdict.reason
 
 
 def test_one_driver_for_each_kind() -> None:
     verdicts = [c.verdict for c in hooks.fd_attention_backends(question())]
-    assert [type(v) for v in verdicts] == [Accept, Decline, Decline]
+    assert [type(v) for v in verdicts] == [Accept, Decline, Decline, Decline]
     quantized = hooks.fd_attention_backends(question(kv_dtype="int4_zp"))
-    assert [type(c.verdict) for c in quantized] == [Decline, Decline, Accept]
+    assert [type(c.verdict) for c in quantized] == [Decline, Decline, Accept, Decline]
     latent = question(kind="mla", num_heads=128, head_dim=576, kv_lora_rank=512)
     verdicts = [c.verdict for c in hooks.fd_attention_backends(latent)]
-    assert [type(v) for v in verdicts] == [Decline, Accept, Decline]
+    assert [type(v) for v in verdicts] == [Decline, Accept, Decline, Decline]
     latent = question(kind="mla", num_heads=128, head_dim=576, kv_lora_rank=512, kv_dtype="int8")
     assert all(isinstance(c.verdict, Decline) for c in hooks.fd_attention_backends(latent))
+    sizes = {"kind": "mla", "num_heads": 128, "head_dim": 576, "kv_lora_rank": 512}
+    indexed = hooks.fd_attention_backends(question(**sizes, index=IndexSpec(64, 128, 2048)))[3]
+    assert indexed.name == "cuda_indexed" and isinstance(indexed.verdict, Accept)
+    blocks = hooks.fd_attention_backends(question(**sizes, index=IndexSpec(64, 128, 16, 64)))[3]
+    assert isinstance(blocks.verdict, Decline) and "single tokens" in blocks.verdict.reason
 
 
 # -- errors ---------------------------------------------------------------------------------------

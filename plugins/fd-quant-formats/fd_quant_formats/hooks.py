@@ -111,6 +111,6 @@ def _experts(name: str, config: Mapping[str, Any]) -> str:
     if name == "block_wise_fp8":
         return "block_fp8"
     if name == "mxfp4":
-        return ""  # families compute them in the model's dtype
+        return ""  # no MoE driver is asked: families have an operation of their own
     is_static = config.get("activation_scheme") == "static"
     return f"{name}_static" if is_static and name in ("w8a8", "w4a8", "wfp8afp8") else name

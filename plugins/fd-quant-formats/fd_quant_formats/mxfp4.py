@@ -1,20 +1,23 @@
-"""MXFP4 experts of checkpoints (OCP Microscaling Formats 1.0): read, and computed in the model's
-dtype.
+"""MXFP4 experts of checkpoints (OCP Microscaling Formats 1.0): for devices that multiply with them,
+and read in the model's dtype for the others.
 
 Of a matrix [experts, outputs, inputs] there are `blocks` uint8 [experts, outputs, inputs / 32, 16],
 two E2M1 numbers a byte, the low nibble first, and `scales` uint8 [experts, outputs, inputs / 32],
-a factor of 2 ** (scale - 127) for 32 inputs. No device has products with it yet, so a family reads
-its experts with `dequantize`.
+a factor of 2 ** (scale - 127) for 32 inputs. The internal format is the same with the
+bytes of a row one after the other.
 """
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from fastdeploy_core.contracts.quant_formats import PackedWeight, QuantFormat, unpack_int4
 from fastdeploy_core.contracts.quantizer import ParameterSpec
-from fastdeploy_core.errors import CapabilityError, ConfigError, WeightError
+from fastdeploy_core.errors import ConfigError, WeightError
+from fastdeploy_core.tensor import namespace
 
 from .base import PackedQuantizer
 
@@ -26,6 +29,33 @@ GROUP: Final = 32
 _POSITIVE: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _LEVELS: Final = (*_POSITIVE, *(-level for level in _POSITIVE))
 _NOT_A_NUMBER: Final = 255
+
+
+def _dequantize(weight: PackedWeight) -> Tensor:
+    """[..., outputs, inputs] float32."""
+    stored, scales = weight.tensors["weight"], weight.tensors["scale"]
+    xp, device = namespace(stored), str(stored.device)
+    factors = np.ldexp(np.ones(_NOT_A_NUMBER + 1, np.float64), np.arange(_NOT_A_NUMBER + 1) - 127)
+    factors[_NOT_A_NUMBER] = np.nan
+    tables = (np.array(_LEVELS, np.float32), factors.astype(np.float32))
+    levels, factor = (xp.to_device(xp.from_numpy(table), device) for table in tables)
+    codes = unpack_int4(stored, weight.in_features).reshape([-1]).to(xp.int64)
+    values = xp.index_select(levels, 0, codes).reshape([-1, GROUP])
+    values = values * xp.index_select(factor, 0, scales.reshape([-1]).to(xp.int64)).unsqueeze(1)
+    return values.reshape([*scales.shape[:-1], weight.in_features])
+
+
+FORMAT: Final = QuantFormat(
+    "mxfp4",
+    "E2M1 weights, 32 inputs share a power of two; activations stay as they are",
+    MappingProxyType(
+        {
+            "weight": "[N,K/2] uint8, low nibble first: a sign, 2 bits exponent, 1 bit mantissa",
+            "scale": "[N,K/32] uint8: times 2 ** (scale - 127)",
+        }
+    ),
+    _dequantize,
+)
 
 
 class Mxfp4(PackedQuantizer):
@@ -55,29 +85,23 @@ class Mxfp4(PackedQuantizer):
         }
 
     def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:
-        """There is no product to prepare for."""
-        raise CapabilityError(
-            f"no device multiplies with mxfp4 ({layer.name}); possible: dequantize, in the model's "
-            "dtype"
-        )
+        """The packed weight: experts alone are taken."""
+        return self.packed(layer, tensors)
 
-    def packed(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> None:
-        """There is no internal format."""
-
-    def dequantize(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor:
-        """[..., outputs, inputs] float32, of any leading dimensions."""
-        xp, blocks, scales = self.xp, tensors["blocks"], tensors["scales"]
-        wide, exponents = blocks.to(xp.int64), scales.to(xp.int64)
-        if bool((exponents == _NOT_A_NUMBER).any()):
+    def packed(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight:
+        """Of all experts, or of one whose tensors have no expert dimension."""
+        blocks, scales = tensors["blocks"], tensors["scales"]
+        if bool((scales.to(self.xp.int64) == _NOT_A_NUMBER).any()):
             raise WeightError(
                 f"tensor {layer.name}_scales holds a scale that is not a number; the quantized "
                 "checkpoint is damaged; download it again"
             )
-        codes = xp.stack((wide % 16, wide // 16), -1).reshape([-1])
-        factors = np.ldexp(np.ones(_NOT_A_NUMBER, np.float32), np.arange(_NOT_A_NUMBER) - 127)
-        levels = self.device.to_device(np.array(_LEVELS, np.float32))
-        factor = self.device.to_device(factors.astype(np.float32))
-        values = xp.index_select(levels, 0, codes).reshape([-1, GROUP])
-        values = values * xp.index_select(factor, 0, exponents.reshape([-1])).unsqueeze(1)
-        lead = list(scales.shape[:-1])
-        return values.reshape([*lead, int(scales.shape[-1]) * GROUP])
+        experts = layer.num_experts if scales.ndim == 3 else 0
+        stored = blocks.reshape([*blocks.shape[:-2], layer.in_features // 2])
+        held = {"weight": stored, "scale": scales}
+        sizes = layer.out_features, layer.in_features
+        return PackedWeight(FORMAT, *sizes, held, experts, GROUP, layer.dtype)
+
+    def dequantize(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Tensor:
+        """[..., outputs, inputs] float32, of any leading dimensions."""
+        return self.packed(layer, tensors).dequantize()

@@ -53,7 +53,7 @@ def quantized_attention(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (work items, kv heads). Rows of the matrix: the item's tokens times GROUP heads. ROWS (a
-    power of two) of the M are used. Items as in latent.py. k_scales, v_scales: rows of float16
+    power of two) of the M are used. Items as in latent/. k_scales, v_scales: rows of float16
     after those of the cache, or with IS_STATIC tables [heads, dim] float32, v_lows like the
     latter."""
     if PDL:

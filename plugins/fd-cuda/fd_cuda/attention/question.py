@@ -60,6 +60,13 @@ def why_not(question: AttentionQuestion) -> str:
             return f"latent rows in {question.kv_dtype}; possible: auto"
         if spec.kv_lora_rank > MAX_LATENT:
             return f"latent rows of {spec.kv_lora_rank}; at most {MAX_LATENT}"
+        index = spec.index
+        if index is not None and (index.block != 1 or index.format or index.dim > MAX_HEAD_DIM):
+            return (
+                f"an indexer of {index.dim} numbers, blocks of {index.block}, keys in "
+                f"{index.format or spec.dtype}; possible: single tokens, {spec.dtype}, at most "
+                f"{MAX_HEAD_DIM} numbers"
+            )
         return ""
     if spec.kind != "gqa":
         return f"kind {spec.kind!r}; possible: gqa, mla"

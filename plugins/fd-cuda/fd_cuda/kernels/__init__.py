@@ -87,3 +87,10 @@ TABLE: Final = {
     for module, operations in _MODULES.items()
     for operation in operations
 } | _packed_cells()
+# Of gpt-oss; fd-models defines it, and fd-quant-formats the format.
+TABLE["moe_experts_clamped"] = Kernel(
+    "fd_cuda.kernels.quant_any:moe_experts_clamped",
+    "fd_cuda.kernels:runs_here",
+    "fd_cuda.kernels.quant_any:as_it_is",
+    formats=("mxfp4",),
+)

@@ -1,4 +1,5 @@
-"""Products with packed weights on cards that the native kernels are not written for, in Triton.
+"""Products with packed weights in Triton: on cards that the native kernels are not written for, and
+what those do not have (MXFP4, clamped experts with biases).
 
 Weights keep the internal format (contracts/quant_formats.py) and become half floats in registers,
 so that memory moves what is stored. One kernel for every format, dense or grouped by expert:
@@ -8,6 +9,7 @@ come as the format sees them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,14 +18,16 @@ import triton
 import triton.language as tl
 
 from .common import INTERPRETED, batch_invariant, cdiv, join_chain, options
+from .experts import combined
+from .routing import Order, order_by_expert
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.quant_formats import PackedWeight
 
-    from .routing import Order
-
-_INT4, _INT8, _UINT8, _FP8 = range(4)
+_INT4, _INT8, _UINT8, _FP8, _MXFP4, _PLAIN = range(6)
 _FP8_BLOCK: Final = 128
+# Up to so many tokens every assignment is a block of its own.
+_ALONE: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,13 @@ _FEW: Final = Tiles(16, 32, 128, 4, 4)
 _SOME: Final = Tiles(32, 64, 64, 4, 4)
 _MANY: Final = Tiles(128, 128, 32, 8, 3)
 _WIDE: Final = Tiles(16, 32, 32, 4, 2)  # float32: four bytes each
+# Of clamped experts, by the most rows of one; measured on an H200 with gpt-oss-20b's in MXFP4.
+CLAMPED: Final = (
+    (0.5, Tiles(16, 32, 64, 4, 5)),
+    (16.0, Tiles(16, 128, 64, 4, 4)),
+    (64.0, Tiles(64, 128, 64, 4, 3)),
+    (math.inf, Tiles(128, 128, 64, 8, 3)),
+)
 
 
 def tiles_for(rows: float, dtype: torch.dtype) -> Tiles:
@@ -66,24 +77,55 @@ def _numbers(raw, KIND: tl.constexpr, TO: tl.constexpr):
     return (bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(TO)
 
 
+@triton.jit
+def _scaled_mxfp4(codes, scales, BN: tl.constexpr, BK: tl.constexpr):
+    """[BN, BK] float32. codes: [BN, BK] uint8; scales: [BN, BK // 32] uint8. A code's last three
+    bits are the last of a float's exponent and the first of its mantissa, 126 off in the
+    exponent."""
+    wide = codes.to(tl.uint32)
+    bits = ((wide & 7) << 22) | ((wide & 8) << 28)
+    numbers = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
+    exponent = scales.to(tl.uint32)
+    power = tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
+    spread = tl.reshape(numbers, (BN, BK // 32, 32)) * power[:, :, None]
+    return tl.reshape(spread, (BN, BK))
+
+
+@triton.jit
+def _clamped(total, alpha, limit, BM: tl.constexpr, BN: tl.constexpr):
+    """[BM, BN // 2] of gate and up in turn, as moe_experts_clamped says."""
+    gate, up = tl.split(tl.reshape(total, (BM, BN // 2, 2)))
+    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
+    up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
+    return (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+
+
 @triton.jit(do_not_specialize=["num_slots"])
 def packed_product(
     x_p, w_p, scales_p, zeros_p, bias_p, y_p, slots_p, experts_p, num_slots, width, depth, x_stride,
-    w_stride, groups, scale_rows, across,
+    w_stride, groups, scale_rows, across, alpha, limit,
     KIND: tl.constexpr, GROUP: tl.constexpr, BY_BLOCK: tl.constexpr, ZERO: tl.constexpr,
-    BIAS: tl.constexpr, EXPERTS: tl.constexpr, DIVISOR: tl.constexpr, OFFSET: tl.constexpr,
+    BIAS: tl.constexpr, EXPERTS: tl.constexpr, ALONE: tl.constexpr, DIVISOR: tl.constexpr,
+    OFFSET: tl.constexpr, CLAMPED: tl.constexpr, EVEN: tl.constexpr, SCALED_DOT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of rows * across). GROUP: inputs that share a scale of an output; 0: all.
     BY_BLOCK: scales are of blocks of 128 outputs and 128 inputs. ZERO: groups have zero points,
-    else OFFSET is taken off. EXPERTS: rows are assignments, see routing.Order."""
+    else OFFSET is taken off. EXPERTS: rows are assignments, see routing.Order; ALONE: each is a
+    block. CLAMPED: outputs are gate and up in turn, and half as many are stored. EVEN: BK divides
+    depth. SCALED_DOT: Triton's own product with MXFP4, which takes bfloat16 and which the
+    interpreter does not have."""
     join_chain(PDL)
     block, tile = tl.program_id(0) // across, tl.program_id(0) % across
     slots, expert = (block * BM + tl.arange(0, BM)).to(tl.int64), tl.zeros((), tl.int64)
     if EXPERTS:
         expert = tl.load(experts_p + block).to(tl.int64)
-        slots = tl.load(slots_p + slots).to(tl.int64)
+        if ALONE:
+            slots = tl.where(tl.arange(0, BM) == 0, block, num_slots).to(tl.int64)
+        else:
+            slots = tl.load(slots_p + slots).to(tl.int64)
     if expert >= 0:
         valid = slots < num_slots
         columns = tile * BN + tl.arange(0, BN)
@@ -95,34 +137,55 @@ def packed_product(
         total = tl.zeros((BM, BN), tl.float32)
         for k in range(0, depth, BK):
             at = k + ks
-            inside = at < depth
+            inside = (at < depth) | EVEN
             a = tl.load(x + at[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
-            if KIND == 0:
+            has = inside_n[:, None] & inside[None, :]
+            if KIND == 0 or KIND == 4:
                 pairs = k // 2 + tl.arange(0, BK // 2)
-                has = inside_n[:, None] & (pairs * 2 < depth)[None, :]
-                raw = tl.load(w + pairs[None, :], mask=has, other=0)
-                raw = tl.interleave(raw & 15, raw >> 4)
+                has_pair = inside_n[:, None] & ((pairs * 2 < depth) | EVEN)[None, :]
+                raw = tl.load(w + pairs[None, :], mask=has_pair, other=0)
+                if not SCALED_DOT:
+                    raw = tl.interleave(raw & 15, raw >> 4)
             else:
-                has = inside_n[:, None] & inside[None, :]
                 raw = tl.load(w + at[None, :], mask=has, other=0)
-            of = scale_of[:, None] + (at // (GROUP if GROUP else 1 << 30))[None, :]
-            scaled = inside_n[:, None] & inside[None, :]
-            if ZERO:
-                b = _numbers(raw, KIND, tl.float32)
-                b -= tl.load(zeros_p + of, mask=scaled, other=0).to(tl.float32)
+            if KIND == 4:
+                nth = k // 32 + tl.arange(0, BK // 32)
+                has_scale = inside_n[:, None] & ((nth < groups) | EVEN)[None, :]
+                scales = tl.load(
+                    scales_p + scale_of[:, None] + nth[None, :], mask=has_scale, other=0
+                )
+                if not SCALED_DOT:
+                    b = _scaled_mxfp4(raw, scales, BN, BK)
+            elif KIND == 5:
+                b = raw
             else:
-                b = _numbers(raw, KIND, tl.float32) - OFFSET
-            if GROUP > 0:
-                b *= tl.load(scales_p + of, mask=scaled, other=0.0).to(tl.float32)
-            total = tl.dot(a, tl.trans(b.to(a.dtype)), total, input_precision=PRECISION)
-        if GROUP == 0:
+                of = scale_of[:, None] + (at // (GROUP if GROUP else 1 << 30))[None, :]
+                b = _numbers(raw, KIND, tl.float32)
+                if ZERO:
+                    b -= tl.load(zeros_p + of, mask=has, other=0).to(tl.float32)
+                else:
+                    b -= OFFSET
+                if GROUP > 0:
+                    b *= tl.load(scales_p + of, mask=has, other=0.0).to(tl.float32)
+            if SCALED_DOT:
+                total = tl.dot_scaled(
+                    a, None, "bf16", tl.trans(raw), scales, "e2m1", total, fast_math=True
+                )
+            else:
+                total = tl.dot(a, tl.trans(b.to(a.dtype)), total, input_precision=PRECISION)
+        if GROUP == 0 and KIND < 4:
             scale = tl.load(scales_p + scale_of, mask=inside_n, other=0.0).to(tl.float32)
             total *= scale[None, :]
         if BIAS:
-            bias = tl.load(bias_p + columns, mask=inside_n, other=0.0).to(tl.float32)
+            bias = tl.load(bias_p + outputs, mask=inside_n, other=0.0).to(tl.float32)
             total += bias[None, :]
-        place = y_p + slots[:, None] * width + columns[None, :]
-        tl.store(place, total.to(y_p.dtype.element_ty), mask=valid[:, None] & inside_n[None, :])
+        stored = width
+        if CLAMPED:
+            total = _clamped(total, alpha, limit, BM, BN)
+            columns, stored = tile * (BN // 2) + tl.arange(0, BN // 2), width // 2
+        place = y_p + slots[:, None] * stored + columns[None, :]
+        inside_y = valid[:, None] & (columns < stored)[None, :]
+        tl.store(place, total.to(y_p.dtype.element_ty), mask=inside_y)
 
 
 def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -132,39 +195,89 @@ def linear(x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> 
 
 
 def grouped(
-    x: torch.Tensor, weight: PackedWeight, order: Order, tiles: Tiles, num_slots: int, divisor: int
+    x: torch.Tensor,
+    weight: PackedWeight | torch.Tensor,
+    order: Order,
+    tiles: Tiles,
+    num_slots: int,
+    divisor: int,
+    bias: torch.Tensor | None = None,
+    clamp: tuple[float, float] | None = None,
 ) -> torch.Tensor:
-    """[num_slots, N]: row x[slot // divisor] times the weight of the slot's expert."""
-    return _launch(x, weight, None, tiles, len(order.experts), num_slots, order, divisor)
+    """[num_slots, N]: row x[slot // divisor] times the weight [E, N, K] of the slot's expert, plus
+    its bias [E, N]. `clamp`: alpha and limit of moe_experts_clamped; then [num_slots, N / 2]."""
+    blocks = len(order.experts)
+    return _launch(x, weight, bias, tiles, blocks, num_slots, order, divisor, clamp)
+
+
+def moe_experts_clamped(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate_up: PackedWeight | torch.Tensor,
+    gate_up_bias: torch.Tensor,
+    down: PackedWeight | torch.Tensor,
+    down_bias: torch.Tensor | None,
+    alpha: float,
+    limit: float,
+) -> torch.Tensor:
+    """Experts of gpt-oss, as fd-models defines them; matrices are plain or in MXFP4."""
+    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
+    tokens, top_k = topk_ids.shape
+    slots, num_experts = topk_ids.numel(), gate_up_bias.shape[0]
+    if not tokens:
+        return torch.empty_like(x)
+    each = slots / num_experts
+    tiles = tiles_for(each, x.dtype)
+    if x.dtype != torch.float32 and not batch_invariant():
+        tiles = next(tiles for most, tiles in CLAMPED if each <= most)
+    if tokens <= _ALONE and not batch_invariant():
+        order = Order(topk_ids, topk_ids.view(-1), is_alone=True)
+    else:
+        order = order_by_expert(topk_ids, num_experts, tiles.rows)
+    hidden = grouped(x, gate_up, order, tiles, slots, top_k, gate_up_bias, (alpha, limit))
+    return combined(grouped(hidden, down, order, tiles, slots, 1, down_bias), topk_weights)
+
+
+def as_it_is(weight: PackedWeight | torch.Tensor) -> PackedWeight | torch.Tensor:
+    """moe_experts_clamped reads the internal format, and plain matrices row by row."""
+    return weight.contiguous() if isinstance(weight, torch.Tensor) else weight
 
 
 def _launch(
     x: torch.Tensor,
-    weight: PackedWeight,
+    weight: PackedWeight | torch.Tensor,
     bias: torch.Tensor | None,
     tiles: Tiles,
     blocks: int,
     rows: int,
     order: Order | None,
     divisor: int,
+    clamp: tuple[float, float] | None = None,
 ) -> torch.Tensor:
-    held, width, depth = weight.tensors, weight.out_features, weight.in_features
-    stored, scale, zero = held["weight"], held["scale"], held.get("zero")
-    by_block = weight.format.name == "block_fp8"
-    group = _FP8_BLOCK if by_block else weight.group_size if scale.shape[-1] > 1 else 0
-    if zero is not None and not group:
-        group = depth
-    kind = _kind(weight)
+    if isinstance(weight, torch.Tensor):
+        width, depth = weight.shape[-2:]
+        stored, scale, zero, kind, group, by_block = weight, weight, None, _PLAIN, 0, False
+    else:
+        held, width, depth = weight.tensors, weight.out_features, weight.in_features
+        stored, scale, zero = held["weight"].view(torch.uint8), held["scale"], held.get("zero")
+        by_block, kind = weight.format.name == "block_fp8", _kind(weight)
+        group = _FP8_BLOCK if by_block else weight.group_size if scale.shape[-1] > 1 else 0
+        if zero is not None and not group:
+            group = depth
     x = x if x.stride(-1) == 1 else x.contiguous()
-    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    y = torch.empty((rows, width // (2 if clamp else 1)), dtype=x.dtype, device=x.device)
     across = cdiv(width, tiles.columns)
     slots, experts = (x, x) if order is None else (order.slots, order.experts)
     packed_product[(blocks * across,)](
-        x, stored.view(torch.uint8), scale, scale if zero is None else zero,
+        x, stored, scale, scale if zero is None else zero,
         x if bias is None else bias, y, slots, experts, rows, width, depth, x.stride(0),
-        stored.shape[-1], scale.shape[-1], scale.shape[-2], across,
+        stored.shape[-1], scale.shape[-1], scale.shape[-2], across, *(clamp or (0.0, 0.0)),
         KIND=kind, GROUP=group, BY_BLOCK=by_block, ZERO=zero is not None, BIAS=bias is not None,
-        EXPERTS=order is not None, DIVISOR=divisor, OFFSET=8 if kind == _INT4 else 0,
+        EXPERTS=order is not None, ALONE=order is not None and order.is_alone, DIVISOR=divisor,
+        OFFSET=8 if kind == _INT4 else 0, CLAMPED=clamp is not None,
+        EVEN=depth % tiles.depth == 0,
+        SCALED_DOT=kind == _MXFP4 and x.dtype == torch.bfloat16 and not INTERPRETED,
         BM=tiles.rows, BN=tiles.columns, BK=tiles.depth,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         **options(num_warps=tiles.warps, num_stages=1 if INTERPRETED else tiles.stages),
@@ -174,6 +287,8 @@ def _launch(
 
 def _kind(weight: PackedWeight) -> Any:
     stored = weight.tensors["weight"].dtype
+    if weight.format.name == "mxfp4":
+        return _MXFP4
     if stored == torch.int8:
         return _INT8
     if stored == torch.uint8:

@@ -10,13 +10,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from fastdeploy_core.errors import CapabilityError
 
 from fd_cuda.kernels.common import cdiv, pad2
 from fd_cuda.kernels.common import options as launch_options
 
 from .convolution import convolve
-from .recurrence import CHUNK, scan_chunks, step_states, within_chunks
+from .recurrence import (
+    CHUNK,
+    scan_chunks,
+    step_states,
+    sum_decays,
+    within_chunks,
+    within_chunks_by_channel,
+)
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionBatch, StateSpec, StateWeights
@@ -43,8 +51,10 @@ class Launch:
 
 STEP = Launch(4096, 4)
 # By kind; float32. With eight warps Triton 3.6 compiles "space" to accesses beyond shared memory.
-SCAN = {"delta": Launch(4096, 8, 2), "space": Launch(4096, 4, 2)}
-SCAN_FLOAT32 = {"delta": Launch(2048, 8), "space": Launch(2048, 4)}
+_DELTAS = ("delta", "channel_delta")
+SCAN = {"space": Launch(4096, 4, 2)} | dict.fromkeys(_DELTAS, Launch(4096, 8, 2))
+SCAN_FLOAT32 = {"space": Launch(2048, 4)} | dict.fromkeys(_DELTAS, Launch(2048, 8))
+_PART = 16  # tokens of a chunk among which products of "channel_delta" are taken column by column
 
 
 @dataclass(slots=True)
@@ -62,14 +72,15 @@ class CudaStates:
     contract = (1, 5)
     can_capture_decode = True
     can_capture_mixed = False
-    features = frozenset({"delta", "space", "short_conv", "kept"})
+    features = frozenset({"delta", "channel_delta", "space", "short_conv", "kept"})
 
     def __init__(
         self, spec: StateSpec, block_size: int, device: DeviceBackend, kernels: KernelTable
     ) -> None:
         self.spec, self._block_size, self._device = spec, block_size, device
         self._kept, self._short = max(1, spec.kept), max(SHORT, spec.kept)
-        self._has_state, self._is_delta = spec.kind != "short_conv", spec.kind == "delta"
+        self._has_state, self._is_delta = spec.kind != "short_conv", spec.kind in _DELTAS
+        self._by_channel = spec.kind == "channel_delta"
         scans = SCAN_FLOAT32 if spec.dtype == "float32" else SCAN
         self.step, self.scan = STEP, scans.get(spec.kind, STEP)
         self._key_pad, self._value_pad = max(16, pad2(spec.key_dim)), max(16, pad2(spec.value_dim))
@@ -82,10 +93,10 @@ class CudaStates:
             "EACH": spec.num_heads // max(1, spec.num_key_heads),
             "KEY": spec.key_dim,
             "VALUE": spec.value_dim,
-            "DELTA": self._is_delta,
             "KEY_PAD": self._key_pad,
             **parts,
         }
+        self._kind = {"DELTA": self._is_delta, "CHANNELS": self._by_channel}
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
         """The state, [num_blocks, num_heads, key_dim, value_dim], and the convolution's last
@@ -208,6 +219,7 @@ class CudaStates:
             0 if beta is None else beta.stride(0),
             batch.block_tables_dev.stride(0),
             **self._shape,
+            **self._kind,
             BLOCK_SIZE=self._block_size,
             KEPT=self._kept,
             MOST=self._short,
@@ -228,30 +240,59 @@ class CudaStates:
         """Long rows."""
         batch, spec = metadata.batch, self.spec
         rows: Any = metadata.long_rows
-        chunks: Any = metadata.chunks
-        of_rows = (batch.cu_seqlens_q_dev, batch.seq_lens_dev)
-        inner = x.new_empty((x.shape[0], spec.num_heads, CHUNK))
-        wanted = read = None
-        if self._is_delta:
-            wanted = x.new_empty((x.shape[0], spec.num_heads, spec.value_dim))
-            read = x.new_empty((x.shape[0], spec.num_heads, spec.key_dim))
-        within_chunks[(chunks.shape[0], spec.num_heads)](
-            *(x, dt, beta, weights.decay, weights.dt_bias, inner, wanted, read, *of_rows, chunks),
-            *(x.stride(0), dt.stride(0), 0 if beta is None else beta.stride(0)),
-            **self._shape,
-            CHUNK=CHUNK,
-            VALUE_PAD=self._value_pad,
-            **launch_options(num_warps=8),
-        )
+        within = self._within(x, dt, beta, weights, metadata)
         values = self.scan.values(self._key_pad, self._value_pad)
         scan_chunks[(cdiv(spec.value_dim, values), spec.num_heads, rows.shape[0])](
-            *(x, dt, weights.decay, weights.dt_bias, weights.skip, inner, wanted, read, out, state),
-            *(*of_rows, batch.block_tables_dev, rows),
+            *(x, dt, weights.decay, weights.dt_bias, weights.skip, *within, out, state),
+            *(batch.cu_seqlens_q_dev, batch.seq_lens_dev, batch.block_tables_dev, rows),
             *(x.stride(0), dt.stride(0), batch.block_tables_dev.stride(0)),
             **self._shape,
+            **self._kind,
             BLOCK_SIZE=self._block_size,
             KEPT=self._kept,
             CHUNK=CHUNK,
             VALUES=values,
             **launch_options(num_warps=self.scan.num_warps, num_stages=self.scan.num_stages),
         )
+
+    def _within(
+        self, x: Tensor, dt: Any, beta: Any, weights: StateWeights, metadata: _Metadata
+    ) -> tuple[Tensor | None, ...]:
+        """What chunks of long rows need of themselves: `inner`, `wanted`, `read` and `sums` of
+        recurrence.py, each None where the kind has none."""
+        batch, spec = metadata.batch, self.spec
+        chunks: Any = metadata.chunks
+        of_rows = (batch.cu_seqlens_q_dev, batch.seq_lens_dev, chunks)
+        tokens, heads = x.shape[0], spec.num_heads
+        inner, wanted, read = x.new_empty((tokens, heads, CHUNK)), None, None
+        if self._is_delta:
+            wanted = x.new_empty((tokens, heads, spec.value_dim))
+            read = x.new_empty((tokens, heads, spec.key_dim))
+        grid, gates = (chunks.shape[0], heads), (weights.decay, weights.dt_bias)
+        sizes = {**self._shape, "CHUNK": CHUNK, "VALUE_PAD": self._value_pad}
+        options = launch_options(num_warps=8)
+        if not self._by_channel:
+            within_chunks[grid](
+                *(x, dt, beta, *gates, inner, wanted, read, *of_rows),
+                *(x.stride(0), dt.stride(0), 0 if beta is None else beta.stride(0)),
+                **sizes,
+                DELTA=self._is_delta,
+                **options,
+            )
+            return inner, wanted, read, None
+        sums = x.new_empty((tokens, heads, spec.key_dim), dtype=torch.float32)
+        sum_decays[grid](
+            *(dt, *gates, sums, *of_rows, dt.stride(0)),
+            HEADS=heads,
+            KEY=spec.key_dim,
+            CHUNK=CHUNK,
+            KEY_PAD=self._key_pad,
+            **options,
+        )
+        within_chunks_by_channel[grid](
+            *(x, sums, beta, inner, wanted, read, *of_rows, x.stride(0), beta.stride(0)),
+            **sizes,
+            PART=_PART,
+            **options,
+        )
+        return inner, wanted, read, sums

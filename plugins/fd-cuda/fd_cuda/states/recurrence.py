@@ -83,6 +83,7 @@ def step_states(
     K_AT: tl.constexpr,
     V_AT: tl.constexpr,
     DELTA: tl.constexpr,
+    CHANNELS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEPT: tl.constexpr,
     MOST: tl.constexpr,
@@ -94,7 +95,8 @@ def step_states(
     heads, rows).
 
     x: [tokens, channels], convolved, q and k of length 1; q, k and v begin at channels Q_AT, K_AT
-    and V_AT. EACH neighbouring heads have a key head. Rows of nobody give zeros. slots: below 0 for
+    and V_AT. EACH neighbouring heads have a key head. CHANNELS: each row of a state has a decay of
+    its own. Rows of nobody give zeros. slots: below 0 for
     padding at a row's end, which leaves no state.
     """
     join_chain(PDL)
@@ -117,7 +119,12 @@ def step_states(
         size: tl.constexpr = HEADS * KEY * VALUE
         s = tl.load(state + source * size + own, mask=inside & (start > 0), other=0.0)
         s = s.to(tl.float32)
-        bias, rate = tl.load(dt_bias + head), tl.load(decay + head)
+        rate = tl.load(decay + head)
+        if CHANNELS:
+            of_dt = head * KEY + keys
+            bias = tl.load(dt_bias + of_dt, mask=is_key, other=0.0)
+        else:
+            of_dt, bias = head, tl.load(dt_bias + head)
         for token in range(count):
             at = (first + token).to(tl.int64)
             of_key = x + at * stride_x + (head // EACH) * KEY + keys
@@ -125,8 +132,13 @@ def step_states(
             k = tl.load(of_key + K_AT, mask=is_key, other=0.0).to(tl.float32)
             of_value = x + at * stride_x + V_AT + head * VALUE + values
             v = tl.load(of_value, mask=is_value, other=0.0).to(tl.float32)
-            t = softplus(tl.load(dt + at * stride_dt + head).to(tl.float32) + bias)
-            s = s * tl.exp(rate * t)
+            if CHANNELS:
+                wide = tl.load(dt + at * stride_dt + of_dt, mask=is_key, other=0.0)
+                t = softplus(wide.to(tl.float32) + bias)
+                s = s * tl.exp(rate * t)[:, None]
+            else:
+                t = softplus(tl.load(dt + at * stride_dt + of_dt).to(tl.float32) + bias)
+                s = s * tl.exp(rate * t)
             if DELTA:
                 b = tl.sigmoid(tl.load(beta + at * stride_beta + head).to(tl.float32))
                 new = b * (v - tl.sum(s * k[:, None], 0))
@@ -220,21 +232,147 @@ def within_chunks(
     places = inner + (at * HEADS + head)[:, None] * CHUNK + i[None, :]
     tl.store(places, y.to(inner.dtype.element_ty), mask=real[:, None])
     if DELTA:
+        pairs = product(k, tl.trans(k), None) * fade
+        grown = tl.exp(c)[:, None] * k.to(tl.float32)
         of_value = real[:, None] & (values < VALUE)[None, :]
         rows = x + at[:, None] * stride_x + V_AT + head * VALUE + values[None, :]
-        v = tl.load(rows, mask=of_value, other=0.0)
+        v = tl.load(rows, mask=of_value, other=0.0).to(tl.float32)
         b = tl.load(beta + at * stride_beta + head, mask=real, other=0.0).to(tl.float32)
-        b = tl.sigmoid(b)[:, None]
-        lower = b * product(k, tl.trans(k), None) * fade
-        lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
-        solved = inverse(lower, CHUNK).to(x.dtype.element_ty)
-        own = product(solved, (b * v.to(tl.float32)).to(x.dtype.element_ty), None)
+        own, reads = solved(pairs, tl.sigmoid(b)[:, None], v, grown, x.dtype.element_ty, CHUNK)
         places = wanted + (at * HEADS + head)[:, None] * VALUE + values[None, :]
         tl.store(places, own.to(wanted.dtype.element_ty), mask=of_value)
-        grown = b * tl.exp(c)[:, None] * k.to(tl.float32)
-        own = product(solved, grown.to(x.dtype.element_ty), None)
         places = read + (at * HEADS + head)[:, None] * KEY + keys[None, :]
-        tl.store(places, own.to(read.dtype.element_ty), mask=of_key)
+        tl.store(places, reads.to(read.dtype.element_ty), mask=of_key)
+
+
+@triton.jit
+def solved(pairs, b, v, grown, KIND: tl.constexpr, CHUNK: tl.constexpr):
+    """(1 + A)^-1 b v and (1 + A)^-1 b grown, with A = b pairs below the diagonal."""
+    i = tl.arange(0, CHUNK)
+    lower = tl.where(i[:, None] > i[None, :], b * pairs, 0.0)
+    whole = inverse(lower, CHUNK).to(KIND)
+    return product(whole, (b * v).to(KIND), None), product(whole, (b * grown).to(KIND), None)
+
+
+@triton.jit
+def sum_decays(
+    dt,
+    decay,
+    dt_bias,
+    sums,
+    starts,
+    lengths,
+    chunks,
+    stride_dt,
+    HEADS: tl.constexpr,
+    KEY: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KEY_PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """sums [tokens, heads, KEY] float32: of "channel_delta", the decays of each row of the state
+    from the chunk's first token up to a token. Grid (chunks, heads)."""
+    join_chain(PDL)
+    item, head = chunks + tl.program_id(0) * 2, tl.program_id(1)
+    row, number = tl.load(item), tl.load(item + 1)
+    first, end = tl.load(starts + row), tl.load(lengths + row)
+    start = end - (tl.load(starts + row + 1) - first)
+    begin, count = chunk_of(number, start, end, CHUNK)
+    i, keys = tl.arange(0, CHUNK), tl.arange(0, KEY_PAD)
+    at, is_key = (first + begin + i).to(tl.int64), keys < KEY
+    inside = (i < count)[:, None] & is_key[None, :]
+    places = dt + at[:, None] * stride_dt + head * KEY + keys[None, :]
+    step = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(dt_bias + head * KEY + keys, mask=is_key, other=0.0)
+    g = tl.load(decay + head) * softplus(step + bias[None, :])
+    c = tl.cumsum(tl.where(inside, g, 0.0), 0)
+    tl.store(sums + (at * HEADS + head)[:, None] * KEY + keys[None, :], c, mask=inside)
+
+
+@triton.jit
+def within_chunks_by_channel(
+    x,
+    sums,
+    beta,
+    inner,
+    wanted,
+    read,
+    starts,
+    lengths,
+    chunks,
+    stride_x,
+    stride_beta,
+    HEADS: tl.constexpr,
+    EACH: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    Q_AT: tl.constexpr,
+    K_AT: tl.constexpr,
+    V_AT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PART: tl.constexpr,
+    KEY_PAD: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """within_chunks where each row of a state has a decay of its own; sums: of sum_decays.
+
+    e^(c_i - c_j) stands inside the product of q_i and k_j then. Between parts of PART tokens it is
+    e^(c_i - r) e^(r - c_j) with r the sum at the end of the part before token i's, so that no
+    exponent is above 0 and products of matrices do; within a part, column by column.
+    """
+    join_chain(PDL)
+    item, head = chunks + tl.program_id(0) * 2, tl.program_id(1)
+    row, number = tl.load(item), tl.load(item + 1)
+    first, end = tl.load(starts + row), tl.load(lengths + row)
+    start = end - (tl.load(starts + row + 1) - first)
+    begin, count = chunk_of(number, start, end, CHUNK)
+    i = tl.arange(0, CHUNK)
+    kind = x.dtype.element_ty
+    at, real = (first + begin + i).to(tl.int64), i < count
+    keys, values = tl.arange(0, KEY_PAD), tl.arange(0, VALUE_PAD)
+    is_key = keys < KEY
+    of_key = real[:, None] & is_key[None, :]
+    key_at = x + (head // EACH) * KEY + keys[None, :]
+    sum_at = sums + head * KEY + keys
+    q = tl.load(key_at + Q_AT + at[:, None] * stride_x, mask=of_key, other=0.0).to(tl.float32)
+    k = tl.load(key_at + K_AT + at[:, None] * stride_x, mask=of_key, other=0.0).to(tl.float32)
+    c = tl.load(sum_at[None, :] + at[:, None] * (HEADS * KEY), mask=of_key, other=0.0)
+    y = tl.zeros([CHUNK, CHUNK], tl.float32)
+    pairs = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for part in range(1, CHUNK // PART):
+        edge = part * PART - 1
+        mask = is_key & (edge < count)
+        r = tl.load(
+            sum_at + (first + begin + edge).to(tl.int64) * (HEADS * KEY), mask=mask, other=0.0
+        )
+        own = (i // PART == part)[:, None]
+        since = tl.where(own, tl.exp(tl.minimum(c - r[None, :], 0.0)), 0.0)
+        until = tl.exp(tl.minimum(r[None, :] - c, 0.0))
+        earlier = tl.trans(tl.where((i <= edge)[:, None], k * until, 0.0).to(kind))
+        y = product((q * since).to(kind), earlier, y)
+        pairs = product((k * since).to(kind), earlier, pairs)
+    for nth in range(PART):
+        column = i // PART * PART + nth
+        j = (first + begin + column).to(tl.int64)[:, None]
+        mask = (column <= i)[:, None] & of_key
+        other = tl.load(key_at + K_AT + j * stride_x, mask=mask, other=0.0).to(tl.float32)
+        faded = tl.load(sum_at[None, :] + j * (HEADS * KEY), mask=mask, other=0.0)
+        other = tl.where(mask, other * tl.exp(tl.minimum(c - faded, 0.0)), 0.0)
+        here = column[:, None] == i[None, :]
+        y = tl.where(here, tl.sum(q * other, 1)[:, None], y)
+        pairs = tl.where(here, tl.sum(k * other, 1)[:, None], pairs)
+    places = inner + (at * HEADS + head)[:, None] * CHUNK + i[None, :]
+    tl.store(places, y.to(inner.dtype.element_ty), mask=real[:, None])
+    of_value = real[:, None] & (values < VALUE)[None, :]
+    rows = x + at[:, None] * stride_x + V_AT + head * VALUE + values[None, :]
+    v = tl.load(rows, mask=of_value, other=0.0).to(tl.float32)
+    b = tl.load(beta + at * stride_beta + head, mask=real, other=0.0).to(tl.float32)
+    own, reads = solved(pairs, tl.sigmoid(b)[:, None], v, tl.exp(c) * k, kind, CHUNK)
+    places = wanted + (at * HEADS + head)[:, None] * VALUE + values[None, :]
+    tl.store(places, own.to(wanted.dtype.element_ty), mask=of_value)
+    places = read + (at * HEADS + head)[:, None] * KEY + keys[None, :]
+    tl.store(places, reads.to(read.dtype.element_ty), mask=of_key)
 
 
 @triton.jit(do_not_specialize=["stride_table"])
@@ -247,6 +385,7 @@ def scan_chunks(
     inner,
     wanted,
     read,
+    sums,
     out,
     state,
     starts,
@@ -264,6 +403,7 @@ def scan_chunks(
     K_AT: tl.constexpr,
     V_AT: tl.constexpr,
     DELTA: tl.constexpr,
+    CHANNELS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEPT: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -271,7 +411,8 @@ def scan_chunks(
     VALUES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A row's chunks, one after the other, with what within_chunks left. Grid (blocks of VALUES
+    """A row's chunks, one after the other, with what within_chunks left, or with CHANNELS what
+    within_chunks_by_channel and sum_decays left. Grid (blocks of VALUES
     values, heads, long rows)."""
     join_chain(PDL)
     head, row = tl.program_id(1), tl.load(long_rows + tl.program_id(2))
@@ -286,8 +427,9 @@ def scan_chunks(
     inside = is_key[:, None] & is_value[None, :]
     source = place_of(table, start, BLOCK_SIZE, KEPT)
     s = tl.load(state + source * size + own, mask=inside & (start > 0), other=0.0).to(tl.float32)
-    bias, rate = tl.load(dt_bias + head), tl.load(decay + head)
     kind = x.dtype.element_ty
+    if not CHANNELS:
+        bias, rate = tl.load(dt_bias + head), tl.load(decay + head)
     for number in range((end - 1) // CHUNK - start // CHUNK + 1):
         begin, count = chunk_of(number, start, end, CHUNK)
         at, real = (first + begin + i).to(tl.int64), i < count
@@ -296,10 +438,17 @@ def scan_chunks(
         rows = x + at[:, None] * stride_x + (head // EACH) * KEY + keys[None, :]
         q = tl.load(rows + Q_AT, mask=of_key, other=0.0)
         k = tl.load(rows + K_AT, mask=of_key, other=0.0)
-        step = tl.load(dt + at * stride_dt + head, mask=real, other=0.0).to(tl.float32)
-        t = tl.where(real, softplus(step + bias), 0.0)
-        c = tl.cumsum(rate * t, 0)
-        last = tl.sum(rate * t, 0)
+        if CHANNELS:
+            of_sum = sums + head * KEY + keys
+            c = tl.load(of_sum[None, :] + at[:, None] * (HEADS * KEY), mask=of_key, other=0.0)
+            edge = (first + begin + count - 1).to(tl.int64)
+            last = tl.load(of_sum + edge * (HEADS * KEY), mask=is_key, other=0.0)
+            q = (q.to(tl.float32) * tl.exp(c)).to(kind)
+        else:
+            step = tl.load(dt + at * stride_dt + head, mask=real, other=0.0).to(tl.float32)
+            t = tl.where(real, softplus(step + bias), 0.0)
+            c = tl.cumsum(rate * t, 0)
+            last = tl.sum(rate * t, 0)
         narrow = s.to(kind)
         if DELTA:
             places = wanted + (at * HEADS + head)[:, None] * VALUE + values[None, :]
@@ -312,14 +461,20 @@ def scan_chunks(
             new = t[:, None] * v
         places = inner + (at * HEADS + head)[:, None] * CHUNK + i[None, :]
         mixed = tl.load(places, mask=real[:, None], other=0.0)
-        y = product(q, narrow, None) * tl.exp(c)[:, None]
+        y = product(q, narrow, None)
+        if not CHANNELS:
+            y = y * tl.exp(c)[:, None]
         y = product(mixed, new.to(kind), y)
         if not DELTA:
             y += tl.load(skip + head) * v
         places = out + (at * HEADS + head)[:, None] * VALUE + values[None, :]
         tl.store(places, y.to(out.dtype.element_ty), mask=of_value)
-        # Faded values, not keys: those come from memory as they are.
-        faded = (new * tl.exp(last - c)[:, None]).to(kind)
-        s = product(tl.trans(k), faded, s * tl.exp(last))
+        if CHANNELS:
+            k = (k.to(tl.float32) * tl.exp(tl.minimum(last[None, :] - c, 0.0))).to(kind)
+            s = product(tl.trans(k), new.to(kind), s * tl.exp(last)[:, None])
+        else:
+            # Faded values, not keys: those come from memory as they are.
+            faded = (new * tl.exp(last - c)[:, None]).to(kind)
+            s = product(tl.trans(k), faded, s * tl.exp(last))
     target = place_of(table, end, BLOCK_SIZE, KEPT)
     tl.store(state + target * size + own, s.to(state.dtype.element_ty), mask=inside)

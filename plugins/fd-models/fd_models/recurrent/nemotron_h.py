@@ -22,7 +22,7 @@ from fastdeploy_core.layers import (
     RotarySpec,
 )
 from fastdeploy_core.models.reading import ConfigReader
-from fd_models.gpt_oss import MOST_AT_ONCE
+from fd_models.clamped import MOST_AT_ONCE
 
 from .granite4 import Mamba2, refuse_ranks
 from .layers import HybridLM

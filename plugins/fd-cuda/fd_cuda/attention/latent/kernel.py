@@ -10,10 +10,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fd_cuda.attention.common import LOWEST, look_up, product, slots_of
+from fd_cuda.attention.decode import store_rows
 from fd_cuda.kernels.common import leave_chain
-
-from .common import LOWEST, look_up, product, slots_of
-from .decode import store_rows
 
 
 @triton.jit

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from fd_cuda.attention.cached import SHORT, CachedAttention, Metadata
+from fd_cuda.attention.plan import ITEM, DecodeShape
 from fd_cuda.kernels.common import cdiv, pad2
 from fd_cuda.kernels.common import options as launch_options
 
-from .cached import SHORT, CachedAttention, Metadata
-from .latent import latent_attention
-from .plan import ITEM, DecodeShape
+from .kernel import latent_attention
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionSpec, KVScales
@@ -65,26 +65,41 @@ class LatentAttention(CachedAttention):
         """[num_tokens, num_heads * kv_lora_rank]; k and v are read from the cache."""
         batch, spec = metadata.batch, self.spec
         out = self._out(q, batch, spec.num_heads * spec.kv_lora_rank)
+        tables = batch.block_tables_dev
+        self._attend(q, out, cache[0], metadata.launches, tables, self.block_size)
+        return out
+
+    def _attend(
+        self,
+        q: Tensor,
+        out: Tensor,
+        latents: Tensor,
+        launches: list[Any],
+        tables: Tensor,
+        block_size: int,
+    ) -> None:
+        """Into `out`, to the latent rows that `tables` says."""
+        spec = self.spec
         rope = spec.head_dim - spec.kv_lora_rank
-        for launch in metadata.launches:
+        for launch in launches:
             latent_attention[(launch.items.shape[0], launch.columns)](
                 q,
                 out,
-                cache[0],
+                latents,
                 launch.items,
-                batch.block_tables_dev,
+                tables,
                 *launch.parts,
                 self._scale,
                 stride_q=q.stride(0),
                 stride_q_head=q.stride(1),
-                stride_table=batch.block_tables_dev.stride(0),
+                stride_table=tables.stride(0),
                 HEADS=spec.num_heads,
                 HEAD_BLOCK=launch.heads,
                 RANK=spec.kv_lora_rank,
                 RANK_PAD=self._pad,
                 ROPE=rope,
                 ROPE_PAD=max(16, pad2(rope)),
-                BLOCK_SIZE=self.block_size,
+                BLOCK_SIZE=block_size,
                 M=max(16, launch.rows),
                 ROWS=launch.rows,
                 TILE=launch.shape.tile,
@@ -94,4 +109,3 @@ class LatentAttention(CachedAttention):
                 num_warps=launch.shape.num_warps,
                 **launch_options(),
             )
-        return out

@@ -1,0 +1,1 @@
+"""Latent attention (MLA), to all keys or to those that an indexer chooses."""
