@@ -125,7 +125,7 @@ class PagedModel:
         batch, input_ids = self._batch(rows)
         with self.xp.no_grad():
             if (experts := self.loaded.builder.expert_ranks) is not None:
-                experts.begin_step()
+                experts.begin_step(sum(len(tokens) for _, tokens in rows))
             context = ForwardContext(
                 batch,
                 {spec: d.prepare(batch) for spec, d in self.loaded.attention.items()},

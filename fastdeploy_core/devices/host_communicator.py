@@ -70,6 +70,12 @@ class SharedMemoryCommunicator:
             self.close()
             raise
 
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """One to each other rank: readable when that has begun a collective that this one has not, or
+        has left."""
+        return list(self._peers.values())
+
     # -- collectives ------------------------------------------------------------------------------
 
     def all_reduce(self, x: Tensor) -> Tensor:

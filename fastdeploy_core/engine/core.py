@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +104,8 @@ class EngineCore:
         self._vocab_size, self._has_logprobs = worker.vocab_size, worker.logprobs
         # Requests that are held until what their grammars need is built.
         self._sampling = self._executor.sampling
+        self._experts = self._executor.experts if config.parallel.shares_experts else None
+        self.scheduler.allow_empty(lambda: not self._in_flight and self._is_awaited)
         self._building: dict[str, Future[Any]] = {}
         self._features = frozenset.intersection(*(info.features for info in infos))
         self._num_failures = self._num_idle_plans = 0
@@ -155,7 +157,13 @@ class EngineCore:
         if self.is_held:
             return bool(self._in_flight) or self.scheduler.outcome.has_deltas
         is_awaited = self._building or (self._remote is not None and self._remote.is_awaited)
-        return self.scheduler.has_work() or bool(self._in_flight or is_awaited)
+        has_own = self.scheduler.has_work() or bool(self._in_flight or is_awaited)
+        return has_own or self._is_awaited
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether experts here are to serve tokens of other engines, in a step that all take."""
+        return self._experts is not None and self._experts.is_awaited
 
     def step(self) -> list[RequestOutputDelta | TokenDeltas]:
         """Schedule, execute, update, answer. WorkerError means that the engine is dead."""
@@ -178,6 +186,11 @@ class EngineCore:
         if self._remote is not None:
             self._remote.told(outputs)
         return outputs
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called when engines that share experts with this idle one begin a step."""
+        if self._experts is not None:
+            self._experts.watch(wake)
 
     def wake(self) -> None:
         """A request was queued: `step` is not to wait for blocks; any thread."""
@@ -276,7 +289,7 @@ class EngineCore:
         logger.error("step %s failed", step.output.step_id, exc_info=error)
         if isinstance(error, WorkerError):
             raise error
-        if self._executor.world_size > 1:
+        if self._executor.world_size > 1 or self._experts is not None:
             raise WorkerError(
                 f"rank 0 failed in a step ({name}), so the ranks disagree; see the log"
             ) from error

@@ -23,6 +23,7 @@ from fastdeploy_core import errors
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.engine.processes import child, wire, worker_process
 from fastdeploy_core.errors import FastDeployError, WorkerError
+from fastdeploy_core.layers.experts import ExpertRanks
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.types import ModelRunnerOutput, SchedulerOutput
 from fastdeploy_core.types.worker import WorkerInfo
@@ -136,6 +137,11 @@ class Executor:
     def sampling(self) -> Any:
         """See Worker; None: a device's own worker has none."""
         return getattr(self._worker, "sampling", None)
+
+    @property
+    def experts(self) -> ExpertRanks | None:
+        """Rank 0's; None: ranks do not divide experts."""
+        return getattr(self._worker, "experts", None)
 
     def submit(self, step: SchedulerOutput) -> StepResult:
         """Queue a step. It may start before earlier steps have finished, but never before they

@@ -43,6 +43,7 @@ from .start_up import drafted_step, dummy_step, largest_padded_step, warm_up
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator
+    from fastdeploy_core.layers.experts import ExpertRanks
     from fastdeploy_core.plugins.kernels import ChosenKernels
     from fastdeploy_core.plugins.resolve import ResolvedPlugins
 
@@ -72,6 +73,7 @@ class Worker:
         self.device: DeviceBackend | None = None
         self._communicator: Communicator | None = None
         self._runner: ModelRunner | None = None
+        self.experts: ExpertRanks | None = None
 
     # -- start-up ---------------------------------------------------------------------------------
 
@@ -114,6 +116,7 @@ class Worker:
         self._runner = ModelRunner(
             self.config, device, kernels, loaded, self.rank, self._communicator, sizes, drafters
         )
+        self.experts = loaded.builder.expert_ranks
         if self._rehearse(device, weight_bytes):
             clock.lap("kernels compiled")
         info = self._info(device, loaded, kernels, weight_bytes, about_graphs)
@@ -147,13 +150,11 @@ class Worker:
         if runner.shapes is not None:
             warm_up(runner, self.config, runner.shapes, num_blocks)
         runner.capture_graphs()
+        runner.experts = self.experts  # of the scheduler's steps alone they take note
 
     def launch(self, step: SchedulerOutput) -> PendingOutput:
         """Queue one step's work on the device; the result is fetched with PendingOutput.wait()."""
-        runner = self._ready()[0]
-        if runner.experts is not None:
-            runner.experts.begin_step()
-        return runner.launch(step)
+        return self._ready()[0].launch(step)
 
     @property
     def sampling(self) -> SamplingState | None:
@@ -264,7 +265,8 @@ class Worker:
     def _profile(self, weight_bytes: int) -> MemoryProfile:
         """What the largest step takes. Where memory is the host's and there is plenty, a small step
         is enough to know: a slow device would need seconds for the largest one."""
-        if self._ready()[1].limits.shares_host_memory and self.world_size == 1:
+        is_alone = self.world_size == 1 and not self.config.parallel.shares_experts
+        if self._ready()[1].limits.shares_host_memory and is_alone:
             for part in SMALL_PARTS:
                 profile = self._measure(weight_bytes, part)
                 if profile.available_bytes >= profile.most_bytes:
