@@ -72,8 +72,7 @@ class SharedMemoryCommunicator:
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """One to each other rank: readable when that has begun a collective that this one has not, or
-        has left."""
+        """To each other rank: readable when it has begun the next collective, or has left."""
         return list(self._peers.values())
 
     # -- collectives ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +104,7 @@ class EngineCore:
         self._vocab_size, self._has_logprobs = worker.vocab_size, worker.logprobs
         # Requests that are held until what their grammars need is built.
         self._sampling = self._executor.sampling
-        self._experts = self._executor.experts if config.parallel.shares_experts else None
+        self.experts = self._executor.experts if config.parallel.shares_experts else None
         self.scheduler.allow_empty(lambda: not self._in_flight and self._is_awaited)
         self._building: dict[str, Future[Any]] = {}
         self._features = frozenset.intersection(*(info.features for info in infos))
@@ -163,7 +163,7 @@ class EngineCore:
     @property
     def _is_awaited(self) -> bool:
         """Whether experts here are to serve tokens of other engines, in a step that all take."""
-        return self._experts is not None and self._experts.is_awaited
+        return self.experts is not None and self.experts.is_awaited
 
     def step(self) -> list[RequestOutputDelta | TokenDeltas]:
         """Schedule, execute, update, answer. WorkerError means that the engine is dead."""
@@ -186,11 +186,6 @@ class EngineCore:
         if self._remote is not None:
             self._remote.told(outputs)
         return outputs
-
-    def watch(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called when engines that share experts with this idle one begin a step."""
-        if self._experts is not None:
-            self._experts.watch(wake)
 
     def wake(self) -> None:
         """A request was queued: `step` is not to wait for blocks; any thread."""
@@ -289,7 +284,7 @@ class EngineCore:
         logger.error("step %s failed", step.output.step_id, exc_info=error)
         if isinstance(error, WorkerError):
             raise error
-        if self._executor.world_size > 1 or self._experts is not None:
+        if self._executor.world_size > 1 or self.experts is not None:
             raise WorkerError(
                 f"rank 0 failed in a step ({name}), so the ranks disagree; see the log"
             ) from error

@@ -73,6 +73,9 @@ class ExpertShare:
         return tuple(sorted(set(range(self.total)) - set(self.held)))
 
 
+Weights = Callable[[], "tuple[Any, Tensor, Tensor | None]"]  # experts', router's, correction bias
+
+
 class DividedExperts(Protocol):
     """The experts of one block that this rank holds whole. What is called gets x [num_tokens,
     hidden], their prepared weights, the router's matrix and the correction bias."""
@@ -123,15 +126,9 @@ class ExpertRanks(Protocol):
         ...
 
     def divide(
-        self,
-        build: ModelBuilder,
-        spec: MoESpec,
-        routing: RoutingSpec,
-        driver: MoEBackend,
-        weights: Callable[[], tuple[Any, Tensor, Tensor | None]],
+        self, build: ModelBuilder, routing: RoutingSpec, driver: MoEBackend, weights: Weights
     ) -> DividedExperts:
-        """This rank's experts of a block, `spec` without the others'. weights: what follows x in calls,
-        once loaded."""
+        """This rank's experts of a block. weights: what follows x in calls, once loaded."""
         ...
 
 

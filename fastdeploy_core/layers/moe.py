@@ -74,7 +74,7 @@ class MoEBlock:
         self._divided: DividedExperts | None = None
         if ranks is not None:
             spec = ranks.local(spec, intermediate)
-            self._divided = ranks.divide(build, spec, routing, build.moe(spec), self._weights)
+            self._divided = ranks.divide(build, routing, build.moe(spec), self._weights)
         self._driver = build.moe(spec)
         self._experts = make_experts(
             build,

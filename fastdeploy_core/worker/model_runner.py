@@ -37,7 +37,6 @@ from .step import Launched, Sampling, StepRows
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
-    from fastdeploy_core.layers.experts import ExpertRanks
     from fastdeploy_core.loading.drafters import Drafters
     from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.tensor import Tensor
@@ -64,7 +63,7 @@ class ModelRunner:
         self._config, self._device, self._xp = config, device, device.xp
         self.vocab_size, self._rank = loaded.shapes.vocab_size, rank
         self._loaded, self._model = loaded, loaded.model
-        self.experts: ExpertRanks | None = None
+        self.experts: Any = None  # an ExpertRanks, from when the scheduler's steps come
         self.caches, max_num_seqs = Caches(device, kernels, loaded), config.batch.max_num_seqs
         self._columns = SamplingColumns(max_num_seqs, self.vocab_size)
         # Ranks other than 0 only need the tokens that rank 0 samples.

@@ -113,7 +113,8 @@ class EngineProcess:
         """Serve until told to stop."""
         signal.signal(signal.SIGTERM, lambda *_: self._stopping.set())
         info = self._core.info
-        self._core.watch(self._wake)
+        if self._core.experts is not None:
+            self._core.experts.watch(self._wake)
         self._observer.started(info)
         child.end_startup()
         self._progress.mark()

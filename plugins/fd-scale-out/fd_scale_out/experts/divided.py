@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.config import EngineConfig
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
     from fastdeploy_core.layers import ModelBuilder
+    from fastdeploy_core.layers.experts import Weights
     from fastdeploy_core.tensor import Tensor
 
 
@@ -138,16 +139,10 @@ class ExpertRanks:
         return replace(spec, routing=routing, intermediate_size=intermediate)
 
     def divide(
-        self,
-        build: ModelBuilder,
-        spec: MoESpec,
-        routing: RoutingSpec,
-        driver: MoEBackend,
-        weights: Callable[[], tuple[Any, Tensor, Tensor | None]],
+        self, build: ModelBuilder, routing: RoutingSpec, driver: MoEBackend, weights: Weights
     ) -> DividedExperts:
-        """This rank's experts of a block, `spec` without the others'. weights: of the block, once
-        loaded: what the driver prepared, the router's, the correction bias. CapabilityError for those of a drafter that several
-        engines would share: they do not draft at the same times."""
+        """This rank's experts of a block. weights: of the block, once loaded. CapabilityError for
+        those of a drafter that several engines would share: they do not draft at the same times."""
         self._builder = self._builder or build
         if self.engines is not None and build is not self._builder:
             raise CapabilityError(
@@ -155,14 +150,7 @@ class ExpertRanks:
                 "(--data-parallel-size with --enable-expert-parallel); draft with ngram or suffix, "
                 "or leave out one of these"
             )
-        divided = DividedExperts(build, self, routing, driver)
-        if self.engines is not None:
-            most = self.most_in_place
-            hidden = spec.hidden_size
-            given = (self.engines, divided.add_own, divided.travelling, most)
-            divided.together = Together(*given, weights, hidden, build.dtype)
-            self.engines.blocks.append(divided.together)
-        return divided
+        return DividedExperts(build, self, routing, driver, weights)
 
     def communicator(self, num_experts: int) -> ExpertCommunicator | None:
         """The communicator for blocks with so many experts, counted with their copies: what it is
@@ -180,7 +168,12 @@ class DividedExperts:
     communicator was asked for."""
 
     def __init__(
-        self, build: ModelBuilder, ranks: ExpertRanks, routing: RoutingSpec, driver: MoEBackend
+        self,
+        build: ModelBuilder,
+        ranks: ExpertRanks,
+        routing: RoutingSpec,
+        driver: MoEBackend,
+        weights: Weights,
     ) -> None:
         if not isinstance(driver, DividedMoEBackend):
             raise CapabilityError(
@@ -191,7 +184,7 @@ class DividedExperts:
         self._scores, self._route = build.kernels["linear_float32"], build.kernels["moe_routing"]
         self._share = ranks.share(routing.num_experts)
         self._most_in_place = ranks.most_in_place
-        self.travelling: Exchange | None = None
+        self._exchange: Exchange | None = None
         self._moving: Moving | None = None
         if ranks.balance is not None:
             number = len(ranks.balance.blocks)
@@ -201,14 +194,18 @@ class DividedExperts:
         communicator = ranks.communicator(num_places)
         if communicator is not None:
             given = (driver, communicator, self._moving)
-            self.travelling = Exchange(build, ranks, routing, num_places, *given)
-        self.together: Together | None = None  # where engines share them
+            self._exchange = Exchange(build, ranks, routing, num_places, *given)
+        self._together: Together | None = None
+        if ranks.engines is not None:
+            how = self.add_own, self._exchange, self._most_in_place
+            self._together = Together(ranks.engines, *how, weights, build.dtype)
+            ranks.engines.blocks.append(self._together)
 
     def exchange(self, num_tokens: int) -> Exchange | Together | None:
         """What computes a step of num_tokens; None: use add_own."""
-        if self.together is not None:
-            return self.together
-        return self.travelling if num_tokens > self._most_in_place else None
+        if self._together is not None:
+            return self._together
+        return self._exchange if num_tokens > self._most_in_place else None
 
     def add_own(self, x: Tensor, weights: Any, router: Tensor, bias: Tensor | None) -> Tensor:
         """What this rank's experts add for all tokens."""

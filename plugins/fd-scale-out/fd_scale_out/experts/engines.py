@@ -30,6 +30,7 @@ from fastdeploy_core.errors import WorkerError
 if TYPE_CHECKING:
     from fastdeploy_core.config import ParallelConfig
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
+    from fastdeploy_core.layers.experts import Weights
     from fastdeploy_core.tensor import Tensor
 
 logger = logging.getLogger(__name__)
@@ -84,13 +85,17 @@ class Engines:
         try:
             sizes = self.xp.to_numpy(self._host.all_gather(own, 0))
         except WorkerError as error:
-            raise WorkerError(
-                f"engine {self._engine} cannot go on without the experts of the others: {error}"
-            ) from error
+            raise self.ended(error) from error
         self._sizes = sizes[:: self._host.world_size // self.number].tolist()
         with self._begun:
             self._turn += 1
             self._begun.notify()
+
+    def ended(self, error: WorkerError) -> WorkerError:
+        """What a collective that failed means."""
+        return WorkerError(
+            f"engine {self._engine} cannot go on without the experts of the others: {error}"
+        )
 
     def serve_others(self) -> None:
         """The step in which this engine has no tokens: its experts compute the others'."""
@@ -164,29 +169,32 @@ class Together:
         add_own: Callable[..., Tensor],
         exchange: Callable[..., Tensor] | None,
         most_in_place: int,
-        weights: Callable[[], tuple[Any, ...]],
-        hidden: int,
+        weights: Weights,
         dtype: str,
     ) -> None:
         """exchange: for steps in which an engine has more tokens than most_in_place. weights: what
         follows x in calls."""
         self._engines, self._add_own, self._exchange = engines, add_own, exchange
         self._most_in_place, self._weights = most_in_place, weights
-        xp = engines.xp
-        self._nothing = xp.zeros([0, hidden], dtype=xp.dtype(dtype), device=engines.device.device)
+        self._dtype = engines.xp.dtype(dtype)
 
     def __call__(self, x: Tensor, *weights: Any) -> Tensor:
         """The whole result for x, on every rank of this engine."""
         engines, num_tokens = self._engines, int(x.shape[0])
         is_large = max(engines.sizes(num_tokens)) > self._most_in_place
-        if self._exchange is not None and is_large:
-            return self._exchange(x, *weights)
-        y = self._add_own(engines.gather(x), *weights)
-        return engines.own(engines.group.all_reduce(y), num_tokens)
+        try:
+            if self._exchange is not None and is_large:
+                return self._exchange(x, *weights)
+            y = self._add_own(engines.gather(x), *weights)
+            return engines.own(engines.group.all_reduce(y), num_tokens)
+        except WorkerError as error:
+            raise engines.ended(error) from error
 
     def serve_others(self) -> None:
         """Take part without tokens."""
-        self(self._nothing, *self._weights())
+        xp, weights = self._engines.xp, self._weights()
+        hidden, device = weights[1].shape[1], self._engines.device.device
+        self(xp.zeros([0, hidden], dtype=self._dtype, device=device), *weights)
 
 
 def _readable(host: SharedMemoryCommunicator) -> select.poll:
