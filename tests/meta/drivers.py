@@ -23,7 +23,6 @@ from fd_cuda.attention.mla import LatentAttention
 from fd_cuda.attention.quantized import QuantizedAttention
 from fd_cuda.device import CudaDevice
 from fd_cuda.experts import AllGatherExperts as CudaAllGatherExperts
-from fd_cuda.experts import AllToAllExperts, ByBatchExperts
 from fd_cuda.ipc.transport import CudaIpcTransport
 from fd_cuda.moe import CudaMoE
 from fd_cuda.states.driver import CudaStates
@@ -246,8 +245,6 @@ expert_communicators: list[Callable[[ExpertGroup], ExpertCommunicator]] = [
     LoopbackExperts,
     AllGatherExperts,
     CudaAllGatherExperts,
-    AllToAllExperts,
-    ByBatchExperts,
 ]
 devices: list[Callable[[DeviceOptions], DeviceBackend]] = [
     CpuDevice,
