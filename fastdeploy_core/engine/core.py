@@ -104,14 +104,13 @@ class EngineCore:
         self._vocab_size, self._has_logprobs = worker.vocab_size, worker.logprobs
         # Requests that are held until what their grammars need is built.
         self._sampling = self._executor.sampling
-        self.experts = self._executor.experts if config.parallel.shares_experts else None
         self.scheduler.allow_empty(lambda: not self._in_flight and self._is_awaited)
         self._building: dict[str, Future[Any]] = {}
         self._features = frozenset.intersection(*(info.features for info in infos))
         self._num_failures = self._num_idle_plans = 0
         # For part `rollout-engine`: whether requests are taken; and whether no step is begun.
         self.admits, self.is_held = True, False
-        self._stats = self.scheduler.counters
+        self._stats, self.experts = self.scheduler.counters, self._executor.experts
         self.info = self._describe(infos, plan, overlap, caching, time.monotonic() - started)
         for line in self.info.report:
             logger.info("%s", line)

@@ -140,8 +140,9 @@ class Executor:
 
     @property
     def experts(self) -> ExpertRanks | None:
-        """Rank 0's; None: ranks do not divide experts."""
-        return getattr(self._worker, "experts", None)
+        """Rank 0's, where engines share them."""
+        is_shared = self._config.parallel.shares_experts
+        return getattr(self._worker, "experts", None) if is_shared else None
 
     def submit(self, step: SchedulerOutput) -> StepResult:
         """Queue a step. It may start before earlier steps have finished, but never before they
