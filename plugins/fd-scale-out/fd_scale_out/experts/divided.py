@@ -25,14 +25,13 @@ from fastdeploy_core.contracts.moe import (
 from fastdeploy_core.errors import CapabilityError, ConfigError
 from fastdeploy_core.layers import ExpertShare
 
-from .engines import Engines, Together
+from .engines import Engines, Together, Weights
 from .moving import Balance, Moving
 
 if TYPE_CHECKING:
     from fastdeploy_core.config import EngineConfig
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
     from fastdeploy_core.layers import ModelBuilder
-    from fastdeploy_core.layers.experts import Weights
     from fastdeploy_core.tensor import Tensor
 
 

@@ -14,7 +14,6 @@ supervisors start them again, and they meet in the same folder.
 
 from __future__ import annotations
 
-import logging
 import select
 import tempfile
 import threading
@@ -30,10 +29,9 @@ from fastdeploy_core.errors import WorkerError
 if TYPE_CHECKING:
     from fastdeploy_core.config import ParallelConfig
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
-    from fastdeploy_core.layers.experts import Weights
     from fastdeploy_core.tensor import Tensor
 
-logger = logging.getLogger(__name__)
+Weights = Callable[[], "tuple[Any, Tensor, Tensor | None]"]  # of a block: what follows x in calls
 
 # Between wakes of an engine that rests: one may come just before it begins to wait.
 WAKE_S: Final = 0.002
