@@ -63,9 +63,8 @@ class Engines:
         self.group = device.communicator(*place, self._new_folder(folder))
         self.blocks: list[Together] = []
         self._sizes: list[int] | None = None  # None: while starting, all engines do the same
-        self._resting = threading.Event()
-        self._begun, self._sources = threading.Condition(), _readable(self._host)
-        self._turn = 0
+        self._resting, self._begun = threading.Event(), threading.Event()
+        self._sources = _readable(self._host)
 
     def _new_folder(self, folder: Path) -> str:
         """One that no rank has used, the same on each."""
@@ -85,9 +84,7 @@ class Engines:
         except WorkerError as error:
             raise self.ended(error) from error
         self._sizes = sizes[:: self._host.world_size // self.number].tolist()
-        with self._begun:
-            self._turn += 1
-            self._begun.notify()
+        self._begun.set()
 
     def ended(self, error: WorkerError) -> WorkerError:
         """What a collective that failed means."""
@@ -150,12 +147,11 @@ class Engines:
         poll = _readable(self._host)  # one object serves one thread
         while True:
             self._resting.wait()
-            turn = self._turn
             poll.poll()
-            while self._resting.is_set():
+            self._begun.clear()
+            if self._resting.is_set():
                 wake()
-                with self._begun:
-                    self._begun.wait_for(lambda turn=turn: self._turn != turn, WAKE_S)
+                self._begun.wait(WAKE_S)
 
 
 class Together:
