@@ -74,6 +74,7 @@ LATER = (
     *("tests/plugins/test_model_plugin.py", "tests/plugins/test_new.py"),
     *("tests/plugins/test_picture_plugin.py", "tests/plugins/test_template.py"),
     *("tests/server/test_many_instances.py", "tests/server/test_replicas.py"),
+    "tests/server/test_shared_experts.py",
 )
 # Their suites need neither a compiler nor hardware, so `tests` has them, too; what takes minutes,
 # such as Triton's interpreter, is left to session `plugins`.

@@ -64,7 +64,7 @@ class InlineExecutor:
     """One rank, in the caller's thread: what overlaps in production happens in the same order."""
 
     world_size = 1
-    sampling = None
+    sampling = experts = None
 
     def __init__(self, config: EngineConfig) -> None:
         self.worker = WatchedWorker(config)

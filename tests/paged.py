@@ -13,7 +13,7 @@ import numpy as np
 from fd_accelerator.expert_communicator import AllGatherExperts
 from fd_models.latent.indexed import IndexedAttention
 from fd_models.recurrent.states import PlainStates
-from fd_scale_out.experts import ExpertRanks
+from fd_scale_out.experts import expert_ranks
 
 from fastdeploy_core.config import BatchConfig, CacheConfig, EngineConfig, ParallelConfig
 from fastdeploy_core.config.model import read_model_config
@@ -37,7 +37,7 @@ def load_driver(kind: str, name: str) -> Any:
     if kind == "model":
         return model_class({"architectures": [name]})
     if kind == "part":
-        return ExpertRanks
+        return expert_ranks
     if kind == "expert_communicator":
         return AllGatherExperts
     if kind == "checkpoint_format":
@@ -125,7 +125,7 @@ class PagedModel:
         batch, input_ids = self._batch(rows)
         with self.xp.no_grad():
             if (experts := self.loaded.builder.expert_ranks) is not None:
-                experts.begin_step()
+                experts.begin_step(sum(len(tokens) for _, tokens in rows))
             context = ForwardContext(
                 batch,
                 {spec: d.prepare(batch) for spec, d in self.loaded.attention.items()},

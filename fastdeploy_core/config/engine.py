@@ -102,6 +102,7 @@ class ParallelConfig:
     data_parallel_rank: int = 0  # which of them has this configuration
     # Ranks hold whole experts, not a share of each.
     enable_expert_parallel: bool = False
+    meeting_folder: str = ""  # where ranks of engines that share experts meet
     # Carries tokens to them in steps that hold prompts; empty: none does, ranks add up what they
     # have.
     expert_communicator: str = ""
@@ -110,8 +111,18 @@ class ParallelConfig:
 
     @property
     def divides_experts(self) -> bool:
-        """Whether there are ranks to divide them over."""
-        return self.enable_expert_parallel and self.tensor_parallel_size > 1
+        """Whether there are ranks to divide them over: those of all engines."""
+        return self.enable_expert_parallel and self.num_ranks > 1
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether the ranks that divide experts are of several engines."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all engines together."""
+        return self.tensor_parallel_size * self.data_parallel_size
 
 
 @dataclass(frozen=True, slots=True)

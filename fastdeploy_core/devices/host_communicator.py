@@ -70,6 +70,11 @@ class SharedMemoryCommunicator:
             self.close()
             raise
 
+    @property
+    def sockets(self) -> list[socket.socket]:
+        """To each other rank: readable when it has begun the next collective, or has left."""
+        return list(self._peers.values())
+
     # -- collectives ------------------------------------------------------------------------------
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -105,12 +105,13 @@ class EngineCore:
         self._vocab_size, self._has_logprobs = worker.vocab_size, worker.logprobs
         # Requests that are held until what their grammars need is built.
         self._sampling = self._executor.sampling
+        self.scheduler.allow_empty(lambda: not self._in_flight and self._is_awaited)
         self._building: dict[str, Future[Any]] = {}
         self._features = frozenset.intersection(*(info.features for info in infos))
         self._num_failures = self._num_idle_plans = 0
         # For part `rollout-engine`: whether requests are taken; and whether no step is begun.
         self.admits, self.is_held = True, False
-        self._stats = self.scheduler.counters
+        self._stats, self.experts = self.scheduler.counters, self._executor.experts
         self.info = self._describe(infos, plan, overlap, caching, time.monotonic() - started)
         for line in self.info.report:
             logger.info("%s", line)
@@ -156,7 +157,13 @@ class EngineCore:
         if self.is_held:
             return bool(self._in_flight) or self.scheduler.outcome.has_deltas
         is_awaited = self._building or (self._remote is not None and self._remote.is_awaited)
-        return self.scheduler.has_work() or bool(self._in_flight or is_awaited)
+        has_own = self.scheduler.has_work() or bool(self._in_flight or is_awaited)
+        return has_own or self._is_awaited
+
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether experts here are to serve tokens of other engines, in a step that all take."""
+        return self.experts is not None and self.experts.is_awaited
 
     def step(self) -> list[RequestOutputDelta | TokenDeltas]:
         """Schedule, execute, update, answer. WorkerError means that the engine is dead."""
@@ -277,7 +284,7 @@ class EngineCore:
         logger.error("step %s failed", step.output.step_id, exc_info=error)
         if isinstance(error, WorkerError):
             raise error
-        if self._executor.world_size > 1:
+        if self._executor.world_size > 1 or self.experts is not None:
             raise WorkerError(
                 f"rank 0 failed in a step ({name}), so the ranks disagree; see the log"
             ) from error

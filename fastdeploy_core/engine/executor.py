@@ -23,6 +23,7 @@ from fastdeploy_core import errors
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.engine.processes import child, wire, worker_process
 from fastdeploy_core.errors import FastDeployError, WorkerError
+from fastdeploy_core.layers.experts import ExpertRanks
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from fastdeploy_core.types import ModelRunnerOutput, SchedulerOutput
 from fastdeploy_core.types.worker import WorkerInfo
@@ -137,6 +138,12 @@ class Executor:
     def sampling(self) -> Any:
         """See Worker; None: a device's own worker has none."""
         return getattr(self._worker, "sampling", None)
+
+    @property
+    def experts(self) -> ExpertRanks | None:
+        """Rank 0's, where engines share them."""
+        is_shared = self._config.parallel.shares_experts
+        return getattr(self._worker, "experts", None) if is_shared else None
 
     def submit(self, step: SchedulerOutput) -> StepResult:
         """Queue a step. It may start before earlier steps have finished, but never before they

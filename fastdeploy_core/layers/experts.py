@@ -73,6 +73,9 @@ class ExpertShare:
         return tuple(sorted(set(range(self.total)) - set(self.held)))
 
 
+Weights = Callable[[], "tuple[Any, Tensor, Tensor | None]"]  # experts', router's, correction bias
+
+
 class DividedExperts(Protocol):
     """The experts of one block that this rank holds whole. What is called gets x [num_tokens,
     hidden], their prepared weights, the router's matrix and the correction bias."""
@@ -92,15 +95,26 @@ class ExpertRanks(Protocol):
 
     @property
     def most_recorded(self) -> int | None:
-        """Tokens of the largest step that can be captured; None: any."""
+        """Tokens of the largest step that can be captured; None: any; 0: no step can."""
         ...
 
     def words(self) -> str:
         """A line for the start-up report."""
         ...
 
-    def begin_step(self) -> None:
-        """Before each step, on every rank: experts may move."""
+    @property
+    def is_awaited(self) -> bool:
+        """Whether another engine that shares the experts has begun a step that this one has not."""
+        ...
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called, in a thread, when is_awaited changes while no step is begun here."""
+        ...
+
+    def begin_step(self, num_tokens: int) -> None:
+        """Before each step, of so many tokens on this engine, on every rank: experts may move.
+        Without tokens this rank's experts serve those of other engines here. WorkerError: a rank is
+        lost."""
         ...
 
     def share(self, num_experts: int) -> ExpertShare:
@@ -112,9 +126,9 @@ class ExpertRanks(Protocol):
         ...
 
     def divide(
-        self, build: ModelBuilder, routing: RoutingSpec, driver: MoEBackend
+        self, build: ModelBuilder, routing: RoutingSpec, driver: MoEBackend, weights: Weights
     ) -> DividedExperts:
-        """This rank's experts of a block."""
+        """This rank's experts of a block. weights: what follows x in calls, once loaded."""
         ...
 
 

@@ -74,7 +74,7 @@ class MoEBlock:
         self._divided: DividedExperts | None = None
         if ranks is not None:
             spec = ranks.local(spec, intermediate)
-            self._divided = ranks.divide(build, routing, build.moe(spec))
+            self._divided = ranks.divide(build, routing, build.moe(spec), self._weights)
         self._driver = build.moe(spec)
         self._experts = make_experts(
             build,
@@ -97,6 +97,7 @@ class MoEBlock:
             and isinstance(self._experts, DenseExperts)
             and shared is None
             and self._reduce is None
+            and ranks is None
         ):
             self._whole = self._driver.forward_block
 
@@ -110,9 +111,12 @@ class MoEBlock:
         region = tuple(slice(0, size) for size in shape)
         build.weights.add(Placement(name, shape, region, accept, fill=0.0))
 
+    def _weights(self) -> tuple[Any, Tensor, Tensor | None]:
+        return self._experts.prepared, self._router.weight, self._bias
+
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, hidden], model dtype."""
-        given = (x, self._experts.prepared, self._router.weight, self._bias)
+        given = (x, *self._weights())
         if self._divided is not None:
             exchange = self._divided.exchange(int(x.shape[0]))
             if exchange is not None:
@@ -130,9 +134,10 @@ class MoEBlock:
     def _beside_shared(self, routed: Tensor, x: Tensor) -> Tensor:
         """Add a result that is complete already and the shared experts' shares, which are summed
         over ranks first."""
-        if self._shared is None or self._reduce is None:
+        if self._shared is None:
             return routed
-        return routed + self._reduce(self._shared(x))
+        more = self._shared(x)
+        return routed + (more if self._reduce is None else self._reduce(more))
 
     def _routed(self, x: Tensor) -> Tensor:
         logits = self._scores(x, self._router.weight)

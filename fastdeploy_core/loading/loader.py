@@ -114,7 +114,7 @@ def load_model(
     checkpoint = _checkpoint(model_config, load_driver)
     fitted = replace(config, model=model_config)
     keeping = _weight_cache(fitted, settings, device, tp_rank, checkpoint, load_driver)
-    experts = _expert_ranks(config, shapes, device, communicator, load_driver)
+    experts = _expert_ranks(config, shapes, device, tp_rank, communicator, load_driver)
     adapters = None if config.lora is None else load_driver("part", "lora")
     formats = _weight_formats(model_config, settings, device, kernels, load_driver)
     with device.xp.no_grad(), keeping as cache:
@@ -201,6 +201,7 @@ def _weight_cache(
         "dtype": model.dtype,
         "quantization": [settings.method, settings.config],
         "ranks": [rank, config.parallel.tensor_parallel_size, config.parallel.divides_experts],
+        "engine": config.parallel.shares_experts and config.parallel.data_parallel_rank,
         "layout": envs.FD_FOR_TORCH_MODEL_FORMAT,
     }
     own = hashlib.sha256(json.dumps(depends_on, sort_keys=True, default=str).encode())
@@ -238,6 +239,7 @@ def _expert_ranks(
     config: EngineConfig,
     shapes: ModelShapes,
     device: DeviceBackend,
+    rank: int,
     communicator: Communicator | None,
     load_driver: LoadDriver,
 ) -> ExpertRanks | None:
@@ -248,7 +250,7 @@ def _expert_ranks(
     if config.parallel.expert_communicator:
         make = load_driver("expert_communicator", "")
     divided: Callable[..., ExpertRanks] = load_driver("part", "experts")
-    return divided(device, communicator, make, config.most_decode_tokens, config.parallel.eplb)
+    return divided(config, device, rank, communicator, make)
 
 
 def _expert_lines(config: EngineConfig, build: ModelBuilder) -> list[str]:

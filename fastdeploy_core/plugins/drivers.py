@@ -88,7 +88,7 @@ def find_soon(kind: str, name: str, inventory: Inventory | None = None) -> Plugi
 def find_part(name: str, asked: str, inventory: Inventory | None = None) -> PluginEntry:
     """A part of the core in a distribution of its own. Several processes: `engines` (config,
     resolved plugins, listener), `api-servers` (both configurations, plugins, listener), `experts`
-    (device, communicator, maker of an ExpertCommunicator, most tokens in place). What is shared
+    (config, device, rank, communicator, maker of an ExpertCommunicator). What is shared
     with others: KV blocks (`kv-events`, `kv-store`: engine/core.py), requests (`shared-queue`:
     client.py), weights with later starts (`weight-cache`: loading/loader.py). Adapters of layers
     (`lora`: layers/builder.py) and requests (`lora-request`: api/, `lora-server`: serving/).

@@ -257,7 +257,7 @@ class _Resolver:
         question = ExpertQuestion(
             device=self._chosen["device"],
             tensor_library=self._tensor_library,
-            num_ranks=parallel.tensor_parallel_size,
+            num_ranks=parallel.num_ranks,
         )
         asked = parallel.expert_communicator
         self._layer_driver(

@@ -176,6 +176,10 @@ class BatchScheduler:
         """Ask this how many tokens of prompts a step may hold, where prompts may be split."""
         self._planner.most_prompt_tokens = most_tokens
 
+    def allow_empty(self, is_wanted: Callable[[], bool]) -> None:
+        """Ask this, where nothing can run, whether to schedule a step of no rows."""
+        self._planner.wants_empty = is_wanted
+
     def schedule(self, most_steps: Mapping[int, int] | None = None) -> ScheduledStep | None:
         """The next step; None: nothing can run yet. most_steps: by seq_id, may be on their way."""
         if self._deadlines:

@@ -56,6 +56,7 @@ class StepPlanner:
         self._num_rows = 0
         self._most_steps: Mapping[int, int] = {}
         self.most_prompt_tokens: Callable[[], int] | None = None
+        self.wants_empty: Callable[[], bool] = bool
         self._prefills_first = True
         self._keeps_back = self._may_feed = False  # prompts let drafts pass; drafts exist
         self._step = StepBuilder(
@@ -82,7 +83,7 @@ class StepPlanner:
                 if step.is_empty:
                     plan()
             self._prefills_first = not step.num_prefills
-        if step.is_empty and not self._kv.has_copies:
+        if step.is_empty and not (self._kv.has_copies or self.wants_empty()):
             return None
         forgotten, roster.forgotten = roster.forgotten, []
         # Drafts after prompts may cost too much, and after copies alone there are none.

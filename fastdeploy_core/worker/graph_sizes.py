@@ -50,6 +50,7 @@ def graph_sizes(
         (has_offsets and limits.graph_any_size, "no kernel of it adds offsets to positions"),
         (length > longest, f"sequences of {length} tokens are too long for it here"),
         (num_ranks > 1 and not limits.graph_collectives, "the device's collectives cannot"),
+        (config.parallel.shares_experts, "engines that share experts have unlike steps"),
         (config.speculative and not can_sample, "the reference waits where drafts are sampled"),
     )
     for applies, why in obstacles:

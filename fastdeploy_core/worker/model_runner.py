@@ -62,7 +62,8 @@ class ModelRunner:
     ) -> None:
         self._config, self._device, self._xp = config, device, device.xp
         self.vocab_size, self._rank = loaded.shapes.vocab_size, rank
-        self._loaded, self._model, self.experts = loaded, loaded.model, loaded.builder.expert_ranks
+        self._loaded, self._model = loaded, loaded.model
+        self.experts: Any = None  # an ExpertRanks, from when the scheduler's steps come
         self.caches, max_num_seqs = Caches(device, kernels, loaded), config.batch.max_num_seqs
         self._columns = SamplingColumns(max_num_seqs, self.vocab_size)
         # Ranks other than 0 only need the tokens that rank 0 samples.
@@ -207,6 +208,8 @@ class ModelRunner:
         began, drafting = time.perf_counter(), self._drafting
         with self._lock:
             launched = self._take(step)
+        if self.experts is not None:
+            self.experts.begin_step(int(launched.rows.counts.sum()))
         pending = PendingOutput(launched, self._read)
         if not launched.rows.slots.size:
             launched.results = ModelRunnerOutput(step_id=step.step_id, token_ids=NO_TOKENS)

@@ -114,6 +114,7 @@ class Worker:
         self._runner = ModelRunner(
             self.config, device, kernels, loaded, self.rank, self._communicator, sizes, drafters
         )
+        self.experts = loaded.builder.expert_ranks
         if self._rehearse(device, weight_bytes):
             clock.lap("kernels compiled")
         info = self._info(device, loaded, kernels, weight_bytes, about_graphs)
@@ -147,13 +148,11 @@ class Worker:
         if runner.shapes is not None:
             warm_up(runner, self.config, runner.shapes, num_blocks)
         runner.capture_graphs()
+        runner.experts = self.experts
 
     def launch(self, step: SchedulerOutput) -> PendingOutput:
         """Queue one step's work on the device; the result is fetched with PendingOutput.wait()."""
-        runner = self._ready()[0]
-        if runner.experts is not None:
-            runner.experts.begin_step()
-        return runner.launch(step)
+        return self._ready()[0].launch(step)
 
     @property
     def sampling(self) -> SamplingState | None:
@@ -162,10 +161,9 @@ class Worker:
 
     def close(self) -> None:
         """Give the device back."""
-        if self._communicator is not None:
-            self._communicator.close()
-        if self.device is not None:
-            self.device.close()
+        for part in (self._communicator, self.device):
+            if part is not None:
+                part.close()
         self._runner = self._communicator = self.device = None
 
     # -- helpers ----------------------------------------------------------------------------------
@@ -264,11 +262,11 @@ class Worker:
     def _profile(self, weight_bytes: int) -> MemoryProfile:
         """What the largest step takes. Where memory is the host's and there is plenty, a small step
         is enough to know: a slow device would need seconds for the largest one."""
-        if self._ready()[1].limits.shares_host_memory and self.world_size == 1:
-            for part in SMALL_PARTS:
-                profile = self._measure(weight_bytes, part)
-                if profile.available_bytes >= profile.most_bytes:
-                    return profile
+        alone = self.world_size == 1 and not self.config.parallel.shares_experts
+        for part in SMALL_PARTS if alone and self._ready()[1].limits.shares_host_memory else ():
+            profile = self._measure(weight_bytes, part)
+            if profile.available_bytes >= profile.most_bytes:
+                return profile
         return self._measure(weight_bytes)
 
     def _measure(self, weight_bytes: int, part: int = 1) -> MemoryProfile:
@@ -290,7 +288,6 @@ class Worker:
         logits_bytes = PenaltyTables.num_bytes(self.config.batch.max_num_seqs, runner.vocab_size)
         peak = untouched - water.free_bytes - held
         limits, config = device.limits, self.config
-        num_processes = self.world_size * config.parallel.data_parallel_size
         usable = before.total_bytes * config.cache.memory_utilization
         others = before.total_bytes - self._free_before if usable <= self._free_before else 0
         per_sequence = -(-config.model.max_model_len // config.cache.block_size)
@@ -303,7 +300,7 @@ class Worker:
             is_bound=part > 1,
             graph_bytes=graph_bytes,
             utilization=self.config.cache.memory_utilization,
-            shared_with=num_processes if limits.shares_host_memory else 0,
+            shared_with=config.parallel.num_ranks if limits.shares_host_memory else 0,
             most_bytes=runner.caches.most_bytes(config.batch.max_num_seqs, per_sequence),
             others_bytes=0 if limits.shares_host_memory else others,
         )

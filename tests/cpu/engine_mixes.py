@@ -82,7 +82,7 @@ class LateResult:
 class SharedExecutor:
     """One loaded worker behind many engines, one after the other."""
 
-    world_size = 1
+    world_size, experts = 1, None
 
     def __init__(self, config: EngineConfig, resolved: ResolvedPlugins) -> None:
         self._worker = make_worker(config, resolved, 0, 1, "")

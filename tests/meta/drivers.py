@@ -25,7 +25,6 @@ from fd_cuda.attention.latent.indexed import IndexedAttention as CudaIndexedAtte
 from fd_cuda.attention.quantized import QuantizedAttention
 from fd_cuda.device import CudaDevice
 from fd_cuda.experts import AllGatherExperts as CudaAllGatherExperts
-from fd_cuda.experts import AllToAllExperts, ByBatchExperts
 from fd_cuda.ipc.transport import CudaIpcTransport
 from fd_cuda.moe import CudaMoE
 from fd_cuda.states.driver import CudaStates
@@ -138,7 +137,7 @@ from fd_rollout.offline import METHODS
 from fd_rollout.sources import Folder, SharedMemory, WeightSource
 from fd_rollout.worker import RolloutWorker
 from fd_router.command import main as router
-from fd_scale_out.experts import ExpertRanks as WholeExperts
+from fd_scale_out.experts import expert_ranks
 from fd_scale_out.front_ends import FrontEnds
 from fd_scale_out.handover.handovers import Handovers
 from fd_scale_out.kv_events import KVEvents
@@ -248,8 +247,6 @@ expert_communicators: list[Callable[[ExpertGroup], ExpertCommunicator]] = [
     LoopbackExperts,
     AllGatherExperts,
     CudaAllGatherExperts,
-    AllToAllExperts,
-    ByBatchExperts,
 ]
 devices: list[Callable[[DeviceOptions], DeviceBackend]] = [
     CpuDevice,
@@ -450,7 +447,9 @@ several_engines: list[Callable[[EngineConfig, Future[ResolvedPlugins], Listener]
 several_api_servers: list[
     Callable[[EngineConfig, ServerConfig, Plugins, socket.socket], FrontEnds]
 ] = [FrontEnds]
-divided_experts: list[Callable[[DeviceBackend, Communicator], ExpertRanks]] = [WholeExperts]
+divided_experts: list[
+    Callable[[EngineConfig, DeviceBackend, int, Communicator | None, None], ExpertRanks]
+] = [expert_ranks]
 captured_shapes: list[Callable[[str, ChosenKernels], None]] = [capture]
 key_limits: list[Callable[[str, OwnOccupancy | None], KeyLimits]] = [KeyLimits]
 shared_queue: list[Callable[[EngineLink, RequestScheduler, Listener], EngineLink]] = [SharedQueue]

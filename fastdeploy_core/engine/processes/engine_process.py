@@ -24,7 +24,7 @@ import zmq
 from fastdeploy_core.contracts.scheduler import Capacity, InstanceLoad, RequestScheduler, error_of
 from fastdeploy_core.engine.core import EngineCore
 from fastdeploy_core.engine.observer import Observer
-from fastdeploy_core.errors import FastDeployError, InvalidRequest, needs_trace
+from fastdeploy_core.errors import FastDeployError, InvalidRequest, WorkerError, needs_trace
 from fastdeploy_core.plugins.drivers import find_part, part
 from fastdeploy_core.plugins.manager import hook_manager
 from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
@@ -102,7 +102,7 @@ class EngineProcess:
             self._control = make(self._core, self._scheduler, self._show_life)
         self._num_free_blocks = self._core.info.num_blocks  # as of the newest tick
         self._observer = Observer(hook_manager(init.resolved))
-        self._stopping = threading.Event()
+        self._stopping, self._woken = threading.Event(), threading.Event()
         self._is_draining = False
         self._armed_s = 0.0
         self._ingress = threading.Thread(target=self._hear, name="fd-ingress", daemon=True)
@@ -113,6 +113,8 @@ class EngineProcess:
         """Serve until told to stop."""
         signal.signal(signal.SIGTERM, lambda *_: self._stopping.set())
         info = self._core.info
+        if self._core.experts is not None:
+            self._core.experts.watch(self._wake)
         self._observer.started(info)
         child.end_startup()
         self._progress.mark()
@@ -124,10 +126,12 @@ class EngineProcess:
             while not self._stopping.is_set():
                 self._tick()
         except BaseException as error:
-            logger.critical("the engine failed", exc_info=error)
-            self._fail(error)
-            self._finish()
-            return 1
+            if not (isinstance(error, WorkerError) and self._stopping.is_set()):
+                logger.critical("the engine failed", exc_info=error)
+                self._fail(error)
+                self._finish()
+                return 1
+            logger.info("stopped in the middle of a step: %s", error)
         self._scheduler.close()
         self._finish()
         return 0
@@ -148,7 +152,8 @@ class EngineProcess:
         self._num_free_blocks = batch.roster.num_free_blocks
         free_slots = self._config.batch.max_num_seqs - batch.num_sequences
         if is_idle and not takes:
-            (self._control or self._stopping).wait(IDLE_TICK_S)
+            (self._control or self._woken).wait(IDLE_TICK_S)
+            self._woken.clear()
         elif free_slots > 0 and takes:
             capacity = Capacity(
                 num_requests=free_slots,
@@ -256,16 +261,21 @@ class EngineProcess:
             self._scheduler.abort(self._egress.routes.remove_all(message.front_end))
         elif isinstance(message, wire.SetRole):
             self._core.set_role(message.role)
-            self._scheduler.abort([])  # wakes an idle core
+            self._wake()
         elif isinstance(message, wire.Control):
             if self._control is not None:
                 self._control.put(message.action)
-            self._scheduler.abort([])  # wakes an idle core
+            self._wake()
         elif isinstance(message, wire.Drain):
             self._is_draining = True
         elif isinstance(message, wire.Stop):
             self._stopping.set()
-            self._scheduler.abort([])  # wakes an idle core
+            self._wake()
+
+    def _wake(self) -> None:
+        """Have an idle main thread look again; any thread."""
+        self._woken.set()
+        self._scheduler.abort([])
 
     def _queue(self, request: Request) -> RequestOutputDelta | None:
         """Put a request into the request scheduler; one that can never run is refused at once,

@@ -151,7 +151,7 @@ class _Layer:
         import torch
         from fastdeploy_core.contracts.moe import ExpertGroup
 
-        from fd_cuda.experts import AllGatherExperts, AllToAllExperts, ByBatchExperts
+        from fd_cuda.experts import AllGatherExperts
 
         self.device, self.group = device, group
         self.num_experts, self.top_k, self.hidden = num_experts, top_k, hidden
@@ -170,8 +170,6 @@ class _Layer:
         about = ExpertGroup(device, group, tuple(range(num_experts)))
         self.ways = {
             "all-gather": AllGatherExperts(about),
-            "all-to-all": AllToAllExperts(about),
-            "by batch": ByBatchExperts(about),
         }
 
     def measure(self, tokens: int) -> str:
@@ -378,7 +376,7 @@ def main() -> None:
         return
     size = options.world_size
     check = ["-m", "fastdeploy_testing.rank", "cuda", "torch", "{rank}", str(size), "{folder}"]
-    check += ["cuda_all_gather", "cuda_all_to_all", "cuda_by_batch"] * (options.kind == "experts")
+    check += ["cuda_all_gather"] * (options.kind == "experts")
     print(f"{options.kind} against numpy: {spawn(check, size, 60).splitlines()[-1:]}", flush=True)
     print(spawn([__file__, "rank", options.kind, "{rank}", str(size), "{folder}"], size, 60))
 

@@ -21,7 +21,6 @@ from fastdeploy_core.errors import CapabilityError, ConfigError, FastDeployError
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
-    AllToAllOptions,
     BroadcastOptions,
     ReduceScatterOptions,
 )
@@ -135,17 +134,6 @@ class CudaCommunicator:
             options = _options(ReduceScatterOptions())
             self._queue(self._nccl._reduce_scatter_base(part, x.contiguous(), options))
         return part
-
-    def all_to_all(self, x: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """Exchange rows of x: `send` rows to each rank; returns the rows received, `receive` from
-        each."""
-        if self.world_size == 1:
-            return x
-        self._check("all_to_all")
-        result = x.new_empty((sum(receive), *x.shape[1:]))
-        options = _options(AllToAllOptions())
-        self._queue(self._nccl.alltoall_base(result, x.contiguous(), receive, send, options))
-        return result
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """Every rank gets the source's x."""

@@ -1,18 +1,17 @@
-"""Expert communicators over GPUs: all-gather and reduce-scatter, or all-to-all of the rows needed.
+"""The expert communicator over GPUs: every token is gathered on every rank, and what the ranks make
+of it is added and scattered back.
 
-`cuda_all_gather` moves every token to every rank, in sizes that do not depend on the routing. The
-host waits for nothing, so decode steps that use it can be captured. `cuda_all_to_all` moves each
-token only to the ranks of its experts, once to each; the host has to learn the numbers of rows,
-which pays for large batches. `cuda_by_batch` chooses between the two. Results are added in a fixed
-order, so they do not change from run to run.
+Sizes do not depend on the routing, so the host waits for nothing, and steps can be captured.
+Results are added in a fixed order, so they do not change from run to run. Sending tokens only where
+they are needed makes the host learn the numbers of rows first, which took longer at every size that
+was measured on a host's two and four GPUs.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final
 
 import torch
 from fastdeploy_core.contracts.moe import (
@@ -21,15 +20,12 @@ from fastdeploy_core.contracts.moe import (
     ExpertGroup,
     ExpertPlan,
 )
-from fastdeploy_core.errors import CapabilityError
 from fd_accelerator.expert_communicator import PlacedExperts
 
 from .communicator import CudaCommunicator
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-logger = logging.getLogger(__name__)
 
 # Up to this size, received rows are allocated for the worst routing. Above it the host asks for
 # their number, except while a graph is captured.
@@ -50,9 +46,6 @@ class _Local:
     is_mine: Tensor  # [tokens, top_k]
     weights: Tensor  # [tokens, top_k] float32
     num_tokens: int  # of this rank's own batch
-    # How rows travelled: the tokens sent to each rank, and the numbers sent to and received from
-    # each.
-    routes: tuple[Tensor, list[int], list[int]] | None = None
 
 
 class AllGatherExperts(PlacedExperts):
@@ -158,137 +151,3 @@ class AllGatherExperts(PlacedExperts):
                 share = row * handle.weights[:, choice, None]
                 total += torch.where(mine[:, None], share, 0.0)
         return total.to(y.dtype)
-
-
-class AllToAllExperts(AllGatherExperts):
-    """See ExpertCommunicator. Each token travels once to each rank that has one of its experts."""
-
-    name = "cuda_all_to_all"
-    capabilities = ExpertCommunicatorCapabilities(
-        deterministic=True, dedup=True, max_ranks=_MAX_RANKS
-    )
-
-    def __init__(self, group: ExpertGroup) -> None:
-        super().__init__(group)
-        self._peers: CudaCommunicator | None = None
-        if self.world_size > 1:
-            if not isinstance(group.communicator, CudaCommunicator):
-                raise CapabilityError(
-                    f"expert communicator {self.name!r} needs the collectives of device 'cuda'; "
-                    "choose another with fastdeploy plugins list --kind expert_communicator"
-                )
-            self._peers = group.communicator
-
-    def dispatch(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: ExpertPlan
-    ) -> Dispatched:
-        """Rows of the tokens that chose this rank's experts, grouped by expert."""
-        self._check(x, plan)
-        num_tokens = int(x.shape[0])
-        physical, weights = self._physical(topk_ids), topk_weights.float()
-        if self._peers is None:
-            return self._group(x, physical, weights, plan, num_tokens)
-        ranks = torch.arange(self.world_size, device=x.device)
-        rank_of = torch.where(physical >= 0, physical // self._num_local, -1)
-        wanted = (rank_of.unsqueeze(-1) == ranks).any(1)  # [tokens, ranks]
-        counts = self._peers.all_gather(wanted.sum(0).unsqueeze(0), 0)
-        table = self._backend.to_host(counts).tolist()
-        send, receive = table[self.rank], [row[self.rank] for row in table]
-        # By rank, then by token.
-        tokens = torch.nonzero(wanted.t())[:, 1]
-        exchange = self._peers.all_to_all
-        got = [exchange(part[tokens], send, receive) for part in (x, physical, weights)]
-        sent = self._group(got[0], got[1], got[2], plan, num_tokens)
-        sent.handle.routes = (tokens, send, receive)
-        return sent
-
-    def combine(self, y: Tensor, handle: _Local) -> Tensor:
-        """Weighted sums, of this rank's tokens in their order."""
-        total = self._add(y, handle)
-        if handle.routes is None or self._peers is None:
-            return total[: handle.num_tokens]
-        tokens, send, receive = handle.routes
-        back = self._peers.all_to_all(total, receive, send)
-        shape = (handle.num_tokens, handle.plan.hidden_size)
-        result = torch.zeros(shape, dtype=torch.float32, device=y.device)
-        # Rank by rank. A token is in each part at most once, so the order of addition is fixed.
-        for part, rows in zip(back.split(send), tokens.split(send), strict=True):
-            result[rows] += part.float()
-        return result.to(y.dtype)
-
-
-_Inner = TypeVar("_Inner", ExpertPlan, _Local)
-
-
-@dataclass(slots=True)
-class _Chosen(Generic[_Inner]):
-    """A plan with the communicator that serves it, or a handle of that communicator's."""
-
-    communicator: AllGatherExperts
-    inner: _Inner
-
-
-class ByBatchExperts:
-    """See ExpertCommunicator. Uses the faster of both for each plan's number of tokens, measured
-    when the plan is made; all ranks choose alike."""
-
-    name = "cuda_by_batch"
-    contract = (1, 0)
-    capabilities = ExpertCommunicatorCapabilities(deterministic=True, max_ranks=_MAX_RANKS)
-
-    def __init__(self, group: ExpertGroup) -> None:
-        self._group = group
-        self._all = (AllGatherExperts(group), AllToAllExperts(group))
-        self._costs: dict[int, list[float]] = {}
-
-    def plan(self, plan: ExpertPlan) -> _Chosen[ExpertPlan]:
-        """Measure and choose; every rank has to make the same plans in the same order."""
-        if self._all[0].world_size == 1:
-            return _Chosen(self._all[0], self._all[0].plan(plan))
-        costs = self._cost(1 << (plan.max_tokens - 1).bit_length())
-        best = self._all[costs.index(min(costs))]
-        logger.info(
-            "expert parallel steps of up to %d tokens a rank: %s (%s us)", plan.max_tokens,
-            best.name, ", ".join(f"{c.name} {1e6 * s:.0f}" for c, s in zip(self._all, costs,
-                strict=True)),
-        )  # fmt: skip
-        return _Chosen(best, best.plan(plan))
-
-    def dispatch(
-        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, plan: _Chosen[ExpertPlan]
-    ) -> Dispatched:
-        """Use the communicator chosen for the plan."""
-        sent = plan.communicator.dispatch(x, topk_ids, topk_weights, plan.inner)
-        sent.handle = _Chosen(plan.communicator, sent.handle)
-        return sent
-
-    def combine(self, y: Tensor, handle: _Chosen[_Local]) -> Tensor:
-        """Use the communicator that dispatched."""
-        return handle.communicator.combine(y, handle.inner)
-
-    def cost_s(self, tokens_per_rank: int) -> float:
-        """The smaller cost; every rank has to call."""
-        return min(self._cost(tokens_per_rank))
-
-    def set_expert_map(self, version: int, physical_to_logical: list[int]) -> None:
-        """For both."""
-        for one in self._all:
-            one.set_expert_map(version, physical_to_logical)
-
-    def set_active_ranks(self, active: list[bool]) -> None:
-        """Refused unless all are active."""
-        self._all[0].set_active_ranks(active)
-
-    def close(self) -> None:
-        """Nothing to free."""
-
-    def _cost(self, tokens: int) -> list[float]:
-        """The slowest rank's cost of each."""
-        group, device = self._group.communicator, self._group.device
-        if tokens not in self._costs:
-            costs = [one.cost_s(tokens) for one in self._all]
-            if group is not None:
-                own = torch.tensor([costs], dtype=torch.float64, device=device.device)
-                costs = device.to_host(group.all_gather(own, 0)).max(0).tolist()
-            self._costs[tokens] = costs
-        return self._costs[tokens]

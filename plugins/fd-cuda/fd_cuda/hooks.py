@@ -91,15 +91,11 @@ def fd_moe_backends(question: MoEQuestion) -> list[Candidate]:
 @hookimpl
 def fd_expert_communicators(question: ExpertQuestion) -> list[Candidate]:
     """Over NCCL."""
-    names = {
-        "cuda_by_batch": (_SCORE, "the quicker one for each size of step, measured"),
-        "cuda_all_gather": (_SCORE - 1, "all tokens to all ranks; can be captured"),
-        "cuda_all_to_all": (_SCORE - 2, "tokens to the ranks that need them; the host waits"),
-    }
     if question.device != "cuda" or question.tensor_library != "torch":
-        reason = Decline(f"runs on cuda with torch, not on {question.device}")
-        return [Candidate(name, reason) for name in names]
-    return [Candidate(name, Accept(*verdict)) for name, verdict in names.items()]
+        reason = f"runs on cuda with torch, not on {question.device}"
+        return [Candidate("cuda_all_gather", Decline(reason))]
+    answer = Accept(_SCORE, "all tokens to all ranks; can be captured")
+    return [Candidate("cuda_all_gather", answer)]
 
 
 @hookimpl

@@ -54,6 +54,7 @@ from fd_cuda.kernels import (
     quant_weights,
     routing,
 )
+from fd_cuda.kernels.cache import move_blocks
 from fd_cuda.kernels.plans import Plan
 from fd_cuda.kernels.quant_persistent import persistent_product
 from fd_cuda.kernels.quant_round import fp8_blocks
@@ -363,6 +364,22 @@ def trellis() -> None:
     chosen_experts(quant_trellis, 128, gate_up, down)
 
 
+def moved_blocks() -> None:
+    """Blocks of pools of unlike sizes, to one piece of memory and back."""
+    for width, word in ((40, 8), (37, 1)):
+        pools = [torch.zeros((6, 3, n), dtype=torch.uint8, device="cuda") for n in (width, 3000)]
+        sizes = [pool[0].numel() for pool in pools]
+        stride = 16 * (sum(sizes) // 16 + 2)
+        rows = [[pool.data_ptr(), at * 16 * (sizes[0] // 16 + 1), size]
+                for at, (pool, size) in enumerate(zip(pools, sizes, strict=True))]  # fmt: skip
+        other = torch.zeros(4 * stride, dtype=torch.uint8, device="cuda")
+        parts = torch.tensor(rows, device="cuda")
+        blocks, places = torch.tensor([5, 0], device="cuda"), torch.tensor([3, 1], device="cuda")
+        where = parts, max(sizes), other.data_ptr(), stride, blocks, places
+        for is_out in (True, False):
+            move_blocks(*where, word=word, is_out=is_out)
+
+
 def quantized_caches() -> None:
     """Written, and read by decodes in CUDA C++ and in Triton and by prompts."""
     device = lookup("device", DEVICE)(DeviceOptions(tensor_library="torch", num_threads=1))
@@ -398,7 +415,7 @@ PARTS: dict[str, Callable[[], None]] = {
     for part in (
         native_products, adapters, native_filter, triton_filter, body, steps, sampling, experts,
         many_rows, drafting, attention, states, streams, packed_pipe, trellis,
-        quantized_caches, one_shot,
+        quantized_caches, moved_blocks, one_shot,
     )
 } | {name: functools.partial(packed_products, name) for name in (*FORMATS, "ccq2")}  # fmt: skip
 

@@ -61,33 +61,6 @@ class TestAllGatherExperts(_OnTorch, ExpertCommunicatorConformance):
     runs_on: ClassVar[str] = "cuda" if HAS_GPU else "cpu"
 
 
-class TestAllToAllExperts(_OnTorch, ExpertCommunicatorConformance):
-    """Alone; between ranks it needs the collectives of several GPUs."""
-
-    driver_name = "cuda_all_to_all"
-    runs_on: ClassVar[str] = "cuda" if HAS_GPU else "cpu"
-
-    def test_two_ranks_in_two_processes(self, driver: Any, device: Any, fd_entry: Any) -> None:
-        if torch.cuda.device_count() < 2:
-            pytest.skip("needs two GPUs")
-        super().test_two_ranks_in_two_processes(driver, device, fd_entry)
-
-
-class TestByBatchExperts(_OnTorch, ExpertCommunicatorConformance):
-    """Alone; between ranks as above."""
-
-    driver_name = "cuda_by_batch"
-    runs_on: ClassVar[str] = "cuda" if HAS_GPU else "cpu"
-
-    def test_two_ranks_in_two_processes(self, driver: Any, device: Any, fd_entry: Any) -> None:
-        if torch.cuda.device_count() < 2:
-            pytest.skip("needs two GPUs")
-        super().test_two_ranks_in_two_processes(driver, device, fd_entry)
-
-
-# -- why not --------------------------------------------------------------------------------------
-
-
 @without_gpu
 def test_probe_declines_with_a_reason() -> None:
     candidate = hooks.fd_device_probe(DeviceQuestion())

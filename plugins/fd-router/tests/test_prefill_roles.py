@@ -21,6 +21,7 @@ from roles import (
     Apart,
     ask,
     check_idle,
+    metric,
     said,
     server,
     taken,
@@ -155,6 +156,31 @@ def test_any_number_of_ranks_hands_over_to_any(
             assert taken(two.decode) == number + 1
             assert said(ask(two.prefill.url, TEXT, body)) == said(answer)
         check_idle(two.prefill, two.decode)
+    finally:
+        two.stop()
+
+
+def test_the_drafters_keys_and_values_come_along() -> None:
+    """Of MTP, whose layer is one more of the blocks that are handed over: as many of its drafts are
+    right as where it saw the prompt itself. Only the first step behind a handed-over token has no
+    draft."""
+    mtp = '{"method": "mtp", "num_speculative_tokens": 1, "adaptive_length": false}'
+    two = Apart("--kv-transport", "shm", "--speculative-config", mtp)
+
+    def count(process: CommandProcess, body: dict[str, Any], url: str) -> tuple[Any, float, float]:
+        names = ("spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total")
+        before = [metric(process, name) for name in names]
+        words = said(ask(url, TEXT, body))
+        drafted, right = (metric(process, n) - old for n, old in zip(names, before, strict=True))
+        return words, drafted, right
+
+    try:
+        for number in range(3):
+            body = text_body(f"draft {number + 2}", 16 + 5 * number, max_tokens=40)
+            words, drafted, right = count(two.decode, body, two.router.url)
+            assert taken(two.decode) == number + 1
+            assert (words, right) == count(two.prefill, body, two.prefill.url)[::2]
+            assert drafted > right > 0
     finally:
         two.stop()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 from msgspec import structs
@@ -29,6 +30,11 @@ def config_of(config: EngineConfig, rank: int) -> EngineConfig:
         scheduling = replace(scheduling, instance=f"{scheduling.instance}-{rank}")
     parallel = replace(config.parallel, data_parallel_rank=rank)
     return replace(config, parallel=parallel, request_scheduler=scheduling)
+
+
+def meeting_in(config: EngineConfig, folder: Path) -> EngineConfig:
+    """With the folder, which only this user can enter, where engines that share experts meet."""
+    return replace(config, parallel=replace(config.parallel, meeting_folder=str(folder)))
 
 
 def named(error: FastDeployError, rank: int) -> FastDeployError:

@@ -38,7 +38,7 @@ from fastdeploy_core.serving.front.occupancy import Occupancy
 from fastdeploy_core.types.engine import EngineHealth, EngineInfo
 
 from .balance import Balance
-from .common import common_health, config_of, named
+from .common import common_health, config_of, meeting_in, named
 from .front_end import METRICS_FOLDER, FrontEndInit, Hello
 from .paths import balance_path, door_path, engine_folder, occupancy_path
 
@@ -132,6 +132,9 @@ class FrontEnds:
         folder = str(self._folder)
         if engine_config.parallel.data_parallel_size > 1:
             Balance.create(engine_config, self._count, balance_path(folder))
+        if engine_config.parallel.shares_experts:
+            (meeting := self._folder.path / "experts").mkdir(mode=0o700)
+            engine_config = self._engine_config = meeting_in(engine_config, meeting)
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._dead: set[int] = set()  # engines that will not be started again
         self._is_open = False
@@ -162,7 +165,8 @@ class FrontEnds:
         self._dead.add(number)
         if len(self._engines) > 1:
             error = named(error, number)
-        if not self._is_open or len(self._dead) == len(self._engines):
+        needs_all = not self._is_open or self._engine_config.parallel.shares_experts
+        if needs_all or len(self._dead) == len(self._engines):
             self._events.put(error)
 
     # -- this process's main thread ---------------------------------------------------------------

@@ -7,12 +7,13 @@ from concurrent.futures import Future
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.engine.client import AsyncEngine, EngineLink
+from fastdeploy_core.engine.processes import child
 from fastdeploy_core.engine.processes.supervisor import Listener, Supervisor
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
 
 from .attachment import Attachment
 from .balance import Balance
-from .common import config_of
+from .common import config_of, meeting_in
 from .paths import balance_path, engine_folder
 from .replicas import Replicas
 
@@ -22,10 +23,14 @@ def engines(
 ) -> EngineLink:
     """Entry point `engines`: the link to --data-parallel-size engines that it starts."""
 
+    folder = child.PrivateFolder("experts") if config.parallel.shares_experts else None
+    if folder is not None:
+        config = meeting_in(config, folder.path)
+
     def connect(engine: int, listener: Listener) -> EngineLink:
         return Supervisor(config_of(config, engine), resolved, listener)
 
-    return Replicas(config, connect, listener, Balance(config), owns_engines=True)
+    return Replicas(config, connect, listener, Balance(config), folder=folder, owns_engines=True)
 
 
 async def attach(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.engine.client import EngineLink
-from fastdeploy_core.engine.processes import wire
+from fastdeploy_core.engine.processes import child, wire
 from fastdeploy_core.engine.processes.supervisor import NOT_READY, Listener
 from fastdeploy_core.errors import FastDeployError, Unavailable, WorkerError
 from fastdeploy_core.types import RequestOutputDelta
@@ -64,11 +64,15 @@ class Replicas:
         listener: Listener,
         balance: Balance,
         *,
+        folder: child.PrivateFolder | None = None,
         owns_engines: bool,
     ) -> None:
+        """folder: removed in the end."""
         self._listener = listener
         self._balance = balance
-        self._owns_engines = owns_engines
+        self._owns_engines, self._folder = owns_engines, folder
+        # All of them serve, or none does.
+        self._needs_all = config.parallel.shares_experts
         self._lock = threading.Lock()  # guards everything below
         self._sent: dict[str, _Sent] = {}
         self._questions: dict[int, _Question] = {}
@@ -115,6 +119,8 @@ class Replicas:
             thread.start()
         for thread in threads:
             thread.join()
+        if self._folder is not None:
+            self._folder.remove()
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -291,7 +297,7 @@ class Replicas:
             self._dead.add(engine)
             if not self._owns_engines:
                 self._unknown.discard(engine)
-            is_end = len(self._dead) == len(self._links)
+            is_end = self._needs_all or len(self._dead) == len(self._links)
             is_end |= self._owns_engines and not self._has_begun
         if is_end:
             self._listener.on_dead(named(error, engine))

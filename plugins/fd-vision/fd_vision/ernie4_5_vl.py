@@ -137,19 +137,28 @@ class Routes:
 class ModalityExperts:
     """Text and vision experts, with shared ones that all tokens visit."""
 
-    def __init__(self, xp: Any, text: MoEBlock, vision: MoEBlock, routes: Routes) -> None:
-        self._xp, self._text, self._vision, self._routes = xp, text, vision, routes
+    def __init__(
+        self, build: ModelBuilder, text: MoEBlock, vision: MoEBlock, routes: Routes
+    ) -> None:
+        self._xp, self._text, self._vision, self._routes = build.xp, text, vision, routes
+        # Engines that share experts compute all in each step: others may have tokens for them.
+        ranks = build.expert_ranks
+        self._calls_all = ranks is not None and ranks.most_recorded == 0
 
     def after(
         self, norm: RMSNorm, x: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """See MoEBlock.after."""
-        if self._routes.divided is None:
+        if self._routes.divided is None and not self._calls_all:
             return self._text.after(norm, x, residual)
         xp, (normed, total) = self._xp, norm.add(x, residual)
+        if self._routes.divided is None:
+            result = self._text(normed)
+            self._vision(normed[:0])
+            return result, total
         result = xp.empty_like(normed)
         for block, index in zip((self._text, self._vision), self._routes.divided, strict=True):
-            if int(index.shape[0]):
+            if int(index.shape[0]) or self._calls_all:
                 made = block(xp.index_select(normed, 0, index))
                 xp.index_copy_(result, 0, index, made)
         return result, total
@@ -210,7 +219,7 @@ class Ernie4_5_VLMoeForConditionalGeneration(VisionLM, Ernie4_5_MoeForCausalLM):
                 )
                 for name, (spec, width) in zip((prefix, f"{prefix}.vision"), sets, strict=True)
             )
-            return ModalityExperts(build.xp, text, vision, self._routes)
+            return ModalityExperts(build, text, vision, self._routes)
 
         return make
 

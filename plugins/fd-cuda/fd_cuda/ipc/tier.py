@@ -10,13 +10,14 @@ import json
 import math
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 from fastdeploy_core.errors import ResourceError, WorkerError
 
 from fd_cuda.device import wait
+from fd_cuda.kernels.cache import move_blocks
 
 from .driver import Driver, name_of
 
@@ -44,16 +45,15 @@ class DeviceTier:
     ) -> None:
         """path: a file, to write down where the memory is. ResourceError where there is no room."""
         self._device, self._caches, self.num_host_blocks = device, caches, num_blocks
-        self._copy, self._read = kernels["kv_copy_blocks"], kernels["kv_read_blocks"]
-        self._write = kernels["kv_write_blocks"]
-        self._places: list[list[tuple[int, int]]] = []  # of each tensor: offset in a block, bytes
-        size = 0
-        for cache in caches:
-            self._places.append([])
-            for pool in cache:
-                num_bytes = math.prod(pool.shape[1:]) * pool.element_size()
-                self._places[-1].append((size, num_bytes))
-                size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._copy = kernels["kv_copy_blocks"]
+        parts, size = [], 0
+        for pool in (pool for cache in caches for pool in cache):
+            num_bytes = math.prod(pool.shape[1:]) * pool.element_size()
+            parts.append((pool.data_ptr(), size, num_bytes))
+            size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        self._size, self._most = size, max((row[2] for row in parts), default=0)
+        self._word = 1 if any(row[2] % 8 for row in parts) else 8
+        self._parts = device.to_device(np.array(parts, dtype=np.int64).reshape(-1, 3))
         self._driver = Driver()
         self._address = 0
         self._driver.bind(device.index)
@@ -64,7 +64,9 @@ class DeviceTier:
                 f"{num_blocks * size / 2**30:.1f} GiB of GPU memory for blocks that other "
                 f"instances fetch: {error}; lower --swap-space or --gpu-memory-utilization"
             ) from error
-        self._blocks = tensor_at(self._address, num_blocks * size, device.index).view(-1, size)
+        for is_out in (True, False):  # compiled now, not when a request waits
+            if num_blocks and parts:
+                self._move([(0, 0)], is_out=is_out)
         where = {
             "device": device.device,
             "address": self._address,
@@ -82,11 +84,10 @@ class DeviceTier:
     def apply(self, copies: BlockCopies) -> None:
         """Pool to tier, tier to pool, then within the pool. What has passed between both is there
         when this returns: others may read and overwrite blocks of the tier from then on."""
-        for pairs, is_out in ((copies.device_to_host, True), (copies.host_to_device, False)):
-            if pairs:
-                blocks, places = self._indices(pairs, [is_out, not is_out])[:: 1 if is_out else -1]
-                for cache, spans in zip(self._caches, self._places, strict=True):
-                    self._move(cache, spans, blocks, places, is_out=is_out)
+        if copies.device_to_host:
+            self._move(copies.device_to_host, is_out=True)
+        if copies.host_to_device:
+            self._move(copies.host_to_device, is_out=False)
         if copies.device_to_device:
             source, target = self._indices(copies.device_to_device, [True, True])
             for cache in self._caches:
@@ -94,26 +95,13 @@ class DeviceTier:
         if copies.device_to_host or copies.host_to_device:
             wait(self._device.record_event())
 
-    def _move(
-        self,
-        cache: tuple[Tensor, ...],
-        spans: list[tuple[int, int]],
-        blocks: Tensor,
-        places: Tensor,
-        *,
-        is_out: bool,
-    ) -> None:
-        """One layer's part of blocks of the pool, to or from blocks of the tier."""
-        if is_out:
-            for part, (at, size) in zip(self._read(cache, blocks), spans, strict=True):
-                rows = part.contiguous().view(len(blocks), -1).view(torch.uint8)
-                _words(self._blocks, at, size)[places] = _words(rows, 0, size)
-        else:
-            data: list[Any] = []
-            for pool, (at, size) in zip(cache, spans, strict=True):
-                rows = _words(self._blocks, at, size)[places].view(pool.dtype)
-                data.append(rows.view(len(blocks), *pool.shape[1:]))
-            self._write(cache, blocks, tuple(data))
+    def _move(self, pairs: Pairs, *, is_out: bool) -> None:
+        """All layers' parts of blocks of the pool, to or from blocks of the tier, in one launch."""
+        found = self._indices(pairs, [is_out, not is_out])
+        blocks, places = found if is_out else found[::-1]
+        where = self._parts, self._most, self._address, self._size, blocks, places
+        with torch.cuda.device(self._device.index):
+            move_blocks(*where, word=self._word, is_out=is_out)
 
     def _indices(self, pairs: Pairs, is_pool: list[bool]) -> tuple[Tensor, Tensor]:
         table = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
@@ -126,12 +114,6 @@ class DeviceTier:
             )
         first, second = (self._device.to_device(np.ascontiguousarray(x)) for x in table.T)
         return first, second
-
-
-def _words(rows: Tensor, at: int, size: int) -> Tensor:
-    """Columns of bytes, as the widest numbers that divide them."""
-    part = rows[:, at : at + size]
-    return part if size % 8 else part.view(torch.int64)
 
 
 class _Memory:

@@ -124,7 +124,49 @@ def kv_write(
             )  # fmt: skip
 
 
-# Whole blocks move rarely and in bulk: torch's gather and scatter run at the memory's speed.
+@triton.jit
+def _copy_parts(
+    parts_p, other, stride, blocks_p, places_p,
+    TILE: tl.constexpr, WORD: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    """Grid (pairs, parts, tiles). Addresses are numbers, since there is one for each pool."""
+    word: tl.constexpr = tl.int64 if WORD == 8 else tl.uint8
+    pair, part = tl.program_id(0), parts_p + tl.program_id(1) * 3
+    size = tl.load(part + 2)
+    here = (tl.load(part) + tl.load(blocks_p + pair) * size).to(tl.pointer_type(word))
+    there = other + tl.load(places_p + pair) * stride + tl.load(part + 1)
+    there = there.to(tl.pointer_type(word))
+    at = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    inside = at < size // WORD
+    if OUT:
+        tl.store(there + at, tl.load(here + at, mask=inside), mask=inside)
+    else:
+        tl.store(here + at, tl.load(there + at, mask=inside), mask=inside)
+
+
+def move_blocks(
+    parts: torch.Tensor,
+    most: int,
+    other: int,
+    stride: int,
+    blocks: torch.Tensor,
+    places: torch.Tensor,
+    *,
+    word: int,
+    is_out: bool,
+) -> None:
+    """Blocks of many pools, to or from memory at address `other`, in which each has `stride` bytes
+    in one piece. parts: [pools, 3] int64: address, where in a piece its part is, bytes of the part,
+    `most` at most; blocks and places: [M] int64. word: 8 if it divides all bytes, else 1."""
+    tile = 16384 // word
+    grid = blocks.shape[0], parts.shape[0], cdiv(most // word, tile)
+    _copy_parts[(*grid,)](
+        parts, other, stride, blocks, places, TILE=tile, WORD=word, OUT=is_out, num_warps=8
+    )
+
+
+# Within a pool whole blocks move rarely and in bulk: torch's gather and scatter run at the
+# memory's speed.
 
 
 def kv_copy_blocks(

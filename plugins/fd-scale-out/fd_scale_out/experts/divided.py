@@ -3,7 +3,8 @@
 After attention every rank has every token. So a rank can compute what its own experts add for all
 tokens, and the sum over ranks at the end of the block joins these parts: "in place". The
 alternative divides the tokens among ranks: an ExpertCommunicator takes each token to its experts
-and back, and every rank gets all results.
+and back, and every rank gets all results. Where several engines share the experts, tokens of all of
+them are computed together (engines.py).
 """
 
 from __future__ import annotations
@@ -24,18 +25,34 @@ from fastdeploy_core.contracts.moe import (
 from fastdeploy_core.errors import CapabilityError, ConfigError
 from fastdeploy_core.layers import ExpertShare
 
+from .engines import Engines, Together, Weights
 from .moving import Balance, Moving
 
 if TYPE_CHECKING:
+    from fastdeploy_core.config import EngineConfig
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
     from fastdeploy_core.layers import ModelBuilder
     from fastdeploy_core.tensor import Tensor
 
 
+def expert_ranks(
+    config: EngineConfig,
+    device: DeviceBackend,
+    rank: int,
+    communicator: Communicator | None,
+    make: Callable[[ExpertGroup], ExpertCommunicator] | None,
+) -> ExpertRanks:
+    """Entry point `experts`: the ranks that this one, `rank` of its engine, divides experts with.
+    communicator: of that engine's ranks."""
+    parallel, most_in_place = config.parallel, config.most_decode_tokens
+    engines = Engines(device, parallel, rank, communicator) if parallel.shares_experts else None
+    group: Any = communicator if engines is None else engines.group
+    return ExpertRanks(device, group, make, most_in_place, parallel.eplb, engines)
+
+
 class ExpertRanks:
-    """Entry point `experts`: the ranks of one model that divide its experts. `make` builds the
-    communicator for steps of more than `most_in_place` tokens; without it, all steps are computed
-    in place."""
+    """The ranks of one model that divide its experts. `make` builds the communicator for steps of
+    more than `most_in_place` tokens; without it, all steps are computed in place."""
 
     def __init__(
         self,
@@ -44,13 +61,16 @@ class ExpertRanks:
         make: Callable[[ExpertGroup], ExpertCommunicator] | None = None,
         most_in_place: int = 0,
         eplb: Mapping[str, Any] | None = None,
+        engines: Engines | None = None,
     ) -> None:
         """eplb: see Balance; None: experts stay where they are. ConfigError for options that it
-        does not have."""
+        does not have. engines: the group is of the ranks of all of them."""
         self.device, self.group, self._make = device, group, make
         self.most_in_place = most_in_place
         self._communicators: dict[int, ExpertCommunicator] = {}
         self.balance = None if eplb is None else Balance(group.world_size, eplb)
+        self.engines = engines
+        self._builder: ModelBuilder | None = None
 
     def words(self) -> str:
         """A line for the start-up report."""
@@ -59,19 +79,40 @@ class ExpertRanks:
             how += f"; {one.name} carries tokens in steps of more than {self.most_in_place}"
         if self.balance is not None:
             how += f"; {self.balance.words()}"
-        return f"experts are divided over {self.group.world_size} ranks, {how}"
+        ranks = f"{self.group.world_size} ranks"
+        if self.engines is not None:
+            ranks += f" of {self.engines.number} engines"
+        return f"experts are divided over {ranks}, {how}"
 
     @property
     def most_recorded(self) -> int | None:
-        """Tokens of the largest step that can be captured; None: any."""
+        """Tokens of the largest step that can be captured; None: any; 0: no step can."""
+        if self.engines is not None:
+            return 0
         if all(one.capabilities.graph_safe for one in self._communicators.values()):
             return None
         return self.most_in_place
 
-    def begin_step(self) -> None:
-        """Before each step, on every rank: experts may move."""
+    @property
+    def is_awaited(self) -> bool:
+        """Whether another engine has begun a step that this one has not, or is gone."""
+        return self.engines is not None and self.engines.is_awaited
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """See Engines.watch."""
+        if self.engines is not None:
+            self.engines.watch(wake)
+
+    def begin_step(self, num_tokens: int) -> None:
+        """Before each step, of so many tokens on this engine, on every rank: engines agree on it,
+        and experts may move. Without tokens here, experts serve those of other engines now.
+        WorkerError: a rank is lost."""
+        if self.engines is not None:
+            self.engines.agree(num_tokens)
         if self.balance is not None:
             self.balance.begin_step()
+        if self.engines is not None and not num_tokens:
+            self.engines.serve_others()
 
     def share(self, num_experts: int) -> ExpertShare:
         """This rank's experts of a block with num_experts."""
@@ -79,7 +120,8 @@ class ExpertRanks:
         if num_experts % ranks:
             raise ConfigError(
                 f"{num_experts} experts cannot be divided over {ranks} ranks; choose a "
-                "--tensor-parallel-size that divides them, or leave out --enable-expert-parallel"
+                "--tensor-parallel-size (times --data-parallel-size) that divides them, or leave "
+                "out --enable-expert-parallel"
             )
         count, first = num_experts // ranks, self.group.rank * (num_experts // ranks)
         more: tuple[int, ...] = ()
@@ -96,10 +138,18 @@ class ExpertRanks:
         return replace(spec, routing=routing, intermediate_size=intermediate)
 
     def divide(
-        self, build: ModelBuilder, routing: RoutingSpec, driver: MoEBackend
+        self, build: ModelBuilder, routing: RoutingSpec, driver: MoEBackend, weights: Weights
     ) -> DividedExperts:
-        """This rank's experts of a block."""
-        return DividedExperts(build, self, routing, driver)
+        """This rank's experts of a block. weights: of the block, once loaded. CapabilityError for
+        those of a drafter that several engines would share: they do not draft at the same times."""
+        self._builder = self._builder or build
+        if self.engines is not None and build is not self._builder:
+            raise CapabilityError(
+                "this drafter has experts of its own, which engines cannot share "
+                "(--data-parallel-size with --enable-expert-parallel); draft with ngram or suffix, "
+                "or leave out one of these"
+            )
+        return DividedExperts(build, self, routing, driver, weights)
 
     def communicator(self, num_experts: int) -> ExpertCommunicator | None:
         """The communicator for blocks with so many experts, counted with their copies: what it is
@@ -117,7 +167,12 @@ class DividedExperts:
     communicator was asked for."""
 
     def __init__(
-        self, build: ModelBuilder, ranks: ExpertRanks, routing: RoutingSpec, driver: MoEBackend
+        self,
+        build: ModelBuilder,
+        ranks: ExpertRanks,
+        routing: RoutingSpec,
+        driver: MoEBackend,
+        weights: Weights,
     ) -> None:
         if not isinstance(driver, DividedMoEBackend):
             raise CapabilityError(
@@ -138,10 +193,17 @@ class DividedExperts:
         communicator = ranks.communicator(num_places)
         if communicator is not None:
             given = (driver, communicator, self._moving)
-            self._exchange = Exchange(build, ranks.group, routing, num_places, *given)
+            self._exchange = Exchange(build, ranks, routing, num_places, *given)
+        self._together: Together | None = None
+        if ranks.engines is not None:
+            how = self.add_own, self._exchange, self._most_in_place
+            self._together = Together(ranks.engines, *how, weights, build.dtype)
+            ranks.engines.blocks.append(self._together)
 
-    def exchange(self, num_tokens: int) -> Exchange | None:
-        """The Exchange for a step of num_tokens; None: use add_own."""
+    def exchange(self, num_tokens: int) -> Exchange | Together | None:
+        """What computes a step of num_tokens; None: use add_own."""
+        if self._together is not None:
+            return self._together
         return self._exchange if num_tokens > self._most_in_place else None
 
     def add_own(self, x: Tensor, weights: Any, router: Tensor, bias: Tensor | None) -> Tensor:
@@ -162,7 +224,7 @@ class Exchange:
     def __init__(
         self,
         build: ModelBuilder,
-        group: Communicator,
+        ranks: ExpertRanks,
         routing: RoutingSpec,
         num_places: int,
         driver: DividedMoEBackend,
@@ -170,7 +232,8 @@ class Exchange:
         moving: Moving | None,
     ) -> None:
         """num_places: of all ranks, for experts and copies of them."""
-        self._xp, self._dtype, self._group = build.xp, build.dtype, group
+        self._xp, self._dtype, self._engines = build.xp, build.dtype, ranks.engines
+        self._group = group = ranks.group
         self._routing, self._driver, self._communicator = routing, driver, communicator
         self._route, self._scores = build.kernels["moe_routing"], build.kernels["linear_float32"]
         self._num_places, self._held = num_places, num_places // group.world_size
@@ -179,14 +242,17 @@ class Exchange:
 
     def __call__(self, x: Tensor, weights: Any, router: Tensor, bias: Tensor | None) -> Tensor:
         """The whole result for all tokens, on every rank."""
-        xp, group, num_tokens = self._xp, self._group, int(x.shape[0])
-        each = -(-num_tokens // group.world_size)
+        xp, engines, num_tokens = self._xp, self._engines, int(x.shape[0])
+        # Ranks that have the same tokens divide them: the engine's own.
+        group = self._group if engines is None else engines.own_ranks
+        most = num_tokens if engines is None else max(engines.sizes(num_tokens))
+        each = -(-most // group.world_size)
         first = min(num_tokens, group.rank * each)
         own = x[first : min(num_tokens, first + each)]
         ids, shares = self._route(self._scores(own, router), bias, self._routing)
         if self._moving is not None:
             self._moving.see(weights)
-            self._moving.count(ids, group.world_size)  # no other rank counts these
+            self._moving.count(ids, self._group.world_size)  # no other rank counts these
             ids = self._moving.places_of(ids)
         sent = self._communicator.dispatch(own, ids, shares, self._plan(each, int(x.shape[1])))
         y = self._computed(sent.x, sent.offsets, weights)
