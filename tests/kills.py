@@ -163,8 +163,11 @@ def left_behind(doomed: dict[int, str]) -> list[str]:
 
 
 def gauge(url: str, name: str) -> float:
-    """A number that the server reports."""
-    text = httpx.get(f"{url}/metrics", timeout=30).text
+    """A number that the server reports; infinite if it reports none."""
+    try:
+        text = httpx.get(f"{url}/metrics", timeout=30).text
+    except httpx.HTTPError:
+        return float("inf")
     match = re.search(rf"^fastdeploy:{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
     return float(match[1]) if match else 0.0
 

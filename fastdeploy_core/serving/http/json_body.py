@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import re
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -23,7 +24,8 @@ MAX_DEPTH = 96
 MAX_KEYS = 2**16  # keys, lists and objects
 MAX_VALUES = 2**18
 MAX_INT_CHARS = 20  # sign and 19 digits hold every 64-bit number
-BIG_BODY_BYTES = 64 * 1024  # bodies of this size and more are parsed in a thread
+BIG_BODY_BYTES = 64 * 1024  # bodies of more are parsed in a thread
+PIECE_BYTES = 2**16
 _SUSPECT_ESCAPE = re.compile(rb"\\u(?:[dD][89a-fA-F]|0000)")
 _SUSPECT_NUMBER = re.compile(rb"[0-9](?:[eE]|[0-9]{17})")  # all other numbers are within bounds
 
@@ -78,9 +80,8 @@ def _kind(value: Any) -> str:
 
 def parse_json(raw: bytes) -> Any:
     """The value of a JSON document; ApiError 400 says what is wrong with it."""
-    _count(raw)
+    decoder = _CAREFUL if _needs_care(raw) else _PLAIN
     try:
-        decoder = _CAREFUL if _SUSPECT_NUMBER.search(raw) else _PLAIN
         value = decoder.decode(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ApiError(400, "the body is not valid UTF-8") from error
@@ -96,22 +97,40 @@ def parse_json(raw: bytes) -> Any:
     return value
 
 
-def _count(raw: bytes) -> None:
-    if len(raw) <= MAX_KEYS or not _is_above(raw):
-        return
-    plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")  # what is left of quotes ends texts
-    if plain.count(b'"') > 2 * (2 * MAX_KEYS + MAX_VALUES) or _is_above(
-        b"".join(plain.split(b'"')[::2])
-    ):
-        raise ApiError(
-            400,
-            f"the body has too many parts; at most {MAX_KEYS} keys, lists and objects and "
-            f"{MAX_VALUES} values are possible; long texts are",
-        )
+def _needs_care(raw: bytes) -> bool:
+    """Whether numbers may be out of range; ApiError for more parts than a body may have."""
+    if len(raw) <= BIG_BODY_BYTES:  # fewer than MAX_KEYS
+        return _SUSPECT_NUMBER.search(raw) is not None
+    num_keys = num_values = 0
+    is_suspect, last = False, b""
+    for piece, num_quotes in _outside_texts(raw):
+        num_keys += sum(map(piece.count, (b":", b"[", b"{")))
+        num_values += piece.count(b",")
+        most_quotes = 2 * (2 * MAX_KEYS + MAX_VALUES)
+        if num_keys > MAX_KEYS or num_values >= MAX_VALUES or num_quotes > most_quotes:
+            raise ApiError(
+                400,
+                f"the body has too many parts; at most {MAX_KEYS} keys, lists and objects and "
+                f"{MAX_VALUES} values are possible; long texts are",
+            )
+        is_suspect = is_suspect or _SUSPECT_NUMBER.search(last + piece) is not None
+        last = piece[-18:]
+    return is_suspect
 
 
-def _is_above(raw: bytes) -> bool:
-    return sum(map(raw.count, (b":", b"[", b"{"))) > MAX_KEYS or raw.count(b",") >= MAX_VALUES
+def _outside_texts(raw: bytes) -> Iterator[tuple[bytes, int]]:
+    """JSON without its texts, and the quotes so far, piece by piece: other threads have turns."""
+    num_quotes = end = 0
+    while piece := raw[end : end + PIECE_BYTES]:
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # an escape stays whole
+            piece = raw[end : end + PIECE_BYTES + 1]
+        end += len(piece)
+        if b"\\" in piece:  # what is left of quotes ends texts
+            piece = piece.replace(rb"\\", b"").replace(rb"\"", b"")
+        parts = piece.split(b'"')
+        outside = b"".join(parts[num_quotes % 2 :: 2])
+        num_quotes += len(parts) - 1
+        yield outside, num_quotes
 
 
 def _refuse_constant(name: str) -> Any:
