@@ -50,7 +50,7 @@ REQUESTS = {
     "chat, streamed": (CHAT, {"messages": TURNS, "max_tokens": 64, "stream": True}, AT_ONCE),
     "short chat": (CHAT, {"messages": [TURNS[-1]], "max_tokens": 2}, 4 * AT_ONCE),
     "chat with a tool": (CHAT, {"messages": TURNS, "tools": [TOOL], "max_tokens": 2}, 2 * AT_ONCE),
-    "text of 20,000 characters": (TEXT, {"prompt": WORDS * 440, "max_tokens": 2}, AT_ONCE),
+    "text of 15,000 characters": (TEXT, {"prompt": WORDS * 333, "max_tokens": 2}, AT_ONCE),
 }
 _WITHOUT = """
 from fastdeploy_core.serving.http import json_body
