@@ -54,7 +54,10 @@ REQUESTS = {
 }
 _WITHOUT = """
 from fastdeploy_core.serving.http import json_body
-json_body._needs_care = lambda raw: json_body._SUSPECT_NUMBER.search(raw) is not None
+json_body._look = lambda raw: (
+    json_body._SUSPECT_NUMBER.search(raw) is not None,
+    raw.count(b"[") + raw.count(b"{") > json_body.MAX_DEPTH,
+)
 import fastdeploy_core.engine.step_time as step_time
 step_time.StepTime.most_prompt_tokens = lambda self, number: (2**31, False)
 step_time.StepTime.is_awaited = lambda self, step: False

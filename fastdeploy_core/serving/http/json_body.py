@@ -80,9 +80,9 @@ def _kind(value: Any) -> str:
 
 def parse_json(raw: bytes) -> Any:
     """The value of a JSON document; ApiError 400 says what is wrong with it."""
-    decoder = _CAREFUL if _needs_care(raw) else _PLAIN
+    is_suspect, is_nested = _look(raw)
     try:
-        value = decoder.decode(raw.decode("utf-8"))
+        value = (_CAREFUL if is_suspect else _PLAIN).decode(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ApiError(400, "the body is not valid UTF-8") from error
     except RecursionError as error:
@@ -91,23 +91,22 @@ def parse_json(raw: bytes) -> Any:
         position = f" at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
         raise ApiError(400, f"the body is not valid JSON: {reason}{position}") from error
-    check_text = _SUSPECT_ESCAPE.search(raw) is not None
-    if check_text or raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
+    check_text = b"\\" in raw and _SUSPECT_ESCAPE.search(raw) is not None
+    if check_text or is_nested:
         _check_tree(value, check_text)
     return value
 
 
-def _needs_care(raw: bytes) -> bool:
-    """Whether numbers may be out of range; ApiError for more parts than a body may have."""
-    if len(raw) <= BIG_BODY_BYTES:  # fewer than MAX_KEYS
-        return _SUSPECT_NUMBER.search(raw) is not None
-    num_keys = num_values = 0
-    is_suspect, last = False, b""
+def _look(raw: bytes) -> tuple[bool, bool]:
+    """Whether numbers may be out of range, and whether lists and objects may be nested too deep;
+    ApiError for more parts than a body may have."""
+    is_suspect, last, num_open, num_keys, num_values = False, b"", 0, 0, 0
     for piece, num_quotes in _outside_texts(raw):
-        num_keys += sum(map(piece.count, (b":", b"[", b"{")))
+        num_open += piece.count(b"[") + piece.count(b"{")
+        num_keys += piece.count(b":")
         num_values += piece.count(b",")
         most_quotes = 2 * (2 * MAX_KEYS + MAX_VALUES)
-        if num_keys > MAX_KEYS or num_values >= MAX_VALUES or num_quotes > most_quotes:
+        if num_open + num_keys > MAX_KEYS or num_values >= MAX_VALUES or num_quotes > most_quotes:
             raise ApiError(
                 400,
                 f"the body has too many parts; at most {MAX_KEYS} keys, lists and objects and "
@@ -115,7 +114,7 @@ def _needs_care(raw: bytes) -> bool:
             )
         is_suspect = is_suspect or _SUSPECT_NUMBER.search(last + piece) is not None
         last = piece[-18:]
-    return is_suspect
+    return is_suspect, num_open > MAX_DEPTH
 
 
 def _outside_texts(raw: bytes) -> Iterator[tuple[bytes, int]]:
