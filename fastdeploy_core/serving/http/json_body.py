@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -154,11 +155,8 @@ def _parse_float(text: str) -> float:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"key {key[:60]!r} is given twice")
-            seen.add(key)
+        twice = next(key for key, n in Counter(key for key, _ in pairs).items() if n > 1)
+        raise ValueError(f"key {twice[:60]!r} is given twice")
     return result
 
 
