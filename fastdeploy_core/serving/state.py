@@ -155,9 +155,7 @@ class ServerState:
 
     def close(self) -> None:
         """Stop helper threads and processes; the engine belongs to its creator."""
-        self.threads.close()
-        self.parsers.close()
-        self.template_threads.close()
-        self.media_threads.close()
+        for pool in (self.threads, self.parsers, self.template_threads, self.media_threads):
+            pool.close()
         if self.media is not None:
             self.media.close()

@@ -49,12 +49,9 @@ async def read_model(request: Request, model: type[Model], threads: Threads) -> 
     raw = await request.body()
     request.state.num_body_bytes = len(raw)
     if len(raw) > BIG_BODY_BYTES:
-        parsed: tuple[Model, list[str]] = await threads.run(
-            tenant_of(request), _to_model, raw, model
-        )
+        body, unknown = await threads.run(tenant_of(request), lambda: _to_model(raw, model))
     else:
-        parsed = _to_model(raw, model)
-    body, unknown = parsed
+        body, unknown = _to_model(raw, model)
     if unknown:
         request.state.ignored_fields = unknown  # Guard names them in a response header
     return body
@@ -89,9 +86,7 @@ def parse_json(raw: bytes) -> Any:
     except RecursionError as error:
         raise ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels") from error
     except ValueError as error:
-        position = f" at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise ApiError(400, f"the body is not valid JSON: {reason}{position}") from error
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
     check_text = b"\\" in raw and _SUSPECT_ESCAPE.search(raw) is not None
     if check_text or is_nested:
         _check_tree(value, check_text)
@@ -178,13 +173,9 @@ def _check_tree(value: Any, check_text: bool) -> None:
         below: list[Any] = []
         for item in level:
             if isinstance(item, dict):
-                below.extend(item.values())
-                if check_text:
-                    below.extend(item)
+                below += [*item.values(), *(item if check_text else ())]
             elif isinstance(item, list):
-                below.extend(
-                    item if check_text else (i for i in item if isinstance(i, dict | list))
-                )
+                below += item if check_text else [i for i in item if isinstance(i, dict | list)]
             elif check_text and isinstance(item, str):
                 _check_text(item)
         if not below:
