@@ -111,7 +111,8 @@ def ask(client: httpx.Client, draw: random.Random, breaks: list[str]) -> str:
                 has_error |= "error" in event
                 for choice in event.get("choices", ()):
                     tokens += choice.get("token_ids") or []
-    except httpx.TimeoutException:
+    except httpx.TimeoutException as error:
+        breaks.append(f"{error!r} after {len(tokens)} of {count} tokens, streamed: {stream}")
         return "lost"
     except (httpx.HTTPError, json.JSONDecodeError) as error:
         breaks.append(f"{error!r} after {len(tokens)} of {count} tokens, streamed: {stream}")
@@ -163,8 +164,11 @@ def left_behind(doomed: dict[int, str]) -> list[str]:
 
 
 def gauge(url: str, name: str) -> float:
-    """A number that the server reports."""
-    text = httpx.get(f"{url}/metrics", timeout=30).text
+    """A number that the server reports; infinite if it reports none."""
+    try:
+        text = httpx.get(f"{url}/metrics", timeout=30).text
+    except httpx.HTTPError:
+        return float("inf")
     match = re.search(rf"^fastdeploy:{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
     return float(match[1]) if match else 0.0
 
@@ -210,8 +214,9 @@ def play(model: Path, layout: str, seed: int, most: int) -> Counter[str]:
         load.stop()
         seen += load.seen
         # nobody else may break a connection
-        if not killed & {"API server", "parent"} and seen[BROKEN]:
-            seen["lost"] += seen.pop(BROKEN)
+        if not killed & {"API server", "parent"}:
+            seen["lost"] += seen.pop(BROKEN, 0)
+        if seen["lost"]:
             print(f"seed {seed}, {layout}: {'; '.join(load.breaks)}", flush=True)
         if "parent" not in killed and not seen["not ready again"]:
             try:

@@ -241,6 +241,8 @@ class EngineCore:
     def _submit_ahead(self) -> None:
         started = time.perf_counter()
         while len(self._in_flight) < self._depth:
+            if self._in_flight and self._step_time.is_awaited(self._in_flight[-1][0]):
+                break
             most_steps = self._sampling.most_steps() if self._sampling is not None else {}
             step = self.scheduler.schedule(most_steps)
             if step is None:
@@ -252,7 +254,7 @@ class EngineCore:
             self._in_flight.append((step, self._executor.submit(step.output)))
         self._stats.schedule_s += time.perf_counter() - started
 
-    def _most_prompt_tokens(self) -> int:
+    def _most_prompt_tokens(self) -> tuple[int, bool]:
         num_requests = 1 if self.has_one_client else self.scheduler.num_requests
         return self._step_time.most_prompt_tokens(num_requests)
 

@@ -3,8 +3,10 @@
 A step is shared: who arrives waits for its end, who decodes gets one token of it. On a slow device
 2,048 tokens of one client's prompt are seconds for everyone. So a step that others share may take
 SHARE times what decodes alone take, but LEAST_S (LEAST_QUEUED_S on a device that queues its work:
-its small steps are mostly the host's time), and without others for COMPANY_S, ALONE_S. Where
---max-num-batched-tokens takes less, as on most accelerators, nothing is held back."""
+its small steps are mostly the host's time), and without others for COMPANY_S, ALONE_S. Even a small
+part of a long prompt may take longer, since each token reads all before it. So steps with parts of
+long prompts and steps without take turns, and get equal time. Where --max-num-batched-tokens takes
+less than LEAST_QUEUED_S, as on most accelerators, nothing is held back."""
 
 from __future__ import annotations
 
@@ -24,15 +26,17 @@ class StepTime:
     """Told of every step, asked before every step with prompts."""
 
     def __init__(self, clock: Callable[[], float], *, is_queued: bool) -> None:
-        self._clock = clock
+        self._clock, self._is_queued = clock, is_queued
         self._least_s = LEAST_QUEUED_S if is_queued else LEAST_S
         self._decode_s = math.inf  # of a step without prompts
         self._rate = math.inf  # tokens of prompts in a second
         self._company_until_s = -math.inf
         self._within_s = ALONE_S
+        self._owed_s = 0.0  # to steps without parts of long prompts
 
-    def most_prompt_tokens(self, num_requests: int) -> int:
-        """For the next step, beside what decodes. num_requests: unfinished ones."""
+    def most_prompt_tokens(self, num_requests: int) -> tuple[int, bool]:
+        """For the next step, beside what decodes; and whether a prompt that was split waits while
+        there is anything else. num_requests: unfinished ones."""
         now = self._clock()
         if num_requests > 1:
             self._company_until_s = now + COMPANY_S
@@ -40,10 +44,19 @@ class StepTime:
         if now < self._company_until_s:
             shared_s = SHARE * self._decode_s if self._decode_s < math.inf else 0.0
             self._within_s = min(ALONE_S, max(self._least_s, shared_s))
-        return int(max(LEAST_TOKENS, min(self._rate * self._within_s, 2**31)))
+        number = int(max(LEAST_TOKENS, min(self._rate * self._within_s, 2**31)))
+        return number, self._owed_s > 0 and now < self._company_until_s
+
+    def is_awaited(self, step: ScheduledStep) -> bool:
+        """Whether none is queued behind this one: who comes meanwhile waits for its end alone."""
+        return self._within_s < ALONE_S and not self._is_queued and is_part(step)
 
     def note(self, step: ScheduledStep, seconds: float) -> None:
         """A step took so long."""
+        if is_part(step):
+            self._owed_s = seconds if seconds > self._least_s else 0.0
+        else:
+            self._owed_s = max(0.0, self._owed_s - seconds)
         if step.is_decode:
             if step.num_rows:
                 self._decode_s = min(seconds / step.num_decodes, GROWTH * self._decode_s)
@@ -52,3 +65,8 @@ class StepTime:
             is_full = 2 * num_prompt_tokens > self._rate * self._within_s
             if is_full or seconds > self._within_s or self._rate == math.inf:
                 self._rate = num_prompt_tokens / max(seconds, 1e-6)
+
+
+def is_part(step: ScheduledStep) -> bool:
+    """Whether it computes a part of a prompt that does not end with it."""
+    return not all(row.sample for row in step.rows)

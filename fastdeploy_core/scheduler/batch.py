@@ -172,8 +172,9 @@ class BatchScheduler:
                 self.counters.requests_finished_total[FinishReason.ABORT.value] += 1
                 self.outcome.discard(request_id)
 
-    def limit_prompts(self, most_tokens: Callable[[], int]) -> None:
-        """Ask this how many tokens of prompts a step may hold, where prompts may be split."""
+    def limit_prompts(self, most_tokens: Callable[[], tuple[int, bool]]) -> None:
+        """Ask this how many tokens of prompts a step may hold, where prompts may be split, and
+        whether one that was split waits while there is anything else."""
         self._planner.most_prompt_tokens = most_tokens
 
     def allow_empty(self, is_wanted: Callable[[], bool]) -> None:

@@ -55,7 +55,7 @@ class StepPlanner:
         self._chosen_for: tuple[np.ndarray | None, int] = (None, 0)
         self._num_rows = 0
         self._most_steps: Mapping[int, int] = {}
-        self.most_prompt_tokens: Callable[[], int] | None = None
+        self.most_prompt_tokens: Callable[[], tuple[int, bool]] | None = None
         self.wants_empty: Callable[[], bool] = bool
         self._prefills_first = True
         self._keeps_back = self._may_feed = False  # prompts let drafts pass; drafts exist
@@ -222,12 +222,13 @@ class StepPlanner:
         if not prompts and not self._roster.num_waiting:
             return
         ask = self.most_prompt_tokens if self._batch.enable_chunked_prefill else None
-        beyond = max(0, step.budget - ask()) if ask is not None else 0
+        most, waits = ask() if ask is not None else (step.budget, False)
+        beyond = max(0, step.budget - most)
         step.budget -= beyond
         # Half is kept for the senior prompt; others, which are shorter, pass it with the rest.
         kept, last = 0, list[Sequence]()
         is_shared = len(prompts) > 1 or self._roster.num_waiting
-        if prompts and is_shared and self._device.max_prefills_per_step is None:
+        if prompts and (is_shared or waits) and self._device.max_prefills_per_step is None:
             kept, last = (step.budget + 1) // 2, prompts[:1]
             kept = min(kept, last[0].num_known_at_start - last[0].num_computed)
             prompts = prompts[:0:-1]
@@ -238,7 +239,8 @@ class StepPlanner:
             self._admission.admit()
         step.budget += kept
         for seq in last:
-            self._continue_prefill(seq)
+            if step.is_empty or not waits:
+                self._continue_prefill(seq)
         step.budget += beyond
 
     def _plan_suspect(self) -> None:

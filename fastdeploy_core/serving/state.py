@@ -111,6 +111,8 @@ class ServerState:
         self.reasoning_parser = parser_named("reasoning_parser", config.reasoning_parser)
         self.tool_parser = parser_named("tool_parser", config.tool_call_parser)
         self.threads = Threads(config.tokenizer_threads, config.max_concurrency, "tokenizer")
+        # Large bodies: one thread, since parsers hold the interpreter, and the event loop waits.
+        self.parsers = Threads(1, config.max_concurrency, "parser")
         # A template of a request may take as long as its process may live.
         self.template_threads = Threads(RENDERED_AT_ONCE, MAX_WAITING_TEMPLATES, "template")
         self.render_template: Callable[[str, Mapping[str, Any]], str] | None = None
@@ -156,8 +158,7 @@ class ServerState:
 
     def close(self) -> None:
         """Stop helper threads and processes; the engine belongs to its creator."""
-        self.threads.close()
-        self.template_threads.close()
-        self.media_threads.close()
+        for pool in (self.threads, self.parsers, self.template_threads, self.media_threads):
+            pool.close()
         if self.media is not None:
             self.media.close()

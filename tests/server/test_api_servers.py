@@ -141,6 +141,19 @@ def test_one_that_dies_costs_its_own_requests_only_and_comes_back(model: Path) -
             assert post(server, max_tokens=5).json()["choices"][0]["token_ids"] == expected(5)
 
 
+def test_all_of_them_may_die_at_once(model: Path) -> None:
+    with serving(model, *SERVERS) as server:
+        assert post(server, max_tokens=5).status_code == 200
+        for process in processes(server, b"fastdeploy-api"):
+            os.kill(process, signal.SIGKILL)
+        ready = server.url + "/health/ready"
+        wait_for(lambda: httpx.get(ready).status_code == 503, "nobody who answers", 60)
+        assert "API server" in httpx.get(ready).json()["reason"]
+        wait_for(lambda: httpx.get(ready).status_code == 200, "new API servers", 60)
+        for _ in range(4):
+            assert post(server, max_tokens=5).json()["choices"][0]["token_ids"] == expected(5)
+
+
 def test_all_of_them_meet_the_engine_that_follows_a_dead_one(model: Path) -> None:
     with serving(model, *SERVERS) as server:
         assert post(server, max_tokens=5).status_code == 200

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import random
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from fastdeploy_core.errors import InvalidRequest
-from fastdeploy_core.serving.http import threads
+from fastdeploy_core.serving.http import json_body, threads
 from fastdeploy_core.serving.http.errors import ApiError
 from fastdeploy_core.serving.http.json_body import MAX_DEPTH, MAX_KEYS, MAX_VALUES, parse_json
 from fastdeploy_core.serving.http.threads import Threads
@@ -96,6 +98,30 @@ def test_quotes_alone_are_refused_before_they_are_split() -> None:
 def test_a_long_text_is_one_part_whatever_it_holds(piece: str) -> None:
     text = piece * (2 * MAX_VALUES)
     assert parse_json(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+
+
+def test_looking_in_pieces_finds_what_looking_at_all_at_once_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts = re.compile(rb'"(?:[^"\\]|\\.)*"')
+    for seed in range(500):
+        draw = random.Random(seed)
+        monkeypatch.setattr(json_body, "PIECE_BYTES", draw.choice([1, 2, 3, 5, 7, 64]))
+        text = "".join(draw.choice('\\\\\\"":,[{a1 ') for _ in range(draw.randrange(40)))
+        value = {"before": [1, 2], text: [text, {"x": text}, 3.5], "after": None}
+        raw = json.dumps(value).encode()
+        found = b"".join(piece for piece, _ in json_body._outside_texts(raw))
+        assert found == texts.sub(b"", raw), (seed, text)
+
+
+@pytest.mark.parametrize("text", ["1e999", "-1E999", "9223372036854775808"])
+@pytest.mark.parametrize("shift", range(0, 24, 3))
+def test_a_number_out_of_range_is_found_between_pieces(text: str, shift: int) -> None:
+    head = b"[" + b" " * (json_body.PIECE_BYTES - 1 - shift)
+    with pytest.raises(ApiError, match="not valid JSON"):
+        parse_json(head + text.encode() + b', "1e3"' + b" " * json_body.PIECE_BYTES + b"]")
+    fits = parse_json(head + b'123, "1e999 ' + b"x" * json_body.PIECE_BYTES + b'"]')
+    assert fits[0] == 123
 
 
 def test_a_body_that_is_refused_in_a_thread_is_let_go_at_once() -> None:

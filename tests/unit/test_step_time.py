@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fastdeploy_core.engine.core import EngineCore
-from fastdeploy_core.engine.step_time import ALONE_S, COMPANY_S, StepTime
+from fastdeploy_core.engine.step_time import ALONE_S, COMPANY_S, StepTime, is_part
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
 from tests.null_engine import Collector, InlineExecutor, make_config, make_request
 
@@ -15,17 +15,21 @@ LONG, STEP_S = 4000, 0.005
 
 
 class SlowDevice(InlineExecutor):
-    """Steps take virtual time: STEP_S, and so much for each token of a prompt."""
+    """Steps take virtual time: STEP_S, so much for each token of a prompt, and so much more for
+    each token that it has been computed of before."""
 
-    def __init__(self, config: Any, token_s: float) -> None:
+    def __init__(self, config: Any, token_s: float, before_s: float = 0.0) -> None:
         super().__init__(config)
-        self.now, self.token_s, self.times = 0.0, token_s, []
+        self.now, self.token_s, self.before_s, self.times = 0.0, token_s, before_s, []
 
     def submit(self, step: Any) -> Any:
         future = super().submit(step)
         rows = self.steps[-1].rows
         num_tokens = sum(int(n) for n in rows.counts if n > 1)
         seconds = STEP_S + self.token_s * num_tokens
+        seconds += sum(
+            self.before_s * s for s, n in zip(rows.starts, rows.counts, strict=True) if n > 1
+        )
         future.result().execute_s = seconds
         self.now += seconds
         self.times.append(seconds)
@@ -35,14 +39,16 @@ class SlowDevice(InlineExecutor):
 class Engine:
     """One that is asked by clients with long prompts, always two of them unfinished."""
 
-    def __init__(self, token_s: float, num_long: int = 2, **options: Any) -> None:
+    def __init__(
+        self, token_s: float, num_long: int = 2, before_s: float = 0.0, **options: Any
+    ) -> None:
         config = make_config(
             num_blocks=4000,
             block_size=16,
             max_model_len=8192,
             **{"max_num_batched_tokens": 2048, "overlap": False, **options},
         )
-        self.device = SlowDevice(config, token_s)
+        self.device = SlowDevice(config, token_s, before_s)
         self.core = EngineCore(config, ResolvedPlugins([], {}), self.device)
         self.core.scheduler.roster.clock = lambda: self.device.now
         self.core._step_time = StepTime(lambda: self.device.now, is_queued=False)
@@ -121,3 +127,45 @@ def test_a_step_is_long_alone_and_short_in_company() -> None:
     while engine.device.now < began + COMPANY_S / 2:
         assert end_of(1) < 0.1
     assert end_of(20) == pytest.approx(ALONE_S, rel=0.2)
+
+
+BEFORE_S = 0.1 / LONG  # a part of a long prompt takes twenty decodes, however few tokens it has
+
+
+def test_whoever_answers_waits_for_one_part_of_a_long_prompt_not_for_one_a_token() -> None:
+    quiet = Engine(0.0005, num_long=0)
+    quiet.answer_s("first")
+    alone_s = quiet.answer_s("second")
+    engine = Engine(0.0005, before_s=BEFORE_S)
+    engine.answer_s("first")
+    longest_s = STEP_S + 32 * 0.0005 + 0.1
+    for number in range(60):
+        assert engine.answer_s(f"hi{number}") < alone_s + 1.2 * longest_s
+        engine.step()
+    assert engine.num_sent >= 2
+
+
+def test_half_of_the_time_is_the_long_prompts() -> None:
+    engine = Engine(0.0005, num_long=1, before_s=BEFORE_S)
+    engine.core.add(make_request("decodes", [5, 6, 7], max_tokens=2000))
+    while engine.num_sent < 3:
+        engine.step()
+    parts = [seconds for seconds in engine.device.times if seconds > 2 * STEP_S]
+    assert 0.4 < sum(parts) / sum(engine.device.times) < 0.6
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_no_step_is_queued_behind_a_part_of_a_long_prompt(is_queued: bool) -> None:
+    """Unless steps are so short that queueing them is what keeps the device busy."""
+    engine = Engine(0.0005, before_s=BEFORE_S, overlap=True)
+    engine.core._step_time = StepTime(lambda: engine.device.now, is_queued=is_queued)
+    submit, is_behind = engine.device.submit, list[bool]()
+
+    def watched(message: Any) -> Any:
+        is_behind.append(any(is_part(step) for step, _ in engine.core._in_flight))
+        return submit(message)
+
+    engine.device.submit = watched
+    for _ in range(100):
+        engine.step()
+    assert any(is_behind) == is_queued

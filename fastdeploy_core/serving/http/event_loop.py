@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -19,12 +20,15 @@ Result = TypeVar("Result")
 # Allocations between two runs of the garbage collector. Python's default of 700 is reached with
 # every sixth answer, and nearly all objects that a run would visit are still in use.
 YOUNG_OBJECTS = 10_000
+# How long a thread that parses or tokenizes may keep the interpreter from the event loop.
+SWITCH_S = 0.0005
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
     """Like asyncio.run."""
     usual = gc.get_threshold()
     gc.set_threshold(YOUNG_OBJECTS, *usual[1:])
+    sys.setswitchinterval(SWITCH_S)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(main)

@@ -10,6 +10,8 @@ import functools
 import json
 import math
 import re
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -23,7 +25,8 @@ MAX_DEPTH = 96
 MAX_KEYS = 2**16  # keys, lists and objects
 MAX_VALUES = 2**18
 MAX_INT_CHARS = 20  # sign and 19 digits hold every 64-bit number
-BIG_BODY_BYTES = 64 * 1024  # bodies of this size and more are parsed in a thread
+BIG_BODY_BYTES = 64 * 1024  # bodies of more are parsed in a thread
+PIECE_BYTES = 2**16
 _SUSPECT_ESCAPE = re.compile(rb"\\u(?:[dD][89a-fA-F]|0000)")
 _SUSPECT_NUMBER = re.compile(rb"[0-9](?:[eE]|[0-9]{17})")  # all other numbers are within bounds
 
@@ -46,12 +49,9 @@ async def read_model(request: Request, model: type[Model], threads: Threads) -> 
     raw = await request.body()
     request.state.num_body_bytes = len(raw)
     if len(raw) > BIG_BODY_BYTES:
-        parsed: tuple[Model, list[str]] = await threads.run(
-            tenant_of(request), _to_model, raw, model
-        )
+        body, unknown = await threads.run(tenant_of(request), lambda: _to_model(raw, model))
     else:
-        parsed = _to_model(raw, model)
-    body, unknown = parsed
+        body, unknown = _to_model(raw, model)
     if unknown:
         request.state.ignored_fields = unknown  # Guard names them in a response header
     return body
@@ -78,40 +78,54 @@ def _kind(value: Any) -> str:
 
 def parse_json(raw: bytes) -> Any:
     """The value of a JSON document; ApiError 400 says what is wrong with it."""
-    _count(raw)
+    is_suspect, is_nested = _look(raw)
     try:
-        decoder = _CAREFUL if _SUSPECT_NUMBER.search(raw) else _PLAIN
-        value = decoder.decode(raw.decode("utf-8"))
+        value = (_CAREFUL if is_suspect else _PLAIN).decode(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ApiError(400, "the body is not valid UTF-8") from error
     except RecursionError as error:
         raise ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels") from error
     except ValueError as error:
-        position = f" at character {error.pos}" if isinstance(error, json.JSONDecodeError) else ""
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        raise ApiError(400, f"the body is not valid JSON: {reason}{position}") from error
-    check_text = _SUSPECT_ESCAPE.search(raw) is not None
-    if check_text or raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    check_text = b"\\" in raw and _SUSPECT_ESCAPE.search(raw) is not None
+    if check_text or is_nested:
         _check_tree(value, check_text)
     return value
 
 
-def _count(raw: bytes) -> None:
-    if len(raw) <= MAX_KEYS or not _is_above(raw):
-        return
-    plain = raw.replace(rb"\\", b"").replace(rb"\"", b"")  # what is left of quotes ends texts
-    if plain.count(b'"') > 2 * (2 * MAX_KEYS + MAX_VALUES) or _is_above(
-        b"".join(plain.split(b'"')[::2])
-    ):
-        raise ApiError(
-            400,
-            f"the body has too many parts; at most {MAX_KEYS} keys, lists and objects and "
-            f"{MAX_VALUES} values are possible; long texts are",
-        )
+def _look(raw: bytes) -> tuple[bool, bool]:
+    """Whether numbers may be out of range, and whether lists and objects may be nested too deep;
+    ApiError for more parts than a body may have."""
+    is_suspect, last, num_open, num_keys, num_values = False, b"", 0, 0, 0
+    for piece, num_quotes in _outside_texts(raw):
+        num_open += piece.count(b"[") + piece.count(b"{")
+        num_keys += piece.count(b":")
+        num_values += piece.count(b",")
+        most_quotes = 2 * (2 * MAX_KEYS + MAX_VALUES)
+        if num_open + num_keys > MAX_KEYS or num_values >= MAX_VALUES or num_quotes > most_quotes:
+            raise ApiError(
+                400,
+                f"the body has too many parts; at most {MAX_KEYS} keys, lists and objects and "
+                f"{MAX_VALUES} values are possible; long texts are",
+            )
+        is_suspect = is_suspect or _SUSPECT_NUMBER.search(last + piece) is not None
+        last = piece[-18:]
+    return is_suspect, num_open > MAX_DEPTH
 
 
-def _is_above(raw: bytes) -> bool:
-    return sum(map(raw.count, (b":", b"[", b"{"))) > MAX_KEYS or raw.count(b",") >= MAX_VALUES
+def _outside_texts(raw: bytes) -> Iterator[tuple[bytes, int]]:
+    """JSON without its texts, and the quotes so far, piece by piece: other threads have turns."""
+    num_quotes = end = 0
+    while piece := raw[end : end + PIECE_BYTES]:
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # an escape stays whole
+            piece = raw[end : end + PIECE_BYTES + 1]
+        end += len(piece)
+        if b"\\" in piece:  # what is left of quotes ends texts
+            piece = piece.replace(rb"\\", b"").replace(rb"\"", b"")
+        parts = piece.split(b'"')
+        outside = b"".join(parts[num_quotes % 2 :: 2])
+        num_quotes += len(parts) - 1
+        yield outside, num_quotes
 
 
 def _refuse_constant(name: str) -> Any:
@@ -136,11 +150,8 @@ def _parse_float(text: str) -> float:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"key {key[:60]!r} is given twice")
-            seen.add(key)
+        twice = next(key for key, n in Counter(key for key, _ in pairs).items() if n > 1)
+        raise ValueError(f"key {twice[:60]!r} is given twice")
     return result
 
 
@@ -162,13 +173,9 @@ def _check_tree(value: Any, check_text: bool) -> None:
         below: list[Any] = []
         for item in level:
             if isinstance(item, dict):
-                below.extend(item.values())
-                if check_text:
-                    below.extend(item)
+                below += [*item.values(), *(item if check_text else ())]
             elif isinstance(item, list):
-                below.extend(
-                    item if check_text else (i for i in item if isinstance(i, dict | list))
-                )
+                below += item if check_text else [i for i in item if isinstance(i, dict | list)]
             elif check_text and isinstance(item, str):
                 _check_text(item)
         if not below:

@@ -63,17 +63,17 @@ def openai_router(state: ServerState) -> APIRouter:
 
     @router.post("/v1/chat/completions", openapi_extra=_body_of(ChatCompletionRequest))
     async def chat_completions(http: Request) -> Response:
-        body = await read_model(http, ChatCompletionRequest, state.threads)
+        body = await read_model(http, ChatCompletionRequest, state.parsers)
         return await answer(http, state, ChatJob(state, body, call_of(http, body)))
 
     @router.post("/v1/completions", openapi_extra=_body_of(CompletionRequest))
     async def completions(http: Request) -> Response:
-        body = await read_model(http, CompletionRequest, state.threads)
+        body = await read_model(http, CompletionRequest, state.parsers)
         return await answer(http, state, CompletionJob(state, body, call_of(http, body)))
 
     @router.post("/invocations")  # one path for both, as SageMaker calls it
     async def invocations(http: Request) -> Response:
-        body = await read_model(http, Invocation, state.threads)
+        body = await read_model(http, Invocation, state.parsers)
         http.state.ignored_fields = None  # which fields have no effect is the other model's to say
         return await (completions if body.messages is None else chat_completions)(http)
 
@@ -89,13 +89,13 @@ def openai_router(state: ServerState) -> APIRouter:
 
     @router.post("/tokenize", openapi_extra=_body_of(TokenizeRequest))
     async def tokenize(http: Request) -> Response:
-        body = await read_model(http, TokenizeRequest, state.threads)
+        body = await read_model(http, TokenizeRequest, state.parsers)
         state.check_model(body.model)
         return json_response(await state.threads.run(tenant_of(http), _tokenize, state, body))
 
     @router.post("/detokenize", openapi_extra=_body_of(DetokenizeRequest))
     async def detokenize(http: Request) -> Response:
-        body = await read_model(http, DetokenizeRequest, state.threads)
+        body = await read_model(http, DetokenizeRequest, state.parsers)
         state.check_model(body.model)
         _check_ids(state, body.tokens)
         text = await state.threads.run(

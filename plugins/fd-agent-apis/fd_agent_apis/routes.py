@@ -38,7 +38,7 @@ def responses_routes() -> ApiRoutes:
     @router.post("/v1/responses", openapi_extra=_body_of(ResponsesRequest))
     async def responses(http: Request) -> Response:
         state = _state(http)
-        body = await read_model(http, ResponsesRequest, state.threads)
+        body = await read_model(http, ResponsesRequest, state.parsers)
         call, chat, tools = await _chat(http, body, responses_request.read, responses_request.NAMES)
         writer = ResponseWriter(body, tools, call.id, state.check_model(body.model))
         return await answer(http, state, AgentJob(state, call.tenant, chat, writer), frames)
@@ -53,7 +53,7 @@ def messages_routes() -> ApiRoutes:
     @router.post("/v1/messages", openapi_extra=_body_of(MessagesRequest))
     async def messages(http: Request) -> Response:
         state = _state(http)
-        body = await read_model(http, MessagesRequest, state.threads)
+        body = await read_model(http, MessagesRequest, state.parsers)
         call, chat, tools = await _chat(http, body, messages_request.read, messages_request.NAMES)
         model = state.check_model(body.model)
         writer = MessageWriter(tools, call.id, model, body.max_tokens)
@@ -65,7 +65,7 @@ def messages_routes() -> ApiRoutes:
     async def count_tokens(http: Request) -> Response:
         """Neither the engine nor a queue is asked: agents send dozens of these at once."""
         state = _state(http)
-        body = await read_model(http, CountRequest, state.threads)
+        body = await read_model(http, CountRequest, state.parsers)
         _, chat, _ = await _chat(http, body, messages_request.read, messages_request.NAMES)
         with named_as(messages_request.NAMES):
             count = await state.threads.run(tenant_of(http), _count, state, chat)

@@ -53,7 +53,7 @@ def adapter_routes() -> ApiRoutes:
     @router.post("/v1/load_lora_adapter")
     async def load(http: Request) -> Response:
         state, adapters = _adapters(http)
-        body = await read_model(http, LoadBody, state.threads)
+        body = await read_model(http, LoadBody, state.parsers)
         name, path = body.lora_name, body.lora_path
         extras = await state.threads.run(tenant_of(http), adapters.read, name, path)
         if adapters.get(name, extras) != extras and not body.load_inplace:
@@ -71,7 +71,7 @@ def adapter_routes() -> ApiRoutes:
     @router.post("/v1/unload_lora_adapter")
     async def unload(http: Request) -> Response:
         state, adapters = _adapters(http)
-        name = (await read_model(http, UnloadBody, state.threads)).lora_name
+        name = (await read_model(http, UnloadBody, state.parsers)).lora_name
         state.check_name(name)
         if adapters.pop(name, None) is None:
             raise ApiError(400, f"`{name}` is the model itself, no adapter", param="lora_name")

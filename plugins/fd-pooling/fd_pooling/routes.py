@@ -176,7 +176,7 @@ async def _read(http: Request, model: type[Body]) -> tuple[ServerState, PoolingS
             "this server generates text and pools nothing; start one with: fastdeploy serve MODEL "
             "--runner pooling",
         )
-    body = await read_model(http, model, state.threads)
+    body = await read_model(http, model, state.parsers)
     state.check_model(body.model)
     return state, PoolingSettings.of(state.config.pooling), body
 

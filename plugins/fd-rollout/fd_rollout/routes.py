@@ -124,7 +124,7 @@ async def _options(http: Request, kind: type[_Body]) -> _Body:
     """Of the body, or of the query."""
     if await http.body():
         state: ServerState = http.app.state.server
-        return await read_model(http, kind, state.threads)
+        return await read_model(http, kind, state.parsers)
     query: dict[str, Any] = dict(http.query_params)
     if "tags" in query:
         query["tags"] = [t for text in http.query_params.getlist("tags") for t in text.split(",")]

@@ -47,7 +47,8 @@ class FrontEndInit(msgspec.Struct, kw_only=True):
 
 
 class Hello(msgspec.Struct):
-    """The first message of an API server on the front door's own socket."""
+    """What an API server says on the front door's own socket: first who it is, then that it takes
+    connections."""
 
     number: int
     error_type: str = ""  # why it cannot serve; it then ends
@@ -62,6 +63,7 @@ def main(data: bytes) -> int:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     door.connect(door_path(init.folder))
+    door.send(msgspec.msgpack.encode(Hello(init.number)))
     try:
         init.resolved.verify(init.digest)
         return event_loop.run(_serve(init, door))

@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 import zmq
+from msgspec import structs
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.config.server import ServerConfig
@@ -158,7 +159,10 @@ class FrontEnds:
         self._starts: dict[int, list[float]] = {}
 
     def _health(self) -> EngineHealth:
-        return common_health({each.number: each.supervisor.health() for each in self._engines})
+        health = common_health({each.number: each.supervisor.health() for each in self._engines})
+        if health.ready and not self._halls:
+            return structs.replace(health, ready=False, reason="no API server takes connections")
+        return health
 
     def _engine_died(self, number: int, error: FastDeployError) -> None:
         """Called by supervisors' threads. All engines must start; later, one is enough to serve."""
@@ -319,8 +323,6 @@ class FrontEnds:
             logger.error("API server %d %s; it is started again", number, ended)
             self._spawn(number)
             self._tell_first(number)
-            for engine in self._engines:
-                engine.tell_state_to(number)
         return True
 
     def _receive(self) -> None:
@@ -333,8 +335,13 @@ class FrontEnds:
             threading.Thread(target=self._greet, args=(hall,), daemon=True).start()
 
     def _greet(self, hall: socket.socket) -> None:
-        """Read the first message of an API server: it serves, or why it cannot."""
+        """Hear who an API server is, then that it serves, or why it cannot."""
         try:
+            hello = msgspec.msgpack.decode(hall.recv(65536), type=Hello)
+            if self._is_open:  # it was started again
+                # Not before: what is sent on the connection to the one that died may be lost.
+                for engine in self._engines:
+                    engine.tell_state_to(hello.number)
             hello = msgspec.msgpack.decode(hall.recv(65536), type=Hello)
         except (OSError, *wire.UNREADABLE):
             return  # it ended before

@@ -45,7 +45,7 @@ def routes() -> ApiRoutes:
     @router.post("/kv_handover")
     async def switch(http: Request) -> Response:
         state = _state(http)
-        body = await read_model(http, RoleRequest, state.threads)
+        body = await read_model(http, RoleRequest, state.parsers)
         stats = await state.engine.stats()
         if not stats.kv_role:
             raise ApiError(
