@@ -61,17 +61,17 @@ class _Regime:
             self._end_probe(self.current)
 
     def _consider(self) -> None:
-        self._began, number = self._count, self._rival
-        self._tokens, self._speed = _averages(self._steps[self.used])
-        is_slow = self._steps[0] and self._speed < _averages(self._steps[0])[1]
-        if number is None and is_slow:
+        self._began, number, steps = self._count, self._rival, self._steps
+        is_weighed = number is None and self.used and steps[0]
+        if is_weighed and _averages(steps[self.used])[1] < _averages(steps[0])[1]:
             number = 0  # the text has become hard to guess
         elif number is None:
             number = min(self._due.keys() - {self.used}, key=lambda n: (self._due[n], -n))
             number = number if self._count >= max(self._due[number], self._next) else self.used
         if number != self.used:
+            self._tokens, self._speed = _averages(steps[self.used])
             self.current, self._lost, self._num_silent = number, 0.0, 0
-            self._steps[number].clear()
+            steps[number].clear()
 
     def _end_probe(self, probed: int) -> None:
         used, loser, gain, self._rival, self.is_known = self.used, probed, 0.0, None, True

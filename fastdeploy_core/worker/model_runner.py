@@ -268,7 +268,7 @@ class ModelRunner:
         """The graph that runs the step, if any; slots and rows are then as it needs them."""
         rows, graphs, slots = launched.rows, self._graphs, self.slots
         captured = self._graph_of(rows)
-        if self._drafting is not None and not (captured and self._feeds_unseen(launched)):
+        if self._drafting is not None and not self._feeds_unseen(launched, captured):
             with self._lock:
                 asks = slots.lacks_history(rows, launched.max_drafts) or rows.num_drafts.any()
                 coming = self._results.coming(rows, reads_all=bool(asks))
@@ -288,8 +288,9 @@ class ModelRunner:
         with self._lock:
             fed = None if launched.fed is None or rows.width == 1 else rows
             slots.bring(rows, captured.size, launched.max_drafts, drafts=fed)
-            if rows.positions().nth.size != rows.slots.size * captured.width:
-                launched.rows = slots.widen(rows, captured.width)
+            if rows.positions().nth.size != rows.slots.size * captured.width:  # rows are padded
+                made_of = (rows.slots, rows.starts, captured.width - 1, rows.num_decodes)
+                launched.rows = slots.decodes(*made_of)
         return captured
 
     def _graph_of(self, rows: StepRows) -> CapturedDecode | None:
@@ -297,12 +298,16 @@ class ModelRunner:
             return None
         return self._graphs.find(rows.slots.size, rows.width)
 
-    def _feeds_unseen(self, launched: Launched) -> bool:
-        """Whether the device alone knows enough: drafts stay there, and sampling needs no text. The
-        same on every rank."""
-        rows, drafting = launched.rows, self._drafting
+    def _feeds_unseen(self, launched: Launched, captured: CapturedDecode | None) -> bool:
+        """Whether the device alone knows enough: drafts stay there, and there are none or sampling
+        needs no text. The same on every rank."""
+        rows, slots, drafting = launched.rows, self.slots, self._drafting
         assert drafting is not None
-        if not drafting.feeds_unseen or self.slots.lacks_history(rows, launched.max_drafts):
+        if not drafting.feeds_unseen:
+            return False
+        if launched.max_drafts <= 0 and rows.width == 1 and not slots.has_drafts:
+            return True
+        if captured is None or slots.lacks_history(rows, launched.max_drafts):
             return False
         if self._is_alone:
             return not np.count_nonzero(self._columns.flags[rows.slots] & ~CAPTURED)
