@@ -321,8 +321,10 @@ class ModelRunner:
             if self._loaded.builder.adapters is not None:
                 self._loaded.builder.adapters.lay_out(rows.slots, rows.counts)
         read, drafting = rows.read_tokens(), self._drafting
-        # Hidden states are read of tokens that are not sampled, too; the same on every rank.
-        reads_all = drafting is not None and drafting.reads_hidden
+        # Hidden states are read of tokens that are not sampled, too; the same on every rank. Graphs
+        # that fill a drafter's cache give all of them, wanted or not.
+        fills = launched.max_drafts >= 0 or (self._graphs is not None and self._graphs.fill)
+        reads_all = drafting is not None and drafting.reads_hidden and bool(fills)
         reads_all = reads_all or bool(self._sampler.wants_prompt_logprobs(rows).size)
         step = rows, laid_out, None if reads_all else read
         launched.target = forward(self._graphs, self._loaded, self.caches.tensors, *step)
