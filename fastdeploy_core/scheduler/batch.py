@@ -177,7 +177,8 @@ class BatchScheduler:
         self._planner.most_prompt_tokens = most_tokens
 
     def schedule(self, most_steps: Mapping[int, int] | None = None) -> ScheduledStep | None:
-        """The next step; None: nothing can run yet. most_steps: by seq_id, may be on their way."""
+        """The next step; None: nothing can run yet. most_steps: by seq_id, how many steps of the
+        sequence may be in flight; the others' number is not limited."""
         if self._deadlines:
             self._expire()
         return self._planner.plan(most_steps or {})
@@ -191,7 +192,7 @@ class BatchScheduler:
         self._planner.note(step, output)
         if self._policy is not None:
             # From the results before to these, with everything in between, if there was something
-            # to do. Tokens that a step gives behind an answer's end count for nothing.
+            # to do. Tokens that a step gives after an answer's end count for nothing.
             now, before = self._clock(), self._results_s
             self._results_s = now if self.roster.running or self.roster.num_leaving else None
             num_tokens = self.counters.generation_tokens_total - num_before

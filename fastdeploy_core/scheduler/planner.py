@@ -142,7 +142,7 @@ class StepPlanner:
         # has nothing left to be fed.
         left = columns.limit[places] - (columns.known[places] + columns.pending[places])
         is_due = (columns.computed[places] >= columns.at_start[places]) & (left > 0)
-        if seqs and (most := self._most_steps):  # of a row that may be on their way: 0 or 1
+        if seqs and (most := self._most_steps):  # by seq_id, steps that may be in flight
             is_due &= [s.num_in_flight < most.get(s.seq_id, NO_LIMIT) for s in seqs]
         num_due = np.count_nonzero(is_due)
         if not num_due:

@@ -29,7 +29,7 @@ class Caches:
     def __init__(self, device: DeviceBackend, kernels: KernelTable, loaded: LoadedModel) -> None:
         self._device, self._kernels, self._loaded = device, kernels, loaded
         self.tensors: list[tuple[Tensor, ...]] = []  # of each layer
-        self.rules = bounded_rules(loaded.kv_layers)  # of groups of layers behind the first
+        self.rules = bounded_rules(loaded.kv_layers)  # of groups of layers after the first
         self._is_state = [rule.kind == "state" for rule in self.rules]
         if self.rules and device.limits.step_buckets is not None:
             rule = self.rules[0]
@@ -75,7 +75,7 @@ class Caches:
         is_touched: bool,
     ) -> None:
         """Zeroed caches of every layer; those there were have been dropped. more_blocks: of each
-        group behind the first; none: as many as that has, of states one. Without `is_touched` the
+        group after the first; none: as many as that has, of states one. Without `is_touched` the
         host's memory comes page by page when it is used: clearing gigabytes takes seconds.
         host_file: where the host blocks lie, for others to use; device:FILE: see TierDevice."""
         device = self._device

@@ -268,11 +268,11 @@ class ModelRunner:
         """The graph that runs the step, if any; slots and rows are then as it needs them."""
         rows, graphs, slots = launched.rows, self._graphs, self.slots
         captured = self._graph_of(rows)
-        if self._drafting is not None and not self._feeds_unseen(launched, captured):
+        if self._drafting is not None and not self._device_knows_enough(launched, captured):
             with self._lock:
                 asks = slots.lacks_history(rows, launched.max_drafts) or rows.num_drafts.any()
                 coming = self._results.coming(rows, reads_all=bool(asks))
-                self._drafting.agree(rows)
+                self._drafting.broadcast_drafts(rows)
                 launched.rows = rows = slots.exact(rows, coming)
             launched.fed = rows.num_drafts
             captured = self._graph_of(rows)
@@ -298,7 +298,7 @@ class ModelRunner:
             return None
         return self._graphs.find(rows.slots.size, rows.width)
 
-    def _feeds_unseen(self, launched: Launched, captured: CapturedDecode | None) -> bool:
+    def _device_knows_enough(self, launched: Launched, captured: CapturedDecode | None) -> bool:
         """Whether the device alone knows enough: drafts stay there, and there are none or sampling
         needs no text. The same on every rank."""
         rows, slots, drafting = launched.rows, self.slots, self._drafting
