@@ -268,7 +268,7 @@ class ModelRunner:
         """The graph that runs the step, if any; slots and rows are then as it needs them."""
         rows, graphs, slots = launched.rows, self._graphs, self.slots
         captured = self._graph_of(rows)
-        if self._drafting is not None and not self._device_knows_enough(launched, captured):
+        if self._drafting is not None and not self._knows_enough(launched, captured):
             with self._lock:
                 asks = slots.lacks_history(rows, launched.max_drafts) or rows.num_drafts.any()
                 coming = self._results.coming(rows, reads_all=bool(asks))
@@ -298,7 +298,7 @@ class ModelRunner:
             return None
         return self._graphs.find(rows.slots.size, rows.width)
 
-    def _device_knows_enough(self, launched: Launched, captured: CapturedDecode | None) -> bool:
+    def _knows_enough(self, launched: Launched, captured: CapturedDecode | None) -> bool:
         """Whether the device alone knows enough: drafts stay there, and there are none or sampling
         needs no text. The same on every rank."""
         rows, slots, drafting = launched.rows, self.slots, self._drafting
@@ -321,8 +321,7 @@ class ModelRunner:
             if self._loaded.builder.adapters is not None:
                 self._loaded.builder.adapters.lay_out(rows.slots, rows.counts)
         read, drafting = rows.read_tokens(), self._drafting
-        # Hidden states are read of tokens that are not sampled, too; the same on every rank. Graphs
-        # that fill a drafter's cache give all of them, wanted or not.
+        # Of every token for a drafter that follows, or was captured; the same on every rank.
         fills = launched.max_drafts >= 0 or (self._graphs is not None and self._graphs.fill)
         reads_all = drafting is not None and drafting.reads_hidden and bool(fills)
         reads_all = reads_all or bool(self._sampler.wants_prompt_logprobs(rows).size)
