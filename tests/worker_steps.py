@@ -90,7 +90,7 @@ def plant_drafts(worker: Worker, rows: Sequence[Row]) -> None:
         if slot is None or not slots.max_drafts:
             continue
         slots.num_drafts[slot] = len(row.drafts)
-        slots._drafts_are[slot] = NEW
+        slots._drafts_are[slot], slots.has_drafts = NEW, True
         slots.draft_ids[slot, : len(row.drafts)] = row.drafts
         where = device.to_device(np.array([slot]))
         xp.index_copy_(slots.state.drafts, 0, where, device.to_device(slots.draft_ids[[slot]]))

@@ -352,7 +352,8 @@ class EngineCore:
         stats = self._stats
         stats.steps_total += 1
         stats.step_tokens_total += step.num_tokens
-        stats.step_sequences_total += step.num_rows * step.num_decodes
+        stats.last_step_num_seqs = num_seqs = step.num_rows
+        stats.step_sequences_total += num_seqs * step.num_decodes
         stats.wait_s += wait_s
         stats.update_s += update_s
         stats.execute_s += output.execute_s
@@ -360,7 +361,6 @@ class EngineCore:
         stats.draft_s += output.draft_s
         stats.draft_failures_total = max(stats.draft_failures_total, output.draft_failures)
         stats.last_step_s = output.execute_s
-        stats.last_step_num_seqs = step.num_rows
 
     def _describe(
         self,

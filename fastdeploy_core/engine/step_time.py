@@ -57,9 +57,8 @@ class StepTime:
             self._owed_s = seconds if seconds > self._least_s else 0.0
         else:
             self._owed_s = max(0.0, self._owed_s - seconds)
-        if step.is_decode:
-            if step.num_rows:
-                self._decode_s = min(seconds / step.num_decodes, GROWTH * self._decode_s)
+        if step.is_decode and step.num_tokens:
+            self._decode_s = min(seconds / step.num_decodes, GROWTH * self._decode_s)
         elif num_prompt_tokens := sum(row.num_tokens for row in step.rows):
             # Of a few tokens in little time only the step's own cost is learnt.
             is_full = 2 * num_prompt_tokens > self._rate * self._within_s

@@ -176,7 +176,7 @@ class TokenMasks:
         """By seq_id, of sequences whose masks no step is to wait for: how many steps of it may be
         on their way, 0 while the next mask is not there, else 1."""
         ready = {seq_id: matcher.is_ready() for seq_id, matcher in list(self._beside.values())}
-        return {seq_id: int(is_there) for seq_id, is_there in ready.items() if is_there is not None}
+        return ready and {seq_id: int(made) for seq_id, made in ready.items() if made is not None}
 
     def allowed(self, slot: int, token_ids: list[int]) -> int:
         """How many of these tokens the slot's grammar could accept now; its state stays."""

@@ -182,7 +182,8 @@ class BatchScheduler:
         self._planner.wants_empty = is_wanted
 
     def schedule(self, most_steps: Mapping[int, int] | None = None) -> ScheduledStep | None:
-        """The next step; None: nothing can run yet. most_steps: by seq_id, may be on their way."""
+        """The next step; None: nothing can run yet. most_steps: by seq_id, how many steps of the
+        sequence may be in flight; the others' number is not limited."""
         if self._deadlines:
             self._expire()
         return self._planner.plan(most_steps or {})
@@ -191,12 +192,13 @@ class BatchScheduler:
         """Take in a step's results; `take_deltas` has the answers."""
         num_before = self.counters.generation_tokens_total
         self.outcome.apply(step, output)
-        if not step.num_rows:  # it only copied blocks
+        if not step.num_tokens:  # it only copied blocks
             return
         self._planner.note(step, output)
-        if self._policy is not None:
-            # From the results before to these, with everything in between, if there was something
-            # to do. Tokens that a step gives behind an answer's end count for nothing.
+        if self._policy is None or self._policy.rests(step.num_decodes):
+            self._results_s = None
+        else:
+            # Everything since the results before these; tokens after an answer's end do not count.
             now, before = self._clock(), self._results_s
             self._results_s = now if self.roster.running or self.roster.num_leaving else None
             num_tokens = self.counters.generation_tokens_total - num_before

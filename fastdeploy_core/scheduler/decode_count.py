@@ -1,12 +1,12 @@
-"""How many times the rows of a batch decode before the host looks at what they drew.
+"""How many times the rows of a batch decode before the host looks at what they sampled.
 
 On a device that computes for microseconds the host's part of a step is a large share of it. Tokens
 that come several at a time share that part, and come so much later: by MOST_S at most, going by the
-step before. What is computed behind a stop is lost, so a batch begins with few; where steps are
+step before. What is computed after a stop is lost, so a batch begins with few; where steps are
 queued ahead, which loses twice as much, with one until some have passed since its last prompts.
 
 On the host's own processors nothing is computed while the host does its part, which is longer where
-a model has just gone through their caches. Of n decodes (n - 1) / 2 are lost behind a stop on
+a model has just gone through their caches. Of n decodes (n - 1) / 2 are lost after a stop on
 average and the host's part is paid once, so the least is lost with n = sqrt(BREAK_EVEN_S / what a
 decode takes), if they take no longer than MOST_ON_HOST_S together: 20 chunks in a second read as a
 flow. Others take those processors from a step now and then, which says little of the next one: the
@@ -33,7 +33,7 @@ class DecodeCount:
     """Asked of every step whose rows could, told of every step. Output never depends on it."""
 
     def __init__(self, most: int, begins_after: int = 0, *, on_host: bool = False) -> None:
-        """most: what the device takes; 1: never several. begins_after: decodes behind prompts."""
+        """most: what the device takes; 1: never several. begins_after: decodes after prompts."""
         self.most, self._begins_after = most, begins_after
         self._on_host, self._growth = on_host, GROWTH_ON_HOST if on_host else math.inf
         self._last = 0  # of the step before; 0: it computed prompts

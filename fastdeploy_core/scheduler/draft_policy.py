@@ -40,19 +40,19 @@ class _Regime:
         self._due = {n: LATER if self.is_known and (n or not self.used) else FIRST for n in numbers}
         self._num_failures = dict.fromkeys(numbers, 0)
         self._asked = -1  # with the step before
-        self._count = self._began = self._next = 0  # decodes: all, when a probe began, may begin
+        self.count = self.wakes = 0  # decodes: all, and before which nothing has to be observed
+        self._began = self._next = 0  # of these, when a probe began and when one may begin
         self._tokens = self._speed = self._lost = 0.0  # before the probe, and steps lost in it
 
     def observe(self, step: ScheduledStep, tokens: float, seconds: float) -> None:
         """A step gave a row so many tokens. seconds 0: its time says nothing."""
-        self._count += step.num_decodes
         # The first step that makes drafts is fed none yet.
         says_something = bool(seconds) and step.asked == self._asked == self.current
         self._asked, steps = step.asked, self._steps[self.current]
         if says_something:
             steps.append((tokens / step.num_decodes, seconds / step.num_decodes))
         if self.current == self.used:
-            if len(steps) == WINDOW and self._count >= self._began + WINDOW:
+            if len(steps) == WINDOW and self.count >= self._began + WINDOW:
                 self._consider()
             return
         self._lost += (self._speed * seconds - tokens) / self._tokens if seconds else 0.0
@@ -61,17 +61,20 @@ class _Regime:
             self._end_probe(self.current)
 
     def _consider(self) -> None:
-        self._began, number = self._count, self._rival
-        self._tokens, self._speed = _averages(self._steps[self.used])
-        is_slow = self._steps[0] and self._speed < _averages(self._steps[0])[1]
-        if number is None and is_slow:
-            number = 0  # the text has become hard to guess
-        elif number is None:
+        self._began, number, steps = self.count, self._rival, self._steps
+        if number is None:
             number = min(self._due.keys() - {self.used}, key=lambda n: (self._due[n], -n))
-            number = number if self._count >= max(self._due[number], self._next) else self.used
-        if number != self.used:
-            self.current, self._lost, self._num_silent = number, 0.0, 0
-            self._steps[number].clear()
+            soonest = max(self._due[number], self._next)
+            self.wakes = 0 if self.used else soonest - 4 * WINDOW
+            if self.count < self.wakes:
+                steps[0].clear()  # those right before the probe are compared
+            if self.used and steps[0] and _averages(steps[self.used])[1] < _averages(steps[0])[1]:
+                number = 0  # the text has become hard to guess
+            elif self.count < soonest:
+                return
+        self._tokens, self._speed = _averages(steps[self.used])
+        self.current, self._lost, self._num_silent = number, 0.0, 0
+        steps[number].clear()
 
     def _end_probe(self, probed: int) -> None:
         used, loser, gain, self._rival, self.is_known = self.used, probed, 0.0, None, True
@@ -84,10 +87,10 @@ class _Regime:
         else:
             self._num_failures[used] = 0
         self._num_failures[loser] += 1
-        self._due[loser] = self._count + (FIRST << min(self._num_failures[loser], 9))
+        self._due[loser] = self.count + (FIRST << min(self._num_failures[loser], 9))
         lost = max(self._lost, 0.0 if probed else -self._lost)  # with drafts
-        self._next = self._count + int(min(lost / (WON_SHARE if used else SHARE), LONGEST))
-        self.current, self._began = self.used, self._count
+        self._next = self.count + int(min(lost / (WON_SHARE if used else SHARE), LONGEST))
+        self.current, self._began = self.used, self.count
         logger.debug("%s drafts: %.2f times as fast; %s are used", probed, gain, self.used)
 
 
@@ -99,7 +102,7 @@ def _averages(steps: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 class DraftPolicy:
-    """Asked once per step, told of every step. Deterministic given what it is told."""
+    """Asked once per step, told of each unless it rests. Deterministic given what it is told."""
 
     def __init__(self, config: SpeculativeConfig, *, is_captured: bool = False) -> None:
         """is_captured: steps with drafts are captured graphs, of one or of all."""
@@ -121,6 +124,13 @@ class DraftPolicy:
             self._regimes[key] = _Regime(self._numbers, self._regime)
         self._regime = self._regimes[key]
         return self._regime.current
+
+    def rests(self, num_decodes: int) -> bool:
+        """Whether nothing has to be known of such a step: no probe comes near."""
+        if (regime := self._regime) is None:
+            return True
+        regime.count += num_decodes
+        return not regime.current and regime.count < regime.wakes
 
     def observe(self, step: ScheduledStep, num_tokens: int, seconds: float) -> None:
         """The results of a step came so long after those of the step before it."""

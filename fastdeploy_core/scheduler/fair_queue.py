@@ -37,7 +37,7 @@ class FairQueue(Generic[T]):
                 yield item
 
     def push(self, item: T, tenant: str, priority: int = 0) -> None:
-        """Queue an item behind all of its tenant's with this priority."""
+        """Queue an item after all of its tenant's with this priority."""
         self._arrivals += 1
         place = (priority, self._arrivals)
         bisect.insort(self._tenants.setdefault(tenant, []), (*place, item), key=lambda e: e[:2])

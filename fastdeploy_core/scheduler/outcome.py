@@ -41,7 +41,7 @@ class Outcome:
         self._kv = roster.kv
         self._counters = counters
         self._given: list[RequestOutputDelta | TokenDeltas] = []
-        self._deltas: dict[str, RequestOutputDelta] = {}  # behind these
+        self._deltas: dict[str, RequestOutputDelta] = {}  # after these
 
     @property
     def has_deltas(self) -> bool:
@@ -185,8 +185,10 @@ class Outcome:
         """The step failed or is void: its sequences start again from what they know, and workers
         are told once more whom to forget."""
         self._roster.forgotten += step.output.finished_seq_ids
-        drawn = [step.num_decodes] * len(step.cohort.seqs) + [int(row.sample) for row in step.rows]
-        for seq, number in zip(step.seqs(), drawn, strict=True):
+        sampled = [step.num_decodes] * len(step.cohort.seqs) + [
+            int(row.sample) for row in step.rows
+        ]
+        for seq, number in zip(step.seqs(), sampled, strict=True):
             seq.num_in_flight -= 1
             seq.num_pending -= number
             if seq.status is not RequestStatus.RUNNING:
@@ -260,13 +262,13 @@ class Outcome:
         if number in output.logprobs:
             delta.logprobs = output.logprobs[number][:num_kept]
         self._give(seq, delta)
-        if error is not None and reason is None:  # behind these tokens
+        if error is not None and reason is None:  # after these tokens
             self._fail_row(request, error)
 
     def _count_drafts_of(
         self, seq: Sequence, drafts: Iterable[tuple[int, int]], num_kept: int | None
     ) -> None:
-        """num_kept: tokens of a sequence that ended; drafts behind its end were neither right nor
+        """num_kept: tokens of a sequence that ended; drafts after its end were neither right nor
         wrong."""
         for drafted, right in drafts:
             left = drafted if num_kept is None else max(0, num_kept)

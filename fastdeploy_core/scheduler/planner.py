@@ -51,9 +51,6 @@ class StepPlanner:
         )
         self._most_lookahead = settings.lookahead_tokens
         self._num_drafts = self._lookahead = 0  # to be made after the step, and tokens beside them
-        # Running places and number of waiting sequences, and what drafts are chosen by for these.
-        self._chosen_for: tuple[np.ndarray | None, int] = (None, 0)
-        self._num_rows = 0
         self._most_steps: Mapping[int, int] = {}
         self.most_prompt_tokens: Callable[[], tuple[int, bool]] | None = None
         self.wants_empty: Callable[[], bool] = bool
@@ -83,16 +80,16 @@ class StepPlanner:
                 if step.is_empty:
                     plan()
             self._prefills_first = not step.num_prefills
-        if step.is_empty and not (self._kv.has_copies or self.wants_empty()):
+        if (is_empty := step.is_empty) and not (self._kv.has_copies or self.wants_empty()):
             return None
         forgotten, roster.forgotten = roster.forgotten, []
         # Drafts after prompts may cost too much, and after copies alone there are none.
-        is_costly = step.is_empty or (step.num_prefills and self._device.captures_drafting)
+        is_costly = is_empty or (step.num_prefills and self._device.captures_drafting)
         return step.finish(
             forgotten,
             self._kv.take_copies(),
             0 if is_costly else self._num_drafts,
-            fills=self._num_drafts > 0 and not step.is_empty,
+            fills=self._num_drafts > 0 and not is_empty,
         )
 
     def note(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
@@ -104,13 +101,11 @@ class StepPlanner:
         all. Batches are told apart by the rows that the step, or the next one,
         will have, and by the kind of sampling (sequence.py)."""
         roster = self._roster
-        places, num_waiting = roster.running_places(), roster.num_waiting
-        if places is not self._chosen_for[0] or num_waiting != self._chosen_for[1]:
-            self._chosen_for = (places, num_waiting)
-            self._num_rows = max(1, min(self._batch.max_num_seqs, places.size + num_waiting))
-        number = policy.choose(self._num_rows, roster.kind)
+        num_seqs = roster.running_places().size + roster.num_waiting
+        num_rows = max(1, min(self._batch.max_num_seqs, num_seqs))
+        number = policy.choose(num_rows, roster.kind)
         if number and self._device.captures_drafting:  # all that is made is fed, or nothing of it
-            number = max(0, min(number, self._batch.max_num_batched_tokens // self._num_rows - 1))
+            number = max(0, min(number, self._batch.max_num_batched_tokens // num_rows - 1))
         return number
 
     def _has_prompts(self) -> bool:
@@ -143,7 +138,7 @@ class StepPlanner:
         # has nothing left to be fed.
         left = columns.limit[places] - (columns.known[places] + columns.pending[places])
         is_due = (columns.computed[places] >= columns.at_start[places]) & (left > 0)
-        if seqs and (most := self._most_steps):  # of a row that may be on their way: 0 or 1
+        if seqs and (most := self._most_steps):  # by seq_id, steps that may be in flight
             is_due &= [s.num_in_flight < most.get(s.seq_id, NO_LIMIT) for s in seqs]
         num_due = np.count_nonzero(is_due)
         if not num_due:

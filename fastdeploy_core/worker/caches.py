@@ -29,7 +29,7 @@ class Caches:
     def __init__(self, device: DeviceBackend, kernels: KernelTable, loaded: LoadedModel) -> None:
         self._device, self._kernels, self._loaded = device, kernels, loaded
         self.tensors: list[tuple[Tensor, ...]] = []  # of each layer
-        self.rules = bounded_rules(loaded.kv_layers)  # of groups of layers behind the first
+        self.rules = bounded_rules(loaded.kv_layers)  # of groups of layers after the first
         self._is_state = [rule.kind == "state" for rule in self.rules]
         if self.rules and device.limits.step_buckets is not None:
             rule = self.rules[0]
@@ -74,11 +74,11 @@ class Caches:
         host_files: Sequence[str] = (),
         is_touched: bool,
     ) -> None:
-        """Zeroed caches of every layer; those before are dropped. more_blocks: of each further
-        group, then their host blocks; none: as many as the first has, of states one, and no host
-        blocks. Without `is_touched` the host's memory comes page by page when it is used: clearing
-        gigabytes takes seconds. host_files: where each group's host blocks lie, for others to use;
-        device:FILE: see TierDevice."""
+        """Zeroed caches of every layer; those there were have been dropped. more_blocks: of each
+        group after the first, then their host blocks; none: as many as that has, of states one, and
+        no host blocks. Without `is_touched` the host's memory comes page by page when it is used:
+        clearing gigabytes takes seconds. host_files: where each group's host blocks lie, for others
+        to use; device:FILE: see TierDevice."""
         device = self._device
         make: Callable[[tuple[int, ...], str], Tensor] = self._zeros
         if device.limits.shares_host_memory and num_blocks and not is_touched:

@@ -86,7 +86,7 @@ class Drafting:
 
     # -- drafts for the next step -----------------------------------------------------------------
 
-    def agree(self, rows: StepRows) -> None:
+    def broadcast_drafts(self, rows: StepRows) -> None:
         """Every rank gets the host's drafts of these rows from rank 0, which alone has them."""
         slots, communicator = self._slots, self._communicator
         if communicator is None or not rows.num_drafts.any():

@@ -263,11 +263,11 @@ class ModelRunner:
         """The graph that runs the step, if any; slots and rows are then as it needs them."""
         rows, graphs, slots = launched.rows, self._graphs, self.slots
         captured = self._graph_of(rows)
-        if self._drafting is not None and not (captured and self._feeds_unseen(launched)):
+        if self._drafting is not None and not self._knows_enough(launched, captured):
             with self._lock:
                 asks = slots.lacks_history(rows, launched.max_drafts) or rows.num_drafts.any()
                 coming = self._results.coming(rows, reads_all=bool(asks))
-                self._drafting.agree(rows)
+                self._drafting.broadcast_drafts(rows)
                 launched.rows = rows = slots.exact(rows, coming)
             launched.fed = rows.num_drafts
             captured = self._graph_of(rows)
@@ -283,8 +283,9 @@ class ModelRunner:
         with self._lock:
             fed = None if launched.fed is None or rows.width == 1 else rows
             slots.bring(rows, captured.size, launched.max_drafts, drafts=fed)
-            if rows.positions().nth.size != rows.slots.size * captured.width:
-                launched.rows = slots.widen(rows, captured.width)
+            if rows.positions().nth.size != rows.slots.size * captured.width:  # rows are padded
+                made_of = (rows.slots, rows.starts, captured.width - 1, rows.num_decodes)
+                launched.rows = slots.decodes(*made_of)
         return captured
 
     def _graph_of(self, rows: StepRows) -> CapturedDecode | None:
@@ -292,12 +293,16 @@ class ModelRunner:
             return None
         return self._graphs.find(rows.slots.size, rows.width)
 
-    def _feeds_unseen(self, launched: Launched) -> bool:
-        """Whether the device alone knows enough: drafts stay there, and sampling needs no text. The
-        same on every rank."""
-        rows, drafting = launched.rows, self._drafting
+    def _knows_enough(self, launched: Launched, captured: CapturedDecode | None) -> bool:
+        """Whether the device alone knows enough: drafts stay there, and there are none or sampling
+        needs no text. The same on every rank."""
+        rows, slots, drafting = launched.rows, self.slots, self._drafting
         assert drafting is not None
-        if not drafting.feeds_unseen or self.slots.lacks_history(rows, launched.max_drafts):
+        if not drafting.feeds_unseen:
+            return False
+        if launched.max_drafts <= 0 and rows.width == 1 and not slots.has_drafts:
+            return True
+        if captured is None or slots.lacks_history(rows, launched.max_drafts):
             return False
         if self._is_alone:
             return not np.count_nonzero(self._columns.flags[rows.slots] & ~CAPTURED)
@@ -311,8 +316,9 @@ class ModelRunner:
             if self._loaded.builder.adapters is not None:
                 self._loaded.builder.adapters.lay_out(rows.slots, rows.counts)
         read, drafting = rows.read_tokens(), self._drafting
-        # Hidden states are read of tokens that are not sampled, too; the same on every rank.
-        reads_all = drafting is not None and drafting.reads_hidden
+        # Of every token for a drafter that follows, or was captured; the same on every rank.
+        fills = launched.max_drafts >= 0 or (self._graphs is not None and self._graphs.fill)
+        reads_all = drafting is not None and drafting.reads_hidden and bool(fills)
         reads_all = reads_all or bool(self._sampler.wants_prompt_logprobs(rows).size)
         step = rows, laid_out, None if reads_all else read
         launched.target = forward(self._graphs, self._loaded, self.caches.tensors, *step)

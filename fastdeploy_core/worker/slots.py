@@ -118,11 +118,11 @@ class Slots:
         if speculative is not None and speculative.benchmark_mode:
             self._no_drafts = self.state.drafts - 1
         # By slot: whether the device knows count and newest token, whether its history is complete,
-        # how many blocks it knows, and what its drafts are (and whether any slot may have some).
+        # how many blocks it knows, what its drafts are; has_drafts: any slot has or just had some.
         self.is_held, self._has_history = (np.zeros(size, dtype=bool) for _ in range(2))
         self._num_sent, self._drafts_are = (np.zeros(size, dtype=np.int64) for _ in range(2))
         self._sent: tuple[np.ndarray | None, int, int] = (None, 0, 0)
-        self._sent_limit, self._has_drafts = 0, False
+        self._sent_limit, self.has_drafts = 0, False
         self._later: list[Update] = []  # for which the next step that reads them is early enough
         self._sent_rows = np.full(size, size, dtype=np.int64)
         self._even_offsets: dict[int, tuple[np.ndarray, Tensor]] = {}
@@ -205,6 +205,8 @@ class Slots:
 
     def reset(self, slot: int) -> None:
         """The one place where a slot is cleaned: buffers, and parts with state per slot."""
+        if self._is_read and self._drafts_are[slot]:
+            self._later.append((self.state.num_drafts, np.array([slot]), np.array([0])))
         self.token_ids[slot] = self.block_tables[slot] = self.draft_ids[slot] = 0
         for table in self.more_tables.values():
             table[slot] = 0
@@ -280,7 +282,7 @@ class Slots:
             if last is None or last.width > 1 or not is_sampled or self._is_missing(last):
                 raise WorkerError("a step is inconsistent: it goes on with rows that cannot")
             slots = last.slots
-            rows = self._decodes(slots, last.seq_lens, 0, num_decodes)
+            rows = self.decodes(slots, last.seq_lens, 0, num_decodes)
         else:
             slots = self._slots_of(message.seq_ids)
             rows = self._read(message, slots, num_decodes)
@@ -316,7 +318,7 @@ class Slots:
     def _read(self, message: BatchRows, slots: np.ndarray, num_decodes: int) -> StepRows:
         counts, num_drafts = message.counts, message.num_drafts
         if counts is self._alike[0]:
-            return self._decodes(slots, message.starts, *self._alike[1:])
+            return self.decodes(slots, message.starts, *self._alike[1:])
         own, most = counts - num_drafts, int(num_drafts.max(initial=0))
         if np.count_nonzero(own <= 0) or most > self.max_drafts * num_decodes:
             raise WorkerError(
@@ -327,15 +329,15 @@ class Slots:
         is_uniform = np.count_nonzero(num_drafts == most) == slots.size
         if is_decode and is_uniform and slots.size and not most % num_decodes:
             self._alike = counts, most // num_decodes, num_decodes
-            return self._decodes(slots, message.starts, *self._alike[1:])
+            return self.decodes(slots, message.starts, *self._alike[1:])
         columns = (slots, message.starts, counts, num_drafts, message.samples)
         return StepRows(*columns, is_decode=is_decode, width=1 + most // num_decodes)
 
-    def _decodes(
+    def decodes(
         self, slots: np.ndarray, starts: np.ndarray, num_drafts: int, num_decodes: int
     ) -> StepRows:
-        """Rows with as many drafts each, so many times. All but slots and starts is the same for
-        all batches of a size, and not made again."""
+        """Rows that decode so many times with as many drafts each. All but slots and starts is the
+        same for all batches of a size, and not made again."""
         key = (slots.size, num_drafts, num_decodes)
         if key not in self._uniform:
             same = np.full(slots.size, num_drafts, dtype=np.int64)
@@ -348,11 +350,6 @@ class Slots:
         rows = StepRows(slots, starts, like.counts, like.num_drafts, like.samples, True, like.width)
         rows.num_decodes, rows.sampled = num_decodes, like.sampled
         return rows
-
-    def widen(self, rows: StepRows, width: int) -> StepRows:
-        """Rows of a decode step where every one is padded to `width` tokens, after all of which a
-        token is sampled."""
-        return self._decodes(rows.slots, rows.starts, width - 1, rows.num_decodes)
 
     def _check(self, rows: StepRows) -> None:
         """A wrong message must not read or write another sequence's blocks. What is only the most
@@ -374,8 +371,6 @@ class Slots:
     def exact(self, rows: StepRows, coming: np.ndarray) -> StepRows:
         """The rows as the host knows them, with the drafts that it has for them, which are put
         after their known tokens. coming: see Results.coming."""
-        if not self.max_drafts:
-            return rows
         slots, own = rows.slots, rows.counts - rows.num_drafts
         # A sequence that has ended without the scheduler's knowledge computes its last token again.
         room = self.room[slots] - own
@@ -388,7 +383,7 @@ class Slots:
             self.token_ids[fed, np.repeat(starts + own, drafts) + nth] = self.draft_ids[fed, nth]
         most = int(drafts.max(initial=0))
         if rows.is_decode and (drafts == most).all():
-            return self._decodes(slots, starts, most, rows.num_decodes)
+            return self.decodes(slots, starts, most, rows.num_decodes)
         columns = (slots, starts, own + drafts, drafts, rows.samples)
         return StepRows(*columns, is_decode=rows.is_decode, width=1 + most)
 
@@ -400,13 +395,13 @@ class Slots:
         """Tell the device what it does not know of the rows, which are padded to `size`.
         max_drafts: see SchedulerOutput. drafts: these rows are fed the host's drafts."""
         limit, sent = max(0, max_drafts), self._sent
-        if self._has_drafts:
+        if self.has_drafts:
             # What no step came to feed in time are drafts no more: for them there may be no room.
             old = rows.slots[self._drafts_are[rows.slots] == OLD]
             if old.size:
                 self._later.append((self.state.num_drafts, old, old * 0))
                 self._drafts_are[old] = NONE
-            self._has_drafts = limit > 0 or bool(self._drafts_are.any())
+            self.has_drafts = limit > 0 or rows.width > 1 or bool(self._drafts_are.any())
         is_same = rows.slots is sent[0] and size == sent[1] and self.version == sent[2]
         is_told = is_same and limit == self._sent_limit and drafts is None
         if self._later or not is_told:
@@ -497,8 +492,8 @@ class Slots:
     def note_drafts(self, rows: StepRows, max_drafts: int) -> None:
         """A step was queued that makes so many drafts, after which those before are old."""
         if max_drafts > 0:
-            self._drafts_are[rows.slots], self._has_drafts = NEW, True
-        elif self._has_drafts:
+            self._drafts_are[rows.slots], self.has_drafts = NEW, True
+        elif self.has_drafts:
             self._drafts_are[rows.slots] = np.where(self._drafts_are[rows.slots], OLD, NONE)
 
     def forget(self) -> None:
@@ -551,8 +546,6 @@ class Slots:
             self._later.append((state.num_computed, slots, rows.seq_lens[rows.samples]))
             if len(self._later) > MOST_LATER:
                 self._send([])
-            # Drafts that are still there may be of a former sequence, which had other room.
-            self._drafts_are[slots], self._has_drafts = OLD, self.max_drafts > 0
         self.is_held[rows.slots] = rows.samples
 
     def verify(

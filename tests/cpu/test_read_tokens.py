@@ -276,7 +276,7 @@ def test_prompt_logprobs_beside_another_prompt_read_every_token(
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
-def test_a_drafter_with_layers_of_its_own_gets_every_token(
+def test_a_drafter_with_layers_of_its_own_gets_every_token_of_steps_it_follows(
     folder: Path,
     tensor_library: str,
     is_recorded: bool,
@@ -302,6 +302,10 @@ def test_a_drafter_with_layers_of_its_own_gets_every_token(
     output = worker.launch(message).wait()
     assert read[:2] == [(24, 24) if is_recorded else (17, 17)] * 2, "the target, then its double"
     assert output.draft_failures == 0 and output.token_ids.size == 2
+    steps.add(3, [*range(3, 12)])
+    read.clear()
+    steps.step([steps.row(3)])
+    assert read == [(24, 24) if is_recorded else (9, 1)], "nobody drafts after this one"
     worker.close()
 
 

@@ -129,7 +129,9 @@ def test_every_step_is_what_the_book_keeper_says(
             slot = batch.slot_of[row.seq_id]
             batch.num_drafts[slot] = len(row.drafts)
             batch.draft_ids[slot, : len(row.drafts)] = row.drafts
-        made = batch.exact(batch.rows(make_step(*rows)), np.zeros(len(rows), dtype=np.int64))
+        made = batch.rows(make_step(*rows))
+        if num_drafts:
+            made = batch.exact(made, np.zeros(len(rows), dtype=np.int64))
         attention, ids = layout.lay_out(made)[:2]
         input_ids = device.to_host(ids).tolist()
         expected_ids, expected_slots, sampled = [], [], []
@@ -233,6 +235,25 @@ def test_the_device_places_tokens_as_the_host_does(device: CpuDevice, seed: int)
     assert mapping[:3][is_real].tolist() == cache_slots.tolist()
     assert input_ids[:3][is_real].tolist() == slots.token_ids[token_slots, positions].tolist()
     assert (mapping[:3][~is_real] == -1).all() and (mapping[3:] == -1).all()
+
+
+def test_drafts_on_the_device_leave_with_their_sequence(device: CpuDevice) -> None:
+    """The next one in the slot has not asked for them, and may have no room for them."""
+    slots = make_slots(device, num_drafts=3)
+    slots.add(new_sequence(1, [5, 6, 7], [1, 2]))
+    rows = slots.rows(make_step(Row(1, 2, 1)))
+    slots.bring(rows, 1, 3)
+    slots.note_drafts(rows, 3)
+    slots.state.num_drafts[0] = 3  # as a drafter left them
+    slots.remove(1)
+    slots.add(new_sequence(2, [8, 9, 4], [3]))
+    prompt = slots.rows(make_step(Row(2, 0, 3)))
+    sampled = np.array([0]), np.array([6])
+    slots.take_sampled(prompt, *map(device.to_device, sampled))
+    slots.note_drafts(prompt, 0)
+    slots.bring(slots.rows(make_step(Row(2, 3, 1))), 1, 0)
+    assert device.to_host(slots.state.num_drafts)[0] == 0
+    assert not slots.has_drafts
 
 
 @pytest.mark.parametrize("refuses", [False, True])

@@ -26,6 +26,12 @@ def decode(asked: int, num_decodes: int = 1, *, has_prompts: bool = False) -> An
     return SimpleNamespace(asked=asked, num_decodes=num_decodes, is_decode=not has_prompts)
 
 
+def tell(policy: DraftPolicy, step: Any, num_tokens: int, seconds: float) -> None:
+    """As the batch scheduler does."""
+    if not policy.rests(step.num_decodes):
+        policy.observe(step, num_tokens, seconds)
+
+
 class Engine:
     """Steps of `rows` rows whose every draft is right with `chance`, if those before it were."""
 
@@ -64,7 +70,7 @@ class Engine:
             seconds *= exp(self._level) * (1 + self._noise * random.uniform(-1, 1))
             if random.random() < 0.02 and self._noise:
                 seconds += random.paretovariate(1.5)
-            self.policy.observe(decode(fed), tokens, seconds)
+            tell(self.policy, decode(fed), tokens, seconds)
 
     def _right(self, number: int) -> int:
         count = 0
@@ -159,7 +165,7 @@ def probes(policy: DraftPolicy, num_steps: int, **step: Any) -> list[int]:
     asked, found = 0, []
     for _ in range(num_steps):
         wanted = policy.choose(4)
-        policy.observe(decode(asked, **step), 4 * (1 + asked), 1.0)
+        tell(policy, decode(asked, **step), 4 * (1 + asked), 1.0)
         asked = wanted
         found.append(wanted)
     return found
@@ -172,7 +178,7 @@ def test_prompts_now_and_then_say_nothing_and_many_are_part_of_the_load() -> Non
         # One step in eight has a prompt, and takes a hundred times as long if drafts are asked for.
         has_prompts = not number % 8
         seconds = 100.0 if has_prompts and wanted else 1.0
-        policy.observe(decode(asked, has_prompts=has_prompts), 4 * (1 + asked), seconds)
+        tell(policy, decode(asked, has_prompts=has_prompts), 4 * (1 + asked), seconds)
         asked = wanted
     assert asked == 1
     assert probes(make_policy(1), 400, has_prompts=True)[-1] == 1
@@ -184,7 +190,8 @@ def test_several_decodes_of_a_step_count_each() -> None:
     for _ in range(3000):
         wanted = policy.choose(1)
         num_decodes = 1 if asked or wanted else 4
-        policy.observe(decode(asked, num_decodes), num_decodes + asked, 1.0 if wanted else 2.0)
+        seconds = 1.0 if wanted else 2.0
+        tell(policy, decode(asked, num_decodes), num_decodes + asked, seconds)
         asked = wanted
         found.append(wanted)
     assert 1 in found and found[-1000:].count(1) < 50, "2 tokens a second without, 2 with: no gain"
@@ -201,6 +208,6 @@ def test_batch_sizes_and_kinds_are_learned_apart_and_begin_alike() -> None:
 def test_settings_are_obeyed() -> None:
     fixed = make_policy(3, adaptive_length=False, disable_by_batch_size=8)
     assert [fixed.choose(rows) for rows in (1, 8, 9, 64)] == [3, 3, 0, 0]
-    fixed.observe(decode(3), 4, 1.0)
+    assert fixed.rests(1), "nothing is learned"
     adaptive = make_policy(1, disable_by_batch_size=3)
     assert set(probes(adaptive, 400)) == {0}

@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from statistics import mean
 
-from tests.unit.test_draft_policy import decode, make_policy
+from tests.unit.test_draft_policy import decode, make_policy, tell
 
 ROWS = 8
 # Steps at the begin of a stretch that are still of the number before.
@@ -55,7 +55,7 @@ def play(seed: int, seconds: float) -> list[Step]:
         done.append(stretch[place])
         taken, tokens, prompts = stretch[place]
         place, seconds = place + 1, seconds - taken
-        policy.observe(decode(asked, has_prompts=prompts > 0), tokens, taken)
+        tell(policy, decode(asked, has_prompts=prompts > 0), tokens, taken)
     return done
 
 
