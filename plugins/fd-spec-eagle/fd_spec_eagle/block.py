@@ -101,9 +101,9 @@ class Eagle3Block:
         self, ids: Tensor, hidden: Tensor, positions: Tensor, context: ForwardContext,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """ids [num_tokens] int64: the token behind each one; hidden [num_tokens, hidden]: g, or a of
-        the position before. Returns (what the head reads, a), of the tokens in rows [n] int64 only;
-        the cache gets all."""
+        """ids [num_tokens] int64: the token behind each one; hidden [num_tokens, hidden]: g, or a
+        of the position before. Returns (what the head reads, a), of the tokens in rows [n] int64
+        only; the cache gets all."""
         first, second = self._embedding_norm, self._hidden_norm
         embedded = self._embedding(ids)
         x = self._concat_norms(embedded, first.weight, hidden, second.weight, first.eps)

@@ -1,10 +1,10 @@
 """Driver `eagle3`: drafts from hidden states of several of the target's layers.
 
-The cache entry of position t lies in the cache slot of position t. It is made of the target's hidden
-states at t and of the token at t + 1. So after every step of the target, prompt chunks included,
-the block runs once over the same tokens with the same attention metadata, and gives the first draft.
-Each further draft comes from the block again, one position later, with its own hidden state in
-place of the target's. Nothing here waits for the device.
+The cache entry of position t lies in the cache slot of position t. It is made of the target's
+hidden states at t and of the token at t + 1. So after every step of the target, prompt chunks
+included, the block runs once over the same tokens with the same attention metadata, and gives the
+first draft. Each further draft comes from the block again, one position later, with its own hidden
+state in place of the target's. Nothing here waits for the device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a published EAGLE-3 folder says: its sizes, which layers of the target it reads, its tensors.
+"""What a published EAGLE-3 folder says: its sizes, the target's layers that it reads, its tensors.
 
 Two spellings of config.json are published. SafeAILab, SpecForge and vLLM have the keys of a Llama
 model beside `draft_vocab_size`. Speculators has the model's keys in `transformer_layer_config`.
