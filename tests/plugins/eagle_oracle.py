@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "rms_norm_eps": 1e-5,
     "rope_theta": 5000.0,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 256,
     "hidden_act": "silu",
 }
 # Which hidden states a layout reads: number n is what block n, counted from 0, is given.
@@ -168,13 +168,31 @@ class Oracle:
         self._embedding = weights.get("embed_tokens.weight", embedding.weight.double())
         self._head = weights.get("lm_head.weight", head.weight.double())
 
+    def _states(self, fed: Tensor) -> list[Tensor]:
+        """What the blocks before each number return of these tokens, [n, hidden] each."""
+        found: dict[int, Tensor] = {}
+
+        def keep(number: int) -> Any:
+            def hook(block: Any, given: Any, output: Any) -> None:
+                found[number] = (output[0] if isinstance(output, tuple) else output).reshape(
+                    fed.shape[1], -1
+                )
+
+            return hook
+
+        blocks = self.target.model.layers
+        hooks = [blocks[n - 1].register_forward_hook(keep(n)) for n in self._reads]
+        self.target(fed)
+        for hook in hooks:
+            hook.remove()
+        return [found[number] for number in self._reads]
+
     @torch.no_grad()
     def drafts(self, tokens: Sequence[int], count: int) -> tuple[Tensor, list[int]]:
         """Logits over the target's vocabulary [count, vocabulary] and the likeliest drafts behind
         `tokens`, of which the target has not computed the last."""
         fed = torch.tensor([list(tokens[:-1])])
-        states = self.target(fed, output_hidden_states=True).hidden_states
-        g = torch.cat([states[number][0] for number in self._reads], -1).double()
+        g = torch.cat(self._states(fed), -1).double()
         g = g @ self._weights["fc.weight"].T
         drafts: list[int] = []
         rows = []
