@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fastdeploy_core.errors import WeightError
 from fastdeploy_core.layers import HeadShape, Placement
 from fastdeploy_core.models.reading import ConfigReader
 
@@ -87,15 +88,26 @@ class Eagle3Block:
             self._head = build.lm_head("lm_head", size, hidden, tied=self._embedding)
         else:
             self._head = build.lm_head("lm_head", size, hidden, like=target.lm_head)
-        self._vocab, self._ids = vocab, None
+        # Of a draft with a vocabulary of its own: the target's id of each of its ids; and the column
+        # of its logits for each of the target's ids, one behind the last for those that lack.
+        self._vocab, self._ids, self._columns = vocab, None, None
         if draft.has("d2t"):
-            self._ids = build.xp.arange(size, dtype=build.xp.int64, device=build.device.device)
             place = Placement("d2t", (size,), (slice(0, size),), self._take_offsets, fill=0.0)
             build.weights.add(place)
 
     def _take_offsets(self, offsets: Tensor) -> None:
-        """d2t: how far a draft's id lies below the target's."""
-        self._ids = self._ids + offsets.to(self._ids.dtype)
+        """d2t: how far each of the draft's ids lies below the target's."""
+        xp, size = self._xp, int(offsets.shape[0])
+        ones = {"dtype": xp.int64, "device": offsets.device}
+        own = xp.arange(size, **ones)
+        self._ids = own + offsets.to(xp.int64)
+        if not bool(((self._ids >= 0) & (self._ids < self._vocab)).all()):
+            raise WeightError(
+                f"d2t of the EAGLE-3 draft leads to ids outside of the target's {self._vocab}; the "
+                "checkpoint does not belong to its config.json"
+            )
+        columns = xp.full((self._vocab,), size, **ones)
+        self._columns = xp.index_copy_(columns, 0, self._ids, own)
 
     def forward(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, context: ForwardContext,
@@ -124,8 +136,8 @@ class Eagle3Block:
         """[num_rows, hidden] to [num_rows, the target's vocabulary] float32; tokens that cannot be
         drafted have -inf."""
         logits = self._head(normed)
-        if self._ids is None:
+        if self._columns is None:
             return logits
-        xp, shape = self._xp, (int(logits.shape[0]), self._vocab)
+        xp, shape = self._xp, (int(logits.shape[0]), 1)
         none = xp.full(shape, float("-inf"), dtype=logits.dtype, device=logits.device)
-        return xp.index_copy_(none, 1, self._ids, logits)
+        return xp.index_select(xp.cat((logits, none), 1), 1, self._columns)
