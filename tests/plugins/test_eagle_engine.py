@@ -66,7 +66,8 @@ def test_no_token_changes_over_many_mixes(benches: Any, name: str) -> None:
 
 
 def test_recorded_steps_accept_what_others_accept(benches: Any) -> None:
-    """The graph of a decode step reads what the target's blocks returned in that very step."""
+    """The graph of a decode step reads what the target's blocks returned in that very step. It
+    always makes all drafts, so an answer's last step may accept another number."""
     texts = [text[-100:] for task in ("recall", "copying") for text in prompts(task, 2)]
     arrivals = [(0, make_request(f"r{n}", t, max_tokens=40)) for n, t in enumerate(texts)]
     settings = Settings(num_blocks=160, max_num_batched_tokens=MAX_TOKENS)
@@ -74,7 +75,7 @@ def test_recorded_steps_accept_what_others_accept(benches: Any) -> None:
     for name in ("demo", "demo-recorded"):
         core, _ = benches(name)[0].run(settings, arrivals)
         found.append(core.stats().accepted_draft_tokens_total)
-    assert found[0] > 20 and found[0] == found[1]
+    assert found[0] > 60 and abs(found[0] - found[1]) <= len(arrivals)
 
 
 @pytest.fixture

@@ -88,8 +88,8 @@ class Eagle3Block:
             self._head = build.lm_head("lm_head", size, hidden, tied=self._embedding)
         else:
             self._head = build.lm_head("lm_head", size, hidden, like=target.lm_head)
-        # Of a draft with a vocabulary of its own: the target's id of each of its ids; and the column
-        # of its logits for each of the target's ids, one behind the last for those that lack.
+        # With a vocabulary of its own: the target's id for each of its ids; and for each of the
+        # target's the column of its logits, which for others is one behind the last.
         self._vocab, self._ids, self._columns = vocab, None, None
         if draft.has("d2t"):
             place = Placement("d2t", (size,), (slice(0, size),), self._take_offsets, fill=0.0)
