@@ -118,7 +118,7 @@ LIGHT = {
     "plugins/fd-scale-out": (),
     # Most of its tests are in one file, and they wait more than they compute.
     "plugins/fd-sched-redis": ("--dist=load", "-m", "not slow", "--ignore-glob=*/test_kill.py"),
-    "plugins/fd-spec-eagle": (),
+    "plugins/fd-spec-eagle": ("-m", "not slow"),
     "plugins/fd-spec-mtp": (),
     "plugins/fd-speculative": ("-m", "not slow"),
     "plugins/fd-tools": ("-m", "not slow"),
