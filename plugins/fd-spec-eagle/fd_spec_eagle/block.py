@@ -61,8 +61,11 @@ class Eagle3Block:
         self.projection = build.linear(
             "fc", len(draft.reads) * draft.target_hidden_size, hidden, quantize=False
         )
+        size, is_tied = draft.draft_vocab_size, False
+        if not draft.has("lm_head.weight"):
+            is_tied = read.flag("tie_word_embeddings", default=False)
         fits = hidden == draft.target_hidden_size
-        shared = target.embedding if fits else None
+        shared = target.embedding if fits and not is_tied else None
         self._embedding = build.embedding("embed_tokens", vocab, hidden, like=shared)
         self._embedding_norm = build.norm("layers.0.input_layernorm", hidden, eps)
         self._hidden_norm = build.norm("layers.0.hidden_norm", hidden, eps)
@@ -81,13 +84,11 @@ class Eagle3Block:
         read.divided("intermediate_size", width)
         self._feed_forward = build.mlp("layers.0.mlp", hidden, width, bias=mlp_bias)
         self._norm = build.norm("norm", hidden, eps)
-        size = draft.draft_vocab_size
-        if draft.has("lm_head.weight"):
-            self._head = build.lm_head("lm_head", size, hidden)
-        elif read.flag("tie_word_embeddings", default=False):
-            self._head = build.lm_head("lm_head", size, hidden, tied=self._embedding)
-        else:
-            self._head = build.lm_head("lm_head", size, hidden, like=target.lm_head)
+        like = target.lm_head if fits and size == vocab else None
+        if is_tied or draft.has("lm_head.weight"):
+            like = None
+        tied = self._embedding if is_tied else None
+        self._head = build.lm_head("lm_head", size, hidden, tied=tied, like=like)
         # With a vocabulary of its own: the target's id for each of its ids; and for each of the
         # target's the column of its logits, which for others is one behind the last.
         self._vocab, self._ids, self._columns = vocab, None, None

@@ -56,29 +56,34 @@ def read_folder(folder: str, hf_config: Mapping[str, Any]) -> Eagle3Folder:
     _check_kind(folder, given)
     nested = given.get("transformer_layer_config")
     config = {**given, **nested} if isinstance(nested, dict) else given
-    if int(config.get("num_hidden_layers") or 1) != 1:
+    if config.get("num_hidden_layers", 1) != 1:
         raise ConfigError(
-            f"the EAGLE-3 draft in {folder} has {config['num_hidden_layers']} blocks; possible: 1"
+            f"the EAGLE-3 draft in {folder} has {config['num_hidden_layers']!r:.40} blocks; "
+            "possible: 1"
         )
-    vocab, target_vocab = config.get("vocab_size"), hf_config.get("vocab_size")
+    vocab, hidden = config.get("vocab_size"), config.get("hidden_size")
+    read, target_hidden = given.get("target_hidden_size") or hidden, hf_config.get("hidden_size")
+    draft_vocab, target_vocab = given.get("draft_vocab_size") or vocab, hf_config.get("vocab_size")
     if vocab != target_vocab:
         raise ConfigError(
-            f"the EAGLE-3 draft in {folder} has a vocabulary of {vocab} tokens, the target one of "
-            f"{target_vocab}; a draft works with the target that it was trained for"
+            f"the EAGLE-3 draft in {folder} has a vocabulary of {vocab!r:.40} tokens, the target "
+            f"one of {target_vocab}; a draft works with the target that it was trained for"
         )
-    hidden, draft_vocab = config.get("hidden_size"), given.get("draft_vocab_size") or vocab
-    target_hidden = hf_config.get("hidden_size")
-    if (given.get("target_hidden_size") or hidden) != target_hidden:
+    if read != target_hidden:
         raise ConfigError(
-            f"the EAGLE-3 draft in {folder} reads hidden states of "
-            f"{given.get('target_hidden_size') or hidden} values, the target's have "
-            f"{target_hidden}; a draft works with the target that it was trained for"
+            f"the EAGLE-3 draft in {folder} reads hidden states of {read!r:.40} values, the "
+            f"target's have {target_hidden}; a draft works with the target that it was trained for"
+        )
+    if not isinstance(draft_vocab, int) or not 1 <= draft_vocab <= int(target_vocab):
+        raise ConfigError(
+            f"the EAGLE-3 draft in {folder} has draft_vocab_size {draft_vocab!r:.40}; possible: 1 "
+            f"to {target_vocab}"
         )
     return Eagle3Folder(
-        config={**config, "architectures": ["the EAGLE-3 draft"]},
+        config={**config, "architectures": ["EAGLE-3 draft"]},
         reads=_reads(folder, given, int(hf_config.get("num_hidden_layers") or 0)),
         target_hidden_size=int(target_hidden),
-        draft_vocab_size=int(draft_vocab),
+        draft_vocab_size=draft_vocab,
         norm_before_residual=bool(given.get("norm_before_residual")),
         names=_names(path),
     )

@@ -99,6 +99,8 @@ def test_speculators_spelling(tmp_path: Path) -> None:
         ({**SIZES, "architectures": ["EagleLlamaForCausalLM"]}, "possible: an EAGLE-3 checkpoint"),
         ({**PLAIN, "num_hidden_layers": 2}, "has 2 blocks; possible: 1"),
         ({**PLAIN, "vocab_size": 501}, "a vocabulary of 501 tokens, the target one of 500"),
+        ({**PLAIN, "draft_vocab_size": 501}, "draft_vocab_size 501; possible: 1 to 500"),
+        ({**PLAIN, "draft_vocab_size": "all"}, "draft_vocab_size 'all'; possible: 1 to 500"),
         ({**PLAIN, "hidden_size": 32}, "reads hidden states of 32 values, the target's have 64"),
         ({**PLAIN, IDS: [2, 14, 29]}, r"reads layers \[2, 14, 29\] of a target that has 28"),
         ({**PLAIN, IDS: [0, 14, 25]}, "possible: different numbers from 1 to 28"),
