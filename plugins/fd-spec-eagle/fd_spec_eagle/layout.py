@@ -62,8 +62,9 @@ def read_folder(folder: str, hf_config: Mapping[str, Any]) -> Eagle3Folder:
             "possible: 1"
         )
     vocab, hidden = config.get("vocab_size"), config.get("hidden_size")
-    read, target_hidden = given.get("target_hidden_size") or hidden, hf_config.get("hidden_size")
-    draft_vocab, target_vocab = given.get("draft_vocab_size") or vocab, hf_config.get("vocab_size")
+    read, draft_vocab = given.get("target_hidden_size") or hidden, given.get("draft_vocab_size")
+    target_vocab, target_hidden = (int(hf_config[key]) for key in ("vocab_size", "hidden_size"))
+    draft_vocab = draft_vocab or vocab
     if vocab != target_vocab:
         raise ConfigError(
             f"the EAGLE-3 draft in {folder} has a vocabulary of {vocab!r:.40} tokens, the target "
@@ -74,7 +75,7 @@ def read_folder(folder: str, hf_config: Mapping[str, Any]) -> Eagle3Folder:
             f"the EAGLE-3 draft in {folder} reads hidden states of {read!r:.40} values, the "
             f"target's have {target_hidden}; a draft works with the target that it was trained for"
         )
-    if not isinstance(draft_vocab, int) or not 1 <= draft_vocab <= int(target_vocab):
+    if not isinstance(draft_vocab, int) or not 1 <= draft_vocab <= target_vocab:
         raise ConfigError(
             f"the EAGLE-3 draft in {folder} has draft_vocab_size {draft_vocab!r:.40}; possible: 1 "
             f"to {target_vocab}"
@@ -82,7 +83,7 @@ def read_folder(folder: str, hf_config: Mapping[str, Any]) -> Eagle3Folder:
     return Eagle3Folder(
         config={**config, "architectures": ["EAGLE-3 draft"]},
         reads=_reads(folder, given, int(hf_config.get("num_hidden_layers") or 0)),
-        target_hidden_size=int(target_hidden),
+        target_hidden_size=target_hidden,
         draft_vocab_size=draft_vocab,
         norm_before_residual=bool(given.get("norm_before_residual")),
         names=_names(path),
