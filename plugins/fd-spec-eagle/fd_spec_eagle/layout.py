@@ -63,7 +63,10 @@ def read_folder(folder: str, hf_config: Mapping[str, Any]) -> Eagle3Folder:
         )
     vocab, hidden = config.get("vocab_size"), config.get("hidden_size")
     read, draft_vocab = given.get("target_hidden_size") or hidden, given.get("draft_vocab_size")
-    target_vocab, target_hidden = (int(hf_config[key]) for key in ("vocab_size", "hidden_size"))
+    target_vocab, target_hidden, num_layers = (
+        _size_of_target(hf_config, key)
+        for key in ("vocab_size", "hidden_size", "num_hidden_layers")
+    )
     draft_vocab = draft_vocab or vocab
     if vocab != target_vocab:
         raise ConfigError(
@@ -82,12 +85,21 @@ def read_folder(folder: str, hf_config: Mapping[str, Any]) -> Eagle3Folder:
         )
     return Eagle3Folder(
         config={**config, "architectures": ["EAGLE-3 draft"]},
-        reads=_reads(folder, given, int(hf_config.get("num_hidden_layers") or 0)),
+        reads=_reads(folder, given, num_layers),
         target_hidden_size=target_hidden,
         draft_vocab_size=draft_vocab,
         norm_before_residual=bool(given.get("norm_before_residual")),
         names=_names(path),
     )
+
+
+def _size_of_target(hf_config: Mapping[str, Any], key: str) -> int:
+    """Of a family with pictures the decoder's."""
+    text = hf_config.get("text_config")
+    value = hf_config.get(key) or (text.get(key) if isinstance(text, Mapping) else None)
+    if not isinstance(value, int):
+        raise ConfigError(f"config.json of the target has {key} {value!r:.40}; expected a number")
+    return value
 
 
 def _check_kind(folder: str, config: Mapping[str, Any]) -> None:
