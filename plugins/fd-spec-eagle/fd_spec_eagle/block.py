@@ -91,7 +91,9 @@ class Eagle3Block:
         self._head = build.lm_head("lm_head", size, hidden, tied=tied, like=like)
         # With a vocabulary of its own: the target's id for each of its ids; and for each of the
         # target's the column of its logits, which for others is one behind the last.
-        self._vocab, self._ids, self._columns = vocab, None, None
+        self._vocab = vocab
+        self._ids: Tensor | None = None
+        self._columns: Tensor | None = None
         if draft.has("d2t"):
             place = Placement("d2t", (size,), (slice(0, size),), self._take_offsets, fill=0.0)
             build.weights.add(place)
@@ -101,14 +103,14 @@ class Eagle3Block:
         xp, size = self._xp, int(offsets.shape[0])
         ones = {"dtype": xp.int64, "device": offsets.device}
         own = xp.arange(size, **ones)
-        self._ids = own + offsets.to(xp.int64)
-        if not bool(((self._ids >= 0) & (self._ids < self._vocab)).all()):
+        ids = self._ids = own + offsets.to(xp.int64)
+        if not bool(((ids >= 0) & (ids < self._vocab)).all()):
             raise WeightError(
                 f"d2t of the EAGLE-3 draft leads to ids outside of the target's {self._vocab}; the "
                 "checkpoint does not belong to its config.json"
             )
         columns = xp.full((self._vocab,), size, **ones)
-        self._columns = xp.index_copy_(columns, 0, self._ids, own)
+        self._columns = xp.index_copy_(columns, 0, ids, own)
 
     def forward(
         self, ids: Tensor, hidden: Tensor, positions: Tensor, context: ForwardContext,

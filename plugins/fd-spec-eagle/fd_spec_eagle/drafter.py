@@ -62,7 +62,8 @@ class Eagle3Drafter:
         states = [batch.context.kept[number][:num_tokens] for number in self._reads]
         hidden = block.projection(xp.cat(states, -1))
         attention, context, where = batch.attention, batch.context, batch.ends
-        ids, rows, drafts = batch.next_token_ids, batch.last, []
+        ids, rows = batch.next_token_ids, batch.last
+        drafts: list[Tensor] = []
         for number in range(max(1, count)):
             if number:
                 where, ids, rows = where + 1, drafts[-1], None
