@@ -91,7 +91,8 @@ def test_chunks_fill_the_cache_like_one_prompt(tensor_library: str, tmp_path: Pa
     assert bench.drawn_logits == []
     mixed = bench.step([Feed("a", 1, draws=False), Feed("other", 8)])
     pair.check(bench, ["", "other"], mixed)
-    bench.step([Feed("a", 14, draws=False)], max_drafts=0)
+    none = bench.step([Feed("a", 14, draws=False)])
+    assert bench.drawn_logits == [] and none.tolist() == [[-1, -1, -1]]
     pair.check(bench, ["a"], bench.step([Feed("a", 5)]))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from fastdeploy_core.contracts.small import ExtensibleLM
+from fastdeploy_core.contracts.speculative import NO_DRAFT
 from fastdeploy_core.errors import CapabilityError
 
 from .block import Eagle3Block, Watched
@@ -55,9 +56,10 @@ class Eagle3Drafter:
             blocks[number - 1] = Watched(blocks[number - 1], number)
 
     def propose(self, batch: DraftBatch) -> Tensor:
-        """[B, max_drafts] int64."""
+        """[B, max_drafts] int64; NO_DRAFT where no row draws."""
         xp, block = self._xp, self._block
-        num_tokens, count = int(batch.input_ids.shape[0]), batch.max_drafts
+        num_tokens = int(batch.input_ids.shape[0])
+        count = batch.max_drafts if batch.draws.any() else 0
         # What a captured step kept may have padding behind the step's tokens.
         states = [batch.context.kept[number][:num_tokens] for number in self._reads]
         hidden = block.projection(xp.cat(states, -1))
@@ -72,8 +74,8 @@ class Eagle3Drafter:
             if count:
                 drafts.append(self._draft(batch, normed, number))
         if not drafts:
-            shape = (int(batch.last.shape[0]), 0)
-            return xp.zeros(shape, dtype=xp.int64, device=batch.last.device)
+            shape = (int(batch.last.shape[0]), batch.max_drafts)
+            return xp.zeros(shape, dtype=xp.int64, device=batch.last.device) + NO_DRAFT
         return xp.stack(drafts, 1)
 
     def observe(self, seq_id: int, drafted: Sequence[int], accepted: int) -> None:
