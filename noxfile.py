@@ -70,6 +70,7 @@ LATER = (
     *("tests/docs/test_migrate.py", "tests/docs/test_two_nodes.py"),
     "tests/plugins/test_checkpoint_formats.py",
     *("tests/plugins/test_doctor.py", "tests/plugins/test_hostile.py"),
+    *("tests/plugins/test_eagle_engine.py", "tests/plugins/test_eagle_math.py"),
     "tests/plugins/test_isolation.py",
     *("tests/plugins/test_model_plugin.py", "tests/plugins/test_new.py"),
     *("tests/plugins/test_picture_plugin.py", "tests/plugins/test_template.py"),
@@ -119,6 +120,7 @@ LIGHT = {
     "plugins/fd-scale-out": (),
     # Most of its tests are in one file, and they wait more than they compute.
     "plugins/fd-sched-redis": ("--dist=load", "-m", "not slow", "--ignore-glob=*/test_kill.py"),
+    "plugins/fd-spec-eagle": ("-m", "not slow"),
     "plugins/fd-spec-mtp": (),
     "plugins/fd-speculative": ("-m", "not slow"),
     "plugins/fd-tools": ("-m", "not slow"),

@@ -1,12 +1,13 @@
 """Speculative methods on the demo model's tasks: acceptance and tokens per step.
 
     python benchmarks/speculative_acceptance.py                        # acceptance, k = 1 to 5
-    python benchmarks/speculative_acceptance.py --methods mtp --k 1 3  # with fd-spec-mtp installed
+    python benchmarks/speculative_acceptance.py --methods mtp eagle3 --k 1 3  # with their plugins
 
 Questions are held out of the model's training; answers are greedy and end where the model ends
 them. Acceptance is accepted drafts divided by all drafts. Tokens per step count the steps of one
 sequence after its prompt. Method `draft_model` drafts with the first layers of the target.
-speculative_speed.py measures speed. The default methods come with fd-speculative.
+speculative_speed.py measures speed. The default methods come with fd-speculative, mtp with
+fd-spec-mtp, eagle3 with fd-spec-eagle.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=str(ROOT / "models" / "ernie-tiny"))
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--draft-layers", type=int, default=2)
+    folder = ROOT / "models" / "ernie-tiny-eagle3"
+    parser.add_argument("--eagle3", default=str(folder), help="checkpoint of method eagle3")
     parser.add_argument("--device", default="")
     parser.add_argument("--tensor-library", default="")
     parser.add_argument("--dtype", default="float32")
@@ -124,6 +127,8 @@ class Runs:
             section = {"method": method, "num_speculative_tokens": k, **settings}
             if method == "draft_model":
                 section["model"] = self._draft_folder()
+            elif method == "eagle3":
+                section["model"] = options.eagle3
         return LLM(
             options.model,
             device=options.device,

@@ -90,7 +90,9 @@ class MultimodalLM(CausalLM, Protocol):
 
 @runtime_checkable
 class ExtensibleLM(CausalLM, Protocol):
-    """A family whose parts a drafter may share and continue. The core's own families are."""
+    """A family whose parts a drafter may share and continue. The core's own families are. Where its
+    blocks lie in a list `layers`, a drafter may put a part of its own around one of them, which is
+    called as the block is: so it sees what blocks between the first and the last return."""
 
     embedding: Callable[[Tensor], Tensor]  # [num_tokens] int64 to [num_tokens, hidden]
     # The final one: norm(x), and norm.add(x, residual or None) -> (norm of the sum, the sum)

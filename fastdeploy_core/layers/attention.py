@@ -120,6 +120,7 @@ class HeadShape:
     num_heads: int
     num_kv_heads: int
     norm_whole: bool = False  # norms of queries and keys, if there are any, are over all heads
+    inputs: int = 0  # width of what is attended to, if it is not hidden
 
 
 class Attention:
@@ -150,7 +151,7 @@ class Attention:
                     LinearPart(f"{prefix}.k_proj", shape.num_kv_heads * dim, kv_piece),
                     LinearPart(f"{prefix}.v_proj", shape.num_kv_heads * dim, kv_piece),
                 ],
-                shape.hidden,
+                shape.inputs or shape.hidden,
                 parallel="column",
                 bias=qkv_bias,
             ),

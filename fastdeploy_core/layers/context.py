@@ -37,6 +37,8 @@ class ForwardContext:
     rotary: Tensor | None = None
     # The batch with tables and places of each bounded group of layers; others have `batch`.
     more: Mapping[Retention, AttentionBatch] = field(default_factory=dict)
+    # By number of block: [num_tokens, hidden] that a drafter's part in `layers` keeps of the step.
+    kept: dict[int, Tensor] = field(default_factory=dict)
 
     def batch_of(self, spec: AttentionSpec | StateSpec) -> AttentionBatch:
         """The batch as layers of this spec see it."""

@@ -187,7 +187,7 @@ class DraftBatches:
         if self.is_plain:
             attention = replace(attention, positions=indices)
         if context.batch is not attention:  # or what a capture was made with, padding included
-            context = self._context(attention, context.caches)
+            context = replace(self._context(attention, context.caches), kept=context.kept)
         return attention, context
 
     def _one_token_each(self, indices: Tensor, places: _Places) -> AttentionBatch:

@@ -145,6 +145,7 @@ from fd_scale_out.links import engines
 from fd_scale_out.shared_queue import SharedQueue
 from fd_scale_out.stored_blocks import StoredBlocks
 from fd_sched_redis.scheduler import GlobalScheduler, SplitwiseScheduler
+from fd_spec_eagle.drafter import Eagle3Drafter
 from fd_spec_mtp.drafter import MTPDrafter
 from fd_speculative.draft_model import DraftModel
 from fd_speculative.ngram import NgramDrafter
@@ -302,6 +303,7 @@ speculative: list[Callable[[DrafterContext], HostDrafter | DeviceDrafter]] = [
     SuffixDrafter,
     MyDraftDrafter,
     MTPDrafter,
+    Eagle3Drafter,
 ]
 quantizers: list[Callable[[Mapping[str, Any], DeviceBackend, KernelTable], Quantizer]] = [
     Awq,

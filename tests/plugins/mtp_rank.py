@@ -1,6 +1,6 @@
-"""One rank of two that runs target and modules and prints the drafts after a prompt.
+"""One rank of two that runs target and drafter and prints the drafts after a prompt.
 
-usage: mtp_rank.py FOLDER LIBRARY ADDRESS RANK [token, ...]
+usage: mtp_rank.py FOLDER LIBRARY ADDRESS RANK [token, ...] [METHOD OPTIONS]
 """
 
 from __future__ import annotations
@@ -10,11 +10,19 @@ import sys
 from pathlib import Path
 
 
-def main(folder: str, library: str, address: str, rank: str, prompt: str) -> None:
+def main(
+    folder: str,
+    library: str,
+    address: str,
+    rank: str,
+    prompt: str,
+    method: str = "mtp",
+    options: str = "{}",
+) -> None:
     from tests.plugins.mtp_rig import Bench, Feed
 
-    tokens = json.loads(prompt)
-    bench = Bench(Path(folder), library, 3, rank=int(rank), tp_size=2, address=address)
+    tokens, place = json.loads(prompt), {"rank": int(rank), "tp_size": 2, "address": address}
+    bench = Bench(Path(folder), library, 3, json.loads(options), method=method, **place)
     bench.add("a", tokens)
     drafts = bench.step([Feed("a", len(tokens) - 1)])
     logits = [row.tolist() for row in bench.drawn_logits]

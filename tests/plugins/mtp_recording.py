@@ -34,6 +34,7 @@ class RecordableRound:
         with xp.no_grad():
             context = bench._context(batch)
             hidden = bench.model.forward(bench._tensor(ids), batch.positions, context)
+        self.kept = context.kept
         follow = []
         for row, name in enumerate(names):
             sequence = bench.sequences[name]
@@ -64,6 +65,8 @@ class RecordableRound:
             getattr(mine, name).copy_(getattr(theirs, name))
         for name in ("seq_lens_dev", "block_tables_dev", "slot_mapping", "positions"):
             getattr(mine.attention, name).copy_(getattr(theirs.attention, name))
+        for number, kept in self.kept.items():
+            kept.copy_(other.kept[number])
 
     def _decode(self, positions: Any) -> tuple[AttentionBatch, Any]:
         step, xp = self.draft_batch.attention, self._bench.xp
@@ -86,4 +89,4 @@ class _Live:
 
     def __getattr__(self, name: str) -> Any:
         fresh = self._round._bench._context(self._round.draft_batch.attention)
-        return getattr(fresh, name)
+        return self._round.kept if name == "kept" else getattr(fresh, name)

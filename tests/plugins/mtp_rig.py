@@ -1,4 +1,5 @@
-"""A tiny random target with multi-token-prediction modules, and a bench to drive `mtp` on by hand.
+"""A tiny random target with multi-token-prediction modules, and a bench to drive `mtp`, or another
+drafter with layers of its own, on by hand.
 
 The bench plays worker and engine: it keeps block tables, feeds chosen tokens and says which of them
 were right, so that tests decide about chunks, refused drafts and shared blocks.
@@ -10,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -199,9 +201,8 @@ class Bench:
         num_blocks: int = 64,
         drivers: tuple[Any, Any] = (CpuDevice, ReferenceAttention),
         quantizer: Any = None,
+        method: str = "mtp",
     ) -> None:
-        from fd_spec_mtp.drafter import MTPDrafter
-
         from fastdeploy_core.loading.loader import Checkpoint, open_files
 
         self.device = drivers[0](DeviceOptions(tensor_library=library, num_threads=1))
@@ -219,7 +220,8 @@ class Bench:
                 assert not self.model.load_weights(tensors)
             own = quantizer and quantizer({"is_quantized": False}, self.device, self.build.kernels)
             draft = self.build.extension(own)
-            self.drafter = MTPDrafter(
+            (entry,) = entry_points(group="fastdeploy.speculative", name=method)
+            self.drafter = entry.load()(
                 DrafterContext(
                     num_speculative_tokens=num_drafts,
                     options=options,

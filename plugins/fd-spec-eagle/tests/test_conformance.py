@@ -1,0 +1,26 @@
+"""The conformance kit, with the demo model's draft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastdeploy_testing.conformance.test_drafter import DrafterConformance
+from fastdeploy_testing.conformance.test_hygiene import HygieneConformance
+
+
+@pytest.mark.slow
+class TestEagle3(DrafterConformance):
+    driver_name = "eagle3"
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def options(cls, model: Path) -> dict[str, Any]:
+        return {"model": str(Path(model).with_name("ernie-tiny-eagle3"))}
+
+
+class TestHygiene(HygieneConformance):
+    kind = "speculative"
+    driver_name = "eagle3"
