@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from fastdeploy_core.engine.input import Truncation
 from fastdeploy_core.errors import InvalidRequest
+from fastdeploy_core.plugins.drivers import part
 from fastdeploy_core.types import SamplingParams, StructuredOutputsParams
 
 from .unsupported import NO_EFFECT, REFUSED, refuse_unsupported
@@ -117,6 +118,9 @@ class SamplingFields(ApiModel):
     logits_processors_args: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
     reasoning_max_tokens: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -236,7 +240,10 @@ class SamplingFields(ApiModel):
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.reasoning_max_tokens is not None:  # FastDeploy 2.x's name
             given.setdefault("thinking_token_budget", self.reasoning_max_tokens)
-        return SamplingParams(**{**defaults, **given, **decided})
+        values = {**defaults, **given, **decided}
+        if self.use_beam_search:
+            return part("beam-sampling", "use_beam_search")(self, values)
+        return SamplingParams(**values)
 
 
 def _json_text(value: Any) -> str:
