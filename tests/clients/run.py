@@ -25,7 +25,7 @@ SERVER = (
     *("--dtype", "float32", "--num-threads", "1"),
     *("--reasoning-parser", "qwen3", "--tool-call-parser", "hermes"),
 )
-LIMIT_S = 180
+LIMIT_S = 600
 
 
 def found_clients(folder: Path) -> dict[str, tuple[Path, list[str | Path]]]:

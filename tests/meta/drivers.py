@@ -13,6 +13,10 @@ from typing import Any
 
 from fd_accelerator.expert_communicator import AllGatherExperts, LoopbackExperts
 from fd_accelerator.kept_weights.cache import WeightCache
+from fd_beam_search import BeamSearchOutput, BeamSearchParams
+from fd_beam_search.offline import beam_search
+from fd_beam_search.served import BeamSampling
+from fd_beam_search.served import sampling as beam_sampling
 from fd_bench.command import main as bench
 from fd_calibrate.command import main as quantize
 from fd_cpu.attention import X86Attention
@@ -166,6 +170,8 @@ from fd_xpu.attention import XpuAttention
 from fd_xpu.device import XpuDevice
 from fd_xpu.moe import XpuMoE
 
+from fastdeploy_core.api.inputs import Prompts
+from fastdeploy_core.api.llm import LLM
 from fastdeploy_core.config import EngineConfig, KVEventsConfig, RequestSchedulerConfig
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.contracts.attention import (
@@ -220,6 +226,7 @@ from fastdeploy_core.sampling.processors import LogitBiasLogitsProcessor
 from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.serving.asking import Plugins
 from fastdeploy_core.serving.front.occupancy import OwnOccupancy
+from fastdeploy_core.serving.openai.schemas.common import SamplingFields
 from fastdeploy_core.types import SequenceExtras
 from fastdeploy_core.types.worker import WorkerInfo
 from fastdeploy_core.worker.worker import Worker
@@ -449,6 +456,8 @@ several_api_servers: list[
 ] = [FrontEnds]
 divided_experts: list[Callable[[DeviceBackend, Communicator], ExpertRanks]] = [WholeExperts]
 captured_shapes: list[Callable[[str, ChosenKernels], None]] = [capture]
+beam_llm: list[Callable[[LLM, Prompts, BeamSearchParams], list[BeamSearchOutput]]] = [beam_search]
+beam_fields: list[Callable[[SamplingFields, Mapping[str, Any]], BeamSampling]] = [beam_sampling]
 key_limits: list[Callable[[str, OwnOccupancy | None], KeyLimits]] = [KeyLimits]
 shared_queue: list[Callable[[EngineLink, RequestScheduler, Listener], EngineLink]] = [SharedQueue]
 weight_cache: list[Callable[[PackingDevice, Path], KeptWeights]] = [WeightCache]

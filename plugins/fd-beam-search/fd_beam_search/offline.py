@@ -9,7 +9,7 @@ from fastdeploy_core.api.inputs import Prompts, normalise_prompts, one_each
 from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.types import Logprob, LoRARequest, RequestOutput, SamplingParams
 
-from .params import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+from .params import BeamSearchOutput, BeamSearchParams, BeamSearchSequence, check_mode
 from .search import BeamSearch, Finished
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def beam_search(
 ) -> list[BeamSearchOutput]:
     """Part `beam-llm`: the `params.beam_width` likeliest continuations of each prompt, best first.
     prompts, lora_request: as generate's, but for pictures."""
-    _check(llm)
+    check_mode(llm.config.logprobs_mode)
     given = normalise_prompts(prompts)
     if any(prompt.media for prompt in given):
         raise InvalidRequest("beam search takes prompts without pictures", param="prompts")
@@ -64,14 +64,6 @@ def beam_search(
         BeamSearchOutput([_shown(llm, ids, one, params) for one in search.finished])
         for ids, search in zip(token_ids, searches, strict=True)
     ]
-
-
-def _check(llm: LLM) -> None:
-    mode = llm.config.logprobs_mode
-    if mode.endswith("logits"):
-        raise InvalidRequest(
-            f"beam search adds log-probabilities, and logprobs_mode is {mode}", param="params"
-        )
 
 
 def _search_of(llm: LLM, token_ids: list[int], params: BeamSearchParams) -> BeamSearch[Said]:

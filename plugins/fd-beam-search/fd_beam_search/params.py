@@ -52,6 +52,16 @@ def check_search(length_penalty: float, early_stopping: Any) -> None:
         )
 
 
+def check_mode(logprobs_mode: str) -> None:
+    """InvalidRequest unless the engine tells log-probabilities."""
+    if logprobs_mode.endswith("logits"):
+        raise InvalidRequest(
+            f"beam search adds log-probabilities, and this engine has --logprobs-mode "
+            f"{logprobs_mode}; start it with raw_logprobs",
+            param="use_beam_search",
+        )
+
+
 @dataclass(slots=True)
 class BeamSearchSequence:
     """One of the likeliest continuations."""

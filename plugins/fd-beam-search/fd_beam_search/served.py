@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +24,13 @@ from fastdeploy_core.types import (
     TokenLogprobs,
 )
 
-from .params import EarlyStopping, check_search
+from .params import EarlyStopping, check_mode, check_search
 from .search import BeamSearch, Finished
 
 if TYPE_CHECKING:
+    from fastdeploy_core.engine.client import AsyncEngine
     from fastdeploy_core.serving.openai.schemas.common import SamplingFields
 
-Generate = Callable[[Request], AsyncGenerator[RequestOutputDelta, None]]
 _LEAST_S = 1e-3  # of a deadline that has passed: the engine says so in its words
 
 
@@ -50,7 +50,7 @@ class BeamSampling(SamplingParams, kw_only=True, omit_defaults=True):
             "structured output": self.structured_outputs is not None,
             "stop strings (use stop_token_ids)": bool(self.stop_strings),
             "logprob_token_ids": self.logprob_token_ids is not None,
-            "penalties, biases, bad words, allowed tokens, min_tokens and other changes of logits": (
+            "penalties, biases, bad words, allowed tokens, min_tokens": (
                 not self.is_unconstrained or bool(self.bad_words)
             ),
             "max_tokens 0": self.max_tokens == 0,
@@ -69,9 +69,10 @@ class BeamSampling(SamplingParams, kw_only=True, omit_defaults=True):
         return False
 
     async def search(
-        self, request: Request, generate: Generate
+        self, request: Request, engine: AsyncEngine
     ) -> AsyncGenerator[RequestOutputDelta, None]:
         """All answers to a request whose sampling this is, as its one output."""
+        check_mode(engine._config.logprobs_mode)
         stop_ids = {*(() if self.ignore_eos else request.eos_token_ids)}
         found = BeamSearch[TokenLogprobs](
             self.beam_width,
@@ -86,7 +87,7 @@ class BeamSampling(SamplingParams, kw_only=True, omit_defaults=True):
                 self._step(request, beam.token_ids, number, found.num_asked, began_s)
                 for number, beam in enumerate(found.running)
             ]
-            deltas = await _all_of([_answer(generate(one)) for one in asked])
+            deltas = await _all_of([_answer(engine.generate(one)) for one in asked])
             if not found.running[0].token_ids:
                 (first,) = deltas
             found.take([_likeliest(delta, self.logprobs) for delta in deltas])

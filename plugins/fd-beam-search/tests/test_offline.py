@@ -107,9 +107,13 @@ def test_what_cannot_be(fd_tensor: str) -> None:
         BeamSearchParams(beam_width=2, early_stopping="sometimes")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="length_penalty"):
         BeamSearchParams(beam_width=2, length_penalty=float("nan"))
-    with LLM(DEMO, tensor_library=fd_tensor, logprobs_mode="raw_logits", **ROOM) as llm:
-        with pytest.raises(InvalidRequest, match="raw_logits"):
-            llm.beam_search("a", BeamSearchParams(beam_width=2))
-    with LLM(DEMO, tensor_library=fd_tensor, max_logprobs=4, **ROOM) as llm:
-        with pytest.raises(InvalidRequest, match="--max-logprobs"):
-            llm.beam_search("a", BeamSearchParams(beam_width=4))
+    with (
+        LLM(DEMO, tensor_library=fd_tensor, logprobs_mode="raw_logits", **ROOM) as llm,
+        pytest.raises(InvalidRequest, match="raw_logits"),
+    ):
+        llm.beam_search("a", BeamSearchParams(beam_width=2))
+    with (
+        LLM(DEMO, tensor_library=fd_tensor, max_logprobs=4, **ROOM) as llm,
+        pytest.raises(InvalidRequest, match="--max-logprobs"),
+    ):
+        llm.beam_search("a", BeamSearchParams(beam_width=4))
