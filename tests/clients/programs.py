@@ -581,7 +581,7 @@ class Guidance:
     def _said(self, text: str, step: Any, model: Any = None) -> Any:
         from guidance import assistant, user
 
-        state = model or self.model
+        state = self.model if model is None else model  # an empty one is false
         with user():
             state += text
         with assistant():
@@ -594,12 +594,13 @@ class Guidance:
         says_beijing(self._said(QUESTION, gen("answer", max_tokens=24))["answer"])
 
     def stream(self) -> None:
-        from guidance import assistant, gen, user
+        from guidance import gen, guidance
 
-        with user():
-            asked = self.model + QUESTION
-        with assistant():
-            states = list(asked.stream() + gen("answer"))
+        @guidance
+        def talk(state: Any) -> Any:
+            return self._said(QUESTION, gen("answer"), state)
+
+        states = list(self.model.stream() + talk())
         assert len(states) > 2, len(states)
         says_beijing(states[-1]["answer"])
 
@@ -621,7 +622,7 @@ class Guidance:
 
         state = self._said(PERSON, guidance.json("person", schema=Person))
         is_anna(Person.model_validate_json(state["person"]))
-        age = "age " + guidance.gen("age", regex="[0-9]{2}")  # alone it is no grammar to the class
+        age = guidance.gen("age", regex="[0-9]{2}")
         state = self._said("How old is Anna Smith?", age, self.of_vllm)
         assert state["age"].isdecimal() and len(state["age"]) == 2, state["age"]
 

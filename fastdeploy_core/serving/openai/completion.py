@@ -169,6 +169,8 @@ class CompletionJob:
         shown = self._prompt_texts[number] + text if body.echo else text
         choice = _entry(index, shown, finish_reason)
         choice["stop_reason"] = end.stop_reason if end is not None else None
+        if end is not None and end.pooled is not None:
+            choice["routed_experts"] = end.pooled.decode()
         prompt_ids = self._requests[number].prompt_token_ids
         if body.logprobs is not None:
             before = (list(prompt or []), prompt_ids) if body.echo else ([], [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from fastdeploy_core.api.inputs import Prompts, normalise_prompts, one_each
 from fastdeploy_core.errors import InvalidRequest
@@ -81,7 +81,7 @@ def _search_of(llm: LLM, token_ids: list[int], params: BeamSearchParams) -> Beam
 def _likeliest(answer: RequestOutput) -> list[tuple[int, float, Said]]:
     if answer.error is not None:
         raise RuntimeError(f"beam search cannot go on: {answer.error}")
-    (position,) = answer.outputs[0].logprobs or ()
+    (position,) = answer.outputs[0].logprobs or []
     ranked = sorted(position.items(), key=lambda item: -item[1].logprob)
     return [(token, value.logprob, {token: value}) for token, value in ranked]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -170,9 +170,9 @@ async def _answer(deltas: AsyncGenerator[RequestOutputDelta, None]) -> RequestOu
     raise RuntimeError("a request for one token ended without it")
 
 
-async def _all_of(asked: list[Any]) -> list[RequestOutputDelta]:
+async def _all_of(asked: list[Coroutine[Any, Any, RequestOutputDelta]]) -> list[RequestOutputDelta]:
     """What all give; if one fails or the caller leaves, the others end first."""
-    tasks = [asyncio.ensure_future(one) for one in asked]
+    tasks = [asyncio.create_task(one) for one in asked]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -185,7 +185,7 @@ def _likeliest(
     delta: RequestOutputDelta, num_shown: int | None
 ) -> list[tuple[int, float, TokenLogprobs]]:
     """The likeliest tokens, each with its position in an answer's log-probabilities."""
-    (said,) = delta.sequences[0].logprobs or ()
+    (said,) = delta.sequences[0].logprobs or []
     ids, logprobs = said.token_ids[1:], said.logprobs[1:]  # the first one is what was sampled
     most = len(ids) if num_shown == -1 else num_shown or 0
     return [

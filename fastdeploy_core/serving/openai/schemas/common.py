@@ -27,6 +27,7 @@ MAX_NAME_CHARS = 256
 MAX_CACHE_SALT_CHARS = 128
 MAX_STREAM_INTERVAL = 4096
 MAX_ARGS_CHARS = 16 * 1024
+MAX_ROUTES_CHARS = 2**28
 
 # Fields that go to SamplingParams unchanged. Their default here is None: without a value in the
 # call, the model's default counts.
@@ -142,6 +143,7 @@ class SamplingFields(ApiModel):
     truncation_side: Literal["left", "right"] | None = None
     stream_interval: int | None = Field(default=None, ge=1, le=MAX_STREAM_INTERVAL)
     max_streaming_response_tokens: int | None = Field(default=None, ge=1, le=MAX_STREAM_INTERVAL)
+    routed_experts: str | None = Field(default=None, max_length=MAX_ROUTES_CHARS)
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]{1,128}$")
 
     @model_validator(mode="before")
