@@ -136,6 +136,7 @@ from fd_quant_hub.gptq import Awq, Gptq
 from fd_quant_wint2.published import Wint2
 from fd_quant_wint2.trellis import Tet2, Tet3, Tet4
 from fd_rollout.control import EngineControl
+from fd_rollout.experts import routed_extras
 from fd_rollout.offline import METHODS
 from fd_rollout.sources import Folder, SharedMemory, WeightSource
 from fd_rollout.worker import RolloutWorker
@@ -470,6 +471,7 @@ forced_tools: list[type[ForcedTools]] = [ForcedTools]
 rollout_engine: list[
     Callable[[EngineCore, RequestScheduler | None, Callable[[], None] | None], EngineControl]
 ] = [EngineControl]
+routed_experts: list[Callable[[str, SequenceExtras | None], SequenceExtras]] = [routed_extras]
 rollout_llm: list[Mapping[str, Callable[..., Any]]] = [METHODS]
 rollout_worker: list[Callable[[EngineConfig, ResolvedPlugins, int, int, str], Worker]] = [
     RolloutWorker
