@@ -596,7 +596,7 @@ class Guidance:
     def stream(self) -> None:
         from guidance import gen, guidance
 
-        @guidance
+        @guidance(dedent=False)  # a function within a function
         def talk(state: Any) -> Any:
             return self._said(QUESTION, gen("answer"), state)
 
