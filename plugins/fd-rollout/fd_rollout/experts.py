@@ -142,7 +142,8 @@ class Routes:
         """The model is there; ConfigError where routes cannot be had."""
         check(runner, loaded, self._device, self._layers)
         self._runner = runner
-        runner._bring.append(self)
+        parts: list[Any] = runner._bring
+        parts.append(self)
         runner._features |= {"routes"}
         runner.slots._parts += (self,)
         layout: Any = runner._layout
@@ -238,9 +239,10 @@ class Routes:
 
     def _places(self, slot: int, positions: np.ndarray) -> np.ndarray:
         slots = self._runner.slots
-        size = slots.block_size
-        places: np.ndarray = slots.block_tables[slot, positions // size].astype(np.int64) * size
-        return places + positions % size
+        blocks, within = np.divmod(positions, slots.block_size)
+        places: np.ndarray = slots.block_tables[slot, blocks].astype(np.int64) * slots.block_size
+        places += within
+        return places
 
     def _note(self, rows: StepRows) -> None:
         if not self._is_watching:

@@ -244,7 +244,8 @@ class SamplingFields(ApiModel):
             given.setdefault("thinking_token_budget", self.reasoning_max_tokens)
         values = {**defaults, **given, **decided}
         if self.use_beam_search:
-            return part("beam-sampling", "use_beam_search")(self, values)
+            found: SamplingParams = part("beam-sampling", "use_beam_search")(self, values)
+            return found
         return SamplingParams(**values)
 
 
