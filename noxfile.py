@@ -95,6 +95,7 @@ SEEING = (
 LIGHT = {
     "plugins/fd-agent-apis": (),
     "plugins/fd-accelerator": (),
+    "plugins/fd-beam-search": (),
     "plugins/fd-bench": (),
     "plugins/fd-calibrate": (),
     "plugins/fastdeploy-testing": ("-m", "not slow", "--ignore-glob=*/test_mutants.py"),
@@ -132,9 +133,13 @@ LIGHT = {
 }
 # Client libraries by name, with what installs all of each that session `clients` runs.
 CLIENTS = {
+    "aiperf": "aiperf",
     "anthropic": "anthropic",
     "dspy": "dspy",
+    "guidance": "guidance openai",
+    "guidellm": "guidellm",
     "haystack-ai": "haystack-ai",
+    "inspect-ai": "inspect-ai openai",
     "instructor": "instructor",
     "langchain-openai": "langchain-openai",
     "litellm": "litellm",
@@ -142,8 +147,16 @@ CLIENTS = {
     "lm-eval": "lm-eval[api]",
     "openai": "openai",
     "openai-agents": "openai-agents",
+    "outlines": "outlines openai",
     "pydantic-ai-slim": "pydantic-ai-slim[openai]",
     "smolagents": "smolagents[openai]",
+}
+# The same from npm.
+NPM_CLIENTS = {
+    "@ai-sdk/openai": "@ai-sdk/openai ai zod",
+    "@ai-sdk/openai-compatible": "@ai-sdk/openai-compatible ai zod",
+    "@anthropic-ai/sdk": "@anthropic-ai/sdk",
+    "openai": "openai zod",
 }
 # Not of a deployment, or not buildable from what an index serves: session `audit` leaves them out.
 UNAUDITED = ("fastdeploy-testing", "fd-cpu", "fd-launch-ray", "fd-simdevice")
@@ -366,16 +379,21 @@ def page(session: nox.Session) -> None:
 @nox.session(default=False)
 def clients(session: nox.Session) -> None:
     """The newest of each client library, unchanged, each in an environment of its own, on a real
-    server with the demo model; prints the table of docs/how-to/clients.md."""
+    server with the demo model; prints the table of docs/how-to/clients.md. `-- NAME` runs these
+    alone. Those of npm need node."""
     _install_tests(session)
     folder = Path(session.create_tmp(), "clients").resolve()
     for name, requirement in CLIENTS.items():
         python = folder / name / "bin" / "python"
         if not python.exists():
             session.run("python", "-m", "venv", str(folder / name))
-        install = ("-m", "pip", "install", "-q", "--upgrade", requirement, "pydantic>=2")
+        install = ("-m", "pip", "install", "-q", "--upgrade", *requirement.split(), "pydantic>=2")
         session.run(str(python), *install, external=True)
-    session.run("python", "tests/clients/run.py", str(folder))
+    for name, packages in NPM_CLIENTS.items():
+        (folder / "npm" / name).mkdir(parents=True, exist_ok=True)
+        install = ("install", "--no-fund", "--no-audit", "--prefix", str(folder / "npm" / name))
+        session.run("npm", *install, *packages.split(), external=True)
+    session.run("python", "tests/clients/run.py", str(folder), *session.posargs)
 
 
 @nox.session(default=False)

@@ -18,6 +18,7 @@ _PROMPT_KEYS = (
     "cache_salt",
     "multi_modal_data",
     "mm_processor_kwargs",
+    "routed_experts",
 )
 
 
@@ -96,7 +97,8 @@ def _prompt(value: Any, where: str) -> Prompt:
     asked = value.get("mm_processor_kwargs") or {}
     media = _media(value.get("multi_modal_data") or {}, asked, where)
     salt = str(value.get("cache_salt") or "")
-    return Prompt(text, None if ids is None else list(ids), salt, media=media)
+    extras = SequenceExtras(routes=value["routed_experts"]) if value.get("routed_experts") else None
+    return Prompt(text, None if ids is None else list(ids), salt, media=media, extras=extras)
 
 
 def _media(data: Any, options: Any, where: str) -> list[MediaPart]:

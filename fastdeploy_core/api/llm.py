@@ -211,6 +211,8 @@ class LLM:
         def __getattr__(self, name: str) -> Any:
             """Methods that the model's family adds (contracts.small.PoolingLM)."""
             family = None
+            if name == "beam_search":
+                return partial(part("beam-llm", "beam_search"), self)
             if not name.startswith("_"):
                 family = self._resolved.load("model", self.config.model.architecture)
             methods = family.methods() if hasattr(family, "methods") else {}

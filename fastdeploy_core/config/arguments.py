@@ -90,7 +90,8 @@ def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder
         structured_outputs=_structured_config(v),
         media=_media_config(v),
         lora=_record(LoRAConfig, v) if v["enable_lora"] or v["lora_modules"] else None,
-        rollout=v["enable_rollout"],
+        rollout=v["enable_rollout"] or v["enable_return_routed_experts"],
+        routes=v["enable_return_routed_experts"],
         speculative=read_speculative(_mapping(v, "speculative_config"), v["tensor_parallel_size"]),
         watchdog=_record(
             WatchdogConfig,

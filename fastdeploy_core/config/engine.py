@@ -240,6 +240,7 @@ class EngineConfig:
     media: MediaConfig = field(default_factory=MediaConfig)
     lora: LoRAConfig | None = None  # None: no adapters
     rollout: bool = False  # whether fd-rollout may pause the engine, and replace its weights
+    routes: bool = False  # whether its answers name the experts of each token
     speculative: SpeculativeConfig | None = None
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     logits_processors: tuple[str, ...] = ()

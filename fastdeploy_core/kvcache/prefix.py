@@ -150,8 +150,9 @@ class PrefixCache:
         """An empty table that shares blocks only with requests of the same salt and adapter."""
         extras = extras or NO_EXTRAS
         adapter = (extras.adapter,) if extras.adapter else ()
-        root = self._hash(canonical(self._identity, cache_salt, *adapter))
-        return BlockTable((cache_salt, extras.adapter), root, extras.embeddings)
+        salt = f"{cache_salt}@@{extras.routes}" if extras.routes else cache_salt
+        root = self._hash(canonical(self._identity, salt, *adapter))
+        return BlockTable((salt, extras.adapter), root, extras.embeddings)
 
     def num_keyed(self, num_known: int) -> int:
         """Leading blocks that have a key when num_known tokens are known."""

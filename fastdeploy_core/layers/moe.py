@@ -88,6 +88,8 @@ class MoEBlock:
         self._route = None
         if self._driver.unit == "experts":
             self._route = build.kernels["moe_routing"]
+        if hasattr(build.kernels, "watched_routing"):  # by fd-rollout
+            self._route = build.kernels.watched_routing(routing)
         # A driver that multiplies with the router's matrix itself.
         self._gated: Any = self._driver if self._driver.unit == "gate" else None
         self._reduce = build.all_reduce if build.tp_size > 1 else None
@@ -98,6 +100,7 @@ class MoEBlock:
             and shared is None
             and self._reduce is None
             and ranks is None
+            and self._route is None
         ):
             self._whole = self._driver.forward_block
 

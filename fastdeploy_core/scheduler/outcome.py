@@ -258,7 +258,7 @@ class Outcome:
         self._commit(seq, min(num_computed, limit), num_computed)
         delta = SequenceDelta(index=seq.index, token_ids=tokens[:num_kept])
         delta.finish_reason, delta.stop_reason = reason, stop_reason
-        delta.pooled = output.pooled.get(number)
+        delta.pooled = output.pooled.get(number) if reason else None
         if number in output.logprobs:
             delta.logprobs = output.logprobs[number][:num_kept]
         self._give(seq, delta)

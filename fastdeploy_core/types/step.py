@@ -73,6 +73,7 @@ class SequenceExtras(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     pooling: str = ""  # how the hidden states become one vector; empty: tokens are sampled
     media: list[MediaItem] = []  # what `embeddings` digest, each once
     adapter_path: str = ""  # the adapter's folder
+    routes: str = ""  # experts that the first tokens visit whatever the router says: fd-rollout
 
     @property
     def needs(self) -> frozenset[str]:
@@ -82,6 +83,7 @@ class SequenceExtras(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "embeddings": self.embeddings,
             "positions": self.positions or self.position_offset,
             "pooling": self.pooling,
+            "routes": self.routes,
         }
         return frozenset(name for name, is_asked in asked.items() if is_asked)
 

@@ -1,7 +1,8 @@
 """What users of each client library write, with nothing changed but the address: chat, stream,
-tools, structured output, pictures. Runs in an environment that has the client and not FastDeploy.
+tools, structured output, pictures, embeddings, loads. Runs in an environment that has the client
+and not FastDeploy.
 
-    python programs.py CLIENT URL MODEL URL MODEL    # the second model sees pictures
+    python programs.py CLIENT URL MODEL URL MODEL URL MODEL    # reads, sees pictures, embeds
 
 Prints a line for each task: its name, then ok or what failed.
 """
@@ -12,7 +13,9 @@ import asyncio
 import base64
 import inspect
 import json
+import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from importlib.metadata import version
@@ -29,13 +32,15 @@ PERSON = (
     '{"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}, '
     '"required": ["name", "age"]}'
 )
-PICTURE = Path(__file__).resolve().parents[2] / "examples" / "shapes.png"
+REPOSITORY = Path(__file__).resolve().parents[2]
+MODELS, PICTURE = REPOSITORY / "models", REPOSITORY / "examples" / "shapes.png"
 DATA = base64.b64encode(PICTURE.read_bytes()).decode()
 ASKED = "What color is the star?"
 PARTS = [
     {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{DATA}"}},
     {"type": "text", "text": ASKED},
 ]
+TEXTS = ["a red circle", "the capital of China", "a red circle"]
 KEY = "none"
 LIMIT = 200  # tokens; the demo model may not stop in texts that it was never shown
 
@@ -92,6 +97,21 @@ def is_anna(person: Any) -> None:
     assert person == Person(name="Anna Smith", age=31), person
 
 
+def are_embeddings(vectors: Any) -> None:
+    """Of TEXTS, whose first and last are the same."""
+    first, other, again = vectors
+    assert len(first) == len(other) > 1
+    assert max(abs(a - b) for a, b in zip(first, again, strict=True)) < 1e-4
+    assert max(abs(a - b) for a, b in zip(first, other, strict=True)) > 1e-3
+
+
+def runs(command: str, *arguments: str | Path) -> None:
+    """A command of the client's own environment."""
+    line = [Path(sys.executable).with_name(command), *arguments]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
+
+
 class OpenAI:
     package = "openai"
 
@@ -100,6 +120,7 @@ class OpenAI:
 
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY)
         self.api, self.fields = client.chat.completions, {"model": model, "temperature": 0}
+        self.embeddings, self.model = client.embeddings, model
 
     def chat(self) -> None:
         answer = self.api.create(messages=[{"role": "user", "content": QUESTION}], **self.fields)
@@ -124,6 +145,10 @@ class OpenAI:
     def picture(self) -> None:
         answer = self.api.create(messages=[{"role": "user", "content": PARTS}], **self.fields)
         says_blue(answer.choices[0].message.content)
+
+    def embed(self) -> None:
+        answer = self.embeddings.create(input=TEXTS, model=self.model)
+        are_embeddings([entry.embedding for entry in answer.data])
 
 
 class LiteLLM:
@@ -160,13 +185,22 @@ class LiteLLM:
         answer = self.complete(messages=[{"role": "user", "content": PARTS}], **self.fields)
         says_blue(answer.choices[0].message.content)
 
+    def embed(self) -> None:
+        import litellm
+
+        place = {name: self.fields[name] for name in ("model", "api_base", "api_key")}
+        answer = litellm.embedding(input=TEXTS, **place)
+        are_embeddings([entry["embedding"] for entry in answer.data])
+
 
 class LangChain:
     package = "langchain-openai"
 
     def __init__(self, url: str, model: str) -> None:
-        from langchain_openai import ChatOpenAI
+        from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
+        place = {"base_url": f"{url}/v1", "api_key": KEY, "model": model}
+        self.embeddings = OpenAIEmbeddings(**place, check_embedding_ctx_length=False)
         self.llm = ChatOpenAI(base_url=f"{url}/v1", api_key=KEY, model=model, temperature=0)
 
     def chat(self) -> None:
@@ -190,6 +224,9 @@ class LangChain:
         for part in (PARTS[0], own):
             asked = HumanMessage(content=[part, PARTS[1]])
             says_blue(self.llm.invoke([asked]).content)
+
+    def embed(self) -> None:
+        are_embeddings(self.embeddings.embed_documents(TEXTS))
 
 
 class LlamaIndex:
@@ -528,24 +565,237 @@ class LMEval:
         says_beijing(self.lm.generate_until([asked])[0])
 
 
+class Guidance:
+    """Its class for OpenAI's API; grammars through the one for vLLM's."""
+
+    package = "guidance"
+
+    def __init__(self, url: str, model: str) -> None:
+        from guidance import models
+        from guidance.models.experimental import VLLMModel
+
+        place = {"base_url": f"{url}/v1", "api_key": KEY, "echo": False}
+        self.model = models.OpenAI(model, **place)
+        self.of_vllm = VLLMModel(model=model, **place)
+
+    def _said(self, text: str, step: Any, model: Any = None) -> Any:
+        from guidance import assistant, user
+
+        state = self.model if model is None else model  # an empty one is false
+        with user():
+            state += text
+        with assistant():
+            state += step
+        return state
+
+    def chat(self) -> None:
+        from guidance import gen
+
+        says_beijing(self._said(QUESTION, gen("answer", max_tokens=24))["answer"])
+
+    def stream(self) -> None:
+        from guidance import gen, guidance
+
+        @guidance(dedent=False)  # a function within a function
+        def talk(state: Any) -> Any:
+            return self._said(QUESTION, gen("answer"), state)
+
+        states = list(self.model.stream() + talk())
+        assert len(states) > 2, len(states)
+        says_beijing(states[-1]["answer"])
+
+    def tools(self) -> None:
+        from guidance import gen
+
+        called: list[str] = []
+
+        def get_weather(city: str) -> str:
+            """Get the weather of a city."""
+            called.append(city)
+            return "21 degrees"
+
+        self._said(WEATHER, gen(tools=[get_weather]))
+        assert called == ["Paris"], called
+
+    def structured(self) -> None:
+        import guidance
+
+        state = self._said(PERSON, guidance.json("person", schema=Person))
+        is_anna(Person.model_validate_json(state["person"]))
+        age = guidance.gen("age", regex="[0-9]{2}")
+        state = self._said("How old is Anna Smith?", age, self.of_vllm)
+        assert state["age"].isdecimal() and len(state["age"]) == 2, state["age"]
+
+
+class Outlines:
+    """Its class for OpenAI's API; regular expressions and grammars through the one for vLLM's."""
+
+    package = "outlines"
+
+    def __init__(self, url: str, model: str) -> None:
+        import openai
+        import outlines
+
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY)
+        self.models = outlines.from_openai(client, model), outlines.from_vllm(client, model)
+        self.fields = {"temperature": 0, "max_tokens": LIMIT}
+
+    def chat(self) -> None:
+        for model in self.models:
+            says_beijing(model(QUESTION, **self.fields))
+
+    def stream(self) -> None:
+        for model in self.models:
+            is_streamed(list(model.stream(QUESTION, **self.fields)))
+
+    def structured(self) -> None:
+        from typing import Literal
+
+        from outlines.types import CFG, Regex
+
+        for model in self.models:
+            is_anna(Person.model_validate_json(model(PERSON, Person, **self.fields)))
+        of_vllm = self.models[1]
+        digits = of_vllm("How old is Anna Smith?", Regex("[0-9]{2}"), **self.fields)
+        assert digits.isdecimal() and len(digits) == 2, digits
+        assert of_vllm("Yes or no?", Literal["yes", "no"], **self.fields) in ("yes", "no")
+        answer = of_vllm("Say ab.", CFG('start: "a" "b"'), **self.fields)
+        assert answer == "ab", answer
+
+
+class InspectAI:
+    package = "inspect-ai"
+
+    def __init__(self, url: str, model: str) -> None:
+        from inspect_ai.model import GenerateConfig, get_model
+
+        config = GenerateConfig(temperature=0, max_tokens=LIMIT)
+        self.with_config = lambda **more: get_model(
+            f"openai-api/fastdeploy/{model}",
+            base_url=f"{url}/v1",
+            api_key=KEY,
+            config=config,
+            memoize=False,
+            **more,
+        )
+        self.of_vllm = lambda: get_model(
+            f"vllm/{model}", base_url=f"{url}/v1", api_key=KEY, config=config
+        )
+
+    async def chat(self) -> None:
+        for model in (self.with_config(), self.of_vllm()):
+            says_beijing((await model.generate(QUESTION)).completion)
+
+    async def stream(self) -> None:
+        says_beijing((await self.with_config(stream=True).generate(QUESTION)).completion)
+
+    async def tools(self) -> None:
+        from inspect_ai.tool import ToolDef
+
+        tool = ToolDef(
+            get_weather,
+            "get_weather",
+            "Get the weather of a city.",
+            parameters={"city": "Name of the city."},
+        )
+        answer = await self.with_config().generate(WEATHER, tools=[tool])
+        (call,) = answer.message.tool_calls
+        calls_weather(call.function, call.arguments)
+
+    async def structured(self) -> None:
+        from inspect_ai.model import GenerateConfig, ResponseSchema
+        from inspect_ai.util import json_schema
+
+        wanted = ResponseSchema(name="person", json_schema=json_schema(Person))
+        config = GenerateConfig(response_schema=wanted)
+        answer = await self.with_config().generate(PERSON, config=config)
+        is_anna(Person.model_validate_json(answer.completion))
+
+    async def score(self) -> None:
+        """An evaluation of one question."""
+        from inspect_ai import Task, eval_async
+        from inspect_ai.dataset import Sample
+        from inspect_ai.scorer import includes
+
+        task = Task(dataset=[Sample(input=QUESTION, target="Beijing")], scorer=includes())
+        (log,) = await eval_async(task, model=self.with_config(), log_dir=tempfile.mkdtemp())
+        assert log.status == "success", log.error
+        assert log.results.scores[0].metrics["accuracy"].value == 1.0
+
+
+class GuideLLM:
+    """A short load, with its tokenizer made from the model's folder."""
+
+    package = "guidellm"
+
+    def __init__(self, url: str, model: str) -> None:
+        self.url, self.model = url, model
+
+    def load(self) -> None:
+        folder = Path(tempfile.mkdtemp())
+        for kind in ("/v1/chat/completions", "/v1/completions"):
+            backend = f"kind=openai_http,target={self.url},model={self.model},request_format={kind}"
+            runs(
+                *("guidellm", "run", "--backend", backend, "--disable-console"),
+                *("--profile", "kind=concurrent,streams=2"),
+                *("--constraint", "kind=max_requests,count=6"),
+                *("--tokenizer", f"kind=hf_auto,model={MODELS / self.model}"),
+                *("--data", "kind=synthetic_text,prompt_tokens=24,output_tokens=8"),
+                *("--output", f"kind=json,path={folder / 'report.json'}"),
+            )
+            (report,) = json.loads((folder / "report.json").read_text())["benchmarks"]
+            made = report["metrics"]["request_totals"]
+            assert made["successful"] >= 6 and not made["errored"], made
+
+
+class AIPerf:
+    """Short loads, with its tokenizer made from the model's folder."""
+
+    package = "aiperf"
+
+    def __init__(self, url: str, model: str) -> None:
+        self.url, self.model = url, model
+
+    def load(self) -> None:
+        for kind in ("chat", "messages"):
+            self._profile(kind, "--streaming")
+
+    def embed(self) -> None:
+        self._profile("embeddings")
+
+    def _profile(self, kind: str, *more: str) -> None:
+        folder = Path(tempfile.mkdtemp())
+        runs(
+            *("aiperf", "profile", "-m", self.model, "-u", self.url, "--endpoint-type", kind),
+            *("--tokenizer", MODELS / self.model, "--concurrency", "2", "--request-count", "6"),
+            *("--isl", "24", "--osl", "8", "--ui", "none", "--artifact-dir", folder, *more),
+        )
+        (file,) = folder.glob("**/profile_export_aiperf.json")
+        report = json.loads(file.read_text())
+        assert report["request_count"]["avg"] == 6, report["request_count"]
+        assert not report.get("error_summary"), report["error_summary"]
+
+
 CLIENTS: dict[str, Callable[[str, str], Any]] = {
     client.package: client
     for client in (
         *(OpenAI, LiteLLM, LangChain, LlamaIndex, Instructor, PydanticAI, OpenAIAgents, DSPy),
-        *(Haystack, Smolagents, Anthropic, LMEval),
+        *(Haystack, Smolagents, Anthropic, LMEval, Guidance, Outlines, InspectAI, GuideLLM),
+        AIPerf,
     )
 }
-TASKS = ("chat", "stream", "tools", "structured", "score", "generate", "picture")
+TASKS = ("chat", "stream", "tools", "structured", "score", "generate", "picture", "embed", "load")
 
 
 def main(name: str, *places: str) -> int:
     """Run every task that the client has; 1 if one failed. places: see above."""
     print(f"version {version(name)}", flush=True)
-    reads, sees = CLIENTS[name](*places[:2]), CLIENTS[name](*places[2:])
+    reads, sees, embeds = (CLIENTS[name](*places[at : at + 2]) for at in (0, 2, 4))
+    others = {"picture": sees, "embed": embeds}
     failed = False
     loop = asyncio.new_event_loop()  # one for all: clients keep connections
     for task in TASKS:
-        if (run := getattr(sees if task == "picture" else reads, task, None)) is None:
+        if (run := getattr(others.get(task, reads), task, None)) is None:
             continue
         try:
             done = run()

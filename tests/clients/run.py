@@ -1,14 +1,16 @@
 """Runs every client's program against real servers with the demo models, each in its environment.
 
-    python tests/clients/run.py FOLDER    # FOLDER/CLIENT/bin/python has the client; prints a table
+    python tests/clients/run.py FOLDER [CLIENT ...]    # these, or all; prints a table
 
-Session `clients` of the noxfile makes the environments.
+FOLDER/CLIENT/bin/python has a client of Python's, FOLDER/npm/CLIENT/node_modules one of npm's.
+Session `clients` of the noxfile makes them.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -16,21 +18,39 @@ sys.path.insert(0, str(REPOSITORY))
 
 from tests.server_process import serving  # noqa: E402
 
-PROGRAMS = Path(__file__).with_name("programs.py")
+PROGRAMS = Path(__file__).with_name("programs")
 MODEL, SEES = (REPOSITORY / "models" / name for name in ("ernie-tiny", "qwen3-vl-tiny"))
-TASKS = ("chat", "stream", "tools", "structured", "score", "generate", "picture")
+TASKS = ("chat", "stream", "tools", "structured", "score", "generate", "picture", "embed", "load")
 SERVER = (
     *("--dtype", "float32", "--num-threads", "1"),
     *("--reasoning-parser", "qwen3", "--tool-call-parser", "hermes"),
 )
-LIMIT_S = 180
+LIMIT_S = 600
 
 
-def run_client(python: Path, name: str, urls: tuple[str, str], home: Path) -> dict[str, str]:
-    """What the client's program said: its version, and `ok` or the mistake for each task. urls: of
-    MODEL and of SEES."""
+def found_clients(folder: Path) -> dict[str, tuple[Path, list[str | Path]]]:
+    """By name: the folder that a client runs in, and what runs its program there."""
+    of_python = {
+        python.parents[1].name: (folder, [python, PROGRAMS.with_suffix(".py")])
+        for python in sorted(folder.glob("*/bin/python"))
+    }
+    of_npm: dict[str, tuple[Path, list[str | Path]]] = {}
+    for modules in sorted(
+        [*folder.glob("npm/*/node_modules"), *folder.glob("npm/@*/*/node_modules")]
+    ):
+        name = modules.parent.relative_to(folder)
+        of_npm[str(name)] = (modules.parent, ["node", PROGRAMS.with_suffix(".mjs")])
+    return {**of_python, **of_npm}
+
+
+def run_client(
+    name: str, place: Path, program: Sequence[str | Path], servers: Sequence[str], home: Path
+) -> dict[str, str]:
+    """What the client's program said: its version, and `ok` or the mistake for each task. servers:
+    URL and model of each."""
     ended = subprocess.run(
-        [python, PROGRAMS, name, urls[0], MODEL.name, urls[1], SEES.name],
+        [*program, name.removeprefix("npm/"), *servers],
+        cwd=place,
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -43,19 +63,25 @@ def run_client(python: Path, name: str, urls: tuple[str, str], home: Path) -> di
     return said
 
 
-def main(folder: str) -> int:
+def main(folder: str, *wanted: str) -> int:
     """Print the table; 1 if a task failed or a client did not run."""
-    pythons = sorted(Path(folder).glob("*/bin/python"))
-    if not pythons:
-        print(f"no environment in {folder}; run: nox -s clients", file=sys.stderr)
+    clients = found_clients(Path(folder).resolve())
+    if missing := set(wanted) - set(clients) or (set() if clients else {"any client"}):
+        print(f"{folder} has not {', '.join(missing)}; run: nox -s clients", file=sys.stderr)
         return 1
     failed = False
     print("| client | version | " + " | ".join(TASKS) + " |")
     print("|---" * (2 + len(TASKS)) + "|")
-    with serving(MODEL, *SERVER) as server, serving(SEES, *SERVER[:4]) as seeing:
-        for python in pythons:
-            name = python.parents[1].name
-            said = run_client(python, name, (server.url, seeing.url), Path(folder))
+    with (
+        serving(MODEL, *SERVER) as reads,
+        serving(SEES, *SERVER[:4]) as sees,
+        serving(MODEL, *SERVER[:4], "--runner", "pooling") as embeds,
+    ):
+        servers = [reads.url, MODEL.name, sees.url, SEES.name, embeds.url, MODEL.name]
+        for name, (place, program) in clients.items():
+            if wanted and name not in wanted:
+                continue
+            said = run_client(name, place, program, servers, Path(folder))
             cells = [said.get(task, "") for task in TASKS]
             failed = failed or not any(cells) or any(c not in ("", "ok") for c in cells)
             row = [f"`{name}`", said.get("version", "did not start"), *cells]

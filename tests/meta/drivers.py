@@ -14,6 +14,10 @@ from typing import Any
 from fd_accelerator.expert_communicator import AllGatherExperts, LoopbackExperts
 from fd_accelerator.kept_weights.cache import WeightCache
 from fd_agent_apis.request_templates import render_in_child
+from fd_beam_search import BeamSearchOutput, BeamSearchParams
+from fd_beam_search.offline import beam_search
+from fd_beam_search.served import BeamSampling
+from fd_beam_search.served import sampling as beam_sampling
 from fd_bench.command import main as bench
 from fd_calibrate.command import main as quantize
 from fd_cpu.attention import X86Attention
@@ -133,6 +137,7 @@ from fd_quant_hub.gptq import Awq, Gptq
 from fd_quant_wint2.published import Wint2
 from fd_quant_wint2.trellis import Tet2, Tet3, Tet4
 from fd_rollout.control import EngineControl
+from fd_rollout.experts import routed_extras
 from fd_rollout.offline import METHODS
 from fd_rollout.sources import Folder, SharedMemory, WeightSource
 from fd_rollout.worker import RolloutWorker
@@ -168,6 +173,8 @@ from fd_xpu.attention import XpuAttention
 from fd_xpu.device import XpuDevice
 from fd_xpu.moe import XpuMoE
 
+from fastdeploy_core.api.inputs import Prompts
+from fastdeploy_core.api.llm import LLM
 from fastdeploy_core.config import EngineConfig, KVEventsConfig, RequestSchedulerConfig
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.contracts.attention import (
@@ -222,6 +229,7 @@ from fastdeploy_core.sampling.processors import LogitBiasLogitsProcessor
 from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.serving.asking import Plugins
 from fastdeploy_core.serving.front.occupancy import OwnOccupancy
+from fastdeploy_core.serving.openai.schemas.common import SamplingFields
 from fastdeploy_core.types import SequenceExtras
 from fastdeploy_core.types.worker import WorkerInfo
 from fastdeploy_core.worker.worker import Worker
@@ -453,6 +461,8 @@ divided_experts: list[
     Callable[[EngineConfig, DeviceBackend, int, Communicator | None, None], ExpertRanks]
 ] = [expert_ranks]
 captured_shapes: list[Callable[[str, ChosenKernels], None]] = [capture]
+beam_llm: list[Callable[[LLM, Prompts, BeamSearchParams], list[BeamSearchOutput]]] = [beam_search]
+beam_fields: list[Callable[[SamplingFields, Mapping[str, Any]], BeamSampling]] = [beam_sampling]
 key_limits: list[Callable[[str, OwnOccupancy | None], KeyLimits]] = [KeyLimits]
 shared_queue: list[Callable[[EngineLink, RequestScheduler, Listener], EngineLink]] = [SharedQueue]
 weight_cache: list[Callable[[PackingDevice, Path], KeptWeights]] = [WeightCache]
@@ -466,6 +476,7 @@ request_templates: list[Callable[[str, Mapping[str, Any]], str]] = [render_in_ch
 rollout_engine: list[
     Callable[[EngineCore, RequestScheduler | None, Callable[[], None] | None], EngineControl]
 ] = [EngineControl]
+routed_experts: list[Callable[[str, SequenceExtras | None], SequenceExtras]] = [routed_extras]
 rollout_llm: list[Mapping[str, Callable[..., Any]]] = [METHODS]
 rollout_worker: list[Callable[[EngineConfig, ResolvedPlugins, int, int, str], Worker]] = [
     RolloutWorker

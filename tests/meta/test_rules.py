@@ -270,6 +270,7 @@ PRIVATE = {
         *("api", "config", "engine", "plugins", "reference"),
     },
     "fd-agent-apis": {"serving", "tokenizer"},
+    "fd-beam-search": {"api", "engine", "serving"},
     "fd-bench": {"fastdeploy", "cli"},
     "fd-calibrate": {
         *("cli", "config", "envs", "layers", "loading", "models", "plugins", "reference"),

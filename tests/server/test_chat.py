@@ -254,7 +254,7 @@ def test_template_switches_of_a_request_reach_the_template(
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
         ({"prompt_token_ids": [999999]}, "prompt"),
         ({"kv_transfer_params": {"remote": "10.0.0.1"}}, "kv_transfer_params"),
-        ({"use_beam_search": True}, "use_beam_search"),
+        ({"use_beam_search": True, "stream": True}, "stream"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"cache_salt": "a/b"}, "cache_salt"),
         ({"response_format": {"type": "xml"}}, "response_format"),

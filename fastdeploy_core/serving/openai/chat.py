@@ -271,6 +271,8 @@ class ChatJob:
             "finish_reason": answer.finish_reason(end.finish_reason),
             "stop_reason": end.stop_reason,
         }
+        if end.pooled is not None:
+            choice["routed_experts"] = end.pooled.decode()
         if self._body.return_token_ids:
             choice["token_ids"] = token_ids
             message["prompt_token_ids"] = self._prompt_ids()

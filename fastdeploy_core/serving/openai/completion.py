@@ -166,13 +166,11 @@ class CompletionJob:
         finish_reason = end.finish_reason if end is not None else None
         if body.max_tokens == 0:
             text, token_ids, positions, finish_reason = "", [], [], "length"
-        choice: dict[str, Any] = {
-            "index": index,
-            "text": self._prompt_texts[number] + text if body.echo else text,
-            "logprobs": None,
-            "finish_reason": finish_reason,
-            "stop_reason": end.stop_reason if end is not None else None,
-        }
+        shown = self._prompt_texts[number] + text if body.echo else text
+        choice = _entry(index, shown, finish_reason)
+        choice["stop_reason"] = end.stop_reason if end is not None else None
+        if end is not None and end.pooled is not None:
+            choice["routed_experts"] = end.pooled.decode()
         prompt_ids = self._requests[number].prompt_token_ids
         if body.logprobs is not None:
             before = (list(prompt or []), prompt_ids) if body.echo else ([], [])
@@ -189,12 +187,7 @@ class CompletionJob:
     def _echo_chunk(
         self, index: int, number: int, output: RequestOutput, choice: _Choice
     ) -> dict[str, Any]:
-        entry: dict[str, Any] = {
-            "index": index,
-            "text": self._prompt_texts[number],
-            "logprobs": None,
-            "finish_reason": None,
-        }
+        entry = _entry(index, self._prompt_texts[number], None)
         if self._body.logprobs is not None and output.prompt_logprobs is not None:
             prompt_ids = self._requests[number].prompt_token_ids
             entry["logprobs"] = choice.logprobs.render(output.prompt_logprobs, prompt_ids)
@@ -210,12 +203,7 @@ class CompletionJob:
         carries_tokens = body.logprobs is not None or bool(body.return_token_ids)
         if not text and reason is None and not (carries_tokens and token_ids):
             return None
-        entry: dict[str, Any] = {
-            "index": index,
-            "text": text,
-            "logprobs": None,
-            "finish_reason": reason,
-        }
+        entry = _entry(index, text, reason)
         if reason is not None:
             entry["stop_reason"] = part.stop_reason
         if body.logprobs is not None and token_ids:
@@ -226,3 +214,7 @@ class CompletionJob:
             entry["token_ids"] = entry["completion_token_ids"] = token_ids
         choice.token_ids.extend(token_ids)
         return entry
+
+
+def _entry(index: int, text: str, reason: str | None) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}

@@ -26,6 +26,8 @@ async def run(
     abort."""
     state.outputs.add(request, visible_tokens=visible_tokens)
     deltas: Any = state.engine.generate(request, chunk_tokens)
+    if search := getattr(request.sampling, "search", None):  # of beams, by fd-beam-search
+        deltas = search(request, state.engine)
     timer = state.metrics.start(request)
     finished = False
     try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastdeploy_core.engine.input import RequestOptions
+from fastdeploy_core.plugins import drivers
 from fastdeploy_core.serving.openai.schemas.common import SamplingFields
 from fastdeploy_core.serving.state import ServerState
 from fastdeploy_core.types import RequestOutput, SpeculateMetrics
@@ -100,6 +101,9 @@ def request_options(
     state: ServerState, body: SamplingFields, call: Call, add_special_tokens: bool
 ) -> RequestOptions:
     """What body, call and server decide about a call's engine requests."""
+    extras = state.extras_of(body.model)
+    if body.routed_experts is not None:
+        extras = drivers.part("routed-experts", "routed_experts")(body.routed_experts, extras)
     limits = [t for t in (state.config.request_timeout_s, call.timeout_s) if t is not None]
     return RequestOptions(
         add_special_tokens=add_special_tokens,
@@ -112,5 +116,5 @@ def request_options(
         log_id=call.id,
         media=state.media,
         handover=call.handover,
-        extras=state.extras_of(body.model),
+        extras=extras,
     )

@@ -68,12 +68,17 @@ def one_of(value: Any, possible: tuple[str, ...], where: str) -> str:
     return str(value)
 
 
+def picture(url: Any, where: str, begin: str = "") -> dict[str, Any]:
+    """A picture as the chat path takes it: an address, or data after `begin`."""
+    return {"type": "image_url", "image_url": {"url": begin + name(url, where)}}
+
+
 def refuse_what_is_not_text(kind: Any, where: str) -> None:
-    """InvalidRequest for pictures, files and sounds, which no model here reads yet."""
+    """InvalidRequest for pictures, files and sounds that this model does not take at this place."""
     if isinstance(kind, str) and kind in _NOT_TEXT:
         raise InvalidRequest(
-            f"{where} is {_NOT_TEXT[kind]} ({kind}); that is not supported yet, only text is; "
-            "send what it says as text",
+            f"{where} is {_NOT_TEXT[kind]} ({kind}), which this model does not take here; send "
+            "what it says as text",
             param=where,
         )
 

@@ -18,13 +18,16 @@ if TYPE_CHECKING:
     from fastdeploy_core.tokenizer import Tokenizer
 
 Message = dict[str, Any]
+Part = str | dict[str, Any]  # a text, or a picture as the chat path takes it
 _BREAK = "\n\n"
 
 
 class Conversation:
-    """Messages in the order they came. `ignored`: places in the body that have no effect here."""
+    """Messages in the order they came. `ignored`: places in the body that have no effect here.
+    `takes_pictures`: users and tools may show pictures to this model."""
 
-    def __init__(self) -> None:
+    def __init__(self, takes_pictures: bool = False) -> None:
+        self.takes_pictures = takes_pictures
         self.messages: list[Message] = []
         self.ignored: list[str] = []
 
@@ -33,12 +36,9 @@ class Conversation:
         if any(texts):
             self.messages.append({"role": "system", "content": _BREAK.join(filter(None, texts))})
 
-    def user(self, texts: Sequence[str]) -> None:
-        """What the user says, in one or more parts."""
-        content: Any = [{"type": "text", "text": each} for each in texts]
-        if len(texts) < 2:
-            content = "".join(texts)
-        self.messages.append({"role": "user", "content": content})
+    def user(self, parts: Sequence[Part]) -> None:
+        """What the user says and shows, in one or more parts."""
+        self.messages.append({"role": "user", "content": _content(parts)})
 
     def thought(self, text: str) -> None:
         """Thinking of the assistant's turn that is at the end or begins here."""
@@ -60,9 +60,12 @@ class Conversation:
         entry = {"id": call_id, "type": "function", "function": function}
         self._turn().setdefault("tool_calls", []).append(entry)
 
-    def result(self, call_id: str, text: str) -> None:
-        """What a tool answered."""
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+    def result(self, call_id: str, parts: Sequence[Part]) -> None:
+        """What a tool answered: texts, which are joined, and pictures."""
+        pictures = [part for part in parts if not isinstance(part, str)]
+        text = "\n".join(part for part in parts if isinstance(part, str))
+        content = _content([*pictures, text] if text else pictures)
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
     def _turn(self) -> Message:
         if not self.messages or self.messages[-1]["role"] != "assistant":
@@ -73,6 +76,13 @@ class Conversation:
         turn = self._turn()
         before = turn.get(field) or ""
         turn[field] = before + _BREAK + text if before and text else before + text
+
+
+def _content(parts: Sequence[Part]) -> Any:
+    """A message's content: one text, or the list of its parts."""
+    if len(parts) < 2 and all(isinstance(part, str) for part in parts):
+        return "".join(str(part) for part in parts)
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
 
 def placed(messages: Sequence[Message], in_place: bool) -> list[Message]:

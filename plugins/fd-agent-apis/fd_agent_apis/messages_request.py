@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -17,7 +18,7 @@ from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.serving.openai.schemas.common import ApiModel
 
 from . import checks
-from .conversation import Conversation
+from .conversation import Conversation, Part
 from .tools import Tool, Tools, shown_name
 
 logger = logging.getLogger(__name__)
@@ -68,14 +69,16 @@ class MessagesRequest(CountRequest):
     top_k: int | None = None
 
 
-def read(body: CountRequest, has_thinking: bool) -> tuple[dict[str, Any], Conversation, Tools]:
+def read(
+    body: CountRequest, has_thinking: bool, takes_pictures: bool
+) -> tuple[dict[str, Any], Conversation, Tools]:
     """Fields of a chat request but for `messages`, the conversation, and the tools."""
     if body.mcp_servers:
         raise InvalidRequest(
             "mcp_servers is not possible: this server calls no other; give the tools in tools",
             param="mcp_servers",
         )
-    conversation, tools = Conversation(), Tools()
+    conversation, tools = Conversation(takes_pictures), Tools()
     if body.system is not None:
         texts = _texts(body.system, "system", conversation)
         conversation.system([text for text in texts if not text.startswith(_BILLING)])
@@ -120,24 +123,44 @@ def _ignore(conversation: Conversation, where: str, kind: Any) -> None:
 
 
 def _texts(content: Any, where: str, conversation: Conversation) -> list[str]:
-    """The texts of a content: itself or its blocks."""
-    if isinstance(content, str):
-        return [content]
-    if not isinstance(content, list):
-        raise InvalidRequest(f"{where} must be text or a list of blocks", param=where)
-    texts = []
-    for place, block in checks.records(content, where):
+    """The texts of a content where a picture has no place: itself or its blocks."""
+    texts: list[str] = []
+    for place, block in _blocks(content, where):
         kind = checks.name(block.get("type"), f"{place}.type")
         if kind == "text":
             texts.append(checks.text(block.get("text"), f"{place}.text"))
         else:
-            _refuse_or_ignore(block, kind, place, conversation)
+            _refuse_or_ignore(kind, place, conversation)
     return texts
 
 
-def _refuse_or_ignore(
-    block: dict[str, Any], kind: str, where: str, conversation: Conversation
-) -> None:
+def _blocks(content: Any, where: str) -> Iterable[tuple[str, dict[str, Any]]]:
+    """The blocks of a content, each with its place; a text is one."""
+    if isinstance(content, str):
+        return [(where, {"type": "text", "text": content})]
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} must be text or a list of blocks", param=where)
+    return checks.records(content, where)
+
+
+def _part(block: dict[str, Any], where: str, conversation: Conversation) -> list[Part]:
+    """What a user or a tool says or shows in a block; nothing if it has no effect here."""
+    kind = checks.name(block.get("type"), f"{where}.type")
+    if kind == "text":
+        return [checks.text(block.get("text"), f"{where}.text")]
+    if kind == "image" and conversation.takes_pictures:
+        source = checks.record(block.get("source"), f"{where}.source")
+        field, begin = "url", ""
+        if checks.one_of(source.get("type"), ("base64", "url"), f"{where}.source.type") != "url":
+            field = "data"
+            media = checks.name(source.get("media_type"), f"{where}.source.media_type")
+            begin = f"data:{media};base64,"
+        return [checks.picture(source.get(field), f"{where}.source.{field}", begin)]
+    _refuse_or_ignore(kind, where, conversation)
+    return []
+
+
+def _refuse_or_ignore(kind: str, where: str, conversation: Conversation) -> None:
     checks.refuse_what_is_not_text(kind, where)
     _ignore(conversation, where, kind)
 
@@ -161,41 +184,35 @@ def _read_messages(given: Any, conversation: Conversation) -> None:
 
 def _user(content: Any, where: str, conversation: Conversation) -> None:
     """Results of tools come first, as the calls before them want it."""
-    if not isinstance(content, list):
-        conversation.user(_texts(content, where, conversation))
-        return
-    texts: list[str] = []
+    parts: list[Part] = []
     num_results = 0
-    for place, block in checks.records(content, where):
-        kind = checks.name(block.get("type"), f"{place}.type")
-        if kind == "tool_result":
+    for place, block in _blocks(content, where):
+        if block.get("type") == "tool_result":
             num_results += 1
             _result(block, place, conversation)
-        elif kind == "text":
-            texts.append(checks.text(block.get("text"), f"{place}.text"))
         else:
-            _refuse_or_ignore(block, kind, place, conversation)
-    if texts or not num_results:
-        conversation.user(texts)
+            parts += _part(block, place, conversation)
+    if parts or not num_results:
+        conversation.user(parts)
 
 
 def _result(block: dict[str, Any], where: str, conversation: Conversation) -> None:
     call_id = checks.name(block.get("tool_use_id"), f"{where}.tool_use_id")
     content = block.get("content")
-    texts = [] if content is None else _texts(content, f"{where}.content", conversation)
-    text = "\n".join(texts)
+    parts: list[Part] = []
+    for place, inner in [] if content is None else _blocks(content, f"{where}.content"):
+        parts += _part(inner, place, conversation)
+    texts = [part for part in parts if isinstance(part, str)]
     # chat templates have no mark for it
-    if block.get("is_error") and not text.lower().startswith("error"):
-        text = f"Error: {text}"
-    conversation.result(call_id, text)
+    if block.get("is_error") and not "".join(texts[:1]).lower().startswith("error"):
+        pictures = [part for part in parts if not isinstance(part, str)]
+        parts = ["Error: " + "\n".join(texts), *pictures]
+    conversation.result(call_id, parts)
 
 
 def _assistant(content: Any, where: str, conversation: Conversation) -> None:
-    if not isinstance(content, list):
-        conversation.said("".join(_texts(content, where, conversation)))
-        return
     conversation.said("")  # a turn of its own, even if nothing of it is known
-    for place, block in checks.records(content, where):
+    for place, block in _blocks(content, where):
         kind = checks.name(block.get("type"), f"{place}.type")
         if kind == "text":
             conversation.said(checks.text(block.get("text"), f"{place}.text"))
@@ -208,7 +225,7 @@ def _assistant(content: Any, where: str, conversation: Conversation) -> None:
             arguments = json.dumps(given, ensure_ascii=False)
             conversation.call(call_id, shown_name(name), arguments)
         else:
-            _refuse_or_ignore(block, kind, place, conversation)
+            _refuse_or_ignore(kind, place, conversation)
 
 
 def _read_tools(given: Any, tools: Tools, conversation: Conversation) -> None:

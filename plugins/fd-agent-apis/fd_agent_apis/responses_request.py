@@ -17,7 +17,7 @@ from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.serving.openai.schemas.common import ApiModel
 
 from . import checks
-from .conversation import Conversation
+from .conversation import Conversation, Part
 from .tools import Tool, Tools, shown_name
 
 logger = logging.getLogger(__name__)
@@ -76,13 +76,15 @@ class ResponsesRequest(ApiModel):
     prompt: Any = None
 
 
-def read(body: ResponsesRequest, has_thinking: bool) -> tuple[dict[str, Any], Conversation, Tools]:
+def read(
+    body: ResponsesRequest, has_thinking: bool, takes_pictures: bool
+) -> tuple[dict[str, Any], Conversation, Tools]:
     """Fields of a chat request but for `messages`, the conversation, and the tools."""
     for field, reason in _REFUSED.items():
         if getattr(body, field):
             raise InvalidRequest(reason, param=field)
     _refuse_logprobs(body)
-    conversation, tools = Conversation(), Tools()
+    conversation, tools = Conversation(takes_pictures), Tools()
     if body.instructions:
         conversation.system([body.instructions])
     _read_tools(body.tools, "tools", tools, conversation)
@@ -135,8 +137,8 @@ def _read_input(given: Any, conversation: Conversation, tools: Tools) -> None:
             _call(item, where, conversation)
         elif kind in ("function_call_output", "custom_tool_call_output"):
             call_id = checks.name(item.get("call_id"), f"{where}.call_id")
-            texts = _texts(item.get("output"), f"{where}.output", conversation)
-            conversation.result(call_id, "\n".join(texts))
+            output = _parts(item.get("output"), f"{where}.output", conversation)
+            conversation.result(call_id, output)
         elif kind == "additional_tools":
             _read_tools(item.get("tools"), f"{where}.tools", tools, conversation)
         elif kind == "item_reference":
@@ -154,28 +156,40 @@ def _ignore(conversation: Conversation, where: str, kind: Any) -> None:
 
 def _message(item: dict[str, Any], where: str, conversation: Conversation) -> None:
     role = checks.one_of(item.get("role"), _ROLES, f"{where}.role")
-    texts = _texts(item.get("content"), f"{where}.content", conversation)
+    content, place = item.get("content"), f"{where}.content"
     if role == "user":
-        conversation.user(texts)
-    elif role == "assistant":
+        conversation.user(_parts(content, place, conversation))
+        return
+    texts = _texts(content, place, conversation)
+    if role == "assistant":
         conversation.said("".join(texts))
     else:
         conversation.system(texts)
 
 
 def _texts(content: Any, where: str, conversation: Conversation) -> list[str]:
-    """The texts of a content: itself or its parts."""
+    """The texts of a content where a picture has no place: itself or its parts."""
+    found = _parts(content, where, conversation, may_show=False)
+    return [part for part in found if isinstance(part, str)]
+
+
+def _parts(
+    content: Any, where: str, conversation: Conversation, may_show: bool = True
+) -> list[Part]:
+    """The texts and pictures of a content: itself or its parts."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):
         raise InvalidRequest(f"{where} must be text or a list of parts", param=where)
-    texts = []
+    texts: list[Part] = []
     for place, part in checks.records(content, where):
         kind = part.get("type")
         if kind in _TEXT_PARTS:
             texts.append(checks.text(part.get("text"), f"{place}.text"))
         elif kind == "refusal":
             texts.append(checks.text(part.get("refusal"), f"{place}.refusal"))
+        elif kind == "input_image" and may_show and conversation.takes_pictures:
+            texts.append(checks.picture(part.get("image_url"), f"{place}.image_url"))
         else:
             checks.refuse_what_is_not_text(kind, place)
             checks.name(kind, f"{place}.type")

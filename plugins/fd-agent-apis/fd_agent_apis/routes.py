@@ -68,7 +68,8 @@ def messages_routes() -> ApiRoutes:
         body = await read_model(http, CountRequest, state.parsers)
         _, chat, _ = await _chat(http, body, messages_request.read, messages_request.NAMES)
         with named_as(messages_request.NAMES):
-            count = await state.threads.run(tenant_of(http), _count, state, chat)
+            threads = state.threads if state.media is None else state.media_threads
+            count = await threads.run(tenant_of(http), _count, state, chat)
         return json_response({"input_tokens": count})
 
     return ApiRoutes(router, error_body)
@@ -88,7 +89,7 @@ def _state(http: Request) -> ServerState:
 async def _chat(
     http: Request,
     body: Body,
-    read: Callable[[Body, bool], tuple[dict[str, Any], Conversation, Tools]],
+    read: Callable[[Body, bool, bool], tuple[dict[str, Any], Conversation, Tools]],
     names: Mapping[str, str],
 ) -> tuple[Call, ChatJob, Tools]:
     """The chat job that a body asks for. A large one is read beside the event loop, as it was
@@ -96,7 +97,8 @@ async def _chat(
     state = _state(http)
 
     def make() -> tuple[Call, ChatJob, Tools]:
-        fields, conversation, tools = read(body, state.reasoning_parser is not None)
+        sees = state.media is not None and "image" in state.media.kinds
+        fields, conversation, tools = read(body, state.reasoning_parser is not None, sees)
         if conversation.ignored:
             known = getattr(http.state, "ignored_fields", [])
             http.state.ignored_fields = [*known, *conversation.ignored]
@@ -116,5 +118,7 @@ def _count(state: ServerState, chat: ChatJob) -> int:
     prompt = chat.render()
     if not isinstance(prompt, str):
         raise TypeError("a conversation renders as text")
+    if state.media is not None:  # a picture's tokens are known once it is read
+        return len(chat.make_request(prompt).prompt_token_ids)
     state.limits.check_text(prompt, "prompt")
     return len(state.tokenizer.encode(prompt, False))

@@ -56,8 +56,8 @@ def conversation(num_turns: int) -> Conversation:
         made.call(f"c{turn}", "ls", "{}")
         made.call(f"d{turn}", "cat", '{"file": "a"}')
         made.system([f"BETWEEN {turn}"])
-        made.result(f"c{turn}", "a.txt")
-        made.result(f"d{turn}", "text")
+        made.result(f"c{turn}", ["a.txt"])
+        made.result(f"d{turn}", ["text"])
         made.system([f"AFTER {turn}"])
     return made
 

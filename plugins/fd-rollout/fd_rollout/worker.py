@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastdeploy_core.errors import ConfigError, WorkerError, needs_trace
 from fastdeploy_core.worker.worker import Worker
 
+from .experts import Routes, WatchedKernels
 from .memory import memory_of
 from .weights import Replacement, check_replaceable, model_tensors
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.plugins.kernels import ChosenKernels
+    from fastdeploy_core.types import SchedulerOutput
     from fastdeploy_core.types.worker import WorkerInfo
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ class RolloutWorker(Worker):
     _loaded: Any = None  # a LoadedModel
     _kernels: Any = None
     _replacement: Replacement | None = None
+    _routes: Routes | None = None
     _has_lent = False  # the KV caches' memory, to the new weights
 
     def load(self) -> WorkerInfo:
@@ -43,7 +46,17 @@ class RolloutWorker(Worker):
                 f"device {self.resolved.name('device')} runs steps in its own way, which "
                 "--enable-rollout cannot pause; leave that out, or choose another --device"
             )
-        return super().load()
+        info = super().load()
+        if self._routes is not None:
+            self._routes.attach(self._ready()[0], self._loaded)
+            info.features |= {"routes"}
+        return info
+
+    def launch(self, step: SchedulerOutput) -> Any:
+        """See Worker.launch; with --enable-return-routed-experts the results name experts."""
+        if self._routes is None:
+            return super().launch(step)
+        return self._routes.launch(step, super().launch)
 
     def control(self, action: Answer) -> Answer:
         """Do one of the actions below; an error is an answer, since the engine goes on."""
@@ -66,8 +79,12 @@ class RolloutWorker(Worker):
         self, device: DeviceBackend, kernels: ChosenKernels, free_bytes: int
     ) -> LoadedModel:
         self._memory = memory_of(device)
+        table: Any = kernels
+        if self.config.routes:
+            self._routes = Routes(device)
+            table = WatchedKernels(kernels, self._routes)
         with self._memory.region("weights"):
-            loaded = super()._load_model(device, kernels, free_bytes)
+            loaded = super()._load_model(device, table, free_bytes)
         self._loaded, self._kernels = loaded, kernels
         return loaded
 
@@ -149,3 +166,6 @@ def _check(config: EngineConfig) -> None:
         found = "--kv-transport: other instances may have other weights"
     if found:
         raise ConfigError(f"--enable-rollout is not possible with {found}")
+    if config.routes and (config.lora is not None or config.cache.swap_space_bytes):
+        found = "--enable-lora" if config.lora is not None else "--swap-space"
+        raise ConfigError(f"--enable-return-routed-experts is not possible with {found}")

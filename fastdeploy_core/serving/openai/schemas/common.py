@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from fastdeploy_core.engine.input import Truncation
 from fastdeploy_core.errors import InvalidRequest
+from fastdeploy_core.plugins.drivers import part
 from fastdeploy_core.types import SamplingParams, StructuredOutputsParams
 
 from .unsupported import NO_EFFECT, REFUSED, refuse_unsupported
@@ -26,6 +27,7 @@ MAX_NAME_CHARS = 256
 MAX_CACHE_SALT_CHARS = 128
 MAX_STREAM_INTERVAL = 4096
 MAX_ARGS_CHARS = 16 * 1024
+MAX_ROUTES_CHARS = 2**28
 
 # Fields that go to SamplingParams unchanged. Their default here is None: without a value in the
 # call, the model's default counts.
@@ -117,6 +119,9 @@ class SamplingFields(ApiModel):
     logits_processors_args: dict[str, Any] | None = None
     thinking_token_budget: int | None = None
     reasoning_max_tokens: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -138,6 +143,7 @@ class SamplingFields(ApiModel):
     truncation_side: Literal["left", "right"] | None = None
     stream_interval: int | None = Field(default=None, ge=1, le=MAX_STREAM_INTERVAL)
     max_streaming_response_tokens: int | None = Field(default=None, ge=1, le=MAX_STREAM_INTERVAL)
+    routed_experts: str | None = Field(default=None, max_length=MAX_ROUTES_CHARS)
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]{1,128}$")
 
     @model_validator(mode="before")
@@ -236,7 +242,11 @@ class SamplingFields(ApiModel):
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.reasoning_max_tokens is not None:  # FastDeploy 2.x's name
             given.setdefault("thinking_token_budget", self.reasoning_max_tokens)
-        return SamplingParams(**{**defaults, **given, **decided})
+        values = {**defaults, **given, **decided}
+        if self.use_beam_search:
+            found: SamplingParams = part("beam-sampling", "use_beam_search")(self, values)
+            return found
+        return SamplingParams(**values)
 
 
 def _json_text(value: Any) -> str:

@@ -19,12 +19,14 @@ REFUSED: Final[dict[str, str]] = _TABLES["refused"]
 # OpenAI's clients always send these; answers do not depend on them.
 NO_EFFECT: Final[dict[str, str]] = _TABLES["no effect"]
 _DEFAULTS: Final[dict[str, Any]] = _TABLES["defaults"]
+_OF_BEAMS: Final = {"length_penalty", "early_stopping"}  # refused where no beams are searched
 _HARMLESS: tuple[Any, ...] = (None, False, [], {})
 
 
 def refuse_unsupported(body: Mapping[str, Any]) -> None:
     """InvalidRequest for a field that asks for something this server does not do."""
-    for name in sorted(body.keys() & REFUSED.keys()):
+    known = _OF_BEAMS if body.get("use_beam_search") is True else set()
+    for name in sorted((body.keys() & REFUSED.keys()) - known):
         value = body[name]
         if name in _DEFAULTS and value == _DEFAULTS[name]:
             continue
