@@ -68,10 +68,8 @@ class EngineCore:
             plan = plan_cache(infos, config.cache, config.batch, config.model.max_model_len)
             settings = make_settings(config, infos[0], resolved.speculative)
             self._remote = self._make_remote(infos, plan, resolved)
-            sizes = [plan.num_blocks, plan.num_host_blocks, *(g.num_blocks for g in plan.bounded)]
-            sizes += [group.num_host_blocks for group in plan.bounded]
             paths = () if self._remote is None else self._remote.paths
-            self._executor.initialize_cache(*sizes, host_files=paths)
+            self._executor.initialize_cache(*plan.sizes, host_files=paths)
             worker = infos[0]
             caching = config.cache.enable_prefix_caching and worker.block_sharing
             if config.cache.events is not None and caching:

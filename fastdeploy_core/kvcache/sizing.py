@@ -33,6 +33,14 @@ class CachePlan(NamedTuple):
     report: list[str]
     bounded: tuple[GroupPlan, ...] = ()
 
+    @property
+    def sizes(self) -> list[int]:
+        """As workers get them: of the first group on the device and in host memory, then of the
+        others on the device, then of the others in host memory."""
+        device = [group.num_blocks for group in self.bounded]
+        host = [group.num_host_blocks for group in self.bounded]
+        return [self.num_blocks, self.num_host_blocks, *device, *host]
+
 
 def pool_bytes(
     cache: CacheConfig, bytes_per_block: int, by_hand: int, measure: Callable[[], MemoryProfile]

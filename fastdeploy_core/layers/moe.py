@@ -85,9 +85,7 @@ class MoEBlock:
             share,
             f"{prefix}.shared_experts",
         )
-        self._route = None
-        if self._driver.unit == "experts":
-            self._route = build.kernels["moe_routing"]
+        self._route = build.kernels["moe_routing"] if self._driver.unit == "experts" else None
         if hasattr(build.kernels, "watched_routing"):  # by fd-rollout
             self._route = build.kernels.watched_routing(routing)
         # A driver that multiplies with the router's matrix itself.
