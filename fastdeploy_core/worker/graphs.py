@@ -191,7 +191,8 @@ class Graphs:
         needed, beside = 0, None
         kinds: list[tuple[list[CapturedDecode | CapturedPrompt], int]] = [
             ([*self._decode_steps()], 3),
-            *(([*steps], 2) for steps in (self._prompt_steps(), self._seeing_steps())),
+            ([*self._prompt_steps()], 2),
+            ([*self._seeing_steps()], 2),
         ]
         for measured, last in kinds:
             free = [self.device.memory().free_bytes]
