@@ -69,7 +69,11 @@ class MultimodalLM(CausalLM, Protocol):
 
     In a step that has vectors, `context.embedded` (layers.EmbeddedRows) says which tokens' embeddings
     they replace. In a step whose positions are not the same on all axes, forward() gets [3, num_tokens],
-    and makes of them the table `context.rotary`, whose row n is token n's. Added in contract 1.1."""
+    and makes of them the table `context.rotary`, whose row n is token n's.
+
+    An attribute `vector_width`, how wide encode() makes vectors, says that nothing on the host depends on which
+    tokens have vectors: steps with prompts and vectors may then be captured graphs. In these a vector may be named
+    several times, each time but one with zeros behind its first `hidden` (contract 1.5). Added in contract 1.1."""
 
     @staticmethod
     def media(config: Mapping[str, Any], folder: Path, rules: MediaRules) -> MediaProcessor:

@@ -26,9 +26,10 @@ from fastdeploy_core.contracts.kv_formats import kv_format
 from fastdeploy_core.contracts.model import ModelShapes, StateSpec, StoredTensor
 from fastdeploy_core.contracts.quantizer import make_quantizer
 from fastdeploy_core.contracts.small import CausalLM, CheckpointFormat
-from fastdeploy_core.errors import UnsupportedModel, WeightError
+from fastdeploy_core.errors import UnsupportedModel, WeightError, WorkerError
 from fastdeploy_core.layers import DriverFactories, ModelBuilder, ModelRanks, WeightFormats
 from fastdeploy_core.layers.cache_scales import CACHE_SCALE_NAMES
+from fastdeploy_core.layers.context import ForwardContext
 from fastdeploy_core.layers.experts import ExpertRanks
 from fastdeploy_core.tensor import DTYPE_BYTES
 
@@ -37,8 +38,11 @@ from .revision import fingerprint
 from .weights import SafetensorsFile, dummy_tensors, find_files
 
 if TYPE_CHECKING:
+    from fastdeploy_core.contracts.attention import AttentionBatch
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
+    from fastdeploy_core.contracts.model import Retention
     from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.tensor import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +63,34 @@ class LoadedModel:
     load_driver: LoadDriver  # what was resolved at start-up, for drivers that requests need
     weight_bytes: int = 0
     report: list[str] = field(default_factory=list)  # lines for the start-up report
+
+    def context(
+        self,
+        caches: list[tuple[Tensor, ...]],
+        batch: AttentionBatch,
+        more: Mapping[Retention, AttentionBatch],
+    ) -> ForwardContext:
+        """What layers need of a step. more: the batch of each bounded group of them."""
+        metadata = {
+            spec: driver.prepare(more.get(spec.retention, batch))
+            for spec, driver in self.attention.items()
+        }
+        return ForwardContext(batch, metadata, caches, more=more)
+
+    def run(self, input_ids: Tensor, context: ForwardContext, axes: Tensor | None = None) -> Tensor:
+        """Hidden states of context.rows, or of all tokens. axes: [3, T] int64, positions where they
+        differ between the axes. WorkerError: the model returns others than it should."""
+        if self.builder.adapters is not None:
+            self.builder.adapters.begin(context.batch)
+        positions = context.batch.positions if axes is None else axes
+        hidden, rows = self.model.forward(input_ids, positions, context), context.rows
+        if rows is not None and hidden.shape[0] != rows.shape[0]:
+            raise WorkerError(
+                f"{type(self.model).__name__}.forward returned {int(hidden.shape[0])} hidden "
+                f"states where context.rows names {int(rows.shape[0])} of "
+                f"{context.batch.num_tokens} tokens; it has to return those alone (contract 1.0)"
+            )
+        return hidden
 
 
 def load_model(

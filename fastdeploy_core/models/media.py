@@ -33,6 +33,43 @@ class _Brought:
     positions: np.ndarray  # [3, num_prompt_tokens]; [3, 0] where they are the tokens' indices
 
 
+class CapturedVectors:
+    """What captured steps read of vectors and of positions on three axes, in buffers for up to
+    `most` tokens. axes: positions are on three. See MultimodalLM.vector_width."""
+
+    def __init__(
+        self, device: DeviceBackend, dtype: str, width: int, hidden: int, most: int, *, axes: bool
+    ) -> None:
+        xp, where = device.xp, device.device
+        self._hidden, self._width = hidden, width
+        self._vectors = xp.zeros((most, width), dtype=xp.dtype(dtype), device=where)
+        self._tokens = xp.zeros((most,), dtype=xp.int64, device=where)
+        self._places = device.to_device(np.arange(most)) if axes else None
+        self._axes = xp.zeros((3, most), dtype=xp.int64, device=where) if axes else None
+
+    def of(self, size: int) -> tuple[EmbeddedRows, Tensor | None]:
+        """What a step of up to `size` tokens is captured with, and its positions [3, size]."""
+        axes = None if self._axes is None else self._axes[:, :size]
+        return EmbeddedRows(self._tokens[:size], self._vectors[:size]), axes
+
+    def take(self, embedded: EmbeddedRows, axes: Tensor | None, positions: Tensor) -> None:
+        """Queue the copies of a step. axes: see LaidOut. positions: [size], the captured step's;
+        where they are on three axes they become rows of the step's own table."""
+        size, count = int(positions.shape[0]), int(embedded.tokens.shape[0])
+        self._tokens[:count], self._vectors[:count] = embedded.tokens, embedded.vectors
+        if count < size:
+            # In the same place the same vector changes nothing, nor do zeros that are added.
+            self._tokens[count:size] = embedded.tokens[:1]
+            self._vectors[count:size] = embedded.vectors[:1]
+            if self._hidden < self._width:
+                self._vectors[count:size, self._hidden :] = 0
+        if self._axes is not None and self._places is not None:
+            self._axes[:, :size] = positions
+            if axes is not None:
+                self._axes[:, : int(axes.shape[1])] = axes
+            positions.copy_(self._places[:size])
+
+
 class SequenceMedia:
     """By slot what sequences bring; and the vectors of pictures, by digest. `max_rows` vectors are
     kept for other sequences; what running ones still need is kept in any case."""
@@ -51,6 +88,13 @@ class SequenceMedia:
         if "positions" in self.features:
             shape, xp = (num_slots + 1,), device.xp
             self.offsets = xp.zeros(shape, dtype=xp.int64, device=device.device)
+
+    def captured(self, dtype: str, hidden: int, most: int) -> CapturedVectors | None:
+        """Buffers for captured steps of up to `most` tokens; None: the family cannot be captured in
+        steps with vectors."""
+        width, axes = getattr(self._model, "vector_width", 0), self.offsets is not None
+        made_of = self._device, dtype, width, hidden, most
+        return CapturedVectors(*made_of, axes=axes) if width else None
 
     def add(self, slot: int, extras: SequenceExtras) -> None:
         """A sequence has got this slot, and brings something."""

@@ -237,8 +237,8 @@ class TorchLibrary:
         return F.gelu(x, approximate=approximate)
 
     def layer_norm(self, x: Any, weight: Any, bias: Any, eps: float) -> Any:
-        own = None if bias is None else bias.float()
-        return F.layer_norm(x.float(), (x.shape[-1],), weight.float(), own, eps).to(x.dtype)
+        # It computes in float32 by itself; copies took twice as long as the norm.
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
     def silu_and_mul(self, x: Any) -> Any:
         gate, up = x.chunk(2, -1)

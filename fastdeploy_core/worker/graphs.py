@@ -12,7 +12,7 @@ import gc
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,7 +22,6 @@ from tqdm import tqdm
 from fastdeploy_core.contracts.device import PostingDevice, RepeatingDevice, SizedGraph
 from fastdeploy_core.contracts.small import GreedyLM
 from fastdeploy_core.errors import ResourceError, WorkerError
-from fastdeploy_core.layers.context import ForwardContext
 from fastdeploy_core.sampling.processors import has_processors
 
 from .graph_sizes import unlike
@@ -33,12 +32,12 @@ if TYPE_CHECKING:
     import numpy as np
 
     from fastdeploy_core.config import EngineConfig
-    from fastdeploy_core.contracts.attention import AttentionBatch
     from fastdeploy_core.contracts.device import CapturedGraph, DeviceBackend
-    from fastdeploy_core.contracts.model import Retention
     from fastdeploy_core.contracts.ops import KernelTable
+    from fastdeploy_core.layers.context import ForwardContext
     from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.memory.postbox import Posted
+    from fastdeploy_core.models.media import CapturedVectors, SequenceMedia
     from fastdeploy_core.sampling.captured import CapturedSampling
     from fastdeploy_core.tensor import Tensor
 
@@ -84,10 +83,11 @@ class Graphs:
         plan: GraphPlan,
         drafting: Drafting | None = None,
         sampling: CapturedSampling | None = None,
-        offsets: Tensor | None = None,
+        media: SequenceMedia | None = None,
     ) -> None:
         self.device, self.xp, self.slots, self.plan = device, device.xp, slots, plan
-        self.model, self.loaded, self.offsets = loaded.model, loaded, offsets  # see SequenceMedia
+        self.model, self.loaded = loaded.model, loaded
+        self.offsets = None if media is None else media.offsets
         self.drafting, self.sampling = drafting, sampling
         self.prepare, self.greedy = kernels["prepare_decode"], kernels["greedy"]
         self.no_turn = self.xp.zeros_like(slots.state.turn)  # groups of layers have the same turn
@@ -105,10 +105,13 @@ class Graphs:
             for width in plan.widths
         }
         self.prompt_buffers: PromptBuffers | None = None
+        self.vectors: CapturedVectors | None = None  # of steps with pictures, if they are captured
         if plan.prompt_sizes:
             tokens = max(plan.prompt_sizes)
             rows = min(slots.max_num_seqs, tokens)
             self.prompt_buffers = PromptBuffers(device, tokens, rows, tables, slots.max_model_len)
+            if media is not None and self.fill is None and not self.any_size:
+                self.vectors = media.captured(loaded.dtype, loaded.shapes.hidden_size, tokens)
         # Where decodes follow each other and nothing is posted, each leaves its results here; the
         # host reads those of the last few at once.
         self.kept: Tensor = None
@@ -116,7 +119,7 @@ class Graphs:
             shape = (most, plan.num_decodes)
             self.kept = self.xp.zeros(shape, dtype=self.xp.int64, device=device.device)
         self._decodes: dict[tuple[int, int], CapturedDecode] = {}
-        self._prompts: dict[int, CapturedPrompt] = {}
+        self._prompts: dict[tuple[int, bool], CapturedPrompt] = {}  # by size, and with vectors
         self.caches: list[tuple[Tensor, ...]] = []
 
     def find(self, num_rows: int, width: int) -> CapturedDecode | None:
@@ -127,10 +130,10 @@ class Graphs:
             return None
         return self._decodes.get((sizes[size], widths[wide]))
 
-    def find_prompt(self, rows: StepRows, *, reads_all: bool) -> CapturedPrompt | None:
+    def find_prompt(self, rows: StepRows, *, reads_all: bool, sees: bool) -> CapturedPrompt | None:
         """The smallest graph for these rows of a step laid out on the host. Hidden states come out
         of it for sampled tokens alone, but for a drafter that fills its own cache. reads_all: those
-        of every token are wanted."""
+        of every token are wanted. sees: some tokens have vectors."""
         buffers = self.prompt_buffers
         if buffers is None or rows.is_decode or rows.num_drafts.any():
             return None
@@ -141,7 +144,7 @@ class Graphs:
         is_padding_dear = size > FEW_TOKENS and not self.any_size
         if rows.slots.size > size or (is_padding_dear and tokens < LEAST_SHARE * size):
             return None
-        return self._prompts.get(size)
+        return self._prompts.get((size, sees))
 
     def takes(self, graph: CapturedGraph | None) -> bool:
         """Whether fewer tokens cost less in a graph, where the device says so of its graphs."""
@@ -151,7 +154,7 @@ class Graphs:
         """Capture everything over these caches, the largest first: one memory serves all."""
         began, free = time.perf_counter(), self.device.memory().free_bytes
         bar = tqdm(
-            [*self._decode_steps(), *self._prompt_steps()],
+            [*self._decode_steps(), *self._prompt_steps(), *self._seeing_steps()],
             desc="capturing graphs",
             leave=False,
             disable=None if is_first_rank else True,  # None: only where there is a terminal
@@ -176,7 +179,7 @@ class Graphs:
         for step in self._decode_steps():
             if step.size in unlike(self.plan.sizes):
                 step.run_once()
-        for prompt in () if self.any_size else self._prompt_steps():
+        for prompt in () if self.any_size else (*self._prompt_steps(), *self._seeing_steps()):
             prompt.run_once()
         self.drop()
 
@@ -188,7 +191,7 @@ class Graphs:
         needed, beside = 0, None
         kinds: list[tuple[list[CapturedDecode | CapturedPrompt], int]] = [
             ([*self._decode_steps()], 3),
-            ([*self._prompt_steps()], 2),
+            *(([*steps], 2) for steps in (self._prompt_steps(), self._seeing_steps())),
         ]
         for measured, last in kinds:
             free = [self.device.memory().free_bytes]
@@ -221,6 +224,10 @@ class Graphs:
     def _prompt_steps(self) -> Iterator[CapturedPrompt]:
         return (CapturedPrompt(self, size) for size in reversed(self.plan.prompt_sizes))
 
+    def _seeing_steps(self) -> Iterator[CapturedPrompt]:
+        sizes = () if self.vectors is None else reversed(self.plan.prompt_sizes)
+        return (CapturedPrompt(self, size, self.vectors) for size in sizes)
+
     def _capture(
         self, step: CapturedDecode | CapturedPrompt, beside: CapturedGraph | None
     ) -> CapturedGraph:
@@ -243,7 +250,7 @@ class Graphs:
         if isinstance(step, CapturedDecode):
             self._decodes[step.size, step.width] = step
         elif step.is_taken:
-            self._prompts[step.size] = step
+            self._prompts[step.size, step.vectors is not None] = step
         return beside
 
 
@@ -419,8 +426,8 @@ class CapturedDecode:
             moved = self.indices.reshape([self.size, self.width]) + own.unsqueeze(1)
             # Padding stands at index 0, and offsets may be negative.
             first.positions.copy_(graphs.xp.clamp(moved.reshape([-1]), 0))
-        self.context = make_context(graphs.loaded, graphs.caches, first, self._more)
-        self.hidden = run_model(graphs.loaded, self.input_ids, self.context)
+        self.context = graphs.loaded.context(graphs.caches, first, self._more)
+        self.hidden = graphs.loaded.run(self.input_ids, self.context)
 
     def compute_logits(self) -> None:
         """From hidden states to logits."""
@@ -477,12 +484,12 @@ class CapturedDecode:
 
 
 class CapturedPrompt:
-    """The forward pass of up to `size` tokens."""
+    """The forward pass of up to `size` tokens. vectors: some of them have vectors."""
 
-    def __init__(self, graphs: Graphs, size: int) -> None:
+    def __init__(self, graphs: Graphs, size: int, vectors: CapturedVectors | None = None) -> None:
         assert graphs.prompt_buffers is not None
         buffers = self._buffers = graphs.prompt_buffers
-        self.size, self._graphs = size, graphs
+        self.size, self._graphs, self.vectors = size, graphs, vectors
         self.attention = buffers.batch(size)
         self.input_ids, self.next_ids = buffers.input_ids[:size], buffers.next_ids[:size]
         self.indices = self.attention.positions  # no drafts are made, which alone need others
@@ -516,11 +523,14 @@ class CapturedPrompt:
         alone is no graph for any size."""
         return self._graphs.takes(self._forward)
 
-    def run(self, batch: AttentionBatch, input_ids: Tensor, read: np.ndarray | None) -> TargetStep:
+    def run(self, laid_out: LaidOut, read: np.ndarray | None) -> TargetStep:
         """Queue a step; see `forward`."""
         assert self._forward is not None and self.context is not None
         graphs, rows = self._graphs, self.context.rows
+        batch, input_ids, _, axes, embedded = laid_out
         self._buffers.take(batch, input_ids, self.size)
+        if self.vectors is not None and embedded is not None:
+            self.vectors.take(embedded, axes, self.indices)
         if rows is not None and read is not None:
             rows.copy_(graphs.device.to_device(padded(read, int(rows.shape[0]))))
         self._forward.replay()
@@ -535,11 +545,13 @@ class CapturedPrompt:
 
     def run_once(self) -> None:
         """What is captured."""
-        graphs, batch = self._graphs, self.attention
-        self.context = make_context(graphs.loaded, graphs.caches, batch, {})
+        graphs, batch, axes = self._graphs, self.attention, None
+        self.context = graphs.loaded.context(graphs.caches, batch, {})
         if graphs.fill is None:
             self.context.rows = self._buffers.read_tokens[: batch.num_seqs]
-        self.hidden = run_model(graphs.loaded, self.input_ids, self.context)
+        if self.vectors is not None:
+            self.context.embedded, axes = self.vectors.of(self.size)
+        self.hidden = graphs.loaded.run(self.input_ids, self.context, axes)
 
 
 def forward(
@@ -553,42 +565,12 @@ def forward(
     """Queue a step laid out on the host, as a captured graph or operation by operation. read:
     StepRows.read_tokens, or None: hidden states of all tokens are wanted."""
     batch, input_ids, more, axes, embedded = laid_out
-    captured = None if graphs is None else graphs.find_prompt(rows, reads_all=read is None)
-    if captured is not None and axes is None and embedded is None:
-        return captured.run(batch, input_ids, read)
-    context = make_context(loaded, caches, batch, more)
+    sees, captured = embedded is not None, None
+    if graphs is not None and (sees or axes is None):
+        captured = graphs.find_prompt(rows, reads_all=read is None, sees=sees)
+    if captured is not None:
+        return captured.run(laid_out, read)
+    context = loaded.context(caches, batch, more)
     context.rows = None if read is None else loaded.builder.device.to_device(read)
     context.embedded = embedded
-    return TargetStep(batch, context, input_ids, run_model(loaded, input_ids, context, axes))
-
-
-def make_context(
-    loaded: LoadedModel,
-    caches: list[tuple[Tensor, ...]],
-    batch: AttentionBatch,
-    more: Mapping[Retention, AttentionBatch],
-) -> ForwardContext:
-    """What layers need of a step. more: the batch of each bounded group of them."""
-    metadata = {
-        spec: driver.prepare(more.get(spec.retention, batch))
-        for spec, driver in loaded.attention.items()
-    }
-    return ForwardContext(batch, metadata, caches, more=more)
-
-
-def run_model(
-    loaded: LoadedModel, input_ids: Tensor, context: ForwardContext, axes: Tensor | None = None
-) -> Tensor:
-    """Hidden states of context.rows, or of all tokens. axes: see LaidOut. WorkerError: the model
-    returns others than it should."""
-    if loaded.builder.adapters is not None:
-        loaded.builder.adapters.begin(context.batch)
-    positions, model = context.batch.positions if axes is None else axes, loaded.model
-    hidden, rows = model.forward(input_ids, positions, context), context.rows
-    if rows is not None and hidden.shape[0] != rows.shape[0]:
-        raise WorkerError(
-            f"{type(model).__name__}.forward returned {int(hidden.shape[0])} hidden states where "
-            f"context.rows names {int(rows.shape[0])} of {context.batch.num_tokens} tokens; it has "
-            "to return those alone (contract 1.0)"
-        )
-    return hidden
+    return TargetStep(batch, context, input_ids, loaded.run(input_ids, context, axes))

@@ -68,8 +68,8 @@ class ModelRunner:
         # Ranks other than 0 only need the tokens that rank 0 samples.
         made_of = (config, device, kernels, self._columns, loaded.load_driver)
         self.state = None if rank else SamplingState(*made_of)
-        self._media = self._make_media(loaded.model)
-        self._bring = [b for b in (self._media, loaded.builder.adapters) if b is not None]
+        media = self._media = self._make_media(loaded.model)
+        self._bring = [b for b in (media, loaded.builder.adapters) if b is not None]
         self._features = loaded.model.features & {"pooling"}
         self._features |= {name for part in self._bring for name in part.features}
         parts = [self._columns, *self._bring, *(self.state.parts if self.state else ())]
@@ -89,10 +89,10 @@ class ModelRunner:
             is_read=bool(graph_sizes) or (drafting is not None and drafting.on_device),
         )
         slots.add_groups(self.caches.rules)
-        offsets = None if self._media is None else self._media.offsets
+        offsets = None if media is None else media.offsets
         if drafting is not None:
             drafting.attach(slots, captured, offsets)
-        buckets, self._layout = device.limits.step_buckets, HostLayout(device, slots, self._media)
+        buckets, self._layout = device.limits.step_buckets, HostLayout(device, slots, media)
         self.shapes = None if buckets is None else StepShapes(config, buckets)
         self._lock = threading.RLock()
         self._sampler = StepSampler(device, kernels, loaded.model, slots, *held)
@@ -100,7 +100,7 @@ class ModelRunner:
         self._graphs: Graphs | None = None
         if graph_sizes:
             plan, sampling = self._graph_plan(graph_sizes), captured if captures_all else None
-            self._graphs = Graphs(device, kernels, loaded, slots, plan, drafting, sampling, offsets)
+            self._graphs = Graphs(device, kernels, loaded, slots, plan, drafting, sampling, media)
         self._is_simple = np.zeros(max_num_seqs, dtype=bool)  # see is_simple()
         self._refused: dict[int, str] = {}  # by seq_id: what their parameters lack
         if loaded.builder.adapters is not None:

@@ -29,6 +29,7 @@ from fastdeploy_core.types import (
     TokenDeltas,
     each_delta,
 )
+from fastdeploy_testing.capturing import WithPrompts
 from tests.cpu.engine_mixes import (
     MAX_MODEL_LEN,
     Bench,
@@ -37,7 +38,6 @@ from tests.cpu.engine_mixes import (
     block_bytes,
     play,
 )
-from tests.cpu.recordable_prompts import WithPrompts
 from tests.null_engine import Collector, make_request
 from tests.worker_steps import EOS, engine_config, sharpen
 

@@ -17,8 +17,12 @@ from fastdeploy_core.config import GraphConfig, SpeculativeConfig
 from fastdeploy_core.contracts.device import DeviceOptions
 from fastdeploy_core.models.decoder import DecoderLM
 from fastdeploy_core.worker import graph_sizes
-from fastdeploy_testing.capturing import CapturingDevice, RecordableAttention
-from tests.cpu.recordable_prompts import RecordablePrompts, WithPrompts
+from fastdeploy_testing.capturing import (
+    CapturingDevice,
+    RecordableAttention,
+    RecordablePrompts,
+    WithPrompts,
+)
 from tests.cpu.test_model_runner import Life
 from tests.worker_steps import VOCAB, Steps, engine_config, make_worker, sharpen, write_model
 

@@ -22,9 +22,8 @@ from fastdeploy_core.reference.attention import ReferenceAttention
 from fastdeploy_core.types import SamplingParams
 from fastdeploy_core.worker import graph_sizes
 from fastdeploy_core.worker.worker import Worker
-from fastdeploy_testing.capturing import CapturingDevice
+from fastdeploy_testing.capturing import CapturingDevice, WithPrompts
 from tests.checkpoints import VARIANTS, reference
-from tests.cpu.recordable_prompts import WithPrompts
 from tests.paged import PagedModel, load_driver
 from tests.parity import TOLERANCE, relative_error
 from tests.worker_steps import Steps, engine_config, make_worker, sharpen, write_model

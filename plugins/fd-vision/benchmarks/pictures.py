@@ -5,6 +5,7 @@
     python plugins/fd-vision/benchmarks/pictures.py ernie-28b          # ERNIE-4.5-VL-28B-A3B's
     python plugins/fd-vision/benchmarks/pictures.py tiny --side 224 --batch 1 --output 8
     python plugins/fd-vision/benchmarks/pictures.py 7b --engine vllm   # where vLLM is installed
+    python plugins/fd-vision/benchmarks/pictures.py ernie-28b --layers 10 --kv-gb 3  # a part of it
 
 Random weights (bfloat16), one square picture of noise a prompt beside 64 random tokens, greedy, all
 requests at once. Medians of rounds, each with pictures of its own. --wait: once started, print
@@ -17,8 +18,9 @@ decode    (seconds of --output tokens - seconds of one token) / (--output - 1), 
 batch     requests/s of one token each, every request with a picture of its own
 
 --side 0: text alone, of as many tokens; with --plain by the decoder's own family, without a tower.
---profile: instead, where the time goes on a GPU: the tower of some pictures in one call, and all of
-a batch, by kernel.
+--plain-steps: steps with pictures run operation by operation.
+--profile: instead, where the time goes on a GPU: preparing a picture, the tower of some pictures in
+one call, and, by kernel, one request, all of a batch, and decode steps of it.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
+import os
 import pstats
 import statistics
 import sys
@@ -40,10 +43,16 @@ import numpy as np
 from PIL import Image
 
 from fastdeploy_core.api.llm import LLM
+from fastdeploy_core.models.media import SequenceMedia
 from fastdeploy_core.types import SamplingParams
 
 VOCAB, IMAGE = 152064, 151655
 TEXT_LENGTH = 1435  # of a prompt of text alone: that of one with a picture of 1,024 x 1,024
+QWEN_WORDS = {
+    "<|im_end|>": 151645, "<|endoftext|>": 151643, "<|vision_start|>": 151652,
+    "<|vision_end|>": 151653, "<|image_pad|>": IMAGE, "<|video_pad|>": 151656,
+}  # fmt: skip
+BLOCK = 64  # tokens, of the cache
 MOST_PIXELS = 1_605_632  # that a picture is shown with; engines keep memory for it
 CLIP = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
@@ -79,11 +88,14 @@ VISION: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def write_folder(size: str, folder: Path, *, is_plain: bool = False) -> tuple[int, int, int]:
+def write_folder(
+    size: str, folder: Path, *, is_plain: bool = False, layers: int = 0
+) -> tuple[int, int, int]:
     """config.json and preprocessor_config.json of that size; no weights. A picture's tokens.
-    is_plain: the decoder's own family."""
+    is_plain: the decoder's own family. layers: of the decoder, if not all."""
     write = _ernie if size.startswith("ernie") else _qwen
     config, preprocessor, tokens = write(size)
+    config["num_hidden_layers"] = layers or config["num_hidden_layers"]
     if is_plain:
         config |= {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
         del config["vision_config"], config["rope_scaling"]
@@ -147,22 +159,18 @@ def _sections(head: int) -> list[int]:
     return [first, (head // 2 - first) // 2, head // 2 - first - (head // 2 - first) // 2]
 
 
-def write_tokenizer(folder: Path) -> None:
-    """What a peer asks for: a word for each of Qwen's tokens."""
+def write_tokenizer(folder: Path, special: dict[str, int], count: int, processor: str) -> None:
+    """What a peer asks for: a word for each token."""
     from tokenizers import AddedToken, Tokenizer, models
 
-    special = {
-        "<|endoftext|>": 151643, "<|im_end|>": 151645, "<|vision_start|>": 151652,
-        "<|vision_end|>": 151653, "<|image_pad|>": IMAGE, "<|video_pad|>": 151656,
-    }  # fmt: skip
     words = {number: word for word, number in special.items()}
-    vocabulary = {words.get(n, f"w{n}"): n for n in range(151665)}
+    vocabulary = {words.get(n, f"w{n}"): n for n in range(count)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in special])
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>", "processor_class": "Qwen2_5_VLProcessor",
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": next(iter(special)),
+        "pad_token": next(iter(special)), "processor_class": processor,
     }  # fmt: skip
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
@@ -173,17 +181,33 @@ def start(arguments: argparse.Namespace, folder: Path) -> tuple[Any, Any, str]:
         "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 8192,
         "max_num_seqs": max(arguments.batch), "gpu_memory_utilization": arguments.memory,
     }  # fmt: skip
+    own = dict[str, Any]()
+    if arguments.kv_gb:
+        cache = int(arguments.kv_gb * 1e9)
+        config = json.loads((folder / "config.json").read_text())
+        head = config["hidden_size"] // config["num_attention_heads"]
+        a_token = 4 * config["num_hidden_layers"] * config["num_key_value_heads"] * head
+        own = {"num_gpu_blocks_override": cache // (BLOCK * a_token), "block_size": BLOCK}
+        if arguments.engine == "vllm":
+            own = {"kv_cache_memory_bytes": cache}
     if arguments.engine == "vllm":
+        if arguments.size.startswith("ernie"):
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            import ernie_in_vllm
+
+            ernie_in_vllm.register()
+            write_tokenizer(folder, ernie_in_vllm.WORDS, 103424, "ErnieProcessor")
+        else:
+            write_tokenizer(folder, QWEN_WORDS, 151665, "Qwen2_5_VLProcessor")
         import vllm
 
-        write_tokenizer(folder)
         graphs = {"cudagraph_capture_sizes": sorted({*arguments.batch, 1})}
         limits = {"image": 1, "video": 0}
         peer = vllm.LLM(
-            str(folder), limit_mm_per_prompt=limits, compilation_config=graphs, **common
+            str(folder), limit_mm_per_prompt=limits, compilation_config=graphs, **common, **own
         )
         return peer, vllm.SamplingParams, f"vLLM {vllm.__version__}"
-    llm = LLM(folder, skip_tokenizer_init=True, **common)
+    llm = LLM(folder, skip_tokenizer_init=True, **common, **own)
     return llm, SamplingParams, f"FastDeploy {version('fastdeploy-core')}"
 
 
@@ -230,12 +254,16 @@ def profile(asker: Asker, counts: Sequence[int], batch: int, rows: int = 14) -> 
     llm = asker.llm
     model = llm._engine._core._executor._worker._runner._model
 
+    seconds: list[float] = []
+
     def items(count: int) -> list[Any]:
         found = []
         for _ in range(count):
             asked = asker.request()
             part = MediaPart("image", asked["multi_modal_data"]["image"], "")
+            began = time.perf_counter()
             _, extras = llm._media.prepare(asked["prompt_token_ids"], [part], "")
+            seconds.append(time.perf_counter() - began)
             found += extras.media
         return found
 
@@ -268,9 +296,14 @@ def profile(asker: Asker, counts: Sequence[int], batch: int, rows: int = 14) -> 
             ms = [(end - began) * 1e3 for end in (queued, time.perf_counter())]
             print(f"tower of {count}: queued in {ms[0]:.1f} ms, done in {ms[1]:.1f} ms")
         kernels(f"tower of {counts[-1]}", lambda: model.encode(shown))
+    print(f"a picture prepared in {statistics.median(seconds) * 1e3:.1f} ms")
+    for _ in range(2):
+        one = [asker.request()]
+        kernels("one request", lambda asked=one: asker.generate(asked))
     asker.generate([asker.request() for _ in range(batch)])  # starts all decoding processes
     asked = [asker.request() for _ in range(batch)]
     kernels(f"batch of {batch}", lambda: asker.generate(asked))
+    kernels("the same again and 16 decode steps", lambda: asker.generate(asked, 17))
     asked = [asker.request() for _ in range(batch)]
     seen = cProfile.Profile()
     seen.runcall(asker.generate, asked)
@@ -308,9 +341,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--engine", choices=("fastdeploy", "vllm"), default="fastdeploy")
     parser.add_argument("--memory", type=float, default=0.9, help="share of the device's memory")
+    parser.add_argument(
+        "--kv-gb", type=float, default=0.0, help="keys and values, where several engines share it"
+    )
     parser.add_argument("--save", type=Path, help="a file for the numbers")
     parser.add_argument("--beside", type=Path, help="such a file of another engine: print ratios")
+    parser.add_argument("--layers", type=int, default=0, help="of the decoder, for less memory")
     parser.add_argument("--plain", action="store_true", help="text by a model without a tower")
+    parser.add_argument("--plain-steps", action="store_true", help="no captured graphs of pictures")
     parser.add_argument("--profile", action="store_true", help="where the time goes")
     parser.add_argument("--wait", action="store_true", help="for a line of standard input")
     arguments = parser.parse_args()
@@ -318,8 +356,14 @@ def main() -> None:
         parser.error("--plain is for --side 0 and Qwen's shapes")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        tokens = write_folder(arguments.size, folder, is_plain=arguments.plain)
+        tokens = write_folder(
+            arguments.size, folder, is_plain=arguments.plain, layers=arguments.layers
+        )
+        if arguments.plain_steps:
+            SequenceMedia.captured = lambda *_: None  # type: ignore[method-assign]
         llm, params, engine = start(arguments, folder)
+        if arguments.engine == "vllm" and arguments.size.startswith("ernie"):
+            tokens = tokens[0], 100290, tokens[2]  # ernie_in_vllm.PLACE
         asker = Asker(llm, params, tokens, arguments.side)
         if arguments.wait:
             print("ready", flush=True)

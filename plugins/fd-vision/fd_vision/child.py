@@ -1,8 +1,8 @@
 """The process in which pictures and videos are decoded: what comes from strangers meets their
 decoders here, under limits, and nowhere else.
 
-Frames are a 4-byte big-endian length and MessagePack. Only pool.py starts this process, and may
-kill it.
+Frames are a 4-byte big-endian length and MessagePack; an empty one says that jobs may come. Only
+pool.py starts this process, and may kill it.
 """
 
 from __future__ import annotations
@@ -185,6 +185,7 @@ def main(memory_bytes: int) -> int:
     Image.MAX_IMAGE_PIXELS = None  # a job's own limit is smaller, and a refusal
     Image.init()
     limit_resources(memory_bytes)
+    write_frame(answers, b"")
     while body := read_frame(jobs):
         job = msgspec.msgpack.decode(body, type=Job)
         # A parent that is gone cannot kill this process; then the alarm does.

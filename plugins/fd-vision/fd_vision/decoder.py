@@ -58,6 +58,7 @@ class VisionLM(GroupedQueryLM):
                 f"vision_config has vectors for {self._tower.levels} layers of the decoder, which "
                 f"has {len(self.layers)}; at least one more is needed"
             )
+        self.vector_width = (1 + self._tower.levels) * self._hidden
         self._table = build.cos_sin(self.rotary(ConfigReader(plain, build.tp_size)))
         self._axis_of_column = build.device.to_device(axis_of_columns(config, self.axes))
 

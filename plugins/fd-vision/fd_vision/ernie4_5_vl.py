@@ -170,6 +170,7 @@ class Ernie4_5_VLMoeForConditionalGeneration(VisionLM, Ernie4_5_MoeForCausalLM):
         self._routes, self._device = Routes(), build.device
         self._num_experts = one_set(config)["moe_num_experts"]
         super().__init__(one_set(config), build)
+        self.vector_width = 0  # the host divides a step's tokens between two sets of experts
 
     def make_feed_forward(self, read: ConfigReader, dtype: str) -> Any:
         """Two sets of experts, or a dense block."""

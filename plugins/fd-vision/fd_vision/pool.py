@@ -9,6 +9,7 @@ import queue
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -18,6 +19,7 @@ from fastdeploy_core.errors import InvalidRequest
 from .child import Answer, Job, read_frame, write_frame
 
 MOST_CHILDREN = 8
+START_LIMIT_S = 120.0  # of a process, which no job has to answer for
 PIPE_BYTES = 2**20  # what Linux allows everyone
 MEMORY_BYTES = 2**30  # that a picture or video may take
 # What Python needs to start; nothing here can hold a secret.
@@ -75,17 +77,14 @@ class DecodingPool:
         child = place.child
         if child is None or child.poll() is not None:
             child = place.child = self._start()
-        timer = threading.Timer(job.time_limit_s, child.kill)
-        timer.start()
         try:
-            if child.stdin is not None:
-                write_frame(child.stdin, msgspec.msgpack.encode(job))
-            if child.stdout is not None and (body := read_frame(child.stdout)):
-                return msgspec.msgpack.decode(body, type=Answer)
+            with _killed_after(child, job.time_limit_s):
+                if child.stdin is not None:
+                    write_frame(child.stdin, msgspec.msgpack.encode(job))
+                if child.stdout is not None and (body := read_frame(child.stdout)):
+                    return msgspec.msgpack.decode(body, type=Answer)
         except OSError:
             pass  # a pipe to a process that is gone
-        finally:
-            timer.cancel()
         self.num_deaths += 1
         place.child = None
         child.kill()
@@ -107,7 +106,20 @@ class DecodingPool:
             if pipe is not None and hasattr(fcntl, "F_SETPIPE_SZ"):
                 with contextlib.suppress(OSError):  # more than the system allows
                     fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        with _killed_after(child, START_LIMIT_S):
+            if child.stdout is not None:
+                read_frame(child.stdout)  # it can work now
         return child
+
+
+@contextlib.contextmanager
+def _killed_after(child: subprocess.Popen[bytes], seconds: float) -> Iterator[None]:
+    timer = threading.Timer(seconds, child.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _reap(child: subprocess.Popen[bytes]) -> None:

@@ -3,21 +3,26 @@ a picture is encoded once."""
 
 from __future__ import annotations
 
+import gc
+import os
 import random
+import resource
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from fd_vision.patches import PatchRule
-from fd_vision.processor import digest_of
+from fd_vision.processor import KeptAnswers, digest_of
 from fd_vision.sources import Source
 from PIL import Image
 from tiny import picture, prompt_of, runner_of
 
+from fastdeploy_core.api import llm as api
 from fastdeploy_core.api.llm import LLM
 from fastdeploy_core.engine.media import MEDIA_THREADS
 from fastdeploy_core.errors import InvalidRequest
@@ -75,6 +80,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "max_num_partial_prefills": 3, "max_long_partial_prefills": 3,
         "long_prefill_token_threshold": 7,
     },
+    "parts of 2": {
+        "max_num_partial_prefills": 3, "max_long_partial_prefills": 3,
+        "long_prefill_token_threshold": 2,
+    },
+    "parts of one token": {
+        "max_num_partial_prefills": 8, "max_long_partial_prefills": 8,
+        "long_prefill_token_threshold": 1, "max_num_seqs": 8,
+    },
     "one picture a step": {"max_encode_tokens": 1},
     "no chunks": {"enable_chunked_prefill": False},
     "preempted": {"num_gpu_blocks_override": 18, "max_num_seqs": 8, "max_model_len": 288},
@@ -92,8 +105,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_tokens_are_those_of_each_prompt_alone(
-    folder: Path, fd_tensor: str, plain: list[list[int]], name: str
+    folder: Path,
+    fd_tensor: str,
+    plain: list[list[int]],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(api, "MEDIA_THREADS", 1000)  # as in test_mixes.py
     with engine(folder, fd_tensor, **SETTINGS[name]) as llm:
         assert tokens(ask(llm, mixes(24))) == plain
         again = ask(llm, mixes(24))  # now from the caches
@@ -157,6 +175,63 @@ def test_a_picture_that_is_refused_ends_the_call_and_leaves_nothing(
             assert not llm._batches and not llm._engine.has_work()
             llm._engine._core.scheduler.check_idle()
         assert tokens(ask(llm, good)) == wanted
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_one_of_two_that_share_a_picture_may_leave_in_the_middle_of_it(
+    folder: Path, fd_tensor: str, gone: int
+) -> None:
+    shared = [(prompt_of(1, words), [picture(*WIDE)]) for words in ("What", "Who is that")]
+    parts = SETTINGS["long prompts in parts of 7"] | {"max_encoder_cache": 0}
+    with engine(folder, fd_tensor, **parts) as llm:
+        wanted = tokens(ask(llm, shared))
+        llm.reset_prefix_cache()
+        local, media, waiting = llm._engine, runner_of(llm)._media, list[int]()
+        step = local.step
+
+        def stepping() -> Any:
+            deltas = step()
+            waiting.append(sum(media._used_by.values()))
+            if len(waiting) == 3:
+                name = list(llm._batches)[gone]
+                local.abort([name])
+                left = SimpleNamespace(request_id=name, finished=True, error=None, outputs=[])
+                llm._batches[name].deliver(left)
+            return deltas
+
+        local.step = stepping
+        outputs = ask(llm, shared)
+        assert waiting[2] == 2, "both have yet to be fed some of it"
+        assert not outputs[gone].outputs
+        assert outputs[1 - gone].outputs[0].token_ids == wanted[1 - gone]
+        assert not media._brought and not media._used_by and not media._vectors
+
+
+@pytest.mark.parametrize("settings", [{}, {"enable_prefix_caching": False}])
+def test_answers_of_one_request_share_its_pictures(
+    folder: Path, fd_tensor: str, settings: dict[str, Any]
+) -> None:
+    """Four answers at random are those of four requests with their seeds, with equal
+    log-probabilities."""
+    text, images = prompt_of(2), [picture(*WIDE), picture(90, 60, 1)]
+    given = {"prompt": text, "multi_modal_data": {"image": images}}
+
+    def answers(number: int, seed: int) -> list[Any]:
+        params = SamplingParams(
+            n=number, seed=seed, temperature=1.0, max_tokens=16, logprobs=3, ignore_eos=True
+        )
+        (output,) = llm.generate(given, params, use_tqdm=False)
+        return [
+            (o.token_ids, [{k: round(v.logprob, 4) for k, v in at.items()} for at in o.logprobs])
+            for o in output.outputs
+        ]
+
+    with engine(folder, fd_tensor, **settings) as llm:
+        four = answers(4, 5)
+        assert runner_of(llm)._media.num_encoded == 2
+        assert answers(4, 5) == four
+        assert len({tuple(ids) for ids, _ in four}) == 4
+        assert answers(1, 5)[0] == four[0]
 
 
 def test_kept_vectors_stay_within_their_limit(folder: Path, fd_tensor: str) -> None:
@@ -254,3 +329,33 @@ def test_placeholders_alone_are_not_the_content_of_a_block(folder: Path, fd_tens
         prefix._hash = lambda data: b"same"
         for _ in range(2):
             assert [tokens(ask(llm, [each], 8))[0] for each in texts] == honest
+
+
+@pytest.mark.slow
+def test_a_thousand_pictures_leave_nothing(folder: Path, fd_tensor: str) -> None:
+    """Descriptors, files in shared memory, vectors, memory of this process and those that decode:
+    behind 1,000 as behind 300."""
+    page = resource.getpagesize()
+
+    def held() -> tuple[int, int, int]:
+        pids = ["self", *Path("/proc/self/task").glob("*/children")]
+        children = [word for path in pids[1:] for word in path.read_text().split()]
+        memory = sum(
+            int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in ["self", *children]
+        )
+        gc.collect()
+        shared = len(list(Path("/dev/shm").glob(f"*{os.getpid()}*")))
+        return len(list(Path("/proc/self/fd").iterdir())), shared, memory * page
+
+    with engine(folder, fd_tensor, max_encoder_cache=600) as llm:
+        media, before = runner_of(llm)._media, (0, 0, 0)
+        llm._media._kept = KeptAnswers(2**23)  # full of the first 100; by default of 1,200 such
+        for seed in range(1000):
+            ask(llm, [(prompt_of(1), [picture(230, 170, seed)])], 2)
+            if seed == 299:
+                before = held()
+        after = held()
+        assert sum(v.shape[0] for v in media._vectors.values()) <= 600
+        assert media.num_encoded == 1000 and not media._brought and not media._used_by
+    assert after[:2] == before[:2]
+    assert after[2] - before[2] < 50 * 2**20

@@ -69,5 +69,7 @@ def test_captured_steps_say_what_others_say(checkpoint: Callable[[str], Path], n
     for more in ({}, {"speculative_config": DRAFTS}):
         with engine(checkpoint(name), **CAPTURED, **more) as llm:
             assert num_captured(llm) >= 3
+            prompts = runner_of(llm)._graphs._prompts
+            assert any(sees for _, sees in prompts) == (name != "ernie4_5_vl")
             for _ in range(2):
                 assert ask(llm, asked, params) == wanted, more

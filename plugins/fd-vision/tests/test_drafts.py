@@ -30,10 +30,10 @@ METHODS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
-    "captured": {"captures": True, "max_num_seqs": 4},
+    "captured": {"captures": "prompts", "max_num_seqs": 4},
     "cut inside pictures": {"max_num_batched_tokens": 23, "max_num_seqs": 4},
     "captured, preempted": {
-        **SMALL, "captures": True, "max_num_seqs": 8, "max_num_batched_tokens": 37,
+        **SMALL, "captures": "decodes", "max_num_seqs": 8, "max_num_batched_tokens": 37,
     },
 }  # fmt: skip
 RUNS = [
@@ -188,7 +188,7 @@ def test_drafts_are_made_of_vectors_at_their_positions(
     oracle, image = Oracle(with_module, "ernie4_5_vl"), picture(230, 170, 5)
     seen: dict[int, list[int]] = {}
     with engine(
-        with_module, tensor_library=fd_tensor, device="cpu", captures=captures,
+        with_module, tensor_library=fd_tensor, device="cpu", captures="decodes" if captures else "",
         speculative_config=METHODS["mtp"], async_scheduling=False,
     ) as llm:  # fmt: skip
         runner = runner_of(llm)

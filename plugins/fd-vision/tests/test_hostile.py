@@ -378,6 +378,20 @@ def test_a_process_that_dies_or_hangs_is_replaced() -> None:
         pool.run(job())
 
 
+def test_a_process_may_start_for_longer_than_a_job_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a loaded machine it does."""
+    (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(4)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    pool = DecodingPool(1)
+    try:
+        assert pool.run(job(time_limit_s=3.5)).patches
+        assert pool.num_deaths == 0
+    finally:
+        pool.close()
+
+
 def test_a_picture_that_comes_again_is_not_decoded_again() -> None:
     """Unless it, its preparation or its tenant is another one; what is kept has a limit."""
     processor = GridProcessor(NOTHING, RULE, None, {"image": PLACE})

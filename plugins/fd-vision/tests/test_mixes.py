@@ -5,6 +5,7 @@ family."""
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,8 @@ from tiny import FAMILIES, film, picture, prompt_of, runner_of
 from fastdeploy_core.api import llm as api
 from fastdeploy_core.api.llm import LLM
 from fastdeploy_core.types import SamplingParams
-from fastdeploy_testing.capturing import OnCapturingDevice
+from fastdeploy_core.worker import graph_sizes
+from fastdeploy_testing.capturing import OnCapturingDevice, WithPrompts
 
 ROOM = {
     "dtype": "float32", "max_model_len": 512, "num_gpu_blocks_override": 128, "block_size": 16,
@@ -27,10 +29,11 @@ SMALL = {"num_gpu_blocks_override": 12, "max_model_len": 192}
 SETTINGS: dict[str, dict[str, Any]] = {
     "cut inside pictures": {"max_num_batched_tokens": 23, "max_num_seqs": 4},
     "preempted, one item a step": {
-        **SMALL, "max_num_seqs": 8, "max_num_batched_tokens": 37, "max_encode_tokens": 1,
+        **SMALL, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_encode_tokens": 1,
     },
     "from the host tier": {**SMALL, "max_num_seqs": 2, "swap_space": 0.05, "max_encoder_cache": 0},
 }  # fmt: skip
+PROMPT_SIZES = (16, 48)  # tokens of captured prompts
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
@@ -63,12 +66,18 @@ def params_of(number: int) -> list[SamplingParams]:
 
 
 @contextmanager
-def engine(folder: Path, *, captures: bool = False, **settings: Any) -> Iterator[LLM]:
-    """captures: on the reference device with captured decode steps; it has to be `device`."""
+def engine(folder: Path, *, captures: str = "", **settings: Any) -> Iterator[LLM]:
+    """captures: on the reference device with captured "decodes", or "prompts", too; it has to be
+    `device`."""
     with pytest.MonkeyPatch.context() as patch:
+        # No step begins before all pictures of a call are prepared: else how many sequences run
+        # side by side, and so what is preempted, would depend on how busy the machine is.
+        patch.setattr(api, "MEDIA_THREADS", 1000)
         if captures:
+            device = {"decodes": OnCapturingDevice, "prompts": WithPrompts}[captures]
             resolve = api.resolve_plugins
-            patch.setattr(api, "resolve_plugins", lambda config: OnCapturingDevice(resolve(config)))
+            patch.setattr(api, "resolve_plugins", lambda config: device(resolve(config)))
+            patch.setattr(graph_sizes, "prompt_ladder", lambda most: PROMPT_SIZES)
         with LLM(folder, **{**ROOM, **settings}) as llm:
             yield llm
 
@@ -108,10 +117,37 @@ def test_captured_decode_steps_say_the_same(
     device = {"tensor_library": fd_tensor, "device": "cpu"}
     with engine(checkpoint(name), **device) as llm:
         wanted = ask(llm, asked, params)
-    with engine(checkpoint(name), captures=True, max_num_seqs=4, **device) as llm:
+    with engine(checkpoint(name), captures="decodes", max_num_seqs=4, **device) as llm:
         for _ in range(2):
             assert ask(llm, asked, params) == wanted
         assert num_replays(llm) > 40
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_vl", *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES if n != "qwen3_vl")],
+)
+def test_captured_prompts_say_the_same(
+    checkpoint: Callable[[str], Path], fd_tensor: str, name: str
+) -> None:
+    """Chunks of pictures and of text, of several prompts in a step and beside decodes."""
+    asked, params = mixes(name, 9), params_of(9)
+    device = {"tensor_library": fd_tensor, "device": "cpu", "max_num_seqs": 4}
+    with engine(checkpoint(name), **device) as llm:
+        wanted = ask(llm, asked, params)
+    replays: Counter[tuple[int, bool]] = Counter()  # by size, and with pictures
+    for tokens in (23, 48):
+        more = {"captures": "prompts", "max_num_batched_tokens": tokens, **device}
+        with engine(checkpoint(name), **more) as llm:
+            for _ in range(2):
+                assert ask(llm, asked, params) == wanted
+            for kind, prompt in runner_of(llm)._graphs._prompts.items():
+                replays[kind] += prompt._forward.num_replays
+    # ERNIE divides the tokens of a step with pictures on the host.
+    sees = (False,) if name == "ernie4_5_vl" else (False, True)
+    assert {kind for kind, count in replays.items() if count} == {
+        (size, seen) for size in PROMPT_SIZES for seen in sees
+    }
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "ernie4_5_vl"])

@@ -22,7 +22,7 @@ def settings_of(draw: random.Random) -> dict[str, Any]:
         "max_encoder_cache": draw.choice((0, 60, 1000)),
         "enable_prefix_caching": draw.random() < 0.7,
         "async_scheduling": draw.random() < 0.7,
-        "captures": draw.random() < 0.5,
+        "captures": draw.choice(("", "decodes", "prompts")),
     }
     if draw.random() < 0.3:
         drafts = draw.randrange(1, 5)

@@ -170,6 +170,17 @@ def test_bad_parts_get_a_400_and_the_next_request_works(api: openai.OpenAI, name
 def test_placeholders_in_text_are_text_and_in_prompts_are_refused(api: openai.OpenAI) -> None:
     spelled = user(text("<|vision_start|><|image_pad|><|vision_end|>"), part(picture(9, 9, 1)))
     assert create(api, [spelled]).usage.prompt_tokens_details.image_tokens == 4
+    spelling = "<|vision_start|><|image_pad|>"
+    elsewhere = [
+        {"role": "system", "content": f"Say {spelling}"},
+        {"role": "user", "content": "Hi", "name": "image_pad"},
+        {"role": "assistant", "content": f"I see {spelling}", "tool_calls": [{
+            "id": "1", "type": "function", "function": {"name": "f", "arguments": f'"{spelling}"'},
+        }]},
+        {"role": "tool", "tool_call_id": "1", "content": spelling},
+    ]  # fmt: skip
+    seen = create(api, [*elsewhere, user(part(picture(9, 9, 1)))]).usage
+    assert seen.prompt_tokens_details.image_tokens == 4
     joined = user(text("<|image_"), text("pad|>"))
     details = create(api, [joined]).usage.prompt_tokens_details.model_dump(exclude_none=True)
     assert "image_tokens" not in details
