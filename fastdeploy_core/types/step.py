@@ -59,9 +59,10 @@ class SequenceExtras(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     An engine refuses a request with `needs` that its workers do not report (WorkerInfo.features).
     They report "embeddings", "positions" and "pooling" for a family that has them, and then no
-    request without "pooling" is taken; "adapter" with --enable-lora. `adapter` and `embeddings` are
-    part of the block hash, so the prefix cache can never mix two of them; positions follow from the
-    token ids and from what `embeddings` digests.
+    request without "pooling" is taken; "adapter" with --enable-lora, "routed_experts" with
+    --enable-return-routed-experts. `adapter`, `embeddings` and `routes` are part of the block hash,
+    so the prefix cache can never mix two of them; positions follow from the token ids and from what
+    `embeddings` digests.
     """
 
     adapter: str = ""  # a LoRA adapter: NAME@GENERATION, which is a digest of its files
@@ -83,7 +84,7 @@ class SequenceExtras(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             "embeddings": self.embeddings,
             "positions": self.positions or self.position_offset,
             "pooling": self.pooling,
-            "routes": self.routes,
+            "routed_experts": self.routes,
         }
         return frozenset(name for name, is_asked in asked.items() if is_asked)
 

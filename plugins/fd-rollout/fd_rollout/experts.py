@@ -144,7 +144,7 @@ class Routes:
         self._runner = runner
         parts: list[Any] = runner._bring
         parts.append(self)
-        runner._features |= {"routes"}
+        runner._features |= {"routed_experts"}
         runner.slots._parts += (self,)
         layout: Any = runner._layout
         lay_out = layout.lay_out

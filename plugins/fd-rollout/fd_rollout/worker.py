@@ -49,7 +49,7 @@ class RolloutWorker(Worker):
         info = super().load()
         if self._routes is not None:
             self._routes.attach(self._ready()[0], self._loaded)
-            info.features |= {"routes"}
+            info.features |= {"routed_experts"}
         return info
 
     def launch(self, step: SchedulerOutput) -> Any:

@@ -122,7 +122,7 @@ def test_routes_that_are_none(first: LLM, text: str, words: str) -> None:
 def test_where_it_cannot_be(fd_tensor: str) -> None:
     with LLM(MODEL, tensor_library=fd_tensor, **ROOM) as llm:
         asked = {"prompt_token_ids": PROMPTS[0], "routed_experts": "AAAA"}
-        with pytest.raises(InvalidRequest, match="routes"):
+        with pytest.raises(InvalidRequest, match="routed_experts"):
             llm.generate([asked], GREEDY, use_tqdm=False)
     with pytest.raises(ConfigError, match="--swap-space"):
         LLM(MODEL, tensor_library=fd_tensor, swap_space=1, **ROOM, **ROUTES)
