@@ -81,7 +81,7 @@ def _numbers(raw, KIND: tl.constexpr, TO: tl.constexpr):
 def _scaled_mxfp4(codes, scales, BN: tl.constexpr, BK: tl.constexpr):
     """[BN, BK] float32. codes: [BN, BK] uint8; scales: [BN, BK // 32] uint8. A code's last three
     bits are the last of a float's exponent and the first of its mantissa, 126 off in the
-    exponent."""
+    exponent. (Called from here, `dot_scaled` of Triton 3.6 gave wrong sums on an H200.)"""
     wide = codes.to(tl.uint32)
     bits = ((wide & 7) << 22) | ((wide & 8) << 28)
     numbers = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
@@ -107,7 +107,7 @@ def packed_product(
     w_stride, groups, scale_rows, across, alpha, limit,
     KIND: tl.constexpr, GROUP: tl.constexpr, BY_BLOCK: tl.constexpr, ZERO: tl.constexpr,
     BIAS: tl.constexpr, EXPERTS: tl.constexpr, ALONE: tl.constexpr, DIVISOR: tl.constexpr,
-    OFFSET: tl.constexpr, CLAMPED: tl.constexpr, EVEN: tl.constexpr, SCALED_DOT: tl.constexpr,
+    OFFSET: tl.constexpr, CLAMPED: tl.constexpr, EVEN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -115,8 +115,7 @@ def packed_product(
     BY_BLOCK: scales are of blocks of 128 outputs and 128 inputs. ZERO: groups have zero points,
     else OFFSET is taken off. EXPERTS: rows are assignments, see routing.Order; ALONE: each is a
     block. CLAMPED: outputs are gate and up in turn, and half as many are stored. EVEN: BK divides
-    depth. SCALED_DOT: Triton's own product with MXFP4, which takes bfloat16 and which the
-    interpreter does not have."""
+    depth."""
     join_chain(PDL)
     block, tile = tl.program_id(0) // across, tl.program_id(0) % across
     slots, expert = (block * BM + tl.arange(0, BM)).to(tl.int64), tl.zeros((), tl.int64)
@@ -144,8 +143,7 @@ def packed_product(
                 pairs = k // 2 + tl.arange(0, BK // 2)
                 has_pair = inside_n[:, None] & ((pairs * 2 < depth) | EVEN)[None, :]
                 raw = tl.load(w + pairs[None, :], mask=has_pair, other=0)
-                if not SCALED_DOT:
-                    raw = tl.interleave(raw & 15, raw >> 4)
+                raw = tl.interleave(raw & 15, raw >> 4)
             else:
                 raw = tl.load(w + at[None, :], mask=has, other=0)
             if KIND == 4:
@@ -154,8 +152,7 @@ def packed_product(
                 scales = tl.load(
                     scales_p + scale_of[:, None] + nth[None, :], mask=has_scale, other=0
                 )
-                if not SCALED_DOT:
-                    b = _scaled_mxfp4(raw, scales, BN, BK)
+                b = _scaled_mxfp4(raw, scales, BN, BK)
             elif KIND == 5:
                 b = raw
             else:
@@ -167,12 +164,7 @@ def packed_product(
                     b -= OFFSET
                 if GROUP > 0:
                     b *= tl.load(scales_p + of, mask=has, other=0.0).to(tl.float32)
-            if SCALED_DOT:
-                total = tl.dot_scaled(
-                    a, None, "bf16", tl.trans(raw), scales, "e2m1", total, fast_math=True
-                )
-            else:
-                total = tl.dot(a, tl.trans(b.to(a.dtype)), total, input_precision=PRECISION)
+            total = tl.dot(a, tl.trans(b.to(a.dtype)), total, input_precision=PRECISION)
         if GROUP == 0 and KIND < 4:
             scale = tl.load(scales_p + scale_of, mask=inside_n, other=0.0).to(tl.float32)
             total *= scale[None, :]
@@ -277,7 +269,6 @@ def _launch(
         EXPERTS=order is not None, ALONE=order is not None and order.is_alone, DIVISOR=divisor,
         OFFSET=8 if kind == _INT4 else 0, CLAMPED=clamp is not None,
         EVEN=depth % tiles.depth == 0,
-        SCALED_DOT=kind == _MXFP4 and x.dtype == torch.bfloat16 and not INTERPRETED,
         BM=tiles.rows, BN=tiles.columns, BK=tiles.depth,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         **options(num_warps=tiles.warps, num_stages=1 if INTERPRETED else tiles.stages),
