@@ -84,6 +84,8 @@ def plant_drafts(worker: Worker, rows: Sequence[Row]) -> None:
     """The rows' drafts become those that the worker holds for their next step."""
     slots = worker._runner.slots
     worker._runner._results.read_all()
+    with worker.device.xp.no_grad():
+        slots._send([])  # of what former sequences left, as before a drafter leaves drafts
     xp, device = slots._xp, worker.device
     for row in rows:
         slot = slots.slot_of.get(row.seq_id)
