@@ -79,7 +79,8 @@ def test_each_kind_of_layer_gives_the_tokens_of_transformers(tmp_path: Path, fam
         device="cuda",
         tensor_library="torch",
         dtype="float32",
-        max_num_batched_tokens=9,
+        block_size=16,
+        max_num_batched_tokens=17,
         max_num_seqs=4,
         num_gpu_blocks_override=256,
     )["runs"]
