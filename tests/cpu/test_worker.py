@@ -55,7 +55,7 @@ def test_load_tells_what_the_scheduler_needs(folder: Path, tensor_library: str) 
     assert info.weight_bytes == 4 * (2 * a_layer + 2 * 131 * hidden + hidden)
     assert worker._runner.slots.slot_of == {}, "the profile leaves no sequence behind"
     copies = BlockCopies(device_to_device=[(0, 1)])
-    with pytest.raises(WorkerError, match="before the cache"):
+    with pytest.raises(WorkerError, match="were not allocated"):
         worker.launch(SchedulerOutput(step_id=1, copies=copies))
     worker.close()
     with pytest.raises(WorkerError, match="load"):

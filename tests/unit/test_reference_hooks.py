@@ -15,6 +15,7 @@ from fastdeploy_core.contracts.moe import MoEQuestion, MoESpec, RoutingSpec
 from fastdeploy_core.contracts.ops import OPERATIONS, QUANTIZED_OPERATIONS
 from fastdeploy_core.reference import hooks
 from fastdeploy_core.reference.kernels import TABLE
+from fastdeploy_testing.conformance.signatures import signature
 
 
 def attention(kv_dtype="auto"):
@@ -33,7 +34,7 @@ def test_kernel_has_the_arguments_the_contract_names(operation):
     function = getattr(importlib.import_module(module), name)
     if not isinstance(cell, str) and cell.composes:
         function = function(defaultdict(object))  # what it is made of is looked up, not called
-    declared = [argument.name for argument in OPERATIONS[operation].arguments]
+    declared = [argument.name for argument in signature(OPERATIONS[operation]).arguments]
     assert list(inspect.signature(function).parameters) == declared
 
 
