@@ -150,13 +150,11 @@ class EngineCore:
         self.scheduler.abort(request_ids)
 
     def has_work(self) -> bool:
-        """Whether `step` has something to do: a request to run, blocks that one waits for, a
-        result to take or an answer to return."""
+        """Whether `step` has something to do: run, take a result, return an answer, wait."""
         if self.is_held:
             return bool(self._in_flight) or self.scheduler.outcome.has_deltas
         is_awaited = self._building or (self._remote is not None and self._remote.is_awaited)
-        has_own = self.scheduler.has_work() or bool(self._in_flight or is_awaited)
-        return has_own or self._is_awaited
+        return self.scheduler.has_work() or bool(self._in_flight or is_awaited or self._is_awaited)
 
     @property
     def _is_awaited(self) -> bool:

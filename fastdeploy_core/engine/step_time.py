@@ -55,7 +55,7 @@ class StepTime:
         """A step took so long."""
         if is_part(step):
             self._owed_s = seconds if seconds > self._least_s else 0.0
-        else:
+        elif self._owed_s:
             self._owed_s = max(0.0, self._owed_s - seconds)
         if step.is_decode and step.num_tokens:
             self._decode_s = min(seconds / step.num_decodes, GROWTH * self._decode_s)
@@ -68,4 +68,4 @@ class StepTime:
 
 def is_part(step: ScheduledStep) -> bool:
     """Whether it computes a part of a prompt that does not end with it."""
-    return not all(row.sample for row in step.rows)
+    return not step.is_decode and not all(row.sample for row in step.rows)

@@ -29,7 +29,7 @@ class HostTier:
         self._entries: OrderedDict[CacheEntry, int] = OrderedDict()  # their host blocks
         # Entries that a copy of the step under construction reads or writes. No other copy of that
         # step may use their host blocks.
-        self._busy: set[CacheEntry] = set()
+        self.busy: set[CacheEntry] = set()
         self._device_to_host: list[tuple[int, int]] = []
         self._host_to_device: list[tuple[int, int]] = []
         self.writes_through = False  # new blocks are saved at once, not when they are evicted
@@ -58,19 +58,19 @@ class HostTier:
         if not self._free and not self._make_room():
             return
         host_block = self._entries[entry] = self._free.pop()
-        self._busy.add(entry)
+        self.busy.add(entry)
         self._device_to_host.append((block, host_block))
         self.num_saved_total += 1
 
     def load(self, entry: CacheEntry, block: int) -> None:
         """Bring the content back into a device block; the host copy stays."""
         self._entries.move_to_end(entry)
-        self._busy.add(entry)
+        self.busy.add(entry)
         self._host_to_device.append((self._entries[entry], block))
 
     def pin(self, entry: CacheEntry) -> None:
         """Do not drop this entry before the next `take_copies`."""
-        self._busy.add(entry)
+        self.busy.add(entry)
 
     def write_through(self, entry: CacheEntry, block: int) -> None:
         """Keep the content of a new entry's device block, if there is room; see take_written."""
@@ -112,7 +112,7 @@ class HostTier:
         block = self._entries.pop(entry, None)
         if block is None:
             return
-        if entry in self._busy:
+        if entry in self.busy:
             self._device_to_host = [pair for pair in self._device_to_host if pair[1] != block]
         if block in self._leased:
             self._ownerless.add(block)
@@ -122,7 +122,7 @@ class HostTier:
     def clear(self) -> None:
         """Drop everything, copies not taken yet included."""
         self._entries.clear()
-        self._busy.clear()
+        self.busy.clear()
         self._device_to_host, self._host_to_device, self._written = [], [], []
         self._ownerless = self._leased.copy()
         self._free = sorted(set(range(self.num_blocks)) - self._leased, reverse=True)
@@ -131,7 +131,7 @@ class HostTier:
         """(device to host, host to device) copies for the step that is now complete."""
         copies = self._device_to_host, self._host_to_device
         self._device_to_host, self._host_to_device = [], []
-        self._busy.clear()
+        self.busy.clear()
         return copies
 
     def check(self) -> None:
@@ -142,7 +142,7 @@ class HostTier:
 
     def _make_room(self) -> bool:
         for entry, block in self._entries.items():
-            if entry not in self._busy and block not in self._leased:
+            if entry not in self.busy and block not in self._leased:
                 self.forget(entry)
                 if self.on_drop is not None:
                     self.on_drop(entry)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from fastdeploy_core.types import BlockCopies, SequenceExtras
+from fastdeploy_core.types import NO_COPIES, BlockCopies, SequenceExtras
 
 from .blocks import BlockPool
 from .groups import BoundedGroup, GroupPlan, GroupTable, make_findable, num_resumable
@@ -285,10 +285,13 @@ class KVCacheManager:
 
     def take_copies(self) -> BlockCopies:
         """The copies to do before the step that is now complete."""
-        more = [BlockCopies(*group.host.take_copies()) for group in self.bounded]
-        more = more if any(copies != BlockCopies() for copies in more) else []
-        copies = BlockCopies(*self.host.take_copies(), self._device_to_device, more)
-        self._device_to_device = []
+        copies = NO_COPIES
+        is_busy = self.host.busy or (self.bounded and any(tier.busy for tier in self.tiers))
+        if is_busy or self._device_to_device:
+            more = [BlockCopies(*group.host.take_copies()) for group in self.bounded]
+            more = more if any(group != NO_COPIES for group in more) else []
+            copies = BlockCopies(*self.host.take_copies(), self._device_to_device, more)
+            self._device_to_device = []
         self._release_dropped()
         return copies
 

@@ -21,7 +21,7 @@ from .groups import GroupTable
 from .host_tier import HostTier
 
 HashFunction = Callable[[bytes], bytes]
-Scope = tuple[str, str]  # cache_salt and adapter: blocks are shared within one alone
+Scope = tuple[str, str, str]  # cache_salt, adapter, routes: blocks are shared within one alone
 NO_EXTRAS = SequenceExtras()
 
 
@@ -147,12 +147,12 @@ class PrefixCache:
         return len(self._by_key)
 
     def new_table(self, cache_salt: str, extras: SequenceExtras | None = None) -> BlockTable:
-        """An empty table that shares blocks only with requests of the same salt and adapter."""
+        """An empty table that shares blocks only with requests of the same scope."""
         extras = extras or NO_EXTRAS
-        adapter = (extras.adapter,) if extras.adapter else ()
-        salt = f"{cache_salt}@@{extras.routes}" if extras.routes else cache_salt
-        root = self._hash(canonical(self._identity, salt, *adapter))
-        return BlockTable((salt, extras.adapter), root, extras.embeddings)
+        scope = cache_salt, extras.adapter, extras.routes
+        given = scope[: 3 if extras.routes else 2 if extras.adapter else 1]
+        root = self._hash(canonical(self._identity, *given))
+        return BlockTable(scope, root, extras.embeddings)
 
     def num_keyed(self, num_known: int) -> int:
         """Leading blocks that have a key when num_known tokens are known."""
@@ -280,10 +280,11 @@ class PrefixCache:
 
     def _on_evict(self, block: int, is_intact: bool) -> None:
         entry = self._by_block.pop(block)
-        if is_intact:
+        if is_intact and self._host.num_blocks:
             self._host.save(entry, block)
         entry.block = None
-        self._on_host_drop(entry)
+        if entry not in self._host:
+            self._remove(entry)
 
     def _on_host_drop(self, entry: CacheEntry) -> None:
         if not self._is_alive(entry):

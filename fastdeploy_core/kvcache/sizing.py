@@ -35,8 +35,7 @@ class CachePlan(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """As workers get them: of the first group on the device and in host memory, then of the
-        others on the device, then of the others in host memory."""
+        """Of the first group, on the device and in host memory; the others', all of one first."""
         device = [group.num_blocks for group in self.bounded]
         host = [group.num_host_blocks for group in self.bounded]
         return [self.num_blocks, self.num_host_blocks, *device, *host]

@@ -88,14 +88,14 @@ def find_soon(kind: str, name: str, inventory: Inventory | None = None) -> Plugi
 def find_part(name: str, asked: str, inventory: Inventory | None = None) -> PluginEntry:
     """A part of the core in a distribution of its own. Several processes: `engines` (config,
     resolved plugins, listener), `api-servers` (both configurations, plugins, listener), `experts`
-    (config, device, rank, communicator, maker of an ExpertCommunicator). What is shared
-    with others: KV blocks (`kv-events`, `kv-store`: engine/core.py), requests (`shared-queue`:
+    (config, device, rank, communicator, maker of an ExpertCommunicator). What is shared with
+    others: KV blocks (`kv-events`, `kv-store`: engine/core.py), requests (`shared-queue`:
     client.py), weights with later starts (`weight-cache`: loading/loader.py). Adapters of layers
-    (`lora`: layers/builder.py) and requests (`lora-request`: api/, `lora-server`: serving/).
-    What puts engines to sleep (`rollout-engine`, `rollout-worker`, `rollout-llm`: client.py,
+    (`lora`: layers/builder.py) and requests (`lora-request`: api/, `lora-server`: serving/). What
+    puts engines to sleep (`rollout-engine`, `rollout-worker`, `rollout-llm`: client.py,
     engine_process.py, worker_process.py). `forced-tools`: calls that a grammar forces.
-    `thinking-budget`: a logits processor (sampling/processors.py). `beam-llm`, `beam-sampling`.
-    `request-templates`: renders chat templates of requests (serving/state.py).
+    `thinking-budget`: a logits processor. `beam-llm`, `beam-sampling`. `request-templates`: renders
+    those of requests (serving/state.py).
     asked: the arguments that need it."""
     try:
         return find("part", name, inventory)

@@ -173,12 +173,9 @@ class TokenMasks:
             self._beside[slot][1].begin_mask()
 
     def most_steps(self) -> dict[int, int]:
-        """By seq_id, of sequences whose masks no step is to wait for: how many steps of it may be
-        on their way, 0 while the next mask is not there, else 1."""
-        if not self._beside:  # asked at each step
-            return {}
+        """By seq_id, where no step may wait for a mask: how many may be in flight, 0 before it."""
         ready = {seq_id: matcher.is_ready() for seq_id, matcher in list(self._beside.values())}
-        return {seq_id: int(made) for seq_id, made in ready.items() if made is not None}
+        return {n: int(made) for n, made in ready.items() if made is not None} if ready else {}
 
     def allowed(self, slot: int, token_ids: list[int]) -> int:
         """How many of these tokens the slot's grammar could accept now; its state stays."""

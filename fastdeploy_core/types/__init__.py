@@ -22,6 +22,7 @@ from .request import (
 )
 from .sampling import SamplingParams, StructuredOutputsParams
 from .step import (
+    NO_COPIES,
     BatchRows,
     BlockCopies,
     EmbeddedSpan,
@@ -35,6 +36,7 @@ from .step import (
 )
 
 __all__ = [
+    "NO_COPIES",
     "BatchRows",
     "BlockCopies",
     "CompletionOutput",

@@ -168,6 +168,9 @@ class BlockCopies(msgspec.Struct, frozen=True, omit_defaults=True):
     more: list[BlockCopies] = []  # of each bounded group; or none. Added in contract 1.5
 
 
+NO_COPIES = BlockCopies()
+
+
 class SchedulerOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What to run in one step."""
 
@@ -182,7 +185,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_decodes: int = 1
     # By row: appended to its block table before this step; as in NewSequence.block_ids.
     new_block_ids: dict[int, list[int]] = {}
-    copies: BlockCopies = BlockCopies()
+    copies: BlockCopies = NO_COPIES
     # Drafts to make after this step for each row that samples; 0: drafters with a cache of their
     # own only keep it complete; -1: drafters rest.
     max_drafts: int = -1

@@ -14,7 +14,7 @@ from fastdeploy_core.kvcache import bounded_rules
 from fastdeploy_core.memory.block_mover import BlockMover
 from fastdeploy_core.memory.host_pages import untouched
 from fastdeploy_core.tensor import DTYPE_BYTES
-from fastdeploy_core.types import BlockCopies
+from fastdeploy_core.types import NO_COPIES, BlockCopies
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
@@ -107,6 +107,8 @@ class Caches:
 
     def move(self, copies: BlockCopies) -> None:
         """Copy blocks as a step says."""
+        if copies == NO_COPIES:
+            return
         if len(copies.more) >= len(self._movers):
             raise WorkerError("a step copies blocks that were not allocated")
         for mover, own in zip(self._movers, (copies, *copies.more), strict=False):

@@ -78,8 +78,8 @@ class KVEvents:
         size, more = self._sizes
         # Behind its tokens an entry has those of the look-ahead, then what pictures are made from.
         tokens = memoryview(entry.tokens)[: 4 * size].cast("I").tolist()
-        salt, adapter = entry.scope
-        extra = [salt] if salt and parent is None else []
+        salt, adapter, routes = entry.scope
+        extra = [key for key in (salt, routes) if key and parent is None]
         if pictures := entry.tokens[4 * (size + more) :]:
             extra.append(pictures.hex())
         if last[0] == "BlockStored" and last[1][-1] == parent and not (extra or last[8]):
