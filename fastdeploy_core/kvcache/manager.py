@@ -157,10 +157,10 @@ class KVCacheManager:
         if self.num_needed(match, num_tokens) + spare > self.pool.num_available:
             return False
         num_blocks = self.num_blocks_for(num_tokens)
-        return all(
-            group.num_needed(match.entries, num_blocks) <= group.pool.num_available
-            for group in self.bounded
-        )
+        for group in self.bounded:
+            if group.num_needed(match.entries, num_blocks) > group.pool.num_available:
+                return False
+        return True
 
     def start(self, table: BlockTable, match: PrefixMatch, num_tokens: int) -> None:
         """Give an empty table the matched blocks and new ones up to num_tokens. The caller has
@@ -223,8 +223,8 @@ class KVCacheManager:
         """So many tokens are computed and certain: blocks that only they needed go back. Called
         after `commit`; steps in flight begin behind these tokens."""
         table.num_passed = max(table.num_passed, num_tokens // self.block_size)
-        for group, own in zip(self.bounded, table.more, strict=True):
-            group.let_go(own, table.num_passed)
+        for index, group in enumerate(self.bounded):
+            group.let_go(table.more[index], table.num_passed)
 
     def next_commit(self, table: BlockTable, num_prompt_tokens: int) -> int:
         """The number of computed tokens at which `commit` would take the next block, or `let_go`
@@ -239,10 +239,11 @@ class KVCacheManager:
 
     def free(self, table: BlockTable) -> None:
         """Release the blocks. Those in the prefix cache can be hit until they are reallocated."""
-        if self.bounded and table.is_cacheable:
-            self._make_findable(table, table.num_committed)
-        for group, own in zip(self.bounded, table.more, strict=True):
-            group.pool.release(reversed(own.held))
+        if self.bounded:
+            if table.is_cacheable:
+                self._make_findable(table, table.num_committed)
+            for group, own in zip(self.bounded, table.more, strict=True):
+                group.pool.release(reversed(own.held))
         self.pool.release(reversed(table.blocks))
         table.reset()
 

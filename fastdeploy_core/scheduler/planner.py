@@ -221,7 +221,7 @@ class StepPlanner:
         beyond = max(0, step.budget - most)
         step.budget -= beyond
         # Half is kept for the senior prompt; others, which are shorter, pass it with the rest.
-        kept, last = 0, list[Sequence]()
+        kept, last = 0, prompts[:0]
         is_shared = len(prompts) > 1 or self._roster.num_waiting
         if prompts and (is_shared or waits) and self._device.max_prefills_per_step is None:
             kept, last = (step.budget + 1) // 2, prompts[:1]

@@ -13,10 +13,9 @@ from fastdeploy_core.types import BatchRows, BlockCopies, EmbeddedSpan, NewSeque
 from .columns import Columns
 from .sequence import Sequence
 
-_TOKEN_IDS, _STOP_IDS, _REQUEST_ID, _ATTEMPT, _TENANT = map(
-    attrgetter,
-    ("token_ids", "stop_ids", "request.request_id", "request.request.attempt", "request.tenant"),
-)
+_TOKEN_IDS, _STOP_IDS = attrgetter("token_ids"), attrgetter("stop_ids")
+_REQUEST_ID = attrgetter("request.request.request_id")
+_ATTEMPT, _TENANT = attrgetter("request.request.attempt"), attrgetter("request.tenant")
 _COLUMNS = ("seq_ids", "starts", "counts", "samples", "num_drafts")  # of BatchRows
 
 
@@ -254,8 +253,8 @@ class StepBuilder:
         if self._new_blocks:
             blocks = self._new_blocks
             seq_ids = cohort.seq_ids if message.rows is None else message.rows.seq_ids
-            owners = enumerate(seq_ids.tolist())
-            message.new_block_ids = {row: blocks[seq] for row, seq in owners if seq in blocks}
+            row_of = dict(zip(seq_ids.tolist(), range(seq_ids.size), strict=True))
+            message.new_block_ids = {row_of[n]: new for n, new in blocks.items() if n in row_of}
         if max_drafts or self._asked:
             columns.asked[cohort.places] = max_drafts
             for row in self._rows:

@@ -91,6 +91,7 @@ def short_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("room", ["enough", "short"])
 def test_random_mixes_give_the_tokens_of_each_request_alone(
     bench: Bench,
+    variant: str,
     num_mixes: int,
     room: str,
     request: pytest.FixtureRequest,
@@ -114,7 +115,8 @@ def test_random_mixes_give_the_tokens_of_each_request_alone(
         seen["overlap"] += core.info.overlap
         seen["forks"] += sum(r.sampling.n > 1 for r in chosen)
     assert loads[0] or not bench._executor._info.bytes_per_block
-    assert loads[1] or room == "enough"  # then windows of prefixes stay on the device
+    # With room windows of prefixes stay on the device; few prefixes end inside one of its chunks.
+    assert loads[1] or room == "enough" or variant == "llama4"
     assert seen["preemptions"] > num_mixes // 2 and seen["prefix hits"] > 2 * num_mixes
     assert seen["shared steps"] > num_mixes // 2 and seen["forks"] > num_mixes // 2
     assert num_mixes // 4 < seen["overlap"] < num_mixes
