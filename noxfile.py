@@ -95,7 +95,7 @@ SEEING = (
 LIGHT = {
     "plugins/fd-agent-apis": (),
     "plugins/fd-accelerator": (),
-    "plugins/fd-beam-search": (),
+    "plugins/fd-beam-search": ("-m", "not slow"),
     "plugins/fd-bench": (),
     "plugins/fd-calibrate": (),
     "plugins/fastdeploy-testing": ("-m", "not slow", "--ignore-glob=*/test_mutants.py"),
@@ -403,8 +403,8 @@ def slow(session: nox.Session) -> None:
     libraries, arguments = _libraries(session)
     for library in libraries:
         session.run("pytest", "tests", "-q", "-m", "slow", "--tensor", library, *arguments)
-    for folder in ("plugins/fd-rollout", "plugins/fd-sched-redis", "plugins/fd-vision"):
-        with session.chdir(folder):
+    for name in ("beam-search", "rollout", "sched-redis", "spec-eagle", "vision"):
+        with session.chdir(f"plugins/fd-{name}"):
             session.run("pytest", "-q", "-m", "slow", "--fd-tensor", "torch", *arguments)
 
 

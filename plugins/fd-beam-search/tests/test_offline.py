@@ -48,8 +48,15 @@ def _same(llm: LLM, model: Path, cases: list[dict[str, Any]]) -> None:
             assert sequence.cum_logprob == pytest.approx(sum(told), abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
-def test_random_models_and_mixes(name: str, tmp_path: Path, fd_tensor: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_cases"),
+    [
+        ("llama", 4),
+        pytest.param("llama", 24, marks=pytest.mark.slow),
+        pytest.param("qwen3-moe", 8, marks=pytest.mark.slow),
+    ],
+)
+def test_random_models_and_mixes(name: str, num_cases: int, tmp_path: Path, fd_tensor: str) -> None:
     """With tokens that end a text often enough that every rule of the search decides something."""
     model = checkpoints.build(tmp_path, [name]) / name
     chance = random.Random(7)
@@ -66,7 +73,7 @@ def test_random_models_and_mixes(name: str, tmp_path: Path, fd_tensor: str) -> N
                 chance.sample(range(3, checkpoints.VOCAB), chance.choice([1, 3, 12]))
             ),
         }
-        for _ in range(8)
+        for _ in range(num_cases)
     ]
     with LLM(
         model, skip_tokenizer_init=True, tensor_library=fd_tensor, max_logprobs=-1, **ROOM

@@ -11,14 +11,22 @@ from fastdeploy_testing.conformance.test_drafter import DrafterConformance
 from fastdeploy_testing.conformance.test_hygiene import HygieneConformance
 
 
+DEMO = Path(__file__).resolve().parents[3] / "models" / "ernie-tiny"
+
+
 @pytest.mark.slow
 class TestEagle3(DrafterConformance):
     driver_name = "eagle3"
 
     @pytest.fixture(scope="class")
     @classmethod
-    def options(cls, model: Path) -> dict[str, Any]:
-        return {"model": str(Path(model).with_name("ernie-tiny-eagle3"))}
+    def model(cls) -> Path:
+        return DEMO
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        return {"model": str(DEMO.with_name("ernie-tiny-eagle3"))}
 
 
 class TestHygiene(HygieneConformance):
