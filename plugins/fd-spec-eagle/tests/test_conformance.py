@@ -10,7 +10,6 @@ import pytest
 from fastdeploy_testing.conformance.test_drafter import DrafterConformance
 from fastdeploy_testing.conformance.test_hygiene import HygieneConformance
 
-
 DEMO = Path(__file__).resolve().parents[3] / "models" / "ernie-tiny"
 
 
