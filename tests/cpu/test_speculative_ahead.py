@@ -303,7 +303,7 @@ class TwoRanks:
     """An executor whose second rank runs in a thread."""
 
     world_size = 2
-    sampling = None
+    sampling = experts = None
 
     def __init__(self, config: Any, resolved: Any, address: Path) -> None:
         self.workers = [make_worker(config, resolved, rank, 2, str(address)) for rank in range(2)]
