@@ -35,7 +35,7 @@ class CachePlan(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """Of the first group, on the device and in host memory; the others', all of one first."""
+        """For Caches.allocate: first group, its host blocks, other groups, their host blocks."""
         device = [group.num_blocks for group in self.bounded]
         host = [group.num_host_blocks for group in self.bounded]
         return [self.num_blocks, self.num_host_blocks, *device, *host]

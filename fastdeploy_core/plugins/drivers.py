@@ -94,8 +94,8 @@ def find_part(name: str, asked: str, inventory: Inventory | None = None) -> Plug
     (`lora`: layers/builder.py) and requests (`lora-request`: api/, `lora-server`: serving/). What
     puts engines to sleep (`rollout-engine`, `rollout-worker`, `rollout-llm`: client.py,
     engine_process.py, worker_process.py). `forced-tools`: calls that a grammar forces.
-    `thinking-budget`: a logits processor. `beam-llm`, `beam-sampling`. `request-templates`: renders
-    those of requests (serving/state.py).
+    `thinking-budget`: a logits processor. `beam-llm`, `beam-sampling`: beam search.
+    `request-templates`: renders chat templates that requests bring (serving/state.py).
     asked: the arguments that need it."""
     try:
         return find("part", name, inventory)

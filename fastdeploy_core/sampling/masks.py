@@ -173,7 +173,7 @@ class TokenMasks:
             self._beside[slot][1].begin_mask()
 
     def most_steps(self) -> dict[int, int]:
-        """By seq_id, where no step may wait for a mask: how many may be in flight, 0 before it."""
+        """By seq_id, steps that may be in flight: 0 until the next mask is there, then 1."""
         ready = {seq_id: matcher.is_ready() for seq_id, matcher in list(self._beside.values())}
         return {n: int(made) for n, made in ready.items() if made is not None} if ready else {}
 

@@ -223,8 +223,8 @@ class Tokenizer:
         """The prompt of a conversation; InvalidRequest says what is wrong with it.
 
         `template_kwargs`: a request's chat_template_kwargs, checked against the names that the
-        template reads. `chat_template`: another one than the model's. `render`: renders it where
-        nobody trusts it, from its source and variables (part `request-templates`).
+        template reads. `chat_template`: one that a request brings. `render`: renders it from its
+        source and variables, under limits (part `request-templates`); None: it is trusted.
         `kinds`: of parts beside text that messages may have, as engine.media.take_media leaves
         them.
         Encode the prompt with add_special_tokens=False, because the template writes special tokens.

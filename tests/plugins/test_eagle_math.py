@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from fastdeploy_core.errors import WeightError
 from fastdeploy_testing.capturing import CapturingDevice, RecordableAttention
 from tests.plugins import eagle_oracle
-from tests.plugins.mtp_recording import RecordableRound
+from tests.plugins.mtp_recording import replayed
 from tests.plugins.mtp_rig import BLOCK, VOCAB, Bench, Feed
 
 pytest.importorskip("fd_spec_eagle", reason="needs: pip install -e plugins/fd-spec-eagle")
@@ -118,20 +118,7 @@ def test_a_round_of_drafts_can_be_recorded(tensor_library: str, tmp_path: Path) 
     for name in "abcd":
         bench.add(name, random_tokens(12, ord(name)))
     bench.step([Feed("a", 3), Feed("b", 9), Feed("c", 5), Feed("d", 2)])
-    first = RecordableRound(bench, ["a", "b"])
-    proposal = bench.xp.zeros((2, 4), dtype=bench.xp.int64)
-    with bench.xp.no_grad():
-
-        def run() -> None:
-            proposal.copy_(bench.drafter.propose(first.draft_batch))
-
-        run()  # to get ready
-        copies = bench.device.num_copies
-        recorded = bench.device.capture(run)
-        assert bench.device.num_copies == copies
-        proposal.fill_(-7)
-        first.become(RecordableRound(bench, ["d", "c"]))
-        recorded.replay()
+    proposal = replayed(bench, "ab", "dc")
     for row, name in enumerate("dc"):
         sequence = bench.sequences[name]
         tokens = sequence.tokens[: sequence.num_computed + 1]

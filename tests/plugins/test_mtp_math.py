@@ -18,7 +18,7 @@ from fastdeploy_core.errors import WeightError
 from fastdeploy_testing.capturing import CapturingDevice, RecordableAttention
 from tests.cpu.test_layers_quantizer import Int8
 from tests.plugins import mtp_oracle as oracle
-from tests.plugins.mtp_recording import RecordableRound
+from tests.plugins.mtp_recording import replayed
 from tests.plugins.mtp_rig import (
     BLOCK,
     VOCAB,
@@ -249,19 +249,6 @@ def test_a_round_of_drafts_can_be_recorded(tensor_library: str, tmp_path: Path) 
     for name in "abcd":
         bench.add(name, random_tokens(12, ord(name)))
     bench.step([Feed("a", 3), Feed("b", 9), Feed("c", 5), Feed("d", 2)])
-    first = RecordableRound(bench, ["a", "b"])
-    proposal = bench.xp.zeros((2, 4), dtype=bench.xp.int64)
-    with bench.xp.no_grad():
-
-        def run() -> None:
-            proposal.copy_(bench.drafter.propose(first.draft_batch))
-
-        run()  # to get ready
-        copies = bench.device.num_copies
-        recorded = bench.device.capture(run)
-        assert bench.device.num_copies == copies
-        proposal.fill_(-7)
-        first.become(RecordableRound(bench, ["d", "c"]))
-        recorded.replay()
+    proposal = replayed(bench, "ab", "dc")
     for row, name in enumerate("dc"):
         assert proposal[row].tolist() == expected.drafts(bench, name, 4)[1]
