@@ -73,7 +73,7 @@ class MultimodalLM(CausalLM, Protocol):
 
     An attribute `vector_width`, how wide encode() makes vectors, says that nothing on the host depends on which
     tokens have vectors: steps with prompts and vectors may then be captured graphs. In these a vector may be named
-    several times, each time but one with zeros behind its first `hidden` (contract 1.5). Added in contract 1.1."""
+    several times, each time but one with zeros after its first `hidden` (contract 1.5). Added in contract 1.1."""
 
     @staticmethod
     def media(config: Mapping[str, Any], folder: Path, rules: MediaRules) -> MediaProcessor:

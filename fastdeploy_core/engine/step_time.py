@@ -48,7 +48,7 @@ class StepTime:
         return number, self._owed_s > 0 and now < self._company_until_s
 
     def is_awaited(self, step: ScheduledStep) -> bool:
-        """Whether none is queued behind this one: who comes meanwhile waits for its end alone."""
+        """Whether none is queued after this one: who comes meanwhile waits for its end alone."""
         return self._within_s < ALONE_S and not self._is_queued and is_part(step)
 
     def note(self, step: ScheduledStep, seconds: float) -> None:

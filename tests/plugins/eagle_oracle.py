@@ -134,7 +134,7 @@ def run(
     sizes: Mapping[str, Any], w: Mapping[str, Tensor], embedded: Tensor, g: Tensor, after: bool
 ) -> tuple[Tensor, Tensor]:
     """(what the head reads, hidden states for the next draft) of positions 0..n-1, [n, hidden]
-    each. after: the residual stream begins behind the norm."""
+    each. after: the residual stream begins after the norm."""
     eps, dim = sizes["rms_norm_eps"], sizes["head_dim"]
     normed = _norm(g, w["midlayer.hidden_norm.weight"], eps)
     x = torch.cat((_norm(embedded, w["midlayer.input_layernorm.weight"], eps), normed), -1)
@@ -189,7 +189,7 @@ class Oracle:
 
     @torch.no_grad()
     def drafts(self, tokens: Sequence[int], count: int) -> tuple[Tensor, list[int]]:
-        """Logits over the target's vocabulary [count, vocabulary] and the likeliest drafts behind
+        """Logits over the target's vocabulary [count, vocabulary] and the likeliest drafts after
         `tokens`, of which the target has not computed the last."""
         fed = torch.tensor([list(tokens[:-1])])
         g = torch.cat(self._states(fed), -1).double()

@@ -59,7 +59,7 @@ class World:
         self.index = (index_q, index_k, normal(tokens, 3, kind=torch.float32).round())
 
     def run(self, driver: Any, *, is_exact: bool = True) -> tuple[torch.Tensor, ...]:
-        """The result, and the caches behind it."""
+        """The result, and the caches after it."""
         cache = tuple(pool.clone() for pool in self.cache)
         each = self.fed[0] if len(set(self.fed)) == 1 else 0
         batch = AttentionBatch.upload(

@@ -162,7 +162,7 @@ def test_any_number_of_ranks_hands_over_to_any(
 
 def test_the_drafters_keys_and_values_come_along() -> None:
     """Of MTP, whose layer is one more of the blocks that are handed over: as many of its drafts are
-    right as where it saw the prompt itself. Only the first step behind a handed-over token has no
+    right as where it saw the prompt itself. Only the first step after a handed-over token has no
     draft."""
     mtp = '{"method": "mtp", "num_speculative_tokens": 1, "adaptive_length": false}'
     two = Apart("--kv-transport", "shm", "--speculative-config", mtp)

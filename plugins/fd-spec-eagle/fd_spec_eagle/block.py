@@ -90,7 +90,7 @@ class Eagle3Block:
         tied = self._embedding if is_tied else None
         self._head = build.lm_head("lm_head", size, hidden, tied=tied, like=like)
         # With a vocabulary of its own: the target's id for each of its ids; and for each of the
-        # target's the column of its logits, which for others is one behind the last.
+        # target's the column of its logits, which for others is one past the last.
         self._vocab = vocab
         self._ids: Tensor | None = None
         self._columns: Tensor | None = None
@@ -116,7 +116,7 @@ class Eagle3Block:
         self, ids: Tensor, hidden: Tensor, positions: Tensor, context: ForwardContext,
         rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """ids [num_tokens] int64: the token behind each one; hidden [num_tokens, hidden]: g, or a
+        """ids [num_tokens] int64: the token after each one; hidden [num_tokens, hidden]: g, or a
         of the position before. Returns (what the head reads, a), of the tokens in rows [n] int64
         only; the cache gets all."""
         first, second = self._embedding_norm, self._hidden_norm

@@ -60,7 +60,7 @@ class Eagle3Drafter:
         xp, block = self._xp, self._block
         num_tokens = int(batch.input_ids.shape[0])
         count = batch.max_drafts if batch.draws.any() else 0
-        # What a captured step kept may have padding behind the step's tokens.
+        # What a captured step kept may have padding after the step's tokens.
         states = [batch.context.kept[number][:num_tokens] for number in self._reads]
         hidden = block.projection(xp.cat(states, -1))
         attention, context, where = batch.attention, batch.context, batch.ends

@@ -43,6 +43,6 @@ def fd_speculative_requirements(question: SpeculativeQuestion) -> Requirements |
         ),
         # The first draft is made at the last token that was fed; each further one a position later.
         lookahead_tokens=steps - 1,
-        key_lookahead=1,  # an entry of its cache is made of the token behind it
+        key_lookahead=1,  # an entry of its cache is made of the token after it
         draft_quantization=str(question.options.get("quantization") or ""),
     )

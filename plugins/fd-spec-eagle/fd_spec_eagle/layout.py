@@ -28,7 +28,7 @@ class Eagle3Folder:
     reads: tuple[int, ...]
     target_hidden_size: int
     draft_vocab_size: int
-    norm_before_residual: bool  # the residual stream begins behind hidden_norm, not before it
+    norm_before_residual: bool  # the residual stream begins after hidden_norm, not before it
     names: frozenset[str]  # of its tensors, shortened; empty: there are no files (random weights)
 
     def has(self, name: str) -> bool:

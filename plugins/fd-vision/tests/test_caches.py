@@ -334,7 +334,7 @@ def test_placeholders_alone_are_not_the_content_of_a_block(folder: Path, fd_tens
 @pytest.mark.slow
 def test_a_thousand_pictures_leave_nothing(folder: Path, fd_tensor: str) -> None:
     """Descriptors, files in shared memory, vectors, memory of this process and those that decode:
-    behind 1,000 as behind 300."""
+    after 1,000 as after 300."""
     page = resource.getpagesize()
 
     def held() -> tuple[int, int, int]:

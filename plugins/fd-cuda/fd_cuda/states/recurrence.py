@@ -96,7 +96,7 @@ def step_states(
 
     x: [tokens, channels], convolved, q and k of length 1; q, k and v begin at channels Q_AT, K_AT
     and V_AT. EACH neighbouring heads have a key head. CHANNELS: each row of a state has a decay of
-    its own. Rows of nobody give zeros. slots: below 0 for
+    its own. Padding rows give zeros. slots: below 0 for
     padding at a row's end, which leaves no state.
     """
     join_chain(PDL)

@@ -11,7 +11,7 @@ from fastdeploy_core.kvcache import CacheEntry, HostTier
 
 
 class Parts:
-    """Numbers 0, 1, ... are the prompt's blocks in the first group of layers; behind them come
+    """Numbers 0, 1, ... are the prompt's blocks in the first group of layers; after them come
     those that each bounded group needs at the prompt's end, group by group."""
 
     def __init__(

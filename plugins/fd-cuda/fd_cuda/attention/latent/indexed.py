@@ -40,7 +40,7 @@ class _Chosen(Metadata):
     """A step in which tokens may see more keys than they attend to."""
 
     rows: Tensor  # [num_tokens] int32
-    seen: Tensor  # [num_tokens] int32; 0: a token of nobody
+    seen: Tensor  # [num_tokens] int32; 0: padding
     width: int  # most keys that a token sees
 
 
