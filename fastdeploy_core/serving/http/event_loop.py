@@ -34,9 +34,9 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
     usual = gc.get_threshold()
     gc.set_threshold(YOUNG_OBJECTS, *usual[1:])
     sys.setswitchinterval(SWITCH_S)
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD) if mallopt else ():
-        mallopt(option, KEPT_BYTES)
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+        mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(main)
