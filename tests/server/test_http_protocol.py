@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -210,6 +212,41 @@ def test_a_connection_that_only_breaks_lines_is_closed(
             assert connection.recv(1) == b""
         seconds = time.monotonic() - began
     assert seconds < server.state.config.keep_alive_s - 1
+
+
+def test_a_head_that_came_while_the_server_stood_still_is_answered(
+    engine: ScriptedEngine, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastdeploy_core.serving.http.protocol import GuardedProtocol
+
+    monkeypatch.setattr(GuardedProtocol, "head_timeout_s", 0.3)
+    is_stuck, (asked, ask) = threading.Event(), socket.socketpair()
+
+    def stand_still() -> None:
+        asked.recv(1)
+        is_stuck.set()
+        time.sleep(0.6)
+
+    async def watch() -> None:  # where the loop reads, since its timers come next
+        asyncio.get_running_loop().add_reader(asked, stand_still)
+
+    async def forget() -> None:
+        asyncio.get_running_loop().remove_reader(asked)
+
+    with (
+        asked,
+        ask,
+        live(engine, tokenizer) as server,
+        socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection,
+    ):
+        connections = server.server.server_state.connections
+        wait_for(lambda: connections, "the connection to be taken")
+        server.run(watch())
+        ask.send(b"x")
+        assert is_stuck.wait(10)
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        server.run(forget())
 
 
 @pytest.mark.parametrize("path", ["short", "long", "split"])

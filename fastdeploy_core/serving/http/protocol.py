@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 EXTENSION = "fastdeploy.connection"  # where a call's scope holds its Cycle
 HEAD_TIMEOUT_S = 10.0
+LAST_LOOK_S = 0.05
 MAX_HEAD_BYTES = 64 * 1024
 UNTIL_CLOSED = sys.maxsize  # the length of a body that ends when its connection closes
 
@@ -224,7 +225,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self.tasks.add(task)
 
     def _start_head_timer(self) -> None:
-        self._head_timer = self.loop.call_later(self.head_timeout_s, self.transport.abort)
+        self._head_timer = self.loop.call_later(self.head_timeout_s, self._look_again)
+
+    def _look_again(self) -> None:
+        """The head is late, unless it came while the event loop stood still: that reads first."""
+        self._head_timer = self.loop.call_later(LAST_LOOK_S, self.transport.abort)
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
