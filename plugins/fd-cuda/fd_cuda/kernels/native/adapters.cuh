@@ -41,6 +41,8 @@ struct Groups {
   u16 rows[GROUPED];  // NOBODY in gaps
 };
 
+// INSTRUCTIONS: emulated_adapters.h of the tests has C++ in the place of what follows.
+
 __device__ __forceinline__ void sync_helpers() { asm volatile("bar.sync 2, %0;" ::"n"(HELPERS) : "memory"); }
 
 // Whether it is so for one of the helpers.
@@ -69,6 +71,16 @@ __device__ __forceinline__ void leave_meeting(int* meeting, int blocks) {
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(meeting + 1) : "memory");
   if (before == blocks - 1) meeting[0] = meeting[1] = 0;
 }
+
+__device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// d += a b: 16 of A's rows, 8 rows of x, 16 inputs.
+__device__ __forceinline__ void multiply_group(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// END OF INSTRUCTIONS
 
 __device__ __forceinline__ int part_of(const Adapters& of, int column) {
   return (column >= of.end0) + (column >= of.end1);
@@ -223,15 +235,10 @@ struct Sums {
 #endif
 #pragma unroll
       for (int t = 0; t < BAND; t++) {
-        multiply_once(sum[t], a[t][0][c].x, a[t][1][c].x, a[t][0][c].y, a[t][1][c].y, x[c].x, x[c].y);
-        multiply_once(sum[t], a[t][0][c].z, a[t][1][c].z, a[t][0][c].w, a[t][1][c].w, x[c].z, x[c].w);
+        multiply_group(sum[t], a[t][0][c].x, a[t][1][c].x, a[t][0][c].y, a[t][1][c].y, x[c].x, x[c].y);
+        multiply_group(sum[t], a[t][0][c].z, a[t][1][c].z, a[t][0][c].w, a[t][1][c].w, x[c].z, x[c].w);
       }
     }
-  }
-
-  __device__ __forceinline__ static void multiply_once(float* d, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
   }
 
   // The warps' sums meet in shared memory; what they add up to goes to global memory.
@@ -311,7 +318,7 @@ __device__ __forceinline__ bool serve_adapters(const Adapters& of, const Outputs
     bool differs = false;
     for (int m = thread; m < M; m += HELPERS) differs |= __ldcg(of.slots + m) != groups.slots[m];
     is_stale = any_helper(differs);
-    if (is_stale) asm volatile("cp.async.wait_all;" ::: "memory");
+    if (is_stale) await_copies();
   }
   if (!items) return false;
 
@@ -335,6 +342,6 @@ __device__ __forceinline__ bool serve_adapters(const Adapters& of, const Outputs
   }
   sync_helpers();
   if (needed) fetch_sums(of, outputs, groups, first, M, inner_of);
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  await_copies();
   return true;
 }
