@@ -1,5 +1,5 @@
-"""What gemm.cu's second group of warps finds, on the CPU: kernels/native/adapters.cuh as C++ over an
-emulated GPU."""
+"""What gemm.cu's second group of warps finds, on the CPU: kernels/native/adapters.cuh as C++ over
+an emulated GPU."""
 
 from __future__ import annotations
 
