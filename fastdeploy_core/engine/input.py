@@ -111,6 +111,7 @@ class RequestOptions:
     cache_salt: str = ""  # the client's
     salt_scope: str = ""  # requests share cached prefixes only within one scope
     handover: str = ""  # see types.Request
+    traceparent: str = ""
     log_id: str = ""  # begins the engine's id of the request, so that logs can be matched
     media: MediaProcessor | None = None  # of a family that takes pictures
     media_parts: Sequence[MediaPart] = ()
@@ -182,6 +183,7 @@ def build_request(
         tenant=options.tenant,
         extras=extras,
         handover=options.handover,
+        traceparent=options.traceparent,
     )
 
 

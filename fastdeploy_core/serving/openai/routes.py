@@ -132,8 +132,8 @@ def call_of(http: Request, body: SamplingFields) -> Call:
                 param=TIMEOUT_HEADER,
             )
     is_short = http.state.num_body_bytes <= SHORT_BODY_BYTES
-    handover = http.headers.get(HANDOVER_HEADER, "")
-    return Call(http.state.request_id, tenant_of(http), timeout_s, is_short, handover)
+    said = [http.headers.get(name, "") for name in (HANDOVER_HEADER, "traceparent")]
+    return Call(http.state.request_id, tenant_of(http), timeout_s, is_short, *said)
 
 
 def _card(state: ServerState, name: str, created: int) -> dict[str, Any]:

@@ -70,6 +70,7 @@ class Call:
     # a body so short that all work for it takes less than passing it to a thread
     is_short: bool = False
     handover: str = ""  # see types.Request
+    traceparent: str = ""
 
 
 class Envelope:
@@ -116,5 +117,6 @@ def request_options(
         log_id=call.id,
         media=state.media,
         handover=call.handover,
+        traceparent=call.traceparent,
         extras=extras,
     )
