@@ -58,9 +58,8 @@ class Observer:
             record = self._records.get(delta.request_id)
             if record is None:
                 continue
-            record.queue_s, record.num_cached = (
-                delta.queue_s or record.queue_s, delta.num_cached_tokens or record.num_cached
-            )  # fmt: skip
+            if delta.queue_s is not None:  # the first one
+                record.queue_s, record.num_cached = delta.queue_s, delta.num_cached_tokens or 0
             for seq in delta.sequences:
                 record.num_generated += len(seq.token_ids)
                 if seq.finish_reason is not None:

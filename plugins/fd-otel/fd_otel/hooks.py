@@ -1,4 +1,4 @@
-"""Hears of engines and requests. Light: OpenTelemetry is imported only where traces go somewhere."""
+"""Hears of engines and requests. Light: imports OpenTelemetry only where traces go somewhere."""
 
 from __future__ import annotations
 
