@@ -110,7 +110,7 @@ class RequestOptions:
     tenant: str = ""
     cache_salt: str = ""  # the client's
     salt_scope: str = ""  # requests share cached prefixes only within one scope
-    passed: Mapping[str, str] = field(default_factory=dict)  # fields of Request, from headers
+    passed: Mapping[str, Any] = field(default_factory=dict)  # fields of Request, from headers
     log_id: str = ""  # begins the engine's id of the request, so that logs can be matched
     media: MediaProcessor | None = None  # of a family that takes pictures
     media_parts: Sequence[MediaPart] = ()

@@ -69,7 +69,7 @@ class Call:
     timeout_s: float | None = None
     # a body so short that all work for it takes less than passing it to a thread
     is_short: bool = False
-    passed: Mapping[str, str] = field(default_factory=dict)  # see RequestOptions
+    passed: Mapping[str, Any] = field(default_factory=dict)  # see RequestOptions
 
 
 class Envelope:
