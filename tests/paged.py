@@ -105,7 +105,7 @@ class PagedModel:
             self.communicator,
             drivers,
         )
-        self.caches = [self._cache(spec) for spec in self.loaded.kv_layers]
+        self.caches = [self._cache(spec) for spec in self.loaded.builder.kv_layers]
         self._free = list(np.random.default_rng(3).permutation(NUM_BLOCKS))
         self._blocks: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}

@@ -178,7 +178,7 @@ def fd_request_finished(info: Mapping[str, Any]) -> None:
 
     Fires in the serving loop for every request, aborted and failed ones included, so it must not
     block; after three failures it is not called again. No prompt or output text is in `info`.
-    Added in contract 1.0.
+    Added in contract 1.0; num_cached_tokens, queue_s and traceparent in 1.6.
     """
 
 

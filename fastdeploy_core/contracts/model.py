@@ -17,8 +17,12 @@ from fastdeploy_core.errors import ConfigError
 from .moe import MoESpec
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from fastdeploy_core.tensor import Tensor
     from fastdeploy_core.types import SequenceExtras
+
+    from .attention import AttentionBatch
 
 # What an attention layer may need beyond plain attention over all earlier tokens, and the kinds of
 # layers that keep a state. Drivers declare those they implement in `features`.
@@ -189,6 +193,23 @@ class StoredTensor(Protocol):
     def read(self, *region: slice | int) -> Tensor:
         """The region (all of it without arguments), on the device, in the stored dtype."""
         ...
+
+
+class StepPart(Protocol):
+    """A part of a model on one rank that sees which sequences a step has; a family or one of its
+    layers appends it to layers.ModelBuilder.parts. Added in contract 1.6."""
+
+    features: frozenset[str]  # of SequenceExtras.needs: what sequences may bring because of it
+
+    def add(self, slot: int, extras: SequenceExtras) -> None:
+        """A sequence that brings these has got the slot. InvalidRequest ends it alone."""
+
+    def reset(self, slot: int) -> None:
+        """The slot is free."""
+
+    def lay_out(self, rows: np.ndarray, batch: AttentionBatch, read: np.ndarray | None) -> None:
+        """This batch's forward pass is next; captured decode steps have none. rows [B] int64: slots
+        of its first B rows, others are padding. read: as ForwardContext.rows, [n] on the host."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -110,7 +110,7 @@ class RequestOptions:
     tenant: str = ""
     cache_salt: str = ""  # the client's
     salt_scope: str = ""  # requests share cached prefixes only within one scope
-    handover: str = ""  # see types.Request
+    passed: Mapping[str, Any] = field(default_factory=dict)  # fields of Request, from headers
     log_id: str = ""  # begins the engine's id of the request, so that logs can be matched
     media: MediaProcessor | None = None  # of a family that takes pictures
     media_parts: Sequence[MediaPart] = ()
@@ -181,7 +181,7 @@ def build_request(
         cache_salt=salt or options.cache_salt,
         tenant=options.tenant,
         extras=extras,
-        handover=options.handover,
+        **options.passed,
     )
 
 

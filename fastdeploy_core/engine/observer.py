@@ -20,13 +20,12 @@ STATS_INTERVAL_S = 1.0
 class _Record:
     """What hooks are told of a request when it ends."""
 
-    __slots__ = ("arrival_s", "first_token_s", "num_generated", "num_prompt", "reasons")
-
-    def __init__(self, num_prompt: int) -> None:
+    def __init__(self, request: Request) -> None:
         self.arrival_s = time.monotonic()
-        self.first_token_s = 0.0
-        self.num_prompt = num_prompt
-        self.num_generated = 0
+        self.first_token_s = self.queue_s = 0.0
+        self.num_prompt = len(request.prompt_token_ids)
+        self.num_generated = self.num_cached = 0
+        self.traceparent = request.traceparent
         self.reasons: list[str] = []
 
 
@@ -49,7 +48,7 @@ class Observer:
     def admitted(self, request: Request) -> None:
         """The engine accepted a request."""
         if self._wants_requests:
-            self._records[request.request_id] = _Record(len(request.prompt_token_ids))
+            self._records[request.request_id] = _Record(request)
 
     def delivered(self, outputs: Sequence[RequestOutputDelta | TokenDeltas]) -> None:
         """The engine produced output."""
@@ -59,6 +58,8 @@ class Observer:
             record = self._records.get(delta.request_id)
             if record is None:
                 continue
+            if delta.queue_s is not None:  # the first one
+                record.queue_s, record.num_cached = delta.queue_s, delta.num_cached_tokens or 0
             for seq in delta.sequences:
                 record.num_generated += len(seq.token_ids)
                 if seq.finish_reason is not None:
@@ -98,6 +99,9 @@ class Observer:
             "finish_reason": reason or ",".join(record.reasons),
             "num_prompt_tokens": record.num_prompt,
             "num_generated_tokens": record.num_generated,
+            "num_cached_tokens": record.num_cached,
+            "queue_s": record.queue_s,
+            "traceparent": record.traceparent,
             "first_token_s": record.first_token_s,
             "total_s": time.monotonic() - record.arrival_s,
         }

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from fastdeploy_core.contracts.attention import AttentionSpec
-from fastdeploy_core.contracts.model import StateSpec, spec_within
+from fastdeploy_core.contracts.model import StateSpec, StepPart, spec_within
 from fastdeploy_core.contracts.moe import MoEBackend, MoEBlockBackend, MoESpec
 from fastdeploy_core.contracts.quantizer import (
     HEAD_QUANTIZER,
@@ -35,29 +35,21 @@ from .stored import WHOLE, Piece
 from .weight_map import WeightMap
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from fastdeploy_core.contracts.attention import AttentionBatch
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
     from fastdeploy_core.contracts.ops import KernelTable
     from fastdeploy_core.tensor import Tensor
-    from fastdeploy_core.types import SequenceExtras
 
 
 class KeptWeights(Protocol):
-    """Laid-out weights that are kept between starts."""
+    """Laid-out weights that are kept between starts, by name; get: None for one that is not."""
 
-    def get(self, name: str) -> Any:
-        """The weight of that name; None if it is not kept."""
-
-    def put(self, name: str, prepared: Any) -> None:
-        """Keep a weight."""
+    def get(self, name: str) -> Any: ...
+    def put(self, name: str, prepared: Any) -> None: ...
 
 
-class Adapters(Protocol):
+class Adapters(StepPart, Protocol):
     """LoRA adapters of one rank: target `lora` of fd-lora, which says more of each method."""
-
-    features: frozenset[str]  # as WorkerInfo.features
 
     # The kernels that layers are given; and what adds to a layer's product, None: nothing may.
     def watch(self, kernels: KernelTable) -> KernelTable: ...
@@ -65,11 +57,8 @@ class Adapters(Protocol):
         self, build: ModelBuilder, spec: LayerSpec, pieces: Sequence[Piece], in_piece: Piece
     ) -> Any: ...
 
-    # Sequences by slot, as with SequenceMedia; and which of them are the rows of a step.
-    def add(self, slot: int, extras: SequenceExtras) -> None: ...
-    def reset(self, slot: int) -> None: ...
+    # The slots of a captured step's rows; and a forward pass.
     def attach(self, rows: Tensor) -> None: ...
-    def lay_out(self, slots: np.ndarray, counts: np.ndarray) -> None: ...
     def begin(self, batch: AttentionBatch) -> None: ...
 
 
@@ -132,6 +121,7 @@ class ModelBuilder:
         self._is_dummy, self._kept_weights = formats.is_dummy, formats.kept
         self.kv_format, self.kv_static = formats.kv_format, formats.kv_static
         self.weights = WeightMap()
+        self.parts: list[StepPart] = [] if adapters is None else [adapters]
         self.kv_layers: list[AttentionSpec | StateSpec] = []
         self.attention_drivers: dict[AttentionSpec | StateSpec, Any] = {}
         self.moe_drivers: dict[MoESpec, MoEBackend] = {}

@@ -79,7 +79,7 @@ class DrafterMaker:
         if needs.continued_by and rank == 0:
             kind = self._resolved.load("speculative", needs.continued_by)
             follower = self._construct(kind, self._context(needs.continued_options))
-        first_layer = len(self._loaded.kv_layers)
+        first_layer = len(self._loaded.builder.kv_layers)
         drafter: Drafter | None = None
         if on_device:
             drafter = self._on_device(driver, needs)

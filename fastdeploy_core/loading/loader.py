@@ -57,7 +57,6 @@ class LoadedModel:
     model: CausalLM
     shapes: ModelShapes
     dtype: str  # the dtype the model computes in, adjusted to the device
-    kv_layers: list[AttentionSpec | StateSpec]  # cache order
     attention: dict[AttentionSpec | StateSpec, Any]  # an AttentionBackend or StateBackend
     builder: ModelBuilder  # the model's builder; drafters add layers with it
     load_driver: LoadDriver  # what was resolved at start-up, for drivers that requests need
@@ -146,7 +145,6 @@ def load_model(
         model=model,
         shapes=shapes,
         dtype=model_config.dtype,
-        kv_layers=build.kv_layers,
         attention=build.attention_drivers,
         builder=build,
         load_driver=load_driver,

@@ -71,15 +71,8 @@ class Tokenizer:
         self._texts: dict[int, str] = {}
         self._string = functools.lru_cache(CACHED_TOKENS)(backend.id_to_token)
 
-    # Set by name in __init__; None if the model has no such token.
-    bos_token: str | None
-    eos_token: str | None
-    unk_token: str | None
-    pad_token: str | None
-    bos_token_id: int | None
+    # NAMED_TOKENS and their ids are set by name in __init__; None: the model has no such token.
     eos_token_id: int | None
-    unk_token_id: int | None
-    pad_token_id: int | None
 
     @classmethod
     def load(

@@ -78,6 +78,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     instance: str = ""  # instance that a request scheduler routed it to; empty: any
     extras: SequenceExtras | None = None
     handover: str = ""  # which other instance has to do with it, as a router says: fd-scale-out
+    traceparent: str = ""  # the client's header, W3C Trace Context: where spans of it belong
 
     @property
     def is_pooled(self) -> bool:

@@ -29,7 +29,7 @@ class Caches:
     def __init__(self, device: DeviceBackend, kernels: KernelTable, loaded: LoadedModel) -> None:
         self._device, self._kernels, self._loaded = device, kernels, loaded
         self.tensors: list[tuple[Tensor, ...]] = []  # of each layer
-        self.rules = bounded_rules(loaded.kv_layers)  # of groups of layers after the first
+        self.rules = bounded_rules(loaded.builder.kv_layers)  # of groups of layers after the first
         self._is_state = [rule.kind == "state" for rule in self.rules]
         if self.rules and device.limits.step_buckets is not None:
             rule = self.rules[0]
@@ -39,7 +39,7 @@ class Caches:
                 + (f"--max-model-len {rule.tokens}" if rule.tokens else "another device")
             )
         groups = {rule: number for number, rule in enumerate(self.rules, 1)}
-        self._groups = [groups.get(spec.retention, 0) for spec in loaded.kv_layers]
+        self._groups = [groups.get(spec.retention, 0) for spec in loaded.builder.kv_layers]
         self._movers: list[BlockMover] = []  # of each group
 
     def block_bytes(self) -> list[int]:
@@ -61,7 +61,7 @@ class Caches:
     def shapes(self, *num_blocks: int) -> list[list[tuple[tuple[int, ...], str]]]:
         """(shape, dtype) of each tensor of each layer's cache. num_blocks: of each group."""
         layers = []
-        for spec, group in zip(self._loaded.kv_layers, self._groups, strict=True):
+        for spec, group in zip(self._loaded.builder.kv_layers, self._groups, strict=True):
             shapes = self._loaded.attention[spec].cache_shapes(num_blocks[group])
             layers.append(list(zip(shapes, cache_dtypes(spec, len(shapes)), strict=True)))
         return layers

@@ -50,7 +50,7 @@ class DraftBatches:
         """Layers from `first_layer` on are the drafter's. offsets: see SequenceMedia."""
         self._place = kernels["place_tokens"]
         self._device, self._xp, self._slots = device, device.xp, slots
-        specs = list(dict.fromkeys(loaded.kv_layers[first_layer:]))
+        specs = list(dict.fromkeys(loaded.builder.kv_layers[first_layer:]))
         if rules := bounded_rules(specs):
             raise ConfigError(
                 f"the drafter has layers with a {rules[0].kind} of {rules[0].tokens} tokens, and "

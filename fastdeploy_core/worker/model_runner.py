@@ -70,7 +70,7 @@ class ModelRunner:
         made_of = (config, device, kernels, self._columns, loaded.load_driver)
         self.state = None if rank else SamplingState(*made_of)
         media = self._media = self._make_media(loaded.model)
-        self._bring = [b for b in (media, loaded.builder.adapters) if b is not None]
+        self._bring: list[Any] = [*([media] if media else []), *loaded.builder.parts]
         self._features = loaded.model.features & {"pooling"}
         self._features |= {name for part in self._bring for name in part.features}
         parts = [self._columns, *self._bring, *(self.state.parts if self.state else ())]
@@ -109,12 +109,11 @@ class ModelRunner:
 
     def _make_media(self, model: Any) -> SequenceMedia | None:
         """Where pictures of sequences are kept; None: they bring none."""
-        config = self._config
+        batch, media = self._config.batch, self._config.media
         # Steps of fixed shapes have no place for vectors.
         if not hasattr(model, "encode") or self._device.limits.step_buckets is not None:
             return None
-        num_slots, max_rows = config.batch.max_num_seqs, config.media.max_encoder_cache
-        return SequenceMedia(self._device, model, num_slots, max_rows)
+        return SequenceMedia(self._device, model, batch.max_num_seqs, media.max_encoder_cache)
 
     def _graph_plan(self, sizes: tuple[int, ...]) -> GraphPlan:
         config, drafting, loaded = self._config, self._drafting, self._loaded
@@ -312,10 +311,10 @@ class ModelRunner:
         """A step laid out on the host: logits of the sampled positions, if there are any."""
         rows = launched.rows
         with self._lock:
-            laid_out = self._layout.lay_out(rows)
-            if self._loaded.builder.adapters is not None:
-                self._loaded.builder.adapters.lay_out(rows.slots, rows.counts)
-        read, drafting = rows.read_tokens(), self._drafting
+            laid_out, read = self._layout.lay_out(rows), rows.read_tokens()
+            for part in self._loaded.builder.parts:
+                part.lay_out(rows.slots, laid_out.attention, read)
+        drafting = self._drafting
         # Of every token for a drafter that follows, or was captured; the same on every rank.
         fills = launched.max_drafts >= 0 or (self._graphs is not None and self._graphs.fill)
         reads_all = drafting is not None and drafting.reads_hidden and bool(fills)

@@ -217,7 +217,7 @@ class Worker:
             *turned_off_lines(config, device),
         ]
         return WorkerInfo(
-            num_layers=len(loaded.kv_layers),
+            num_layers=len(loaded.builder.kv_layers),
             vocab_size=loaded.shapes.vocab_size,
             max_model_len=config.model.max_model_len,
             weight_bytes=weight_bytes,

@@ -35,7 +35,8 @@ BODIES: tuple[type[BaseModel], ...] = (
 )
 _REF = "#/components/schemas/{model}"
 TIMEOUT_HEADER = "x-request-timeout"
-HANDOVER_HEADER = "x-kv-handover"  # of fastdeploy router
+# Fields of types.Request; the first one is of fastdeploy router.
+PASSED_HEADERS = {"handover": "x-kv-handover", "traceparent": "traceparent"}
 MAX_TIMEOUT_S = 1e6
 SHORT_BODY_BYTES = 4096
 
@@ -132,8 +133,8 @@ def call_of(http: Request, body: SamplingFields) -> Call:
                 param=TIMEOUT_HEADER,
             )
     is_short = http.state.num_body_bytes <= SHORT_BODY_BYTES
-    handover = http.headers.get(HANDOVER_HEADER, "")
-    return Call(http.state.request_id, tenant_of(http), timeout_s, is_short, handover)
+    passed = {name: http.headers.get(header, "") for name, header in PASSED_HEADERS.items()}
+    return Call(http.state.request_id, tenant_of(http), timeout_s, is_short, passed)
 
 
 def _card(state: ServerState, name: str, created: int) -> dict[str, Any]:

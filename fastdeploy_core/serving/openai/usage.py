@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastdeploy_core.engine.input import RequestOptions
@@ -69,7 +69,7 @@ class Call:
     timeout_s: float | None = None
     # a body so short that all work for it takes less than passing it to a thread
     is_short: bool = False
-    handover: str = ""  # see types.Request
+    passed: Mapping[str, Any] = field(default_factory=dict)  # see RequestOptions
 
 
 class Envelope:
@@ -115,6 +115,6 @@ def request_options(
         salt_scope="" if state.config.share_prefix_cache else call.tenant,
         log_id=call.id,
         media=state.media,
-        handover=call.handover,
+        passed=call.passed,
         extras=extras,
     )

@@ -144,7 +144,7 @@ class Loaded:
         for group in grouped(samples, TOKENS_AT_ONCE):
             with xp.no_grad():
                 ids, positions, context = prefill(
-                    self.device, loaded.attention, loaded.kv_layers, group
+                    self.device, loaded.attention, loaded.builder.kv_layers, group
                 )
                 hidden = loaded.model.forward(ids, positions, context)
                 values = xp.log_softmax(loaded.model.compute_logits(hidden), -1)
@@ -161,7 +161,7 @@ class Loaded:
     def cache_bytes(self) -> float:
         """Bytes that one token takes in the KV cache, over all layers."""
         total = 0
-        for spec in self.loaded.kv_layers:
+        for spec in self.loaded.builder.kv_layers:
             shapes = self.loaded.attention[spec].cache_shapes(1)
             for shape, dtype in zip(shapes, cache_dtypes(spec, len(shapes)), strict=True):
                 total += math.prod(shape) * DTYPE_BYTES[dtype]

@@ -220,11 +220,11 @@ class AdapterLayers:
 
     # -- a step -----------------------------------------------------------------------------------
 
-    def lay_out(self, slots: np.ndarray, counts: np.ndarray) -> None:
-        """A step laid out on the host comes: the slots of its rows, and their tokens, [B] int64.
-        Tokens after these have no adapter, for a captured step may be larger than what it is
-        given."""
-        of_row = self._of_sequence[slots]
+    def lay_out(self, rows: np.ndarray, batch: AttentionBatch, read: np.ndarray | None) -> None:
+        """See StepPart. Tokens after these have no adapter, for a captured step may be larger than
+        what it is given."""
+        counts = np.diff(batch.cu_seqlens_q)
+        of_row = self._of_sequence[rows]
         self._is_idle = bool((of_row == NO_SLOT).all())
         of_token = np.repeat(of_row, counts)
         size = 0 if self._is_idle else of_token.size

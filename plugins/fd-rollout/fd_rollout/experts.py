@@ -28,14 +28,14 @@ from fastdeploy_core.errors import ConfigError, InvalidRequest, WorkerError
 from fastdeploy_core.types import SequenceExtras
 
 if TYPE_CHECKING:
+    from fastdeploy_core.config import EngineConfig
+    from fastdeploy_core.contracts.attention import AttentionBatch
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.contracts.moe import RoutingSpec
     from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.tensor import Tensor
     from fastdeploy_core.types import ModelRunnerOutput, SchedulerOutput
-    from fastdeploy_core.worker.model_runner import ModelRunner
     from fastdeploy_core.worker.results import PendingOutput
-    from fastdeploy_core.worker.step import StepRows
 
 UNKNOWN: Final = -1  # in place of an expert: nobody has seen the token
 _DTYPE: Final = np.dtype("<i2")
@@ -106,26 +106,24 @@ class WatchedKernels:
 class _Step:
     """What one step has chosen, until its results are read."""
 
+    batch: AttentionBatch
     places: np.ndarray  # [T] int64: where its tokens' keys and values lie
-    rows: StepRows
+    read: np.ndarray  # [n] int64: the tokens whose hidden states are read
     given: Tensor | None = None  # [T, layers, experts]: to be visited; UNKNOWN: the router's choice
     # Of each layer [T, experts]; the last ones may go on with the tokens of `read` alone.
     chosen: list[Tensor] = field(default_factory=list)
 
-    def read(self) -> np.ndarray:
-        """The tokens whose hidden states are read, an index [n] int64."""
-        read = self.rows.read_tokens()
-        return np.arange(self.places.size) if read is None else read
-
 
 class Routes:
-    """A model's record, on one rank. A step's rows are noted when they are laid out, its choices
-    when its layers make them, and both are kept when its results are read."""
+    """A model's record, on one rank, a StepPart. A step's rows are noted when they are laid out,
+    its choices when its layers make them, and both are kept when its results are read."""
 
-    def __init__(self, device: DeviceBackend) -> None:
+    features = frozenset({"routed_experts"})
+
+    def __init__(self, config: EngineConfig, device: DeviceBackend) -> None:
+        self._config, self._block_size = config, config.cache.block_size
         self._device, self._xp = device, device.xp
         self._layers: list[RoutingSpec] = []
-        self._runner: Any = None
         self._is_watching = False  # a step of the engine's, and not one that measures memory
         self._step: _Step | None = None
         self._kept = np.zeros((0, 0, 0), dtype=_DTYPE)  # by place
@@ -138,22 +136,10 @@ class Routes:
         self._layers.append(spec)
         return partial(self._choose, kernel, len(self._layers) - 1)
 
-    def attach(self, runner: ModelRunner, loaded: LoadedModel) -> None:
+    def attach(self, loaded: LoadedModel) -> None:
         """The model is there; ConfigError where routes cannot be had."""
-        check(runner, loaded, self._device, self._layers)
-        self._runner = runner
-        parts: list[Any] = runner._bring
-        parts.append(self)
-        runner._features |= {"routed_experts"}
-        runner.slots._parts += (self,)
-        layout: Any = runner._layout
-        lay_out = layout.lay_out
-
-        def noted(rows: StepRows) -> Any:
-            self._note(rows)
-            return lay_out(rows)
-
-        layout.lay_out = noted
+        check(self._config, loaded, self._device, self._layers)
+        loaded.builder.parts.append(self)
 
     def add(self, slot: int, extras: SequenceExtras) -> None:
         """A sequence has got a slot; InvalidRequest: its routes are none."""
@@ -192,7 +178,7 @@ class Routes:
         if step.given is not None:
             xp, given = self._xp, step.given[:, number].to(ids.dtype)
             if given.shape[0] != ids.shape[0]:
-                given = xp.index_select(given, 0, self._device.to_device(step.read()))
+                given = xp.index_select(given, 0, self._device.to_device(step.read))
             wanted = xp.where(given >= 0, given, ids)
             # Where the choice is the same the weights are, too, to the last bit.
             differs = (wanted != ids).sum(-1, keepdim=True) > 0
@@ -203,7 +189,7 @@ class Routes:
 
     def copy(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Blocks were copied, (source, target), before what is kept next."""
-        size = self._runner.slots.block_size
+        size = self._block_size
         for source, target in blocks:
             found = self._kept[source * size : (source + 1) * size]
             self._keep_at(np.arange(target * size, target * size + len(found)), found)
@@ -218,7 +204,7 @@ class Routes:
         for number, ids in enumerate(step.chosen):
             places = step.places
             if ids.shape[0] != places.size:
-                places = places[step.read()]
+                places = places[step.read]
             self._kept[places, number] = self._xp.to_numpy(ids)
         step.chosen.clear()
 
@@ -231,31 +217,30 @@ class Routes:
             self._kept = grown
         self._kept[places] = routes
 
-    def of_row(self, rows: StepRows, row: int) -> bytes:
+    def of_row(self, batch: AttentionBatch, row: int) -> bytes:
         """The text of all tokens of a row's sequence that were computed with this step."""
-        count = int(rows.starts[row] + rows.counts[row])
-        places = self._places(int(rows.slots[row]), np.arange(count))
+        places = self._places(batch.block_tables[row], np.arange(batch.seq_lens[row]))
         return encode(self._kept[places]).encode("ascii")
 
-    def _places(self, slot: int, positions: np.ndarray) -> np.ndarray:
-        slots = self._runner.slots
-        blocks, within = np.divmod(positions, slots.block_size)
-        places: np.ndarray = slots.block_tables[slot, blocks].astype(np.int64) * slots.block_size
+    def _places(self, table: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        blocks, within = np.divmod(positions, self._block_size)
+        places: np.ndarray = table[blocks].astype(np.int64) * self._block_size
         places += within
         return places
 
-    def _note(self, rows: StepRows) -> None:
+    def lay_out(self, rows: np.ndarray, batch: AttentionBatch, read: np.ndarray | None) -> None:
+        """See StepPart."""
         if not self._is_watching:
             return
-        spans = [
-            (slot, np.arange(start, start + count))
-            for slot, start, count in zip(
-                rows.slots.tolist(), rows.starts.tolist(), rows.counts.tolist(), strict=True
-            )
+        starts = batch.seq_lens - np.diff(batch.cu_seqlens_q)
+        spans = [np.arange(*span) for span in zip(starts, batch.seq_lens, strict=True)]
+        places = [
+            self._places(table, positions)
+            for table, positions in zip(batch.block_tables, spans, strict=True)
         ]
-        places = [self._places(slot, positions) for slot, positions in spans]
-        step = self._step = _Step(np.concatenate(places), rows)
-        given = [self._given_to(slot, positions) for slot, positions in spans]
+        read = np.arange(batch.num_tokens) if read is None else read
+        step = self._step = _Step(batch, np.concatenate(places), read)
+        given = [self._given_to(slot, at) for slot, at in zip(rows.tolist(), spans, strict=True)]
         if any((one >= 0).any() for one in given):
             step.given = self._device.to_device(np.concatenate(given))
 
@@ -289,7 +274,7 @@ class RoutedOutput:
         self._copies = ()
         if step is not None:
             self._routes.keep(step)
-            found.pooled = _Asked(self._routes, step.rows)
+            found.pooled = _Asked(self._routes, step.batch)
             self._step = None
         return found
 
@@ -297,12 +282,12 @@ class RoutedOutput:
 class _Asked(dict[int, bytes]):
     """ModelRunnerOutput.pooled; made for those rows alone that are asked for."""
 
-    def __init__(self, routes: Routes, rows: StepRows) -> None:
+    def __init__(self, routes: Routes, batch: AttentionBatch) -> None:
         super().__init__()
-        self._routes, self._rows = routes, rows
+        self._routes, self._batch = routes, batch
 
     def get(self, row: int, default: Any = None) -> Any:
-        return self._routes.of_row(self._rows, row)
+        return self._routes.of_row(self._batch, row)
 
 
 def _weights(xp: Any, logits: Tensor, ids: Tensor, spec: RoutingSpec) -> Tensor:
@@ -316,7 +301,7 @@ def _weights(xp: Any, logits: Tensor, ids: Tensor, spec: RoutingSpec) -> Tensor:
 
 
 def check(
-    runner: ModelRunner, loaded: LoadedModel, device: DeviceBackend, layers: list[RoutingSpec]
+    config: EngineConfig, loaded: LoadedModel, device: DeviceBackend, layers: list[RoutingSpec]
 ) -> None:
     """ConfigError where the host does not see each step's choices."""
     drivers = loaded.builder.moe_drivers.values()
@@ -325,9 +310,9 @@ def check(
         found = "this model: it has no experts whose router chooses for each token"
     elif len({(layer.top_k, layer.num_experts) for layer in layers}) > 1:
         found = "this model: its layers have different numbers of experts"
-    elif runner._graphs is not None:
+    elif config.graphs.enabled and device.limits.graph_capture:
         found = "captured steps: add --enforce-eager"
-    elif runner._drafting is not None:
+    elif config.speculative is not None:
         found = "--speculative-config"
     elif loaded.builder.expert_ranks is not None:
         found = "--enable-expert-parallel"

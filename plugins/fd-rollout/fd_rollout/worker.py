@@ -46,11 +46,7 @@ class RolloutWorker(Worker):
                 f"device {self.resolved.name('device')} runs steps in its own way, which "
                 "--enable-rollout cannot pause; leave that out, or choose another --device"
             )
-        info = super().load()
-        if self._routes is not None:
-            self._routes.attach(self._ready()[0], self._loaded)
-            info.features |= {"routed_experts"}
-        return info
+        return super().load()
 
     def launch(self, step: SchedulerOutput) -> Any:
         """See Worker.launch; with --enable-return-routed-experts the results name experts."""
@@ -81,10 +77,12 @@ class RolloutWorker(Worker):
         self._memory = memory_of(device)
         table: Any = kernels
         if self.config.routes:
-            self._routes = Routes(device)
+            self._routes = Routes(self.config, device)
             table = WatchedKernels(kernels, self._routes)
         with self._memory.region("weights"):
             loaded = super()._load_model(device, table, free_bytes)
+        if self._routes is not None:
+            self._routes.attach(loaded)
         self._loaded, self._kernels = loaded, kernels
         return loaded
 

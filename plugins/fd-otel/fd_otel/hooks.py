@@ -1,0 +1,43 @@
+"""Hears of engines and requests. Light: imports OpenTelemetry only where traces go somewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fastdeploy_core.contracts.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from .spans import Spans
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_spans: Spans | None = None
+
+
+@hookimpl
+def fd_engine_started(info: Mapping[str, Any]) -> None:
+    """From here on requests have spans, if a collector is named."""
+    global _spans
+    is_off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    is_off |= os.environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp"
+    if is_off or not any(os.environ.get(name) for name in _ENDPOINTS):
+        return
+    from .spans import Spans
+
+    names = info.get("served_names") or [info.get("model_path", "")]
+    _spans = Spans(names[0])
+
+
+@hookimpl
+def fd_request_finished(info: Mapping[str, Any]) -> None:
+    """A span; a thread of OpenTelemetry's sends it later."""
+    if _spans is not None:
+        _spans.add(info)
+
+
+@hookimpl
+def fd_shutdown() -> None:
+    """Spans that wait are sent now."""
+    if _spans is not None:
+        _spans.close()
