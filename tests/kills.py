@@ -33,7 +33,7 @@ import httpx
 from fastdeploy_core.types import SamplingParams
 from fastdeploy_testing.fakes import NullModel
 from tests.server_process import serving
-from tests.server_support import wait_for, write_null_model
+from tests.server_support import lines, wait_for, write_null_model
 
 NULL = ("--device", "null", "--block-size", "16", "--max-num-seqs", "8", "--max-restarts", "1000")
 LAYOUTS = {
@@ -105,7 +105,7 @@ def ask(client: httpx.Client, draw: random.Random, breaks: list[str]) -> str:
             if not stream:
                 tokens = json.loads(answer.read())["choices"][0]["token_ids"]
                 return _compared(tokens, expected)
-            for line in answer.iter_lines():
+            for line in lines(answer):
                 is_done |= line == "data: [DONE]"
                 event = json.loads(line[6:]) if line.startswith("data: {") else {}
                 has_error |= "error" in event

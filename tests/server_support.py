@@ -317,12 +317,21 @@ def wait_for(condition: Callable[[], T], what: str, timeout_s: float = 20.0) -> 
     return found
 
 
+def lines(answer: httpx.Response) -> Iterator[str]:
+    """The lines of a stream. Response.iter_lines also ends them at U+0085 and its like, which JSON
+    leaves in texts as they are."""
+    rest = b""
+    for data in answer.iter_bytes():
+        *whole, rest = (rest + data).split(b"\n")
+        yield from (line.decode() for line in whole)
+
+
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
     """The chunks of a streamed answer; it must end with [DONE]."""
-    lines = [line for line in response.iter_lines() if line]
-    assert all(line.startswith("data: ") for line in lines), lines
-    assert lines[-1] == "data: [DONE]"
-    return [msgspec.json.decode(line[6:]) for line in lines[:-1]]
+    found = [line for line in lines(response) if line]
+    assert all(line.startswith("data: ") for line in found), found
+    assert found[-1] == "data: [DONE]"
+    return [msgspec.json.decode(line[6:]) for line in found[:-1]]
 
 
 def raw_request(port: int, head: bytes, body: bytes = b"") -> tuple[int, bytes]:

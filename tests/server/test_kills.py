@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests import kills
-from tests.server_support import write_null_model
+from tests.server_support import lines, write_null_model
 
 NUM_KILLS = 60
+
+
+def test_texts_do_not_end_the_lines_of_a_stream() -> None:
+    """Else an answer that holds such a character counts as one that was lost."""
+    sent = ['data: {"text": "\u0085\u2028\u2029"}', "", "data: [DONE]", ""]
+    answer = httpx.Response(200, content="\n".join([*sent, ""]).encode())
+    assert list(lines(answer)) == sent
 
 
 @pytest.mark.slow
