@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from .common import num_processors
-from .plans import MOST_SHARED, Plan, Product, shared_bytes, tiles_of
+from .plans import MOST_SHARED, Plan, Product, measured, shared_bytes, tiles_of
 
 HELPERS = 128  # threads of a block that fetch what adapters add
 _MOST_SLOTS = 32  # a bit each; all are multiplied with
 _MOST_DEPTHS = 16  # parts of K that sums are made of
-_DEEP = 4  # tiles of K, at least, of such a part
 _NO_END = 2**31 - 1
 _RECORD = struct.Struct("@5P3i4x")
 _SHARED_OF_ALL = 227 * 1024  # blocks on one multiprocessor
@@ -74,7 +73,7 @@ def defines(plan: Plan, product: Product, shape: Shape) -> dict[str, int]:
 def _depths(plan: Plan, product: Product) -> int:
     """Parts of K that sums are made of: a whole number for each block of a cluster."""
     tiles = product.depth // 64
-    wanted = min(_MOST_DEPTHS, -(-tiles // _DEEP))
+    wanted = min(_MOST_DEPTHS, -(-tiles // plan.deep))
     return -(-wanted // plan.split) * plan.split
 
 
@@ -108,6 +107,9 @@ def choose(alone: Plan, product: Product, num_rows: int, shape: Shape) -> Plan |
         return None
     if any(end % 4 for end in shape.ends):
         return None
+    known = measured(f"{shape.slots}x{shape.rank} adapters {product.key}", num_rows)
+    if known is not None:
+        return known
     plan = alone if alone.kind == "gemm" else tiles_of(product, num_rows)
     return fitted(plan, product, num_rows, shape) if plan.kind == "gemm" else None
 
