@@ -133,6 +133,8 @@ def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | Blocks:
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
     if slabs.kind == CCQ:
         return grouped_tile(32 if each <= 28 else 64 if each <= 60 else 128, CCQ)
+    if by_rows and each > 28 and slabs.block_scales is None:
+        return persistent(64 if each <= 64 else 128, slabs.kind)
     if by_rows:
         return RowGemm(32 if each <= 28 else 64, 2, 1, 4)
     return Gemm(32 if each <= 28 else 64 if each <= 64 else 128, 1, 1, 5, 4, 2)
