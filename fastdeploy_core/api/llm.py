@@ -165,8 +165,7 @@ class LLM:
         reader = None
         if self._parsers is not None:
             reader = ChatReader(self._parsers, tools, chat_template_kwargs)
-        asked = (sampling_params, use_tqdm, stream, priority, lora_request)
-        return self._run(prompts, *asked, reader)
+        return self._run(prompts, sampling_params, use_tqdm, stream, priority, lora_request, reader)
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer; ConfigError when the LLM was made without one."""
@@ -251,10 +250,14 @@ class LLM:
             threads = ThreadPoolExecutor(MEDIA_THREADS)
             building += (threads.submit(self._build, *one) for one in zip(*parts, strict=True))
             threads.shutdown(wait=False)
-        # Check every request before the first one is given to the engine; but pictures take longer
-        # than that can wait.
+        # Check every request before the engine gets the first one; pictures take too long for that.
         if stream or not any(prompt.media for prompt in prompts):
-            _wait_for(building)
+            try:
+                for future in building:
+                    future.result()
+            finally:
+                for future in building:
+                    future.cancel()
         texts = [prompt.text for prompt in prompts]
         if stream:
             outputs = self._outputs(building, texts, OutputKind.DELTA, reader)
@@ -349,17 +352,25 @@ class LLM:
         engine = self._live_engine()
         batch = _Batch()
         visible = reader.visible_tokens if reader else ()
+        # Prompt tokens to give before the next step: what two take, then ever more, so that the
+        # device works meanwhile. Of priorities the engine has to know all.
+        room = self.config.batch.max_num_batched_tokens
+        given, most = 0, float("inf") if self.config.batch.policy == "priority" else 2 * room
         try:
             while building or batch.open or batch.ready:
                 # Steps of many rows leave threads that build their share of the interpreter.
-                while building and (building[0].done() or len(batch.open) < MEDIA_THREADS):
+                while (building and (given < most or not batch.open)) and (
+                    building[0].done() or len(batch.open) < MEDIA_THREADS
+                ):
                     request, text = building.popleft().result(), texts[len(batch.order)]
+                    given += len(request.prompt_token_ids)
                     batch.add(request)
                     self._batches[request.request_id] = batch
                     self._processor.add(request, text, kind=kind, visible_tokens=visible)
                     engine.add(request)
                 if not batch.ready:
                     self._step(engine)
+                    most *= 2
                 for output in batch.take():
                     _raise_refusal(output)
                     yield batch.order[output.request_id], reader.read(output) if reader else output
@@ -390,8 +401,7 @@ class LLM:
                     self._batches[delta.request_id].deliver(output)
 
     def _settle(self, engine: LocalEngine) -> None:
-        """After aborts: take the step in flight, so that the aborted requests' blocks are free at
-        once."""
+        """After aborts: take the step in flight, which frees the aborted requests' blocks."""
         try:
             while not self._batches and engine.has_work():
                 self._step(engine)
@@ -402,16 +412,6 @@ class LLM:
         if self._engine is None:
             raise ConfigError("this LLM is closed; make a new one")
         return self._engine
-
-
-def _wait_for(building: deque[Future[Request]]) -> None:
-    """Until all are built; raises what the first one that failed raised, and builds no further."""
-    try:
-        for future in building:
-            future.result()
-    finally:
-        for future in building:
-            future.cancel()
 
 
 def _raise_refusal(output: RequestOutput) -> None:

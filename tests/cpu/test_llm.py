@@ -48,6 +48,40 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(llm: LLM) -> None:
     assert [answer.text for answer in together] == [answer.text for answer in alone]
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_the_device_does_not_wait_until_every_prompt_is_given(
+    llm: LLM, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps' worth is enough to begin with, but where priorities decide who is first. The
+    prompts are longer than steps are, and known, so that the engine has none left in between."""
+    engine = llm._engine
+    assert engine is not None
+    add, step, told = engine.add, engine.step, ""
+    prompts = [f"{n} {'word ' * 30}" for n in range(9)]
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    alone = [generate(llm, prompt, params)[0].outputs[0].token_ids for prompt in prompts]
+
+    def heard(sign: str, call: Any) -> Any:
+        def hear(*arguments: Any) -> Any:
+            nonlocal told
+            told += sign
+            return call(*arguments)
+
+        return hear
+
+    monkeypatch.setattr(engine, "add", heard("a", add))
+    monkeypatch.setattr(engine, "step", heard("s", step))
+    object.__setattr__(llm.config.batch, "policy", policy)
+    try:
+        outputs = generate(llm, prompts, params)
+    finally:
+        object.__setattr__(llm.config.batch, "policy", "fcfs")
+    assert [output.outputs[0].token_ids for output in outputs] == alone
+    given = told.index("s")
+    assert given == 9 if policy == "priority" else 1 < given < 9
+    assert told.count("a") == 9
+
+
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(llm: LLM) -> None:
     params = SamplingParams(seed=3, max_tokens=12, ignore_eos=True)
     alone = generate(llm, "hello", params)[0].outputs[0].token_ids

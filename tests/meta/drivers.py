@@ -28,7 +28,6 @@ from fd_cuda.attention.latent.driver import LatentAttention
 from fd_cuda.attention.latent.indexed import IndexedAttention as CudaIndexedAttention
 from fd_cuda.attention.quantized import QuantizedAttention
 from fd_cuda.device import CudaDevice
-from fd_cuda.experts import AllGatherExperts as CudaAllGatherExperts
 from fd_cuda.ipc.transport import CudaIpcTransport
 from fd_cuda.moe import CudaMoE
 from fd_cuda.states.driver import CudaStates
@@ -255,7 +254,6 @@ expert_communicators: list[Callable[[ExpertGroup], ExpertCommunicator]] = [
     MyMeshExperts,
     LoopbackExperts,
     AllGatherExperts,
-    CudaAllGatherExperts,
 ]
 devices: list[Callable[[DeviceOptions], DeviceBackend]] = [
     CpuDevice,

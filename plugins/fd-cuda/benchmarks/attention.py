@@ -1,6 +1,6 @@
 """Paged attention on this GPU: microseconds per layer, beside the bytes or FLOPs they cannot beat.
 
-    python plugins/fd-cuda/benchmarks/attention.py [--sweep] [--block-size 64] [--json FILE]
+    python plugins/fd-cuda/benchmarks/attention.py [--decode-only] [--block-size 64]
 
 Decode: one CUDA graph over many layers' caches, more than the L2 holds, so every key comes from
 memory; the plan of splits, made once a step, is timed by itself. Prefill: the rotation and cache
@@ -11,16 +11,8 @@ numbers.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import itertools
-import json
-import multiprocessing
-import os
 import statistics
 import sys
-import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,9 +22,6 @@ from fastdeploy_core.contracts.attention import AttentionBatch, AttentionSpec
 from fastdeploy_core.contracts.device import DeviceOptions
 
 from fd_cuda.attention.gqa import PagedAttention
-from fd_cuda.attention.native_gqa import NativeShape
-from fd_cuda.attention.plan import DecodeShape, StreamShape
-from fd_cuda.attention.tuning import Gpu, PrefillShape, Sizes, stream_blocks
 from fd_cuda.device import CudaDevice
 
 COPY_BYTES_S, MATMUL_FLOPS_S = 4.30e12, 790e12  # measured on one H200
@@ -54,31 +43,6 @@ PREFILLS = {
     "4 x 512 + 64 decodes at 1024": [(512, 1024)] * 4 + [(1, 1024)] * 64,
 }
 WIDTH, DTYPE = 128, torch.bfloat16
-
-
-class FixedSizes(Sizes):
-    """One choice for everything; a DecodeShape is the Triton kernel's, the others those in CUDA
-    C++."""
-
-    def __init__(
-        self,
-        gpu: Gpu,
-        decode: NativeShape | StreamShape | DecodeShape | None = None,
-        prefill: PrefillShape | None = None,
-    ) -> None:
-        super().__init__(gpu)
-        self._decode, self._prefill = decode, prefill
-
-    def native(self, *args: Any) -> NativeShape | StreamShape | None:
-        if self._decode is None:
-            return super().native(*args)
-        return None if isinstance(self._decode, DecodeShape) else self._decode
-
-    def decode(self, *args: Any) -> DecodeShape:
-        return self._decode if isinstance(self._decode, DecodeShape) else super().decode(*args)
-
-    def prefill(self, *args: Any) -> PrefillShape:
-        return self._prefill or super().prefill(*args)
 
 
 class World:
@@ -171,8 +135,7 @@ def num_caches(rows: list[tuple[int, int]], kv_heads: int) -> int:
     return max(1, min(256, -(-300_000_000 // size)))
 
 
-def decode_table(device: CudaDevice, block_size: int) -> list[dict[str, Any]]:
-    results = []
+def decode_table(device: CudaDevice, block_size: int) -> None:
     for name, heads in HEADS.items():
         for index, (batch, length) in enumerate(DECODES):
             rows = [(1, length)] * batch
@@ -180,14 +143,12 @@ def decode_table(device: CudaDevice, block_size: int) -> list[dict[str, Any]]:
             attention = world.batch()
             time_us = world.graph_us(world.driver.prepare(attention))
             plan = device.capture(lambda w=world, a=attention: w.driver.prepare(a) and None)
-            results.append({
+            show({
                 "heads": name, "batch": f"{batch} x {length}",
                 "floor_us": world.kv_bytes() / COPY_BYTES_S * 1e6,
                 "fa3_us": FA3[name][index] if name in FA3 else None, "us": time_us,
                 "plan_us": replay_us(plan.replay),
             })  # fmt: skip
-            show(results[-1])
-    return results
 
 
 def torch_prefill_us(world: World, backend: Any) -> float | None:
@@ -210,22 +171,19 @@ def torch_prefill_us(world: World, backend: Any) -> float | None:
         return None
 
 
-def prefill_table(device: CudaDevice, block_size: int) -> list[dict[str, Any]]:
+def prefill_table(device: CudaDevice, block_size: int) -> None:
     from torch.nn.attention import SDPBackend
 
-    results = []
     for name, heads in HEADS.items():
         for label, rows in PREFILLS.items():
             world = World(device, heads, rows, block_size)
             time_us = world.graph_us(world.driver.prepare(world.batch()), rounds=4)
-            results.append({
+            show({
                 "heads": name, "batch": label, "floor_us": world.flops() / MATMUL_FLOPS_S * 1e6,
                 "us": time_us, "tflops": world.flops() / time_us / 1e6,
                 "cudnn_us": torch_prefill_us(world, SDPBackend.CUDNN_ATTENTION),
                 "flash_us": torch_prefill_us(world, SDPBackend.FLASH_ATTENTION),
             })  # fmt: skip
-            show(results[-1])
-    return results
 
 
 def show(result: dict[str, Any]) -> None:
@@ -234,151 +192,20 @@ def show(result: dict[str, Any]) -> None:
           flush=True)  # fmt: skip
 
 
-# -- sweeps ---------------------------------------------------------------------------------------
-
-TRITON_KERNELS = [
-    (64, 4, 3),
-    (64, 4, 4),
-    (64, 8, 3),
-    (128, 8, 3),
-    (32, 4, 4),
-]  # tile, warps, stages
-TARGETS = (132, 264, 528)
-NATIVE_KERNELS = [
-    (units, occupancy, warps, cluster, turns)
-    for units, occupancy, warps in ((1, 3, 4), (2, 2, 4), (2, 1, 8))
-    for cluster in (1, 2, 4, 8)
-    for turns in (1, 2, 4)
-]
-STREAM_KERNELS = [(4, 1, 3, 2), (8, 1, 3, 1), (4, 1, 2, 3)]  # warps, units, stages, blocks resident
-PREFILL_KERNELS = [
-    PrefillShape(m, n, w, s)
-    for m, n, w, s in itertools.product((64, 128), (64, 128), (4, 8), (2, 3, 4))
-    if not (m == 64 and w == 8) and n * s <= 384
-]
-
-
-def warm(job: tuple[str, tuple[int, int], Any, int]) -> str:
-    """Compile one kernel; runs in a process of its own and leaves it in Triton's cache."""
-    kind, heads, shape, block_size = job
-    device = CudaDevice(DeviceOptions())
-    rows = [(1, 600)] if kind == "decode" else [(300, 300)]
-    try:
-        world = World(device, heads, rows, block_size)
-        fixed = {kind: shape}
-        world.driver.use(FixedSizes(world.driver.sizes.gpu, **fixed))
-        world.forward(world.caches[0], world.driver.prepare(world.batch()))
-        torch.cuda.synchronize()
-    except Exception as error:
-        return f"{job}: {type(error).__name__} {str(error)[:100]}"
-    return ""
-
-
-def decode_shapes(
-    num_seqs: int, kv_heads: int
-) -> Iterator[tuple[NativeShape | StreamShape | DecodeShape, Any]]:
-    """Shapes to try, and how to print them."""
-    for units, occupancy, warps, cluster, turns in NATIVE_KERNELS:
-        target = max(1, 132 * occupancy // (cluster * kv_heads))
-        plan = DecodeShape(64, max(1, turns * cluster * units), 64, target, 4, 3)
-        words = ("native", units, occupancy, warps, cluster, turns)
-        yield NativeShape(plan, cluster, units, occupancy, warps), words
-    for shape in STREAM_KERNELS:
-        num_blocks = stream_blocks(num_seqs * kv_heads, 132 * shape[-1])
-        yield StreamShape(32, *shape, num_blocks), ("stream", *shape)
-    for (tile, warps, stages), target in itertools.product(TRITON_KERNELS, TARGETS):
-        shape = DecodeShape(tile, 1, 64, max(1, target // kv_heads), warps, stages)
-        yield shape, ("triton", tile, warps, stages, target)
-
-
-def sweep_decode(
-    device: CudaDevice, name: str, block_size: int, limit_s: float
-) -> list[dict[str, Any]]:
-    heads, results = HEADS[name], []
-    began = time.monotonic()
-    for batch, length in DECODES:
-        rows = [(1, length)] * batch
-        world = World(device, heads, rows, block_size, num_caches(rows, heads[1]))
-        attention, found = world.batch(), []
-        for shape, words in decode_shapes(batch, heads[1]):
-            if time.monotonic() - began > limit_s:
-                break
-            world.driver.use(FixedSizes(world.driver.sizes.gpu, shape))
-            try:
-                found.append((world.graph_us(world.driver.prepare(attention), 3), words))
-            except Exception as error:
-                print(f"failed {words}: {str(error)[:80]}")
-        found.sort()
-        results.append({"heads": name, "batch": f"{batch} x {length}", "best": found[:12]})
-        print(name, batch, length, [(f"{t:.1f}", w) for t, w in found[:6]], flush=True)
-        del world, attention
-        torch.cuda.empty_cache()
-    return results
-
-
-def sweep_prefill(device: CudaDevice, name: str, block_size: int) -> list[dict[str, Any]]:
-    heads, results = HEADS[name], []
-    for label, rows in PREFILLS.items():
-        world = World(device, heads, rows, block_size)
-        attention, found = world.batch(), []
-        for shape in PREFILL_KERNELS:
-            world.driver.use(FixedSizes(world.driver.sizes.gpu, prefill=shape))
-            try:
-                time_us = world.graph_us(world.driver.prepare(attention), 3, rounds=4)
-                found.append((time_us, dataclasses.astuple(shape)))
-            except Exception as error:
-                print(f"failed {shape}: {str(error)[:80]}")
-        found.sort()
-        results.append({"heads": name, "batch": label, "best": found})
-        rate = world.flops() / found[0][0] / 1e6
-        print(
-            name, label, f"{rate:.0f} TFLOP/s", [(f"{t:.0f}", s) for t, s in found[:5]], flush=True
-        )
-    return results
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true", help="try every size of tiles and splits")
     parser.add_argument("--decode-only", action="store_true")
-    parser.add_argument("--heads", nargs="*", default=list(HEADS))
     parser.add_argument("--block-size", type=int, default=64)
-    parser.add_argument("--limit", type=float, default=60, help="seconds per sweep of one shape")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     size = arguments.block_size
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, block size {size}", flush=True
     )
-    found: dict[str, Any] = {}
-    if arguments.sweep:
-        jobs = [
-            (kind, HEADS[name], shape, size)
-            for name in arguments.heads
-            for kind, shapes in (
-                ("decode", [DecodeShape(*k[:1], 1, 64, 1, *k[1:]) for k in TRITON_KERNELS]),
-                ("prefill", PREFILL_KERNELS),
-            )
-            for shape in shapes
-        ]
-        began = time.monotonic()
-        with multiprocessing.get_context("spawn").Pool(min(14, os.cpu_count() or 1)) as pool:
-            for line in pool.imap_unordered(warm, jobs):
-                if line:
-                    print(line)
-        print(f"{len(jobs)} kernels compiled in {time.monotonic() - began:.0f} s", flush=True)
     device = CudaDevice(DeviceOptions())
     with torch.inference_mode():
-        if arguments.sweep:
-            for name in arguments.heads:
-                found[f"prefill {name}"] = sweep_prefill(device, name, size)
-                found[f"decode {name}"] = sweep_decode(device, name, size, arguments.limit)
-        else:
-            found["decode"] = decode_table(device, size)
-            if not arguments.decode_only:
-                found["prefill"] = prefill_table(device, size)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found))
+        decode_table(device, size)
+        if not arguments.decode_only:
+            prefill_table(device, size)
     return 0
 
 

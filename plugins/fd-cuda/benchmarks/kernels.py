@@ -1,12 +1,10 @@
-"""Times of single operations and of whole decode steps on one GPU, beside what bytes and cuBLAS
-allow.
+"""Times of single operations on one GPU, beside what bytes and cuBLAS allow.
 
     python plugins/fd-cuda/benchmarks/kernels.py products [MODEL...]
-    python plugins/fd-cuda/benchmarks/kernels.py experts sampling step
+    python plugins/fd-cuda/benchmarks/kernels.py experts sampling
 
 Every figure is a median of graph replays over rotating weights, so that the card's cache does not
-help. "floor" is the bytes that must move over the copy bandwidth measured in the same run. A step
-is the whole decoder without its attention, which benchmarks/attention.py times.
+help. "floor" is the bytes that must move over the copy bandwidth measured in the same run.
 """
 
 from __future__ import annotations
@@ -18,10 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from fastdeploy_core.contracts.moe import RoutingSpec
 
-from fd_cuda.kernels import experts, filtering, linear, norm, routing, sampling
+from fd_cuda.kernels import experts, filtering, linear, routing, sampling
 from fd_cuda.kernels.plans import LIBRARY, Product, choose
 from fd_cuda.kernels.tune import time_s
 
@@ -130,7 +127,7 @@ def products(names: list[str], rate: float) -> None:
 
 
 def moe(names: list[str], rate: float) -> None:
-    print("\nexperts, us: floor of one layer's routed experts / ours by way")
+    print("\nexperts, us: floor of one layer's routed experts / ours")
     for name in names:
         model = MODELS[name]
         if not model.experts:
@@ -151,43 +148,18 @@ def moe(names: list[str], rate: float) -> None:
             read = used * 3 * model.expert_width * model.hidden * 2
             work = tokens * model.top_k * 6 * model.expert_width * model.hidden
             floor = max(read / rate, work / 790e12)
-            cells = []
-            for way in ways(tokens, model):
-                try:
-                    run = partial(run_experts, way, x, ids, weights, layers)
-                    cells.append((time_s(run, 2, replays=3), str(way)))
-                except Exception as error:
-                    cells.append((float("inf"), f"{way}: {type(error).__name__} {str(error)[:80]}"))
-            cells.sort()
+            run = partial(each_layer, layers, x, ids, weights)
             route = time_s(partial(routing.moe_routing, logits, None, spec))
             print(
                 f"{name} {tokens}: floor {floor * 1e6:.0f}; routing {route * 1e6:.1f}; "
-                + "; ".join(f"{t * 1e6:.0f} {way}" for t, way in cells[:4]),
+                f"{time_s(run, 2, replays=3) * 1e6:.0f}",
                 flush=True,
             )
 
 
-def ways(tokens: int, model: Model) -> list[experts.Tiles]:
-    each = tokens * model.top_k / model.experts
-    found = []
-    if each <= 24:
-        found += [experts._FEW_ROWS, experts.Tiles(16, 32, 32, 128, 4, 4)]
-        found += [experts.Tiles(16, 32, 64, 256, 4, 3), experts.Tiles(16, 128, 128, 64, 4, 4)]
-    if 6 <= each <= 96:
-        found.append(experts._SOME_ROWS)
-    if each >= 48:
-        found.append(experts._MANY_ROWS)
-    return found
-
-
-def run_experts(way: experts.Tiles, x: object, ids: object, weights: object, layers: list) -> None:
-    chosen = experts.tiles_for
-    experts.tiles_for = lambda *_: way
-    try:
-        for gate_up, down in layers:
-            experts.moe_experts(x, ids, weights, gate_up, down)
-    finally:
-        experts.tiles_for = chosen
+def each_layer(layers: list, x: object, ids: object, weights: object) -> None:
+    for gate_up, down in layers:
+        experts.moe_experts(x, ids, weights, gate_up, down)
 
 
 def draws(rate: float) -> None:
@@ -224,93 +196,11 @@ def draw_runs(rows: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def step(names: list[str], rate: float) -> None:
-    print("\ndecode step without attention, us a layer: floor / torch / ours")
-    for name in names:
-        model = MODELS[name]
-        count = min(model.layers, 6) if model.experts else model.layers
-        stack = [layer_of(model) for _ in range(count)]
-        head = weight(model.vocab, model.hidden)
-        for rows in ROWS:
-            print(f"{name} {rows}: " + step_times(model, stack, head, rows, rate), flush=True)
-
-
-def step_times(model: Model, stack: list, head: torch.Tensor, rows: int, rate: float) -> str:
-    count = len(stack)
-    ids = torch.randint(0, model.vocab, (rows,), device="cuda")
-    layers = time_s(lambda: ours(model, stack, head, ids, False))
-    whole = time_s(lambda: ours(model, stack, head, ids, True))
-    moved = sum(w.numel() * 2 for w in stack[0] if w is not None and w.ndim == 2)
-    plain = ""
-    if model.experts:
-        used = model.experts * (1 - (1 - model.top_k / model.experts) ** rows)
-        moved += used * 3 * model.expert_width * model.hidden * 2
-    else:
-        plain = f"torch {time_s(lambda: torch_layers(model, stack, head, ids)) / count * 1e6:.1f}, "
-    return (
-        f"floor {moved / rate * 1e6:.1f}, {plain}ours {layers / count * 1e6:.1f} us a layer; head "
-        f"{(whole - layers) * 1e6:.0f} us (floor {head.numel() * 2 / rate * 1e6:.0f})"
-    )
-
-
-def layer_of(model: Model) -> tuple[torch.Tensor | None, ...]:
-    gain = torch.rand(model.hidden, device="cuda").to(DTYPE)
-    shared = model.intermediate
-    return (
-        gain,
-        weight(*model.qkv),
-        weight(*model.output),
-        weight(2 * shared, model.hidden) if shared else None,
-        weight(model.hidden, shared) if shared else None,
-        weight(model.experts, 2 * model.expert_width, model.hidden) if model.experts else None,
-        weight(model.experts, model.hidden, model.expert_width) if model.experts else None,
-        torch.randn(model.experts, model.hidden, device="cuda") if model.experts else None,
-    )
-
-
-def ours(model: Model, stack: list, head: torch.Tensor, ids: torch.Tensor, whole: bool) -> None:
-    from fd_cuda.kernels import cache, matmul
-
-    x = cache.embedding(ids, head)
-    residual: torch.Tensor | None = None
-    spec = RoutingSpec(model.experts, model.top_k) if model.experts else None
-    for gain, qkv, output, gate_up, down, many_up, many_down, router in stack:
-        if residual is None:
-            y = linear.norm_linear(x, gain, EPS, qkv, None)
-        else:
-            y, x = norm.add_rms_norm(x, residual, gain, EPS)
-            y = linear.linear(y, qkv, None)
-        x = linear.linear_add(y[:, : output.shape[1]], output, None, x)
-        residual = None
-        if spec is None:
-            hidden = linear.gated_linear(x, gain, EPS, gate_up, None)
-            x = linear.linear_add(hidden, down, None, x)
-            continue
-        y, residual = norm.rms_norm(x, gain, EPS), x
-        chosen, weights = routing.moe_routing(matmul.linear_float32(y, router), None, spec)
-        x = experts.moe_experts(y, chosen, weights, many_up, many_down)
-        if gate_up is not None:
-            x = linear.linear_add(linear.gated_linear(y, None, 0.0, gate_up, None), down, None, x)
-    if whole:
-        if residual is not None:
-            x = x + residual
-        linear.greedy_linear(norm.rms_norm(x, stack[0][0], EPS), head, None)
-
-
-def torch_layers(model: Model, stack: list, head: torch.Tensor, ids: torch.Tensor) -> None:
-    x = head[ids]
-    for gain, qkv, output, gate_up, down, *_ in stack:
-        y = F.linear(F.rms_norm(x, (model.hidden,), gain, EPS), qkv)
-        x = x + F.linear(y[:, : output.shape[1]], output)
-        gate, up = F.linear(F.rms_norm(x, (model.hidden,), gain, EPS), gate_up).chunk(2, -1)
-        x = x + F.linear(F.silu(gate) * up, down)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", nargs="+", help="products, experts, sampling, step, or models")
+    parser.add_argument("what", nargs="+", help="products, experts, sampling, or models")
     asked = parser.parse_args().what
     names = [name for name in asked if name in MODELS] or list(MODELS)
     with torch.no_grad():
@@ -319,8 +209,6 @@ def main() -> int:
         print(f"{device}, torch {torch.__version__}, copy {rate / 1e12:.2f} TB/s, bfloat16")
         if "products" in asked:
             products(names, rate)
-        if "step" in asked:
-            step(names, rate)
         if "experts" in asked:
             moe(names, rate)
         if "sampling" in asked:

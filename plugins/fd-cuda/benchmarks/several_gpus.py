@@ -143,15 +143,12 @@ def experts_rank(rank: int, world_size: int, folder: str) -> None:
 
 
 class _Layer:
-    """A mixture layer, whole on every GPU (to compare) and divided both ways."""
+    """A mixture layer, whole on every GPU (to compare), and divided by widths and by experts."""
 
     def __init__(
         self, device: Any, group: Any, num_experts: int, top_k: int, hidden: int, width: int
     ) -> None:
         import torch
-        from fastdeploy_core.contracts.moe import ExpertGroup
-
-        from fd_cuda.experts import AllGatherExperts
 
         self.device, self.group = device, group
         self.num_experts, self.top_k, self.hidden = num_experts, top_k, hidden
@@ -167,19 +164,13 @@ class _Layer:
         halves = self.gate_up.view(num_experts, 2, width, hidden)[:, :, cut]
         self.thin_gate_up = halves.reshape(num_experts, 2 * share, hidden).contiguous()
         self.thin_down = self.down[:, :, cut].contiguous()
-        about = ExpertGroup(device, group, tuple(range(num_experts)))
-        self.ways = {
-            "all-gather": AllGatherExperts(about),
-        }
 
     def measure(self, tokens: int) -> str:
         import torch
-        from fastdeploy_core.contracts.moe import ExpertPlan
 
         from fd_cuda.kernels.experts import moe_experts, sum_of_experts
 
         group, world = self.group, self.group.world_size
-        each = tokens // world
         torch.manual_seed(tokens)
         at = {"device": self.device.device}
         x = torch.randn(tokens, self.hidden, dtype=torch.bfloat16, **at)
@@ -212,34 +203,7 @@ class _Layer:
         found.append(
             f"EP in place {time_us(self.device, group, held, 5, True):.0f} (off {error:.1e})"
         )
-        here = slice(group.rank * each, (group.rank + 1) * each)
-        own = (x[here], ids[here], weights[here])
-        for name, way in self.ways.items():
-            plan = way.plan(
-                ExpertPlan(
-                    each, self.hidden, self.top_k, self.num_experts, "contiguous", "bfloat16"
-                )
-            )
-
-            def spread(way: Any = way, plan: Any = plan) -> Any:
-                sent = way.dispatch(*own, plan)
-                return way.combine(self._experts(sent.x, sent.offsets), sent.handle)
-
-            error = _error(spread(), expected[here])
-            graph = way.capabilities.graph_safe
-            taken = time_us(self.device, group, spread, 5, graph)
-            found.append(f"{name}{' in a graph' * graph} {taken:.0f} (off {error:.1e})")
         return "us: " + ", ".join(found)
-
-    def _experts(self, x: Any, offsets: Any) -> Any:
-        """Rows grouped by local expert; what lies after the last offset is not computed."""
-        import torch
-
-        ends = offsets[1:].int()
-        y = torch._grouped_mm(x, self.own_gate_up.transpose(1, 2), offs=ends)
-        gate, up = y.chunk(2, -1)
-        y = torch.nn.functional.silu(gate) * up
-        return torch._grouped_mm(y, self.own_down.transpose(1, 2), offs=ends)
 
 
 def _error(found: Any, expected: Any) -> float:
@@ -376,7 +340,6 @@ def main() -> None:
         return
     size = options.world_size
     check = ["-m", "fastdeploy_testing.rank", "cuda", "torch", "{rank}", str(size), "{folder}"]
-    check += ["cuda_all_gather"] * (options.kind == "experts")
     print(f"{options.kind} against numpy: {spawn(check, size, 60).splitlines()[-1:]}", flush=True)
     print(spawn([__file__, "rank", options.kind, "{rank}", str(size), "{folder}"], size, 60))
 

@@ -22,7 +22,6 @@ from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
     BroadcastOptions,
-    ReduceScatterOptions,
 )
 
 from .alive import Ring
@@ -123,17 +122,6 @@ class CudaCommunicator:
         if dim == 0:
             return gathered.flatten(0, 1)
         return torch.cat(gathered.unbind(0), dim)
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sum over ranks of this rank's part of x along dimension 0."""
-        if self.world_size == 1:
-            return x
-        self._check("reduce_scatter")
-        part = x.new_empty((x.shape[0] // self.world_size, *x.shape[1:]))
-        if part.numel():
-            options = _options(ReduceScatterOptions())
-            self._queue(self._nccl._reduce_scatter_base(part, x.contiguous(), options))
-        return part
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """Every rank gets the source's x."""

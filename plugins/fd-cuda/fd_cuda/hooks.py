@@ -9,7 +9,7 @@ from fastdeploy_core.contracts.attention import AttentionQuestion, StateQuestion
 from fastdeploy_core.contracts.device import DeviceQuestion
 from fastdeploy_core.contracts.kv_formats import KV_FORMATS
 from fastdeploy_core.contracts.kv_transport import TransportQuestion
-from fastdeploy_core.contracts.moe import ExpertQuestion, MoEQuestion
+from fastdeploy_core.contracts.moe import MoEQuestion
 
 _SCORE = 150
 
@@ -86,16 +86,6 @@ def fd_moe_backends(question: MoEQuestion) -> list[Candidate]:
     reason = why_not_triton(question.device, question.tensor_library)
     verdict = Decline(reason) if reason else Accept(_SCORE, "grouped kernels")
     return [Candidate("cuda", verdict)]
-
-
-@hookimpl
-def fd_expert_communicators(question: ExpertQuestion) -> list[Candidate]:
-    """Over NCCL."""
-    if question.device != "cuda" or question.tensor_library != "torch":
-        reason = f"runs on cuda with torch, not on {question.device}"
-        return [Candidate("cuda_all_gather", Decline(reason))]
-    answer = Accept(_SCORE, "all tokens to all ranks; can be captured")
-    return [Candidate("cuda_all_gather", answer)]
 
 
 @hookimpl

@@ -11,7 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +24,6 @@ from fastdeploy_core.errors import ConfigError
 from ranks_in_turn import RanksInTurn
 
 from fastdeploy_testing.conformance.test_device import DeviceConformance
-from fastdeploy_testing.conformance.test_expert_communicator import (
-    ExpertCommunicatorConformance,
-)
 from fastdeploy_testing.drivers import build_kernel_table
 from fd_cuda import hooks, kernels, probe
 from fd_cuda.alive import Ring
@@ -52,13 +49,6 @@ class TestDevice(_OnTorch, DeviceConformance):
     """The whole kit."""
 
     driver_name = "cuda"
-
-
-class TestAllGatherExperts(_OnTorch, ExpertCommunicatorConformance):
-    """On a GPU, or over the core's collectives between processes of the CPU."""
-
-    driver_name = "cuda_all_gather"
-    runs_on: ClassVar[str] = "cuda" if HAS_GPU else "cpu"
 
 
 @without_gpu

@@ -49,7 +49,6 @@ def calls(group: Any, x: torch.Tensor) -> list[torch.Tensor]:
         group.all_reduce(x.clone()),
         group.all_gather(x, 0),
         group.all_gather(x, -1),
-        group.reduce_scatter(x),
         group.broadcast(x),
     ]
 

@@ -1,8 +1,7 @@
 """Experts with packed weights, `moe_experts_<format>`: two grouped products and the weighted sum.
 
-The native kernels of quant_native.py pair gate and up. Many rows of fp8 by token, and sizes that
-native kernels do not have, are a Triton kernel's. Elsewhere (no Hopper GPU, float32) all experts
-are dequantized for the call.
+The native kernels of quant_native.py pair gate and up. What they cannot read is quant_any.py's.
+Where they cannot run what they read (float32, odd sizes) all experts are dequantized for the call.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Final
 import torch
 
 from . import quant_any, quant_blocks, quant_persistent
-from .common import INTERPRETED, batch_invariant
+from .common import batch_invariant
 from .experts import combined, grouped
 from .experts import moe_experts as experts_in_halves
 from .experts import tiles_for as tiles_of_experts
@@ -24,7 +23,6 @@ from .quant_linear import TILE_ENDS, native_runs, with_copies
 from .quant_native import Grouping, as_numbers, product, rows_product, unpack
 from .quant_order import gathered
 from .quant_round import FP8_BLOCK
-from .quant_rows import multiply_rows, tiles_for
 from .quant_shapes import Blocks, Gemm, Gemv, Persistent, RowGemm, Shape, Tile, blocks, persistent
 from .quant_weights import Weights
 from .routing import order_by_expert
@@ -58,12 +56,12 @@ def moe_experts(
     first, second = gate_up.slabs, down.slabs
     if first is None or second is None:
         return _in_triton(x, topk_ids, topk_weights, gate_up, down)
-    if not (native_runs(x) or INTERPRETED):
+    if not native_runs(x) or first.out_features % 32:
         return _dequantized(x, topk_ids, topk_weights, gate_up, down)
-    each, whole = tokens * top_k / first.num_experts, first.out_features % 32 == 0
-    shape = choose(first, each) if native_runs(x) else None
+    each = tokens * top_k / first.num_experts
+    shape = choose(first, each)
     sizes = [(s.num_experts, s.out_features, s.in_features) for s in (first, second)]
-    if shape is not None and not batch_invariant() and may_unpack(*sizes):
+    if not batch_invariant() and may_unpack(*sizes):
         if first.kind == CCQ and each > _MANY_CODES:
             wide = [unpack(slabs, x.dtype) for slabs in (first, second)]
             return experts_in_halves(x, topk_ids, topk_weights, *wide)
@@ -71,11 +69,6 @@ def moe_experts(
         if of_numbers and each > _MANY_NUMBERS and first.in_features % 16 == 0:
             first, second = as_numbers(first), as_numbers(second)
             shape = choose(first, each)
-    if shape is None or not whole:
-        if first.kind not in (INT8_ROWS, FP8_ROWS):
-            return _dequantized(x, topk_ids, topk_weights, gate_up, down)
-        y = _by_triton(x, topk_ids, gate_up, down, first, second)
-        return combined(y, topk_weights)
     slots = tokens * top_k
     if isinstance(shape, Blocks):
         order = order_by_expert(topk_ids, first.num_experts, shape.rows)
@@ -121,9 +114,9 @@ def _product(
     )
 
 
-def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | Blocks | None:
-    """The kernel for so many rows an expert, as measured on an H200 with 64 experts of 2560 x 1536;
-    None for Triton's."""
+def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | Blocks:
+    """The kernel for so many rows an expert, as measured on an H200 with 64 experts of 2560 x
+    1536."""
     by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
     if batch_invariant():
         if slabs.kind == CCQ:
@@ -140,8 +133,8 @@ def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | Blocks |
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
     if slabs.kind == CCQ:
         return grouped_tile(32 if each <= 28 else 64 if each <= 60 else 128, CCQ)
-    if slabs.kind == FP8_ROWS and slabs.block_scales is None and each > 28:
-        return None
+    if by_rows and each > 28 and slabs.block_scales is None:
+        return persistent(64 if each <= 64 else 128, slabs.kind)
     if by_rows:
         return RowGemm(32 if each <= 28 else 64, 2, 1, 4)
     return Gemm(32 if each <= 28 else 64 if each <= 64 else 128, 1, 1, 5, 4, 2)
@@ -165,21 +158,6 @@ def grouped_tile(rows: int, kind: int) -> Tile:
     resident, fewer = 2 if rows <= 80 else 1, rows == 80 or rows > 160
     unpackers, teams = (4, 2) if fewer else (8, 4)
     return with_copies(Tile(rows, 128, 1, 4, unpackers, teams, 1, resident), kind, 0)
-
-
-def _by_triton(
-    x: torch.Tensor,
-    topk_ids: torch.Tensor,
-    gate_up: Weights,
-    down: Weights,
-    first: Slabs,
-    second: Slabs,
-) -> torch.Tensor:
-    slots, top_k = topk_ids.numel(), topk_ids.shape[1]
-    tiles = tiles_for(slots / first.num_experts)
-    order = order_by_expert(topk_ids, first.num_experts, tiles.rows)
-    y = multiply_rows(x, gate_up, first, order, tiles, slots, top_k)
-    return multiply_rows(silu_and_mul(y), down, second, order, tiles, slots, 1)
 
 
 def may_unpack(*shapes: tuple[int, int, int]) -> bool:
