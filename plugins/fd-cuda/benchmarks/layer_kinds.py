@@ -177,11 +177,12 @@ def measure(asker: Asker, options: argparse.Namespace) -> dict[str, float]:
 
 
 def profile(asker: Asker, options: argparse.Namespace) -> None:
-    """Which kernels take how long: decode steps of 8 with little context, and the long prompt."""
+    """Which kernels take how long: decode steps with little context, and the long prompt."""
     from engine import Profile, summary
 
-    cases = (("decode of 8", (8, 64, 40), 40), ("the long prompt", (1, options.long, 1), 1))
-    for what, order, num_steps in cases:
+    cases = [(f"decode of {batch}", (batch, 64, 40), 40) for batch in options.profile]
+    for what, order, num_steps in [*cases, ("the long prompt", (1, options.long, 1), 1)]:
+        asker.seconds(*order)  # compiles what has to be
         made = Profile()
         made.start()
         asker.seconds(*order)
@@ -208,7 +209,10 @@ def main() -> None:
     parser.add_argument("--kv-gb", type=float, default=16.0, help="of vLLM, for its cache")
     parser.add_argument("--save", type=Path, help="a file for the numbers")
     parser.add_argument("--beside", type=Path, help="such a file of another engine: print ratios")
-    parser.add_argument("--profile", action="store_true", help="of FastDeploy: its kernels")
+    parser.add_argument(
+        "--profile", type=int, nargs="+", metavar="BATCH",
+        help="of FastDeploy: the kernels of decode steps of so many, and of the long prompt",
+    )  # fmt: skip
     parser.add_argument("--wait", action="store_true", help="for a line of standard input")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
