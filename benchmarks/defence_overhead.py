@@ -157,7 +157,10 @@ def main() -> None:
     )
     figures: dict[str, list[float]] = {}
     code = "\n".join([*DEFENCES.values(), _WITHOUT])
-    patches = (PATCH.format(code=code), "")
+    # Both import the same modules when they start.
+    imports = [line for line in code.splitlines() if line.startswith(("import ", "from "))]
+    imported = "\n".join(line.partition(";")[0] for line in imports)
+    patches = (PATCH.format(code=code), PATCH.format(code=imported))
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         null_model(options.model, Path(name), STEP_MS)
         for file in Path(options.model).glob("chat_template*"):

@@ -39,19 +39,15 @@ class EngineLink(Protocol):
 
     def start(self) -> None:
         """Start; the listener hears when an engine is ready, or that none will be."""
-        ...
 
     def send(self, message: wire.ToEngine) -> None:
         """Send to the engine; WorkerError when there is none. Any thread."""
-        ...
 
     def health(self) -> EngineHealth:
         """The engine's health now. Any thread."""
-        ...
 
     def stop(self) -> None:
         """Detach from the engine, or end it if this link owns it; blocks until that is done."""
-        ...
 
 
 class AsyncEngine:

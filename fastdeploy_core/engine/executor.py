@@ -42,11 +42,9 @@ class StepResult(Protocol):
 
     def result(self) -> ModelRunnerOutput:
         """Wait for the step's output; raises what made the step fail."""
-        ...
 
     def exception(self) -> BaseException | None:
         """Wait for the step; returns what made it fail, or None."""
-        ...
 
 
 class _Launched:

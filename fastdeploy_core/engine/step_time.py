@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from fastdeploy_core.scheduler.step import ScheduledStep
+from fastdeploy_core.scheduler.step import FAR, ScheduledStep
 
 SHARE = 3
 LEAST_S, LEAST_QUEUED_S, ALONE_S = 0.02, 0.25, 0.5
@@ -35,8 +35,8 @@ class StepTime:
         self._owed_s = 0.0  # to steps without parts of long prompts
 
     def most_prompt_tokens(self, num_requests: int) -> tuple[int, bool]:
-        """For the next step, beside what decodes; and whether a prompt that was split waits while
-        there is anything else. num_requests: unfinished ones."""
+        """For the next step, beside what decodes; and whether long prompts wait while there is
+        anything else. num_requests: unfinished ones."""
         now = self._clock()
         if num_requests > 1:
             self._company_until_s = now + COMPANY_S
@@ -67,5 +67,6 @@ class StepTime:
 
 
 def is_part(step: ScheduledStep) -> bool:
-    """Whether it computes a part of a prompt that does not end with it."""
-    return not step.is_decode and not all(row.sample for row in step.rows)
+    """Whether it computes a part of a long prompt: one that goes on, or that began far before."""
+    far = (not row.sample or (row.num_tokens > 1 and row.start >= FAR) for row in step.rows)
+    return not step.is_decode and any(far)

@@ -49,11 +49,9 @@ class KeptWeights(Protocol):
 
     def get(self, name: str) -> Any:
         """The weight of that name; None if it is not kept."""
-        ...
 
     def put(self, name: str, prepared: Any) -> None:
         """Keep a weight."""
-        ...
 
 
 class Adapters(Protocol):

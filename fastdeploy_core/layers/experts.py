@@ -83,11 +83,9 @@ class DividedExperts(Protocol):
     def exchange(self, num_tokens: int) -> Callable[..., Tensor] | None:
         """Computes the whole result, on every rank, of steps in which tokens travel; None: add_own
         serves this one."""
-        ...
 
     def add_own(self, x: Tensor, weights: Any, router: Tensor, bias: Tensor | None) -> Tensor:
         """What this rank's experts add for all tokens."""
-        ...
 
 
 class ExpertRanks(Protocol):
@@ -96,40 +94,32 @@ class ExpertRanks(Protocol):
     @property
     def most_recorded(self) -> int | None:
         """Tokens of the largest step that can be captured; None: any; 0: no step can."""
-        ...
 
     def words(self) -> str:
         """A line for the start-up report."""
-        ...
 
     @property
     def is_awaited(self) -> bool:
         """Whether another engine that shares the experts has begun a step that this one has not."""
-        ...
 
     def watch(self, wake: Callable[[], None]) -> None:
         """Have `wake` called, in a thread, when is_awaited changes while no step is begun here."""
-        ...
 
     def begin_step(self, num_tokens: int) -> None:
         """Before each step, of so many tokens on this engine, on every rank: experts may move.
         Without tokens this rank's experts serve those of other engines here. WorkerError: a rank is
         lost."""
-        ...
 
     def share(self, num_experts: int) -> ExpertShare:
         """This rank's experts of a block with so many."""
-        ...
 
     def local(self, spec: MoESpec, intermediate: int) -> MoESpec:
         """The spec of what this rank holds of a block whose experts are so wide."""
-        ...
 
     def divide(
         self, build: ModelBuilder, routing: RoutingSpec, driver: MoEBackend, weights: Weights
     ) -> DividedExperts:
         """This rank's experts of a block. weights: what follows x in calls, once loaded."""
-        ...
 
 
 def make_experts(

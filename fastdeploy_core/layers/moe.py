@@ -27,11 +27,9 @@ class SharedExperts(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, hidden] to this rank's part of the sum over ranks, as wide."""
-        ...
 
     def add_to(self, total: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Two addends of total + self(x); the second is None if they were added already."""
-        ...
 
 
 class MoEBlock:

@@ -333,15 +333,12 @@ class WeightFile(Protocol):
     @property
     def nbytes(self) -> int:
         """Total bytes of the tensors that tensors() returns."""
-        ...
 
     def names(self) -> Iterable[str]:
         """Checkpoint names of the tensors that tensors() returns."""
-        ...
 
     def tensors(self) -> Iterator[Named]:
         """Every tensor, in the order that is cheapest to read."""
-        ...
 
 
 def open_files(folder: Path, device: DeviceBackend) -> list[SafetensorsFile]:

@@ -39,7 +39,6 @@ class AttentionLayer(Protocol):
 
     def __call__(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         """x: [num_tokens, hidden], so is the result; positions: [num_tokens] int64."""
-        ...
 
     def after(
         self,
@@ -52,7 +51,6 @@ class AttentionLayer(Protocol):
     ) -> Addends:
         """Two addends of t + attention(norm(t)), [num_tokens, hidden] each, with t = x + residual;
         the second may be None. rows: [n] int64, the tokens that the result is needed for."""
-        ...
 
 
 @dataclass(slots=True)

@@ -19,12 +19,10 @@ class Thinking(Protocol):
     @property
     def end(self) -> str:
         """The token that ends it."""
-        ...
 
     @property
     def begin(self) -> str | None:
         """The token that begins it; None: the text begins in the thinking."""
-        ...
 
 
 class TextParser(Protocol):
@@ -32,11 +30,9 @@ class TextParser(Protocol):
 
     def push(self, text: str) -> ParsedDelta:
         """Add text; returns the parts that are certain."""
-        ...
 
     def finish(self) -> ParsedDelta:
         """The text has ended; returns what was held back."""
-        ...
 
 
 NO_PARSER = "none"  # said by an operator who wants none

@@ -11,7 +11,7 @@ from fastdeploy_core.types.engine import EngineStats
 from .roster import Roster
 from .sequence import Sequence
 from .settings import SchedulerSettings
-from .step import StepBuilder
+from .step import FAR, StepBuilder
 
 MAX_PASSED_OVER = 64
 ADAPTER_PATIENCE_S = 1.0  # what waits longer for a slot is not overtaken by what has one
@@ -36,11 +36,14 @@ class Admission:
         self._step = step
         self._on_stuck = on_stuck
         self._max_adapters, self._keeps_slots = settings.max_adapters, False
+        self._holds_long = False
         self._used: set[str] = set()  # adapters of running sequences
         self._watermark = max(1, roster.kv.pool.num_blocks // 100)
 
-    def admit(self) -> None:
-        """Start waiting sequences while there are places, budget and blocks."""
+    def admit(self, *, holds_long: bool = False) -> None:
+        """Start waiting sequences while there are places, budget and blocks; none that is longer
+        than FAR with holds_long."""
+        self._holds_long = holds_long
         if not self._roster.num_waiting:
             return
         passed_over: set[Sequence] = set()
@@ -133,7 +136,7 @@ class Admission:
         """Whether shorter prompts may overtake this long one, since enough long ones run."""
         threshold, size = self._batch.long_prefill_token_threshold, len(seq.token_ids)
         is_split = self._batch.enable_chunked_prefill and size > self._step.budget
-        if is_split and not self._may_run_in_parts(size):
+        if (self._holds_long and size > FAR) or (is_split and not self._may_run_in_parts(size)):
             return True
         is_long = size > threshold
         if not threshold or self._batch.max_num_partial_prefills == 1 or not is_long:

@@ -231,11 +231,13 @@ class StepPlanner:
         for seq in prompts:
             self._continue_prefill(seq)
         if not step.is_stalled:
-            self._admission.admit()
+            self._admission.admit(holds_long=waits)
         step.budget += kept
         for seq in last:
             if step.is_empty or not waits:
                 self._continue_prefill(seq)
+        if waits and step.is_empty and not step.is_stalled:
+            self._admission.admit()
         step.budget += beyond
 
     def _plan_suspect(self) -> None:

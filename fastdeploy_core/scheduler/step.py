@@ -17,6 +17,7 @@ _TOKEN_IDS, _STOP_IDS = attrgetter("token_ids"), attrgetter("stop_ids")
 _REQUEST_ID = attrgetter("request.request.request_id")
 _ATTEMPT, _TENANT = attrgetter("request.request.attempt"), attrgetter("request.tenant")
 _COLUMNS = ("seq_ids", "starts", "counts", "samples", "num_drafts")  # of BatchRows
+FAR = 1024  # tokens: behind so many, cached or not, even a few of a prompt may take long
 
 
 class Row(NamedTuple):

@@ -39,19 +39,15 @@ class Job(Protocol):
     @property
     def num_requests(self) -> int:
         """Engine requests that the call will make."""
-        ...
 
     async def prepare(self) -> None:
         """All work before the engine requests; raises errors of the call."""
-        ...
 
     async def complete(self) -> dict[str, Any]:
         """The whole answer."""
-        ...
 
     def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of a streamed answer."""
-        ...
 
 
 async def answer(

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.types import Request, SequenceExtras
 
 DRAINING_RETRY_S = 5.0
+PARSER_REST = 3.0  # the event loop has the interpreter to itself for three quarters of the time
 RENDERED_AT_ONCE, MAX_WAITING_TEMPLATES = 4, 16  # templates of requests, a process each
 
 
@@ -112,7 +113,7 @@ class ServerState:
         self.tool_parser = parser_named("tool_parser", config.tool_call_parser)
         self.threads = Threads(config.tokenizer_threads, config.max_concurrency, "tokenizer")
         # Large bodies: one thread, since parsers hold the interpreter, and the event loop waits.
-        self.parsers = Threads(1, config.max_concurrency, "parser")
+        self.parsers = Threads(1, config.max_concurrency, "parser", PARSER_REST)
         # A template of a request may take as long as its process may live.
         self.template_threads = Threads(RENDERED_AT_ONCE, MAX_WAITING_TEMPLATES, "template")
         self.render_template: Callable[[str, Mapping[str, Any]], str] | None = None

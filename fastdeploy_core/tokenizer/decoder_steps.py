@@ -56,15 +56,12 @@ class Step(Protocol):
 
     def push(self, tokens: list[str]) -> list[str]:
         """Take token strings; returns the text that is certain."""
-        ...
 
     def finish(self) -> list[str]:
         """No more tokens follow."""
-        ...
 
     def primed(self) -> list[str]:
         """Everything so far was the prompt's: drop it, but the first bytes of a character."""
-        ...
 
 
 class _Plain:

@@ -175,6 +175,29 @@ def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
         assert door.got == [[]]
 
 
+def test_who_has_spoken_is_not_dropped_by_a_door_that_was_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fastdeploy_core.serving.front.door.SWEEP_S", 0.05)
+    monkeypatch.setattr("fastdeploy_core.serving.front.door.HEAD_TIMEOUT_S", 0.2)
+    is_stuck = threading.Event()
+
+    def stuck(_: socket.socket) -> None:
+        door.door.remove(1)
+        door.door.add(0, door.got[0].append)
+        is_stuck.set()
+        time.sleep(0.5)
+        raise OSError("gone")
+
+    with door_of(2) as door, door.connect() as late:
+        door.door.remove(0)
+        door.door.add(1, stuck)
+        with door.connect(b"POST /"):
+            assert is_stuck.wait(10)
+            late.sendall(b"POST /")
+            door.handed(2)
+
+
 def test_encrypted_connections_are_handed_over_at_once() -> None:
     with door_of(ssl_certfile="cert", ssl_keyfile="key") as door, door.connect():
         door.handed(1)

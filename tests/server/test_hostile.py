@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -177,6 +178,25 @@ def test_tenants_take_turns_and_the_queue_is_bounded() -> None:
 
     asyncio.run(main())
     assert order == ["a1", "b1", "c1", "d1", "a3"]
+
+
+def test_a_thread_that_holds_the_interpreter_rests_between_calls() -> None:
+    """However many large bodies come, the event loop has most of the time."""
+    calls: list[tuple[float, float]] = []
+
+    def work() -> None:
+        began_s = time.monotonic()
+        time.sleep(0.01)
+        calls.append((began_s, time.monotonic()))
+
+    async def main() -> None:
+        threads = Threads(1, 100, "test", rest=3.0)
+        await asyncio.gather(*(threads.run(f"tenant {n % 2}", work) for n in range(8)))
+        threads.close()
+
+    asyncio.run(main())
+    for (began_s, ended_s), (next_s, _) in pairwise(calls):
+        assert next_s - ended_s > 2.5 * (ended_s - began_s)
 
 
 def test_a_caller_that_leaves_does_not_free_its_thread_early() -> None:

@@ -207,8 +207,10 @@ class FrontDoor:
         watched = {key.fileobj for key in self._selector.get_map().values()}
         for connection, until in list(self._waiting.items()):
             if now > until:
-                self._forget(connection)
-                connection.close()
+                self._look(connection)  # its bytes may have come while this thread stood still
+                if connection in self._waiting:
+                    self._forget(connection)
+                    connection.close()
             elif connection not in watched:
                 del self._waiting[connection]
                 self._pass_on(connection)

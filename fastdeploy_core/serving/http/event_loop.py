@@ -8,6 +8,7 @@ call, of some 20 us: the head of a stream with its first chunk, its last chunk w
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import sys
 from collections.abc import Coroutine
@@ -22,6 +23,10 @@ Result = TypeVar("Result")
 YOUNG_OBJECTS = 10_000
 # How long a thread that parses or tokenizes may keep the interpreter from the event loop.
 SWITCH_S = 0.0005
+# Freed memory that glibc keeps: else each large body pays for its pages anew, as much as for its
+# parse. `Threads` gives it back when they are idle.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+KEPT_BYTES = 32 * 2**20
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
@@ -29,6 +34,9 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
     usual = gc.get_threshold()
     gc.set_threshold(YOUNG_OBJECTS, *usual[1:])
     sys.setswitchinterval(SWITCH_S)
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+        mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(main)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,10 +20,12 @@ TRIM_AFTER_S = 1.0
 
 
 class Threads:
-    """Tenants take turns; what one of them piles up delays no other. Belongs to one event loop."""
+    """Tenants take turns; what one of them piles up delays no other. Belongs to one event loop.
+    rest: how long a thread is idle after a call, as a multiple of the time the call took."""
 
-    def __init__(self, num_threads: int, max_waiting: int, name: str) -> None:
+    def __init__(self, num_threads: int, max_waiting: int, name: str, rest: float = 0.0) -> None:
         self._executor = ThreadPoolExecutor(num_threads, name)
+        self._rest = rest
         self._num_free = num_threads
         self._max_waiting = max_waiting
         self._num_waiting = 0
@@ -41,7 +44,7 @@ class Threads:
         else:
             await self._turn(tenant, loop)
         done = self._executor.submit(partial(function, *arguments, **named))
-        done.add_done_callback(partial(self._leave, loop))
+        done.add_done_callback(partial(self._leave, loop, time.monotonic()))
         try:
             return await asyncio.wrap_future(done)
         finally:
@@ -62,10 +65,11 @@ class Threads:
         finally:
             self._num_waiting -= 1
 
-    def _leave(self, loop: asyncio.AbstractEventLoop, _: Future[Any]) -> None:
+    def _leave(self, loop: asyncio.AbstractEventLoop, began_s: float, _: Future[Any]) -> None:
         """Called by the thread: a caller that left keeps its place until the thread is free."""
+        rest_s = self._rest * (time.monotonic() - began_s)
         if not loop.is_closed():
-            loop.call_soon_threadsafe(self._next)
+            loop.call_soon_threadsafe(loop.call_later, rest_s, self._next)
 
     def _next(self) -> None:
         while self._waiting:

@@ -21,6 +21,7 @@ from fastdeploy_core.contracts.small import ParsedDelta, ToolCallDelta
 from fastdeploy_core.contracts.speculative import HostDraftInput
 from fastdeploy_core.scheduler.local import LocalScheduler
 from fastdeploy_core.tensor import load
+from fastdeploy_testing.conformance.declared import DeclaredKernels
 from fastdeploy_testing.conformance.test_attention import (
     BATCHES,
     BEYOND_PLAIN,
@@ -32,6 +33,7 @@ from fastdeploy_testing.conformance.test_expert_communicator import (
     ExpertCommunicatorConformance,
 )
 from fastdeploy_testing.conformance.test_ops import OpsConformance
+from fastdeploy_testing.conformance.test_quantized_ops import QuantizedOpsConformance
 from fastdeploy_testing.conformance.test_quantizer import QuantizerConformance
 from fastdeploy_testing.conformance.test_request_scheduler import RequestSchedulerConformance
 from fastdeploy_testing.conformance.test_stream_parser import TOOL, StreamParserConformance
@@ -297,6 +299,29 @@ def test_spoilt_kernels_fail(device: Any, kernels: Any) -> None:
         with pytest.raises(FAILURE):
             check(wrapped(kernels, name, change))
             raise LookupError(f"a spoilt {name} was not noticed")
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.25])
+def test_a_cell_may_hand_itself_anything_but_the_product_stays(
+    device: Any, kernels: Any, factor: float
+) -> None:
+    """Kernel.behind: what it returns is no tensor; its numbers must be those of both operations."""
+
+    def product(x: Any, weight: Any, bias: Any) -> Any:
+        x = x[0] if isinstance(x, list) else x
+        return kernels["linear_w8a8"](x, weight, bias)
+
+    table = wrapped(kernels, "linear_w8a8", product)
+    table.behind = lambda operation, before: {
+        "silu_and_mul": lambda x, weight: [kernels["silu_and_mul"](x) * factor],
+        "add_rms_norm": None,
+    }[before]
+    suite, checked = QuantizedOpsConformance(), DeclaredKernels(table)
+    if factor == 1.0:
+        suite.test_what_stands_before_a_product(device, checked, "float32", "w8a8")
+        return
+    with pytest.raises(FAILURE):
+        suite.test_what_stands_before_a_product(device, checked, "float32", "w8a8")
 
 
 @pytest.mark.parametrize("fixed", [0.0, 1e-6, 1e-5, 0.3])
