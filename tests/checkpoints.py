@@ -596,6 +596,15 @@ def paddle_copy(source: Path, target: Path, *, ernie_names: bool = False) -> Pat
     return target
 
 
+def obey_config(model: Any) -> Any:
+    """The transformers model, with the limit of gpt-oss's experts that its configuration names:
+    before transformers 5.19 that was a constant."""
+    for module in model.modules():
+        if type(module).__name__ == "GptOssExperts":
+            module.alpha, module.limit = 1.702, model.config.swiglu_limit
+    return model
+
+
 def write_safetensors(path: Path, tensors: dict[str, tuple[str, np.ndarray]]) -> None:
     """A file with any safetensors dtype, bfloat16 as uint16 bits included."""
     header, position = {}, 0
@@ -651,6 +660,7 @@ def _answer(model: Any, target: Path) -> None:
     """Random prompts, the logits of all their positions, and what greedy decoding adds."""
     import torch
 
+    obey_config(model)
     generator = np.random.default_rng(7)
     answers = {}
     for number, length in enumerate(PROMPT_LENGTHS):

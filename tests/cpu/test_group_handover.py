@@ -41,7 +41,7 @@ class WithTransport:
         self._resolved, self._transport = resolved, transport
 
     def load(self, kind: str, name: str = "") -> Any:
-        if kind in ("kv_transport", "kv_store"):
+        if kind == "kv_transport":
             return TRANSPORTS[self._transport]
         return self._resolved.load(kind, name)
 
@@ -80,23 +80,13 @@ def play_two(
     return collector
 
 
-@pytest.mark.parametrize(
-    ("variant", "config", "message"),
-    [
-        ("mistral-window", {"handover": HandoverConfig("shm")}, "--kv-transport shm .* has none"),
-        ("gpt-oss", {"store": "disk"}, "--kv-store disk .* layers with a window; leave it out"),
-    ],
-)
-def test_what_cannot_pass_on_is_refused_by_name(
-    tmp_path: Path, tensor_library: str, variant: str, config: dict[str, Any], message: str
+def test_a_model_without_layers_that_need_every_token_is_refused_by_name(
+    tmp_path: Path, tensor_library: str
 ) -> None:
-    bench = Bench(build(tmp_path, [variant]) / variant, tensor_library)
-    bench._resolved = WithTransport(bench._resolved, "shm")  # type: ignore[assignment]
-    settings, store = Settings(prefix_caching=True, host_blocks=60), config.pop("store", "")
-    cache = replace(bench.config.cache, kv_store=store)
-    bench.config = replace(bench.config, cache=cache, **config)
-    with pytest.raises(CapabilityError, match=message):
-        bench.engine(settings)
+    bench = Bench(build(tmp_path, ["mistral-window"]) / "mistral-window", tensor_library)
+    connect(bench, "shm")
+    with pytest.raises(CapabilityError, match=r"--kv-transport shm .* has none"):
+        bench.engine(Settings(prefix_caching=True, host_blocks=60))
 
 
 @pytest.mark.parametrize(("variant", "transport", "num_mixes"), CASES)

@@ -116,6 +116,31 @@ def test_each_kind_of_layer_comes_back_from_host_memory(tmp_path: Path, family: 
     assert found[1:] == [found[0]] * 3
 
 
+@pytest.mark.parametrize(
+    "family", ["gpt-oss", "gemma3", "llama4", "qwen3-next", "nemotron-h", "lfm2"]
+)
+def test_each_kind_of_layer_comes_back_from_a_store(tmp_path: Path, family: str) -> None:
+    """What one engine left on disk: the next one resumes with it, and says the same."""
+    from fastdeploy import LLM, SamplingParams
+
+    folder, rng = build(tmp_path, [family]) / family, np.random.default_rng(8)
+    asked = [{"prompt_token_ids": rng.integers(3, 90, 70 + n).tolist()} for n in range(4)]
+    params, found = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), []
+    for _ in range(2):
+        with LLM(
+            folder, device="cuda", tensor_library="torch", dtype="float32", max_model_len=112,
+            max_num_seqs=2, max_num_batched_tokens=48, num_gpu_blocks_override=64, block_size=16,
+            skip_tokenizer_init=True, swap_space=0.02, kv_store="disk",
+            kv_store_config={"path": str(tmp_path / "store")},
+        ) as llm:  # fmt: skip
+            outputs = llm.generate(asked, params, use_tqdm=False)
+            found.append([out.outputs[0].token_ids for out in outputs])
+            metrics = llm.get_metrics()
+    print(family, {name: metrics[name] for name in metrics if "store" in name})
+    assert metrics["host_hit_tokens_total"] == 4 * 64 and not metrics["kv_store_failures_total"]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("settings", [{}, {"dtype": "float32"}, {"kv_cache_dtype": "fp8"}], ids=str)
 def test_a_scored_text_has_the_bits_of_its_generation(
     prompts: list[list[int]], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch

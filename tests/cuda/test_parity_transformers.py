@@ -27,6 +27,7 @@ from tests.checkpoints import (
     VOCAB,
     WIDE_VARIANTS,
     build,
+    obey_config,
 )
 from tests.mxfp4_checkpoints import build_mxfp4
 from tests.paged import PagedModel
@@ -105,10 +106,7 @@ class Theirs:
         if hasattr(config, "_experts_implementation"):
             options["experts_implementation"] = "eager"
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
-        for module in model.modules():
-            if type(module).__name__ == "GptOssExperts":  # constants before transformers 5.19
-                module.alpha, module.limit = 1.702, config.swiglu_limit
-        self.model = model.eval().cuda()
+        self.model = obey_config(model).eval().cuda()
 
     def logits(self, prompts: dict[str, list[int]]) -> dict[str, np.ndarray]:
         """[tokens, vocabulary] of each."""

@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +81,13 @@ def start(options: argparse.Namespace, folder: Path) -> tuple[Any, Any, str]:
         import vllm
 
         graphs = {"cudagraph_capture_sizes": sorted({*options.batch, 1})}
+        # Its first choice for gated delta nets on Hopper; it does not look whether it is there.
+        has_flashinfer = find_spec("flashinfer") is not None
+        delta = {} if has_flashinfer else {"gdn_prefill_backend": "triton"}
         # Kept to its own bytes, it does not measure what others take of the GPU.
         peer = vllm.LLM(
             str(folder), kv_cache_memory_bytes=int(options.kv_gb * 1e9), gpu_memory_utilization=0.2,
-            compilation_config=graphs, disable_log_stats=True, **common,
+            compilation_config=graphs, additional_config=delta, disable_log_stats=True, **common,
         )  # fmt: skip
         peer.collective_rpc(fill_with_noise, args=(SEED,))
         return peer, vllm.SamplingParams, f"vLLM {vllm.__version__}"
@@ -162,6 +166,8 @@ def measure(asker: Asker, options: argparse.Namespace) -> dict[str, float]:
         print(f"  {what:>26} {found[what]:10.3f} ms", flush=True)
 
     asker.seconds(1, options.long, 4)  # here and below: compile what has to be
+    long = [asker.seconds(1, options.long, 1) for _ in range(options.rounds)]
+    say(f"1 prompt of {options.long}", long)
     for batch in options.batch:
         # The whole round: steps with prompts and ever more decodes have kernels of their own.
         asker.seconds(batch, options.prompt, options.output)
@@ -171,17 +177,16 @@ def measure(asker: Asker, options: argparse.Namespace) -> dict[str, float]:
         say(f"{batch} prompts of {options.prompt}", first)
         least = statistics.median(first)
         say(f"decode of {batch}", [(t - least) / (options.output - 1) for t in whole])
-    long = [asker.seconds(1, options.long, 1) for _ in range(options.rounds)]
-    say(f"1 prompt of {options.long}", long)
     return found
 
 
 def profile(asker: Asker, options: argparse.Namespace) -> None:
-    """Which kernels take how long: decode steps of 8 with little context, and the long prompt."""
+    """Which kernels take how long: decode steps with little context, and the long prompt."""
     from engine import Profile, summary
 
-    cases = (("decode of 8", (8, 64, 40), 40), ("the long prompt", (1, options.long, 1), 1))
-    for what, order, num_steps in cases:
+    cases = [(f"decode of {batch}", (batch, 64, 40), 40) for batch in options.profile]
+    for what, order, num_steps in [*cases, ("the long prompt", (1, options.long, 1), 1)]:
+        asker.seconds(*order)  # compiles what has to be
         made = Profile()
         made.start()
         asker.seconds(*order)
@@ -208,7 +213,10 @@ def main() -> None:
     parser.add_argument("--kv-gb", type=float, default=16.0, help="of vLLM, for its cache")
     parser.add_argument("--save", type=Path, help="a file for the numbers")
     parser.add_argument("--beside", type=Path, help="such a file of another engine: print ratios")
-    parser.add_argument("--profile", action="store_true", help="of FastDeploy: its kernels")
+    parser.add_argument(
+        "--profile", type=int, nargs="+", metavar="BATCH",
+        help="of FastDeploy: the kernels of decode steps of so many, and of the long prompt",
+    )  # fmt: skip
     parser.add_argument("--wait", action="store_true", help="for a line of standard input")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

@@ -1,6 +1,6 @@
 """Layers that keep a state on this GPU: microseconds per layer, beside the bytes they cannot beat.
 
-    python plugins/fd-cuda/benchmarks/states.py [--sweep] [--json FILE]
+    python plugins/fd-cuda/benchmarks/states.py [--layer "Kimi Linear"] [--sweep] [--json FILE]
 
 Convolution and recurrence of one layer, without the products around them. Decode: one CUDA graph
 over many layers' states, more than the L2 holds. Prompts: begun anew, operation by operation, the
@@ -122,9 +122,9 @@ def median_us(call: Callable[[], None], repeats: int = 7) -> float:
     return statistics.median(times)
 
 
-def decode_table(device: CudaDevice) -> list[dict[str, Any]]:
+def decode_table(device: CudaDevice, specs: dict[str, StateSpec]) -> list[dict[str, Any]]:
     found = []
-    for (name, spec), rows in itertools.product(SPECS.items(), DECODES):
+    for (name, spec), rows in itertools.product(specs.items(), DECODES):
         one = Layer(device, spec, [1] * rows, 100, 1)
         caches = max(1, min(64, -(-300_000_000 // one.state_bytes)))
         layer = Layer(device, spec, [1] * rows, 100, caches)
@@ -136,10 +136,10 @@ def decode_table(device: CudaDevice) -> list[dict[str, Any]]:
     return found
 
 
-def prompt_table(device: CudaDevice) -> list[dict[str, Any]]:
+def prompt_table(device: CudaDevice, specs: dict[str, StateSpec]) -> list[dict[str, Any]]:
     found = []
     served = {
-        n: s for n, s in SPECS.items() if not why_not_state(StateQuestion("cuda", "torch", s))
+        n: s for n, s in specs.items() if not why_not_state(StateQuestion("cuda", "torch", s))
     }
     for (name, spec), (label, fed) in itertools.product(served.items(), PROMPTS.items()):
         row = {"layer": name, "prompt": label, "us": Layer(device, spec, fed, 0, 4).us()}
@@ -174,13 +174,15 @@ def show(result: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layer", choices=SPECS, nargs="+", default=list(SPECS))
     parser.add_argument("--sweep", action="store_true", help="try other sizes of programs")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
     device, found = CudaDevice(DeviceOptions()), {}
     with torch.inference_mode():
-        found["decode"], found["prompts"] = decode_table(device), prompt_table(device)
+        specs = {name: SPECS[name] for name in arguments.layer}
+        found["decode"], found["prompts"] = decode_table(device, specs), prompt_table(device, specs)
         if arguments.sweep:
             found["sweep"] = sweep(device)
     if arguments.json:

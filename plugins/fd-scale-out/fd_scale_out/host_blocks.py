@@ -34,20 +34,14 @@ class HostMemory:
     """The host tiers of all ranks of an engine."""
 
     def __init__(
-        self,
-        num_ranks: int,
-        plan: CachePlan,
-        asked: str,
-        *,
-        on_device: bool = False,
-        takes_groups: bool = False,
+        self, num_ranks: int, plan: CachePlan, asked: str, *, on_device: bool = False
     ) -> None:
-        """CapabilityError where there is no host tier, or one of several groups of layers and not
-        `takes_groups`; asked: the arguments that need it; on_device: its blocks lie in memory of
-        the device (TierDevice), whose ranks tell where."""
+        """CapabilityError where there is no host tier, or one of several groups of layers with
+        `on_device`; asked: the arguments that need it; on_device: its blocks lie in memory of the
+        device (TierDevice), whose ranks tell where."""
         if not plan.num_host_blocks:
             raise CapabilityError(f"{asked} needs the host tier, and {plan.report[-1]}")
-        if plan.bounded and (on_device or not takes_groups):
+        if plan.bounded and on_device:
             kinds = " and ".join(group.rule.kind for group in plan.bounded)
             raise CapabilityError(
                 f"{asked} passes on blocks of layers that need every token, and this model has "
@@ -69,7 +63,7 @@ class HostMemory:
 
     def open(self, kv: KVCacheManager) -> HostTier:
         """The ranks have made the files as large as they need; returns the first group's tier."""
-        views = [memoryview(mmap.mmap(file, 0)) for file in self._files]
+        views = [memoryview(_map(file)) for file in self._files]
         if self._on_device:
             views = [_device_memory(view) for view in views]
         else:
@@ -95,9 +89,10 @@ class HostMemory:
             os.close(file)
         self._files = []
 
-    def block(self, number: int) -> list[memoryview]:
-        """The bytes of a host block on each rank."""
-        return parts_of(self.ranks, number)
+
+def _map(file: int) -> Any:
+    """Its memory. Blocks of a group without layers are numbers alone, and their file is empty."""
+    return mmap.mmap(file, 0) if os.fstat(file).st_size else b""
 
 
 def _touch(views: list[memoryview]) -> None:

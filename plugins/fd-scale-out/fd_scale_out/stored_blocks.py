@@ -5,20 +5,25 @@ All passes through the host tier. A new block is copied there with the next step
 writes it from there. A request is held while threads read its blocks into host memory, where the
 prefix cache finds them. What fails, is late or damaged is computed: output depends on no store.
 
-A block is stored behind its key, its parent's, its tokens, and a checksum of all. The key covers
-the model, the number format, the ranks and the request's salt. A reader knows the
-header it wants and compares it whole, so nothing that is read is ever interpreted.
+A block is stored behind its group of layers, its key, its parent's, its tokens, and a checksum of
+all. The key covers the model, the number format, the ranks and the request's salt. A reader knows
+the header it wants and compares it whole, so nothing that is read is ever interpreted.
+
+A prefix is fetched up to where every group of layers (kvcache.groups) has all that resuming there
+takes, here or in the store.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.kvcache import BlockTable, CacheEntry, CachePlan
@@ -26,7 +31,8 @@ from fastdeploy_core.scheduler import BatchScheduler
 from fastdeploy_core.types import Request
 from fastdeploy_core.types.engine import EngineStats
 
-from .host_blocks import HostMemory, identity_of, run_threads
+from .handover.parts import Tiers
+from .host_blocks import HostMemory, identity_of, parts_of, run_threads
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.small import KVStore
@@ -34,25 +40,50 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAGIC = b"FastDeploy KV block 1"
+MAGIC = b"FastDeploy KV block 2"
 NO_PARENT = bytes(32)
 CHECKSUM_BYTES = 16
 NUM_READERS = 4
 # Blocks on their way to the store. One more is left out: the store is slower than the model.
 MAX_UNWRITTEN_SHARE = 0.5
 CLOSE_GRACE_S = 5.0
+# For shorter prefixes where the longest cannot be resumed: a store may wait for each name.
+LOOK_S = 0.25
+
+
+class _Piece(NamedTuple):
+    """What one group of layers keeps of a block of tokens."""
+
+    group: int
+    nth: int  # block of tokens of its table
+
+    def name(self, key: bytes) -> str:
+        """The store's name for it. key: of the block of tokens."""
+        return (hashlib.sha256(bytes([self.group]) + key).digest() if self.group else key).hex()
+
+    def header(self, key: bytes, parent: bytes, tokens: bytes) -> bytes:
+        """What stands in front of its bytes."""
+        return MAGIC + bytes([self.group]) + key + parent + tokens
 
 
 class _Fetch:
     """What is read for one request. A thread counts `num_read`; all else is its caller's."""
 
-    def __init__(self, request_id: str, table: BlockTable, first: int, deadline_s: float) -> None:
+    def __init__(
+        self, request_id: str, table: BlockTable, here: set[_Piece], deadline_s: float
+    ) -> None:
         self.request_id, self.table = request_id, table
-        self.first = first  # block of the table; those before it are in the prefix cache
+        self.here = here  # what needs not be read
+        self.first = sum(piece.group == 0 for piece in here)  # block of tokens to begin with
         self.deadline_s = deadline_s  # monotonic
-        self.blocks: list[int] = []  # reserved host blocks
+        self.pieces: list[_Piece] = []  # to be read
+        self.blocks: list[int] = []  # reserved host blocks for them, as Tiers numbers them
         self.num_read = 0
         self.is_held, self.is_over = True, False  # the request waits for it; it is done
+
+    def names(self, pieces: Sequence[_Piece]) -> list[str]:
+        """Of each piece."""
+        return [piece.name(self.table.keys[piece.nth]) for piece in pieces]
 
 
 class StoredBlocks:
@@ -75,8 +106,8 @@ class StoredBlocks:
         self.report = f"KV store: {cache.kv_store}, behind the host KV tier"
         self._store, self._timeout_s = make_store(cache.kv_store_options), cache.kv_store_timeout_s
         self._fetches: list[_Fetch] = []
-        self._noted: dict[int, list[tuple[CacheEntry, int]]] = {}  # by step
-        self._num_unwritten = 0
+        self._noted: dict[int, list[tuple[int, CacheEntry, int]]] = {}  # by step
+        self._num_unwritten = Counter[int]()  # by group
         self._told: set[str] = set()  # failures that are in the log
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._reads = run_threads("fd-kv-read", NUM_READERS)
@@ -85,8 +116,10 @@ class StoredBlocks:
 
     def open(self, scheduler: BatchScheduler) -> None:
         """The ranks have their host tiers, and this is the engine's batch scheduler."""
-        self._kv, self._host = scheduler.kv, self._memory.open(scheduler.kv)
-        self._host.writes_through = True
+        self._kv = scheduler.kv
+        self._memory.open(scheduler.kv)
+        self._tiers = Tiers(scheduler.kv.tiers)
+        self._tiers.write_through(True)
 
     def prepare(self, request: Request) -> Request:
         """The request as the engine gets it."""
@@ -99,12 +132,16 @@ class StoredBlocks:
 
     def fetch(self, request: Request, table: BlockTable, token_ids: list[int]) -> bool:
         """Look for what the prefix cache lacks of a new request. True: `ready` will name it."""
-        first = len(self._kv.match(table, token_ids).entries)
-        if first == len(table.keys) or any(not fetch.is_held for fetch in self._fetches):
+        num_resumable = len(self._kv.match(table, token_ids).entries)
+        if num_resumable == len(table.keys) or any(not fetch.is_held for fetch in self._fetches):
             return False  # while one is late, nobody waits for the store
-        fetch = _Fetch(request.request_id, table, first, time.monotonic() + self._timeout_s)
+        known = self._kv.prefix.match(table, len(table.keys))
+        here = {_Piece(0, index) for index in range(len(known))}
+        for number, group in enumerate(self._kv.bounded, 1):
+            here |= {_Piece(number, i) for i, entry in enumerate(known) if group.has(entry)}
+        fetch = _Fetch(request.request_id, table, here, time.monotonic() + self._timeout_s)
         self._fetches.append(fetch)
-        self._reads.put(partial(self._find, fetch, [key.hex() for key in table.keys[first:]]))
+        self._reads.put(partial(self._find, fetch, num_resumable))
         return True
 
     def ready(self, wait_s: float = 0.0) -> list[tuple[str, None]]:
@@ -132,20 +169,21 @@ class StoredBlocks:
 
     def note(self, step_id: int) -> None:
         """A step was planned; its copies may bring new blocks to host memory."""
-        if written := self._host.take_written():
+        if written := self._tiers.take_written():
             self._noted[step_id] = written
 
     def settle(self, step_id: int, *, is_done: bool) -> None:
         """The step was done, or failed."""
-        for entry, block in self._noted.pop(step_id, ()):
-            is_full = self._num_unwritten >= self._host.num_blocks * MAX_UNWRITTEN_SHARE
-            if not is_done or is_full:
-                self._host.end_lease(block)
+        for group, entry, block in self._noted.pop(step_id, ()):
+            most = self._tiers.all[group].num_blocks * MAX_UNWRITTEN_SHARE
+            if not is_done or self._num_unwritten[group] >= most:
+                self._tiers.end_lease(block)
                 continue
-            self._num_unwritten += 1
+            self._num_unwritten[group] += 1
             parent = NO_PARENT if entry.parent is None else entry.parent.key
-            header = MAGIC + entry.key + parent + entry.tokens
-            self._writes.put(partial(self._write, entry.key.hex(), header, block))
+            piece = _Piece(group, 0)
+            header = piece.header(entry.key, parent, entry.tokens)
+            self._writes.put(partial(self._write, piece.name(entry.key), header, block))
 
     def told(self, outputs: list[Any]) -> None:
         """What clients are told; a store keeps nothing of it."""
@@ -161,13 +199,13 @@ class StoredBlocks:
         for fetch in self._fetches:
             fetch.deadline_s = 0.0
         end_s = time.monotonic() + CLOSE_GRACE_S
-        while (self._num_unwritten or self._fetches) and time.monotonic() < end_s:
+        while (self._num_unwritten.total() or self._fetches) and time.monotonic() < end_s:
             self.ready(0.05)
         self._writes.put(None)
         for _ in range(NUM_READERS):
             self._reads.put(None)
         self._memory.close()
-        if not self._num_unwritten and not self._fetches:
+        if not self._num_unwritten.total() and not self._fetches:
             self._store.close()
 
     def _try(self, what: str, call: Callable[[], Any]) -> Any:
@@ -179,25 +217,54 @@ class StoredBlocks:
             self._done.put(partial(self._fail, what, error))
             return None
 
-    def _find(self, fetch: _Fetch, names: list[str]) -> None:
-        found = self._try("look for blocks", lambda: self._store.find(names)) or 0
-        self._done.put(lambda: self._begin(fetch, names[:found]))
+    def _find(self, fetch: _Fetch, num_resumable: int) -> None:
+        pieces = self._try("look for blocks", lambda: self._pieces(fetch, num_resumable)) or []
+        self._done.put(lambda: self._begin(fetch, pieces))
 
-    def _read(self, fetch: _Fetch, names: list[str]) -> None:
-        for block, name in zip(fetch.blocks, names, strict=False):
+    def _pieces(self, fetch: _Fetch, num_resumable: int) -> list[_Piece]:
+        """In a thread: what is to be read so that every group has what resuming takes after as many
+        blocks of tokens as possible, and more than num_resumable."""
+        tokens = [_Piece(0, index) for index in range(fetch.first, len(fetch.table.keys))]
+        tokens = tokens[: self._num_found(fetch, tokens)]
+        if not self._kv.bounded:
+            return tokens
+        end_s = time.monotonic() + LOOK_S
+        for end in range(fetch.first + len(tokens), num_resumable, -1):
+            needed = self._needed_at(fetch, end)
+            if all(self._num_found(fetch, own) == len(own) for own in needed):
+                return [*tokens[: max(0, end - fetch.first)], *itertools.chain(*needed)]
+            if time.monotonic() > end_s:
+                break
+        return []
+
+    def _needed_at(self, fetch: _Fetch, end: int) -> list[list[_Piece]]:
+        """Of each bounded group what resuming after `end` blocks of tokens takes, less what is
+        here."""
+        groups = enumerate(self._kv.bounded, 1)
+        needed = [[_Piece(number, i) for i in group.needed(end)] for number, group in groups]
+        return [[piece for piece in own if piece not in fetch.here] for own in needed]
+
+    def _num_found(self, fetch: _Fetch, pieces: list[_Piece]) -> int:
+        """How many of the leading ones the store has; 0 where it is too late to ask."""
+        is_late = time.monotonic() > fetch.deadline_s
+        return self._store.find(fetch.names(pieces)) if pieces and not is_late else 0
+
+    def _read(self, fetch: _Fetch) -> None:
+        for piece, block in zip(fetch.pieces, fetch.blocks, strict=True):
             is_late = time.monotonic() > fetch.deadline_s
-            if is_late or not self._try("read blocks", partial(self._is_read, fetch, block, name)):
+            if is_late or not self._try("read blocks", partial(self._is_read, fetch, piece, block)):
                 break
             fetch.num_read += 1
         self._done.put(lambda: self._finish(fetch))
 
-    def _is_read(self, fetch: _Fetch, block: int, name: str) -> bool:
-        """Whether the next block has come, and as it was written."""
-        number, table = fetch.first + fetch.num_read, fetch.table
+    def _is_read(self, fetch: _Fetch, piece: _Piece, block: int) -> bool:
+        """Whether a piece has come, and as it was written."""
+        table, number = fetch.table, piece.nth
         parent = table.keys[number - 1] if number else NO_PARENT
-        wanted = MAGIC + table.keys[number] + parent + table.packed[number]
+        wanted = piece.header(table.keys[number], parent, table.packed[number])
         checksum, header = bytearray(CHECKSUM_BYTES), bytearray(len(wanted))
-        content = self._memory.block(block)
+        content = self._content(block)
+        (name,) = fetch.names([piece])
         if not self._store.get(name, [memoryview(checksum), memoryview(header), *content]):
             return False
         if header == wanted and checksum == _checksum(wanted, content):
@@ -205,10 +272,15 @@ class StoredBlocks:
         raise ValueError("one is damaged, and left alone")
 
     def _write(self, name: str, header: bytes, block: int) -> None:
-        content = self._memory.block(block)
+        content = self._content(block)
         parts = [memoryview(_checksum(header, content)), memoryview(header), *content]
         is_written = bool(self._try("write a block", partial(self._store.put, name, parts)))
         self._done.put(partial(self._wrote, block, is_written))
+
+    def _content(self, block: int) -> list[memoryview]:
+        """The bytes of a host block on each rank."""
+        group, number = self._tiers.place(block)
+        return parts_of(self._memory.groups[group], number)
 
     def _fail(self, what: str, error: Exception) -> None:
         self.num_failures_total += 1
@@ -218,22 +290,38 @@ class StoredBlocks:
             text = "KV store %s could not %s (%s); what it lacks is computed again"
             logger.warning(text, self._store.name, what, error)
 
-    def _begin(self, fetch: _Fetch, names: list[str]) -> None:
+    def _begin(self, fetch: _Fetch, pieces: list[_Piece]) -> None:
+        """Reserve host blocks. Of one group the leading blocks alone are worth it, too."""
         if time.monotonic() < fetch.deadline_s:
-            fetch.blocks = self._host.reserve(len(names))
-        self._reads.put(partial(self._read, fetch, names))
+            for group, count in sorted(Counter(piece.group for piece in pieces).items()):
+                fetch.blocks += self._tiers.reserve(group, count)
+            if self._kv.bounded and len(fetch.blocks) < len(pieces):
+                self._end_leases(fetch)
+        fetch.pieces = pieces[: len(fetch.blocks)]
+        self._reads.put(partial(self._read, fetch))
 
     def _finish(self, fetch: _Fetch) -> None:
         fetch.is_over = True
-        blocks = fetch.blocks[: fetch.num_read]
-        self.num_read_total += self._kv.prefix.adopt(fetch.table, fetch.first, blocks)
+        came = list(zip(fetch.pieces, fetch.blocks, strict=True))[: fetch.num_read]
+        first = [block for piece, block in came if not piece.group]
+        self.num_read_total += self._kv.prefix.adopt(fetch.table, fetch.first, first)
+        known = self._kv.prefix.match(fetch.table, len(fetch.table.keys)) if came else []
+        for piece, block in came[len(first) :]:
+            group = self._kv.bounded[piece.group - 1]
+            if piece.nth < len(known) and not group.has(known[piece.nth]):
+                group.adopt(known[piece.nth], self._tiers.place(block)[1])
+                self.num_read_total += 1
+        self._end_leases(fetch)
+
+    def _end_leases(self, fetch: _Fetch) -> None:
         for block in fetch.blocks:
-            self._host.end_lease(block)
+            self._tiers.end_lease(block)
+        fetch.blocks = []
 
     def _wrote(self, block: int, is_written: bool) -> None:
-        self._num_unwritten -= 1
+        self._num_unwritten[self._tiers.place(block)[0]] -= 1
         self.num_written_total += is_written
-        self._host.end_lease(block)
+        self._tiers.end_lease(block)
 
 
 def _checksum(header: bytes, content: list[memoryview]) -> bytes:

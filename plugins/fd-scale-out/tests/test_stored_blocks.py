@@ -172,8 +172,8 @@ def test_blocks_that_changed_names_are_not_taken() -> None:
 
 
 def _names_in_order(store: MemoryStore) -> list[str]:
-    """Of the blocks of PROMPT: a block's header has its key, then its parent's."""
-    at = 16 + len(b"FastDeploy KV block 1")
+    """Of the blocks of PROMPT: a block's header has its group, its key, then its parent's."""
+    at = 16 + len(b"FastDeploy KV block 2") + 1
     parents = {data[at + 32 : at + 64].hex(): name for name, data in store.kept.items()}
     names, key = [], bytes(32).hex()
     while key in parents:

@@ -164,9 +164,7 @@ class Handovers:
                 f"{words} counts a prompt's blocks by layers that need every token, and this model "
                 "has none; leave it out"
             )
-        self._memory = HostMemory(
-            len(infos), plan, words, on_device=self._on_device, takes_groups=True
-        )
+        self._memory = HostMemory(len(infos), plan, words, on_device=self._on_device)
         self.paths = self._memory.paths  # where each rank's host tier is to lie
         # The prefix cache's model_identity: instances with other ranks have the same.
         self.identity = identity_of(config, infos, with_layout=False)
