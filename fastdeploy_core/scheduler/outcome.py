@@ -219,7 +219,7 @@ class Outcome:
                 self._end(seq, SequenceDelta(index=index), FinishReason.ABORT)
 
     def take_first(self, request: RequestState, delta: RequestOutputDelta) -> None:
-        """Who computed the prompt of a request that is held here has also chosen its first token."""
+        """Who computed the prompt of a request that is held has also chosen its first token."""
         seq, (first,) = request.sequences[0], delta.sequences
         request.num_cached_tokens = delta.num_cached_tokens
         request.queue_s = self._roster.clock() - request.arrival_s
