@@ -250,8 +250,8 @@ def test_roles_follow_the_traffic() -> None:
 
     def until(roles: list[str], **fields: Any) -> None:
         stop.clear()
-        with ThreadPoolExecutor(4) as threads:
-            for number in range(4):
+        with ThreadPoolExecutor(8) as threads:  # as many as run at once: a slow machine has
+            for number in range(8):  # enough to write for more than one instance
                 threads.submit(load, number, **fields)
             try:
                 wait_for(lambda: sorted(router.listed("role").values()) == roles, f"{roles}", 60)
