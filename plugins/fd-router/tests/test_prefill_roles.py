@@ -9,10 +9,13 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx
 import pytest
+import tokenizers
+from checkpoints import build
 from conftest import Router
 from roles import (
     BLOCK_SIZE,
@@ -187,6 +190,36 @@ def test_the_drafters_keys_and_values_come_along() -> None:
             assert taken(two.decode) == number + 1
             assert (words, right) == count(two.prefill, body, two.prefill.url)[::2]
             assert drafted > right > 0
+    finally:
+        two.stop()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("variant", ["gpt-oss", "gemma3", "llama4", "qwen3-next", "lfm2"])
+def test_what_each_group_of_layers_needs_comes_along(
+    tmp_path: Path, variant: str, transport: str
+) -> None:
+    """Of models with windows, chunks or states: blocks are taken over, and answers are those of one
+    instance, to the same words again as well."""
+    model = build(tmp_path, [variant]) / variant
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    words = tokenizers.models.WordLevel({f"w{n}": n for n in range(size)}, unk_token="w0")
+    tokenizers.Tokenizer(words).save(str(model / "tokenizer.json"))
+    two, random = Apart("--kv-transport", transport, model=model), Random(3)
+    prompts = [[random.randrange(5, size) for _ in range(length)] for length in (100, 145, 201)]
+    prompts.append(prompts[1] + prompts[0][:90])
+    try:
+        for number, prompt in enumerate(prompts):
+            body = {"prompt": prompt, "max_tokens": 20, "temperature": 0, "return_token_ids": True}
+            answer = ask(two.router.url, TEXT, body)
+            wait_for(lambda n=number: taken(two.decode) == n + 1, "the handover's end")
+            alone = ask(two.prefill.url, TEXT, body)
+            assert [c["token_ids"] for c in answer["choices"]] == [
+                c["token_ids"] for c in alone["choices"]
+            ]
+        assert metric(two.decode, FOUND) > 100
+        assert metric(two.decode, "kv_handover_failures_total") == 0
+        check_idle(two.prefill, two.decode)
     finally:
         two.stop()
 
