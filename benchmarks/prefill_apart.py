@@ -187,8 +187,9 @@ def quiet(url: str, prompts: list[list[int]]) -> list[tuple[float, float]]:
     found = []
     for prompt in prompts:
         began = time.perf_counter()
-        first, second, *_ = ask(url, prompt, ANSWER_TOKENS)
-        found.append((first - began, second - began))
+        times = ask(url, prompt, ANSWER_TOKENS)
+        second = times[min(1, len(times) - 1)]  # one event brings what is there by then
+        found.append((times[0] - began, second - began))
     return found
 
 
