@@ -95,6 +95,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
     },
+    "qwen3-8b": {
+        **_QWEN,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+    },
     "qwen3-30b-a3b": {
         **_QWEN,
         "architectures": ["Qwen3MoeForCausalLM"],

@@ -18,8 +18,8 @@ from fastdeploy_core.types import (
     FinishReason,
     ModelRunnerOutput,
     Request,
+    RequestOutputDelta,
     RequestStatus,
-    SequenceDelta,
     split_branch_id,
 )
 from fastdeploy_core.types.engine import EngineStats
@@ -108,13 +108,14 @@ class BatchScheduler:
         if request_id in self.roster.requests:
             self.roster.hold(self.roster.requests[request_id])
 
-    def release(self, request_id: str, first: SequenceDelta | None = None) -> None:
-        """What a held request waited for has come, or never will: it waits for its turn, with its
-        first token if that came along. Ids of requests that have ended are ignored."""
+    def release(self, request_id: str, first: RequestOutputDelta | None = None) -> None:
+        """What a held request waited for has come, or never will: it waits for its turn. With
+        `first`: only its first token has come. Ids of requests that have ended are ignored."""
         if request_id in self.roster.held:
             request = self.roster.requests[request_id]
-            self.roster.release(request)
-            if first is not None:
+            if first is None:
+                self.roster.release(request)
+            else:
                 self.outcome.take_first(request, first)
 
     def add(self, request: Request) -> None:

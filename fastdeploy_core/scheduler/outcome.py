@@ -218,11 +218,10 @@ class Outcome:
             if seq.status is not RequestStatus.FINISHED:
                 self._end(seq, SequenceDelta(index=index), FinishReason.ABORT)
 
-    def take_first(self, request: RequestState, first: SequenceDelta) -> None:
-        """The instance that computed the prompt of a request, which has not started here, has also
-        chosen its first token."""
-        seq = request.sequences[0]
-        request.num_cached_tokens = self._kv.match(seq.table, seq.token_ids).num_tokens
+    def take_first(self, request: RequestState, delta: RequestOutputDelta) -> None:
+        """Who computed the prompt of a request that is held has also chosen its first token."""
+        seq, (first,) = request.sequences[0], delta.sequences
+        request.num_cached_tokens = delta.num_cached_tokens
         request.queue_s = self._roster.clock() - request.arrival_s
         first.finish_reason, first.stop_reason, _ = self._append(seq, first.token_ids)
         seq.columns.known[seq.place] = len(seq.token_ids)

@@ -49,6 +49,11 @@ class Handover:
     headers: CIMultiDict[str]  # for that instance
     task: asyncio.Task[None] | None = None
 
+    async def begin(self) -> None:
+        """It is asked before the instance that answers: the first token waits for it alone."""
+        if self.task is not None:
+            await asyncio.sleep(0)
+
     def end(self) -> None:
         """Nobody wants the prompt any more."""
         if self.task is not None:
@@ -72,15 +77,14 @@ class Prefill:
 
     async def compute(self, asked: Asked, headers: Mapping[str, str]) -> None:
         """Have the prompt computed, if it is long enough and there is an instance for it."""
-        body = first_token(asked)
         is_long = asked.view.prompt_tokens >= self._options.min_tokens
-        if not self.fleet.instances or body is None or not is_long:
+        if not self.fleet.instances or not is_long or not has_prompt(asked):
             return
         choice = self.fleet.choose(asked.view, set())
         if choice.instance is None:
             self._metrics.prefills.labels("", "no instance").inc()
         else:
-            await self._send(self.fleet, choice, asked, body, headers)
+            await self._send(self.fleet, choice, asked, first_token(asked), headers)
 
     @contextmanager
     def hand_over(self, asked: Asked, to: Choice, headers: CIMultiDict[str]) -> Iterator[Handover]:
@@ -111,7 +115,7 @@ class Prefill:
         is_one = (
             asked.fields.get("messages") is not None or isinstance(prompt, str) or asked.token_ids
         )
-        if to.instance is None or first_token(asked) is None or not is_one:
+        if to.instance is None or not is_one or not has_prompt(asked):
             return None
         own = self._answering.instances[to.instance.name]
         num_new = asked.view.prompt_tokens - to.cached_tokens
@@ -149,13 +153,15 @@ class Prefill:
             self._metrics.prefills.labels(name, str(status)).inc()
 
 
-def first_token(asked: Asked) -> bytes | None:
-    """The request with one token as its whole answer; None where that would be of no use."""
-    fields: dict[str, Any] = asked.fields
-    has_prompt = asked.path.partition("?")[0] in PATHS and bool(fields)
-    if not has_prompt or fields.get("prompt_logprobs") is not None:  # these are computed anyway
-        return None
-    kept = {name: value for name, value in fields.items() if name not in _LEFT_OUT}
+def has_prompt(asked: Asked) -> bool:
+    """Whether it is of use to have the prompt computed: its log-probabilities are anyway."""
+    is_answered = asked.path.partition("?")[0] in PATHS and bool(asked.fields)
+    return is_answered and asked.fields.get("prompt_logprobs") is None
+
+
+def first_token(asked: Asked) -> bytes:
+    """The request with one token as its whole answer."""
+    kept: dict[str, Any] = {n: value for n, value in asked.fields.items() if n not in _LEFT_OUT}
     kept |= {"max_tokens": 1, "stream": False, "n": 1}
     text = json.dumps(kept, ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8", "surrogatepass")

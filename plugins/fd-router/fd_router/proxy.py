@@ -95,6 +95,7 @@ class Proxy:
                     self._prefill.hand_over(asked, choice, headers) as handover,
                     self._fleet.call(asked.view, choice, timeout_s) as call,
                 ):
+                    await handover.begin()
                     answer = await self._ask(request, asked, handover.headers, call, shown)
                     if answer.status != HTTPStatus.OK:
                         handover.end()
@@ -159,7 +160,7 @@ class Proxy:
     ) -> web.StreamResponse:
         """One instance's answer. What is put into `shown` has begun to reach the client."""
         transcript = Transcript.of(asked)
-        body = asked.body if transcript is None else transcript.body()
+        body = asked.body if transcript is None else transcript.body(asked.body)
         answer = await self._open(call, request.method, asked.path, headers, body)
         try:
             if answer.status == 200 and answer.content_type == "text/event-stream":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,11 +20,16 @@ SECRET = "a secret of at least thirty-two characters"
 
 
 def server(
-    role: str, *options: str, port: int = 0, host: str = "127.0.0.1", within: Sequence[str] = ()
+    role: str,
+    *options: str,
+    port: int = 0,
+    host: str = "127.0.0.1",
+    within: Sequence[str] = (),
+    model: Path = MODEL,
 ) -> CommandProcess:
-    """On the demo model."""
+    """On the demo model, or another one."""
     return CommandProcess(
-        *("serve", str(MODEL), "--host", host, "--port", str(port), "--max-num-seqs", "8"),
+        *("serve", str(model), "--host", host, "--port", str(port), "--max-num-seqs", "8"),
         *("--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", "64"),
         *("--num-gpu-blocks-override", "256", "--swap-space", "0.1", "--num-threads", "1"),
         # A busy machine is no reason to give up.
@@ -36,11 +42,17 @@ def server(
 class Apart:
     """A prefill instance, a decode instance, and the router."""
 
-    def __init__(self, *options: str, each: Mapping[str, Sequence[str]] | None = None) -> None:
+    def __init__(
+        self,
+        *options: str,
+        each: Mapping[str, Sequence[str]] | None = None,
+        model: Path = MODEL,
+    ) -> None:
         """each: more options, by role."""
-        self.options, each = options, each or {}
+        self.options, self.model, each = options, model, each or {}
         self.prefill, self.decode = (
-            server(role, *options, *each.get(role, ())) for role in ("prefill", "decode")
+            server(role, *options, *each.get(role, ()), model=model)
+            for role in ("prefill", "decode")
         )
         self.route()
 
@@ -59,7 +71,8 @@ class Apart:
         """Another process at the address of one that has ended."""
         old: CommandProcess = getattr(self, role)
         wait_for(lambda: self.router.listed("state")[old.name] != "ready", "the loss to be noticed")
-        setattr(self, role, server(role, *self.options, port=int(old.url.rpartition(":")[2])))
+        port = int(old.url.rpartition(":")[2])
+        setattr(self, role, server(role, *self.options, port=port, model=self.model))
         self.wait()
 
     def stop(self) -> None:

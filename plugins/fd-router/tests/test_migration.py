@@ -60,6 +60,17 @@ def _piece(text: str, tokens: list[int], **more: object) -> dict:
     return {"id": "cmpl-1", "object": "text_completion", "created": 1, "choices": [choice]}
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-32-be"])
+@pytest.mark.parametrize("fields", [{}, {"return_token_ids": None}, {"return_token_ids": False}])
+def test_instances_are_asked_for_token_ids(encoding: str, fields: dict[str, object]) -> None:
+    """Whatever the body is written in, and however it ends."""
+    asked = {"prompt": "\u00fc } \U0001f600", "stream": True, **fields}
+    body = (json.dumps(asked, ensure_ascii=False) + " \n").encode(encoding)
+    transcript = Transcript.of(read_request(COMPLETIONS, {}, body))
+    assert transcript is not None
+    assert json.loads(transcript.body(body)) == {**asked, "return_token_ids": True}
+
+
 def _detokenized(transcript: Transcript, pieces: dict[int, bytes]) -> int:
     """The tokens that a continuation keeps, by a tokenizer of these pieces; -1: none do."""
     for count, *bodies in transcript.seams():

@@ -6,7 +6,16 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from fd_scale_out.handover.messages import Abort, Aborted, Accept, Alive, Commit, Have, Want
+from fd_scale_out.handover.messages import (
+    Abort,
+    Aborted,
+    Accept,
+    Alive,
+    Commit,
+    First,
+    Have,
+    Want,
+)
 from fd_scale_out.handover.parts import Parts
 from fd_scale_out.handover.receiving import Pull, Receiving
 from fd_scale_out.handover.sending import LEASE_S, Sending
@@ -65,9 +74,11 @@ class Handover(RuleBasedStateMachine):
         self.quarantined: list[int] = []
         self.checks: list[Pull] = []
         self.adopted: dict[int, int] = {}
-        self.finishes: list[tuple[SequenceDelta | None, str]] = []
-        self.is_prefill_dead = self.is_decode_dead = False
+        self.firsts: list[SequenceDelta] = []
+        self.finishes: list[str] = []
+        self.is_prefill_dead = self.is_decode_dead = self.is_chosen = False
         self.computed: set[int] = set()
+        self.has_ended = False
         outer = self
 
         class Source:
@@ -116,8 +127,12 @@ class Handover(RuleBasedStateMachine):
             def quarantine(self, peer: str, blocks: list[int]) -> None:
                 outer.quarantined += blocks
 
-            def finish(self, token: SequenceDelta | None, failure: str) -> None:
-                outer.finishes.append((token, failure))
+            def take_first(self, note: First) -> None:
+                assert not outer.finishes, "a token of a request that goes on by itself"
+                outer.firsts.append(note.token)
+
+            def finish(self, failure: str) -> None:
+                outer.finishes.append(failure)
 
         # The last two are of another group, and so far on their own.
         parts = Parts(
@@ -145,11 +160,19 @@ class Handover(RuleBasedStateMachine):
             self.source.content[block] = number
             self.sending.add(number, block, number)
 
-    @precondition(lambda self: not self.is_prefill_dead)
+    @precondition(lambda self: not self.is_prefill_dead and not self.is_chosen)
+    @rule(dice=st.integers(0, 3))
+    def choose(self, dice: int) -> None:
+        """The first token, whichever blocks are still being copied and summed."""
+        if not dice or len(self.computed) == NUM_BLOCKS:
+            self.is_chosen = True
+            self.sending.first(FIRST, 0)
+
+    @precondition(lambda self: not self.is_prefill_dead and self.is_chosen)
     @rule(dice=st.integers(0, 3))
     def commit(self, dice: int) -> None:
         if not dice or len(self.computed) == NUM_BLOCKS:
-            self.sending.commit(FIRST)
+            self.sending.commit()
 
     def fail(self) -> None:
         if not self.is_prefill_dead:
@@ -261,15 +284,17 @@ class Handover(RuleBasedStateMachine):
     # The decode engine, and time.
 
     @rule(
-        what=st.sampled_from(["fail", "prefill_dies", "the_client_leaves", "decode_dies"]),
+        what=st.sampled_from(["fail", "prefill_dies", "the_request_ends", "decode_dies"]),
         dice=st.integers(0, 9),
     )
     def something_ends(self, what: str, dice: int) -> None:
         if not dice:
             getattr(self, what)()
 
-    def the_client_leaves(self) -> None:
-        self.receiving.give_up("the request has ended")
+    def the_request_ends(self) -> None:
+        """With its first token, or because its client leaves."""
+        self.has_ended = self.has_ended or not self.receiving.is_over
+        self.receiving.end()
 
     def decode_dies(self) -> None:
         if not self.is_decode_dead:
@@ -309,9 +334,15 @@ class Handover(RuleBasedStateMachine):
             self.receiving.tick(self.now)
         self.fence()
         assert len(self.finishes) == 1, "a request goes on exactly once"
-        (token, failure), *_ = self.finishes
-        assert (token is None) if failure else (token == FIRST)
-        if not failure and self.target.free and len(self.target.content) >= NUM_BLOCKS:
+        (failure,) = self.finishes
+        assert self.firsts in ([], [FIRST]), "the first token comes once"
+        assert failure or self.firsts, "committed, and no first token"
+        if (
+            not failure
+            and not self.has_ended
+            and self.target.free
+            and len(self.target.content) >= NUM_BLOCKS
+        ):
             committed = range(self.first, max(self.first, self.sending._total))
             assert set(self.adopted) == set(committed), "not all that was there came"
         assert not self.target.held, "blocks of the decode side are lost"
@@ -336,6 +367,8 @@ class Handover(RuleBasedStateMachine):
     def _to_receiving(self, note: Any) -> None:
         if isinstance(note, Have):
             self.receiving.have(note, self.now)
+        elif isinstance(note, First):
+            self.receiving.first(note, self.now)
         elif isinstance(note, Commit):
             self.receiving.commit(note, self.now)
         elif isinstance(note, Abort):

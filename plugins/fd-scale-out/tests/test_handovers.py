@@ -155,7 +155,7 @@ def test_a_prompt_is_handed_over_with_its_first_token(two: Two) -> None:
     two.ask(make_request("a", PROMPT))
     two.run()
     two.check()
-    assert two.collector.first["a"].num_cached_tokens == 4 * NUM_BLOCKS
+    assert two.collector.first["a"].num_cached_tokens == 0  # as where it was computed
     assert two.dropped.tokens["a"][0] == two.collector.tokens["a"][0][:1]
     assert two.decode.stats().kv_taken_over_total == two.prefill.stats().kv_handed_over_total == 1
     # The decode engine was fed what lies behind the last full block, and the first token with it.
@@ -202,6 +202,45 @@ def test_first_tokens_bring_their_logprobs() -> None:
     assert sequence.logprobs and len(sequence.logprobs) == 1
     assert two.decode.stats().steps_total == 0, "nothing was left to compute"
     two.close()
+
+
+@pytest.mark.parametrize("then", ["all comes", "it dies", "the client leaves"])
+def test_the_first_token_waits_for_no_block(two: Two, then: str) -> None:
+    """The prefill engine's thread that sums blocks stands still, so none is offered: the client has
+    its token all the same. Whatever happens next, it keeps it, and the answer is one engine's."""
+    own, may_sum = part(two.prefill), threading.Event()
+    own.sums.put(may_sum.wait)
+    two.ask(make_request("a", PROMPT))
+    two.run(until=lambda: "a" in two.collector.tokens)
+    assert two.collector.tokens["a"][0] == expected_answers(two.requests[0])[0][:1]
+    assert two.decode.scheduler.num_held == 1 and two.decode.stats().steps_total == 0
+    assert not part(two.decode)._pulls and not two.decode.stats().kv_taken_over_total
+    if then == "it dies":
+        own._transport.close()
+        while two.decode.has_work():
+            two.collector.take(two.decode.step())
+        two.check_answers()
+        assert two.decode.stats().kv_handover_failures_total == 1
+        may_sum.set()
+        return
+    if then == "the client leaves":
+        two.decode.abort([two.requests.pop().request_id])
+    may_sum.set()
+    two.run()
+    two.check()
+    assert two.decode.stats().kv_handover_failures_total == 0
+    assert two.prefill.stats().kv_handed_over_total == 1
+
+
+def test_an_answer_of_one_token_waits_for_no_block(two: Two) -> None:
+    own, may_sum = part(two.prefill), threading.Event()
+    own.sums.put(may_sum.wait)
+    two.ask(make_request("a", PROMPT, max_tokens=1))
+    two.run(until=lambda: "a" in two.collector.finished)
+    may_sum.set()
+    two.run()
+    two.check()
+    assert two.decode.stats().kv_taken_over_total == two.prefill.stats().kv_handed_over_total == 1
 
 
 @pytest.mark.parametrize("where", ["prefill", "decode", "both"])
@@ -450,7 +489,8 @@ def test_notes_that_someone_else_makes_up_change_nothing() -> None:
     notes: list[Any] = [
         messages.Want(names[0], 5, 0, NUM_BLOCKS, bytes(32)),
         messages.Have(names[0], 1, 0, [1, 2, 3], [4, 5, 6]),
-        messages.Commit(names[0], 1, 0, SequenceDelta(token_ids=[9])),
+        messages.First(names[0], 1, SequenceDelta(token_ids=[9]), 0),
+        messages.Commit(names[0], 1, 0),
         messages.Accept(names[0], 1),
         messages.Abort(names[0], 1, "no"),
         messages.Aborted(names[0], 1),

@@ -43,7 +43,7 @@ from fd_scale_out.host_blocks import HostMemory, identity_of, parts_of, run_thre
 from fd_scale_out.receiver_driven import DECODE_ERRORS, MAX_NOTE_BYTES
 
 from . import messages
-from .messages import Abort, Aborted, Accept, Alive, Commit, Have, Hello, Want
+from .messages import Abort, Aborted, Accept, Alive, Commit, First, Have, Hello, Want
 from .parts import Parts, Tiers
 from .receiving import Pull, Receiving
 from .sending import BEAT_S, Sending
@@ -137,11 +137,14 @@ class _Incoming:
         for entry, block in zip(entries, blocks, strict=False):  # of others the tokens are unknown
             kv.bounded[group - 1].adopt(entry, block)
 
-    def finish(self, first_token: SequenceDelta | None, failure: str) -> None:
+    def take_first(self, note: First) -> None:
+        """For its client. Of several answers to one prompt each has a first token of its own."""
+        if self._request.sampling.n == 1:
+            self._owner.take_first(self._request.request_id, note)
+
+    def finish(self, failure: str) -> None:
         """The request goes on."""
-        # Of several answers to one prompt each has a first token of its own.
-        is_one = self._request.sampling.n == 1
-        self._owner.finish(self._request.request_id, first_token if is_one else None, failure)
+        self._owner.finish(self._request.request_id, failure)
 
 
 class Handovers:
@@ -190,10 +193,9 @@ class Handovers:
         self._leases = Counter[int]()  # of host blocks that other instances may read
         self._noted: dict[int, list[tuple[int, CacheEntry, int]]] = {}  # by step
         self._last_planned = self._last_settled = -1
-        # Of prompts that are computed: their first tokens, and the step that copies the last block.
-        self._computed: dict[str, tuple[SequenceDelta | None, int]] = {}
+        self._computed: dict[str, int] = {}  # prompts, and the step that copies their last block
         self._quarantine: list[tuple[str, list[int]]] = []
-        self._finished: list[tuple[str, SequenceDelta | None]] = []
+        self._finished: list[tuple[str, RequestOutputDelta | None]] = []
         self._told: set[str] = set()  # failures that are in the log
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._num_sums = 0  # checksums that the thread has yet to compute
@@ -243,9 +245,9 @@ class Handovers:
         is_all = len(entries) == len(table.keys)  # and of every group what it needs
         return self._receive(order, request, table, None if is_all else len(known))
 
-    def ready(self, wait_s: float = 0.0) -> list[tuple[str, SequenceDelta | None]]:
-        """Take in what happened: ids of requests that wait no more, with their first tokens as far
-        as these came along. With `wait_s`: wait at most so long for something."""
+    def ready(self, wait_s: float = 0.0) -> list[tuple[str, RequestOutputDelta | None]]:
+        """Take in what happened: first tokens of requests that wait on, and, with None, requests
+        that wait no more. With `wait_s`: wait at most so long for something."""
         if wait_s and not self._finished:
             select.select([self._transport.fileno(), self._wake], [], [], wait_s)
         with contextlib.suppress(BlockingIOError):
@@ -308,8 +310,9 @@ class Handovers:
             else:
                 del self._by_request[delta.request_id]
                 token = SequenceDelta(token_ids=first.token_ids, logprobs=first.logprobs)
-                last = self._last_planned + self.kv.has_copies
-                self._computed[sending.name] = token if _fits(sending.name, token) else None, last
+                if _fits(sending.name, token):
+                    sending.first(token, delta.num_cached_tokens)
+                self._computed[sending.name] = self._last_planned + self.kv.has_copies
 
     def set_role(self, role: InstanceRole) -> None:
         """From any thread. Handovers under way end first; then peers need a new ticket."""
@@ -389,14 +392,21 @@ class Handovers:
         for block in blocks:
             self.tiers.end_lease(block)
 
-    def finish(self, request_id: str, first: SequenceDelta | None, failure: str) -> None:
+    def take_first(self, request_id: str, note: First) -> None:
+        """The first token of a request that waits."""
+        ids = note.token.token_ids
+        if len(ids) == 1 and 0 <= ids[0] < self._vocab_size:
+            cached = note.num_cached_tokens
+            delta = RequestOutputDelta(
+                request_id=request_id, num_cached_tokens=cached, sequences=[note.token]
+            )
+            self._finished.append((request_id, delta))
+
+    def finish(self, request_id: str, failure: str) -> None:
         """A request waits no more."""
         if self._by_request.pop(request_id, None) is None:
             return  # it has ended
-        ids = [] if first is None else first.token_ids
-        if len(ids) != 1 or not 0 <= ids[0] < self._vocab_size:
-            first = None
-        self._finished.append((request_id, first))
+        self._finished.append((request_id, None))
         if not failure:
             self._num_taken += 1
         else:
@@ -612,6 +622,8 @@ class Handovers:
         elif receiving is not None and peer == receiving.peer:
             if isinstance(note, Have):
                 receiving.have(note, now)
+            elif isinstance(note, First):
+                receiving.first(note, now)
             elif isinstance(note, Commit):
                 receiving.commit(note, now)
             elif isinstance(note, Abort):
@@ -637,14 +649,14 @@ class Handovers:
         for request_id, name in list(self._by_request.items()):
             if self._scheduler.leader(request_id) is not None:
                 continue
-            del self._by_request[request_id]
             if (receiving := self._receiving.get(name)) is not None:
-                receiving.give_up("the request has ended")
+                receiving.end()
             elif (sending := self._sending.get(name)) is not None:
                 sending.fail("the request has ended there")
-        for name, (token, last) in list(self._computed.items()):
+            self._by_request.pop(request_id, None)
+        for name, last in list(self._computed.items()):
             if last <= self._last_settled and not self._sending[name].num_checked:
-                self._sending[name].commit(token)
+                self._sending[name].commit()
                 del self._computed[name]
         for sending in self._sending.values():
             sending.tick(now)
@@ -739,5 +751,5 @@ def _whole(memory: Any, size: int) -> Any:
 
 def _fits(name: str, first: SequenceDelta) -> bool:
     """Whether a first token goes into a note: all log-probabilities of a vocabulary do not."""
-    note = Commit(name, 2**31, 2**31, first)
+    note = First(name, 2**31, first, 2**31)
     return len(messages.encode(note)) <= MAX_NOTE_BYTES

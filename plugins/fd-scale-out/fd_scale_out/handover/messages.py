@@ -43,16 +43,22 @@ class Have(_Note):
     checksums: list[int]  # CRC-32 of all ranks' bytes
 
 
+class First(_Note):
+    """Prefill instance: the prompt is computed, and this is the answer's first token, which needs
+    none of the blocks. num_cached_tokens: of the prompt, those that were not computed there."""
+
+    token: SequenceDelta
+    num_cached_tokens: int | None
+
+
 class Commit(_Note):
-    """Prefill instance: there are no more than `total` blocks, and this is the first token; None:
-    it is not worth sending."""
+    """Prefill instance: there are no more than `total` blocks."""
 
     total: int
-    first_token: SequenceDelta | None = None
 
 
 class Accept(_Note):
-    """Decode instance: all has come. Nothing is needed any more."""
+    """Decode instance: all has come that is of use there. Nothing is needed any more."""
 
 
 class Abort(_Note):
@@ -69,7 +75,7 @@ class Alive(_Note):
     """Either, again and again: still there, and the handover is not forgotten."""
 
 
-Note = Hello | Want | Have | Commit | Accept | Abort | Aborted | Alive
+Note = Hello | Want | Have | First | Commit | Accept | Abort | Aborted | Alive
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Note)
 

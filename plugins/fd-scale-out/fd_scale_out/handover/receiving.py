@@ -13,9 +13,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from fastdeploy_core.types import SequenceDelta
-
-from .messages import Abort, Aborted, Accept, Alive, Commit, Have, Want
+from .messages import Abort, Aborted, Accept, Alive, Commit, First, Have, Want
 from .parts import Parts
 from .sending import BEAT_S, LEASE_S
 
@@ -58,7 +56,11 @@ class ReceivingWorld(Protocol):
         """The same, once nothing of that peer can arrive any more."""
         ...
 
-    def finish(self, first_token: SequenceDelta | None, failure: str) -> None:
+    def take_first(self, note: First) -> None:
+        """The request's first token, which its client gets at once; before `finish`."""
+        ...
+
+    def finish(self, failure: str) -> None:
         """The request goes on. failure: why not all has come; empty: it has."""
         ...
 
@@ -98,6 +100,7 @@ class Receiving:
         self._expected = want.first  # the block that is announced next
         self._has_room, self._is_unsafe = True, False
         self._adopted: list[int] = []
+        self._has_first = False
         self._commit: Commit | None = None
         self._end_s, self._lease_s, self._beat_s = now + timeout_s, now + LEASE_S, now + BEAT_S
         world.say(peer, want)
@@ -115,8 +118,14 @@ class Receiving:
             self._announced.append(note)
             self._pull()
 
-    def commit(self, note: Commit, now: float) -> None:
+    def first(self, note: First, now: float) -> None:
         """The peer has computed the prompt."""
+        if self._is_news(note, now) and not self._has_first:
+            self._has_first = True
+            self._world.take_first(note)
+
+    def commit(self, note: Commit, now: float) -> None:
+        """The peer has all blocks."""
         if self._is_news(note, now) and self._commit is None:
             self._commit = note
             self._settle()
@@ -182,10 +191,26 @@ class Receiving:
             self._beat_s = now + BEAT_S
             self._world.say(self.peer, Alive(self.name, self._want.attempt))
 
+    def end(self) -> None:
+        """The request has ended: with its first token, or because nobody wants it."""
+        if not self._has_first:
+            self.give_up("the request has ended")
+        elif not self.is_over:
+            self._let_go()
+            self._world.say(self.peer, Accept(self.name, self._want.attempt))
+            self._finish("")
+
     def give_up(self, reason: str, *, tell: bool = True) -> None:
         """What has come is kept; the rest is computed here."""
         if self.is_over:
             return
+        self._let_go()
+        if tell:
+            self._world.say(self.peer, Abort(self.name, self._want.attempt, reason))
+        self._finish(reason)
+
+    def _let_go(self) -> None:
+        """Of blocks that are on their way."""
         for pull in self._pulls:
             if (pull.is_moving and not self._world.cancel(pull)) or pull.is_unsafe:
                 self._is_unsafe = True
@@ -193,11 +218,8 @@ class Receiving:
             else:
                 self._world.release(pull.targets)
         self._pulls.clear()
-        if tell:
-            self._world.say(self.peer, Abort(self.name, self._want.attempt, reason))
-        self._finish(None, reason)
 
-    def _is_news(self, note: Have | Commit | Alive, now: float) -> bool:
+    def _is_news(self, note: Have | First | Commit | Alive, now: float) -> bool:
         if self.is_over or note.attempt != self._want.attempt:
             return False
         self._lease_s = now + LEASE_S
@@ -243,10 +265,10 @@ class Receiving:
             self.give_up("blocks were not announced")
             return
         self._world.say(self.peer, Accept(self.name, self._want.attempt))
-        self._finish(commit.first_token, "")
+        self._finish("")
 
-    def _finish(self, first_token: SequenceDelta | None, failure: str) -> None:
+    def _finish(self, failure: str) -> None:
         self.is_over = True
         self._announced.clear()
         self._world.release(self._adopted)
-        self._world.finish(first_token, failure)
+        self._world.finish(failure)

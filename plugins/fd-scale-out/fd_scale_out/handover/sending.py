@@ -12,7 +12,7 @@ import msgspec
 
 from fastdeploy_core.types import SequenceDelta
 
-from .messages import Abort, Aborted, Alive, Commit, Have, Want
+from .messages import Abort, Aborted, Alive, Commit, First, Have, Want
 from .parts import Parts
 
 LEASE_S: Final = 10.0  # without a word of the other side a handover is over
@@ -46,9 +46,9 @@ class Sending:
         self._peer, self._attempt = "", 0
         self._held: dict[int, tuple[int, int]] = {}  # by number: host block, checksum
         self._next = 0  # the first block that the peer has not been told of
-        self._is_told = False  # of the commit
+        self._is_told = self._is_first_told = False  # of the commit, and of the first token
         self._total = len(keys)
-        self._first_token: SequenceDelta | None = None
+        self._first: tuple[SequenceDelta, int | None] | None = None
         self._is_failed = False  # the peer was told, and has not answered yet
         self._lease_s, self._beat_s = now + LEASE_S, now + BEAT_S
 
@@ -65,11 +65,16 @@ class Sending:
             return
         self._held[number] = block, checksum
 
-    def commit(self, first_token: SequenceDelta | None) -> None:
-        """The prompt is computed. Blocks behind the first one that is missing will not come."""
+    def first(self, token: SequenceDelta, num_cached_tokens: int | None) -> None:
+        """The prompt is computed. Its last blocks follow; the client need not wait for them."""
+        self._first = token, num_cached_tokens
+        self._tell()
+
+    def commit(self) -> None:
+        """All blocks are here. Those behind the first one that is missing will not come."""
         if not self.is_over and not self.is_committed:
             self.is_committed = True
-            self._total, self._first_token = self.num_leading, first_token
+            self._total = self.num_leading
             self._tell()
 
     def want(self, peer: str, note: Want, now: float) -> None:
@@ -81,7 +86,7 @@ class Sending:
             self._world.say(peer, Abort(self.name, note.attempt, reason))
             return
         self._peer, self._attempt = peer, note.attempt
-        self._next, self._is_told = note.first, False
+        self._next, self._is_told, self._is_first_told = note.first, False, False
         self._lease_s, self._beat_s = now + LEASE_S, now
         self._tell()
 
@@ -91,8 +96,8 @@ class Sending:
             self._lease_s = now + LEASE_S
 
     def accept(self, peer: str, attempt: int) -> None:
-        """All has come there."""
-        if (peer, attempt) == (self._peer, self._attempt) and self._is_told and not self.is_over:
+        """What is of use there has come."""
+        if (peer, attempt) == (self._peer, self._attempt) and not self.is_over:
             self.is_accepted = True
             self._end()
 
@@ -138,9 +143,12 @@ class Sending:
         return is_same and 0 <= note.first <= note.total
 
     def _tell(self) -> None:
-        """Say what is new, without gaps and in order."""
-        if not self._peer or self._is_failed:
+        """Say what is new: the first token at once, blocks without gaps and in order."""
+        if not self._peer or self._is_failed or self.is_over:
             return
+        if self._first is not None and not self._is_first_told:
+            self._is_first_told = True
+            self._world.say(self._peer, First(self.name, self._attempt, *self._first))
         end = self.num_leading
         while self._next < end:
             numbers = self.parts.together(self._next, end)
@@ -151,8 +159,7 @@ class Sending:
             self._next = numbers.stop
         if self.is_committed and not self._is_told:
             self._is_told = True
-            commit = Commit(self.name, self._attempt, self._total, self._first_token)
-            self._world.say(self._peer, commit)
+            self._world.say(self._peer, Commit(self.name, self._attempt, self._total))
 
     def _end(self) -> None:
         if not self.is_over:
