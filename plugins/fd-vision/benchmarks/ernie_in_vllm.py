@@ -95,7 +95,9 @@ class ErnieProcessor(ProcessorMixin):
 
 
 def _expanded(token: int, counts: Iterator[int]) -> list[int]:
-    return [WORDS["<|IMAGE_PLACEHOLDER|>"]] * next(counts) if token == PLACE else [token]
+    """What stands for a token; without pictures, as for vLLM's text alone, the token itself."""
+    count = next(counts, 0) if token == PLACE else 0
+    return [WORDS["<|IMAGE_PLACEHOLDER|>"]] * count or [token]
 
 
 # vLLM's other processes import this module with the configuration that they are sent.
