@@ -1,16 +1,23 @@
 """What vLLM's ERNIE-4.5-VL expects of a released folder's own code: a configuration whose numbers
 are not nested, and a processor that leaves pictures under `images` and `grid_thw`. transformers'
-own classes have neither. Registered in this process; vLLM has to run in it, too."""
+own classes have neither. Importing this module registers both."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, AutoProcessor, BatchFeature, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    AutoTokenizer,
+    BatchFeature,
+    PreTrainedConfig,
+)
 from transformers.processing_utils import ProcessorMixin
 
 PLACE = 100290  # what stands for a picture in a prompt, before it is as many placeholders
@@ -59,29 +66,40 @@ class ErnieProcessor(ProcessorMixin):
 
     @classmethod
     def from_pretrained(cls, folder: str, *, tokenizer: Any = None, **_: Any) -> ErnieProcessor:  # type: ignore[override]
-        """Of a folder that pictures.py wrote."""
+        """Of a folder that pictures.py wrote. vLLM makes a first one without a tokenizer."""
         kept = json.loads((Path(folder) / "preprocessor_config.json").read_text())
         size = {"shortest_edge": kept["min_pixels"], "longest_edge": kept["max_pixels"]}
         # The faster of the two, where it can run.
         name = "" if importlib.util.find_spec("torchvision") else "Pil"
         kind = getattr(transformers, f"Ernie4_5_VLMoeImageProcessor{name}")
-        return cls(kind(size=size), tokenizer)
+        return cls(kind(size=size), tokenizer or AutoTokenizer.from_pretrained(folder))
 
     def __call__(  # type: ignore[override]
         self, text: list[str], images: Any = None, videos: Any = None, **_: Any
     ) -> BatchFeature:
-        """input_ids, images [patches, 3 * patch * patch], grid_thw [pictures, 3]."""
-        found: dict[str, Any] = {"input_ids": [self.tokenizer.encode(one) for one in text]}
-        found |= {"images": None, "grid_thw": None}
+        """input_ids with a picture's placeholders, images [patches, 3 * patch * patch], grid_thw
+        [pictures, 3]."""
+        found: dict[str, Any] = {"images": None, "grid_thw": None}
+        counts: Iterator[int] = iter(())
         if images:
             made = self.image_processor(
                 images, return_tensors="pt", do_rescale=False, do_normalize=False
             )
             found |= {"images": made["pixel_values"], "grid_thw": made["image_grid_thw"]}
+            counts = iter((made["image_grid_thw"].prod(-1) // self.spatial_conv_size**2).tolist())
+        found["input_ids"] = [
+            [n for token in self.tokenizer.encode(one) for n in _expanded(token, counts)]
+            for one in text
+        ]
         return BatchFeature(found, tensor_type="pt", skip_tensor_conversion=["images", "grid_thw"])
 
 
-def register() -> None:
-    """So that transformers finds both by config.json and processor_config.json."""
-    AutoConfig.register(ErnieConfig.model_type, ErnieConfig)
-    AutoProcessor.register(ErnieConfig, ErnieProcessor)
+def _expanded(token: int, counts: Iterator[int]) -> list[int]:
+    """What stands for a token; without pictures, as for vLLM's text alone, the token itself."""
+    count = next(counts, 0) if token == PLACE else 0
+    return [WORDS["<|IMAGE_PLACEHOLDER|>"]] * count or [token]
+
+
+# vLLM's other processes import this module with the configuration that they are sent.
+AutoConfig.register(ErnieConfig.model_type, ErnieConfig, exist_ok=True)
+AutoProcessor.register(ErnieConfig, ErnieProcessor, exist_ok=True)

@@ -28,7 +28,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import json
-import os
 import pstats
 import statistics
 import sys
@@ -192,10 +191,8 @@ def start(arguments: argparse.Namespace, folder: Path) -> tuple[Any, Any, str]:
             own = {"kv_cache_memory_bytes": cache}
     if arguments.engine == "vllm":
         if arguments.size.startswith("ernie"):
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-            import ernie_in_vllm
+            import ernie_in_vllm  # registers what transformers lacks
 
-            ernie_in_vllm.register()
             write_tokenizer(folder, ernie_in_vllm.WORDS, 103424, "ErnieProcessor")
         else:
             write_tokenizer(folder, QWEN_WORDS, 151665, "Qwen2_5_VLProcessor")
