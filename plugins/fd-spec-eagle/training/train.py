@@ -74,7 +74,7 @@ class Lesson(ABC):
         }
 
     @abstractmethod
-    def losses(self, model: ErnieTiny, batch: data.Inputs, count: int) -> Losses:
+    def losses(self, model: ErnieTiny, batch: data.Inputs, taught: Taught, count: int) -> Losses:
         """Of `count` drafts in a row along a batch."""
 
     def tables(self) -> dict[str, Tensor]:
@@ -97,9 +97,10 @@ def frequent(tokenizer: Tokenizer, number: int, samples: int = 6000) -> Tensor:
 
 
 @torch.no_grad()
-def teach(model: ErnieTiny, batch: data.Inputs, mask: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Hidden states of the target that the drafter reads, and its logits."""
+def teach(model: ErnieTiny, batch: data.Inputs) -> Taught:
+    """What the target makes of a batch."""
     cos, sin = rotation(batch.positions, model.config)
+    mask = data.dense_mask(batch.documents)
     x, kept = model.embed(batch.tokens), {}
     for number, layer in enumerate(model.layers):
         x, _ = layer(x, cos, sin, mask)
@@ -130,11 +131,10 @@ class Eagle3(Lesson):
             self.drafter.lm_head.weight.copy_(embedding[self._ids])
             self.drafter.norm.weight.copy_(model.norm.weight)
 
-    def losses(self, model: ErnieTiny, batch: data.Inputs, count: int) -> Losses:
+    def losses(self, model: ErnieTiny, batch: data.Inputs, taught: Taught, count: int) -> Losses:
         """Pass j, behind j drafts, at every position."""
-        drafter, ids = self.drafter, self._ids
+        drafter, ids, (aux, logits) = self.drafter, self._ids, taught
         seen = data.dense_mask(batch.documents)
-        aux, logits = teach(model, batch, seen)
         wanted, best = logits[..., ids].log_softmax(-1).exp(), logits.argmax(-1)
         embedded = model.embed(batch.tokens).float().roll(-1, dims=1)
         hidden, angles = drafter.fc(torch.cat(aux, dim=-1)), drafter.angles(batch.positions)
@@ -189,10 +189,10 @@ class DFlash(Lesson):
         with torch.no_grad():
             self.drafter.norm.weight.copy_(model.norm.weight)
 
-    def losses(self, model: ErnieTiny, batch: data.Inputs, count: int) -> Losses:
+    def losses(self, model: ErnieTiny, batch: data.Inputs, taught: Taught, count: int) -> Losses:
         """Of blocks behind random tokens whose next one the target writes."""
         size, length, documents = self._size, batch.tokens.shape[1], batch.documents
-        aux, logits = teach(model, batch, data.dense_mask(documents))
+        aux, logits = taught
         written = (batch.flags & data.TARGET) > 0
         # Token p can be a block's first if p + 1 is written and p - 1 is of the same document.
         can = written.roll(-1, dims=1) & (batch.positions > 0)
@@ -215,7 +215,7 @@ class DFlash(Lesson):
         ).flatten(1)
         embedded, states = model.embed(ids.flatten(1)).float(), torch.cat(aux, dim=-1)
         x = self.drafter(embedded, states, (positions, batch.positions), seen[:, None])
-        out = model.head(x).float().unflatten(1, (number, size))
+        out = (x @ model.embed_tokens.weight.T).float().unflatten(1, (number, size))
         rows = torch.arange(len(flat), device=can.device)[:, None, None]
         told = logits[rows, where - 1]  # the target's, of the token that stands there
         counts = written[rows, where] & (documents[rows, where] == documents[rows, where - 1])
@@ -242,13 +242,16 @@ def train(options: argparse.Namespace, lesson: Lesson, model: ErnieTiny, count: 
         done = (time.monotonic() - began) / (60 * options.minutes)
         if done >= 1:
             break
-        found = lesson.losses(model, data.inputs(tokens.to(device), flags.to(device)), count)
-        sum(LATER**n * loss for n, (loss, _) in enumerate(found)).backward()
-        share = min(1.0, (step + 1) / 20, 2 * (1 - done))  # warm up; fall over the second half
-        muon.step(share * 0.01)
-        adam.param_groups[0]["lr"] = share * 2e-3
-        adam.step()
-        adam.zero_grad()
+        batch = data.inputs(tokens.to(device), flags.to(device))
+        taught = teach(model, batch)
+        for _ in range(options.updates):
+            found = lesson.losses(model, batch, taught, count)
+            sum(LATER**n * loss for n, (loss, _) in enumerate(found)).backward()
+            share = min(1.0, (step + 1) / 20, 2 * (1 - done))  # warm up; fall over the second half
+            muon.step(share * 0.01)
+            adam.param_groups[0]["lr"] = share * 2e-3
+            adam.step()
+            adam.zero_grad()
         if time.monotonic() - last > 10:
             last = time.monotonic()
             right = " ".join(f"{100 * float(share):5.1f}" for _, share in found)
@@ -265,7 +268,8 @@ def held_out(lesson: Lesson, model: ErnieTiny, tokenizer: Tokenizer, count: int)
         packed, _ = data.pack(documents, 48, 512)
         device = model.embed_tokens.weight.device
         tokens, flags = (torch.from_numpy(part.astype("int64")).to(device) for part in packed)
-        found = lesson.losses(model, data.inputs(tokens, flags), count)
+        batch = data.inputs(tokens, flags)
+        found = lesson.losses(model, batch, teach(model, batch), count)
         print(f"{task:12} acceptance", *(f"{100 * float(share):5.1f}" for _, share in found))
 
 
@@ -294,6 +298,7 @@ def main() -> None:
     parser.add_argument("--draft-vocab-size", type=int, default=1024, help="of eagle3")
     parser.add_argument("--block-size", type=int, default=8, help="of dflash")
     parser.add_argument("--anchors", type=int, default=32, help="of dflash: blocks of each row")
+    parser.add_argument("--updates", type=int, default=1, help="of the drafter with each batch")
     parser.add_argument("--workers", type=int, default=1, help="processes that draw text")
     parser.add_argument("--out", type=Path, help="default: models/ernie-tiny-METHOD")
     options = parser.parse_args()
@@ -302,7 +307,10 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     stated = json.loads((TARGET / "config.json").read_text(encoding="utf-8"))
     target = ModelConfig(**{name: stated[name] for name in ModelConfig.__dataclass_fields__})
-    model = ErnieTiny(target, torch.float32).to(device).requires_grad_(False)
+    dtype = (
+        torch.float32 if device.type == "cuda" else torch.bfloat16
+    )  # several times as fast there
+    model = ErnieTiny(target, dtype).to(device).requires_grad_(False)
     load_checkpoint(model, load_file(TARGET / "model.safetensors", device=str(device)))
     tokenizer = Tokenizer.from_file(str(TARGET / "tokenizer.json"))
     lesson: Lesson
