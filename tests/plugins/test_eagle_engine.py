@@ -1,4 +1,5 @@
-"""`eagle3` in a whole engine: no token changes, and every draft is the plain implementation's."""
+"""`eagle3` and `dflash` in a whole engine: no token changes, and every draft of the demo model's
+EAGLE-3 block is the plain implementation's."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from fastdeploy import LLM
 from fastdeploy_core.config import GraphConfig
 from tests.cpu.engine_mixes import Settings
 from tests.null_engine import make_request
-from tests.plugins import eagle_oracle
+from tests.plugins import dflash_oracle, eagle_oracle
 from tests.plugins.drafting_mixes import COMMON, DEMO, MAX_TOKENS, Bench, answers, prompts, run_mix
 
 pytest.importorskip("fd_spec_eagle", reason="needs: pip install -e plugins/fd-spec-eagle")
@@ -30,25 +31,30 @@ def demo() -> None:
 
 @pytest.fixture(scope="module")
 def benches(tmp_path_factory: pytest.TempPathFactory, tensor_library: str) -> Any:
-    """(with drafts, without), by name of model."""
+    """(with drafts, without), by name of model or, with a random target, of method."""
     folder = tmp_path_factory.mktemp("eagle")
     eagle_oracle.save_target(folder / "target", "Qwen3")
-    eagle_oracle.save_draft(folder / "draft", "speculators")
+    eagle_oracle.save_draft(folder / "eagle3", "speculators")
+    dflash_oracle.save_draft(folder / "dflash", "speculators")
 
     @cache
     def make(name: str) -> tuple[Bench, Bench]:
         model, _, recorded = name.partition("-")
-        target, draft = (DEMO, DRAFT) if model == "demo" else (folder / "target", folder / "draft")
+        target, draft = (DEMO, DRAFT) if model == "demo" else (folder / "target", folder / model)
         yes = GraphConfig(sizes=(1, 2, 4, 8)) if recorded else None
         no = GraphConfig(enabled=False) if recorded else None
         asked = {**EAGLE3, "num_speculative_tokens": 3, "model": str(draft)}
+        if model == "dflash":
+            asked["method"] = model
         return Bench(target, tensor_library, yes, **asked), Bench(target, tensor_library, no)
 
     return make
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", ["demo", "qwen3", "qwen3-recorded", "demo-recorded"])
+@pytest.mark.parametrize(
+    "name", ["demo", "eagle3", "dflash", "eagle3-recorded", "dflash-recorded", "demo-recorded"]
+)
 def test_no_token_changes(benches: Any, name: str, seed: int) -> None:
     """Random settings: chunks, prefix cache, preemption, host tier, n > 1, seeds, penalties."""
     run_mix(benches, name, seed)
@@ -59,7 +65,7 @@ def test_no_token_changes(benches: Any, name: str, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("name", ["demo", "qwen3", "demo-recorded"])
+@pytest.mark.parametrize("name", ["demo", "eagle3", "dflash", "dflash-recorded", "demo-recorded"])
 def test_no_token_changes_over_many_mixes(benches: Any, name: str) -> None:
     for seed in range(100, 160):
         run_mix(benches, name, seed)

@@ -1,12 +1,12 @@
 """The layers of a DFlash checkpoint, and what their attention is told of a step.
 
     g[t] = norm(W [h_a[t]; h_b[t]; ...])            h: hidden states between the target's blocks
-    x = embedding([token[e]; mask; mask; ...]),     e: the place of the newest token, behind all t
+    x = embedding([token[n]; mask; mask; ...]),     n: the place of the newest token, behind all t
     x = x + attention(norm(x)),  x = x + feed_forward(norm(x))   in each layer
-    token[e + j] ~ head(norm(x[j]))
+    token[n + j] ~ head(norm(x[j]))
 
 Every layer attends from all tokens of a block to keys and values that it makes of g[t] for every
-t < e, and to those of the whole block, in front and behind (arXiv 2602.06036; z-lab/dflash).
+t < n, and to those of the whole block, in front and behind (arXiv 2602.06036; z-lab/dflash).
 
 Attention drivers are causal: a row's tokens see those before them. So a layer writes a block's keys
 in one call of a driver, and in another the block's tokens attend as further heads of its last one,

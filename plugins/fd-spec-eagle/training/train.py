@@ -47,9 +47,10 @@ LATER = 0.8  # a draft weighs so much less than the one before it
 MASK_ID = 0  # <unk>, which no text has
 
 
-Losses = list[
-    tuple[Tensor, Tensor]
-]  # (loss, share of right drafts) of the first draft, the second ...
+# (loss, share that is right) of the first draft, the second ...
+Losses = list[tuple[Tensor, Tensor]]
+# Hidden states of the target that drafters read, and its logits.
+Taught = tuple[list[Tensor], Tensor]
 
 
 class Lesson(ABC):
