@@ -30,13 +30,13 @@ class DFlashDrafter:
     runs_on: Literal["device"] = "device"
 
     def __init__(self, context: DrafterContext) -> None:
-        draft, build = draft_of(self.name, context), context.builder
-        self._xp, self._mask = build.xp, draft.mask_token_id
+        target, draft, load = draft_of(self.name, context)
+        self._xp, self._mask = context.builder.xp, draft.mask_token_id
         # Blocks are of one size, however many of the drafts a step wants.
         self._size = 1 + context.num_speculative_tokens
-        self._layers = DFlashLayers(context.model, build, draft, self._size)
-        context.load_weights([""])
-        self._states = HiddenStates(build.xp, context.model, draft.reads)
+        self._layers = DFlashLayers(target, context.builder, draft, self._size)
+        load([""])
+        self._states = HiddenStates(self._xp, target, draft.reads)
 
     def propose(self, batch: DraftBatch) -> Tensor:
         """[B, max_drafts] int64; NO_DRAFT where no row draws."""

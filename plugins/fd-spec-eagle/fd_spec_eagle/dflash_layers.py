@@ -130,7 +130,8 @@ class _Layer:
         attention = self.attention
         qkv, total = attention.qkv.after(self._before, x, residual)
         x, residual = attention.output.add_to(total, attention.attend(qkv, block))
-        return self._feed_forward.after(self._after, x, residual)
+        both: tuple[Tensor, Tensor | None] = self._feed_forward.after(self._after, x, residual)
+        return both
 
 
 class DFlashLayers:

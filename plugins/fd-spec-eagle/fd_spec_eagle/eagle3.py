@@ -31,10 +31,11 @@ class Eagle3Drafter:
     runs_on: Literal["device"] = "device"
 
     def __init__(self, context: DrafterContext) -> None:
-        draft, build = draft_of(self.name, context), context.builder
-        self._block = Eagle3Block(context.model, build, draft)
-        context.load_weights([""])
-        self._xp, self._states = build.xp, HiddenStates(build.xp, context.model, draft.reads)
+        target, draft, load = draft_of(self.name, context)
+        self._xp = context.builder.xp
+        self._block = Eagle3Block(target, context.builder, draft)
+        load([""])
+        self._states = HiddenStates(self._xp, target, draft.reads)
 
     def propose(self, batch: DraftBatch) -> Tensor:
         """[B, max_drafts] int64; NO_DRAFT where no row draws."""

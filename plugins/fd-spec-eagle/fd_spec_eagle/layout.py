@@ -57,7 +57,7 @@ class DraftFolder:
     @property
     def has_vocabulary(self) -> bool:
         """Whether fewer tokens can be drafted than the target has."""
-        return self.draft_vocab_size != self.config["vocab_size"]
+        return bool(self.draft_vocab_size != self.config["vocab_size"])
 
 
 def shortened(name: str) -> str:
@@ -192,14 +192,15 @@ def _of_dflash(
         raise ConfigError(
             f"the {title} has layer_types {kinds!r:.80}; possible: full_attention alone"
         )
-    found = {}
+    found: dict[str, int] = {}
     for key, least, limit in (("block_size", 2, 1025), ("mask_token_id", 0, vocab_size)):
-        value = found[key] = both.get(key)
+        value = both.get(key)
         if not isinstance(value, int) or not least <= value < limit:
             raise ConfigError(
                 f"the {title} has {key} {value!r:.40}; expected a number from {least} to "
                 f"{limit - 1}"
             )
+        found[key] = value
     return both.get("aux_hidden_state_layer_ids") or _one_more(both.get("target_layer_ids")), found
 
 

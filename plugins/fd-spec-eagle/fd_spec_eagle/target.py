@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +35,11 @@ class Watched:
         return x, residual
 
 
-def draft_of(method: str, context: DrafterContext) -> DraftFolder:
-    """The folder that option `model` names; CapabilityError where no such draft can be built."""
+def draft_of(
+    method: str, context: DrafterContext
+) -> tuple[ExtensibleLM, DraftFolder, Callable[[Sequence[str]], None]]:
+    """The target, the folder that option `model` names, and what loads it (load_weights of the
+    context); CapabilityError where no such draft can be built."""
     target = context.model
     if not isinstance(target, ExtensibleLM) or not isinstance(_blocks(target), list):
         raise CapabilityError(
@@ -51,7 +54,8 @@ def draft_of(method: str, context: DrafterContext) -> DraftFolder:
         )
     if not context.options.get("quantization"):
         context.builder.quantizer = None  # published drafts are in full precision
-    return read_folder(method, str(context.options.get("model")), context.hf_config)
+    draft = read_folder(method, str(context.options.get("model")), context.hf_config)
+    return target, draft, context.load_weights
 
 
 def _blocks(target: Any) -> Any:

@@ -44,7 +44,7 @@ class TestDFlash(_Drafts):
     def options(cls, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("dflash")
         target = json.loads((DEMO / "config.json").read_text(encoding="utf-8"))
-        names = ("vocab_size", "hidden_size", "head_dim", "rms_norm_eps", "rope_theta")
+        names = ("vocab_size", "hidden_size", "head_dim", "rms_norm_eps", "torch_dtype")
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
         config = {
             **{name: target[name] for name in names},
