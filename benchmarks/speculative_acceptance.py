@@ -7,7 +7,7 @@ Questions are held out of the model's training; answers are greedy and end where
 them. Acceptance is accepted drafts divided by all drafts. Tokens per step count the steps of one
 sequence after its prompt. Method `draft_model` drafts with the first layers of the target.
 speculative_speed.py measures speed. The default methods come with fd-speculative, mtp with
-fd-spec-mtp, eagle3 with fd-spec-eagle.
+fd-spec-mtp, eagle3 and dflash with fd-spec-eagle.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=str(ROOT / "models" / "ernie-tiny"))
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--draft-layers", type=int, default=2)
-    folder = ROOT / "models" / "ernie-tiny-eagle3"
-    parser.add_argument("--eagle3", default=str(folder), help="checkpoint of method eagle3")
+    for method in ("eagle3", "dflash"):
+        folder = ROOT / "models" / f"ernie-tiny-{method}"
+        parser.add_argument(f"--{method}", default=str(folder), help=f"checkpoint of {method}")
     parser.add_argument("--device", default="")
     parser.add_argument("--tensor-library", default="")
     parser.add_argument("--dtype", default="float32")
@@ -127,8 +128,8 @@ class Runs:
             section = {"method": method, "num_speculative_tokens": k, **settings}
             if method == "draft_model":
                 section["model"] = self._draft_folder()
-            elif method == "eagle3":
-                section["model"] = options.eagle3
+            elif method in ("eagle3", "dflash"):
+                section["model"] = getattr(options, method)
         return LLM(
             options.model,
             device=options.device,

@@ -25,7 +25,8 @@ tok/step: tokens per decode of a sequence; drafts/tok: fed drafts per token; rig
 them that was accepted; drafting: the share of a step that the worker's host spends in drafters. On
 a device that only queues work, speculative_profile.py shows what drafting costs there.
 
-Method mtp comes with fd-spec-mtp, eagle3 with fd-spec-eagle, the others with fd-speculative.
+Method mtp comes with fd-spec-mtp, eagle3 and dflash with fd-spec-eagle, the others with
+fd-speculative.
 """
 
 from __future__ import annotations

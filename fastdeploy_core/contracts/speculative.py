@@ -123,6 +123,7 @@ class DraftBatch:
     draw: Callable[[Tensor, int], Tensor]
     # Places [B] int64 (on the device) to (attention, context) of a step that feeds one token per row,
     # there in its sequence. Rows that do not draw, and places beyond a row's blocks, write nothing.
+    # While drafts are wanted, blocks reach Requirements.lookahead_tokens behind the tokens fed.
     # attention.positions are what the drafter's layers are given, safe for those rows, too.
     decode: Callable[[Tensor], tuple[AttentionBatch, Any]]
     # For drivers with reads_history, which then draw nothing: row r's tokens are the first num_known[r] of

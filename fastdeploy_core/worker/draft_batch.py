@@ -77,8 +77,7 @@ class DraftBatches:
             indices = self._device.to_device(place(rows, store)[1])
         attention, context = self._own(step.attention, step.context, indices)
         last = self.last(rows, sampling)
-        longest = int(rows.seq_lens.max(initial=1)) + max_drafts
-        width = min(-(-longest // store.block_size), store.block_tables.shape[1])
+        width = -(-max(1, int(store.room[at].max(initial=1))) // store.block_size)
 
         def places() -> _Places:
             room = np.where(rows.samples, store.room[at], 0)

@@ -149,7 +149,8 @@ from fd_scale_out.links import engines
 from fd_scale_out.shared_queue import SharedQueue
 from fd_scale_out.stored_blocks import StoredBlocks
 from fd_sched_redis.scheduler import GlobalScheduler, SplitwiseScheduler
-from fd_spec_eagle.drafter import Eagle3Drafter
+from fd_spec_eagle.dflash import DFlashDrafter
+from fd_spec_eagle.eagle3 import Eagle3Drafter
 from fd_spec_mtp.drafter import MTPDrafter
 from fd_speculative.draft_model import DraftModel
 from fd_speculative.ngram import NgramDrafter
@@ -310,6 +311,7 @@ speculative: list[Callable[[DrafterContext], HostDrafter | DeviceDrafter]] = [
     MyDraftDrafter,
     MTPDrafter,
     Eagle3Drafter,
+    DFlashDrafter,
 ]
 quantizers: list[Callable[[Mapping[str, Any], DeviceBackend, KernelTable], Quantizer]] = [
     Awq,

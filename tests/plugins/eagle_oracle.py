@@ -117,14 +117,16 @@ def save_draft(folder: Path, layout: str) -> dict[str, Tensor]:
     return {name: w.double() if w.is_floating_point() else w for name, w in weights.items()}
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
 
 
-def _rotate(x: Tensor, theta: float) -> Tensor:
-    """x [n, heads, dim] at positions 0..n-1: element i turns against element i + dim / 2."""
+def rotate(x: Tensor, theta: float, first: int = 0) -> Tensor:
+    """x [n, heads, dim] at positions first..first+n-1: element i turns against i + dim / 2."""
     half = x.shape[-1] // 2
-    angle = torch.arange(x.shape[0])[:, None] * theta ** (-torch.arange(half).double() / half)
+    angle = (first + torch.arange(x.shape[0]))[:, None] * theta ** (
+        -torch.arange(half).double() / half
+    )
     cos, sin = angle.cos()[:, None], angle.sin()[:, None]
     first, second = x[..., :half], x[..., half:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
@@ -136,23 +138,23 @@ def run(
     """(what the head reads, hidden states for the next draft) of positions 0..n-1, [n, hidden]
     each. after: the residual stream begins after the norm."""
     eps, dim = sizes["rms_norm_eps"], sizes["head_dim"]
-    normed = _norm(g, w["midlayer.hidden_norm.weight"], eps)
-    x = torch.cat((_norm(embedded, w["midlayer.input_layernorm.weight"], eps), normed), -1)
+    normed = norm(g, w["midlayer.hidden_norm.weight"], eps)
+    x = torch.cat((norm(embedded, w["midlayer.input_layernorm.weight"], eps), normed), -1)
     q, k, v = (
         (x @ w[f"midlayer.self_attn.{part}_proj.weight"].T).unflatten(-1, (-1, dim))
         for part in "qkv"
     )
-    q, k = _rotate(q, sizes["rope_theta"]), _rotate(k, sizes["rope_theta"])
+    q, k = rotate(q, sizes["rope_theta"]), rotate(k, sizes["rope_theta"])
     share = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) / dim**0.5
     unseen = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
     mixed = torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v)
     y = (normed if after else g) + mixed.flatten(1) @ w["midlayer.self_attn.o_proj.weight"].T
-    z = _norm(y, w["midlayer.post_attention_layernorm.weight"], eps)
+    z = norm(y, w["midlayer.post_attention_layernorm.weight"], eps)
     gate, up, down = (w[f"midlayer.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
     a = y + (F.silu(z @ gate.T) * (z @ up.T)) @ down.T
-    return _norm(a, w["norm.weight"], eps), a
+    return norm(a, w["norm.weight"], eps), a
 
 
 class Oracle:
@@ -187,6 +189,14 @@ class Oracle:
             hook.remove()
         return [found[number] for number in self._reads]
 
+    def _of_the_target(self, logits: Tensor) -> Tensor:
+        """[..., vocabulary of the draft] to that of the target."""
+        if "d2t" not in self._weights:
+            return logits
+        ids = torch.arange(logits.shape[-1]) + self._weights["d2t"]
+        shape = (*logits.shape[:-1], len(self._embedding))
+        return torch.full(shape, -torch.inf, dtype=logits.dtype).index_copy(-1, ids, logits)
+
     @torch.no_grad()
     def drafts(self, tokens: Sequence[int], count: int) -> tuple[Tensor, list[int]]:
         """Logits over the target's vocabulary [count, vocabulary] and the likeliest drafts after
@@ -199,11 +209,7 @@ class Oracle:
         for _ in range(count):
             embedded = self._embedding[torch.tensor([*tokens[1:], *drafts])]
             read, a = run(self._sizes, self._weights, embedded, g, self._after)
-            logits = read[-1] @ self._head.T
-            if "d2t" in self._weights:
-                ids = torch.arange(len(logits)) + self._weights["d2t"]
-                none = torch.full((len(self._embedding),), -torch.inf, dtype=logits.dtype)
-                logits = none.index_copy(0, ids, logits)
+            logits = self._of_the_target(read[-1] @ self._head.T)
             rows.append(logits)
             drafts.append(int(logits.argmax()))
             g = torch.cat((g, a[-1:]))

@@ -267,7 +267,7 @@ class Bench:
             last.append(len(ids) - 1 - len(feed.wrong))
             follow += [*known[start + 1 : end + 1], *(VOCAB - 1 - t for t in feed.wrong)]
         batch = self._batch(
-            [f.name for f in rows], [f.count + len(f.wrong) for f in rows], self.num_drafts
+            [f.name for f in rows], [f.count + len(f.wrong) for f in rows], 1 + self.num_drafts
         )
         self.drawn_logits = []
         with self.xp.no_grad():

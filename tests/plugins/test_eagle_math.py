@@ -1,5 +1,5 @@
-"""fd-spec-eagle's drafts against a plain implementation on targets of transformers, through chunks,
-refusals and sharing."""
+"""fd-spec-eagle's drafts, of both methods, against plain implementations on targets of
+transformers, through chunks, refusals and sharing."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from safetensors.torch import load_file, save_file
 
 from fastdeploy_core.errors import WeightError
 from fastdeploy_testing.capturing import CapturingDevice, RecordableAttention
-from tests.plugins import eagle_oracle
+from tests.plugins import dflash_oracle, eagle_oracle
 from tests.plugins.mtp_recording import replayed
 from tests.plugins.mtp_rig import BLOCK, VOCAB, Bench, Feed
 
 pytest.importorskip("fd_spec_eagle", reason="needs: pip install -e plugins/fd-spec-eagle")
 RANK = Path(__file__).with_name("mtp_rank.py")
 CASES = [
-    ("Llama", "safeai"),
-    ("Qwen3", "speculators"),
-    ("Ernie4_5", "specforge"),
-    ("Ernie4_5_Moe", "safeai"),
+    ("Llama", "safeai", "eagle3"),
+    ("Qwen3", "speculators", "eagle3"),
+    ("Ernie4_5", "specforge", "eagle3"),
+    ("Ernie4_5_Moe", "safeai", "eagle3"),
+    ("Qwen3", "z-lab", "dflash"),
+    ("Ernie4_5_Moe", "speculators", "dflash"),
 ]
+BOTH = pytest.mark.parametrize(("layout", "method"), [("safeai", "eagle3"), ("z-lab", "dflash")])
 
 
 def random_tokens(count: int, seed: int = 5) -> list[int]:
@@ -38,18 +41,16 @@ def random_tokens(count: int, seed: int = 5) -> list[int]:
 class Pair:
     """A target and a draft on disk, what drafts they should give, and our bench over them."""
 
-    def __init__(self, folder: Path, family: str, layout: str) -> None:
+    def __init__(self, folder: Path, family: str, layout: str, method: str = "eagle3") -> None:
         self.folder, self.options = folder / "target", {"model": str(folder / "draft")}
-        self.oracle = eagle_oracle.Oracle(
-            eagle_oracle.save_target(self.folder, family),
-            eagle_oracle.save_draft(folder / "draft", layout),
-            eagle_oracle.SIZES,
-            eagle_oracle.READS[layout],
-            after=layout == "speculators",
-        )
+        self.method, target = method, eagle_oracle.save_target(self.folder, family)
+        module: Any = dflash_oracle if method == "dflash" else eagle_oracle
+        weights = module.save_draft(folder / "draft", layout)
+        own = {"after": layout == "speculators"} if method == "eagle3" else {}
+        self.oracle = module.Oracle(target, weights, module.SIZES, module.READS[layout], **own)
 
     def bench(self, library: str, num_drafts: int, **settings: Any) -> Bench:
-        return Bench(self.folder, library, num_drafts, self.options, method="eagle3", **settings)
+        return Bench(self.folder, library, num_drafts, self.options, method=self.method, **settings)
 
     def check(self, bench: Bench, names: list[str], proposal: np.ndarray) -> None:
         """The last step's logits and drafts of the named rows are the plain implementation's."""
@@ -66,13 +67,13 @@ class Pair:
             assert proposal[row].tolist() == drafts, name
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES)
+@pytest.mark.parametrize(("family", "layout", "method"), CASES)
 @pytest.mark.parametrize("num_drafts", [1, 4])
 def test_drafts_are_the_plain_ones(
-    family: str, layout: str, num_drafts: int, tensor_library: str, tmp_path: Path
+    family: str, layout: str, method: str, num_drafts: int, tensor_library: str, tmp_path: Path
 ) -> None:
     """Uneven prompts in one batch, then decodes: alone, with right and with refused drafts."""
-    pair = Pair(tmp_path, family, layout)
+    pair = Pair(tmp_path, family, layout, method)
     bench = pair.bench(tensor_library, num_drafts)
     bench.add("a", random_tokens(19, 1))
     bench.add("b", random_tokens(23, 2))
@@ -82,8 +83,11 @@ def test_drafts_are_the_plain_ones(
     pair.check(bench, ["a"], bench.step([Feed("a", 1)]))
 
 
-def test_chunks_fill_the_cache_like_one_prompt(tensor_library: str, tmp_path: Path) -> None:
-    pair = Pair(tmp_path, "Llama", "safeai")
+@BOTH
+def test_chunks_fill_the_cache_like_one_prompt(
+    layout: str, method: str, tensor_library: str, tmp_path: Path
+) -> None:
+    pair = Pair(tmp_path, "Llama", layout, method)
     bench = pair.bench(tensor_library, 3)
     bench.add("a", random_tokens(31))
     bench.add("other", random_tokens(9, 4))
@@ -96,12 +100,13 @@ def test_chunks_fill_the_cache_like_one_prompt(tensor_library: str, tmp_path: Pa
     pair.check(bench, ["a"], bench.step([Feed("a", 5)]))
 
 
+@BOTH
 @pytest.mark.parametrize("shared", [BLOCK, 3 * BLOCK])
 def test_shared_blocks_serve_who_agrees_on_the_next_token(
-    shared: int, tensor_library: str, tmp_path: Path
+    shared: int, layout: str, method: str, tensor_library: str, tmp_path: Path
 ) -> None:
-    """The entry of a block's last token was made with the token after the block."""
-    pair = Pair(tmp_path, "Llama", "safeai")
+    """The entry of a block's last token was made with the token after the block, by EAGLE-3."""
+    pair = Pair(tmp_path, "Llama", layout, method)
     bench = pair.bench(tensor_library, 2)
     tokens = random_tokens(30)
     bench.add("first", tokens)
@@ -110,10 +115,13 @@ def test_shared_blocks_serve_who_agrees_on_the_next_token(
     pair.check(bench, ["same"], bench.step([Feed("same", 6)]))
 
 
-def test_a_round_of_drafts_can_be_recorded(tensor_library: str, tmp_path: Path) -> None:
+@BOTH
+def test_a_round_of_drafts_can_be_recorded(
+    layout: str, method: str, tensor_library: str, tmp_path: Path
+) -> None:
     """Of a decode step nothing but shapes is read on the host: the captured graph serves other
     rows, over what the target's blocks returned of those."""
-    pair = Pair(tmp_path, "Llama", "safeai")
+    pair = Pair(tmp_path, "Llama", layout, method)
     bench = pair.bench(tensor_library, 4, drivers=(CapturingDevice, RecordableAttention))
     for name in "abcd":
         bench.add(name, random_tokens(12, ord(name)))
@@ -125,14 +133,15 @@ def test_a_round_of_drafts_can_be_recorded(tensor_library: str, tmp_path: Path) 
         assert proposal[row].tolist() == pair.oracle.drafts(tokens, 4)[1]
 
 
-def test_two_ranks_draft_what_one_drafts(tensor_library: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+def test_two_ranks_draft_what_one_drafts(method: str, tensor_library: str, tmp_path: Path) -> None:
     """With a vocabulary that two ranks divide unevenly."""
-    pair = Pair(tmp_path, "Qwen3", "speculators")
+    pair = Pair(tmp_path, "Qwen3", "speculators", method)
     bench = pair.bench(tensor_library, 3)
     bench.add("a", random_tokens(14))
     (tmp_path / "group").mkdir(mode=0o700)
     command = [sys.executable, RANK, pair.folder, tensor_library, tmp_path / "group"]
-    more = [json.dumps(random_tokens(14)), "eagle3", json.dumps(pair.options)]
+    more = [json.dumps(random_tokens(14)), method, json.dumps(pair.options)]
     ranks = [
         subprocess.Popen(
             [*map(str, command), str(rank), *more],
@@ -156,25 +165,34 @@ def test_two_ranks_draft_what_one_drafts(tensor_library: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("lacking", "more", "message"),
+    ("layout", "method", "lacking", "more", "message"),
     [
-        ("midlayer.hidden_norm.weight", "", r"lacks 1 weights .*: layers\.0\.hidden_norm\.weight"),
-        ("", "fc_norm.weight", r"does not know: fc_norm\.weight"),
+        ("safeai", "eagle3", "midlayer.hidden_norm", "", r"lacks 1 .*: layers\.0\.hidden_norm"),
+        ("safeai", "eagle3", "", "fc_norm.weight", r"does not know: fc_norm\.weight"),
+        ("z-lab", "dflash", "layers.1.mlp.up_proj", "", r"lacks 1 .*: layers\.1\.mlp\.up_proj"),
+        ("z-lab", "dflash", "", "mask_embedding", r"does not know: mask_embedding"),
     ],
 )
 def test_tensors_that_lack_or_are_unknown_are_named(
-    lacking: str, more: str, message: str, tensor_library: str, tmp_path: Path
-) -> None:
-    pair = Pair(tmp_path, "Llama", "safeai")
+    layout: str, method: str, lacking: str, more: str, message: str, tensor_library: str,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    pair = Pair(tmp_path, "Llama", layout, method)
     path = tmp_path / "draft" / "model.safetensors"
-    tensors = {name: w for name, w in load_file(path).items() if name != lacking}
-    save_file({**tensors, **({more: torch.ones(4)} if more else {})}, path)
+    kept = {n: w for n, w in load_file(path).items() if n.removesuffix(".weight") != lacking}
+    save_file({**kept, **({more: torch.ones(4)} if more else {})}, path)
     with pytest.raises(WeightError, match=message):
         pair.bench(tensor_library, 1)
 
 
-def test_embedding_and_head_of_the_target_are_shared(tensor_library: str, tmp_path: Path) -> None:
-    bench = Pair(tmp_path, "Ernie4_5", "specforge").bench(tensor_library, 1)
-    block = bench.drafter._block
-    assert block._embedding.weight is bench.model.embedding.weight
-    assert block._head.weight is bench.model.lm_head.weight
+@pytest.mark.parametrize(
+    ("layout", "method", "part"),
+    [("specforge", "eagle3", "_block"), ("z-lab", "dflash", "_layers")],
+)
+def test_embedding_and_head_of_the_target_are_shared(
+    layout: str, method: str, part: str, tensor_library: str, tmp_path: Path
+) -> None:
+    bench = Pair(tmp_path, "Ernie4_5", layout, method).bench(tensor_library, 1)
+    vocabulary = getattr(bench.drafter, part).vocabulary
+    assert vocabulary.embedding.weight is bench.model.embedding.weight
+    assert vocabulary._head.weight is bench.model.lm_head.weight

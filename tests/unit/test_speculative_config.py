@@ -89,7 +89,7 @@ def test_values_reach_the_configuration() -> None:
         ({"method": "mtp", "num_model_steps": 0}, "num_model_steps must be between"),
         ({"method": "naive"}, "leave --speculative-config out"),
         ({"method": "eagle"}, "possible: eagle3"),
-        ({"method": "dflash"}, "no method makes a block of drafts at once"),
+        ({"method": "dspark"}, "possible: dflash, eagle3, mtp"),
         ({"method": "x", "benchmark_mode": 1}, "true or false"),
         ({"method": "x", "acceptance": "lossy"}, "lossless or lossy_top_p"),
         ({"method": "x", "verify_strategy": "greedy"}, "send temperature 0"),

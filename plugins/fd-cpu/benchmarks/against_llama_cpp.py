@@ -332,7 +332,7 @@ def main() -> None:
         f"{now:%Y-%m-%d}; {processor()}; {options.threads} threads; Python "
         f"{platform.python_version()}"
     )
-    print(f"llama.cpp: {llama_programs.version(programs)}; {' '.join(llama_programs.FLAGS)}")
+    print(f"llama.cpp: {llama_programs.version(programs)}")
     rounds = f"{options.minutes} minutes" if options.minutes else f"{options.rounds} rounds"
     print(f"{rounds}, {options.tokens} tokens decoded; load {os.getloadavg()[0]:.1f}")
     tables = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -61,7 +62,20 @@ def version(programs: Path) -> str:
     lines = (done.stdout + done.stderr).splitlines()
     said = [line for line in lines if line.startswith(("version", "built with"))]
     sources = sorted(programs.parents[1].glob("llama_cpp_python-*/"))
-    return ", ".join((*said, f"source of {sources[-1].name}" if sources else "source unknown"))
+    said.append(f"source of {sources[-1].name}" if sources else "source unknown")
+    return f"{', '.join(said)}; {_flags(programs.parent)}"
+
+
+def _flags(build: Path) -> str:
+    """What the programs were built with, of what decides on a CPU, as CMake noted it."""
+    cache = build / "CMakeCache.txt"
+    named = "CMAKE_BUILD_TYPE|GGML_(?:NATIVE|CPU_REPACK|LLAMAFILE|OPENMP|FMA|F16C|AVX\\w*|AMX\\w*)"
+    pairs = re.findall(
+        rf"^({named}):\w+=(\w+)$", cache.read_text() if cache.is_file() else "", re.MULTILINE
+    )
+    return (
+        " ".join(f"-D{name}={value}" for name, value in pairs if value != "OFF") or "flags unknown"
+    )
 
 
 def measure(

@@ -1,1 +1,1 @@
-"""Drafts by EAGLE-3 checkpoints, which read hidden states of several of the target's layers."""
+"""Drafts by EAGLE-3 and DFlash checkpoints, which read hidden states of several layers."""

@@ -1,4 +1,4 @@
-"""The conformance kit, with the demo model's draft."""
+"""The conformance kit, with the demo model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from fastdeploy_testing.conformance.test_hygiene import HygieneConformance
 DEMO = Path(__file__).resolve().parents[3] / "models" / "ernie-tiny"
 
 
-@pytest.mark.slow
-class TestEagle3(DrafterConformance):
-    driver_name = "eagle3"
-
+class _Drafts(DrafterConformance):
     @pytest.fixture(scope="class")
     @classmethod
     def model(cls) -> Path:
         return DEMO
+
+
+@pytest.mark.slow
+class TestEagle3(_Drafts):
+    driver_name = "eagle3"
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -28,6 +30,21 @@ class TestEagle3(DrafterConformance):
         return {"model": str(DEMO.with_name("ernie-tiny-eagle3"))}
 
 
-class TestHygiene(HygieneConformance):
+@pytest.mark.slow
+class TestDFlash(_Drafts):
+    driver_name = "dflash"
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def options(cls) -> dict[str, Any]:
+        return {"model": str(DEMO.with_name("ernie-tiny-dflash"))}
+
+
+class TestEagle3Hygiene(HygieneConformance):
     kind = "speculative"
     driver_name = "eagle3"
+
+
+class TestDFlashHygiene(HygieneConformance):
+    kind = "speculative"
+    driver_name = "dflash"

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from fastdeploy_core.contracts.small import ExtensibleLM
 from fastdeploy_core.contracts.speculative import NO_DRAFT
-from fastdeploy_core.errors import CapabilityError
 
-from .block import Eagle3Block, Watched
-from .layout import read_folder
+from .eagle3_layers import Eagle3Block
+from .target import HiddenStates, draft_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,36 +31,17 @@ class Eagle3Drafter:
     runs_on: Literal["device"] = "device"
 
     def __init__(self, context: DrafterContext) -> None:
-        target, build = context.model, context.builder
-        blocks = getattr(target, "layers", None)
-        if not isinstance(target, ExtensibleLM) or not isinstance(blocks, list):
-            raise CapabilityError(
-                f"method 'eagle3' reads what the target's blocks return; {type(target).__name__} "
-                "does not offer them (contracts.small.ExtensibleLM, with a list `layers`); a "
-                "method without weights such as 'ngram' works"
-            )
-        if context.load_weights is None:
-            raise CapabilityError(
-                "method 'eagle3' has layers of its own and was built without builder and "
-                "load_weights (contracts.speculative.DrafterContext)"
-            )
-        if not context.options.get("quantization"):
-            build.quantizer = None  # published drafts are in full precision, whatever the target is
-        draft = read_folder(str(context.options.get("model")), context.hf_config)
-        self._xp, self._reads = build.xp, draft.reads
-        self._block = Eagle3Block(target, build, draft)
-        context.load_weights([""])
-        for number in self._reads:
-            blocks[number - 1] = Watched(blocks[number - 1], number)
+        target, draft, load = draft_of(self.name, context)
+        self._xp = context.builder.xp
+        self._block = Eagle3Block(target, context.builder, draft)
+        load([""])
+        self._states = HiddenStates(self._xp, target, draft.reads)
 
     def propose(self, batch: DraftBatch) -> Tensor:
         """[B, max_drafts] int64; NO_DRAFT where no row draws."""
         xp, block = self._xp, self._block
-        num_tokens = int(batch.input_ids.shape[0])
         count = batch.max_drafts if batch.draws.any() else 0
-        # What a captured step kept may have padding after the step's tokens.
-        states = [batch.context.kept[number][:num_tokens] for number in self._reads]
-        hidden = block.projection(xp.cat(states, -1))
+        hidden = block.projection(self._states.of(batch))
         attention, context, where = batch.attention, batch.context, batch.ends
         ids, rows = batch.next_token_ids, batch.last
         drafts: list[Tensor] = []
@@ -87,5 +66,5 @@ class Eagle3Drafter:
     def _draft(self, batch: DraftBatch, normed: Tensor, number: int) -> Tensor:
         """[B] int64: draft `number` of each row."""
         if batch.is_greedy:
-            return self._block.likeliest(normed)
-        return batch.draw(self._block.logits(normed), number)
+            return self._block.vocabulary.likeliest(normed)
+        return batch.draw(self._block.vocabulary.logits(normed), number)
