@@ -454,16 +454,19 @@ class Slots:
         more = np.flatnonzero(old != new)
         if not more.size:
             return []
-        slots, old, counts = slots[more], old[more], (new - old)[more]
-        first = np.cumsum(counts) - counts
-        columns = np.arange(int(counts.sum())) + np.repeat(old - first, counts)
-        rows = np.repeat(slots, counts)
-        self._num_sent[slots] = self.num_blocks[slots]
+        rows = slots = slots[more]
+        columns, new = old[more], new[more]
+        self._num_sent[slots] = new
+        if np.count_nonzero(new - columns > 1):  # seldom
+            counts = new - columns
+            first = np.cumsum(counts) - counts
+            columns = np.arange(int(counts.sum())) + np.repeat(columns - first, counts)
+            rows = np.repeat(slots, counts)
         entries = rows * self.block_tables.shape[1] + columns
-        return [
-            *((there.view([-1]), entries, here[rows, columns]) for there, here in self.tables),
-            (self.state.room, slots, self.room[slots]),
-        ]
+        updates: list[Update] = [(self.state.room, slots, self.room[slots])]
+        for there, here in self.tables:
+            updates.append((there.view([-1]), entries, here[rows, columns]))
+        return updates
 
     def _newest_updates(self, rows: StepRows) -> list[Update]:
         """Of rows that sample for the first time, or whose newest token came with them."""
@@ -476,11 +479,11 @@ class Slots:
                 f"a step feeds tokens nobody knows: positions {starts.tolist()}, "
                 f"known {self.num_known[slots].tolist()}"
             )
-        return [
+        updates: list[Update] = [
             (self.state.num_computed, slots, starts),
             (self.state.newest, slots, self.token_ids[slots, starts]),
-            (self.state.num_drafts, slots, slots * 0),
         ]
+        return [*updates, (self.state.num_drafts, slots, slots * 0)] if self.max_drafts else updates
 
     def _draft_updates(self, rows: StepRows) -> list[Update]:
         slots = rows.slots
@@ -540,10 +543,12 @@ class Slots:
     def take_sampled(self, rows: StepRows, slots_dev: Tensor, token_ids: Tensor) -> None:
         """A step that was laid out on the host, without drafts, sampled these [R] int64, one for
         each row that samples. slots_dev: [R] or more, then the last slot for padding."""
-        slots, state = rows.slots[rows.samples], self.state
+        slots, ends, state = rows.slots, rows.seq_lens, self.state
         self._xp.index_copy_(state.newest, 0, slots_dev, token_ids)
         if self._is_read:
-            self._later.append((state.num_computed, slots, rows.seq_lens[rows.samples]))
+            if not rows.samples.all():
+                slots, ends = slots[rows.samples], ends[rows.samples]
+            self._later.append((state.num_computed, slots, ends))
             if len(self._later) > MOST_LATER:
                 self._send([])
         self.is_held[rows.slots] = rows.samples
