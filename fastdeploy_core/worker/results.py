@@ -177,9 +177,8 @@ class Results:
         rows, arriving, sampling = launched.rows, launched.arriving, launched.sampling
         if rows.num_decodes > 1 or launched.errors or sampling is None:
             return False
-        if not (rows.is_decode or rows.samples.all()):
-            return False
-        if sampling.plan.flags & TELLS_MORE or launched.pooled is not None:
+        tells_more = sampling.plan.flags & TELLS_MORE or launched.pooled is not None
+        if tells_more or not (rows.is_decode or rows.samples.all()):
             return False
         if arriving.posted:
             tokens = arrived(arriving.posted[0].results)[:, 0]

@@ -463,10 +463,8 @@ class Slots:
             columns = np.arange(int(counts.sum())) + np.repeat(columns - first, counts)
             rows = np.repeat(slots, counts)
         entries = rows * self.block_tables.shape[1] + columns
-        updates: list[Update] = [(self.state.room, slots, self.room[slots])]
-        for there, here in self.tables:
-            updates.append((there.view([-1]), entries, here[rows, columns]))
-        return updates
+        tables = [(there.view([-1]), entries, here[rows, columns]) for there, here in self.tables]
+        return [*tables, (self.state.room, slots, self.room[slots])]
 
     def _newest_updates(self, rows: StepRows) -> list[Update]:
         """Of rows that sample for the first time, or whose newest token came with them."""
@@ -479,11 +477,11 @@ class Slots:
                 f"a step feeds tokens nobody knows: positions {starts.tolist()}, "
                 f"known {self.num_known[slots].tolist()}"
             )
-        updates: list[Update] = [
+        return [
             (self.state.num_computed, slots, starts),
             (self.state.newest, slots, self.token_ids[slots, starts]),
+            *([(self.state.num_drafts, slots, slots * 0)] if self.max_drafts else []),
         ]
-        return [*updates, (self.state.num_drafts, slots, slots * 0)] if self.max_drafts else updates
 
     def _draft_updates(self, rows: StepRows) -> list[Update]:
         slots = rows.slots
@@ -543,12 +541,10 @@ class Slots:
     def take_sampled(self, rows: StepRows, slots_dev: Tensor, token_ids: Tensor) -> None:
         """A step that was laid out on the host, without drafts, sampled these [R] int64, one for
         each row that samples. slots_dev: [R] or more, then the last slot for padding."""
-        slots, ends, state = rows.slots, rows.seq_lens, self.state
+        slots, state = rows.slots[rows.samples], self.state
         self._xp.index_copy_(state.newest, 0, slots_dev, token_ids)
         if self._is_read:
-            if not rows.samples.all():
-                slots, ends = slots[rows.samples], ends[rows.samples]
-            self._later.append((state.num_computed, slots, ends))
+            self._later.append((state.num_computed, slots, rows.seq_lens[rows.samples]))
             if len(self._later) > MOST_LATER:
                 self._send([])
         self.is_held[rows.slots] = rows.samples
