@@ -170,9 +170,10 @@ class EngineCore:
             if self.scheduler.outcome.has_deltas:  # a first token waits for no step
                 self._remote.told(outputs := self.scheduler.take_deltas())
                 return outputs
-        for request_id in [name for name, built in self._building.items() if built.done()]:
-            del self._building[request_id]
-            self.scheduler.release(request_id)
+        if self._building:
+            for request_id in [name for name, built in self._building.items() if built.done()]:
+                del self._building[request_id]
+                self.scheduler.release(request_id)
         if not self.is_held:
             self._submit_ahead()
         self._take_oldest()

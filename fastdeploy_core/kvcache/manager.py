@@ -293,7 +293,8 @@ class KVCacheManager:
             more = more if any(group != NO_COPIES for group in more) else []
             copies = BlockCopies(*self.host.take_copies(), self._device_to_device, more)
             self._device_to_device = []
-        self._release_dropped()
+        if self._release_after_step:
+            self._release_dropped()
         return copies
 
     def quarantine(self, blocks: Iterable[int]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 
 from fastdeploy_core.types import EmbeddedSpan, SequenceExtras
 
@@ -140,6 +141,7 @@ class PrefixCache:
         self.on_change: Callable[[CacheEntry | None, bool], None] | None = None
         self._by_key: dict[bytes, CacheEntry] = {}
         self._by_block: dict[int, CacheEntry] = {}
+        self._root = lru_cache(maxsize=256)(self._make_root)
         pool.on_evict = self._on_evict
         host.on_drop = self._on_host_drop
 
@@ -150,9 +152,12 @@ class PrefixCache:
         """An empty table that shares blocks only with requests of the same scope."""
         extras = extras or NO_EXTRAS
         scope = cache_salt, extras.adapter, extras.routes
-        given = scope[: 3 if extras.routes else 2 if extras.adapter else 1]
-        root = self._hash(canonical(self._identity, *given))
-        return BlockTable(scope, root, extras.embeddings)
+        return BlockTable(scope, self._root(scope), extras.embeddings)
+
+    def _make_root(self, scope: Scope) -> bytes:
+        """The parent of first blocks; without adapter and routes that of their salt alone."""
+        given = scope[: 3 if scope[2] else 2 if scope[1] else 1]
+        return self._hash(canonical(self._identity, *given))
 
     def num_keyed(self, num_known: int) -> int:
         """Leading blocks that have a key when num_known tokens are known."""

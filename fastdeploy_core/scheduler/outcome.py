@@ -104,7 +104,7 @@ class Outcome:
             stops = [token in cohort.stop_ids for token in tokens]
             only_grows[np.repeat(np.arange(num_rows), counts)[stops]] = False
         chosen = None if np.count_nonzero(only_grows) == num_rows else only_grows
-        if results.has_counts and (step.num_decodes > 1 or np.count_nonzero(step.drafts)):
+        if step.num_decodes > 1 or np.count_nonzero(step.drafts):
             most = step.drafts + step.num_decodes  # it was planned with the most that could come
             columns.computed[places] = columns.computed[places] - (most - counts)
         if (drafts := results.drafts(num_rows)) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from operator import attrgetter
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +13,6 @@ from fastdeploy_core.types import BatchRows, BlockCopies, EmbeddedSpan, NewSeque
 from .columns import Columns
 from .sequence import Sequence
 
-_TOKEN_IDS, _STOP_IDS = attrgetter("token_ids"), attrgetter("stop_ids")
-_REQUEST_ID = attrgetter("request.request.request_id")
-_ATTEMPT, _TENANT = attrgetter("request.request.attempt"), attrgetter("request.tenant")
 _COLUMNS = ("seq_ids", "starts", "counts", "samples", "num_drafts")  # of BatchRows
 FAR = 1024  # tokens: behind so many, cached or not, even a few of a prompt may take long
 
@@ -36,20 +33,12 @@ class Cohort:
         self.seqs = seqs
         self.places = places
         self.seq_ids = seq_ids
-        self.histories: list[list[int]] = list(map(_TOKEN_IDS, seqs))
-        self.stop_ids: frozenset[int] = frozenset().union(*set(map(_STOP_IDS, seqs)))
-        self.request_ids: list[str] = list(map(_REQUEST_ID, seqs))
-        self.attempts: list[int] = list(map(_ATTEMPT, seqs))
-        self.tenants: Counter[str] = Counter(map(_TENANT, seqs))
-        self._decodes: dict[tuple[int, int], Decodes] = {}
-
-    def decodes(self, num_drafts: int, num_decodes: int) -> Decodes:
-        """Of a step in which every one has so many drafts each time it decodes."""
-        found = self._decodes.get((num_drafts, num_decodes))
-        if found is None:
-            drafts = np.full(len(self.seqs), num_drafts * num_decodes, dtype=np.int64)
-            found = self._decodes[num_drafts, num_decodes] = Decodes.of(drafts, num_decodes)
-        return found
+        requests = [seq.request.request for seq in seqs]
+        self.histories: list[list[int]] = [seq.token_ids for seq in seqs]
+        self.stop_ids: frozenset[int] = frozenset().union(*{seq.stop_ids for seq in seqs})
+        self.request_ids: list[str] = [request.request_id for request in requests]
+        self.attempts: list[int] = [request.attempt for request in requests]
+        self.tenants: Counter[str] = Counter([request.tenant for request in requests])
 
 
 class Decodes(NamedTuple):
@@ -67,8 +56,14 @@ class Decodes(NamedTuple):
         return cls(num_drafts, counts, num_drafts >= 0, int(counts.sum()))
 
 
+@lru_cache(maxsize=512)
+def even_decodes(num_rows: int, num_drafts: int, num_decodes: int) -> Decodes:
+    """Of a step in which every row has so many drafts each time it decodes."""
+    return Decodes.of(np.full(num_rows, num_drafts * num_decodes, dtype=np.int64), num_decodes)
+
+
 NO_COHORT = Cohort([], np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
-NO_DECODES = NO_COHORT.decodes(0, 1)
+NO_DECODES = even_decodes(0, 0, 1)
 
 
 class ScheduledStep(NamedTuple):
@@ -160,7 +155,7 @@ class StepBuilder:
         self._has_cohort, self._num_decodes = True, num_decodes
         self.has_drafts = not isinstance(drafts, int) or drafts > 0
         if isinstance(drafts, int):
-            self._decodes = self._cohort.decodes(drafts, num_decodes)
+            self._decodes = even_decodes(len(seqs), drafts, num_decodes)
         else:
             self._decodes = Decodes.of(drafts)
         # In short, since it is done in every step: `x[places] += 1` takes numpy twice as long.

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import builtins
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
-
-from fastdeploy_core.errors import ConfigError
 
 from ._bits import (
     BIT_CARRIERS,
@@ -23,7 +20,7 @@ from ._bits import (
     restore_signals,
     tune_malloc,
 )
-from .library import DTYPE_BYTES
+from ._same import SameNames
 
 choose_blas_code()  # must run before the library checks the processor
 # On import, paddle asks tvm_ffi (a part of xgrammar) for its version, which imports torch: one or
@@ -50,7 +47,7 @@ _HAS_FUSED_NORM = "avx512f" in processor_features()
 _CPU = paddle.CPUPlace()
 
 
-class PaddleLibrary:
+class PaddleLibrary(SameNames, module=paddle):
     """Adapts PaddlePaddle to torch's interface; the comments name the differences."""
 
     name = "paddle"
@@ -59,58 +56,14 @@ class PaddleLibrary:
     cpu_matmul_dtypes = ("float32",)
     has_ragged_attention = False
 
-    float64 = paddle.float64
-    float32 = paddle.float32
-    float16 = paddle.float16
-    bfloat16 = paddle.bfloat16
-    float8_e4m3fn = paddle.float8_e4m3fn
-    float8_e5m2 = paddle.float8_e5m2
-    int64 = paddle.int64
-    int32 = paddle.int32
-    int16 = paddle.int16
-    int8 = paddle.int8
-    uint8 = paddle.uint8
-    bool = paddle.bool
-
-    zeros = staticmethod(paddle.zeros)
-    ones = staticmethod(paddle.ones)
-    empty = staticmethod(paddle.empty)
-    full = staticmethod(paddle.full)
-    zeros_like = staticmethod(paddle.zeros_like)
-    empty_like = staticmethod(paddle.empty_like)
-    cat = staticmethod(paddle.cat)
-    stack = staticmethod(paddle.stack)
     split = staticmethod(paddle.compat.split)  # paddle.split counts pieces instead of sizes
-    nonzero = staticmethod(paddle.nonzero)
-    matmul = staticmethod(paddle.matmul)
-    addmm = staticmethod(paddle.addmm)
-    outer = staticmethod(paddle.outer)
-    exp = staticmethod(paddle.exp)
-    log = staticmethod(paddle.log)
-    log1p = staticmethod(paddle.log1p)
-    sqrt = staticmethod(paddle.sqrt)
-    rsqrt = staticmethod(paddle.rsqrt)
-    sin = staticmethod(paddle.sin)
-    cos = staticmethod(paddle.cos)
     sigmoid = staticmethod(F.sigmoid)
-    tanh = staticmethod(paddle.tanh)
-    erf = staticmethod(paddle.erf)
     silu = staticmethod(F.silu)
-    abs = staticmethod(paddle.abs)
-    maximum = staticmethod(paddle.maximum)
-    minimum = staticmethod(paddle.minimum)
     clamp = staticmethod(paddle.clip)
-    isfinite = staticmethod(paddle.isfinite)
-    isnan = staticmethod(paddle.isnan)
 
     def __init__(self) -> None:
         self._constants: dict[tuple[int, Any, str], Any] = {}
         self._swaps: dict[tuple[int, bool, str], Any] = {}
-
-    def dtype(self, name: str) -> Any:
-        if name not in DTYPE_BYTES:
-            raise ConfigError(f"unknown dtype {name!r}; possible: {', '.join(DTYPE_BYTES)}")
-        return getattr(paddle, name)
 
     def dtype_name(self, dtype: Any) -> str:
         return str(getattr(dtype, "dtype", dtype)).rpartition(".")[2]
@@ -261,7 +214,7 @@ class PaddleLibrary:
         shifted = x - paddle.max(x, dim, True)
         return shifted.sub_(paddle.log(paddle.exp(shifted).sum(dim, keepdim=True)))
 
-    def logsumexp(self, x: Any, dim: int = -1, keepdim: builtins.bool = False) -> Any:
+    def logsumexp(self, x: Any, dim: int = -1, keepdim: bool = False) -> Any:
         peak = paddle.max(x, dim, True)  # paddle's own is several times slower
         total = paddle.log(paddle.exp(x - peak).sum(dim, keepdim=True)).add_(peak)
         return total if keepdim else total.squeeze(dim)
@@ -283,7 +236,7 @@ class PaddleLibrary:
             index = paddle.where(odd.any(dim), paddle.argmax(odd.astype(paddle.int32), dim), index)
         return index
 
-    def amax(self, x: Any, dim: int = -1, keepdim: builtins.bool = False) -> Any:
+    def amax(self, x: Any, dim: int = -1, keepdim: bool = False) -> Any:
         return paddle.max(x, dim, keepdim)  # paddle.amax is slower
 
     def bincount(self, x: Any, minlength: int = 0) -> Any:
@@ -297,8 +250,8 @@ class PaddleLibrary:
         self,
         x: Any,
         dim: int = -1,
-        descending: builtins.bool = False,
-        stable: builtins.bool = False,
+        descending: bool = False,
+        stable: bool = False,
     ) -> tuple[Any, Any]:
         order = paddle.argsort(x, dim, descending, stable)
         return paddle.take_along_axis(x, order, dim), order
@@ -307,12 +260,12 @@ class PaddleLibrary:
         self,
         x: Any,
         dim: int = -1,
-        descending: builtins.bool = False,
-        stable: builtins.bool = False,
+        descending: bool = False,
+        stable: bool = False,
     ) -> Any:
         return paddle.argsort(x, dim, descending, stable)
 
-    def searchsorted(self, sorted_values: Any, values: Any, right: builtins.bool = False) -> Any:
+    def searchsorted(self, sorted_values: Any, values: Any, right: bool = False) -> Any:
         return paddle.searchsorted(sorted_values, values, right=right)
 
     def rms_norm(self, x: Any, weight: Any, eps: float) -> Any:
@@ -335,7 +288,7 @@ class PaddleLibrary:
     def silu_and_mul(self, x: Any) -> Any:
         return F.swiglu(x)
 
-    def rotate(self, x: Any, cos: Any, sin: Any, interleaved: builtins.bool) -> Any:
+    def rotate(self, x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
         # Slices of the last dimension and broadcasting over a middle one are ten times as slow as
         # equal shapes, so the swap is a product with a signed permutation.
         wide = x.astype(paddle.float32)
@@ -367,7 +320,7 @@ class PaddleLibrary:
     def tune_allocator(self) -> None:
         tune_malloc()
 
-    def _swap(self, width: int, interleaved: builtins.bool, place: Any) -> Any:
+    def _swap(self, width: int, interleaved: bool, place: Any) -> Any:
         """[width, width]: for each pair (a, b), x @ swap holds -b in a's place and a in b's
         place."""
         key = (width, interleaved, str(place))

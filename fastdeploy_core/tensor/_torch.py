@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,10 +12,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fastdeploy_core.errors import ConfigError
-
 from ._bits import BIT_CARRIERS, as_carrier, tune_malloc
-from .library import DTYPE_BYTES
+from ._same import SameNames
 
 
 @dataclass(slots=True)
@@ -35,7 +32,7 @@ def _dtype_name(dtype: Any) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-class TorchLibrary:
+class TorchLibrary(SameNames, module=torch):
     """Mostly torch's own functions as class attributes, so a call costs nothing more."""
 
     name = "torch"
@@ -44,65 +41,21 @@ class TorchLibrary:
     cpu_matmul_dtypes = ("float32", "bfloat16")
     has_ragged_attention = True
 
-    float64 = torch.float64
-    float32 = torch.float32
-    float16 = torch.float16
-    bfloat16 = torch.bfloat16
-    float8_e4m3fn = torch.float8_e4m3fn
-    float8_e5m2 = torch.float8_e5m2
-    int64 = torch.int64
-    int32 = torch.int32
-    int16 = torch.int16
-    int8 = torch.int8
-    uint8 = torch.uint8
-    bool = torch.bool
-
-    zeros = staticmethod(torch.zeros)
-    ones = staticmethod(torch.ones)
-    empty = staticmethod(torch.empty)
-    full = staticmethod(torch.full)
-    zeros_like = staticmethod(torch.zeros_like)
-    empty_like = staticmethod(torch.empty_like)
-    cat = staticmethod(torch.cat)
-    stack = staticmethod(torch.stack)
     split = staticmethod(torch.split)
     where = staticmethod(torch.where)
     index_select = staticmethod(torch.index_select)
     gather = staticmethod(torch.gather)
     scatter = staticmethod(torch.scatter)
-    nonzero = staticmethod(torch.nonzero)
-    matmul = staticmethod(torch.matmul)
     linear = staticmethod(F.linear)
-    addmm = staticmethod(torch.addmm)
-    outer = staticmethod(torch.outer)
-    exp = staticmethod(torch.exp)
-    log = staticmethod(torch.log)
-    log1p = staticmethod(torch.log1p)
-    sqrt = staticmethod(torch.sqrt)
-    rsqrt = staticmethod(torch.rsqrt)
-    sin = staticmethod(torch.sin)
-    cos = staticmethod(torch.cos)
     sigmoid = staticmethod(torch.sigmoid)
-    tanh = staticmethod(torch.tanh)
-    erf = staticmethod(torch.erf)
     silu = staticmethod(F.silu)
-    abs = staticmethod(torch.abs)
-    maximum = staticmethod(torch.maximum)
-    minimum = staticmethod(torch.minimum)
     clamp = staticmethod(torch.clamp)
-    isfinite = staticmethod(torch.isfinite)
-    isnan = staticmethod(torch.isnan)
     bitwise_and = staticmethod(torch.bitwise_and)
     bitwise_or = staticmethod(torch.bitwise_or)
     bitwise_xor = staticmethod(torch.bitwise_xor)
     left_shift = staticmethod(torch.bitwise_left_shift)
     right_shift = staticmethod(torch.bitwise_right_shift)
     bincount = staticmethod(torch.bincount)
-
-    def dtype(self, name: str) -> Any:
-        if name not in DTYPE_BYTES:
-            raise ConfigError(f"unknown dtype {name!r}; possible: {', '.join(DTYPE_BYTES)}")
-        return getattr(torch, name)
 
     def dtype_name(self, dtype: Any) -> str:
         return _dtype_name(getattr(dtype, "dtype", dtype))
@@ -189,7 +142,7 @@ class TorchLibrary:
     def log_softmax(self, x: Any, dim: int = -1) -> Any:
         return torch.log_softmax(x, dim)
 
-    def logsumexp(self, x: Any, dim: int = -1, keepdim: builtins.bool = False) -> Any:
+    def logsumexp(self, x: Any, dim: int = -1, keepdim: bool = False) -> Any:
         return torch.logsumexp(x, dim, keepdim=keepdim)
 
     def cumsum(self, x: Any, dim: int = -1) -> Any:
@@ -201,7 +154,7 @@ class TorchLibrary:
             return torch.from_numpy(np.asarray(x.numpy().argmax(-1)))
         return torch.argmax(x, dim)
 
-    def amax(self, x: Any, dim: int = -1, keepdim: builtins.bool = False) -> Any:
+    def amax(self, x: Any, dim: int = -1, keepdim: bool = False) -> Any:
         return torch.amax(x, dim, keepdim=keepdim)
 
     def topk(self, x: Any, k: int, dim: int = -1) -> tuple[Any, Any]:
@@ -212,8 +165,8 @@ class TorchLibrary:
         self,
         x: Any,
         dim: int = -1,
-        descending: builtins.bool = False,
-        stable: builtins.bool = False,
+        descending: bool = False,
+        stable: bool = False,
     ) -> tuple[Any, Any]:
         values, indices = torch.sort(x, dim=dim, descending=descending, stable=stable)
         return values, indices
@@ -222,12 +175,12 @@ class TorchLibrary:
         self,
         x: Any,
         dim: int = -1,
-        descending: builtins.bool = False,
-        stable: builtins.bool = False,
+        descending: bool = False,
+        stable: bool = False,
     ) -> Any:
         return torch.argsort(x, dim=dim, descending=descending, stable=stable)
 
-    def searchsorted(self, sorted_values: Any, values: Any, right: builtins.bool = False) -> Any:
+    def searchsorted(self, sorted_values: Any, values: Any, right: bool = False) -> Any:
         return torch.searchsorted(sorted_values, values, right=right)
 
     def rms_norm(self, x: Any, weight: Any, eps: float) -> Any:
@@ -244,7 +197,7 @@ class TorchLibrary:
         gate, up = x.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
-    def rotate(self, x: Any, cos: Any, sin: Any, interleaved: builtins.bool) -> Any:
+    def rotate(self, x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
         wide = x.float()
         if interleaved:
             pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)).contiguous())

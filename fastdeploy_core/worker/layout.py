@@ -36,8 +36,8 @@ def place(rows: StepRows, slots: Slots) -> tuple[np.ndarray, np.ndarray, np.ndar
             token_slots, positions = rows.slots, rows.starts
         else:
             token_slots = np.repeat(rows.slots, rows.counts)
-            first = np.cumsum(rows.counts) - rows.counts
-            positions = np.arange(token_slots.size) + np.repeat(rows.starts - first, rows.counts)
+            begin = rows.starts - rows.cuts()[:-1]
+            positions = np.arange(token_slots.size) + np.repeat(begin, rows.counts)
         block, offset = np.divmod(positions, slots.block_size)
         blocks = slots.block_tables[token_slots, block].astype(np.int64)
         rows.placed = token_slots, positions, blocks * slots.block_size + offset
@@ -92,8 +92,7 @@ class HostLayout:
         if is_single:
             offsets, offsets_dev = self._slots.even_offsets(rows.slots.size)
         else:
-            offsets = np.zeros(rows.slots.size + 1, dtype=np.int32)
-            np.cumsum(rows.counts, out=offsets[1:])
+            offsets = rows.cuts().astype(np.int32)
             offsets_dev = to_device(offsets)
         tables, tables_dev = self._block_tables(rows)
         seq_lens = rows.seq_lens.astype(np.int32)
@@ -132,14 +131,13 @@ class HostLayout:
         """From the host where it knows the token, else the newest one on the device."""
         xp, put, slots = self._xp, self._device.to_device, self._slots
         known = slots.token_ids[token_slots, positions].astype(np.int64)
-        is_unknown = positions >= slots.num_known[token_slots]
-        if rows.num_drafts.any():  # then everything is known, and drafts stand after it
-            is_unknown[:] = False
-        if not is_unknown.any() and rows.shape is None:
+        lacking = np.flatnonzero(rows.seq_lens > slots.num_known[rows.slots])
+        if np.count_nonzero(rows.num_drafts):  # then all is known, and drafts stand after it
+            lacking = lacking[:0]
+        if not lacking.size and rows.shape is None:
             return put(known)
-        asked = token_slots[is_unknown]
-        is_first = positions[is_unknown] == np.repeat(rows.starts, rows.counts)[is_unknown]
-        if not (is_first & slots.is_held[asked]).all():
+        asked, where = rows.slots[lacking], rows.cuts()[lacking]
+        if not ((rows.counts[lacking] == 1) & slots.is_held[asked]).all():
             raise WorkerError(
                 f"a step feeds tokens nobody knows: starts {rows.starts.tolist()}, "
                 f"lengths {rows.seq_lens.tolist()}, known {slots.num_known[rows.slots].tolist()}"
@@ -148,14 +146,16 @@ class HostLayout:
         if rows.shape is not None:
             shape = rows.shape
             on_host = put(shape.spread(rows, known))
-            wanted = shape.spread(rows, np.where(is_unknown, token_slots, -1), -1)
+            wanted = np.full(known.size, -1, dtype=np.int64)
+            wanted[where] = asked
+            wanted = shape.spread(rows, wanted, -1)
             on_device = xp.index_select(newest, 0, put(np.maximum(wanted, 0)))
             return xp.where(put(wanted >= 0), on_device, on_host)
-        if is_unknown.all():
-            return xp.index_select(newest, 0, put(token_slots))
-        input_ids = put(known)
         there = xp.index_select(newest, 0, put(asked))
-        xp.index_copy_(input_ids, 0, put(np.flatnonzero(is_unknown)), there)
+        if lacking.size == known.size:
+            return there
+        input_ids = put(known)
+        xp.index_copy_(input_ids, 0, put(where), there)
         return input_ids
 
     def _block_tables(self, rows: StepRows) -> tuple[np.ndarray, Tensor]:
@@ -182,7 +182,7 @@ class StepShape:
         """[rows * tokens]: one value for each of the step's tokens put where its token stands."""
         full = np.full(self.rows * self.tokens, nothing, dtype=values.dtype)
         first = np.arange(rows.slots.size) * self.tokens
-        nth = np.arange(values.size) - np.repeat(np.cumsum(rows.counts) - rows.counts, rows.counts)
+        nth = np.arange(values.size) - np.repeat(rows.cuts()[:-1], rows.counts)
         full[np.repeat(first, rows.counts) + nth] = values
         return full
 

@@ -318,11 +318,13 @@ class ModelRunner:
         # Of every token for a drafter that follows, or was captured; the same on every rank.
         fills = launched.max_drafts >= 0 or (self._graphs is not None and self._graphs.fill)
         reads_all = drafting is not None and drafting.reads_hidden and bool(fills)
-        reads_all = reads_all or bool(self._sampler.wants_prompt_logprobs(rows).size)
+        wanted = self._sampler.wants_prompt_logprobs(rows)
+        reads_all = reads_all or bool(wanted.size)
         step = rows, laid_out, None if reads_all else read
         launched.target = forward(self._graphs, self._loaded, self.caches.tensors, *step)
         hidden = launched.target.hidden
-        launched.prompt_logprobs = self._sampler.prompt_logprobs(hidden, rows)
+        if wanted.size:
+            launched.prompt_logprobs = self._sampler.prompt_logprobs(hidden, rows, wanted)
         if not rows.samples.any():
             return None
         if reads_all and read is not None:

@@ -175,9 +175,10 @@ class Results:
         """All of it in short for the step that is nearly every one: each row gave a token and
         nothing else. False, and nothing is taken, where there is more to it."""
         rows, arriving, sampling = launched.rows, launched.arriving, launched.sampling
-        if not rows.is_decode or rows.num_decodes > 1 or launched.errors or sampling is None:
+        if rows.num_decodes > 1 or launched.errors or sampling is None:
             return False
-        if sampling.plan.flags & TELLS_MORE or launched.pooled is not None:
+        tells_more = sampling.plan.flags & TELLS_MORE or launched.pooled is not None
+        if tells_more or not (rows.is_decode or rows.samples.all()):
             return False
         if arriving.posted:
             tokens = arrived(arriving.posted[0].results)[:, 0]

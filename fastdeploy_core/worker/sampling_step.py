@@ -160,16 +160,19 @@ class StepSampler:
         """Which rows do of this step, alike on every rank. Their hidden states are all read."""
         if rows.is_decode:
             return np.zeros(0, dtype=np.int64)
-        wanted = self._columns.flags[rows.slots] & bits.PROMPT_LOGPROBS != 0
-        wanted &= rows.starts < self._slots.num_prompt[rows.slots] - 1
-        return np.flatnonzero(wanted)
+        wanted = np.flatnonzero(self._columns.flags[rows.slots] & bits.PROMPT_LOGPROBS)
+        if not wanted.size:
+            return wanted
+        return wanted[rows.starts[wanted] < self._slots.num_prompt[rows.slots[wanted]] - 1]
 
-    def prompt_logprobs(self, hidden: Tensor, rows: StepRows) -> list[tuple[int, LogprobTensors]]:
-        """For rows that want them: every prompt token that this chunk predicts, by batch row.
-        hidden: [T, hidden] if there are any."""
+    def prompt_logprobs(
+        self, hidden: Tensor, rows: StepRows, wanted: np.ndarray
+    ) -> list[tuple[int, LogprobTensors]]:
+        """For the wanted rows: every prompt token that this chunk predicts, by batch row.
+        hidden: [T, hidden]."""
         found: list[tuple[int, LogprobTensors]] = []
         first = rows.first_tokens()
-        for row in self.wants_prompt_logprobs(rows).tolist():
+        for row in wanted.tolist():
             slot, start = int(rows.slots[row]), int(rows.starts[row])
             end = min(int(rows.seq_lens[row]), int(self._slots.num_prompt[slot]) - 1)
             for begin in range(start, end, PROMPT_ROWS):

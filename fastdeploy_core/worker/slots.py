@@ -454,16 +454,17 @@ class Slots:
         more = np.flatnonzero(old != new)
         if not more.size:
             return []
-        slots, old, counts = slots[more], old[more], (new - old)[more]
-        first = np.cumsum(counts) - counts
-        columns = np.arange(int(counts.sum())) + np.repeat(old - first, counts)
-        rows = np.repeat(slots, counts)
-        self._num_sent[slots] = self.num_blocks[slots]
+        rows = slots = slots[more]
+        columns, new = old[more], new[more]
+        self._num_sent[slots] = new
+        if np.count_nonzero(new - columns > 1):  # seldom
+            counts = new - columns
+            first = np.cumsum(counts) - counts
+            columns = np.arange(int(counts.sum())) + np.repeat(columns - first, counts)
+            rows = np.repeat(slots, counts)
         entries = rows * self.block_tables.shape[1] + columns
-        return [
-            *((there.view([-1]), entries, here[rows, columns]) for there, here in self.tables),
-            (self.state.room, slots, self.room[slots]),
-        ]
+        tables = [(there.view([-1]), entries, here[rows, columns]) for there, here in self.tables]
+        return [*tables, (self.state.room, slots, self.room[slots])]
 
     def _newest_updates(self, rows: StepRows) -> list[Update]:
         """Of rows that sample for the first time, or whose newest token came with them."""
@@ -479,7 +480,7 @@ class Slots:
         return [
             (self.state.num_computed, slots, starts),
             (self.state.newest, slots, self.token_ids[slots, starts]),
-            (self.state.num_drafts, slots, slots * 0),
+            *([(self.state.num_drafts, slots, slots * 0)] if self.max_drafts else []),
         ]
 
     def _draft_updates(self, rows: StepRows) -> list[Update]:

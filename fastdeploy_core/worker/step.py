@@ -42,6 +42,7 @@ class StepRows:
     shape: StepShape | None = None  # what the step is padded to, if it is; T is then of that
     sampled: SampledPositions | None = None  # see `positions`
     placed: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None  # see `place` of layout
+    offsets: np.ndarray | None = None  # see `cuts`
 
     @property
     def seq_lens(self) -> np.ndarray:
@@ -49,28 +50,37 @@ class StepRows:
         ends: np.ndarray = self.starts + self.counts
         return ends
 
+    def cuts(self) -> np.ndarray:
+        """[B + 1] int64: where each row's tokens begin among all that are fed, and their end."""
+        if self.offsets is None:
+            self.offsets = np.zeros(self.slots.size + 1, dtype=np.int64)
+            np.cumsum(self.counts, out=self.offsets[1:])
+        return self.offsets
+
     def first_tokens(self) -> np.ndarray:
         """[B] which of the T tokens each row begins with."""
         if self.shape is not None:
             return np.arange(self.slots.size) * self.shape.tokens
-        first: np.ndarray = np.cumsum(self.counts) - self.counts
-        return first
+        return self.cuts()[:-1]
 
     def read_tokens(self) -> np.ndarray | None:
         """[n] int64, as ForwardContext.rows: tokens that are sampled after, at least one number;
         None: they are all of the T tokens. In a padded step always, and n goes with the shape."""
+        if self.is_decode and self.width == 1 and self.shape is None:
+            return None
         tokens = self.positions().tokens
         size = max(1, tokens.size)
         if self.shape is not None:
             size = self.shape.rows * (self.shape.tokens if self.num_drafts.any() else 1)
-        elif self.is_decode and self.width == 1:
-            return None
-        return padded(tokens, size)
+        return tokens if tokens.size == size else padded(tokens, size)
 
     def positions(self) -> SampledPositions:
         """Where tokens are sampled, R of them: after the last token that is no draft of each row
         that samples, and after each of its drafts."""
-        if self.sampled is None:
+        if self.sampled is None and self.width == 1 and self.samples.all():
+            rows = np.arange(self.slots.size)
+            self.sampled = SampledPositions(rows, self.first_tokens() + self.counts - 1, rows * 0)
+        elif self.sampled is None:
             num = np.where(self.samples, self.num_drafts + 1, 0)
             rows = np.repeat(np.arange(self.slots.size), num)
             nth = np.arange(rows.size) - (np.cumsum(num) - num)[rows]
