@@ -166,6 +166,8 @@ def measure(asker: Asker, options: argparse.Namespace) -> dict[str, float]:
         print(f"  {what:>26} {found[what]:10.3f} ms", flush=True)
 
     asker.seconds(1, options.long, 4)  # here and below: compile what has to be
+    long = [asker.seconds(1, options.long, 1) for _ in range(options.rounds)]
+    say(f"1 prompt of {options.long}", long)
     for batch in options.batch:
         # The whole round: steps with prompts and ever more decodes have kernels of their own.
         asker.seconds(batch, options.prompt, options.output)
@@ -175,8 +177,6 @@ def measure(asker: Asker, options: argparse.Namespace) -> dict[str, float]:
         say(f"{batch} prompts of {options.prompt}", first)
         least = statistics.median(first)
         say(f"decode of {batch}", [(t - least) / (options.output - 1) for t in whole])
-    long = [asker.seconds(1, options.long, 1) for _ in range(options.rounds)]
-    say(f"1 prompt of {options.long}", long)
     return found
 
 
