@@ -58,7 +58,7 @@ def clamped(total, alpha, limit, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def alone_product(
-    x_p, w_p, scales_p, bias_p, y_p, experts_p, width, depth, x_stride, across, alpha, limit,
+    x_p, w_p, scales_p, bias_p, y_p, experts_p, width, row_bytes, x_stride, across, alpha, limit,
     BIAS: tl.constexpr, DIVISOR: tl.constexpr, CLAMPED: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -70,23 +70,23 @@ def alone_product(
     expert = tl.load(experts_p + slot).to(tl.int64)
     if expert >= 0:
         columns = tile * BN + tl.arange(0, BN)
-        inside_n, pairs = columns < width, tl.arange(0, BK // 2)
+        inside_n = columns < width
         outputs = expert * width + columns
         x = x_p + (slot // DIVISOR) * x_stride
         total = tl.zeros((BN, BK // 32), tl.float32)
-        for k in range(0, depth, BK):
-            ks = k + tl.arange(0, BK)
-            both = tl.load(x + ks, mask=ks < depth, other=0.0).to(tl.float32)
+        for byte in range(0, row_bytes, BK // 2):
+            inputs = byte * 2 + tl.arange(0, BK)
+            both = tl.load(x + inputs, mask=inputs < row_bytes * 2, other=0.0).to(tl.float32)
             even, odd = tl.split(tl.reshape(both, (BK // 2, 2)))
-            has = inside_n[:, None] & (k + pairs * 2 < depth)[None, :]
-            at = outputs[:, None] * (depth // 2) + (k // 2 + pairs)[None, :]
-            raw = tl.load(w_p + at, mask=has, other=0)
+            at = byte + tl.arange(0, BK // 2)
+            has = inside_n[:, None] & (at < row_bytes)[None, :]
+            raw = tl.load(w_p + outputs[:, None] * row_bytes + at[None, :], mask=has, other=0)
             products = numbers_mxfp4(raw & 15) * even[None, :]
             products += numbers_mxfp4(raw >> 4) * odd[None, :]
             sums = tl.sum(tl.reshape(products, (BN, BK // 32, 16)), 2)
-            nth = k // 32 + tl.arange(0, BK // 32)
-            has_scale = inside_n[:, None] & (nth < depth // 32)[None, :]
-            of = outputs[:, None] * (depth // 32) + nth[None, :]
+            nth = byte // 16 + tl.arange(0, BK // 32)
+            has_scale = inside_n[:, None] & (nth < row_bytes // 16)[None, :]
+            of = outputs[:, None] * (row_bytes // 16) + nth[None, :]
             total += sums * powers_mxfp4(tl.load(scales_p + of, mask=has_scale, other=0))
         y = tl.sum(total, 1)
         if BIAS:
@@ -140,7 +140,7 @@ def alone(
     across = cdiv(width, columns)
     alone_product[(slots * across,)](
         x, weight.tensors["weight"].view(torch.uint8), weight.tensors["scale"],
-        x if bias is None else bias, y, experts, width, weight.in_features, x.stride(0), across,
+        x if bias is None else bias, y, experts, width, weight.in_features // 2, x.stride(0), across,
         *(clamp or (0.0, 0.0)), BIAS=bias is not None, DIVISOR=divisor, CLAMPED=clamp is not None,
         BN=columns, BK=depth, **options(num_warps=warps, num_stages=1),
     )  # fmt: skip
