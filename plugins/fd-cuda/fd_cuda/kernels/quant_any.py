@@ -57,6 +57,7 @@ CLAMPED: Final = (
 # Rows an expert from which MXFP4 is unpacked for the call, and tiles for what it becomes.
 UNPACKED_FROM: Final = 384
 UNPACKED: Final = Tiles(128, 256, 64, 8, 3)
+_MOST_UNPACKED: Final = 1 << 30  # numbers of all experts' gates and ups, or downs
 
 
 def tiles_for(rows: float, dtype: torch.dtype) -> Tiles:
@@ -207,26 +208,31 @@ def moe_experts_clamped(
     tiles = tiles_for(each, x.dtype)
     if x.dtype != torch.float32 and is_free:
         tiles = next(tiles for most, tiles in CLAMPED if each <= most)
-    if is_free and each >= UNPACKED_FROM and _has_room(x) and is_whole(gate_up) and is_whole(down):
-        order = order_by_expert(topk_ids, num_experts, UNPACKED.rows)
-        wide = unpacked(gate_up, x.dtype)
-        hidden = grouped(x, wide, order, UNPACKED, slots, top_k, gate_up_bias, clamp)
-        wide = unpacked(down, x.dtype)
-        return combined(grouped(hidden, wide, order, UNPACKED, slots, 1, down_bias), topk_weights)
+    unpacks = each >= UNPACKED_FROM and _may_unpack(x, gate_up) and _may_unpack(x, down)
+    if unpacks:
+        tiles = UNPACKED
     if tokens <= _ALONE and is_free:
         order = Order(topk_ids, topk_ids.view(-1), is_alone=True)
     else:
         order = order_by_expert(topk_ids, num_experts, tiles.rows)
-    hidden = grouped(x, gate_up, order, tiles, slots, top_k, gate_up_bias, clamp)
-    return combined(grouped(hidden, down, order, tiles, slots, 1, down_bias), topk_weights)
+
+    def read(weight: PackedWeight | torch.Tensor) -> PackedWeight | torch.Tensor:
+        if isinstance(weight, torch.Tensor) or not unpacks:
+            return weight
+        return unpacked(weight, x.dtype)
+
+    hidden = grouped(x, read(gate_up), order, tiles, slots, top_k, gate_up_bias, clamp)
+    return combined(grouped(hidden, read(down), order, tiles, slots, 1, down_bias), topk_weights)
 
 
-def _has_room(x: torch.Tensor) -> bool:
-    """Whether the tiles of UNPACKED fit into this GPU's shared memory."""
-    if x.dtype == torch.float32 or x.device.type != "cuda":
+def _may_unpack(x: torch.Tensor, weight: PackedWeight | torch.Tensor) -> bool:
+    """Whether it is MXFP4 that fits unpacked beside what else is in memory, and the tiles of
+    UNPACKED into this GPU's shared memory."""
+    if batch_invariant() or x.dtype == torch.float32 or not x.is_cuda or not is_whole(weight):
         return False
-    held = UNPACKED.stages * UNPACKED.depth * (UNPACKED.rows + UNPACKED.columns) * 2
-    return held <= torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
+    held = UNPACKED.stages * UNPACKED.depth * (UNPACKED.rows + UNPACKED.columns) * x.element_size()
+    has_room = held <= torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
+    return has_room and 2 * weight.tensors["weight"].numel() <= _MOST_UNPACKED
 
 
 def as_it_is(weight: PackedWeight | torch.Tensor) -> PackedWeight | torch.Tensor:

@@ -133,14 +133,15 @@ def alone(
     warps: int = 4,
 ) -> torch.Tensor:
     """[slots, N]: row x[slot // divisor] times the weight [E, N, K] of experts[slot], plus its bias
-    [E, N]; zeros are not written where an expert is below 0. `clamp`: alpha and limit of
+    [E, N]; rows are not written where an expert is below 0. `clamp`: alpha and limit of
     moe_experts_clamped; then [slots, N / 2]."""
     x, width, slots = x.contiguous(), weight.out_features, experts.numel()
+    row_bytes = weight.in_features // 2
     y = torch.empty((slots, width // (2 if clamp else 1)), dtype=x.dtype, device=x.device)
     across = cdiv(width, columns)
     alone_product[(slots * across,)](
         x, weight.tensors["weight"].view(torch.uint8), weight.tensors["scale"],
-        x if bias is None else bias, y, experts, width, weight.in_features // 2, x.stride(0), across,
+        x if bias is None else bias, y, experts, width, row_bytes, x.stride(0), across,
         *(clamp or (0.0, 0.0)), BIAS=bias is not None, DIVISOR=divisor, CLAMPED=clamp is not None,
         BN=columns, BK=depth, **options(num_warps=warps, num_stages=1),
     )  # fmt: skip
