@@ -55,7 +55,7 @@ class _Piece(NamedTuple):
     """What one group of layers keeps of a block of tokens."""
 
     group: int
-    index: int  # of the block of tokens in its table
+    nth: int  # block of tokens of its table
 
     def name(self, key: bytes) -> str:
         """The store's name for it. key: of the block of tokens."""
@@ -83,7 +83,7 @@ class _Fetch:
 
     def names(self, pieces: Sequence[_Piece]) -> list[str]:
         """Of each piece."""
-        return [piece.name(self.table.keys[piece.index]) for piece in pieces]
+        return [piece.name(self.table.keys[piece.nth]) for piece in pieces]
 
 
 class StoredBlocks:
@@ -259,7 +259,7 @@ class StoredBlocks:
 
     def _is_read(self, fetch: _Fetch, piece: _Piece, block: int) -> bool:
         """Whether a piece has come, and as it was written."""
-        table, number = fetch.table, piece.index
+        table, number = fetch.table, piece.nth
         parent = table.keys[number - 1] if number else NO_PARENT
         wanted = piece.header(table.keys[number], parent, table.packed[number])
         checksum, header = bytearray(CHECKSUM_BYTES), bytearray(len(wanted))
@@ -308,8 +308,8 @@ class StoredBlocks:
         known = self._kv.prefix.match(fetch.table, len(fetch.table.keys)) if came else []
         for piece, block in came[len(first) :]:
             group = self._kv.bounded[piece.group - 1]
-            if piece.index < len(known) and not group.has(known[piece.index]):
-                group.adopt(known[piece.index], self._tiers.place(block)[1])
+            if piece.nth < len(known) and not group.has(known[piece.nth]):
+                group.adopt(known[piece.nth], self._tiers.place(block)[1])
                 self.num_read_total += 1
         self._end_leases(fetch)
 

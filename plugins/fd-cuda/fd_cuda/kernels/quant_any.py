@@ -231,8 +231,10 @@ def _may_unpack(x: torch.Tensor, weight: PackedWeight | torch.Tensor) -> bool:
     if batch_invariant() or x.dtype == torch.float32 or not x.is_cuda or not is_whole(weight):
         return False
     held = UNPACKED.stages * UNPACKED.depth * (UNPACKED.rows + UNPACKED.columns) * x.element_size()
-    has_room = held <= torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
-    return has_room and 2 * weight.tensors["weight"].numel() <= _MOST_UNPACKED
+    card: Any = torch.cuda.get_device_properties(x.device)
+    if held > card.shared_memory_per_block_optin:
+        return False
+    return bool(2 * weight.tensors["weight"].numel() <= _MOST_UNPACKED)
 
 
 def as_it_is(weight: PackedWeight | torch.Tensor) -> PackedWeight | torch.Tensor:
