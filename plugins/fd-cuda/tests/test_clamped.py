@@ -13,6 +13,7 @@ from fd_quant_formats.mxfp4 import FORMAT, GROUP
 from test_kernels import DEVICE, HAS_GPU
 
 from fastdeploy_testing.drivers import build_kernel_table
+from fd_cuda.kernels.quant_mxfp4 import alone, unpacked
 
 ALPHA, LIMIT = 1.702, 1.5
 # Experts, hidden, width: widths that fill tiles and such that do not.
@@ -47,7 +48,7 @@ def test_it_gives_what_the_definition_gives(
     weights = matrices(shape, is_packed, dtype)
     biases = [torch.randn(experts, n).to(DEVICE, dtype) for n in (2 * width, hidden)]
     prepared = [kernels.prepare("moe_experts_clamped", weight) for weight in weights]
-    for tokens in (0, 1, 37 if HAS_GPU else 9):
+    for tokens in (0, 1, *((37, 1100) if HAS_GPU else (9,))):  # alone, in tiles, unpacked
         x = torch.randn(tokens, hidden).to(DEVICE, dtype)
         ids = torch.stack([torch.randperm(experts)[:2] for _ in range(tokens)] or [torch.empty(2)])
         ids = ids[:tokens].long().to(DEVICE)
@@ -89,3 +90,24 @@ def test_every_code_and_every_scale_is_the_number_that_it_stands_for() -> None:
         )  # fmt: skip
         wanted = down.dequantize()[0, :, GROUP * group] * hidden.to(DEVICE)
         torch.testing.assert_close(found[0], wanted, rtol=1e-6, atol=1e-44)
+
+
+def test_unpacked_numbers_are_those_that_are_stored() -> None:
+    (weight, _) = matrices((3, 96, 40), True, torch.float32)
+    assert isinstance(weight, PackedWeight)
+    assert torch.equal(unpacked(weight, torch.float32), weight.dequantize())
+
+
+@pytest.mark.parametrize("depth", [32, 1024, 1056])
+def test_one_row_alone_times_its_experts_matrix(depth: int) -> None:
+    """Depths below a step, of one and of more; the last outputs fill no program."""
+    torch.manual_seed(depth)
+    (_, weight) = matrices((3, 40, depth), True, torch.float32)
+    assert isinstance(weight, PackedWeight)
+    x, bias = torch.randn(2, depth, device=DEVICE), torch.randn(3, 40, device=DEVICE)
+    experts = torch.tensor([2, 0, 1, 2], device=DEVICE)
+    found = alone(x, weight, experts, 2, bias)
+    wide = weight.dequantize().double()[experts]
+    rows = x.double().repeat_interleave(2, 0)
+    wanted = torch.einsum("snk,sk->sn", wide, rows) + bias[experts]
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-5, atol=2e-5)

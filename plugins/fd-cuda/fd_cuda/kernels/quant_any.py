@@ -19,6 +19,7 @@ import triton.language as tl
 
 from .common import INTERPRETED, batch_invariant, cdiv, join_chain, options
 from .experts import combined
+from .quant_mxfp4 import alone, clamped, is_whole, scaled_mxfp4, unpacked
 from .routing import Order, order_by_expert
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ _ALONE: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """What one program computes. No choice needs more than 99 KiB of shared memory."""
+    """What one program computes. No choice but UNPACKED needs more than 99 KiB of shared
+    memory."""
 
     rows: int
     columns: int
@@ -52,6 +54,10 @@ CLAMPED: Final = (
     (64.0, Tiles(64, 128, 64, 4, 3)),
     (math.inf, Tiles(128, 128, 64, 8, 3)),
 )
+# Rows an expert from which MXFP4 is unpacked for the call, and tiles for what it becomes.
+UNPACKED_FROM: Final = 384
+UNPACKED: Final = Tiles(128, 256, 64, 8, 3)
+_MOST_UNPACKED: Final = 1 << 30  # numbers of all experts' gates and ups, or downs
 
 
 def tiles_for(rows: float, dtype: torch.dtype) -> Tiles:
@@ -75,30 +81,6 @@ def _numbers(raw, KIND: tl.constexpr, TO: tl.constexpr):
     # fp8: float16 has the same layout with one bit more of exponent, 8 more in its bias.
     bits = ((raw & 0x80).to(tl.uint16) << 8) | ((raw & 0x7F).to(tl.uint16) << 7)
     return (bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(TO)
-
-
-@triton.jit
-def _scaled_mxfp4(codes, scales, BN: tl.constexpr, BK: tl.constexpr):
-    """[BN, BK] float32. codes: [BN, BK] uint8; scales: [BN, BK // 32] uint8. A code's last three
-    bits are the last of a float's exponent and the first of its mantissa, 126 off in the
-    exponent. (Called from here, `dot_scaled` of Triton 3.6 gave wrong sums on an H200.)"""
-    wide = codes.to(tl.uint32)
-    bits = ((wide & 7) << 22) | ((wide & 8) << 28)
-    numbers = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
-    exponent = scales.to(tl.uint32)
-    power = tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
-    spread = tl.reshape(numbers, (BN, BK // 32, 32)) * power[:, :, None]
-    return tl.reshape(spread, (BN, BK))
-
-
-@triton.jit
-def _clamped(total, alpha, limit, BM: tl.constexpr, BN: tl.constexpr):
-    """[BM, BN // 2] of gate and up in turn, as moe_experts_clamped says."""
-    gate, up = tl.split(tl.reshape(total, (BM, BN // 2, 2)))
-    gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
-    up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
-    up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
-    return (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -152,7 +134,7 @@ def packed_product(
                 scales = tl.load(
                     scales_p + scale_of[:, None] + nth[None, :], mask=has_scale, other=0
                 )
-                b = _scaled_mxfp4(raw, scales, BN, BK)
+                b = scaled_mxfp4(raw, scales, BN, BK)
             elif KIND == 5:
                 b = raw
             else:
@@ -173,7 +155,7 @@ def packed_product(
             total += bias[None, :]
         stored = width
         if CLAMPED:
-            total = _clamped(total, alpha, limit, BM, BN)
+            total = clamped(total, alpha, limit, BM, BN)
             columns, stored = tile * (BN // 2) + tl.arange(0, BN // 2), width // 2
         place = y_p + slots[:, None] * stored + columns[None, :]
         inside_y = valid[:, None] & (columns < stored)[None, :]
@@ -219,16 +201,40 @@ def moe_experts_clamped(
     slots, num_experts = topk_ids.numel(), gate_up_bias.shape[0]
     if not tokens:
         return torch.empty_like(x)
-    each = slots / num_experts
+    each, clamp, is_free = slots / num_experts, (alpha, limit), not batch_invariant()
+    if is_free and tokens <= _ALONE and is_whole(gate_up) and is_whole(down):
+        hidden = alone(x, gate_up, topk_ids, top_k, gate_up_bias, clamp)
+        return combined(alone(hidden, down, topk_ids, 1, down_bias), topk_weights)
     tiles = tiles_for(each, x.dtype)
-    if x.dtype != torch.float32 and not batch_invariant():
+    if x.dtype != torch.float32 and is_free:
         tiles = next(tiles for most, tiles in CLAMPED if each <= most)
-    if tokens <= _ALONE and not batch_invariant():
+    unpacks = each >= UNPACKED_FROM and _may_unpack(x, gate_up) and _may_unpack(x, down)
+    if unpacks:
+        tiles = UNPACKED
+    if tokens <= _ALONE and is_free:
         order = Order(topk_ids, topk_ids.view(-1), is_alone=True)
     else:
         order = order_by_expert(topk_ids, num_experts, tiles.rows)
-    hidden = grouped(x, gate_up, order, tiles, slots, top_k, gate_up_bias, (alpha, limit))
-    return combined(grouped(hidden, down, order, tiles, slots, 1, down_bias), topk_weights)
+
+    def read(weight: PackedWeight | torch.Tensor) -> PackedWeight | torch.Tensor:
+        if isinstance(weight, torch.Tensor) or not unpacks:
+            return weight
+        return unpacked(weight, x.dtype)
+
+    hidden = grouped(x, read(gate_up), order, tiles, slots, top_k, gate_up_bias, clamp)
+    return combined(grouped(hidden, read(down), order, tiles, slots, 1, down_bias), topk_weights)
+
+
+def _may_unpack(x: torch.Tensor, weight: PackedWeight | torch.Tensor) -> bool:
+    """Whether it is MXFP4 that fits unpacked beside what else is in memory, and the tiles of
+    UNPACKED into this GPU's shared memory."""
+    if batch_invariant() or x.dtype == torch.float32 or not x.is_cuda or not is_whole(weight):
+        return False
+    held = UNPACKED.stages * UNPACKED.depth * (UNPACKED.rows + UNPACKED.columns) * x.element_size()
+    card: Any = torch.cuda.get_device_properties(x.device)
+    if held > card.shared_memory_per_block_optin:
+        return False
+    return bool(2 * weight.tensors["weight"].numel() <= _MOST_UNPACKED)
 
 
 def as_it_is(weight: PackedWeight | torch.Tensor) -> PackedWeight | torch.Tensor:
