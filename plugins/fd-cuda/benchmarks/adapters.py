@@ -89,14 +89,14 @@ def cuts_of(product: Product, shape: adapted.Shape) -> Iterator[Plan]:
             if not 0.45 < tiles * split / num_processors() < 2.2:
                 continue
             share = -(-product.depth // 64 // split)
-            found = (
-                Plan("gemm", 8, 64, columns, stages, split, fuses_norm)
-                for stages in {max(3, share), 4, 6, 8, 12} if stages <= max(3, share)
-                for fuses_norm in {product.has_norm, False}
-            )  # fmt: skip
-            yield from dict.fromkeys(filter(None, (
-                adapted.fitted(plan, product, ROWS, shape) for plan in found
-            )))  # fmt: skip
+            for deep in (2, 4):
+                found = (
+                    Plan("gemm", 8, 64, columns, stages, split, product.has_norm, deep)
+                    for stages in {max(3, share), 4, 6, 8, 12} if stages <= max(3, share)
+                )  # fmt: skip
+                yield from dict.fromkeys(filter(None, (
+                    adapted.fitted(plan, product, ROWS, shape) for plan in found
+                )))  # fmt: skip
 
 
 def main() -> None:
@@ -131,7 +131,7 @@ def main() -> None:
         chosen = adapted.fitted(plain, product, ROWS, shape)
         for plan in dict.fromkeys([*fastest[:6], *fastest[-1:], chosen]):
             mark = " <- without a table" if plan == chosen else ""
-            print(f"  {times.get(plan, -1):.2f} us {plan}{mark}")
+            print(f"  {times.get(plan, -1):.2f} us {plan}, {plan.deep} deep{mark}")
         if keep:
             key = f"{SLOTS}x{RANK} adapters {product.key}"
             plans._keep(key, {str(ROWS): str(fastest[0])})

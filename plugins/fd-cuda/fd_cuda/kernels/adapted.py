@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from .common import num_processors
-from .plans import MOST_SHARED, ROWS, Plan, Product, measured, shared_bytes, tiles_of
+from .plans import MOST_SHARED, Plan, Product, measured, shared_bytes, tiles_of
 
 HELPERS = 128  # threads of a block that fetch what adapters add
 _MOST_SLOTS = 32  # a bit each; all are multiplied with
-_WARPS = HELPERS // 32
-_MOST_DEPTHS = 8  # parts of K that sums are made of; the warps divide each
-_HELD = 4  # pieces of A, of 16 rows and 32 inputs, that a warp has in registers
+_MOST_DEPTHS = 16  # parts of K that sums are made of
 _NO_END = 2**31 - 1
 _RECORD = struct.Struct("@5P3i4x")
 _SHARED_OF_ALL = 227 * 1024  # blocks on one multiprocessor
@@ -48,12 +46,12 @@ class Adapters:
     def record(self, plan: Plan, product: Product, num_rows: int) -> bytes:
         """As native/gemm.cu reads it, with room for what its blocks leave each other."""
         device = self.a.device
-        sizes = (_cut(product.depth, self.shape).depths, num_rows, self.a.shape[1])
+        sizes = (_depths(plan, product), num_rows, self.a.shape[1])
         inner = torch.empty(sizes, dtype=torch.float32, device=device)
         tensors = (self.a, self.b, self.slots, inner, _meeting(device))
         ends = (*self.ends[:-1], _NO_END, _NO_END)[:2]
-        makers = _makers(plan, product, num_rows)
-        return _RECORD.pack(*(t.data_ptr() for t in tensors), makers, *ends)
+        sums = _sums(plan, product, num_rows, self.shape)
+        return _RECORD.pack(*(t.data_ptr() for t in tensors), sums, *ends)
 
 
 @functools.cache
@@ -61,62 +59,44 @@ def _meeting(device: torch.device) -> torch.Tensor:
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 
-def defines(product: Product, shape: Shape) -> dict[str, int]:
+def defines(plan: Plan, product: Product, shape: Shape) -> dict[str, int]:
     """What native/gemm.cu is compiled for."""
-    cut = _cut(product.depth, shape)
     return {
         "LORA": 1,
         "SLOTS": shape.slots,
         "RANK": shape.rank,
         "PARTS": len(shape.ends),
-        "MOST_ROWS": ROWS[-1],
-        "DEPTHS": cut.depths,
-        "DEEP": cut.deep,
-        "HELD": cut.held,
-        "BAND": cut.band,
+        "DEPTHS": _depths(plan, product),
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """How A x is divided, see native/adapters.cuh."""
-
-    depths: int  # parts of K
-    deep: int  # tiles of K that a warp takes of one
-    held: int  # chunks of 32 inputs that it takes at a time
-    band: int  # tiles of 16 of A's rows
+def _depths(plan: Plan, product: Product) -> int:
+    """Parts of K that sums are made of: a whole number for each block of a cluster."""
+    tiles = product.depth // 64
+    wanted = min(_MOST_DEPTHS, -(-tiles // plan.deep))
+    return -(-wanted // plan.split) * plan.split
 
 
-@functools.cache
-def _cut(depth: int, shape: Shape) -> _Cut:
-    tiles, a_tiles = depth // 64, -(-len(shape.ends) * shape.rank // 16)
-    deep = max(min(2, -(-tiles // 16)), -(-tiles // (_MOST_DEPTHS * _WARPS)))
-    held = min(2 * deep, _HELD)
-    return _Cut(-(-tiles // (deep * _WARPS)), deep, held, min(_HELD // held, a_tiles))
-
-
-def _makers(plan: Plan, product: Product, num_rows: int) -> int:
-    """Blocks that may make sums: whole clusters, and so few that all find a place at a time."""
-    blocks = num_blocks(plan, product, num_rows) * plan.split
-    return min(blocks, max(1, num_processors() // 2 // plan.split) * plan.split)
+def _sums(plan: Plan, product: Product, num_rows: int, shape: Shape) -> int:
+    """Blocks along x that make sums."""
+    tiles = -(-shape.slots * len(shape.ends) * shape.rank // plan.columns)
+    return tiles * -(-num_rows // plan.rows) * (_depths(plan, product) // plan.split)
 
 
 def all_shared_bytes(plan: Plan, product: Product, shape: Shape) -> int:
     """What a block keeps in shared memory."""
-    each, gaps = len(shape.ends) * shape.rank, 8 * shape.slots
-    groups = ROWS[-1] * 4 + ROWS[-1] // 32 * shape.slots * 4 + (ROWS[-1] + gaps) * 2
-    band = _cut(product.depth, shape).band
-    inner = max(plan.rows // plan.split * each, _WARPS * band * 16 * 8) * 4
+    slots, inner = plan.rows * 4, plan.rows // plan.split * len(shape.ends) * shape.rank * 4
     b = shape.slots * plan.columns * shape.rank * 2
     of_product = shared_bytes(product, plan.rows, plan.columns, plan.stages, plan.split)
-    return of_product + groups + inner + b
+    return of_product + slots + inner + b
 
 
-def num_blocks(plan: Plan, product: Product, num_rows: int) -> int:
+def num_blocks(plan: Plan, product: Product, num_rows: int, shape: Shape | None) -> int:
     """Along x of the grid."""
     is_gated = product.epilogue == "gated"
     tiles = -(-(product.width >> is_gated) // (plan.columns >> is_gated))
-    return tiles * -(-num_rows // plan.rows)
+    sums = 0 if shape is None else _sums(plan, product, num_rows, shape)
+    return tiles * -(-num_rows // plan.rows) + sums
 
 
 @functools.cache
@@ -137,7 +117,7 @@ def choose(alone: Plan, product: Product, num_rows: int, shape: Shape) -> Plan |
 def fitted(plan: Plan, product: Product, num_rows: int, shape: Shape) -> Plan | None:
     """The plan with so many stages that all blocks find a place at a time, if fewer can help; None
     where not even three fit."""
-    blocks = num_blocks(plan, product, num_rows) * plan.split
+    blocks = num_blocks(plan, product, num_rows, shape) * plan.split
     found: Plan | None = None
     for stages in range(3, plan.stages + 1):
         fewer = replace(plan, stages=stages)

@@ -215,7 +215,7 @@ def _specialization(
         "SPLIT": plan.split,
         "RESIDENT": int(share <= plan.stages),
     }
-    more = {} if adapters is None else adapted.defines(product, adapters)
+    more = {} if adapters is None else adapted.defines(plan, product, adapters)
     return "gemm", {**defines, **sizes, **more}
 
 
@@ -276,7 +276,7 @@ def _prepared(
     if plan.kind == "gemv":
         blocks = -(-outputs // (8 if epilogue == "gated" else 16))
         return _Launch(kernel, (blocks, 1, 1), plan.warps * 32, 0)
-    threads, blocks = plan.rows * 2, adapted.num_blocks(plan, product, num_rows)
+    threads, blocks = plan.rows * 2, adapted.num_blocks(plan, product, num_rows, adapters)
     if adapters is None:
         shared = shared_bytes(product, plan.rows, plan.columns, plan.stages, plan.split)
     else:

@@ -31,7 +31,7 @@ _SHIPPED: Final = Path(__file__).parent / "tuned"
 # Numbers of rows that are measured; others take the next larger one's choice.
 ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _PATTERN: Final = re.compile(
-    r"gemv (\d+)|gemm (\d+)x(\d+) (\d+) stages, (\d+) parts(, norm)?|library"
+    r"gemv (\d+)|gemm (\d+)x(\d+) (\d+) stages, (\d+) parts(, norm)?(?:, sums of (\d+))?|library"
 )
 WIDEST: Final = 1 << 16  # a vocabulary: cuBLAS reads so many rows at the memory's speed
 MOST_SHARED: Final = 227 * 1024  # bytes of shared memory a block may have
@@ -66,12 +66,14 @@ class Plan:
     stages: int = 4
     split: int = 1
     fuses_norm: bool = False
+    deep: int = 4  # tiles of K that blocks multiply which make sums of adapters, see gemm.cu
 
     def __str__(self) -> str:
         if self.kind == "gemv":
             return f"gemv {self.warps}"
         if self.kind == "gemm":
             norm = ", norm" if self.fuses_norm else ""
+            norm += f", sums of {self.deep}" if self.deep != 4 else ""
             return f"gemm {self.rows}x{self.columns} {self.stages} stages, {self.split} parts{norm}"
         return "library"
 
@@ -88,7 +90,7 @@ def read(text: str) -> Plan:
         return Plan("gemv", warps=int(match[1]), fuses_norm=True)
     if match[2]:
         rows, columns, stages, split = (int(match[i]) for i in range(2, 6))
-        return Plan("gemm", 8, rows, columns, stages, split, bool(match[6]))
+        return Plan("gemm", 8, rows, columns, stages, split, bool(match[6]), int(match[7] or 4))
     return LIBRARY
 
 
