@@ -160,7 +160,7 @@ class StepSampler:
         """Which rows do of this step, alike on every rank. Their hidden states are all read."""
         if rows.is_decode:
             return np.zeros(0, dtype=np.int64)
-        wanted = np.flatnonzero(self._columns.flags[rows.slots] & bits.PROMPT_LOGPROBS)
+        wanted: np.ndarray = np.flatnonzero(self._columns.flags[rows.slots] & bits.PROMPT_LOGPROBS)
         if not wanted.size:
             return wanted
         return wanted[rows.starts[wanted] < self._slots.num_prompt[rows.slots[wanted]] - 1]
