@@ -160,10 +160,12 @@ class StepSampler:
         """Which rows do of this step, alike on every rank. Their hidden states are all read."""
         if rows.is_decode:
             return np.zeros(0, dtype=np.int64)
-        wanted: np.ndarray = np.flatnonzero(self._columns.flags[rows.slots] & bits.PROMPT_LOGPROBS)
+        wanted = np.flatnonzero(self._columns.flags[rows.slots] & bits.PROMPT_LOGPROBS)
         if not wanted.size:
             return wanted
-        return wanted[rows.starts[wanted] < self._slots.num_prompt[rows.slots[wanted]] - 1]
+        is_early = rows.starts[wanted] < self._slots.num_prompt[rows.slots[wanted]] - 1
+        early: np.ndarray = wanted[is_early]
+        return early
 
     def prompt_logprobs(
         self, hidden: Tensor, rows: StepRows, wanted: np.ndarray
