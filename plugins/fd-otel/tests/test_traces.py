@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import runpy
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -110,3 +111,12 @@ def test_a_collector_that_is_away_ends_no_request(
         for _ in range(5):
             answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=LIMIT_S)
             assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("address", ["", "http://127.0.0.1:9"])
+def test_requests_are_watched_only_for_a_collector(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine keeps a record of each request where anybody implements the hook."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
+    assert ("fd_request_finished" in runpy.run_module("fd_otel.hooks")) is bool(address)
