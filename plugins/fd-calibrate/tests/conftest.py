@@ -56,7 +56,8 @@ def logits_of(load: Load) -> Callable[..., np.ndarray]:
     def logits_of(folder: Path, token_ids: list[int], kv_dtype: str = "auto") -> np.ndarray:
         model, device = load(folder, kv_dtype)
         with device.xp.no_grad():
-            ids, positions, context = prefill(device, model.attention, model.kv_layers, [token_ids])
+            layers = model.builder.kv_layers
+            ids, positions, context = prefill(device, model.attention, layers, [token_ids])
             hidden = model.model.forward(ids, positions, context)
             return np.array(device.to_host(model.model.compute_logits(hidden).float()))
 
