@@ -60,7 +60,7 @@ ONCE = (
 )
 LONG = (
     *("expert_parallel", "families_engine", "gguf_engine", "gguf_models"),
-    *("group_handover", "group_host_tier", "group_mixes", "host_communicator"),
+    *("group_handover", "group_host_tier", "group_mixes", "group_store", "host_communicator"),
     *("index_mixes", "kv_store", "mtp_states", "multi_step", "state_mixes"),
     *("parity_families", "several_between_drafts", "speculative_ahead", "speculative_equality"),
     *("speculative_hostile", "speculative_turns", "speculative_verify", "state_families"),
@@ -74,7 +74,8 @@ LATER = (
     *("tests/plugins/test_eagle_engine.py", "tests/plugins/test_eagle_math.py"),
     "tests/plugins/test_isolation.py",
     *("tests/plugins/test_model_plugin.py", "tests/plugins/test_new.py"),
-    *("tests/plugins/test_picture_plugin.py", "tests/plugins/test_template.py"),
+    *("tests/plugins/test_picture_plugin.py", "tests/plugins/test_step_part.py"),
+    "tests/plugins/test_template.py",
     *("tests/server/test_many_instances.py", "tests/server/test_replicas.py"),
     "tests/server/test_shared_experts.py",
 )
