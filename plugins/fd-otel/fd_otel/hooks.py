@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastdeploy_core.contracts.hookspecs import hookimpl
 
-if TYPE_CHECKING:
-    from .spans import Spans
-
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_spans: Spans | None = None
 
 
 def is_wanted() -> bool:
@@ -27,13 +23,15 @@ def is_wanted() -> bool:
 
 
 if is_wanted():
+    # Here, since a hook is not called again that took long, and these imports can.
+    from .spans import Spans
+
+    _spans: Spans | None = None
 
     @hookimpl
     def fd_engine_started(info: Mapping[str, Any]) -> None:
         """From here on requests have spans."""
         global _spans
-        from .spans import Spans
-
         names = info.get("served_names") or [info.get("model_path", "")]
         _spans = Spans(names[0])
 
