@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from .layout import HostLayout, StepShapes
 from .results import NO_TOKENS, NOT_KEPT, PendingOutput, Results
 from .sampling_step import StepSampler, can_capture_sampling
 from .slots import Slots
-from .step import Launched, Sampling, StepRows
+from .step import Launched, Sampling
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
@@ -261,7 +262,7 @@ class ModelRunner:
     def _find_captured(self, launched: Launched) -> CapturedDecode | None:
         """The graph that runs the step, if any; slots and rows are then as it needs them."""
         rows, graphs, slots = launched.rows, self._graphs, self.slots
-        captured = self._graph_of(rows)
+        captured = None if graphs is None else graphs.find(rows)
         if self._drafting is not None and not self._knows_enough(launched, captured):
             with self._lock:
                 asks = slots.lacks_history(rows, launched.max_drafts) or rows.num_drafts.any()
@@ -269,7 +270,7 @@ class ModelRunner:
                 self._drafting.broadcast_drafts(rows)
                 launched.rows = rows = slots.exact(rows, coming)
             launched.fed = rows.num_drafts
-            captured = self._graph_of(rows)
+            captured = None if graphs is None else graphs.find(rows)
         if captured is None:
             if rows.num_decodes > 1:
                 raise WorkerError(
@@ -277,7 +278,7 @@ class ModelRunner:
                     f"captured of {graphs.plan.sizes if graphs else 'none'}"
                 )
             if self.shapes is not None:
-                launched.rows = self.shapes.fit(rows)
+                launched.rows = replace(rows, shape=self.shapes.find(rows), sampled=None)
             return None
         with self._lock:
             fed = None if launched.fed is None or rows.width == 1 else rows
@@ -286,11 +287,6 @@ class ModelRunner:
                 made_of = (rows.slots, rows.starts, captured.width - 1, rows.num_decodes)
                 launched.rows = slots.decodes(*made_of)
         return captured
-
-    def _graph_of(self, rows: StepRows) -> CapturedDecode | None:
-        if self._graphs is None or not rows.is_decode:
-            return None
-        return self._graphs.find(rows.slots.size, rows.width)
 
     def _knows_enough(self, launched: Launched, captured: CapturedDecode | None) -> bool:
         """Whether the device alone knows enough: drafts stay there, and there are none or sampling
@@ -367,7 +363,7 @@ class ModelRunner:
                 both = captured.replay_drafts(launched.max_drafts, is_greedy=True)
                 return both, both
             return captured.replay_greedy(num_rows), None
-        if captured.samples_at_random and not plan.flags & ~CAPTURED:
+        if self._graphs and self._graphs.sampling and not plan.flags & ~CAPTURED:
             filters = bool(plan.flags & FILTER)
             return captured.replay_random(rows.slots, filters=filters), None
         logits, positions = captured.replay_head(num_rows), None
