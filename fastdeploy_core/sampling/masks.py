@@ -207,7 +207,8 @@ class TokenMasks:
         for (index, row), after in zip(bound, [*bound[1:], (0, -1)], strict=True):
             slot = int(plan.slots[row])
             if plan.depths[row]:
-                fits = fits and self._take_draft(slot, histories.draft_before(row))
+                draft = histories.draft_before(row)
+                fits = fits and draft >= 0 and self.accept(slot, [draft])
                 num_ahead += fits
             if fits:
                 finished[row], error = self._grammar(slot, masks[index])
@@ -218,9 +219,6 @@ class TokenMasks:
                     self._roll_back(slot, row, num_ahead, errors)
                 num_ahead, fits = 0, True
         return finished
-
-    def _take_draft(self, slot: int, token: int) -> bool:
-        return token >= 0 and self.accept(slot, [token])
 
     def _roll_back(self, slot: int, row: int, num_tokens: int, errors: dict[int, str]) -> None:
         try:
