@@ -118,7 +118,7 @@ class TokenMasks:
     def add_matcher(self, slot: int, seq_id: int, matcher: GrammarMatcher) -> None:
         """Bind the slot's sequence to a grammar."""
         self.matchers[slot] = matcher
-        if hasattr(matcher, "begin_mask"):  # a BesideMatcher, behind thinking or not
+        if hasattr(matcher, "begin_mask"):  # a BesideMatcher, after thinking or not
             self._beside[slot] = (seq_id, cast("BesideMatcher", matcher))
         self._columns.set_flag(slot, GRAMMAR)
 
