@@ -201,9 +201,11 @@ class StepPlanner:
         if not device.captures_drafting:
             drafts = np.minimum(drafts, left - 1)
             drafts = np.clip(budget - (np.cumsum(drafts) - drafts), 0, drafts)
-        elif sum(drafts.tolist()) > budget:  # a captured graph feeds all that the device holds
-            return 0
         is_even = np.count_nonzero(drafts == drafts[0]) == drafts.size
+        if device.captures_drafting:  # a captured graph feeds all that the device holds
+            total = int(drafts[0]) * drafts.size if is_even else int(drafts.sum())
+            if total > budget:
+                return 0
         return int(drafts[0]) if is_even else drafts
 
     def _num_decodes(self, drafts: np.ndarray | int, left: np.ndarray) -> int:
