@@ -138,8 +138,9 @@ class StepPlanner:
         seqs = self._roster.running.copy()
         # Each step on its way gives a row one token at least; what has come to its limit with these
         # has nothing left to be fed.
-        left = columns.limit[places] - (columns.known[places] + columns.pending[places])
-        is_due = (columns.computed[places] >= columns.at_start[places]) & (left > 0)
+        computed, limit = columns.computed[places], columns.limit[places]
+        left = limit - (columns.known[places] + columns.pending[places])
+        is_due = (computed >= columns.at_start[places]) & (left > 0)
         if seqs and (most := self._most_steps):  # by seq_id, steps that may be in flight
             is_due &= [s.num_in_flight < most.get(s.seq_id, NO_LIMIT) for s in seqs]
         num_due = np.count_nonzero(is_due)
@@ -148,8 +149,8 @@ class StepPlanner:
         is_every = num_due == places.size
         if not is_every:
             places, left, seqs = places[is_due], left[is_due], list(compress(seqs, is_due))
+            computed, limit = computed[is_due], limit[is_due]
         drafts: np.ndarray | int = 0 if self._policy is None else self._drafts_to_feed(places, left)
-        computed, limit = columns.computed[places], columns.limit[places]
         number = self._num_decodes(drafts, limit - computed) if is_every else 1
         if number > 1:
             ends = computed + (number * (1 + self._num_drafts) + self._lookahead)

@@ -394,8 +394,9 @@ class Slots:
         limit, sent = max(0, max_drafts), self._sent
         if self.has_drafts:
             # What no step came to feed in time are drafts no more: for them there may be no room.
-            old = rows.slots[self._drafts_are[rows.slots] == OLD]
-            if old.size:
+            is_old = self._drafts_are[rows.slots] == OLD
+            if np.count_nonzero(is_old):
+                old = rows.slots[is_old]
                 self._later.append((self.state.num_drafts, old, old * 0))
                 self._drafts_are[old] = NONE
             self.has_drafts = limit > 0 or rows.width > 1 or bool(self._drafts_are.any())

@@ -215,7 +215,7 @@ def test_a_row_with_nan_fails_alone_while_steps_are_ahead(
     check(collector, [r for r in chosen if r.request_id != name], truth)
 
 
-def test_rows_of_nobody_beside_sampled_ones_are_drafted_for_from_numbers_of_their_own(
+def test_padding_rows_beside_sampled_ones_are_drafted_for_from_numbers_of_their_own(
     bench: SpeculativeBench, world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three rows in a step recorded for four, whose tokens a sampler draws that is not recorded."""
@@ -244,7 +244,7 @@ def play_sampled(bench: SpeculativeBench, requests: list[Any], truth: DetailColl
     return core
 
 
-def test_samples_at_random_are_recorded_with_drafts(
+def test_samples_at_random_are_captured_with_drafts(
     bench: SpeculativeBench, world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No step is left to the sampler, and those with drafts accept some of them."""
@@ -368,7 +368,7 @@ def test_two_ranks_go_ahead_together(folder: Path, tensor_library: str, tmp_path
         ranks.close()
 
 
-def test_recorded_prompts_fill_a_drafters_cache_as_others_do(
+def test_captured_prompts_fill_a_drafters_cache_as_others_do(
     folder: Path, tensor_library: str, world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was not written there, or wrongly, would show in drafts that the target refuses."""
