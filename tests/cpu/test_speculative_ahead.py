@@ -218,9 +218,9 @@ def test_a_row_with_nan_fails_alone_while_steps_are_ahead(
 def test_padding_rows_beside_sampled_ones_are_drafted_for_from_numbers_of_their_own(
     bench: SpeculativeBench, world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three rows in a step recorded for four, whose tokens a sampler draws that is not recorded."""
+    """Three rows in a step captured for four, sampled by a sampler that is not captured."""
     if bench._executor._info.max_decodes > 1:
-        pytest.skip("where steps may be of several decodes all draws are recorded")
+        pytest.skip("where steps may be of several decodes all sampling is captured")
     requests, truth = world
     padded, write_back = [], CapturedDecode.write_back
 
@@ -229,13 +229,13 @@ def test_padding_rows_beside_sampled_ones_are_drafted_for_from_numbers_of_their_
         return write_back(self, num_rows, drawn, marked)
 
     monkeypatch.setattr(CapturedDecode, "write_back", noting)
-    monkeypatch.setattr(CapturedDecode, "samples_at_random", False)
+    monkeypatch.setattr(bench.worker._runner._graphs, "sampling", None)
     core = play_sampled(bench, requests, truth)
     assert sum(padded) > 2 and not core.stats().draft_failures_total
 
 
 def play_sampled(bench: SpeculativeBench, requests: list[Any], truth: DetailCollector) -> Any:
-    """The three longest answers that are drawn at random."""
+    """The three longest answers that are sampled at random."""
     sampled = [r for r in requests if not r.sampling.is_greedy and r.sampling.is_unconstrained]
     sampled.sort(key=lambda r: -len(truth.answers(r.request_id)[0]))
     arrivals = [(0, request) for request in sampled[:3]]
