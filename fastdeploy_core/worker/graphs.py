@@ -352,8 +352,13 @@ class CapturedDecode:
         self._queue(self._greedy)
         return self._buffers.results_of(num_rows)
 
+    @property
+    def samples_at_random(self) -> bool:
+        """Whether replay_random is possible."""
+        return bool(self._random)
+
     def replay_random(self, slots: np.ndarray, *, filters: bool) -> Tensor:
-        """replay_greedy for rows of which some sample at random, if the graphs have `sampling`."""
+        """replay_greedy for rows of which some sample at random."""
         sampling = self._graphs.sampling
         assert sampling is not None
         sampling.fill(slots)

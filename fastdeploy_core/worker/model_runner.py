@@ -363,7 +363,7 @@ class ModelRunner:
                 both = captured.replay_drafts(launched.max_drafts, is_greedy=True)
                 return both, both
             return captured.replay_greedy(num_rows), None
-        if self._graphs and self._graphs.sampling and not plan.flags & ~CAPTURED:
+        if captured.samples_at_random and not plan.flags & ~CAPTURED:
             filters = bool(plan.flags & FILTER)
             return captured.replay_random(rows.slots, filters=filters), None
         logits, positions = captured.replay_head(num_rows), None

@@ -229,7 +229,7 @@ def test_padding_rows_beside_sampled_ones_are_drafted_for_from_numbers_of_their_
         return write_back(self, num_rows, drawn, marked)
 
     monkeypatch.setattr(CapturedDecode, "write_back", noting)
-    monkeypatch.setattr(bench.worker._runner._graphs, "sampling", None)
+    monkeypatch.setattr(CapturedDecode, "samples_at_random", False)
     core = play_sampled(bench, requests, truth)
     assert sum(padded) > 2 and not core.stats().draft_failures_total
 
