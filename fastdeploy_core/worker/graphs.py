@@ -121,11 +121,11 @@ class Graphs:
         self._prompts: dict[tuple[int, bool], CapturedPrompt] = {}  # by size, and with vectors
         self.caches: list[tuple[Tensor, ...]] = []
 
-    def find(self, rows: StepRows) -> CapturedDecode | None:
-        """The smallest captured decode step that holds these rows, if they decode."""
+    def find(self, num_rows: int, width: int) -> CapturedDecode | None:
+        """The smallest captured decode step that holds so many rows of up to `width` tokens."""
         sizes, widths = self.plan.sizes, self.plan.widths
-        size, wide = bisect_left(sizes, rows.slots.size), bisect_left(widths, rows.width)
-        if not rows.is_decode or size == len(sizes) or wide == len(widths):
+        size, wide = bisect_left(sizes, num_rows), bisect_left(widths, width)
+        if size == len(sizes) or wide == len(widths):
             return None
         return self._decodes.get((sizes[size], widths[wide]))
 

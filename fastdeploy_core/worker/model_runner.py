@@ -33,7 +33,7 @@ from .layout import HostLayout, StepShapes
 from .results import NO_TOKENS, NOT_KEPT, PendingOutput, Results
 from .sampling_step import StepSampler, can_capture_sampling
 from .slots import Slots
-from .step import Launched, Sampling
+from .step import Launched, Sampling, StepRows
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator, DeviceBackend
@@ -262,7 +262,7 @@ class ModelRunner:
     def _find_captured(self, launched: Launched) -> CapturedDecode | None:
         """The graph that runs the step, if any; slots and rows are then as it needs them."""
         rows, graphs, slots = launched.rows, self._graphs, self.slots
-        captured = None if graphs is None else graphs.find(rows)
+        captured = self._graph_of(rows)
         if self._drafting is not None and not self._knows_enough(launched, captured):
             with self._lock:
                 asks = slots.lacks_history(rows, launched.max_drafts) or rows.num_drafts.any()
@@ -270,7 +270,7 @@ class ModelRunner:
                 self._drafting.broadcast_drafts(rows)
                 launched.rows = rows = slots.exact(rows, coming)
             launched.fed = rows.num_drafts
-            captured = None if graphs is None else graphs.find(rows)
+            captured = self._graph_of(rows)
         if captured is None:
             if rows.num_decodes > 1:
                 raise WorkerError(
@@ -287,6 +287,11 @@ class ModelRunner:
                 made_of = (rows.slots, rows.starts, captured.width - 1, rows.num_decodes)
                 launched.rows = slots.decodes(*made_of)
         return captured
+
+    def _graph_of(self, rows: StepRows) -> CapturedDecode | None:
+        if self._graphs is None or not rows.is_decode:
+            return None
+        return self._graphs.find(rows.slots.size, rows.width)
 
     def _knows_enough(self, launched: Launched, captured: CapturedDecode | None) -> bool:
         """Whether the device alone knows enough: drafts stay there, and there are none or sampling

@@ -295,7 +295,7 @@ class Slots:
 
     def _slots_of(self, seq_ids: np.ndarray) -> np.ndarray:
         last = self._last
-        if seq_ids is self._last_ids and last is not None and not self._is_missing(last):
+        if last is not None and seq_ids is self._last_ids and not self._is_missing(last):
             return last.slots
         self._last_ids = seq_ids
         try:
