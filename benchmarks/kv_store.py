@@ -4,7 +4,7 @@
     python benchmarks/kv_store.py MODEL --load-format dummy --dtype float32 --folder /var/tmp
 
 Starts one engine without a store, and after each other two with fd-kv-disk on one new folder: the
-first fills it, the second finds it. Each is asked for one token behind `--prompts` random prompts;
+first fills it, the second finds it. Each is asked for one token after `--prompts` random prompts;
 medians are printed. Files that were just written are in the page cache, so the disk is not read.
 """
 

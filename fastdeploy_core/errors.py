@@ -74,7 +74,7 @@ def needs_trace(error: BaseException) -> bool:
 
 
 def error_named(name: str, message: str) -> FastDeployError:
-    """The error that crossed a process border as the name of a class here and a message. Behind the
+    """The error that crossed a process border as the name of a class here and a message. After the
     name may stand the field that is at fault."""
     name, _, param = name.partition(":")
     kind = globals().get(name)

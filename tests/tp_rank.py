@@ -2,7 +2,7 @@
 
 usage: tp_rank.py FOLDER LIBRARY RANK SIZE ADDRESS EXPERTS < {"prompts": ..., "num_tokens": ...}
 EXPERTS is empty where ranks share every expert, else "in place" or a communicator's name; with
-" eplb" behind it experts move with every few steps.
+" eplb" after it experts move with every few steps.
 Prints {"tokens": ..., "logits": ..., "versions": ...} as JSON; logits are those of the first
 prompt's last token, versions say how often the experts of each block have moved.
 """

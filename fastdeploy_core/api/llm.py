@@ -347,7 +347,7 @@ class LLM:
         kind: OutputKind,
         reader: ChatReader | None,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """(place, output) as they come: requests run while those behind them are still being
+        """(place, output) as they come: requests run while those after them are still being
         built. However it ends, none stays in the engine."""
         engine = self._live_engine()
         batch = _Batch()

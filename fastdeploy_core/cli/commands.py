@@ -19,15 +19,10 @@ def split(arguments: Sequence[str]) -> tuple[str, list[str]]:
     """The command's name and the words after it. The name is "" or a group's where none follows."""
     words = list(arguments)
     name = ""
-    while words and not is_help(words) and (not name or name in GROUPS):
+    while words and words[0] not in ("-h", "--help", "help") and (not name or name in GROUPS):
         word = words.pop(0)
         name = f"{name}.{word}" if name else word
     return name, words
-
-
-def is_help(words: Sequence[str]) -> bool:
-    """Whether the next word asks for help."""
-    return bool(words) and words[0] in ("-h", "--help", "help")
 
 
 def find(name: str) -> Callable[[Sequence[str]], int]:

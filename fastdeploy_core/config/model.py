@@ -110,11 +110,12 @@ def read_model_config(
             "drop one of them"
         )
     dtype_asked = str(asked.get("dtype", "auto"))
+    declared = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
     return ModelConfig(
         path=found.path,
         tokenizer_path=found.tokenizer_path,
         served_names=tuple(asked.get("served_names", ())),
-        dtype=checkpoint_dtype(hf_config) if dtype_asked == "auto" else _dtype(dtype_asked),
+        dtype=_dtype(str(declared)) if dtype_asked == "auto" else _dtype(dtype_asked),
         dtype_is_auto=dtype_asked == "auto",
         max_model_len=_max_model_len(hf_config, asked.get("max_model_len")),
         load_format=load_format,
@@ -187,12 +188,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a {type(value).__name__}; expected a JSON object")
     return value
-
-
-def checkpoint_dtype(hf_config: Mapping[str, Any]) -> str:
-    """The dtype config.json declares, float32 when it declares none."""
-    declared = hf_config.get("dtype") or hf_config.get("torch_dtype")
-    return _dtype(str(declared)) if declared else "float32"
 
 
 def checkpoint_layout(

@@ -43,8 +43,8 @@ def cache_dtypes(spec: AttentionSpec | StateSpec, count: int) -> tuple[str, ...]
 class KVScales:
     """Static scales of one layer's cache, one entry for each cache tensor (k, v).
 
-    Each is [num_kv_heads, dim] float32, dim as wide as a row; `minimum` is empty for formats without
-    a zero point.
+    Each is [num_kv_heads, dim] float32, dim as wide as a row; `minimum` is empty for formats
+    without a zero point.
     """
 
     scale: tuple[Tensor, ...]
@@ -78,25 +78,25 @@ class AttentionBatch:
     """One step's rows. Host arrays are numpy; `*_dev` fields are the same on the device.
 
     Row i feeds tokens cu_seqlens_q[i]:cu_seqlens_q[i+1]; these are the last ones of its
-    seq_lens[i] tokens. Keys of this step are already counted in seq_lens. Slots that no sequence has
-    written may hold anything, NaN included: a driver must not let them into a result. Nor what lies in
-    front of the first token that a row still needs (AttentionSpec.retention): with a window or chunks,
-    entries of block_tables in front of it name blocks of others.
+    seq_lens[i] tokens. Keys of this step are already counted in seq_lens. Slots that no sequence
+    has written may hold anything, NaN included: a driver must not let them into a result. Nor what
+    lies in front of the first token that a row still needs (AttentionSpec.retention): with a window
+    or chunks, entries of block_tables in front of it name blocks of others.
 
-    A captured step (see AttentionBackend.prepare) has `is_exact` False: the device's numbers change from
-    replay to replay, and of the host's arrays only cu_seqlens_q is right. seq_lens holds what each row
-    can reach at most, block_tables has the right shape and no contents. A row whose seq_lens_dev is 0
-    stands in for a sequence: its results are read by nobody but must be finite, its slot_mapping is -1.
-    Tokens at the end of a row whose slot_mapping is -1 are padding, too: no token of the row stands behind
-    them, so none that counts sees them.
+    A captured step (see AttentionBackend.prepare) has `is_exact` False: the device's numbers change
+    from replay to replay, and of the host's arrays only cu_seqlens_q is right. seq_lens holds what
+    each row can reach at most, block_tables has the right shape and no contents. A row whose
+    seq_lens_dev is 0 stands in for a sequence: its results are read by nobody but must be finite,
+    its slot_mapping is -1. Tokens at the end of a row whose slot_mapping is -1 are padding, too: no
+    token of the row stands after them, so none that counts sees them.
 
-    A captured step with tokens_per_row 0 (can_capture_mixed) says on the host only how many rows and tokens
-    there can be; each row feeds any number of tokens, none included, and tokens behind the last row's are
-    padding.
+    A captured step with tokens_per_row 0 (can_capture_mixed) says on the host only how many rows
+    and tokens there can be; each row feeds any number of tokens, none included, and tokens after
+    the last row's are padding.
 
-    A padded step (`is_padded`, where the device has limits.step_buckets) has rows of nobody and padding in
-    the same way, counted in seq_lens; the host's arrays say the same as the device's. What a driver queues
-    for it depends on the shapes of the batch's tensors and on nothing else.
+    A padded step (`is_padded`, where the device has limits.step_buckets) has padding rows and
+    padding in the same way, counted in seq_lens; the host's arrays say the same as the device's.
+    What a driver queues for it depends on the shapes of the batch's tensors and on nothing else.
     """
 
     num_seqs: int
@@ -124,8 +124,8 @@ class AttentionBatch:
         positions: ArrayLike,
         tokens_per_row: int = 0,
     ) -> AttentionBatch:
-        """An exact step from the host's numbers. The device gets copies, so that either side may change
-        its own."""
+        """An exact step from the host's numbers. The device gets copies, so that either side may
+        change its own."""
         import numpy as np  # here, since modules of hooks import this one at every start
 
         starts, lengths, tables = (
@@ -158,13 +158,13 @@ class AttentionBackend(Protocol):
     model.ATTENTION_FEATURES. A driver is neither asked about nor given a spec whose `needs` it does
     not declare, so a field added to AttentionSpec with a word of its own cannot be overlooked.
 
-    A driver with an attribute `max_recorded_len` is not recorded where sequences may be longer. One of unit
-    "rope_kv" with a true attribute `norms_heads` is called as NormingBackend says. One that declares
-    "sinks" is given `sinks`, [num_heads] float32, by that name exactly where spec.sinks: one more logit of
-    each head in every softmax, which no value belongs to (since contract 1.2). One that declares "index" is
-    given `index`, the indexer's queries [num_tokens, heads, dim], keys [num_tokens, 1, dim] and weights
-    [num_tokens, heads] float32, exactly where spec.index; it writes both caches (since contract 1.5).
-    """
+    A driver with an attribute `max_recorded_len` is not captured where sequences may be longer. One
+    of unit "rope_kv" with a true attribute `norms_heads` is called as NormingBackend says. One that
+    declares "sinks" is given `sinks`, [num_heads] float32, by that name exactly where spec.sinks:
+    one more logit of each head in every softmax, which no value belongs to (since contract 1.2).
+    One that declares "index" is given `index`, the indexer's queries [num_tokens, heads, dim], keys
+    [num_tokens, 1, dim] and weights [num_tokens, heads] float32, exactly where spec.index; it
+    writes both caches (since contract 1.5)."""
 
     name: str
     contract: tuple[int, int]
@@ -182,22 +182,22 @@ class AttentionBackend(Protocol):
         ...
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of one layer's cache tensors; dimension 0 is the block. gqa: (k, v); mla: (latent,).
+        """Shapes of one layer's cache tensors; dimension 0 is the block.
 
-        Unit "core": [num_blocks, block_size, num_kv_heads, dim] each, because kernel kv_write fills
-        them. A driver that wants another layout claims "rope_kv" and writes its own. With
-        spec.kv_format the tensors are those that contracts/kv_formats.py names, scales behind numbers.
-        """
+        gqa: (k, v); mla: (latent,). Unit "core": [num_blocks, block_size, num_kv_heads, dim] each,
+        because kernel kv_write fills them. A driver that wants another layout claims "rope_kv" and
+        writes its own. With spec.kv_format the tensors are those that contracts/kv_formats.py
+        names, scales after numbers."""
         ...
 
     def prepare(self, batch: AttentionBatch) -> AttentionMetadata:
         """Build what every layer of this spec needs for this step. Must not wait for the device.
 
-        With can_capture_decode it is also called while a step with tokens_per_row above 0 is recorded
-        (batch.is_exact False). What it queues then becomes part of the graph, so it copies nothing
-        from the host; it and forward() read lengths and tables from the `*_dev` tensors, which stay
-        where they are, and size their work by the host's upper bounds. Behind a row's last block its
-        table holds numbers of any blocks.
+        With can_capture_decode it is also called while a step with tokens_per_row above 0 is
+        captured (batch.is_exact False). What it queues then becomes part of the graph, so it copies
+        nothing from the host; it and forward() read lengths and tables from the `*_dev` tensors,
+        which stay where they are, and size their work by the host's upper bounds. After a row's
+        last block its table holds numbers of any blocks.
         """
         ...
 
@@ -215,12 +215,12 @@ class AttentionBackend(Protocol):
 
         q: [num_tokens, num_heads, head_dim]; k: [num_tokens, num_kv_heads, head_dim];
         v: [num_tokens, num_kv_heads, v_head_dim]. Unit "core": k and v are already in the cache and
-        rotated. Unit "rope_kv": the driver rotates q and k with `rotary` ([max_positions, rotary_dim],
-        cos then sin) and writes k and v at batch.slot_mapping. kind "mla": q is
+        rotated. Unit "rope_kv": the driver rotates q and k with `rotary` ([max_positions,
+        rotary_dim], cos then sin) and writes k and v at batch.slot_mapping. kind "mla": q is
         [num_tokens, num_heads, kv_lora_rank + qk_rope_head_dim], k the latent row, v its first
-        kv_lora_rank values, and the result is [num_tokens, num_heads * kv_lora_rank]. q, k and v may
-        be slices of a larger tensor (not contiguous) and must not be changed. `scales` are given
-        exactly where spec.kv_static.
+        kv_lora_rank values, and the result is [num_tokens, num_heads * kv_lora_rank]. q, k and v
+        may be slices of a larger tensor (not contiguous) and must not be changed. `scales` are
+        given exactly where spec.kv_static.
         """
         ...
 
@@ -242,8 +242,8 @@ class NormingBackend(AttentionBackend, Protocol):
         scales: KVScales | None = None,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        """`norms` are given exactly where spec.head_norms: each head of q and k is normed, and rounded to the
-        model's dtype, before it is rotated."""
+        """`norms` are given exactly where spec.head_norms: each head of q and k is normed, and
+        rounded to the model's dtype, before it is rotated."""
         ...
 
 
@@ -258,12 +258,13 @@ class Projections:
 
 @runtime_checkable
 class BlockBackend(AttentionBackend, Protocol):
-    """A driver of unit "projections"; its forward() is not called. It accepts only questions of kind
-    "gqa" with plain_projections and, unless it can normalise heads, without spec.head_norms."""
+    """A driver of unit "projections"; its forward() is not called. It accepts only questions of
+    kind "gqa" with plain_projections and, unless it can normalise heads, without
+    spec.head_norms."""
 
     def prepare_projections(self, projections: Projections) -> Any:
-        """Lay the matrices out once after loading; the originals are dropped. The result is handed to
-        forward_block()."""
+        """Lay the matrices out once after loading; the originals are dropped. The result is handed
+        to forward_block()."""
         ...
 
     def forward_block(
@@ -274,8 +275,9 @@ class BlockBackend(AttentionBackend, Protocol):
         metadata: AttentionMetadata,
         rotary: Tensor,
     ) -> Tensor:
-        """[num_tokens, hidden]: this rank's share of the layer, without the output's bias, before the sum
-        over ranks. x: [num_tokens, hidden], normed; `rotary` and the cache as in forward()."""
+        """[num_tokens, hidden]: this rank's share of the layer, without the output's bias, before
+        the sum over ranks. x: [num_tokens, hidden], normed; `rotary` and the cache as in
+        forward()."""
         ...
 
 
@@ -290,7 +292,8 @@ class StateQuestion:
 
 @dataclass(slots=True, eq=False)
 class StateWeights:
-    """One layer's weights, this rank's share. Convolution: model dtype; the others: [num_heads] float32."""
+    """One layer's weights, this rank's share. Convolution: model dtype; the others: [num_heads]
+    float32."""
 
     conv: Tensor  # [channels, conv_width]; the newest input's weight is last
     conv_bias: Tensor | None = None  # [channels]
@@ -301,17 +304,20 @@ class StateWeights:
 
 @runtime_checkable
 class StateBackend(Protocol):
-    """Constructed as `Driver(spec, block_size, device, kernels)`, once per distinct spec. `features` are
-    the kinds that it serves, and "kept" (1.5): words of model.STATE_FEATURES. Added in contract 1.3.
+    """Constructed as `Driver(spec, block_size, device, kernels)`, once per distinct spec.
+    `features` are the kinds that it serves, and "kept" (1.5): words of model.STATE_FEATURES. Added
+    in contract 1.3.
 
-    Of each head, with q, k, v out of the convolved input and a state S [key_dim, value_dim] in float32:
-      "delta"       g = decay * softplus(dt + dt_bias), b = sigmoid(beta); q, k of length 1, q / sqrt(key_dim);
-                    S <- e^g S;  S <- S + k (b (v - S^T k))^T;  o = S^T q      (arXiv 2412.06464)
-      "channel_delta"  the same with a g for each row of S: dt and dt_bias have key_dim numbers a head
-                    instead of one (arXiv 2510.26692)
-      "space"       t = softplus(dt + dt_bias), g = decay * t;
-                    S <- e^g S + k (t v)^T;  o = S^T q + skip * v              (Mamba-2, arXiv 2405.21060)
-      "short_conv"  no recurrence: o is the convolved input, without the silu that the others have behind it
+    Of each head, with q, k, v out of the convolved input and a state S [key_dim, value_dim] in
+    float32:
+      "delta"       g = decay * softplus(dt + dt_bias), b = sigmoid(beta);
+                    q, k of length 1, q / sqrt(key_dim);  S <- e^g S;
+                    S <- S + k (b (v - S^T k))^T;  o = S^T q      (arXiv 2412.06464)
+      "channel_delta"  the same with a g for each row of S: dt and dt_bias have key_dim numbers a
+                    head instead of one (arXiv 2510.26692)
+      "space"       t = softplus(dt + dt_bias), g = decay * t;  S <- e^g S + k (t v)^T;
+                    o = S^T q + skip * v                          (Mamba-2, arXiv 2405.21060)
+      "short_conv"  no recurrence: o is the convolved input, without the others' silu after it
     """
 
     name: str
@@ -325,19 +331,20 @@ class StateBackend(Protocol):
     ) -> None: ...
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
-        """Shapes of one layer's cache tensors; dimension 0 is the block: the state in spec.state_dtype,
-        unless the kind has none, then the convolution's last conv_width - 1 inputs in spec.dtype."""
+        """Shapes of one layer's cache tensors; dimension 0 is the block: the state in
+        spec.state_dtype, unless the kind has none, then the convolution's last conv_width - 1
+        inputs in spec.dtype."""
         ...
 
     def prepare(self, batch: AttentionBatch) -> Any:
         """What every layer of this spec needs for this step. Must not wait for the device.
 
-        A row that feeds tokens start to end reads the state in its table's block of token start - 1, and
-        leaves its own in that of token end - 1, often the same; nothing else of table and slot_mapping is
-        meant. A row that starts at 0 begins with zeros: what lay in a block that was another's must not show.
-        With spec.kept, a block has so many states, and the next row may start behind any token of a row of
-        up to so many (the others were refused drafts): each leaves its own, padding (slot_mapping -1) none.
-        """
+        A row that feeds tokens start to end reads the state in its table's block of token start -
+        1, and leaves its own in that of token end - 1, often the same; nothing else of table and
+        slot_mapping is meant. A row that starts at 0 begins with zeros: what lay in a block that
+        was another's must not show. With spec.kept, a block has so many states, and the next row
+        may start after any token of a row of up to so many (the others were refused drafts): each
+        leaves its own, padding (slot_mapping -1) none."""
         ...
 
     def forward(
@@ -349,9 +356,10 @@ class StateBackend(Protocol):
         cache: tuple[Tensor, ...],
         metadata: Any,
     ) -> Tensor:
-        """[num_tokens, num_heads * value_dim], or [num_tokens, channels] of "short_conv"; model dtype.
+        """[num_tokens, num_heads * value_dim], or [num_tokens, channels] of "short_conv"; model
+        dtype.
 
-        x: [num_tokens, channels] before the convolution: q, k, v of the deltas, v, k, q of "space"; each key head
-        is that of as many neighbouring heads. dt, and beta of the deltas: [num_tokens, num_heads].
-        """
+        x: [num_tokens, channels] before the convolution: q, k, v of the deltas, v, k, q of "space";
+        each key head is that of as many neighbouring heads. dt, and beta of the deltas:
+        [num_tokens, num_heads]."""
         ...

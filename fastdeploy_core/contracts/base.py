@@ -175,8 +175,8 @@ HOOK_GROUP: Final = "fastdeploy.hooks"
 class Accept:
     """The driver can serve what was asked; the highest score wins.
 
-    Convention: 0 to 99 works, 100 to 199 tuned for this device, 200 and up tuned for this very case.
-    """
+    Convention: 0 to 99 works, 100 to 199 tuned for this device, 200 and up tuned for this very
+    case."""
 
     score: int
     note: str = ""
@@ -198,8 +198,8 @@ class Candidate:
 
     `details` are facts for the start-up report. Some also travel into later questions: of a device
     `tensor_library`, the library the driver will run on; of a quantizer `experts`, the internal
-    formats of the experts (MoEQuestion.quantization), and `inner`, the quantizers that it is made of.
-    """
+    formats of the experts (MoEQuestion.quantization), and `inner`, the quantizers that it is made
+    of."""
 
     name: str
     verdict: Verdict
@@ -212,17 +212,17 @@ class Requirements:
 
     refusals: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    # Tokens behind the known ones whose cache slots a drafter writes: blocks are reserved for them.
+    # Tokens after the known ones whose cache slots a drafter writes: blocks are reserved for them.
     lookahead_tokens: int = 0
-    # Following tokens that a drafter's cache entry depends on beside its own prefix: the prefix cache
-    # then only shares a block among sequences that also agree on so many tokens behind it.
+    # Following tokens that a drafter's cache entry depends on beside its own prefix: the prefix
+    # cache then only shares a block among sequences that also agree on so many tokens after it.
     key_lookahead: int = 0
-    # A host drafter that goes on behind a device drafter's drafts (HostDraftInput.drafts), once these
-    # have reached the host with the step's tokens; and its own options.
+    # A host drafter that goes on after a device drafter's drafts (HostDraftInput.drafts), once
+    # these have reached the host with the step's tokens; and its own options.
     continued_by: str = ""
     continued_options: Mapping[str, Any] = field(default_factory=dict)
-    # Folder of a model that the drafter asks DrafterContext.load_model for, and its number format: the
-    # family's plugin and the quantizer are then chosen with everything else.
+    # Folder of a model that the drafter asks DrafterContext.load_model for, and its number format:
+    # the family's plugin and the quantizer are then chosen with everything else.
     draft_model: str = ""
     draft_quantization: str = ""
 

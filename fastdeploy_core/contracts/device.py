@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepBuckets:
-    """Shapes of steps where every shape is compiled. A step is padded to a rectangle of rows with as many
-    tokens each; all rectangles run once at start-up, and no other is run afterwards.
+    """Shapes of steps where every shape is compiled. A step is padded to a rectangle of rows with
+    as many tokens each; all rectangles run once at start-up, and no other is run afterwards.
 
     Steps are then of prompts or of decodes, never of both. Attention drivers get such a step as
     AttentionBatch.is_padded says.
@@ -48,18 +48,20 @@ class DeviceLimits:
     chunked_prefill: bool = True  # False: a prompt runs in one step, whole
     step_buckets: StepBuckets | None = None  # None: steps of any shape
     graph_capture: bool = False
-    # Rows of nobody at the end of a captured step cost nothing, so one recording of the largest batch
-    # serves every batch, and one of the largest step every prompt: that one is captured without having run.
-    # A SizedGraph may say otherwise of itself.
+    # Padding rows at the end of a captured step cost nothing, so one graph of the largest batch
+    # serves every batch, and one of the largest step every prompt: that one is captured without
+    # having run. A SizedGraph may say otherwise of itself.
     graph_any_size: bool = False
     graph_collectives: bool = False  # a captured graph may hold the communicator's collectives
-    # Decode steps that may run one behind the other before the host sees a token: above 1 where it takes
-    # the host about as long as the device. Needs graph_capture; with overlap, and with drafts, a PostingDevice.
+    # Decode steps that may run one after the other before the host sees a token: above 1 where it
+    # takes the host about as long as the device. Needs graph_capture; with overlap, and with
+    # drafts, a PostingDevice.
     decodes_per_step: int = 1
-    # A step may be queued before the previous one's tokens reached the host. False, too, where nothing
-    # is gained: whoever computes on all processors takes them from the scheduler.
+    # A step may be queued before the previous one's tokens reached the host. False, too, where
+    # nothing is gained: whoever computes on all processors takes them from the scheduler.
     overlap: bool = True
-    # Calls only queue work, so that launching a step returns at once and needs no thread of its own.
+    # Calls only queue work, so that launching a step returns at once and needs no thread of its
+    # own.
     asynchronous: bool = False
     logprobs: bool = True
     host_tier: bool = True  # blocks can move to host memory and back
@@ -107,7 +109,8 @@ class DeviceQuestion:
 
 
 class DeviceEvent(Protocol):
-    """A point in the device's work queue. Polled, never waited on while holding the interpreter lock."""
+    """A point in the device's work queue. Polled, never waited on while holding the interpreter
+    lock."""
 
     def query(self) -> bool:
         """Whether all work queued before the event has finished."""
@@ -142,17 +145,17 @@ class Communicator(Protocol):
 
 
 class CapturedGraph(Protocol):
-    """Recorded work over fixed buffers."""
+    """Captured work over fixed buffers."""
 
     def replay(self) -> None:
-        """Queue the recorded work again; it reads the buffers' current contents."""
+        """Queue the captured work again; it reads the buffers' current contents."""
         ...
 
 
 @runtime_checkable
 class SizedGraph(Protocol):
-    """A graph that says whether rows of nobody cost nothing in it, too, where DeviceLimits.graph_any_size does. One
-    in which they cost what the others do serves no prompts.
+    """A graph that says whether padding rows cost nothing in it, too, where
+    DeviceLimits.graph_any_size does. One in which they cost what the others do serves no prompts.
 
     Added in contract 1.0.
     """
@@ -162,21 +165,21 @@ class SizedGraph(Protocol):
 
 @runtime_checkable
 class RepeatingDevice(Protocol):
-    """A device that goes through captured work again and again by itself, where decodes_per_step says so. On
-    others the core replays each graph.
+    """A device that goes through captured work again and again by itself, where decodes_per_step
+    says so. On others the core replays each graph.
 
     Added in contract 1.0.
     """
 
     def replay_times(self, graphs: Sequence[CapturedGraph], times: int) -> None:
-        """Queue all of the graphs, one behind the other, so many times."""
+        """Queue all of the graphs, one after the other, so many times."""
         ...
 
 
 @runtime_checkable
 class AttendingDevice(Protocol):
-    """A device that attends within runs of unequal length in one call, as towers of pictures do. For others
-    runs of one length are computed together.
+    """A device that attends within runs of unequal length in one call, as towers of pictures do.
+    For others runs of one length are computed together.
 
     Added in contract 1.4.
     """
@@ -184,8 +187,8 @@ class AttendingDevice(Protocol):
     def attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int
     ) -> Tensor | None:
-        """softmax(q k^T / sqrt(dim)) v: all [tokens, heads, dim], starts [runs + 1] int32, longest: tokens
-        of a run. None: not of these dtypes or sizes."""
+        """softmax(q k^T / sqrt(dim)) v: all [tokens, heads, dim], starts [runs + 1] int32, longest:
+        tokens of a run. None: not of these dtypes or sizes."""
         ...
 
 
@@ -200,7 +203,8 @@ class ReportingDevice(Protocol):
 
 @runtime_checkable
 class FallbackDevice(Protocol):
-    """A device whose library detours over the CPU where it has no kernel, and can be told not to."""
+    """A device whose library detours over the CPU where it has no kernel, and can be told not
+    to."""
 
     def without_fallback(self) -> AbstractContextManager[None]:
         """Inside, such an operation is an error."""
@@ -219,15 +223,16 @@ class CompilingDevice(Protocol):
     """
 
     def compile_only(self) -> AbstractContextManager[None]:
-        """Inside, kernels that the calling thread launches are compiled and do not run; what they would
-        have written is zero. Afterwards all are compiled, and memory is as it was."""
+        """Inside, kernels that the calling thread launches are compiled and do not run; what they
+        would have written is zero. Afterwards all are compiled, and memory is as it was."""
         ...
 
 
 @runtime_checkable
 class PackingDevice(Protocol):
-    """A device that lays weights out for its kernels and can keep the result in a file between starts
-    (`--weight-cache`). What is kept are flat uint8 arrays and a few facts that JSON can hold.
+    """A device that lays weights out for its kernels and can keep the result in a file between
+    starts (`--weight-cache`). What is kept are flat uint8 arrays and a few facts that JSON can
+    hold.
 
     Added in contract 1.0.
     """
@@ -245,31 +250,34 @@ class PackingDevice(Protocol):
         ...
 
     def restore_weight(self, facts: dict[str, Any], arrays: list[np.ndarray]) -> Any:
-        """The same weight again, in memory of its own: the arrays end with the call. ValueError, KeyError
-        or TypeError where facts and arrays do not fit."""
+        """The same weight again, in memory of its own: the arrays end with the call. ValueError,
+        KeyError or TypeError where facts and arrays do not fit."""
         ...
 
 
 @runtime_checkable
 class PostingDevice(Protocol):
-    """A device whose kernels write into the host's memory. What recorded steps tell the host arrives by itself
-    then: nobody queues a copy or an event for it, and tokens arrive before drafts are made.
+    """A device whose kernels write into the host's memory. What captured steps tell the host
+    arrives by itself then: nobody queues a copy or an event for it, and tokens arrive before drafts
+    are made.
 
     Added in contract 1.0.
     """
 
     def host_box(self, num_words: int) -> tuple[Tensor, np.ndarray]:
-        """[num_words] int64 zeros in host memory, as kernels see it and as the host does. What a kernel
-        writes there, the host sees soon, every number as a whole, in no certain order."""
+        """[num_words] int64 zeros in host memory, as kernels see it and as the host does. What a
+        kernel writes there, the host sees soon, every number as a whole, in no certain order."""
         ...
 
 
 @runtime_checkable
 class TierDevice(Protocol):
-    """A device whose memory can hold the host tier's blocks, for other processes to read and fill. Added in contract 1.0."""
+    """A device whose memory can hold the host tier's blocks, for other processes to read and fill.
+    Added in contract 1.0."""
 
     def block_tier(self, *of: Any) -> Any:
-        """kernels, caches, num_blocks, path: of an object with `apply(BlockCopies)`; where it is, as JSON in the file."""
+        """kernels, caches, num_blocks, path: of an object with `apply(BlockCopies)`; where it is,
+        as JSON in the file."""
 
 
 @runtime_checkable
@@ -285,8 +293,8 @@ class DeviceBackend(Protocol):
     limits: DeviceLimits
     xp: TensorLibrary
     device: str
-    # "module:Class" of the worker that runs steps on this device; empty: the core's own. For devices
-    # that execute whole steps themselves, and for the fakes of fastdeploy-testing.
+    # "module:Class" of the worker that runs steps on this device; empty: the core's own. For
+    # devices that execute whole steps themselves, and for the fakes of fastdeploy-testing.
     worker: str
 
     def memory(self) -> MemoryInfo:
@@ -294,7 +302,8 @@ class DeviceBackend(Protocol):
         ...
 
     def to_device(self, array: np.ndarray) -> Tensor:
-        """Copy a host array to the device; may be asynchronous, the array may then not be changed."""
+        """Copy a host array to the device; may be asynchronous, the array may then not be
+        changed."""
         ...
 
     def to_host(self, x: Tensor) -> np.ndarray:
@@ -302,8 +311,8 @@ class DeviceBackend(Protocol):
         ...
 
     def host_buffer(self, num_bytes: int) -> np.ndarray:
-        """[num_bytes] uint8 of zeroed host memory that `upload` and `download` copy without a detour
-        (page-locked where the device knows such memory)."""
+        """[num_bytes] uint8 of zeroed host memory that `upload` and `download` copy without a
+        detour (page-locked where the device knows such memory)."""
         ...
 
     def upload(self, source: np.ndarray, target: Tensor) -> None:
@@ -319,7 +328,7 @@ class DeviceBackend(Protocol):
         ...
 
     def record_event(self) -> DeviceEvent:
-        """An event behind everything queued so far, copies included."""
+        """An event after everything queued so far, copies included."""
         ...
 
     def communicator(self, rank: int, world_size: int, address: str) -> Communicator:
@@ -329,14 +338,14 @@ class DeviceBackend(Protocol):
     def capture(
         self, run: Callable[[], None], beside: CapturedGraph | None = None
     ) -> CapturedGraph:
-        """Record the work that `run` queues; only called when limits.graph_capture.
+        """Capture the work that `run` queues; only called when limits.graph_capture.
 
-        `run` has been called once or twice before, so that whatever is made at first use exists. It is
-        called exactly once here, possibly on another stream. Tensors it makes keep their memory, and what
-        a replay left in them stays until the next replay of this graph or of one that shares its memory:
-        `beside` is an earlier graph whose memory this one may use too, because the two never run at the
-        same time. Everything that `run` reads and does not make itself has to stay where it is.
-        """
+        `run` has been called once or twice before, so that whatever is made at first use exists. It
+        is called exactly once here, possibly on another stream. Tensors it makes keep their memory,
+        and what a replay left in them stays until the next replay of this graph or of one that
+        shares its memory: `beside` is an earlier graph whose memory this one may use too, because
+        the two never run at the same time. Everything that `run` reads and does not make itself has
+        to stay where it is."""
         ...
 
     def is_oom(self, error: BaseException) -> bool:

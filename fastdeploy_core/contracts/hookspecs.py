@@ -44,18 +44,17 @@ def fd_device_probe(question: DeviceQuestion) -> Candidate | None:
 def fd_attention_backends(question: AttentionQuestion) -> list[Candidate] | None:
     """Which of this plugin's attention drivers can serve this layer?
 
-    Asked at start-up in the parent process, once for each distinct attention shape of the model; one
-    driver must accept all of them. Answer for own drivers only, with a Decline and its reason where
-    it is worth knowing why. Not asked per step or per layer. Added in contract 1.0.
-    """
+    Asked at start-up in the parent process, once for each distinct attention shape of the model;
+    one driver must accept all of them. Answer for own drivers only, with a Decline and its reason
+    where it is worth knowing why. Not asked per step or per layer. Added in contract 1.0."""
 
 
 @hookspec
 def fd_state_backends(question: StateQuestion) -> list[Candidate] | None:
     """Which of this plugin's state drivers can serve this layer?
 
-    Asked like fd_attention_backends, for models with layers that keep a state. Added in contract 1.3.
-    """
+    Asked like fd_attention_backends, for models with layers that keep a state. Added in contract
+    1.3."""
 
 
 @hookspec
@@ -71,9 +70,8 @@ def fd_moe_backends(question: MoEQuestion) -> list[Candidate] | None:
 def fd_expert_communicators(question: ExpertQuestion) -> list[Candidate] | None:
     """Which of this plugin's expert communicators can carry tokens between these ranks?
 
-    Asked once at start-up where experts are divided over ranks and a communicator is named, or "auto"
-    asks for the best; otherwise tokens do not travel. Added in contract 1.0.
-    """
+    Asked once at start-up where experts are divided over ranks and a communicator is named, or
+    "auto" asks for the best; otherwise tokens do not travel. Added in contract 1.0."""
 
 
 @hookspec(firstresult=True)
@@ -81,13 +79,13 @@ def fd_quantizer_for(question: QuantizationQuestion) -> Candidate | None:
     """Does this plugin read this quantization? The first answer wins.
 
     Asked at start-up when a format was named or the checkpoint's config.json has a
-    quantization_config, not for full-precision models; before attention and experts are asked about.
-    Return None for formats of others, and a Decline for an own format that cannot be served here: it
-    stops start-up with its reason. `details["experts"]` of the answer names the internal formats that
-    experts will come in, which MoE drivers are asked about next. `details["inner"]` names, divided by
-    commas, the quantizers that this one is made of (quantizer.ComposedQuantizer). `details["options"]` names, divided by
-    commas, what --quantization may say beside the method; with it, start-up refuses anything else.
-    Added in contract 1.0.
+    quantization_config, not for full-precision models; before attention and experts are asked
+    about. Return None for formats of others, and a Decline for an own format that cannot be served
+    here: it stops start-up with its reason. `details["experts"]` of the answer names the internal
+    formats that experts will come in, which MoE drivers are asked about next. `details["inner"]`
+    names, divided by commas, the quantizers that this one is made of (quantizer.ComposedQuantizer).
+    `details["options"]` names, divided by commas, what --quantization may say beside the method;
+    with it, start-up refuses anything else. Added in contract 1.0.
     """
 
 
@@ -95,8 +93,8 @@ def fd_quantizer_for(question: QuantizationQuestion) -> Candidate | None:
 def fd_speculative_requirements(question: SpeculativeQuestion) -> Requirements | None:
     """What does this plugin's method need of the configuration?
 
-    Asked at start-up when a method was named; return None for methods of others. Any `refusals` stop
-    start-up, `notes` go into its report. Added in contract 1.0.
+    Asked at start-up when a method was named; return None for methods of others. Any `refusals`
+    stop start-up, `notes` go into its report. Added in contract 1.0.
     """
 
 
@@ -104,8 +102,8 @@ def fd_speculative_requirements(question: SpeculativeQuestion) -> Requirements |
 def fd_scheduler_requirements(question: SchedulerQuestion) -> Requirements | None:
     """What does this plugin's request scheduler need?
 
-    Asked at start-up; `question.config.name` says which scheduler was named: return None for those of
-    others. Refuse settings that cannot work, such as a missing address. Added in contract 1.0.
+    Asked at start-up; `question.config.name` says which scheduler was named: return None for those
+    of others. Refuse settings that cannot work, such as a missing address. Added in contract 1.0.
     """
 
 
@@ -159,9 +157,8 @@ def fd_register_grammars() -> Mapping[str, str] | None:
 def fd_configure(config: Any) -> None:
     """The configuration is final: an EngineConfig, read only.
 
-    Fires once per engine, before any device is opened. It is too late to change anything; raising is
-    logged and ignored. Refuse in the ..._requirements hooks instead. Added in contract 1.0.
-    """
+    Fires once per engine, before any device is opened. It is too late to change anything; raising
+    is logged and ignored. Refuse in the ..._requirements hooks instead. Added in contract 1.0."""
 
 
 @hookspec
@@ -204,8 +201,8 @@ def fd_doctor_checks() -> list[tuple[str, bool, str]] | None:
 def fd_api_routes() -> list[Any] | None:
     """fastapi.APIRouter objects, mounted under /plugins/<distribution>.
 
-    Asked once when the API server starts. The routes stand behind the same authentication and limits
-    as every other. Added in contract 1.0.
+    Asked once when the API server starts. The routes stand behind the same authentication and
+    limits as every other. Added in contract 1.0.
     """
 
 
@@ -213,9 +210,8 @@ def fd_api_routes() -> list[Any] | None:
 def fd_api_routes_at_root() -> list[ApiRoutes] | None:
     """Routes at paths of their own, such as /v1/messages: another API than the core's.
 
-    Asked like fd_api_routes. A path and method that the core or another plugin serves is an error at
-    start-up; no plugin replaces another's route. Added in contract 1.1.
-    """
+    Asked like fd_api_routes. A path and method that the core or another plugin serves is an error
+    at start-up; no plugin replaces another's route. Added in contract 1.1."""
 
 
 @hookspec

@@ -1,7 +1,7 @@
 """Formats of the KV cache: what lies in a block instead of the model's own numbers.
 
 A cache of a quantized format has, for each of its rows (k and v, or the latent row of "mla"), the
-rounded numbers [blocks, block_size, heads, ...]. Dynamic scales lie behind them in the same order,
+rounded numbers [blocks, block_size, heads, ...]. Dynamic scales lie after them in the same order,
 one row for each number row, so that whatever moves blocks moves their scales too:
 
     dynamic   (k, v, k_scale, v_scale) or (latent, latent_scale); computed per head and token

@@ -1,8 +1,8 @@
 """Moving KV blocks between instances.
 
-fd-scale-out owns the state machine (leases, quarantine, retries, metrics); a transport moves bytes and answers one hard question: when can nothing land any more? A block that a
-peer might still write to is quarantined until `cancel` said SAFE or `fence` resolved.
-"""
+fd-scale-out owns the state machine (leases, quarantine, retries, metrics); a transport moves bytes
+and answers one hard question: when can nothing land any more? A block that a peer might still write
+to is quarantined until `cancel` said SAFE or `fence` resolved."""
 
 from __future__ import annotations
 
@@ -151,8 +151,8 @@ class KVTransport(Protocol):
     def submit(self, peer: str, plan: TransferPlan) -> None:
         """Start a transfer. Before any byte moves: InvalidRequest for block ids out of range, and
         for a transfer_id that runs already with the same or a newer attempt; CapabilityError for
-        more regions than `max_regions`. A newer attempt of a running transfer takes the place of the
-        older one, which is cancelled first."""
+        more regions than `max_regions`. A newer attempt of a running transfer takes the place of
+        the older one, which is cancelled first."""
         ...
 
     def poll(self, limit: int = 256) -> list[TransferEvent]:

@@ -1,9 +1,9 @@
 """What a model family states before any weight is read: its sizes, and its layers.
 
 A model states one spec for each layer that keeps something of a sequence (ModelShapes.layers).
-Drivers read the whole spec; block pools, prefix cache and scheduler read `retention` alone. What a spec asks beyond plain attention is
-its `needs`: a driver that does not declare them in `features` is declined before it is asked.
-"""
+Drivers read the whole spec; block pools, prefix cache and scheduler read `retention` alone. What a
+spec asks beyond plain attention is its `needs`: a driver that does not declare them in `features`
+is declined before it is asked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 ATTENTION_FEATURES: Final = frozenset({"window", "chunk", "sinks", "softcap", "index", "offsets"})
 STATE_FEATURES: Final = frozenset({"delta", "channel_delta", "space", "short_conv", "kept"})
 LAYER_FEATURES: Final = ATTENTION_FEATURES | STATE_FEATURES
-# What sequences may ask of a model family (types.SequenceExtras); families declare it in `features`.
+# What sequences may ask of a family (types.SequenceExtras), which declares it in `features`:
 #   adapter     rows of a step may have different LoRA adapters, or none
 #   embeddings  vectors stand in the place of some tokens' embeddings
 #   positions   forward() also takes positions of three axes, [3, num_tokens], and positions that
@@ -139,8 +139,8 @@ class StateSpec:
     """One layer that keeps a state of fixed size per sequence instead of an entry per token.
 
     The state is [num_heads, key_dim, value_dim]; beside it lie the last conv_width - 1 inputs of a
-    causal convolution over sum(conv_parts) channels. contracts/attention.py has the formulae. All numbers
-    are of this rank.
+    causal convolution over sum(conv_parts) channels. contracts/attention.py has the formulae. All
+    numbers are of this rank.
     """
 
     kind: Literal["delta", "channel_delta", "space", "short_conv"]
@@ -170,8 +170,8 @@ class ModelShapes:
     """Everything about a model's shape that planning needs; built from config.json alone.
 
     `layers` are those that keep something of a sequence, in the order in which the family builds
-    them; layers that keep nothing are left out. They and `moe` are as one rank of the tensor-parallel
-    group holds them.
+    them; layers that keep nothing are left out. They and `moe` are as one rank of the
+    tensor-parallel group holds them.
     """
 
     architecture: str
@@ -248,11 +248,12 @@ class MediaProcessor(Protocol):
         """The prompt with as many placeholder tokens as each part has vectors, and what the engine
         needs beside it: spans, items and positions. `token_ids` has one placeholder for each part,
         where its template or its writer put it; other numbers are InvalidRequest, and so is a part
-        that is malformed, too large or not allowed, or whose options are unknown or beyond the server's limits.
+        that is malformed, too large or not allowed, or whose options are unknown or beyond the
+        server's limits.
 
         A digest covers the source, the settings that its patches depend on, and `salt`. It may take
-        seconds, and is called in a thread of its own. Called without parts, too: then the prompt may
-        hold no placeholder, and the second result is None."""
+        seconds, and is called in a thread of its own. Called without parts, too: then the prompt
+        may hold no placeholder, and the second result is None."""
         ...
 
     def close(self) -> None:

@@ -37,15 +37,15 @@ class RoutingSpec:
 
 @dataclass(frozen=True, slots=True)
 class MoESpec:
-    """One MoE layer as one rank holds it. Shared experts are ordinary linear layers beside it, unless the
-    driver is a MoEBlockBackend."""
+    """One MoE layer as one rank holds it. Shared experts are ordinary linear layers beside it,
+    unless the driver is a MoEBlockBackend."""
 
     routing: RoutingSpec
     hidden_size: int
     intermediate_size: int  # of this rank
     dtype: str
     activation: Literal["silu"] = "silu"
-    # Behind the routed experts, as wide as they are: every token visits them, with weight 1. Only a
+    # After the routed experts, as wide as they are: every token visits them, with weight 1. Only a
     # MoEBlockBackend is asked for them.
     num_shared_experts: int = 0
 
@@ -72,16 +72,17 @@ class MoEBackend(Protocol):
 
     @property
     def unit(self) -> Literal["experts", "routing_experts", "gate"]:
-        """What the driver claims; an attribute of the class will do. "gate": see GatedMoEBackend."""
+        """What the driver claims; an attribute of the class will do. "gate": see
+        GatedMoEBackend."""
         ...
 
     def prepare_weights(self, gate_up: Tensor | PackedWeight, down: Tensor | PackedWeight) -> Any:
         """Lay the weights out once after loading.
 
         gate_up: [num_experts, 2 * intermediate, hidden], gate rows first; down:
-        [num_experts, hidden, intermediate]. Either both are tensors or both are PackedWeights of one
-        internal format, one of those that the driver accepted in MoEQuestion.quantization; layers
-        of one model may differ. The result is passed to forward().
+        [num_experts, hidden, intermediate]. Either both are tensors or both are PackedWeights of
+        one internal format, one of those that the driver accepted in MoEQuestion.quantization;
+        layers of one model may differ. The result is passed to forward().
         """
         ...
 
@@ -107,9 +108,9 @@ class MoEBackend(Protocol):
 class MoEBlockBackend(MoEBackend, Protocol):
     """A driver that also computes a block from its norm to its sum, and takes shared experts.
 
-    With spec.num_shared_experts = S, gate_up and down have S experts more, behind the routed ones; forward()
-    adds what they make of x, too. Ids that forward() is given are those of routed experts alone.
-    """
+    With spec.num_shared_experts = S, gate_up and down have S experts more, after the routed ones;
+    forward() adds what they make of x, too. Ids that forward() is given are those of routed experts
+    alone."""
 
     def forward_block(
         self,
@@ -129,8 +130,8 @@ class MoEBlockBackend(MoEBackend, Protocol):
 
 @runtime_checkable
 class DividedMoEBackend(MoEBackend, Protocol):
-    """A driver that can compute some experts of a block, while other ranks compute the others: expert
-    parallelism asks for it. Its spec and its weights are of this rank's experts alone.
+    """A driver that can compute some experts of a block, while other ranks compute the others:
+    expert parallelism asks for it. Its spec and its weights are of this rank's experts alone.
 
     Added in contract 1.0.
     """
@@ -144,21 +145,23 @@ class DividedMoEBackend(MoEBackend, Protocol):
         routing: RoutingSpec,
         first: int,
     ) -> Tensor:
-        """What experts `first` and following, as many as `weights` has, add to the sum that forward()
-        returns for all: [num_tokens, hidden]. `routing`, logits and bias are of all experts."""
+        """What experts `first` and following, as many as `weights` has, add to the sum that
+        forward() returns for all: [num_tokens, hidden]. `routing`, logits and bias are of all
+        experts."""
         ...
 
     def forward_routed(
         self, x: Tensor, weights: Any, topk_ids: Tensor, topk_weights: Tensor
     ) -> Tensor:
-        """The sum over choices made elsewhere. topk_ids: [num_tokens, k] int64 places in `weights`; -1:
-        a choice that adds nothing. topk_weights: [num_tokens, k] float32."""
+        """The sum over choices made elsewhere. topk_ids: [num_tokens, k] int64 places in `weights`;
+        -1: a choice that adds nothing. topk_weights: [num_tokens, k] float32."""
         ...
 
 
 @runtime_checkable
 class GatedMoEBackend(MoEBackend, Protocol):
-    """A driver of unit "gate": it computes the router's logits, too. Its forward() is not called."""
+    """A driver of unit "gate": it computes the router's logits, too. Its forward() is not
+    called."""
 
     def forward_gate(
         self, x: Tensor, weights: Any, router: Tensor, correction_bias: Tensor | None
@@ -268,7 +271,8 @@ class ExpertCommunicator(Protocol):
         ...
 
     def combine(self, y: Tensor, handle: Any) -> Tensor:
-        """Bring expert results home, weighted and summed: [num_tokens, hidden], token order kept."""
+        """Bring expert results home, weighted and summed: [num_tokens, hidden], token order
+        kept."""
         ...
 
     def cost_s(self, tokens_per_rank: int) -> float:
@@ -290,12 +294,10 @@ class ExpertCommunicator(Protocol):
 
 
 def expert_places(physical_to_logical: Sequence[int], num_physical: int) -> list[list[int]]:
-    """For each logical expert where its copies are, repeated to the number of the most copied one: what
-    set_expert_map() needs. ConfigError says what is wrong with the map."""
-    if len(physical_to_logical) != num_physical:
-        raise ConfigError(
-            f"expert map of {len(physical_to_logical)} entries, the group has {num_physical} experts"
-        )
+    """For each logical expert where its copies are, repeated to the number of the most copied one:
+    what set_expert_map() needs. ConfigError says what is wrong with the map."""
+    if (found := len(physical_to_logical)) != num_physical:
+        raise ConfigError(f"expert map of {found} entries, the group has {num_physical} experts")
     places: dict[int, list[int]] = defaultdict(list)
     for physical, logical in enumerate(physical_to_logical):
         places[logical].append(physical)

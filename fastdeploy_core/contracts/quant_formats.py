@@ -1,4 +1,5 @@
-"""Internal formats: how a quantized weight lies in memory between loading and the kernel that reads it.
+"""Internal formats: how a quantized weight lies in memory between loading and the kernel that reads
+it.
 
 Every quantizer, whatever checkpoint it reads, ends in one of these records. Kernels are keyed by
 them: format "wint4" is multiplied by operation "linear_wint4" and, for experts,
@@ -146,7 +147,8 @@ def dequantize_block_fp8(weight: PackedWeight) -> Tensor:
 
 
 def activate_int8(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x [T, K] rounded to int8 times a scale: of the layer where there is one, else of the token."""
+    """x [T, K] rounded to int8 times a scale: of the layer where there is one, else of the
+    token."""
     wide = x.float()
     scale = weight.tensors.get("input_scale")
     if scale is None:

@@ -27,12 +27,12 @@ HEAD_QUANTIZER: Final = "wint8"
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """One tensor of a layer; shape as this rank holds it; shard_dim None means every rank holds it all.
+    """One tensor of a layer; shape as this rank holds it; shard_dim None means every rank holds it
+    all.
 
     `dtype` is what the checkpoint must hold; a floating one stands for all of float32, float16 and
-    bfloat16. `dummy` is what `--load-format dummy` fills it with; None: random bits (integers, fp8).
-    An optional tensor may be missing in the checkpoint; prepare() then finds no entry.
-    """
+    bfloat16. `dummy` is what `--load-format dummy` fills it with; None: random bits (integers,
+    fp8). An optional tensor may be missing in the checkpoint; prepare() then finds no entry."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -56,13 +56,13 @@ class LayerSpec:
 
     Sizes are this rank's. `parallel` says which side is divided among ranks: "column" the outputs,
     "row" the inputs. Layers that are multiplied together (q, k and v; gate and up) are asked about
-    one by one for their checkpoint tensors, then as one layer whose `parts` name them, their tensors
-    concatenated along shard_dim, or stacked along a new first dimension where shard_dim is None.
+    one by one for their checkpoint tensors, then as one layer whose `parts` name them, their
+    tensors concatenated along shard_dim, or stacked along a new first dimension where shard_dim is
+    None.
 
-    Role "experts": asked about one expert's matrix (num_experts 0) for its checkpoint tensors and for
-    quantize(), then with num_experts about all of them, their tensors stacked along a new first
-    dimension. `name` is then ....experts.gate_up_proj or ....experts.down_proj.
-    """
+    Role "experts": asked about one expert's matrix (num_experts 0) for its checkpoint tensors and
+    for quantize(), then with num_experts about all of them, their tensors stacked along a new first
+    dimension. `name` is then ....experts.gate_up_proj or ....experts.down_proj."""
 
     name: str
     role: Literal["linear", "experts", "embedding", "lm_head"]
@@ -78,7 +78,8 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationQuestion:
-    """Asked of `fd_quantizer_for`: who reads this checkpoint's quantization_config, or this name?"""
+    """Asked of `fd_quantizer_for`: who reads this checkpoint's quantization_config, or this
+    name?"""
 
     name: str  # the method asked for: of config (quantization, quant_method) or of --quantization
     config: Mapping[str, Any]  # quantization_config of config.json, or what --quantization says
@@ -101,16 +102,17 @@ class Quantizer(Protocol):
     ) -> None: ...
 
     def supports(self, layer: LayerSpec) -> bool:
-        """False leaves the layer in the model's dtype (and the start-up report says so); nothing below
-        is asked about it then. A layer that the format cannot hold although the configuration wants
-        it to is a ConfigError naming it.
+        """False leaves the layer in the model's dtype (and the start-up report says so); nothing
+        below is asked about it then. A layer that the format cannot hold although the configuration
+        wants it to is a ConfigError naming it.
 
         Of experts both matrices are asked about; one that stays keeps the other in full precision.
         """
         ...
 
     def joins(self, layer: LayerSpec) -> bool:
-        """Whether the layer's parts can be one tensor. If not, each is loaded and multiplied alone."""
+        """Whether the layer's parts can be one tensor. If not, each is loaded and multiplied
+        alone."""
         ...
 
     def is_stored(self, layer: LayerSpec) -> bool:
@@ -122,14 +124,15 @@ class Quantizer(Protocol):
         ...
 
     def quantize(self, layer: LayerSpec, weight: Tensor) -> dict[str, Tensor]:
-        """Online: full-precision weight [out, in] to the tensors stored, as parameters() has them."""
+        """Online: full-precision weight [out, in] to the tensors stored, as parameters() has
+        them."""
         ...
 
     def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:
         """After loading: check the tensors (WeightError names a bad one) and lay them out.
 
-        The result is passed to apply(); of role "experts" it is a PackedWeight, which the MoE driver
-        gets.
+        The result is passed to apply(); of role "experts" it is a PackedWeight, which the MoE
+        driver gets.
         """
         ...
 
@@ -148,8 +151,9 @@ class Quantizer(Protocol):
 
 @runtime_checkable
 class PackingQuantizer(Quantizer, Protocol):
-    """A Quantizer whose layers are products with an internal format and nothing else. A device whose own
-    products take the format (Kernel.formats) then runs the layer as an unquantized one."""
+    """A Quantizer whose layers are products with an internal format and nothing else. A device
+    whose own products take the format (Kernel.formats) then runs the layer as an unquantized
+    one."""
 
     def packed(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> PackedWeight | None:
         """What prepare() would multiply with; None where apply() does more than that."""

@@ -1,4 +1,5 @@
-"""The request scheduler: which instance gets a request. (Who runs this step is the batch scheduler.)
+"""The request scheduler: which instance gets a request. (Who runs this step is the batch
+scheduler.)
 
 Both sides of one object: the front end puts requests and gets deltas, an engine gets requests and
 puts deltas. Delivery is at-least-once with at-most-once effect: a request carries the number of its
@@ -12,11 +13,11 @@ put_results, get_aborts and report_load. Which process constructs the object fol
 * Without it there is one object, in the engine process. Front ends reach it through the engine's
   sockets, so they depend on that process.
 * With it every API server process and every engine process constructs its own from equal options;
-  the engine's has `instance` and `epoch` filled in. Front ends call theirs in threads that may wait,
-  an engine calls get_requests, put_results and get_aborts between steps and report_load from another
-  thread, so these four must not wait for a server. How output gets from the engine's object to the
-  front end's is the driver's business, and so is proving to each other who they are. The death of an
-  engine ends no front end and no stream by itself: the driver answers.
+  the engine's has `instance` and `epoch` filled in. Front ends call theirs in threads that may
+  wait, an engine calls get_requests, put_results and get_aborts between steps and report_load from
+  another thread, so these four must not wait for a server. How output gets from the engine's object
+  to the front end's is the driver's business, and so is proving to each other who they are. The
+  death of an engine ends no front end and no stream by itself: the driver answers.
 """
 
 from __future__ import annotations
@@ -116,9 +117,9 @@ class RequestScheduler(Protocol):
         ...
 
     def put_results(self, outputs: Sequence[RequestOutputDelta | TokenDeltas]) -> None:
-        """Publish deltas, which renews the leases of their requests. Deltas of a stale attempt, of an
-        unknown or finished request, and repeated positions are dropped. TokenDeltas are many deltas
-        in short, `types.each_delta` gives them one by one."""
+        """Publish deltas, which renews the leases of their requests. Deltas of a stale attempt, of
+        an unknown or finished request, and repeated positions are dropped. TokenDeltas are many
+        deltas in short, `types.each_delta` gives them one by one."""
         ...
 
     def get_results(self, timeout_s: float = 0.0) -> list[RequestOutputDelta | TokenDeltas]:

@@ -39,8 +39,9 @@ class CausalLM(Protocol):
     def forward(self, input_ids: Tensor, positions: Tensor, context: Any) -> Tensor:
         """input_ids, positions: [num_tokens] int64; returns hidden states [num_tokens, hidden].
 
-        Where context.rows (layers.ForwardContext) names tokens, it returns theirs alone, [n, hidden]: what stands behind
-        the last block's attention need not be computed for others. Added in contract 1.0."""
+        Where context.rows (layers.ForwardContext) names tokens, it returns theirs alone, [n,
+        hidden]: what stands after the last block's attention need not be computed for others. Added
+        in contract 1.0."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -57,23 +58,24 @@ class GreedyLM(CausalLM, Protocol):
     """A family that finds the likeliest tokens without holding all logits."""
 
     def greedy(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[num_rows, hidden] to the likeliest ids [num_rows] int64 (the smallest among equals) and their
-        logits [num_rows] float32, NaN where the row has one; the same on every rank."""
+        """[num_rows, hidden] to the likeliest ids [num_rows] int64 (the smallest among equals) and
+        their logits [num_rows] float32, NaN where the row has one; the same on every rank."""
         ...
 
 
 @runtime_checkable
 class MultimodalLM(CausalLM, Protocol):
-    """A family that also takes pictures or videos. Its `features` hold "embeddings", and "positions" if tokens
-    have positions of three axes; then its attention layers need "offsets".
+    """A family that also takes pictures or videos. Its `features` hold "embeddings", and
+    "positions" if tokens have positions of three axes; then its attention layers need "offsets".
 
-    In a step that has vectors, `context.embedded` (layers.EmbeddedRows) says which tokens' embeddings
-    they replace. In a step whose positions are not the same on all axes, forward() gets [3, num_tokens],
-    and makes of them the table `context.rotary`, whose row n is token n's.
+    In a step that has vectors, `context.embedded` (layers.EmbeddedRows) says which tokens'
+    embeddings they replace. In a step whose positions are not the same on all axes, forward() gets
+    [3, num_tokens], and makes of them the table `context.rotary`, whose row n is token n's.
 
-    An attribute `vector_width`, how wide encode() makes vectors, says that nothing on the host depends on which
-    tokens have vectors: steps with prompts and vectors may then be captured graphs. In these a vector may be named
-    several times, each time but one with zeros after its first `hidden` (contract 1.5). Added in contract 1.1."""
+    An attribute `vector_width`, how wide encode() makes vectors, says that nothing on the host
+    depends on which tokens have vectors: steps with prompts and vectors may then be captured
+    graphs. In these a vector may be named several times, each time but one with zeros after its
+    first `hidden` (contract 1.5). Added in contract 1.1."""
 
     @staticmethod
     def media(config: Mapping[str, Any], folder: Path, rules: MediaRules) -> MediaProcessor:
@@ -97,7 +99,8 @@ class ExtensibleLM(CausalLM, Protocol):
     embedding: Callable[[Tensor], Tensor]  # [num_tokens] int64 to [num_tokens, hidden]
     # The final one: norm(x), and norm.add(x, residual or None) -> (norm of the sum, the sum)
     norm: Any
-    # lm_head(hidden) is what compute_logits returns, lm_head.greedy(hidden) what GreedyLM.greedy does
+    # lm_head(hidden) is what compute_logits returns, lm_head.greedy(hidden) what GreedyLM.greedy
+    # does
     lm_head: Any
 
     @property
@@ -109,9 +112,9 @@ class ExtensibleLM(CausalLM, Protocol):
         self, build: Any, prefix: str, number: int
     ) -> Callable[..., tuple[Tensor, Tensor | None]]:
         """One more decoder block with a cache of its own, under that checkpoint prefix, made as the
-        family's number-th would be. Call it with (x, residual or None, positions, context), which it
-        may overwrite: it returns the two addends of its output, the second None where they are added
-        already."""
+        family's number-th would be. Call it with (x, residual or None, positions, context), which
+        it may overwrite: it returns the two addends of its output, the second None where they are
+        added already."""
         ...
 
 
@@ -125,9 +128,10 @@ class PoolingLM(CausalLM, Protocol):
     def adapt(
         folder: Path, tokenizer: Path, config: Mapping[str, Any], asked: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """config.json as the engine shall read it: "architectures" is ["PoolingLM"]; "pooling" is what
-        front ends must know; "engine_arguments", by name, take the place of the user's. asked: "runner",
-        "convert" and "pooler_config". ConfigError for what cannot be. Needs no tensor library."""
+        """config.json as the engine shall read it: "architectures" is ["PoolingLM"]; "pooling" is
+        what front ends must know; "engine_arguments", by name, take the place of the user's. asked:
+        "runner", "convert" and "pooler_config". ConfigError for what cannot be. Needs no tensor
+        library."""
         ...
 
     @staticmethod
@@ -233,12 +237,13 @@ class ReasoningParser(Protocol):
     """One instance per answer: `Driver(prompt_text, chat_template_kwargs)`. Non-streaming output is
     produced by pushing the whole text at once, so streaming and non-streaming cannot differ.
 
-    `markers`, an attribute of the class: special tokens that it reads. They stay in the text that it
-    gets; other special tokens are left out.
+    `markers`, an attribute of the class: special tokens that it reads. They stay in the text that
+    it gets; other special tokens are left out.
 
-    `thinking`, an attribute that it may have, asked before any text: how the answer will think. `end`
-    is the token that ends the thinking, `begin` the one that begins it, or None if the prompt has it.
-    A grammar binds after that end only. None, or no such attribute: from the first token."""
+    `thinking`, an attribute that it may have, asked before any text: how the answer will think.
+    `end` is the token that ends the thinking, `begin` the one that begins it, or None if the prompt
+    has it. A grammar binds after that end only. None, or no such attribute: from the first
+    token."""
 
     markers: ClassVar[tuple[str, ...]]
 
@@ -255,9 +260,10 @@ class ReasoningParser(Protocol):
 class ToolParser(Protocol):
     """One instance per answer: `Driver(tools)`; push, finish and markers as in ReasoningParser.
 
-    A call begins with its id and name, once its name is certain; until then it may still be content.
-    Its arguments follow in pieces, as they become certain, or at once. A call that has begun stays
-    one: where the model goes on with what is no JSON, or is cut off, its arguments carry the text."""
+    A call begins with its id and name, once its name is certain; until then it may still be
+    content. Its arguments follow in pieces, as they become certain, or at once. A call that has
+    begun stays one: where the model goes on with what is no JSON, or is cut off, its arguments
+    carry the text."""
 
     markers: ClassVar[tuple[str, ...]]
 
@@ -302,8 +308,8 @@ class LogitsProcessor(Protocol):
     ) -> Tensor:
         """logits: [len(seq_ids), vocab_size] float32, rows of the sequences it accepted.
 
-        With speculation a sequence has several rows, one behind the other: the first behind its known
-        tokens, the others each behind one more draft, which may turn out wrong. So what a processor
+        With speculation a sequence has several rows, one after the other: the first after its known
+        tokens, the others each after one more draft, which may turn out wrong. So what a processor
         remembers must come from the first of a sequence's rows alone."""
         ...
 
@@ -321,10 +327,11 @@ class GrammarMatcher(Protocol):
         ...
 
     def fill_mask(self, mask: np.ndarray) -> None:
-        """mask: [ceil(vocab_size / 32)] int32, written whole; bit t % 32 of word t // 32 set: token t
-        is possible. At least one is, the end of text behind the end of the grammar.
+        """mask: [ceil(vocab_size / 32)] int32, written whole; bit t % 32 of word t // 32 set: token
+        t is possible. At least one is, the end of text after the end of the grammar.
 
-        InvalidRequest ends the request: the grammar cannot go on from here, or takes others' time."""
+        InvalidRequest ends the request: the grammar cannot go on from here, or takes others'
+        time."""
         ...
 
     def is_finished(self) -> bool:
@@ -334,37 +341,42 @@ class GrammarMatcher(Protocol):
 
 @runtime_checkable
 class BesideMatcher(GrammarMatcher, Protocol):
-    """A matcher that may compute masks beside the steps, in threads of its own. Added in contract 1.5."""
+    """A matcher that may compute masks beside the steps, in threads of its own. Added in contract
+    1.5."""
 
     def begin_mask(self) -> None:
         """The next fill_mask will be asked for here; it may wait for what begins now."""
         ...
 
     def is_ready(self) -> bool | None:
-        """Whether fill_mask would not wait; None: masks take so little that a step may wait for them.
-        Otherwise the sequence takes no part in a step before it is. Asked from another thread."""
+        """Whether fill_mask would not wait; None: masks take so little that a step may wait for
+        them. Otherwise the sequence takes no part in a step before it is. Asked from another
+        thread."""
         ...
 
 
 @runtime_checkable
 class GrammarBackend(Protocol):
-    """Constructed as `Driver(tokenizer_json, vocab_size, eos_token_ids)` in front end and worker."""
+    """Constructed as `Driver(tokenizer_json, vocab_size, eos_token_ids)` in front end and
+    worker."""
 
     name: str
     contract: tuple[int, int]
 
     def compile(self, params: StructuredOutputsParams, options: Mapping[str, Any]) -> bytes:
-        """Check and compile, in a process of its own with a time limit; InvalidRequest if impossible."""
+        """Check and compile, in a process of its own with a time limit; InvalidRequest if
+        impossible."""
         ...
 
     def matcher(self, compiled: bytes) -> GrammarMatcher:
-        """A fresh state; cheap when asked again. The first call comes from another thread than steps'."""
+        """A fresh state; cheap when asked again. The first call comes from another thread than
+        steps'."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceSpec:
-    """A server to start: words behind the Python interpreter, in which a launcher replaces the words
+    """A server to start: words after the Python interpreter, in which a launcher replaces the words
     {host} and {port} by where it has to listen."""
 
     name: str
@@ -381,12 +393,13 @@ class Launcher(Protocol):
 
     name: str
     contract: tuple[int, int]
-    # Whether this process is the one that runs the router: one of all that were given these options.
+    # Whether this process is the one that runs the router: one of all that were given these
+    # options.
     is_head: bool
 
     def start(self, specs: Sequence[InstanceSpec]) -> list[str]:
-        """Starts all of them, or none and raises ConfigError or WorkerError; called once. Returns HOST:PORT of
-        each, at which it may not answer yet."""
+        """Starts all of them, or none and raises ConfigError or WorkerError; called once. Returns
+        HOST:PORT of each, at which it may not answer yet."""
         ...
 
     def exit_code(self, name: str) -> int | None:

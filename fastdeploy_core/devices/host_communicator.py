@@ -274,15 +274,16 @@ class SharedMemoryCommunicator:
 
 
 def check_private(folder: Path, purpose: str) -> None:
-    """ConfigError unless only this user can enter the folder: sockets in it are not authenticated."""
+    """ConfigError unless only this user can enter the folder: sockets in it are not
+    authenticated."""
     try:
         status = folder.stat()
     except OSError as error:
         raise ConfigError(f"cannot {purpose} in {folder}: {error.strerror}") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ConfigError(
-            f"cannot {purpose} in {folder}: it must be a folder of this user with mode 0700, and has "
-            f"{stat.S_IMODE(status.st_mode):04o}; run chmod 700"
+            f"cannot {purpose} in {folder}: it must be a folder of this user with mode 0700, and "
+            f"has {stat.S_IMODE(status.st_mode):04o}; run chmod 700"
         )
 
 
@@ -312,7 +313,7 @@ def _call(path: Path, rank: int, deadline: float) -> socket.socket:
             peer.close()
             if time.monotonic() > deadline:
                 raise WorkerError(
-                    f"rank {rank} did not open {path} in time; its process failed or is still starting"
+                    f"rank {rank} did not open {path} in time; its process failed or still starts"
                 ) from error
             time.sleep(_RETRY_S)
 

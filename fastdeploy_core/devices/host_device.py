@@ -1,7 +1,7 @@
 """The common base of devices that compute in this machine's own memory.
 
-A subclass gives name, limits and `capture`; tensors are the tensor library's own on the CPU, work runs
-when it is called, and ranks meet in shared memory. Importing this imports no tensor library.
+A subclass gives name, limits and `capture`; tensors are the tensor library's own on the CPU, work
+runs when it is called, and ranks meet in shared memory. Importing this imports no tensor library.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class HostDevice:
         found = available()
         if not found:
             raise ConfigError(
-                f"device {self.name!r} needs a tensor library and none is installed; possible: torch, "
-                'paddle; run: pip install "fastdeploy-core[paddle]"'
+                f"device {self.name!r} needs a tensor library and none is installed; possible: "
+                'torch, paddle; run: pip install "fastdeploy-core[paddle]"'
             )
         return found[0]
 

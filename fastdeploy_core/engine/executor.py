@@ -77,7 +77,7 @@ class Executor:
     def __init__(self, config: EngineConfig, resolved: ResolvedPlugins) -> None:
         self._config = config
         self._resolved = resolved
-        self._world_size = config.parallel.tensor_parallel_size
+        self.world_size = config.parallel.tensor_parallel_size
         self._lock = threading.Lock()
         self._waited_for: set[Future[Any]] = set()
         self._failure: FastDeployError | None = None
@@ -92,22 +92,17 @@ class Executor:
         self._thread.start()
         self._waiter: threading.Thread | None = None
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._world_size
-
     def load(self) -> list[WorkerInfo]:
         """Build the workers and load the model on all ranks at once; one info per rank."""
         address = ""
-        if self._world_size > 1:
+        if self.world_size > 1:
             self._peers = _Peers(self._config, self._resolved, self._fail)
             address = self._peers.address
-            self._peers.send_call(wire.Load())
+            self._peers.send(wire.Load())
         own = self._submit(lambda: self._load_own(address))
         infos = [own.result()]
         if self._peers is not None:
-            infos += [self._wait_peer(self._peers.loaded) for _ in range(1, self._world_size)]
+            infos += [self._wait_peer(self._peers.loaded) for _ in range(1, self.world_size)]
         self._start_waiter(infos[0])
         return infos
 
@@ -124,12 +119,12 @@ class Executor:
         options = {"host_files": list(host_files)} if host_files else {}
         call = wire.InitializeCache([num_blocks, num_host_blocks, *more_blocks], options)
         if self._peers is not None:
-            self._peers.send_call(call)
+            self._peers.send(call)
         self._submit(
             lambda: self._worker.initialize_cache(*call.num_blocks, **call.options)
         ).result()
         if self._peers is not None:
-            for _ in range(1, self._world_size):
+            for _ in range(1, self.world_size):
                 self._wait_peer(self._peers.cache_ready)
 
     @property
@@ -155,10 +150,10 @@ class Executor:
     def control(self, action: dict[str, Any]) -> list[dict[str, Any]]:
         """Have all ranks do what part `rollout-worker` knows; one answer per rank."""
         if self._peers is not None:
-            self._peers.send_call(wire.Control(action))
+            self._peers.send(wire.Control(action))
         answers = [self._submit(lambda: self._worker.control(action)).result()]
         if self._peers is not None:
-            answers += [self._wait_peer(self._peers.answers) for _ in range(1, self._world_size)]
+            answers += [self._wait_peer(self._peers.answers) for _ in range(1, self.world_size)]
         return answers
 
     def close(self) -> None:
@@ -182,14 +177,14 @@ class Executor:
 
     def _load_own(self, address: str) -> WorkerInfo:
         self._worker = worker_process.make_worker(
-            self._config, self._resolved, 0, self._world_size, address
+            self._config, self._resolved, 0, self.world_size, address
         )
         info: WorkerInfo = self._worker.load()
         return info
 
     def _launch_everywhere(self, step: SchedulerOutput) -> Any:
         assert self._peers is not None, "there are other ranks"
-        self._peers.send_step(wire.encode(step))
+        self._peers.send(step)
         return self._worker.launch(step)
 
     def _start_waiter(self, info: WorkerInfo) -> None:
@@ -314,15 +309,10 @@ class _Peers:
         self._watcher = threading.Thread(target=self._watch, name="fd-ranks", daemon=True)
         self._watcher.start()
 
-    def send_call(self, call: wire.ToWorker) -> None:
-        """Send the same call to every rank."""
-        self._send(worker_process.CALL, wire.encode(call))
-
-    def send_step(self, step: bytes) -> None:
-        """Send the same step to every rank."""
-        self._send(worker_process.STEP, step)
-
-    def _send(self, kind: bytes, payload: bytes) -> None:
+    def send(self, message: wire.ToWorker | SchedulerOutput) -> None:
+        """Send every rank the same call or step."""
+        is_step, payload = isinstance(message, SchedulerOutput), wire.encode(message)
+        kind = worker_process.STEP if is_step else worker_process.CALL
         for rank, socket in enumerate(self._commands, 1):
             while not socket.poll(POLL_MS, zmq.POLLOUT):
                 if self._is_stopping or self._processes[rank - 1].poll() is not None:

@@ -99,8 +99,14 @@ class BlockPool:
         for block in blocks:
             self._references[block] -= 1
             assert self._references[block] >= 0, f"block {block} was released twice"
-            if self._references[block] == 0 and block not in self._quarantined:
-                self._put_back(block)
+            if self._references[block] or block in self._quarantined:
+                continue
+            if self._is_cached[block]:
+                self._cached_free[block] = None
+            else:
+                # last released, first allocated: used memory is in caches, unused memory may not
+                # be mapped yet
+                self._free.appendleft(block)
 
     def mark_cached(self, block: int) -> None:
         """The referenced block holds a prefix that may be reused once the block is free."""
@@ -157,11 +163,3 @@ class BlockPool:
             assert is_free or is_withheld or count, f"block {block} is leaked"
             assert not (is_free and count), f"block {block} is free and referenced"
         assert all(self._is_cached[block] for block in cached), "an uncached block is in the cache"
-
-    def _put_back(self, block: int) -> None:
-        if self._is_cached[block]:
-            self._cached_free[block] = None
-        # last released, first allocated: used memory is in caches, unused memory may not be mapped
-        # yet
-        else:
-            self._free.appendleft(block)

@@ -221,7 +221,7 @@ class KVCacheManager:
 
     def let_go(self, table: BlockTable, num_tokens: int) -> None:
         """So many tokens are computed and certain: blocks that only they needed go back. Called
-        after `commit`; steps in flight begin behind these tokens."""
+        after `commit`; steps in flight begin after these tokens."""
         table.num_passed = max(table.num_passed, num_tokens // self.block_size)
         for index, group in enumerate(self.bounded):
             group.let_go(table.more[index], table.num_passed)

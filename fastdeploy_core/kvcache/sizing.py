@@ -215,7 +215,7 @@ def _too_small(
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
     """Bytes of one rank. `step_bytes`: what a step of maximal size needs beside weights and cache;
-    `graph_bytes`: what recorded steps hold."""
+    `graph_bytes`: what captured graphs hold."""
 
     total_bytes: int
     free_bytes: int  # with the weights loaded, between steps

@@ -179,7 +179,7 @@ class Attention:
         if self.paged.backend.unit == "projections" and has_more:
             raise UnsupportedModel(
                 f"attention driver {self.paged.backend.name!r} computes projections itself, but "
-                f"{prefix} normalises all heads at once behind them, or has LoRA adapters beside "
+                f"{prefix} normalises all heads at once after them, or has LoRA adapters beside "
                 "them; possible: a driver of another unit; run: fastdeploy plugins why attention "
                 "--model DIR"
             )

@@ -37,7 +37,7 @@ class LinearPart:
     out_features: int  # of the whole matrix
     piece: Piece = WHOLE
     has_bias: bool = True  # if the layer has biases
-    padding: int = 0  # outputs behind these on every rank, all 0
+    padding: int = 0  # outputs after these on every rank, all 0
 
     @property
     def rows(self) -> int:
@@ -59,7 +59,7 @@ class LinearShape:
     quantize: bool = True  # False: in full precision with every quantizer
     role: Literal["linear", "lm_head"] = "linear"
     is_float32: bool = False  # weight and product are float32, with every model dtype
-    padding: int = 0  # inputs behind in_features on every rank, which change nothing
+    padding: int = 0  # inputs after in_features on every rank, which change nothing
 
 
 _BEFORE = ("add_rms_norm", "silu_and_mul")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +48,8 @@ def load_draft_weights(
             weights.swap_linear = model.weights.swap_linear
             tensors = model.mtp_weights.items()
             source = f"the checkpoint in {config.model.path}"
-        unknown = weights.load(_beginning_with(tensors, tuple(prefixes), weights.canonical))
+        named = (t for t in tensors if weights.canonical(t[0]).startswith(tuple(prefixes)))
+        unknown = weights.load(named)
     if unknown:
         raise WeightError(
             f"{source} has {len(unknown)} draft weights that this speculative method does not "
@@ -61,11 +62,3 @@ def load_draft_weights(
             f"{some_names(missing)}; possible: a checkpoint published with them, their folder as "
             "'model' in --speculative-config, or a method without weights such as ngram"
         )
-
-
-def _beginning_with(
-    tensors: Iterable[Named], prefixes: tuple[str, ...], canonical: Any
-) -> Iterator[Named]:
-    for name, tensor in tensors:
-        if canonical(name).startswith(prefixes):
-            yield name, tensor

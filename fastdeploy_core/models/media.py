@@ -83,7 +83,7 @@ class SequenceMedia:
         self.num_encoded = 0  # items so far
         self.features = FEATURES & model.features  # what sequences may bring
         # [num_slots + 1] int64 for captured steps, of which the last is of padding rows: what to
-        # add to the indices of tokens behind a prompt; None: nothing to any.
+        # add to the indices of tokens after a prompt; None: nothing to any.
         self.offsets: Tensor | None = None
         if "positions" in self.features:
             shape, xp = (num_slots + 1,), device.xp

@@ -158,7 +158,9 @@ def broken(entries: Sequence[PluginEntry]) -> dict[PluginEntry, PluginError]:
                 f"{_title(entry.kind)} {entry.name!r} of {entry.origin} failed to load: "
                 f"{outcome.error}; see: fastdeploy plugins doctor"
             )
-        elif _has_contract(entry) and envs.read("FD_PLUGIN_PREFLIGHT"):
+            continue
+        kind = KINDS.get(entry.kind)
+        if kind is not None and kind.versioned and envs.read("FD_PLUGIN_PREFLIGHT"):
             try:
                 check_contract(entry, outcome.contract)
             except ContractMismatch as error:
@@ -186,10 +188,6 @@ def features(entry: PluginEntry) -> frozenset[str]:
         return frozenset(getattr(load(entry, preflight=False), "features", ()))
     check_import(entry)
     return _preflight([entry])[0].features
-
-
-def _has_contract(entry: PluginEntry) -> bool:
-    return entry.kind in KINDS and KINDS[entry.kind].versioned
 
 
 def check_contract(entry: PluginEntry, contract: object) -> None:

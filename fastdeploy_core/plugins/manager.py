@@ -296,7 +296,7 @@ def hook_manager(
     """The hook modules that were resolved in the parent process, or else all installed ones.
     `tensor_library`: which one devices will be asked about."""
     if resolved is not None:
-        return HookManager(resolved.hook_entries(), trusted=True)
+        return HookManager(resolved.plugin_entries(HOOKS), trusted=True)
     inventory = discover() if inventory is None else inventory
     return shared_manager(tuple(inventory.of(HOOKS)), tensor_library)
 

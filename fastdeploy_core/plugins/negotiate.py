@@ -69,18 +69,15 @@ def decide(
             return Decision(kind, question, "", f"{asked} declines: {answer.reason}", rows)
         return Decision(kind, question, asked, ASKED, rows)
     if not accepted:
-        why = "no candidate accepts" if rows else _none_installed(kind)
+        why = "no candidate accepts" if rows else "none is installed"
+        known = [] if rows else [f"{n} by pip install {d}" for n, d in providers(kind).items()]
+        why += f"; possible: {', '.join(known)}" if known else ""
         return Decision(kind, question, "", why, rows)
     best = accepted[0]
     others = len(accepted) - 1
     why = f"score {best.score}" + (f", {best.reason}" if best.reason else "")
     why += f"; best of {len(accepted)}" if others else "; the only one that accepts"
     return Decision(kind, question, best.name, why, rows)
-
-
-def _none_installed(kind: str) -> str:
-    known = [f"{name} by pip install {of}" for name, of in providers(kind).items()]
-    return f"none is installed; possible: {', '.join(known)}" if known else "none is installed"
 
 
 def ask_candidates(

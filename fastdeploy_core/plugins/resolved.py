@@ -10,7 +10,7 @@ import msgspec
 from fastdeploy_core.contracts.base import Requirements
 from fastdeploy_core.errors import PluginConflict, PluginNotFound
 
-from .discovery import HOOKS, Inventory, PluginEntry, discover
+from .discovery import Inventory, PluginEntry, discover
 from .drivers import load
 from .negotiate import Decision
 
@@ -82,12 +82,8 @@ class ResolvedPlugins(msgspec.Struct, frozen=True):
         return found
 
     def plugin_entries(self, kind: str) -> list[PluginEntry]:
-        """All entries of one kind."""
+        """All entries of one kind, in order; of HOOKS those that were loaded successfully."""
         return [e.as_plugin() for e in self.entries if e.kind == kind]
-
-    def hook_entries(self) -> list[PluginEntry]:
-        """Hook modules that were loaded successfully, in order."""
-        return self.plugin_entries(HOOKS)
 
     @property
     def digest(self) -> str:

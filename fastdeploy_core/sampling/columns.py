@@ -38,11 +38,6 @@ FORBIDS = MASK | MIN_TOKENS | BAD_WORDS | GRAMMAR | PROCESSOR | BIAS
 NO_LOGPROBS = -2  # -1 means the whole vocabulary
 
 
-def signed64(seed: int) -> int:
-    """A 64-bit seed as the int64 of the same bits."""
-    return (seed + 2**63) % 2**64 - 2**63
-
-
 class SamplingColumns:
     """One entry per slot in every column. `version` changes with every write."""
 
@@ -98,7 +93,7 @@ class SamplingColumns:
         self.presence[slot] = params.presence_penalty
         self.frequency[slot] = params.frequency_penalty
         self.repetition[slot] = params.repetition_penalty
-        self.seed[slot] = signed64(seed)
+        self.seed[slot] = (seed + 2**63) % 2**64 - 2**63  # the int64 of the same bits
         self.min_tokens[slot] = params.min_tokens
         self.version += 1
 

@@ -118,7 +118,7 @@ class TokenMasks:
     def add_matcher(self, slot: int, seq_id: int, matcher: GrammarMatcher) -> None:
         """Bind the slot's sequence to a grammar."""
         self.matchers[slot] = matcher
-        if hasattr(matcher, "begin_mask"):  # a BesideMatcher, behind thinking or not
+        if hasattr(matcher, "begin_mask"):  # a BesideMatcher, after thinking or not
             self._beside[slot] = (seq_id, cast("BesideMatcher", matcher))
         self._columns.set_flag(slot, GRAMMAR)
 
@@ -207,7 +207,8 @@ class TokenMasks:
         for (index, row), after in zip(bound, [*bound[1:], (0, -1)], strict=True):
             slot = int(plan.slots[row])
             if plan.depths[row]:
-                fits = fits and self._take_draft(slot, histories.draft_before(row))
+                draft = histories.draft_before(row)
+                fits = fits and draft >= 0 and self.accept(slot, [draft])
                 num_ahead += fits
             if fits:
                 finished[row], error = self._grammar(slot, masks[index])
@@ -218,9 +219,6 @@ class TokenMasks:
                     self._roll_back(slot, row, num_ahead, errors)
                 num_ahead, fits = 0, True
         return finished
-
-    def _take_draft(self, slot: int, token: int) -> bool:
-        return token >= 0 and self.accept(slot, [token])
 
     def _roll_back(self, slot: int, row: int, num_tokens: int, errors: dict[int, str]) -> None:
         try:

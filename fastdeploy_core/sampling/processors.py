@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 FAILED = "logits_processor_failed"
 BUDGET = "ThinkingBudgetLogitsProcessor"  # of fd-parsers; made for the first request that asks
-BUDGET_ARGS = ("thinking_budget", "think_stop_sentence")
+BUDGET_ARGS = {"thinking_budget", "think_stop_sentence"}
 ProcessorDriver = Callable[[ProcessorContext], LogitsProcessor]
 
 
@@ -58,7 +58,9 @@ class ProcessorSet:
 
     def add(self, slot: int, seq_id: int, params: SamplingParams, prompt: np.ndarray) -> None:
         """Offer a sequence to every processor; InvalidRequest if its arguments are wrong."""
-        if _wants_budget(params) and all(member.name != BUDGET for member in self._members):
+        named = BUDGET_ARGS & (params.logits_processors_args or {}).keys()
+        is_limited = params.thinking_token_budget is not None or named
+        if is_limited and all(member.name != BUDGET for member in self._members):
             try:
                 driver = part("thinking-budget", "thinking_token_budget")
             except PluginError as error:
@@ -128,11 +130,6 @@ def load_processors(
                 f"logits processor {name!r} cannot be constructed: {type(error).__name__}: {error}"
             ) from error
     return ProcessorSet(device, columns, context, members)
-
-
-def _wants_budget(params: SamplingParams) -> bool:
-    args = params.logits_processors_args or {}
-    return params.thinking_token_budget is not None or not args.keys().isdisjoint(BUDGET_ARGS)
 
 
 def find_processor(name: str) -> ProcessorDriver:

@@ -48,8 +48,9 @@ class Columns:
         if not self._free:
             self._grow()
         place = self._free.pop()
-        for column in self._all():
-            column[place] = 0
+        for column in vars(self).values():
+            if isinstance(column, np.ndarray):
+                column[place] = 0
         self.seq_id[place] = seq_id
         self.step[place] = -1
         return place
@@ -59,9 +60,6 @@ class Columns:
         self.tally.fold()
         self.seq_id[place] = -1
         self._free.append(place)
-
-    def _all(self) -> list[np.ndarray]:
-        return [value for value in vars(self).values() if isinstance(value, np.ndarray)]
 
     def _grow(self) -> None:
         old, self._size = self._size, max(_FIRST_SIZE, 2 * self._size)

@@ -55,7 +55,8 @@ class StepPlanner:
         self.most_prompt_tokens: Callable[[], tuple[int, bool]] | None = None
         self.wants_empty: Callable[[], bool] = bool
         self._prefills_first = True
-        self._keeps_back = self._may_feed = False  # prompts let drafts pass; drafts exist
+        self._keeps_back = self._may_feed = False  # prompts let this step pass; drafts exist
+        self._passed = 0  # what prompts let pass last: 1: drafts being made, 2: drafts being fed
         self._step = StepBuilder(
             roster.columns, settings.batch.max_num_batched_tokens, settings.max_encode_tokens
         )
@@ -71,8 +72,9 @@ class StepPlanner:
         if roster.num_suspects:
             self._plan_suspect()
         elif self._device.mixed_batches:
+            self._keeps_back = False
             self._plan_decodes()
-            if not (self._keeps_back and step.has_drafts):
+            if step.is_empty or not self._keeps_back:
                 self._plan_prefills()
         else:
             plans = (self._plan_prefills, self._plan_decodes)
@@ -136,8 +138,9 @@ class StepPlanner:
         seqs = self._roster.running.copy()
         # Each step on its way gives a row one token at least; what has come to its limit with these
         # has nothing left to be fed.
-        left = columns.limit[places] - (columns.known[places] + columns.pending[places])
-        is_due = (columns.computed[places] >= columns.at_start[places]) & (left > 0)
+        computed, limit = columns.computed[places], columns.limit[places]
+        left = limit - (columns.known[places] + columns.pending[places])
+        is_due = (computed >= columns.at_start[places]) & (left > 0)
         if seqs and (most := self._most_steps):  # by seq_id, steps that may be in flight
             is_due &= [s.num_in_flight < most.get(s.seq_id, NO_LIMIT) for s in seqs]
         num_due = np.count_nonzero(is_due)
@@ -146,8 +149,8 @@ class StepPlanner:
         is_every = num_due == places.size
         if not is_every:
             places, left, seqs = places[is_due], left[is_due], list(compress(seqs, is_due))
+            computed, limit = computed[is_due], limit[is_due]
         drafts: np.ndarray | int = 0 if self._policy is None else self._drafts_to_feed(places, left)
-        computed, limit = columns.computed[places], columns.limit[places]
         number = self._num_decodes(drafts, limit - computed) if is_every else 1
         if number > 1:
             ends = computed + (number * (1 + self._num_drafts) + self._lookahead)
@@ -184,21 +187,26 @@ class StepPlanner:
         if not self._may_feed:
             return 0
         drafts: np.ndarray = self._roster.columns.asked[places]
-        if not np.count_nonzero(drafts):
-            self._keeps_back, self._may_feed = False, self._num_drafts > 0
-            return 0
-        # A step with prompts is a captured graph only without drafts: they take turns.
+        has_any, makes_any = bool(np.count_nonzero(drafts)), self._num_drafts > 0
+        self._may_feed = has_any or makes_any
+        # A step with prompts is a captured graph only without drafts, and leaves none: they take
+        # turns. Prompts let a step pass that makes drafts, one that is fed them, and then come.
         if device.captures_drafts and self._has_prompts():
-            self._keeps_back = not self._keeps_back
-            if not self._keeps_back:
-                return 0
+            turn = 2 if has_any else int(makes_any and device.captures_drafting)
+            self._keeps_back = self._passed < turn
+            self._passed = turn if self._keeps_back else 0
+            has_any = has_any and self._keeps_back
+        if not has_any:
+            return 0
         budget = step.budget - places.size
         if not device.captures_drafting:
             drafts = np.minimum(drafts, left - 1)
             drafts = np.clip(budget - (np.cumsum(drafts) - drafts), 0, drafts)
-        elif sum(drafts.tolist()) > budget:  # a captured graph feeds all that the device holds
-            return 0
         is_even = np.count_nonzero(drafts == drafts[0]) == drafts.size
+        if device.captures_drafting:  # a captured graph feeds all that the device holds
+            total = int(drafts[0]) * drafts.size if is_even else int(drafts.sum())
+            if total > budget:
+                return 0
         return int(drafts[0]) if is_even else drafts
 
     def _num_decodes(self, drafts: np.ndarray | int, left: np.ndarray) -> int:

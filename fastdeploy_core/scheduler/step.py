@@ -14,7 +14,7 @@ from .columns import Columns
 from .sequence import Sequence
 
 _COLUMNS = ("seq_ids", "starts", "counts", "samples", "num_drafts")  # of BatchRows
-FAR = 1024  # tokens: behind so many, cached or not, even a few of a prompt may take long
+FAR = 1024  # tokens: after so many, cached or not, even a few of a prompt may take long
 
 
 class Row(NamedTuple):

@@ -84,7 +84,8 @@ def create_app(
     for kind in (ApiError, FastDeployError, ValidationError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _error_response)
     # Middleware is added innermost first; Guard comes last, so nothing runs before it.
-    app.add_middleware(Shortcut, routes=_busy(openai))
+    busy = [r for r in openai.routes if isinstance(r, APIRoute) and r.path in BUSY_PATHS]
+    app.add_middleware(Shortcut, routes=busy)
     app.add_middleware(Bodies, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
     if config.api_keys or config.admin_key:
         app.add_middleware(Keys, keys=config.api_keys, admin_key=config.admin_key)
@@ -104,10 +105,6 @@ def create_app(
         app.add_middleware(Hosts, allowed=config.allowed_hosts)
     app.add_middleware(Guard, observe=state.metrics.answered, shapes=shapes)
     return app
-
-
-def _busy(router: APIRouter) -> list[APIRoute]:
-    return [r for r in router.routes if isinstance(r, APIRoute) and r.path in BUSY_PATHS]
 
 
 class Shortcut:

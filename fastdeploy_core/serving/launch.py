@@ -296,13 +296,10 @@ def _prepare_app(
 
 def _log_engine(info: EngineInfo, num_engines: int, seconds: float) -> None:
     # The engine process has already logged its own decisions (info.report).
-    size = _size(info.num_blocks * info.bytes_per_block + info.bounded_bytes)
+    num_bytes = info.num_blocks * info.bytes_per_block + info.bounded_bytes
+    size = f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
     count = f"{num_engines} engines" if num_engines > 1 else "engine"
     logger.info("%s ready after %.1f s, KV cache %s", count, seconds, size)
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
 
 
 def _log_ready(listener: socket.socket, config: ServerConfig) -> None:

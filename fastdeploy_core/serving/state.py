@@ -153,10 +153,6 @@ class ServerState:
         """What clients may ask for: the model, then its adapters."""
         return [*self.config.served_names, *self.adapters]
 
-    def extras_of(self, name: str | None) -> SequenceExtras | None:
-        """What requests for this model bring: its adapter, unless it was unloaded meanwhile."""
-        return self.adapters.get(self.check_model(name))
-
     def close(self) -> None:
         """Stop helper threads and processes; the engine belongs to its creator."""
         for pool in (self.threads, self.parsers, self.template_threads, self.media_threads):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -79,10 +79,14 @@ class Caches:
         no host blocks. Without `is_touched` the host's memory comes page by page when it is used:
         clearing gigabytes takes seconds. host_files: where each group's host blocks lie, for others
         to use; device:FILE: see TierDevice."""
-        device = self._device
-        make: Callable[[tuple[int, ...], str], Tensor] = self._zeros
-        if device.limits.shares_host_memory and num_blocks and not is_touched:
-            make = partial(untouched, device.xp)
+        device, xp = self._device, self._device.xp
+        is_late = device.limits.shares_host_memory and num_blocks and not is_touched
+
+        def make(shape: tuple[int, ...], dtype: str) -> Tensor:
+            if is_late:
+                return untouched(xp, shape, dtype)
+            return xp.zeros(shape, dtype=xp.dtype(dtype), device=device.device)
+
         more, hosts = more_blocks[: len(self.rules)], more_blocks[len(self.rules) :]
         sizes = (num_blocks, *(more or [1 if s else num_blocks for s in self._is_state]))
         self.tensors = [
@@ -96,10 +100,6 @@ class Caches:
         keeps = files[0].startswith("device:") and isinstance(device, TierDevice) and device
         self._movers = [keeps.block_tier(*of) if keeps else BlockMover(device, *of)]
         self._movers += map(partial(BlockMover, device, of[0]), layers[1:], hosts, files[1:])
-
-    def _zeros(self, shape: tuple[int, ...], dtype: str) -> Tensor:
-        xp = self._device.xp
-        return xp.zeros(shape, dtype=xp.dtype(dtype), device=self._device.device)
 
     def drop(self) -> None:
         """Give the memory back, as far as nobody else holds the tensors."""

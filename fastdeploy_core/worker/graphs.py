@@ -12,7 +12,6 @@ import gc
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -154,7 +153,7 @@ class Graphs:
         """Capture everything over these caches, the largest first: one memory serves all."""
         began, free = time.perf_counter(), self.device.memory().free_bytes
         bar = tqdm(
-            [*self._decode_steps(), *self._prompt_steps(), *self._seeing_steps()],
+            [step for kind in self._steps() for step in kind],
             desc="capturing graphs",
             leave=False,
             disable=None if is_first_rank else True,  # None: only where there is a terminal
@@ -176,11 +175,12 @@ class Graphs:
     def rehearse(self, caches: list[tuple[Tensor, ...]]) -> None:
         """Run steps of unlike sizes once, so that their kernels are met. Nothing stays."""
         self._begin(caches)
-        for step in self._decode_steps():
-            if step.size in unlike(self.plan.sizes):
-                step.run_once()
-        for prompt in () if self.any_size else (*self._prompt_steps(), *self._seeing_steps()):
-            prompt.run_once()
+        decodes, *prompts = self._steps()
+        sizes = unlike(self.plan.sizes)
+        for step in (step for step in decodes if step.size in sizes):
+            step.run_once()
+        for step in () if self.any_size else (step for kind in prompts for step in kind):
+            step.run_once()
         self.drop()
 
     def estimate(self, caches: list[tuple[Tensor, ...]]) -> int:
@@ -189,12 +189,7 @@ class Graphs:
         prompts does. Nothing stays captured."""
         self._begin(caches)
         needed, beside = 0, None
-        kinds: list[tuple[list[CapturedDecode | CapturedPrompt], int]] = [
-            ([*self._decode_steps()], 3),
-            ([*self._prompt_steps()], 2),
-            ([*self._seeing_steps()], 2),
-        ]
-        for measured, last in kinds:
+        for measured, last in zip(self._steps(), (3, 2, 2), strict=True):
             free = [self.device.memory().free_bytes]
             for step in measured[:last]:
                 beside = self._capture(step, beside)
@@ -217,17 +212,14 @@ class Graphs:
         self.caches = caches
         self.slots.stand_down()
 
-    def _decode_steps(self) -> Iterator[CapturedDecode]:
-        for size in reversed(self.plan.sizes):
-            for width in reversed(self.plan.widths):
-                yield CapturedDecode(self, size, width)
-
-    def _prompt_steps(self) -> Iterator[CapturedPrompt]:
-        return (CapturedPrompt(self, size) for size in reversed(self.plan.prompt_sizes))
-
-    def _seeing_steps(self) -> Iterator[CapturedPrompt]:
-        sizes = () if self.vectors is None else reversed(self.plan.prompt_sizes)
-        return (CapturedPrompt(self, size, self.vectors) for size in sizes)
+    def _steps(self) -> list[list[CapturedDecode | CapturedPrompt]]:
+        """Of decodes, of prompts, and of prompts with pictures; each the largest first."""
+        plan, sizes = self.plan, self.plan.prompt_sizes[::-1]
+        return [
+            [CapturedDecode(self, n, w) for n in plan.sizes[::-1] for w in plan.widths[::-1]],
+            [CapturedPrompt(self, size) for size in sizes],
+            [CapturedPrompt(self, n, self.vectors) for n in sizes if self.vectors is not None],
+        ]
 
     def _capture(
         self, step: CapturedDecode | CapturedPrompt, beside: CapturedGraph | None
@@ -250,7 +242,7 @@ class Graphs:
             ) from error
         if isinstance(step, CapturedDecode):
             self._decodes[step.size, step.width] = step
-        elif step.is_taken:
+        elif self.takes(beside):
             self._prompts[step.size, step.vectors is not None] = step
         return beside
 
@@ -517,12 +509,6 @@ class CapturedPrompt:
             filled = capture(partial(fill, self), beside or self._forward)
             self._fill = filled if self._graphs.takes(filled) else None
         return self._forward
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether it serves steps; a drafter's cache is filled operation by operation where that
-        alone is no graph for any size."""
-        return self._graphs.takes(self._forward)
 
     def run(self, laid_out: LaidOut, read: np.ndarray | None) -> TargetStep:
         """Queue a step; see `forward`."""

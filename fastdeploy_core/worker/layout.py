@@ -210,10 +210,6 @@ class StepShapes:
         widest = self._blocks(self._longest - 1 + max(self._prompt_tokens[-1], 1 + max_drafts))
         self._blocks_wide = (*(b for b in buckets.table_blocks if b < widest), widest)
 
-    def fit(self, rows: StepRows) -> StepRows:
-        """The same rows, padded to the smallest shape that holds the step."""
-        return replace(rows, shape=self.find(rows), sampled=None)
-
     def find(self, rows: StepRows) -> StepShape:
         """The smallest shape that holds the step."""
         longest = int(rows.counts.max(initial=1))

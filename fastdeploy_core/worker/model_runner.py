@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -277,7 +278,7 @@ class ModelRunner:
                     f"captured of {graphs.plan.sizes if graphs else 'none'}"
                 )
             if self.shapes is not None:
-                launched.rows = self.shapes.fit(rows)
+                launched.rows = replace(rows, shape=self.shapes.find(rows), sampled=None)
             return None
         with self._lock:
             fed = None if launched.fed is None or rows.width == 1 else rows

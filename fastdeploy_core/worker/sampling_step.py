@@ -161,8 +161,6 @@ class StepSampler:
         if rows.is_decode:
             return np.zeros(0, dtype=np.int64)
         wanted = np.flatnonzero(self._columns.flags[rows.slots] & bits.PROMPT_LOGPROBS)
-        if not wanted.size:
-            return wanted
         is_early = rows.starts[wanted] < self._slots.num_prompt[rows.slots[wanted]] - 1
         early: np.ndarray = wanted[is_early]
         return early

@@ -294,12 +294,9 @@ class Slots:
         return rows
 
     def _slots_of(self, seq_ids: np.ndarray) -> np.ndarray:
-        if (
-            seq_ids is self._last_ids
-            and self._last is not None
-            and not self._is_missing(self._last)
-        ):
-            return self._last.slots
+        last = self._last
+        if last is not None and seq_ids is self._last_ids and not self._is_missing(last):
+            return last.slots
         self._last_ids = seq_ids
         try:
             slots = [self.slot_of[seq_id] for seq_id in seq_ids.tolist()]
@@ -397,8 +394,9 @@ class Slots:
         limit, sent = max(0, max_drafts), self._sent
         if self.has_drafts:
             # What no step came to feed in time are drafts no more: for them there may be no room.
-            old = rows.slots[self._drafts_are[rows.slots] == OLD]
-            if old.size:
+            is_old = self._drafts_are[rows.slots] == OLD
+            if np.count_nonzero(is_old):
+                old = rows.slots[is_old]
                 self._later.append((self.state.num_drafts, old, old * 0))
                 self._drafts_are[old] = NONE
             self.has_drafts = limit > 0 or rows.width > 1 or bool(self._drafts_are.any())
@@ -522,7 +520,7 @@ class Slots:
     def finish(
         self,
         rows: Tensor,
-        drawn: Tensor,
+        sampled: Tensor,
         marked: Tensor,
         peaks: Tensor | None,
         results: Tensor,
@@ -535,7 +533,7 @@ class Slots:
         post = self.postbox.results if posts and self.postbox is not None else None
         drafts = state.drafts if self._no_drafts is None else self._no_drafts
         held = (drafts, state.num_drafts, state.num_computed, state.newest)
-        last: Tensor = self._finish(rows, drawn, marked, peaks, *held, results, post)
+        last: Tensor = self._finish(rows, sampled, marked, peaks, *held, results, post)
         return last
 
     def take_sampled(self, rows: StepRows, slots_dev: Tensor, token_ids: Tensor) -> None:
@@ -550,9 +548,9 @@ class Slots:
         self.is_held[rows.slots] = rows.samples
 
     def verify(
-        self, rows: StepRows, drawn: Tensor, marked: Tensor
+        self, rows: StepRows, sampled: Tensor, marked: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same for a step with drafts: drawn and marked [R], for every sampled position.
+        """The same for a step with drafts: sampled and marked [R], for every sampled position.
         Returns results [rows that sample, width] int64 as finish_decode leaves them, how many
         drafts of each were accepted, and for each of the R positions whether its token is kept."""
         xp, where, width = self._xp, rows.positions(), rows.width
@@ -566,8 +564,8 @@ class Slots:
         self._send([*self._draft_updates(rows), (self.state.num_computed, slots, newest)])
         table_dev, place_dev, slots_dev = self._uploads.send(table, place, slots)
         results = xp.zeros((slots.size, width), dtype=xp.int64, device=self._device.device)
-        drawn, marked = (xp.index_select(x, 0, table_dev) for x in (drawn, marked))
-        last = self.finish(slots_dev, drawn, marked, None, results, posts=False)
+        sampled, marked = (xp.index_select(x, 0, table_dev) for x in (sampled, marked))
+        last = self.finish(slots_dev, sampled, marked, None, results, posts=False)
         steps = xp.arange(slots.size, dtype=xp.int64, device=self._device.device) * width
         kept = xp.index_select(results.reshape([-1]), 0, place_dev) >= 0
         self.is_held[rows.slots] = own
@@ -602,8 +600,8 @@ class Slots:
             rows = state.rows[: results.shape[0]]
             self._append(rows, results, state.num_computed, state.history)
 
-    def follow_history(self, rows: StepRows, drawn: Tensor, max_drafts: int) -> None:
-        """A step laid out on the host sampled these: histories go on. drawn: [R] int64, of which
+    def follow_history(self, rows: StepRows, sampled: Tensor, max_drafts: int) -> None:
+        """A step laid out on the host sampled these: histories go on. sampled: [R] int64, of which
         those after a refused draft are overwritten later. max_drafts: see SchedulerOutput."""
         history = self.state.history
         if history is None:
@@ -615,7 +613,7 @@ class Slots:
         slots = rows.slots[rows.positions().rows]
         where = slots * history.shape[1] + rows.sample_positions()
         index = self._uploads.send(where)[0]
-        self._xp.index_copy_(history.view([-1]), 0, index, drawn.to(self._xp.int32))
+        self._xp.index_copy_(history.view([-1]), 0, index, sampled.to(self._xp.int32))
 
     def lacks_history(self, rows: StepRows, max_drafts: int = 1) -> bool:
         """Whether the host must send histories of these rows before so many drafts are made."""

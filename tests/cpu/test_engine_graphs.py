@@ -1,4 +1,4 @@
-"""A whole engine over recorded steps: the same tokens as over steps that are not recorded, whatever
+"""A whole engine over captured steps: the same tokens as over steps that are not captured, whatever
 the engine does beside (caching, chunking, preempting, swapping, overlapping)."""
 
 from __future__ import annotations

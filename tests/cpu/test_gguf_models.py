@@ -31,7 +31,7 @@ from tests.paged import PagedModel, with_quantizer
 from tests.tp_rank import run_ranks
 
 PACKED = with_quantizer("gguf")
-# GGUF has no key for Qwen2's window, which begins behind some of the layers.
+# GGUF has no key for Qwen2's window, which begins after some of the layers.
 NOT_AS_THEY_ARE = ("qwen3-moe", "deepseek", "qwen2-window")
 ARCHITECTURES = [name for name in VARIANTS if name not in NOT_AS_THEY_ARE]
 ARCHITECTURES += ["gguf-qwen3-moe", "gguf-deepseek"]

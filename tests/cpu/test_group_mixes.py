@@ -40,7 +40,7 @@ from tests.cpu.speculative_mixes import make_requests as make_speculated
 from tests.null_engine import make_request
 from tests.worker_steps import write_model
 
-# Windows alone; windows behind a full layer; windows and full layers in turn, with sinks, or with
+# Windows alone; windows after a full layer; windows and full layers in turn, with sinks, or with
 # capped logits; chunks, and full layers without positions.
 VARIANTS = ("mistral-window", "qwen2-window", "gpt-oss", "gemma2", "llama4")
 NUM_MIXES = (15, pytest.param(110, marks=[pytest.mark.slow, pytest.mark.timeout(900)]))  # per model

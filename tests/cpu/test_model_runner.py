@@ -357,7 +357,7 @@ def test_a_row_with_nan_fails_alone(steps: Steps, temperature: float) -> None:
         run_row(steps, 1, 2)
         assert steps.tokens[1][3:] == truth
     clear(steps)
-    # Blocks that hold NaN are given out again; what lies behind a sequence's end must not matter.
+    # Blocks that hold NaN are given out again; what lies after a sequence's end must not matter.
     assert steps.alone([5, 6, 7], 4, params, 5) == truth
 
 

@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drafts_by_transformers(folder: Path, tokens: list[int]) -> list[int]:
-    """What the module drafts behind tokens[: n + 2], for each n."""
+    """What the module drafts after tokens[: n + 2], for each n."""
     import torch
     import transformers
     from transformers.models.qwen3_next import modeling_qwen3_next as modeling
@@ -92,7 +92,7 @@ def drafts_by_transformers(folder: Path, tokens: list[int]) -> list[int]:
 def test_first_drafts_are_those_of_transformers_layers(
     folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind a prompt in chunks, and behind steps whose drafts were refused."""
+    """After a prompt in chunks, and after steps whose drafts were refused."""
     bench = SpeculativeBench(
         folder, tensor_library, "mtp", processors=(), sharp=False, load_format="auto"
     )
@@ -100,7 +100,7 @@ def test_first_drafts_are_those_of_transformers_layers(
 
     def recorded(self: Any, batch: Any) -> Any:
         found = propose(self, batch)
-        if int(found[0, 0]) >= 0:  # it drafts behind the prompt's last chunk alone
+        if int(found[0, 0]) >= 0:  # it drafts after the prompt's last chunk alone
             made[int(batch.ends[0])] = int(found[0, 0])
         return found
 

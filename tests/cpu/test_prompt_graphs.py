@@ -1,4 +1,4 @@
-"""Recorded steps of prompts: what a replay gives is what running the step operation by operation
+"""Captured steps of prompts: what a replay gives is what running the step operation by operation
 gives."""
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_rows_and_tokens_of_an_earlier_step_leave_no_trace(pair: tuple[Steps, St
             tokens += [steps.finish(seq_id) for seq_id in ids]
         found.append(tokens)
     assert found[0] == found[1]
-    assert replays(pair[1]) == len(lengths) - 1, "60 tokens are more than any recorded step takes"
+    assert replays(pair[1]) == len(lengths) - 1, "60 tokens are more than any captured step takes"
 
 
 def test_sizes() -> None:

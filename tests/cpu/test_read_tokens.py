@@ -83,7 +83,7 @@ class WholeAttention(ReferenceAttention):
 def test_a_driver_that_projects_does_so_for_all_and_its_results_are_selected(
     checkpoints: Path, tensor_library: str
 ) -> None:
-    """The output's bias stands behind that."""
+    """The output's bias stands after that."""
 
     def drivers(kind: str, name: str) -> Any:
         return WholeAttention if kind == "attention" else load_driver(kind, name)

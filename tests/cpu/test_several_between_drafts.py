@@ -1,5 +1,5 @@
 """On a device whose steps are not queued ahead several decodes are one step while nothing is
-drafted, and drafts may begin behind any of them: no token changes."""
+drafted, and drafts may begin after any of them: no token changes."""
 
 from __future__ import annotations
 

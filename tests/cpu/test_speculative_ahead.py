@@ -215,12 +215,12 @@ def test_a_row_with_nan_fails_alone_while_steps_are_ahead(
     check(collector, [r for r in chosen if r.request_id != name], truth)
 
 
-def test_rows_of_nobody_beside_sampled_ones_are_drafted_for_from_numbers_of_their_own(
+def test_padding_rows_beside_sampled_ones_are_drafted_for_from_numbers_of_their_own(
     bench: SpeculativeBench, world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three rows in a step recorded for four, whose tokens a sampler draws that is not recorded."""
+    """Three rows in a step captured for four, sampled by a sampler that is not captured."""
     if bench._executor._info.max_decodes > 1:
-        pytest.skip("where steps may be of several decodes all draws are recorded")
+        pytest.skip("where steps may be of several decodes all sampling is captured")
     requests, truth = world
     padded, write_back = [], CapturedDecode.write_back
 
@@ -235,7 +235,7 @@ def test_rows_of_nobody_beside_sampled_ones_are_drafted_for_from_numbers_of_thei
 
 
 def play_sampled(bench: SpeculativeBench, requests: list[Any], truth: DetailCollector) -> Any:
-    """The three longest answers that are drawn at random."""
+    """The three longest answers that are sampled at random."""
     sampled = [r for r in requests if not r.sampling.is_greedy and r.sampling.is_unconstrained]
     sampled.sort(key=lambda r: -len(truth.answers(r.request_id)[0]))
     arrivals = [(0, request) for request in sampled[:3]]
@@ -244,7 +244,7 @@ def play_sampled(bench: SpeculativeBench, requests: list[Any], truth: DetailColl
     return core
 
 
-def test_samples_at_random_are_recorded_with_drafts(
+def test_samples_at_random_are_captured_with_drafts(
     bench: SpeculativeBench, world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No step is left to the sampler, and those with drafts accept some of them."""
@@ -368,7 +368,7 @@ def test_two_ranks_go_ahead_together(folder: Path, tensor_library: str, tmp_path
         ranks.close()
 
 
-def test_recorded_prompts_fill_a_drafters_cache_as_others_do(
+def test_captured_prompts_fill_a_drafters_cache_as_others_do(
     folder: Path, tensor_library: str, world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was not written there, or wrongly, would show in drafts that the target refuses."""

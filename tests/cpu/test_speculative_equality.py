@@ -81,7 +81,7 @@ def make_bench(
 
 
 @pytest.mark.parametrize("method", ["oracle", "draft_model"])
-def test_recorded_steps_give_the_same_tokens(
+def test_captured_steps_give_the_same_tokens(
     folder: Path, tensor_library: str, world: Any, method: str
 ) -> None:
     """On a device that records decode steps, drafting included."""

@@ -75,7 +75,7 @@ def num_replays(steps: Steps) -> int:
 
 @contextmanager
 def spoiled_buffers(steps: Steps) -> Iterator[None]:
-    """Inside, every buffer that a recorded step fills holds garbage when the step begins."""
+    """Inside, every buffer that a captured step fills holds garbage when the step begins."""
     device, graphs = device_of(steps), steps.worker._runner._graphs
     constant = ("_offsets_dev", "results")  # results: read between the two halves of a step
 
@@ -251,7 +251,7 @@ def test_logprobs_are_those_of_steps_without_recordings(steps: Steps, eager: Ste
 def test_a_step_that_fails_leaves_no_wrong_idea_of_the_device(
     steps: Steps, eager: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The recording breaks behind the update of the slots: nothing of it counts as told."""
+    """The recording breaks after the update of the slots: nothing of it counts as told."""
     truth = eager.alone([5, 6, 7], 9, GREEDY, 0)
     clear(eager)
     steps.add(1, [5, 6, 7], GREEDY)

@@ -1,4 +1,4 @@
-"""What recorded steps are made of: the ladder, the choice of sizes, state kernels, copies,
+"""What captured steps are made of: the ladder, the choice of sizes, state kernels, copies,
 failures."""
 
 from __future__ import annotations

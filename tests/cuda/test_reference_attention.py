@@ -20,7 +20,7 @@ def test_every_query_sees_what_the_mask_leaves(dim: int, count: int, before: int
         torch.randn(*shape, dim, device="cuda", generator=random)
         for shape in ((2, 2, count), (2, keys), (2, keys))
     )
-    # As ReferenceAttention makes it: part of a larger triangle, behind columns of zeros.
+    # As ReferenceAttention makes it: part of a larger triangle, after columns of zeros.
     hidden = torch.full((512, 512), float("-inf"), device="cuda").triu(1)[:count, :count]
     mask = hidden
     if before:

@@ -3,7 +3,7 @@ its spellings.
 
 The layout is what z-lab's and Speculators' releases hold: `fc` and `hidden_norm` join hidden states
 of the target, `layers` are a Qwen3 model's, whose keys and values are made of these states and of a
-block: the newest token and masks behind it, which see each other.
+block: the newest token and masks after it, which see each other.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def save_draft(folder: Path, layout: str) -> dict[str, Tensor]:
 
 
 def run(sizes: Mapping[str, Any], w: Mapping[str, Tensor], x: Tensor, g: Tensor) -> Tensor:
-    """What the head reads of a block x [size, hidden] behind states g [n, hidden]."""
+    """What the head reads of a block x [size, hidden] after states g [n, hidden]."""
     eps, dim, theta = sizes["rms_norm_eps"], sizes["head_dim"], sizes["rope_theta"]
     g = norm(g, w["hidden_norm.weight"], eps)
     for number in range(sizes["num_hidden_layers"]):

@@ -169,7 +169,9 @@ def test_engine_runs_without_a_gpu(
         f"ernie-tiny batch {n}: {name}, {unit}" for n in (1, 3) for name, unit in units.items()
     ]
     assert list(figures) == wanted
-    assert all(len(values) == 2 and min(values) > 0 for values in figures.values())
+    assert all(len(values) == 2 for values in figures.values())
+    # decode is a difference of two times, which a busy machine may make negative
+    assert all(min(v) > 0 for name, v in figures.items() if "decode" not in name)
 
 
 @pytest.mark.parametrize(("length", "num_drafts"), [(1.0, 1), (1.7, 1), (2.5, 3), (4.0, 3)])

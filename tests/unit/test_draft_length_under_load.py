@@ -5,7 +5,7 @@ batch of equal answers, if they are the recorded ones. (One with rows that never
 does: it ends with these.)
 
 ngram_acceptance.txt: of answers of 256 tokens by the demo model (copying, reciting, plain copy), a
-line each: how many of five n-gram drafts are right behind the first token, the second and so on.
+line each: how many of five n-gram drafts are right after the first token, the second and so on.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Accelerator:
         self.now += self._is_busy * BUSY_END * (num_requests - self.scheduler.num_requests)
 
     def _host_time(self, step: ScheduledStep) -> float:
-        """Before a step is queued; as much as HOST says behind it."""
+        """Before a step is queued; as much as HOST says after it."""
         names, has_drafts = step.cohort.request_ids, bool(step.drafts.any())
         costs = [BUSY[has_drafts]] if self._is_busy else []
         if names != self._last:

@@ -448,7 +448,8 @@ def test_digest_says_whether_anything_differs(world):
 def test_broken_hook_module_does_not_travel(world, tmp_path):
     (tmp_path / "broken_hooks.py").write_text("raise RuntimeError('no')")
     resolved = resolve(CONFIG, inventory=world(entry("hooks", "b", "broken_hooks", "fd-broken")))
-    assert {e.distribution for e in resolved.hook_entries()} == {"fastdeploy-core", "fd-chip"}
+    hooks = resolved.plugin_entries("hooks")
+    assert {e.distribution for e in hooks} == {"fastdeploy-core", "fd-chip"}
     assert any("fd-broken" in n for n in resolved.notes)
 
 

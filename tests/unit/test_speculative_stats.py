@@ -158,7 +158,8 @@ def test_drafters_with_a_cache_rest_and_miss_what_decodes(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("captures_drafting", [False, True])
 def test_prompts_take_turns_with_captured_drafts(captures_drafting: bool) -> None:
-    """Beside prompts drafts would have to be verified operation by operation."""
+    """Beside prompts drafts would have to be verified operation by operation. Prompts that come in
+    every step let drafts be made and fed in between."""
     script = Script(captures_drafts=True, captures_drafting=captures_drafting)
     scheduler = script.scheduler
     scheduler.add(make_request("a", [1, 2, 3], max_tokens=40))
@@ -176,7 +177,12 @@ def test_prompts_take_turns_with_captured_drafts(captures_drafting: bool) -> Non
         prompts_draft = step.output.max_drafts > 0 or not step.rows
         assert prompts_draft or captures_drafting, "drafting after prompts is what costs"
     assert fed[0] == (3, 1) and fed[1][0] == 0 and fed[1][1] > 1, fed
-    assert scheduler.stats().num_waiting <= 1
+    assert [drafts for drafts, _ in fed] == [
+        3,
+        0,
+        *([0, 3, 0, 0] if captures_drafting else [3, 0] * 2),
+    ]
+    assert scheduler.stats().num_waiting <= 2
 
 
 def test_prompts_go_beside_drafts_where_nothing_is_captured() -> None:

@@ -15,7 +15,8 @@ from fastdeploy_core.tensor import Tensor
 IN_PLACE = Role.IN_PLACE
 
 # (box [R,P,...] int64, turn [1] int64), where the device is a PostingDevice: what is posted in row
-# r, column j also becomes box[turn % R, r, j] = turn << 32 | its low 32 bits, written as one number.
+# r, column j also becomes box[turn % R, r, j] = turn << 32 | its low 32 bits, written as one
+# number.
 Post: TypeAlias = tuple[Tensor, Tensor]
 
 
@@ -99,7 +100,7 @@ class DecodeOperations(Protocol):
         /,
     ) -> Annotated[Tensor, "B", "int64"]:
         """marked: see mark_broken; where peaks is not finite, it counts as -2. With a, how many
-        leading drafts of the row, of num_drafts and at most Q - 1, are what was drawn in their
+        leading drafts of the row, of num_drafts and at most Q - 1, are what was sampled in their
         place, before one after which marked is negative: newest becomes drawn token a of the row,
         num_computed grows by 1 + a, results are the row's marked tokens up to a, then -1; these are
         posted, after them how many drafts were judged, and a. Returned is where in drawn each row's

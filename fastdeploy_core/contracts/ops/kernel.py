@@ -28,9 +28,8 @@ class Deny:
     """A case for which a cell is not used although it exists, such as one with a wrong result.
 
     Every condition must hold. `sizes`: smallest and largest value, both included, by a name of
-    KERNEL_SIZES; a model without that size is not the case. The next table's cell, and in the end the
-    reference's, is used instead, and `fastdeploy plugins why kernels` shows the reason.
-    """
+    KERNEL_SIZES; a model without that size is not the case. The next table's cell, and in the end
+    the reference's, is used instead, and `fastdeploy plugins why kernels` shows the reason."""
 
     reason: str
     dtypes: tuple[str, ...] = ()  # of the model; empty: any
@@ -40,8 +39,9 @@ class Deny:
         unknown = sorted(set(self.sizes) - set(KERNEL_SIZES))
         if unknown or not self.reason:
             raise ConfigError(
-                f"a kernel's deny list names the sizes {', '.join(unknown) or 'none'} and the reason "
-                f"{self.reason!r}; possible sizes: {', '.join(KERNEL_SIZES)}; a reason is needed"
+                f"a kernel's deny list names the sizes {', '.join(unknown) or 'none'} and the "
+                f"reason {self.reason!r}; possible sizes: {', '.join(KERNEL_SIZES)}; a reason is "
+                "needed"
             )
 
     def matches(self, facts: Mapping[str, Any]) -> bool:
@@ -59,28 +59,29 @@ class Kernel:
 
     `predicate` ("module:function", taking a mapping of model facts): the cell is used only where it
     returns True. `prepare` ("module:function", weight -> anything): lays a weight out for this
-    very cell, once after loading; the operation is then handed the result in the weight's place. With
-    `composes` the target is called once with the finished table and returns the kernel: it combines
-    others, whoever they come from.
+    very cell, once after loading; the operation is then handed the result in the weight's place.
+    With `composes` the target is called once with the finished table and returns the kernel: it
+    combines others, whoever they come from.
 
-    Plain weights are prepared for "linear", "gated_linear" or "linear_float32". What "linear" makes is
-    also handed to "norm_linear", "linear_add", "linear_logits" and "greedy_linear", and, where
-    embedding and head share their weight, to "embedding": a table that prepares "linear" either fills
-    these itself or leaves them to the reference's compositions, "embedding" it fills in any case.
-    Other weights of "embedding" stay as they are. `formats`, of "linear" and "gated_linear": internal
-    formats (quant_formats.py) whose PackedWeights `prepare` takes as well; layers in these formats are
-    then computed by the plain operations. `activations`, of a linear_<format> whose format leaves them
-    as they are: "int8" rounds x to int8 by absmax / 127, for each token and each group of inputs that
-    shares a scale, and so do plain products of that format.
+    Plain weights are prepared for "linear", "gated_linear" or "linear_float32". What "linear" makes
+    is also handed to "norm_linear", "linear_add", "linear_logits" and "greedy_linear", and, where
+    embedding and head share their weight, to "embedding": a table that prepares "linear" either
+    fills these itself or leaves them to the reference's compositions, "embedding" it fills in any
+    case. Other weights of "embedding" stay as they are. `formats`, of "linear" and "gated_linear":
+    internal formats (quant_formats.py) whose PackedWeights `prepare` takes as well; layers in these
+    formats are then computed by the plain operations. `activations`, of a linear_<format> whose
+    format leaves them as they are: "int8" rounds x to int8 by absmax / 127, for each token and each
+    group of inputs that shares a scale, and so do plain products of that format.
 
-    `behind`, of a linear_<format>: operations that the cell may stand behind ("add_rms_norm", "silu_and_mul"),
-    each with a "module:function" that does the operation and what the cell does to x first, such as rounding it. It
-    takes the operation's arguments, then the prepared weight, and returns what the operation does, but in the normed or
-    activated tensor's place anything that the cell takes for x. The product is the same to the last bit.
+    `behind`, of a linear_<format>: operations that the cell may stand behind ("add_rms_norm",
+    "silu_and_mul"), each with a "module:function" that does the operation and what the cell does to
+    x first, such as rounding it. It takes the operation's arguments, then the prepared weight, and
+    returns what the operation does, but in the normed or activated tensor's place anything that the
+    cell takes for x. The product is the same to the last bit.
 
-    `objective`: what the cell is made for, a word of OBJECTIVES. Cells for the objective that was asked for
-    (fact "objective") come first, then those without one, then the others (since contract 1.4).
-    """
+    `objective`: what the cell is made for, a word of OBJECTIVES. Cells for the objective that was
+    asked for (fact "objective") come first, then those without one, then the others (since contract
+    1.4)."""
 
     target: str
     predicate: str = ""
@@ -107,8 +108,9 @@ class KernelTable(Protocol):
         ...
 
     def prepare(self, operation: str, weight: Any) -> Any:
-        """The weight (a tensor or a PackedWeight) as the chosen cell of that operation wants it; itself
-        where the cell has no wish. The rows of a plain weight of "gated_linear" are gate then up."""
+        """The weight (a tensor or a PackedWeight) as the chosen cell of that operation wants it;
+        itself where the cell has no wish. The rows of a plain weight of "gated_linear" are gate
+        then up."""
         ...
 
     def takes(self, operation: str, format_name: str) -> bool:
@@ -120,7 +122,8 @@ class KernelTable(Protocol):
         ...
 
     def behind(self, operation: str, before: str) -> Callable[..., Any] | None:
-        """Kernel.behind of the chosen cell for the operation before it; None where it has nothing for that one."""
+        """Kernel.behind of the chosen cell for the operation before it; None where it has nothing
+        for that one."""
         ...
 
     def origins(self) -> Mapping[str, str]:

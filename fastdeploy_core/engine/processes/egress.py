@@ -183,16 +183,12 @@ def _is_turn(output: Output) -> bool:
 def joined(outputs: Iterable[Output]) -> list[Output]:
     """The same output, with the tokens of successive steps for the same requests joined."""
     found: list[Output] = []
-    for _, run in groupby(outputs, _list_of):
+    # Lists of request ids are reused while they stay the same.
+    for _, run in groupby(outputs, lambda o: isinstance(o, TokenDeltas) and id(o.request_ids)):
         parts = list(run)
         tokens = [part for part in parts if isinstance(part, TokenDeltas)]
         found += [join_tokens(tokens)] if tokens else parts
     return found
-
-
-def _list_of(output: Output) -> int:
-    """The list of request ids, reused while it stays the same."""
-    return id(output.request_ids) if isinstance(output, TokenDeltas) else 0
 
 
 def num_streams(outputs: Iterable[Output]) -> int:

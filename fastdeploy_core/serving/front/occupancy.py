@@ -58,18 +58,13 @@ class OwnOccupancy:
     def __init__(self, table: Occupancy | None = None, number: int = 0) -> None:
         self.table = table or Occupancy()
         self.number = number
-        self._in_flight = 0
+        self.in_flight = 0  # requests in this API server
         self._num_closed = 0
         self._write()
 
-    @property
-    def in_flight(self) -> int:
-        """Requests in flight in this API server."""
-        return self._in_flight
-
     def change(self, count: int) -> None:
         """Add to the number of requests in flight here."""
-        self._in_flight += count
+        self.in_flight += count
         self._write()
 
     def closed(self) -> None:
@@ -78,4 +73,4 @@ class OwnOccupancy:
         self._write()
 
     def _write(self) -> None:
-        self.table.write(self.number, self._in_flight, self._num_closed)
+        self.table.write(self.number, self.in_flight, self._num_closed)

@@ -101,7 +101,8 @@ def request_options(
     state: ServerState, body: SamplingFields, call: Call, add_special_tokens: bool
 ) -> RequestOptions:
     """What body, call and server decide about a call's engine requests."""
-    extras = state.extras_of(body.model)
+    # Its adapter, unless it was unloaded meanwhile.
+    extras = state.adapters.get(state.check_model(body.model))
     if body.routed_experts is not None:
         extras = drivers.part("routed-experts", "routed_experts")(body.routed_experts, extras)
     limits = [t for t in (state.config.request_timeout_s, call.timeout_s) if t is not None]

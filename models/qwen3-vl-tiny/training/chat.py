@@ -21,7 +21,7 @@ WEIGHTS = {"word": 4, "number": 4, "describe": 2, "relation": 2, "background": 0
 
 @dataclass(frozen=True)
 class Asked:
-    """A user's message and its answer: so many new pictures, before or behind the text."""
+    """A user's message and its answer: so many new pictures, before or after the text."""
 
     pictures: int
     turn: Turn

@@ -171,7 +171,7 @@ class Vision(nn.Module):
 
     def forward(self, pictures: Tensor) -> list[Tensor]:
         """pictures: [n, height, width, 3] uint8. The vectors, [n * cells, hidden], and those that
-        are added behind the first layers of the decoder."""
+        are added after the first layers of the decoder."""
         count, height, width, _ = pictures.shape
         rows, columns = height // PATCH, width // PATCH
         split = pictures.view(count, rows // MERGE, MERGE, PATCH, columns // MERGE, MERGE, PATCH, 3)

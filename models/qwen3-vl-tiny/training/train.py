@@ -114,7 +114,7 @@ class Pass:
 
 class Judge:
     """Counts held-out answers that the model would give exactly, without generating them: each
-    token has to be the best one behind the ones before it. Its scores are for the eye; those of the
+    token has to be the best one after the ones before it. Its scores are for the eye; those of the
     card are `evaluate.py`'s."""
 
     def __init__(self, tokenizer: Tokenizer, count: int, device: torch.device) -> None:

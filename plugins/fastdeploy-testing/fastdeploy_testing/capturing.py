@@ -91,7 +91,7 @@ class _Metadata:
     slots: Tensor  # [rows, keys] int64: where each key of a row lies in the cache
     rows: Tensor  # [num_tokens] int64
     hidden: Tensor  # [num_tokens, keys] bool: keys the token does not see
-    foreign: Tensor  # [rows, keys] bool: in front of what the row needs, or behind what was written
+    foreign: Tensor  # [rows, keys] bool: in front of what the row needs, or after what was written
 
 
 class RecordableAttention:

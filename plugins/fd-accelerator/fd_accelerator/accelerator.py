@@ -118,7 +118,7 @@ class Accelerator:
         return x
 
     def record_event(self) -> DeviceEvent:
-        """An event behind everything queued so far."""
+        """An event after everything queued so far."""
         event: DeviceEvent = self._place.event()
         return event
 

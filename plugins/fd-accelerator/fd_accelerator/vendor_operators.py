@@ -143,7 +143,7 @@ class WholeHeads:
 class Int8Experts:
     """Cell `moe_experts_wint8` of vendors whose operators sort tokens by expert, multiply and add
     up: int8 weights [experts, outputs, inputs] with a scale per output. `ffn_arguments` orders what
-    this vendor's product wants behind (rows, rows of each expert): (weights, scales) to arguments.
+    this vendor's product wants after (rows, rows of each expert): (weights, scales) to arguments.
     """
 
     ALGORITHM = "weight_only_int8"

@@ -133,7 +133,7 @@ class TorchCudaDevice(CudaDevice):
         """FlashAttention of torch, for 16 bits."""
         if q.dtype == torch.float32 or q.shape[-1] % 8 or q.shape[-1] > 256:
             return None
-        # What torch.nn.attention.varlen calls behind an operator written in Python, which takes the
+        # What torch.nn.attention.varlen calls after an operator written in Python, which takes the
         # host longer than a tower's layer takes the GPU.
         attend = torch.ops.aten._flash_attention_forward
         sizes = starts, starts, longest, longest

@@ -278,7 +278,7 @@ def adapters() -> None:
 
 
 def states() -> None:
-    """Layers that keep a state: decodes, prompts, and rows of nobody."""
+    """Layers that keep a state: decodes, prompts, and padding rows."""
     for case in cases(DEVICE):
         case()
 

@@ -25,7 +25,7 @@ SPECS = (
     StateSpec("channel_delta", 4, 4, 40, 24, (160, 160, 96), 4, "float32"),
     StateSpec("space", 6, 2, 24, 80, (480, 48, 48), 4, "float16", "float16"),
 )
-# Tokens of each row; and a captured step with a row of nobody.
+# Tokens of each row; and a captured step with a padding row.
 ROWS = ((1, 1, 1), (200, 1, 9, 5), ())
 
 

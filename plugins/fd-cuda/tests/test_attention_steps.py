@@ -114,7 +114,7 @@ def test_bounded_and_capped_long_contexts(device: Any, kind: str, width: int) ->
 
 @pytest.mark.parametrize("num_seqs", [3, 300])
 def test_positions_may_differ_from_indices(device: Any, num_seqs: int) -> None:
-    """Tokens behind a picture: rotated at positions of their own, seen by their indices."""
+    """Tokens after a picture: rotated at positions of their own, seen by their indices."""
     if DEVICE == "cpu" and num_seqs > 3:
         pytest.skip("takes the interpreter minutes")
     spec = dataclasses.replace(gqa("bfloat16", 8, 2, 128), offsets=True)
@@ -421,7 +421,7 @@ def test_kernels_compile_for_architectures(capability: int) -> None:
 def test_a_token_is_the_same_however_it_is_fed(
     device: Any, kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a prompt, behind a part of one, among others, alone, in a captured step: bit for bit."""
+    """In a prompt, after a part of one, among others, alone, in a captured step: bit for bit."""
     monkeypatch.setenv("FD_BATCH_INVARIANT", "1")
     length, block_size, is_latent = 70, 16, kind == "latent"
     spec = mla(dtype) if is_latent else dataclasses.replace(gqa(dtype, 8, 2), **KINDS.get(kind, {}))

@@ -106,7 +106,7 @@ class Peer:
         self.wake()
 
     def note(self, data: bytes) -> bool:
-        """Queue a note behind the transfers that there are; False: too many wait."""
+        """Queue a note after the transfers that there are; False: too many wait."""
         if len(self._notes) >= MAX_NOTES:
             return False
         self._notes.append((frozenset(self.transfers), data))

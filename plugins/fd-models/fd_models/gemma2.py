@@ -50,7 +50,7 @@ class GeluMLP:
 
 @dataclass(slots=True)
 class FourNormLayer:
-    """One block: each part is normed before it and, on its branch, behind it."""
+    """One block: each part is normed before it and, on its branch, after it."""
 
     input_norm: RMSNorm
     attention: AttentionLayer

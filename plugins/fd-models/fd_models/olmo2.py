@@ -45,7 +45,7 @@ class PostNormLayer:
 
 
 class Olmo2ForCausalLM(StrictLM):
-    """Norms behind attention and feed-forward block instead of before them; queries and keys are
+    """Norms after attention and feed-forward block instead of before them; queries and keys are
     normalised over all heads at once."""
 
     whole_norms = True

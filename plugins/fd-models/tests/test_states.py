@@ -69,7 +69,7 @@ class KeepsTheLastAlone(PlainStates):
 
 
 class FeedsPadding(PlainStates):
-    """What stands behind a row's last token counts as fed."""
+    """What stands after a row's last token counts as fed."""
 
     def _captured(self, batch: Any) -> Any:
         return super()._captured(replace(batch, slot_mapping=batch.slot_mapping * 0))

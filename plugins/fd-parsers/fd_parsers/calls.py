@@ -27,7 +27,7 @@ _CLOSERS = re.compile(r"[\s}\]`]*")
 
 
 class ToolCallStream:
-    """Subclasses name markers and read a call behind a start marker in `call`."""
+    """Subclasses name markers and read a call after a start marker in `call`."""
 
     markers: ClassVar[tuple[str, ...]]  # special tokens that the parser reads
     starts: ClassVar[tuple[str, ...]]  # what may begin a call

@@ -1,4 +1,4 @@
-"""Lists of JSON calls behind a word: Granite 3 and Phi-4 mini.
+"""Lists of JSON calls after a word: Granite 3 and Phi-4 mini.
 
 Granite:     <|tool_call|>[{"name": ..., "arguments": {...}}, ...]; 3.1 and later: <tool_call>[...].
 Phi-4 mini:  functools[{"name": ..., "arguments": {...}}, ...], or between <|tool_call|> and

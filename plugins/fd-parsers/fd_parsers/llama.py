@@ -1,7 +1,7 @@
 """Llama's tool calls, as JSON and as Python calls.
 
 JSON:    {"name": ..., "parameters": {...}}, several divided by semicolons, at the beginning of an
-         answer or behind <|python_tag|>: Llama 3.1 to 3.3.
+         answer or after <|python_tag|>: Llama 3.1 to 3.3.
 Python:  [name(key=value, ...), ...] at the beginning of an answer, or between <|python_start|> and
          <|python_end|>: Llama 3.2, Llama 4.
 
@@ -86,7 +86,7 @@ class PythonicToolParser(LeadingCallStream):
         return True
 
     def _keywords(self, name: str) -> Steps[None]:
-        """Keyword arguments behind the first one's equals sign, up to the closing bracket."""
+        """Keyword arguments after the first one's equals sign, up to the closing bracket."""
         reader, literal = self.reader, Literal(self.reader, self.arguments, PYTHON)
         self.arguments("{")
         while True:

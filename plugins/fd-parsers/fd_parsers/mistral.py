@@ -1,4 +1,4 @@
-"""Mistral's tool calls behind [TOOL_CALLS], in the two forms of its tokenizers.
+"""Mistral's tool calls after [TOOL_CALLS], in the two forms of its tokenizers.
 
 Up to v7:  [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
 From v11:  [TOOL_CALLS]NAME[ARGS]{...}, once for each call, perhaps with [CALL_ID]ID before [ARGS].

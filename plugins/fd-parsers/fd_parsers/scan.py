@@ -29,7 +29,7 @@ class Markers:
         ]
 
     def find(self, text: str, start: int) -> re.Match[str] | None:
-        """The first marker at or behind `start`."""
+        """The first marker at or after `start`."""
         return self._pattern.search(text, start)
 
     def certain_end(self, text: str, start: int) -> int:
@@ -135,7 +135,7 @@ class Reader:
         return self._text[self._at : self._at + count]
 
     def take(self, count: int) -> None:
-        """Go on behind characters that were looked at."""
+        """Go on after characters that were looked at."""
         self._at += count
 
     def back(self, count: int) -> None:

@@ -59,7 +59,7 @@ class TagToolParser(ToolCallStream):
             self.show(text)
 
     def _function(self, start: str) -> Steps[str]:
-        """The function's name behind the start; empty if there is none."""
+        """The function's name after the start; empty if there is none."""
         if start == self.group:
             yield from self.reader.space()
             if not (yield from self.reader.word(self.start)):
@@ -68,7 +68,7 @@ class TagToolParser(ToolCallStream):
         return self.name(text.strip())
 
     def _parameter(self, function: str) -> Steps[bool]:
-        """One parameter behind its start; False if it is cut off or no parameter."""
+        """One parameter after its start; False if it is cut off or no parameter."""
         reader = self.reader
         text, stop = yield from reader.until(self.key_end, limit=MAX_NAME_CHARS)
         key, says_string = self._key(text.strip())

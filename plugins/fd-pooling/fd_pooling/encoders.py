@@ -1,6 +1,6 @@
 """BERT-like encoders (arXiv 1810.04805, 1907.11692): every token sees all tokens of its prompt.
 
-Absolute positions, LayerNorm behind each sum, GELU. A prompt is computed in one step and nothing of
+Absolute positions, LayerNorm after each sum, GELU. A prompt is computed in one step and nothing of
 it is kept: the one layer that `shapes` states only makes the engine count the prompt's tokens.
 """
 
@@ -28,7 +28,7 @@ HIDDEN: Final = -30000.0
 
 
 class BertLM:
-    """BertModel. With `pair_separator` in the configuration, tokens behind the first of those are
+    """BertModel. With `pair_separator` in the configuration, tokens after the first of those are
     of type 1, as in a pair of texts; else all are of type 0."""
 
     features = frozenset[str]()
@@ -123,7 +123,7 @@ class BertLM:
 
 
 class RobertaLM(BertLM):
-    """RobertaModel and XLMRobertaModel: positions count from behind that of padding."""
+    """RobertaModel and XLMRobertaModel: positions count from after that of padding."""
 
     @staticmethod
     def first_position(config: Mapping[str, Any]) -> int:
@@ -187,7 +187,7 @@ class EncoderLayer:
 
 
 def rows_of(batch: AttentionBatch) -> list[tuple[int, int]]:
-    """The first token of each row, and the one behind its last; padding of a padded step
+    """The first token of each row, and the one after its last; padding of a padded step
     included."""
     ends = batch.cu_seqlens_q[: batch.num_seqs + 1].tolist()
     return list(pairwise(ends))

@@ -1,6 +1,6 @@
 """The family PoolingLM: another family's model, whose prompts are pooled to one vector each.
 
-Which family, which hidden states and which head behind them: PoolingSettings, in config.json as the
+Which family, which hidden states and which head after them: PoolingSettings, in config.json as the
 engine reads it.
 """
 

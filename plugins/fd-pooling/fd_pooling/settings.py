@@ -59,7 +59,7 @@ class PoolingSettings:
     normalize: bool = False  # vectors get length 1
     activation: str = "none"  # of ACTIVATIONS, after the head
     labels: tuple[str, ...] = ()  # of classes
-    # Head "tokens": of no and yes; head "bert": the separator; pooling type STEP: behind steps.
+    # Head "tokens": of no and yes; head "bert": the separator; pooling type STEP: after steps.
     token_ids: tuple[int, ...] = ()
     template: str = ""  # of scored pairs: "qwen3_reranker"; empty: the tokenizer's own pairs
     # Numbers of first dimensions that are an embedding of their own; (0,): any.
@@ -86,7 +86,7 @@ class PoolingSettings:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether tokens see those behind them, so that a prompt is computed at once."""
+        """Whether tokens see those after them, so that a prompt is computed at once."""
         return stem(self.architecture)[0] in ENCODERS
 
     @property
@@ -119,7 +119,7 @@ def read_settings(
     is_encoder = family in ENCODERS
     if not is_encoder and config.get("is_causal") is False:
         raise UnsupportedModel(
-            f"config.json says is_causal false: tokens of this {family} see those behind them, "
+            f"config.json says is_causal false: tokens of this {family} see those after them, "
             f"which is served for {', '.join(ENCODERS)} alone"
         )
     sentence = SentenceFiles(folder)
@@ -195,7 +195,7 @@ def _with_classes(
         found = replace(found, pooling_type="STEP", activation="softmax")
     elif found.task == "classify":
         found = replace(found, activation=_activation(count, config))
-    if found.head == "bert":  # tokens behind it are of the second type
+    if found.head == "bert":  # tokens after it are of the second type
         found = replace(found, token_ids=_ids_of_separator(tokenizer))
     if count == 1 and family == "Qwen3":  # a reranker whose head was made of its tokens
         found = replace(found, template="qwen3_reranker")
@@ -293,13 +293,13 @@ def _checked(found: PoolingSettings) -> PoolingSettings:
         raise ConfigError("pooling type STEP is for reward models whose tokens see earlier ones")
     if kind == "STEP" and not found.token_ids:
         raise ConfigError(
-            "pooling type STEP needs the token behind each step: --pooler-config "
+            "pooling type STEP needs the token after each step: --pooler-config "
             "'{\"step_tag_id\": ID}'"
         )
     if kind != "CLS" and found.head in ("bert", "roberta"):
         raise ConfigError(f"the head of this model reads its first token; {kind} is not possible")
     if found.head == "tokens" and kind != "LAST":
-        raise ConfigError(f"scores of tokens are those behind the last token; got {kind}")
+        raise ConfigError(f"scores of tokens are those after the last token; got {kind}")
     return found
 
 

@@ -28,7 +28,7 @@ CONVERSATION = [
     {"role": "user", "content": "What is the capital of China?"},
     {"role": "assistant", "content": "Beijing."},
 ]
-# Token ids of prompts with a token behind each step; STEP_ID is that token.
+# Token ids of prompts with a token after each step; STEP_ID is that token.
 STEP_ID = 7
 STEPS = [[9, 12, 30, 7, 40, 41, 7, 55, 7], [20, 7]]
 CORPUS = [*TEXTS, QUERY, "yes no yes no yes no", "system user assistant Judge Document Query"] * 4

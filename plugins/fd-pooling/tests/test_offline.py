@@ -215,7 +215,7 @@ def test_what_cannot_be_stops_the_start(
 def test_steps_of_fixed_shapes_pool_no_padding(
     name: str, open_llm: Open, answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on devices that compile for each shape: rows are padded, and there are rows of nobody."""
+    """As on devices that compile for each shape: rows are padded, and there are padding rows."""
     make = CpuDevice.__init__
 
     def padded(device: CpuDevice, options: DeviceOptions) -> None:

@@ -81,7 +81,7 @@ def test_hashes_as_numbers_or_as_whole_digests(index: EventIndex) -> None:
 
 
 def test_a_prefix_that_is_there_twice_stays_until_both_are_removed(index: EventIndex) -> None:
-    """An engine's hash may cover tokens behind the block, so one prefix can be there twice."""
+    """An engine's hash may cover tokens after the block, so one prefix can be there twice."""
     index.apply("a", 0, [_stored([1], None, [1, 2, 3, 4]), _stored([2], None, [1, 2, 3, 4])])
     index.apply("a", 0, [["BlockRemoved", [1], "GPU"]])
     assert index.cached_tokens("a", _keys([1, 2, 3, 4])) == 4

@@ -76,7 +76,7 @@ class KVEvents:
     def _store(self, entry: CacheEntry, last: list[Any]) -> None:
         parent = None if entry.parent is None else _hash(entry.parent)
         size, more = self._sizes
-        # Behind its tokens an entry has those of the look-ahead, then what pictures are made from.
+        # After its tokens an entry has those of the look-ahead, then what pictures are made from.
         tokens = memoryview(entry.tokens)[: 4 * size].cast("I").tolist()
         salt, adapter, routes = entry.scope
         extra = [key for key in (salt, routes) if key and parent is None]

@@ -296,7 +296,7 @@ class ReceiverDrivenTransport(ABC):
 
     @abstractmethod
     def _note(self, peer: str, data: bytes) -> bool:
-        """Queue a note behind the transfers that there are; False: too many wait."""
+        """Queue a note after the transfers that there are; False: too many wait."""
 
     @abstractmethod
     def _shut_down(self) -> None:

@@ -5,7 +5,7 @@ All passes through the host tier. A new block is copied there with the next step
 writes it from there. A request is held while threads read its blocks into host memory, where the
 prefix cache finds them. What fails, is late or damaged is computed: output depends on no store.
 
-A block is stored behind its group of layers, its key, its parent's, its tokens, and a checksum of
+A block is stored after its group of layers, its key, its parent's, its tokens, and a checksum of
 all. The key covers the model, the number format, the ranks and the request's salt. A reader knows
 the header it wants and compares it whole, so nothing that is read is ever interpreted.
 

@@ -158,7 +158,7 @@ def test_a_prompt_is_handed_over_with_its_first_token(two: Two) -> None:
     assert two.collector.first["a"].num_cached_tokens == 0  # as where it was computed
     assert two.dropped.tokens["a"][0] == two.collector.tokens["a"][0][:1]
     assert two.decode.stats().kv_taken_over_total == two.prefill.stats().kv_handed_over_total == 1
-    # The decode engine was fed what lies behind the last full block, and the first token with it.
+    # The decode engine was fed what lies after the last full block, and the first token with it.
     fed = two.decode.stats().step_tokens_total
     assert fed == (len(PROMPT) - 4 * NUM_BLOCKS) + 7
 

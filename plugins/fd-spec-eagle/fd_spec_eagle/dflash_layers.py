@@ -1,7 +1,7 @@
 """The layers of a DFlash checkpoint, and what their attention is told of a step.
 
     g[t] = norm(W [h_a[t]; h_b[t]; ...])            h: hidden states between the target's blocks
-    x = embedding([token[n]; mask; mask; ...]),     n: the place of the newest token, behind all t
+    x = embedding([token[n]; mask; mask; ...]),     n: the place of the newest token, after all t
     x = x + attention(norm(x)),  x = x + feed_forward(norm(x))   in each layer
     token[n + j] ~ head(norm(x[j]))
 
@@ -175,7 +175,7 @@ class DFlashLayers:
         rows = last.num_seqs
         starts = np.arange(rows + 1, dtype=np.int32) * size
         ones = {"dtype": xp.int32, "device": slots.device}
-        fits = (last.slot_mapping >= 0).to(xp.int32)  # others are rows of nobody here
+        fits = (last.slot_mapping >= 0).to(xp.int32)  # others are padding rows here
         write = replace(
             last,
             num_tokens=rows * size,

@@ -49,7 +49,7 @@ def fd_speculative_requirements(question: SpeculativeQuestion) -> Requirements |
             f"{question.vocab_size} tokens can be drafted, {steps} draft(s) per step",
         ),
         # EAGLE-3: the first draft is made at the last token that was fed; each further one a
-        # position later. DFlash: a block lies behind that token.
+        # position later. DFlash: a block lies after that token.
         lookahead_tokens=steps + 1 if is_block else steps - 1,
         # EAGLE-3: an entry of its cache is made of the token after it.
         key_lookahead=0 if is_block else 1,

@@ -101,7 +101,7 @@ def test_speculators_spelling(tmp_path: Path) -> None:
 
 
 def test_needs_of_blocks(tmp_path: Path) -> None:
-    """Behind the last token that was fed: the newest one, and the drafts."""
+    """After the last token that was fed: the newest one, and the drafts."""
     needs = ask(5, "dflash", model=draft(tmp_path, BLOCKS))
     assert not needs.refusals and needs.lookahead_tokens == 6 and needs.key_lookahead == 0
     assert "reads layers 2, 14, 26 of the target, 500 of 500 tokens" in needs.notes[0]

@@ -1,6 +1,6 @@
 """A DFlash drafter in plain torch, as it is trained: the published layout.
 
-A block is a known token and masks behind it; one pass drafts the token of every mask where it
+A block is a known token and masks after it; one pass drafts the token of every mask where it
 stands. Every layer attends from the block's tokens to all of them, and to keys and values that it
 makes of g[t] = norm(fc(hidden states of the target at t)) for each t before the block. Embedding
 and head are the target's.

@@ -133,7 +133,7 @@ class Eagle3(Lesson):
             self.drafter.norm.weight.copy_(model.norm.weight)
 
     def losses(self, model: ErnieTiny, batch: data.Inputs, taught: Taught, count: int) -> Losses:
-        """Pass j, behind j drafts, at every position."""
+        """Pass j, after j drafts, at every position."""
         drafter, ids, (aux, logits) = self.drafter, self._ids, taught
         seen = data.dense_mask(batch.documents)
         wanted, best = logits[..., ids].log_softmax(-1).exp(), logits.argmax(-1)
@@ -191,7 +191,7 @@ class DFlash(Lesson):
             self.drafter.norm.weight.copy_(model.norm.weight)
 
     def losses(self, model: ErnieTiny, batch: data.Inputs, taught: Taught, count: int) -> Losses:
-        """Of blocks behind random tokens whose next one the target writes."""
+        """Of blocks after random tokens whose next one the target writes."""
         size, length, documents = self._size, batch.tokens.shape[1], batch.documents
         aux, logits = taught
         written = (batch.flags & data.TARGET) > 0

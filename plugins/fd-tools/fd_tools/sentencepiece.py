@@ -1,6 +1,6 @@
 """tokenizer.json out of a SentencePiece model (tokenizer.model), which older folders have alone.
 
-The result tokenizes as the SentencePiece library does; text behind a special token begins a word.
+The result tokenizes as the SentencePiece library does; text after a special token begins a word.
 Which tokens stand around a text is not in the model: tokenizer_config.json says it (add_bos_token,
 add_eos_token), or the token for the beginning is added.
 """
@@ -32,7 +32,7 @@ def convert(folder: Path) -> Path:
     if own and rules.add_dummy_prefix:
         raise ConfigError(
             f"{source} puts a space before each text (add_dummy_prefix) and has symbols of its own "
-            f"({', '.join(own[:3])}), behind which tokenizer.json cannot leave it out; possible: a "
+            f"({', '.join(own[:3])}), after which tokenizer.json cannot leave it out; possible: a "
             "model without one of both, or a tokenizer.json from the model's author"
         )
     made = tokenizers.Tokenizer(_model(model, source))

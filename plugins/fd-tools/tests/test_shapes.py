@@ -30,7 +30,7 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
         body = {"prompt": list(range(5, 16)), "max_tokens": 4, "ignore_eos": True}
         httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status()
 
-        # one prompt, then three steps for the tokens behind the first
+        # one prompt, then three steps for the tokens after the first
         wait_for(lambda: (c := rows(path))[11] >= 1 and c[1] >= 3, "the shapes of the request")
     return path
 

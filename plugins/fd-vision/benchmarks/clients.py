@@ -11,7 +11,7 @@ each. Meanwhile a prober asks /health, and a client without pictures asks a ques
 first     seconds to the first token: of one client alone, then of all at once
 health    the longest that /health took
 encoded   pictures that went through the tower, and how many there were
-memory    proportional set size of all of the server's processes, behind each wave
+memory    proportional set size of all of the server's processes, after each wave
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ requests at once. Medians of rounds, each with pictures of its own. --wait: once
 
 cold      LLM.generate for one token of one request: prepare, encode, prompt, sample
 repeated  the same request again: the prefix cache has all but the last block of it
-same      the same picture behind other text: its vectors are kept, the prompt is computed
+same      the same picture after other text: its vectors are kept, the prompt is computed
 decode    (seconds of --output tokens - seconds of one token) / (--output - 1), a step of all rows
 batch     requests/s of one token each, every request with a picture of its own
 

@@ -266,7 +266,7 @@ class Ernie4_5_VLMoeForConditionalGeneration(VisionLM, Ernie4_5_MoeForCausalLM):
         return hidden if rows is None else xp.index_select(hidden, 0, rows)
 
     def load_weights(self, tensors: Iterable[tuple[str, StoredTensor]]) -> list[str]:
-        """See DecoderLM; checkpoints number vision experts behind the text experts."""
+        """See DecoderLM; checkpoints number vision experts after the text experts."""
         return super().load_weights(self._two_sets(tensors))
 
     def _two_sets(

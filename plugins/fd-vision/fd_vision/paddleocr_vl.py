@@ -1,5 +1,5 @@
 """PaddleOCR-VL (transformers: PaddleOCRVLForConditionalGeneration): ERNIE 4.5's dense decoder,
-which turns halves of a head here, behind a SigLIP-like tower."""
+which turns halves of a head here, after a SigLIP-like tower."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PROJECTOR_EPS = 1e-5
 
 
 class PaddleOCRTower(VisionTower):
-    """Pictures alone; learned positions, and a projector behind a norm of its own."""
+    """Pictures alone; learned positions, and a projector after a norm of its own."""
 
     @staticmethod
     def read(config: Mapping[str, Any]) -> TowerShape:

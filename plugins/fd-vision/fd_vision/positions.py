@@ -23,7 +23,7 @@ class Run:
 
 
 def three_axes(runs: Iterable[Run]) -> tuple[np.ndarray, int]:
-    """[3, num_tokens] int32, and what to add to the index of a token behind them."""
+    """[3, num_tokens] int32, and what to add to the index of a token after them."""
     parts: list[np.ndarray] = [np.zeros((3, 0), dtype=np.int64)]
     start = 0
     for run in runs:

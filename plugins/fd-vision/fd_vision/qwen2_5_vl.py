@@ -1,4 +1,4 @@
-"""Qwen2.5-VL (transformers: Qwen2_5_VLForConditionalGeneration): Qwen2's decoder behind a tower
+"""Qwen2.5-VL (transformers: Qwen2_5_VLForConditionalGeneration): Qwen2's decoder after a tower
 most of whose layers see windows, with positions on three axes."""
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class GatedMLP:
 
 
 class Qwen2_5Tower(VisionTower):
-    """Frame pairs, windows, a merger behind an RMSNorm."""
+    """Frame pairs, windows, a merger after an RMSNorm."""
 
     @staticmethod
     def read(config: Mapping[str, Any]) -> TowerShape:

@@ -1,6 +1,6 @@
 """Qwen3-VL, dense and mixture of experts (transformers: Qwen3VLForConditionalGeneration and
 Qwen3VLMoeForConditionalGeneration): Qwen3's decoders. DeepStack: hidden states of some layers of
-the tower are added behind the first layers of the decoder."""
+the tower are added after the first layers of the decoder."""
 
 from __future__ import annotations
 

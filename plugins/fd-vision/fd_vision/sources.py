@@ -41,7 +41,7 @@ _URL = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+(/[A-Za-z0-9\-._~!$&'()*+,;=:@%
 @dataclass(frozen=True, slots=True)
 class Source:
     """A picture or video as it comes: a file's bytes, or RGB pixels with their width and height.
-    A video may also be several frames, one behind the other."""
+    A video may also be several frames, one after the other."""
 
     data: bytes
     size: tuple[int, int] | None = None

@@ -119,7 +119,7 @@ def linear(build: ModelBuilder, name: str, inputs: int, outputs: int) -> Linear:
 
 
 class Sequential:
-    """Norms, products and activations, one behind the other."""
+    """Norms, products and activations, one after the other."""
 
     def __init__(self, *parts: Rows) -> None:
         self._parts = parts
@@ -134,7 +134,7 @@ class Sequential:
 def products(
     build: ModelBuilder, names: Sequence[str], widths: Sequence[int], between: Rows
 ) -> Sequential:
-    """Two products with something between them. widths: of the rows before, between and behind."""
+    """Two products with something between them. widths: of the rows before, between and after."""
     first, second = names
     return Sequential(
         linear(build, first, widths[0], widths[1]), between, linear(build, second, *widths[1:])
@@ -320,7 +320,7 @@ def _attention(xp: Any, qkv: tuple[Tensor, Tensor, Tensor], scale: float) -> Ten
 class VisionTower(ABC):
     """A family's tower: from items to vectors. One per rank, made with Tower(build, config)."""
 
-    levels = 0  # DeepStack: parts of a vector that are added behind the first layers
+    levels = 0  # DeepStack: parts of a vector that are added after the first layers
 
     @staticmethod
     @abstractmethod
@@ -364,7 +364,7 @@ class Trunk:
         self._frequencies = (1.0 / ROPE_THETA**exponents).astype(np.float32)
 
     def __call__(self, items: Sequence[MediaItem], after: Sequence[int] = ()) -> list[Tensor]:
-        """[patches, hidden] behind these layers, and at the end behind the last one; in the order
+        """[patches, hidden] after these layers, and at the end after the last one; in the order
         of the items' patches."""
         xp, shape = self._xp, self._shape
         layout = Layout([item.grid for item in items], shape)

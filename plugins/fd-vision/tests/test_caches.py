@@ -283,7 +283,7 @@ def test_equal_text_with_another_picture_shares_nothing_behind_it(
 
 
 def test_a_prefix_hit_may_end_inside_a_picture(folder: Path, fd_tensor: str) -> None:
-    """Blocks of 16 end somewhere in 48 vectors; the next prompt differs behind the picture."""
+    """Blocks of 16 end somewhere in 48 vectors; the next prompt differs after the picture."""
     image = [picture(*WIDE)]
     first, second = prompt_of(1, "What"), prompt_of(1, "What").replace(" and ", " or ")
     with engine(folder, fd_tensor, enable_prefix_caching=False) as llm:

@@ -1,5 +1,5 @@
 """Every family on an NVIDIA GPU in float32: vectors and tokens are transformers', and captured
-decode steps behind pictures, with drafts and without, say what steps without graphs say."""
+decode steps after pictures, with drafts and without, say what steps without graphs say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts behind pictures and videos change no token, and are made at the positions and from the
+"""Drafts after pictures and videos change no token, and are made at the positions and from the
 vectors that the target has."""
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Module:
     def hidden(
         self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """[n, 64] of the tokens behind, of the target, [3, n]: behind the final norm, [n, 64]."""
+        """[n, 64] of the tokens after, of the target, [3, n]: after the final norm, [n, 64]."""
         both = (embedded, hidden)
         joined = [
             torch.nn.functional.rms_norm(x, (64,), w, 1e-5)
@@ -146,7 +146,7 @@ class Module:
 
 @torch.no_grad()
 def expected(folder: Path, oracle: Oracle, ids: list[int], end: int, image: Any) -> list[int]:
-    """Two drafts behind token `end` of a sequence with one picture, of which the next is known."""
+    """Two drafts after token `end` of a sequence with one picture, of which the next is known."""
     module, model = Module(folder, oracle), oracle.model
     made = oracle.pixels([image])
     rows, columns = (int(n) // 2 for n in made["image_grid_thw"][0, 1:])
@@ -170,7 +170,7 @@ def expected(folder: Path, oracle: Oracle, ids: list[int], end: int, image: Any)
     embedded[first : first + count] = torch.tensor(oracle.features([image]))
     one = module.hidden(embedded[1 : end + 2], hidden, positions[:, known])
     drafts = [int((one[-1] @ model.lm_head.weight.T).argmax())]
-    # The module once more, a place further, behind what it has said.
+    # The module once more, a place further, after what it has said.
     drafted = model.get_input_embeddings()(torch.tensor(drafts))
     two = module.hidden(
         torch.cat((embedded[1 : end + 2], drafted)),
@@ -184,7 +184,7 @@ def expected(folder: Path, oracle: Oracle, ids: list[int], end: int, image: Any)
 def test_drafts_are_made_of_vectors_at_their_positions(
     with_module: Path, fd_tensor: str, captures: bool
 ) -> None:
-    """As transformers' layers make them: behind the prompt, and in later steps."""
+    """As transformers' layers make them: after the prompt, and in later steps."""
     oracle, image = Oracle(with_module, "ernie4_5_vl"), picture(230, 170, 5)
     seen: dict[int, list[int]] = {}
     with engine(

@@ -112,7 +112,7 @@ def test_tokens_are_those_of_each_prompt_alone(
 def test_captured_decode_steps_say_the_same(
     checkpoint: Callable[[str], Path], fd_tensor: str, name: str
 ) -> None:
-    """At the positions behind pictures, and with the seeds of the tokens' indices."""
+    """At the positions after pictures, and with the seeds of the tokens' indices."""
     asked, params = mixes(name, 9), params_of(9)
     device = {"tensor_library": fd_tensor, "device": "cpu"}
     with engine(checkpoint(name), **device) as llm:

@@ -224,7 +224,7 @@ def test_released_ernie_reads_the_same(
     checkpoint: Callable[[str], Path], tmp_path: Path, fd_tensor: str
 ) -> None:
     """The config.json of released folders: flat, numbers of both sets of experts in lists, a last
-    layer behind the last one, and one placeholder, which the template writes as text."""
+    layer after the last one, and one placeholder, which the template writes as text."""
     new, old = checkpoint("ernie4_5_vl"), tmp_path / "old"
     shutil.copytree(new, old)
     config = json.loads((new / "config.json").read_text())

@@ -131,7 +131,7 @@ def test_the_frames_that_transformers_takes(total: int, fps: float) -> None:
     own.temporal_patch_size = 2
     assert chosen(total, fps, ENDS) == QWEN3(own, meta).tolist()
     if total > 1:  # transformers has no answer for a single frame
-        # Where it names a frame behind the last one, transformers fails.
+        # Where it names a frame after the last one, transformers fails.
         sampled = [n for n in QWEN2(own, meta, fps=2.0).tolist() if n < total]
         assert chosen(total, fps, RULE) == sampled
     steps = msgspec.structs.replace(RULE, sampling="steps")

@@ -301,7 +301,7 @@ class Oracle:
         count: int,
         videos: Sequence[tuple[np.ndarray, float]] = (),
     ) -> list[int]:
-        """The tokens behind a prompt in which a place stands for each picture, and for each video:
+        """The tokens after a prompt in which a place stands for each picture, and for each video:
         frames that are not resized, and how many there are for a second."""
         given, grids = dict[str, Any](), {1: [], 2: []}
         if images:
@@ -329,7 +329,7 @@ class Oracle:
         if given:
             given["mm_token_type_ids"] = torch.tensor([types])
             offset = max(max(p) for p in positions) + 1 - len(positions)
-            # The rule of training. transformers has another behind videos that last long.
+            # The rule of training. transformers has another after videos that last long.
             rule = torch.tensor(positions).T[:, None], torch.tensor([[offset]])
             self.model.model.get_rope_index = lambda *args, **more: rule
         return self._generate(expanded, given, count)

@@ -58,7 +58,7 @@ def page_routes() -> ApiRoutes:
     async def asset(name: str) -> Response:
         if name not in files:
             raise ApiError(404, f"the page has no file {name[:80]!r}")
-        kept = "-" in name  # the build puts a digest behind the dash
+        kept = "-" in name  # the build puts a digest after the dash
         return _file(name, files[name], f"max-age={31_536_000 if kept else 3600}")
 
     @router.api_route("/docs", methods=["GET", "HEAD"])

@@ -129,7 +129,7 @@ class GrammarConformance(Conformance):
                 assert token in possible(matcher), f"{tokenizer.decode([token])!r} of {text!r}"
                 assert matcher.accept([token]) == 1
             assert matcher.is_finished(), f"{text!r} and the end of text, and yet not finished"
-            assert possible(matcher) == [EOS], "behind the end only the end can follow"
+            assert possible(matcher) == [EOS], "after the end only the end can follow"
 
     @pytest.mark.parametrize("kind", CASES)
     def test_accept_stops_at_the_first_token_that_does_not_fit(

@@ -134,7 +134,7 @@ class LogitsProcessorConformance(OnDevice):
             assert np.array_equal(got, whole[order]), f"rows {order} differ"
 
     def test_drafts_leave_no_trace(self, make: Any, device: Any, requests: list[Arguments]) -> None:
-        """Rows of a sequence behind its first stand behind drafts, which may be wrong."""
+        """Rows of a sequence after its first stand after drafts, which may be wrong."""
         ids, logits = [1, 2, 3, 4], self.logits(3, 4)
         plain = self.entered(make(), ids, requests)
         drafted = self.entered(make(), ids, requests)

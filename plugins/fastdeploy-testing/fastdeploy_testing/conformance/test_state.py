@@ -117,7 +117,7 @@ class World:
         captured: int = 0,
     ) -> None:
         """A step whose rows end in so many refused drafts each. captured: tokens per row of a
-        captured step, padding behind those of the row; a row of nobody is between the others."""
+        captured step, padding after those of the row; a padding row is between the others."""
         counts = [count for _, count in rows]
         if not captured:
             self._step(rows, lengths, counts, counts, 0, refused)
@@ -135,9 +135,9 @@ class World:
         tokens_per_row: int,
         refused: list[int] | None = None,
     ) -> None:
-        """Feed the first `real` of `counts` tokens a row and padding behind them."""
+        """Feed the first `real` of `counts` tokens a row and padding after them."""
         refused = refused or [0] * len(rows)
-        self.tables[NOBODY] = [self.tables[rows[0][0]][-1]]  # stale, as those of rows of nobody are
+        self.tables[NOBODY] = [self.tables[rows[0][0]][-1]]  # stale, as those of padding rows are
         starts = [self.done.get(seq, 0) for seq, _ in rows]
         ends = [
             0 if s == NOBODY else a + n for (s, _), a, n in zip(rows, starts, counts, strict=True)
@@ -171,7 +171,7 @@ class World:
         result = self.backend.forward(x, dt, beta, self.held, self.cache, metadata)
         self.suite.assert_dtype(self.device, result, self.spec.dtype)
         host = self.suite.to_host(self.device, result)
-        assert np.all(np.isfinite(host)), "padding and rows of nobody are finite, too"
+        assert np.all(np.isfinite(host)), "padding and its rows are finite, too"
         for row, (seq, _) in enumerate(rows):
             if seq != NOBODY:
                 right = real[row] - refused[row]
@@ -179,7 +179,7 @@ class World:
                 self.found.setdefault(seq, []).append(host[offsets[row] : offsets[row] + right])
 
     def _fed(self, seq: int, length: int, start: int, count: int, right: int) -> list[Any]:
-        """A row's inputs; behind the first `right` ones, those of tokens that will not be."""
+        """A row's inputs; after the first `right` ones, those of tokens that will not be."""
         own = self.inputs(seq, max(length, start + right))
         wrong = self.inputs(seq + 50, count - right)
         return [
@@ -268,7 +268,7 @@ class StateConformance(OnDevice):
         world = World(self, driver, device, kernels, spec)
         if is_captured and not world.backend.can_capture_decode:
             pytest.skip("the driver's steps are not captured")
-        lengths = {0: 16, 1: 32, 2: 48}  # behind these, tables name blocks of others
+        lengths = {0: 16, 1: 32, 2: 48}  # after these, tables name blocks of others
         for seq, prompt in ((0, 1), (1, 19), (2, 32)):
             world.grow(seq, prompt)
             world.feed([(seq, prompt)], lengths)

@@ -3,7 +3,7 @@ what those do not have (MXFP4, clamped experts with biases).
 
 Weights keep the internal format (contracts/quant_formats.py) and become half floats in registers,
 so that memory moves what is stored. One kernel for every format, dense or grouped by expert:
-numbers times x, a scale behind the sum where an output has one, else at each number. Activations
+numbers times x, a scale after the sum where an output has one, else at each number. Activations
 come as the format sees them.
 """
 

@@ -113,7 +113,7 @@ def unpack_groups(codes_p, scales_p, y_p, count, BG: tl.constexpr, PDL: tl.const
 
 
 def is_whole(weight: PackedWeight | torch.Tensor) -> TypeGuard[PackedWeight]:
-    """Whether it is MXFP4 whose rows hold whole groups, one behind the other."""
+    """Whether it is MXFP4 whose rows hold whole groups, one after the other."""
     if isinstance(weight, torch.Tensor) or weight.format.name != "mxfp4":
         return False
     in_order = all(weight.tensors[name].is_contiguous() for name in ("weight", "scale"))

@@ -45,7 +45,7 @@ def convolve(
     the first program of a row reads what its sequence kept, so TOKENS is at least WIDTH - 1 there.
 
     The first UNIT_HEADS blocks are heads of HEAD channels, made vectors of length 1, and half of
-    them, the queries, times SCALE. Rows of nobody give zeros. Of KEPT and slots see step_states.
+    them, the queries, times SCALE. Padding rows give zeros. Of KEPT and slots see step_states.
     """
     join_chain(PDL)
     item, part = tl.program_id(0), tl.program_id(1)

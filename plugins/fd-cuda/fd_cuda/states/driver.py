@@ -101,7 +101,7 @@ class CudaStates:
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
         """The state, [num_blocks, num_heads, key_dim, value_dim], and the convolution's last
         inputs, [num_blocks, conv_width - 1, channels]. With drafts [num_blocks, spec.kept, ...]:
-        that behind the first n tokens is at n % kept."""
+        that after the first n tokens is at n % kept."""
         spec = self.spec
         block = (num_blocks, spec.kept) if spec.kept else (num_blocks,)
         conv = (*block, spec.conv_width - 1, sum(spec.conv_parts))

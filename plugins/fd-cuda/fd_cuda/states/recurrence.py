@@ -37,13 +37,13 @@ def product(a, b, acc):
 
 @triton.jit
 def block_of(table, token, BLOCK_SIZE: tl.constexpr):
-    """The block that a sequence's state behind that token is in."""
+    """The block that a sequence's state after that token is in."""
     return tl.load(table + tl.maximum(token, 0) // BLOCK_SIZE).to(tl.int64)
 
 
 @triton.jit
 def place_of(table, length, BLOCK_SIZE: tl.constexpr, KEPT: tl.constexpr):
-    """Where a sequence's state behind its first `length` tokens is: its block has places for KEPT
+    """Where a sequence's state after its first `length` tokens is: its block has places for KEPT
     states, which take turns."""
     return block_of(table, length - 1, BLOCK_SIZE) * KEPT + length % KEPT
 

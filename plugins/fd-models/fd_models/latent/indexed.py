@@ -74,7 +74,7 @@ class IndexedAttention:
         return batch, rows
 
     def _fixed(self, batch: AttentionBatch) -> _Rows:
-        """All rows, by the device's numbers alone. Behind a row's last written key stands that key
+        """All rows, by the device's numbers alone. After a row's last written key stands that key
         again, and no token sees it there."""
         xp, rows, width = self._xp, batch.num_seqs, batch.tokens_per_row
         if not width:

@@ -140,7 +140,7 @@ def gated_norm(
     xp: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool
 ) -> Tensor:
     """x over its root mean square along the last dimension, times weight, and silu(gate) before or
-    behind that; in float32, but for the normed x, which is rounded where the weight follows. x,
+    after that; in float32, but for the normed x, which is rounded where the weight follows. x,
     gate: [..., n], weight: n of them in its last dimension."""
     wide, opened = x.float(), xp.silu(gate.float())
     wide = wide * opened if gate_first else wide

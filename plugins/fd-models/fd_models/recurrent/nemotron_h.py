@@ -172,7 +172,7 @@ class FeedForwardAlone:
 
 @dataclass(slots=True)
 class MixerAlone:
-    """A block that has attention, or a recurrent layer, and nothing behind it."""
+    """A block that has attention, or a recurrent layer, and nothing after it."""
 
     norm: RMSNorm
     mixer: AttentionLayer

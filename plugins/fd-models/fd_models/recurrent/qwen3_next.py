@@ -182,7 +182,7 @@ def accept_less_one(accept: Callable[[Tensor], None], stored: Tensor) -> None:
 
 
 def _lift_norms(build: ModelBuilder) -> None:
-    """Of all norms that were placed so far, but those behind a recurrence."""
+    """Of all norms that were placed so far, but those after a recurrence."""
     for placement in build.weights.placements.values():
         name = placement.name
         is_norm = name.endswith("norm.weight") or ".pre_fc_norm_" in name
@@ -192,7 +192,7 @@ def _lift_norms(build: ModelBuilder) -> None:
 
 class DeltaLM(HybridLM):
     """Gated delta nets, and gated attention in some blocks; norms stored as w - 1 but for those
-    behind a recurrence."""
+    after a recurrence."""
 
     head_norms = True
     partial_rotary = 0.25
@@ -203,7 +203,7 @@ class DeltaLM(HybridLM):
 
     @classmethod
     def is_recurrent(cls, read: ConfigReader, number: int) -> bool:
-        """All but every fourth block, if layer_types does not say; none behind the last."""
+        """All but every fourth block, if layer_types does not say; none after the last."""
         if number >= read.size("num_hidden_layers"):
             return False
         if read.config.get("layer_types"):

@@ -66,7 +66,7 @@ class Chunks:
     are computed at once, then the state passes through them one by one.
 
     Cuts are at multiples of CHUNK from the sequence's beginning. Places of no token, in front of
-    the first and behind the last, have k = 0 and g = 0 and leave the state as it is.
+    the first and after the last, have k = 0 and g = 0 and leave the state as it is.
     """
 
     def __init__(self, device: DeviceBackend, seen: Tensor, count: int, start: int) -> None:
@@ -86,7 +86,7 @@ class Chunks:
     def scan(
         self, state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(o [T, H, V], the state behind the last token [H, K, V]); arguments as `step` has them, T
+        """(o [T, H, V], the state after the last token [H, K, V]); arguments as `step` has them, T
         tokens in place of R rows, with one state."""
         xp, (seen, earlier) = self._xp, self._seen
         q, k, v = self._cut(q), self._cut(k), self._cut(v)

@@ -34,7 +34,7 @@ class _Rows:
 class PlainStates:
     """Rows of few tokens together, one token after the other; longer ones by themselves in chunks.
 
-    With drafts a block has places for spec.kept states, one after the other in a ring: that behind
+    With drafts a block has places for spec.kept states, one after the other in a ring: that after
     the first n tokens is at n % kept. So refused drafts take nothing away that is needed again.
     """
 
@@ -52,7 +52,7 @@ class PlainStates:
         self._dtype = device.xp.dtype(spec.dtype)
         self._has_state = spec.kind != "short_conv"
         self._places = max(1, spec.kept)  # of states in a block
-        # There one graph of the most rows serves all, and here rows of nobody cost what others do.
+        # There one graph of the most rows serves all, and here padding rows cost what others do.
         self.can_capture_decode = not device.limits.graph_any_size
         self._seen = causal(device)
 
@@ -99,10 +99,10 @@ class PlainStates:
         starts: np.ndarray,
         count: int,
     ) -> _Rows:
-        """`count` tokens of each of these rows, behind the `starts` first ones."""
+        """`count` tokens of each of these rows, after the `starts` first ones."""
 
         def place_of(lengths: np.ndarray) -> np.ndarray:
-            """[R]: of the state behind so many tokens of each row."""
+            """[R]: of the state after so many tokens of each row."""
             entries = np.maximum(lengths - 1, 0) // self._block_size
             blocks: np.ndarray = batch.block_tables[rows, entries].astype(np.int64)
             places: np.ndarray = blocks * self._places + lengths % self._places
@@ -117,7 +117,7 @@ class PlainStates:
 
     def _captured(self, batch: AttentionBatch) -> list[_Rows]:
         """Some tokens a row, by the device's numbers alone. Padding does again what its row's first
-        token did, and rows of nobody what the first row of somebody does, so that every place is
+        token did, and padding rows what the first row of somebody does, so that every place is
         written with what belongs there."""
         xp, width = self._xp, batch.tokens_per_row
         lengths = batch.seq_lens_dev.to(xp.int64)
@@ -129,7 +129,7 @@ class PlainStates:
         is_any, made = is_row.sum() > 0, []
 
         def place_of(lengths: Tensor) -> Tensor:
-            """[R] int64: of the state behind so many tokens of each row."""
+            """[R] int64: of the state after so many tokens of each row."""
             entry = xp.clamp(lengths - 1, 0, None) // self._block_size
             blocks = xp.gather(tables, 1, entry.unsqueeze(1)).squeeze(1).to(xp.int64)
             return blocks * self._places + lengths % self._places

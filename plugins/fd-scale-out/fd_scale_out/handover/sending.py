@@ -71,7 +71,7 @@ class Sending:
         self._tell()
 
     def commit(self) -> None:
-        """All blocks are here. Those behind the first one that is missing will not come."""
+        """All blocks are here. Those after the first one that is missing will not come."""
         if not self.is_over and not self.is_committed:
             self.is_committed = True
             self._total = self.num_leading

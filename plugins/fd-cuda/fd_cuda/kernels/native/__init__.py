@@ -232,7 +232,7 @@ def _compile(name: str, defines: dict[str, int]) -> bytes:
 
 
 def _kept(path: Path) -> bytes:
-    """Machine code that was kept, behind its SHA-256; empty where there is none or a disk has
+    """Machine code that was kept, after its SHA-256; empty where there is none or a disk has
     changed it."""
     try:
         held = path.read_bytes()
