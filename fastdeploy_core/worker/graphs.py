@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
@@ -68,7 +69,8 @@ def max_decodes(config: EngineConfig, device: DeviceBackend) -> int:
     overlaps = limits.overlap and config.batch.overlap
     # Kept results are those of one step, of which the host reads all before it plans the next one.
     keeps_up = isinstance(device, PostingDevice) or not overlaps
-    return limits.decodes_per_step if keeps_up and not has_processors(config) else 1
+    is_one = has_processors(config) or config.parallel.shares_experts or not keeps_up
+    return 1 if is_one else limits.decodes_per_step
 
 
 class Graphs:
@@ -218,9 +220,8 @@ class Graphs:
         self.slots.stand_down()
 
     def _decode_steps(self) -> Iterator[CapturedDecode]:
-        for size in reversed(self.plan.sizes):
-            for width in reversed(self.plan.widths):
-                yield CapturedDecode(self, size, width)
+        sizes, widths = reversed(self.plan.sizes), tuple(reversed(self.plan.widths))
+        return (CapturedDecode(self, *step) for step in product(sizes, widths))
 
     def _prompt_steps(self) -> Iterator[CapturedPrompt]:
         return (CapturedPrompt(self, size) for size in reversed(self.plan.prompt_sizes))

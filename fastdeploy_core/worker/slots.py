@@ -294,12 +294,9 @@ class Slots:
         return rows
 
     def _slots_of(self, seq_ids: np.ndarray) -> np.ndarray:
-        if (
-            seq_ids is self._last_ids
-            and self._last is not None
-            and not self._is_missing(self._last)
-        ):
-            return self._last.slots
+        last = self._last
+        if last is not None and seq_ids is self._last_ids and not self._is_missing(last):
+            return last.slots
         self._last_ids = seq_ids
         try:
             slots = [self.slot_of[seq_id] for seq_id in seq_ids.tolist()]

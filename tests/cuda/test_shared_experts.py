@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server.test_shared_experts import DEMO, REQUESTS, ask, ask_all, of_each
+from tests.server.test_shared_experts import DEMO, EPLB, REQUESTS, ask, ask_all, of_each
 from tests.server_process import serving
 
 pytestmark = [pytest.mark.device("cuda"), pytest.mark.slow]
@@ -41,9 +41,10 @@ def alone() -> Iterator[list[list[int]]]:
         (),
         ("--enforce-eager",),
         ("--expert-communicator", "all_gather"),
-        ("--enable-eplb", "--eplb-config", '{"step_interval": 3}'),
+        EPLB,
+        (*EPLB, "--enforce-eager"),
     ],
-    ids=lambda more: more[0].strip("-") if more else "plain",
+    ids=lambda more: "-".join(word.strip("-") for word in more if word[:2] == "--") or "captured",
 )
 def test_tokens_are_those_of_one_gpu(more: tuple[str, ...], alone: list[list[int]]) -> None:
     with serving(DEMO, *OPTIONS, *ROOM, *SHARED, *more, extra=QUICK) as server:
@@ -56,5 +57,6 @@ def test_tokens_are_those_of_one_gpu(more: tuple[str, ...], alone: list[list[int
             assert "places change" in server.log
         server.signal()
         assert server.wait() == 0
+    assert ("captured decode steps: none" in server.log) == ("--enforce-eager" in more)
     assert "experts are divided over 2 ranks of 2 engines" in server.log
     assert not re.search(r"Traceback|ERROR|CRITICAL", server.log)
