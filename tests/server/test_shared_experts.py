@@ -21,6 +21,7 @@ OPTIONS = ("--device", "cpu", "--dtype", "float32", "--max-model-len", "512")
 ROOM = ("--max-num-seqs", "4", "--max-num-batched-tokens", "96", "--num-gpu-blocks-override", "64")
 SHARED = (*OPTIONS, *ROOM, "--data-parallel-size", "2", "--enable-expert-parallel")
 BODY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+EPLB = ("--enable-eplb", "--eplb-config", '{"step_interval": 3}')
 # Prompts of 3 to 150 tokens, which need one step or two, for answers of 1 to 24 tokens.
 REQUESTS = [([7 + n, 5, *range(20, 21 + 49 * (n % 4))], 1 + 23 * n // 11) for n in range(12)]
 
@@ -118,9 +119,6 @@ def test_the_same_with(more: tuple[str, ...], alone: list[list[int]]) -> None:
         server.signal()
         assert server.wait() == 0
     assert not re.search(r"Traceback|ERROR|CRITICAL", server.log)
-
-
-EPLB = ("--enable-eplb", "--eplb-config", '{"step_interval": 3}')
 
 
 @pytest.mark.parametrize("more", [(), pytest.param(EPLB, marks=pytest.mark.slow)])
