@@ -93,7 +93,7 @@ class ExpertRanks(Protocol):
 
     @property
     def most_recorded(self) -> int | None:
-        """Tokens of the largest step that can be captured; None: any; 0: no step can."""
+        """Tokens of the largest step with prompts that can be captured; None: any; 0: none can."""
 
     def words(self) -> str:
         """A line for the start-up report."""

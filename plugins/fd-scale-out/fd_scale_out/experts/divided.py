@@ -86,7 +86,7 @@ class ExpertRanks:
 
     @property
     def most_recorded(self) -> int | None:
-        """Tokens of the largest step that can be captured; None: any; 0: no step can."""
+        """Tokens of the largest step with prompts that can be captured; None: any; 0: none can."""
         if self.engines is not None:
             return 0
         if all(one.capabilities.graph_safe for one in self._communicators.values()):
