@@ -121,7 +121,15 @@ def test_the_same_with(more: tuple[str, ...], alone: list[list[int]]) -> None:
     assert not re.search(r"Traceback|ERROR|CRITICAL", server.log)
 
 
-@pytest.mark.parametrize("more", [(), pytest.param(EPLB, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        pytest.param(EPLB, marks=pytest.mark.slow),
+        pytest.param(("--tensor-parallel-size", "2"), marks=pytest.mark.slow),
+    ],
+    ids=["plain", "eplb", "tensor-parallel"],
+)
 def test_captured_steps_are_taken_together(
     more: tuple[str, ...], alone: list[list[int]], tmp_path: Path
 ) -> None:
@@ -143,7 +151,8 @@ def test_captured_steps_are_taken_together(
         server.signal()
         assert server.wait() == 0
     replays = [int(number) for number in re.findall(r"replayed (\d+)", server.log)]
-    assert len(replays) == 2 and min(replays) > 20, server.log
+    assert len(replays) == 2 * (1 + ("--tensor-parallel-size" in more)), server.log
+    assert min(replays) > 20
     assert not re.search(r"Traceback|ERROR|CRITICAL", server.log)
 
 
