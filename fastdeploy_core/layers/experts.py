@@ -111,6 +111,9 @@ class ExpertRanks(Protocol):
         that all engines take; 0: none, and without tokens here this rank's experts have served the
         others'; None: as this one likes. WorkerError: a rank is lost."""
 
+    def close(self) -> None:
+        """Leave the ranks of other engines in good order."""
+
     def share(self, num_experts: int) -> ExpertShare:
         """This rank's experts of a block with so many."""
 

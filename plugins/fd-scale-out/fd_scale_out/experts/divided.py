@@ -115,6 +115,11 @@ class ExpertRanks:
             self.engines.serve_others()
         return captured
 
+    def close(self) -> None:
+        """Leave the ranks of other engines in good order; an engine's own group is its worker's."""
+        if self.engines is not None:
+            self.engines.group.close()
+
     def share(self, num_experts: int) -> ExpertShare:
         """This rank's experts of a block with num_experts."""
         ranks = self.group.world_size
