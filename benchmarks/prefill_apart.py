@@ -151,13 +151,16 @@ class Servers:
         router = ["router", "--port", "0", "--admin-key", "admin", "--probe-interval", "0.1"]
         router += ["--instances", *self.urls]
         self.router = stack.enter_context(running(*router))
+        self.changes_s: list[float] = []  # of roles
 
     def url(self, way: str) -> str:
         """Where requests go, once the roles are in force."""
         if way == "one":
             return self.urls[1]
         for url, role in zip(self.urls, ROLES[way], strict=True):
+            began = time.perf_counter()
             call(url + "/kv_handover", {"role": role}, **{"X-KV-Secret": SECRET})
+            self.changes_s.append(time.perf_counter() - began)
         wait_until(lambda: self.roles() == list(ROLES[way]), "the router to know the roles")
         return self.router
 
@@ -259,11 +262,14 @@ def one_run(
         wait_until(lambda expected=expected: servers.num_taken() == expected, text, 5.0)
 
 
-def show(options: argparse.Namespace, figures: dict[str, list[float]]) -> None:
+def show(
+    options: argparse.Namespace, figures: dict[str, list[float]], changes_s: list[float]
+) -> None:
     """A table of medians: ways as columns, and what is apart in relation to both others."""
     print(f"{options.model}, {options.kv_transport}, threads of each server: {options.threads}")
     print(f"{platform.machine()}, {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}")
     print(f"{options.runs} runs, {options.prompts} prompts each, {options.streams} streams")
+    print(f"{len(changes_s)} times a role was set, in {max(changes_s):.2f} s at most")
     heads = (*WAYS, "apart/one", "apart/mixed")
     print(f"{'median over runs':32}" + "".join(f"{head:>13}" for head in heads))
     for name in [name.removeprefix("one, ") for name in figures if name.startswith("one, ")]:
@@ -283,7 +289,7 @@ def main() -> None:
         print(f"both serve after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
         for number in range(options.runs):
             one_run(options, servers, number, figures)
-    show(options, figures)
+    show(options, figures, servers.changes_s)
     print_figures(options, figures)
 
 

@@ -93,7 +93,7 @@ class ExpertRanks(Protocol):
 
     @property
     def most_recorded(self) -> int | None:
-        """Tokens of the largest step that can be captured; None: any; 0: no step can."""
+        """Tokens of the largest step with prompts that can be captured; None: any; 0: none can."""
 
     def words(self) -> str:
         """A line for the start-up report."""
@@ -105,10 +105,14 @@ class ExpertRanks(Protocol):
     def watch(self, wake: Callable[[], None]) -> None:
         """Have `wake` called, in a thread, when is_awaited changes while no step is begun here."""
 
-    def begin_step(self, num_tokens: int) -> None:
+    def begin_step(self, num_tokens: int, num_rows: int = 0) -> int | None:
         """Before each step, of so many tokens on this engine, on every rank: experts may move.
-        Without tokens this rank's experts serve those of other engines here. WorkerError: a rank is
-        lost."""
+        num_rows: of the captured step that would do it; 0: none would. Returns those of the one
+        that all engines take; 0: none, and without tokens here this rank's experts have served the
+        others'; None: as this one likes. WorkerError: a rank is lost."""
+
+    def close(self) -> None:
+        """Leave the ranks of other engines in good order."""
 
     def share(self, num_experts: int) -> ExpertShare:
         """This rank's experts of a block with so many."""

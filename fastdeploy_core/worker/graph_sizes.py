@@ -40,6 +40,7 @@ def graph_sizes(
     """Batch sizes to capture, none if the device cannot or shall not, and a line for the report.
     can_sample: whether sampling at random can be captured. specs: of layers."""
     drivers, length = list(drivers), config.model.max_model_len
+    varies = limits.graph_any_size or config.speculative is not None
     unable = [driver.name for driver in drivers if not driver.can_capture_decode]
     longest = min((getattr(d, "max_recorded_len", math.inf) for d in drivers), default=math.inf)
     has_offsets = any("offsets" in spec.needs for spec in specs)
@@ -50,7 +51,7 @@ def graph_sizes(
         (has_offsets and limits.graph_any_size, "no kernel of it adds offsets to positions"),
         (length > longest, f"sequences of {length} tokens are too long for it here"),
         (num_ranks > 1 and not limits.graph_collectives, "the device's collectives cannot"),
-        (config.parallel.shares_experts, "engines that share experts have unlike steps"),
+        (config.parallel.shares_experts and varies, "engines that share experts have unlike steps"),
         (config.speculative and not can_sample, "the reference waits where drafts are sampled"),
     )
     for applies, why in obstacles:

@@ -67,7 +67,8 @@ def max_decodes(config: EngineConfig, device: DeviceBackend) -> int:
     overlaps = limits.overlap and config.batch.overlap
     # Kept results are those of one step, of which the host reads all before it plans the next one.
     keeps_up = isinstance(device, PostingDevice) or not overlaps
-    return limits.decodes_per_step if keeps_up and not has_processors(config) else 1
+    is_one = has_processors(config) or config.parallel.shares_experts or not keeps_up
+    return 1 if is_one else limits.decodes_per_step
 
 
 class Graphs:

@@ -65,6 +65,7 @@ class ModelRunner:
         self.vocab_size, self._rank = loaded.shapes.vocab_size, rank
         self._loaded, self._model = loaded, loaded.model
         self.experts: Any = None  # an ExpertRanks, from when the scheduler's steps come
+        self._agreed: int | None = None  # what its begin_step returned
         self.caches, max_num_seqs = Caches(device, kernels, loaded), config.batch.max_num_seqs
         self._columns = SamplingColumns(max_num_seqs, self.vocab_size)
         # Ranks other than 0 only need the tokens that rank 0 samples.
@@ -208,20 +209,21 @@ class ModelRunner:
         began, drafting = time.perf_counter(), self._drafting
         with self._lock:
             launched = self._take(step)
-        if self.experts is not None:
-            self.experts.begin_step(int(launched.rows.counts.sum()))
-        pending = PendingOutput(launched, self._read)
-        if not launched.rows.slots.size:
+        if self.experts is not None:  # engines that share them agree on a captured step, or none
+            self._agreed, rows = None, launched.rows
+            own = self._graph_of(rows) if rows.slots.size else None
+            told = int(rows.counts.sum()), 0 if own is None else own.size
+            self._agreed = self.experts.begin_step(*told)
+        pending, is_empty = PendingOutput(launched, self._read), not launched.rows.slots.size
+        captured = None if is_empty and not self._agreed else self._find_captured(launched)
+        model_began = time.perf_counter()
+        if captured is not None:
+            captured.replay()
+        if is_empty:
             launched.results = ModelRunnerOutput(step_id=step.step_id, token_ids=NO_TOKENS)
             launched.times.launch_s = time.perf_counter() - began
             return pending
-        captured = self._find_captured(launched)
-        model_began = time.perf_counter()
-        logits: Tensor | None = None
-        if captured is None:
-            logits = self._compute(launched)
-        else:
-            captured.replay()
+        logits = self._compute(launched) if captured is None else None
         launched.times.model_s = time.perf_counter() - model_began
         with self._lock:
             drafts: Tensor | None = None
@@ -289,9 +291,9 @@ class ModelRunner:
         return captured
 
     def _graph_of(self, rows: StepRows) -> CapturedDecode | None:
-        if self._graphs is None or not rows.is_decode:
+        if self._graphs is None or not rows.is_decode or self._agreed == 0:
             return None
-        return self._graphs.find(rows.slots.size, rows.width)
+        return self._graphs.find(self._agreed or rows.slots.size, rows.width)
 
     def _knows_enough(self, launched: Launched, captured: CapturedDecode | None) -> bool:
         """Whether the device alone knows enough: drafts stay there, and there are none or sampling
@@ -342,8 +344,7 @@ class ModelRunner:
             launched.sampling, marked, where = sampler.sample_padded(logits, plan)
             slots.take_sampled(rows, where, launched.sampling.token_ids)
             return marked
-        if rows.shape is not None:
-            logits = logits[: plan.num_rows]
+        logits = logits if rows.shape is None else logits[: plan.num_rows]
         read_all, fed = self._results.read_all, rows.num_drafts
         sampling, marked = sampler.sample(logits, rows, plan, read_all, fed)
         launched.sampling = sampling

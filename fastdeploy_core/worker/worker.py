@@ -161,7 +161,7 @@ class Worker:
 
     def close(self) -> None:
         """Give the device back."""
-        for part in (self._communicator, self.device):
+        for part in (getattr(self, "experts", None), self._communicator, self.device):
             if part is not None:
                 part.close()
         self._runner = self._communicator = self.device = None

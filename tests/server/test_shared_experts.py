@@ -21,8 +21,30 @@ OPTIONS = ("--device", "cpu", "--dtype", "float32", "--max-model-len", "512")
 ROOM = ("--max-num-seqs", "4", "--max-num-batched-tokens", "96", "--num-gpu-blocks-override", "64")
 SHARED = (*OPTIONS, *ROOM, "--data-parallel-size", "2", "--enable-expert-parallel")
 BODY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+EPLB = ("--enable-eplb", "--eplb-config", '{"step_interval": 3}')
 # Prompts of 3 to 150 tokens, which need one step or two, for answers of 1 to 24 tokens.
 REQUESTS = [([7 + n, 5, *range(20, 21 + 49 * (n % 4))], 1 + 23 * n // 11) for n in range(12)]
+
+# A processor that captures, as a plugin.
+CAPTURING = """
+from fastdeploy_core.contracts import Accept, Candidate, hookimpl
+from fastdeploy_testing.capturing import CapturingDevice, RecordableAttention as Attention
+
+class Device(CapturingDevice):
+    name = "capturing"
+
+    def close(self):
+        print("replayed", sum(work.num_replays for work in self.recorded), flush=True)
+        super().close()
+
+@hookimpl
+def fd_device_probe():
+    return Candidate("capturing", Accept(1, "a processor"))
+
+@hookimpl
+def fd_attention_backends(question):
+    return [Candidate("recordable", Accept(500, "reads lengths on the device"))]
+"""
 
 
 def ask(server: ServerProcess, prompt: list[int], count: int) -> list[int]:
@@ -82,7 +104,7 @@ def test_tokens_are_those_of_one_engine_whoever_has_work(alone: list[list[int]])
         ("--data-parallel-size", "4"),
         ("--api-server-count", "2"),
         ("--expert-communicator", "all_gather"),
-        ("--enable-eplb", "--eplb-config", '{"step_interval": 3}'),
+        EPLB,
         ("--tensor-library", "paddle"),
         ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}'),
     ],
@@ -96,6 +118,41 @@ def test_the_same_with(more: tuple[str, ...], alone: list[list[int]]) -> None:
             assert "places change" in server.log
         server.signal()
         assert server.wait() == 0
+    assert not re.search(r"Traceback|ERROR|CRITICAL", server.log)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        pytest.param(EPLB, marks=pytest.mark.slow),
+        pytest.param(("--tensor-parallel-size", "2"), marks=pytest.mark.slow),
+    ],
+    ids=["plain", "eplb", "tensor-parallel"],
+)
+def test_captured_steps_are_taken_together(
+    more: tuple[str, ...], alone: list[list[int]], tmp_path: Path
+) -> None:
+    """A processor that captures: a step of decodes has as many rows on each engine, one beside a
+    prompt is not captured, and an engine without work takes captured steps with padding."""
+    info = tmp_path / "fd_capturing-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fd-capturing\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text(
+        "[fastdeploy.devices]\ncapturing = capturing:Device\n[fastdeploy.hooks]\n"
+        "capturing = capturing\n[fastdeploy.attention]\nrecordable = capturing:Attention\n"
+    )
+    (tmp_path / "capturing.py").write_text(CAPTURING)
+    paths = {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{tmp_path}"}
+    with serving(DEMO, *SHARED, "--device", "capturing", *more, extra=paths) as server:
+        assert [ask(server, *request) for request in REQUESTS[:4]] == alone[:4]
+        assert ask_all(server) == alone
+        assert min(of_each(server, "generation_tokens_total")) > 0
+        server.signal()
+        assert server.wait() == 0
+    replays = [int(number) for number in re.findall(r"replayed (\d+)", server.log)]
+    assert len(replays) == 2 * (1 + ("--tensor-parallel-size" in more)), server.log
+    assert min(replays) > 20
     assert not re.search(r"Traceback|ERROR|CRITICAL", server.log)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import aiohttp
@@ -56,7 +56,11 @@ class Events:
 def parsed(events: bytes) -> list[dict[str, Any]]:
     """The JSON objects of whole events, [DONE] left out; InstanceFailed for anything else, and for
     the event by which an instance says that its engine died."""
-    found: list[dict[str, Any]] = []
+    return [event for _, event in each(events)]
+
+
+def each(events: bytes) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The same one by one, each after the bytes that it came as."""
     for part in events.split(b"\n\n"):
         if not part or part == DONE.strip():
             continue
@@ -70,5 +74,4 @@ def parsed(events: bytes) -> list[dict[str, Any]]:
         code = error.get("code") if isinstance(error, dict) else None
         if isinstance(code, int) and code >= 500 and code != 504:
             raise InstanceFailed(f"ended a stream with error {code}")
-        found.append(event)
-    return found
+        yield part + b"\n\n", event

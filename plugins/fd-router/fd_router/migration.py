@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from .asked import Asked
-from .events import frame, parsed
+from .events import each, frame, parsed
 from .instances import InstanceFailed
 from .policies import RequestView
 
@@ -72,7 +72,7 @@ class Transcript:
         if fields.get("n") not in (None, 1) or any(_asks(name, fields) for name in _REFUSED):
             return None
         prompt = fields.get("prompt")
-        if isinstance(prompt, list) and not all(type(item) is int for item in prompt):
+        if isinstance(prompt, list) and not set(map(type, prompt)) <= {int}:
             return None
         options = fields.get("stream_options")
         if not isinstance(options, dict | None):
@@ -105,15 +105,15 @@ class Transcript:
 
     def _take(self, events: bytes) -> bytes:
         shown = b""
-        for event in parsed(events):
+        for raw, event in each(events):
             if not self._frame:
                 self._frame = {
                     name: event.get(name) for name in ("id", "object", "created", "model")
                 }
-            shown += self._take_one(event)
+            shown += self._take_one(event, raw)
         return shown
 
-    def _take_one(self, event: dict[str, Any]) -> bytes:
+    def _take_one(self, event: dict[str, Any], raw: bytes) -> bytes:
         if ids := event.get("prompt_token_ids"):
             self._prompt = ids
         self._counted = self._counted or (not event.get("choices") and bool(event.get("usage")))
@@ -130,6 +130,7 @@ class Transcript:
                 self._plain = False
             if self._shows_ids:
                 continue
+            raw = b""  # the ids are taken out
             for holder in (event, choice, part):
                 for name in ("prompt_token_ids", "completion_token_ids", "token_ids"):
                     holder.pop(name, None)
@@ -137,7 +138,7 @@ class Transcript:
             empty = not part if self._is_chat else not text
             if empty and tokens and choice.get("finish_reason") is None:
                 return b""
-        return frame(event)
+        return raw or frame(event)
 
     # ------------------------------------------------------------------ another instance
 

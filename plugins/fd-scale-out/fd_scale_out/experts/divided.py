@@ -86,7 +86,7 @@ class ExpertRanks:
 
     @property
     def most_recorded(self) -> int | None:
-        """Tokens of the largest step that can be captured; None: any; 0: no step can."""
+        """Tokens of the largest step with prompts that can be captured; None: any; 0: none can."""
         if self.engines is not None:
             return 0
         if all(one.capabilities.graph_safe for one in self._communicators.values()):
@@ -103,16 +103,22 @@ class ExpertRanks:
         if self.engines is not None:
             self.engines.watch(wake)
 
-    def begin_step(self, num_tokens: int) -> None:
+    def begin_step(self, num_tokens: int, num_rows: int = 0) -> int | None:
         """Before each step, of so many tokens on this engine, on every rank: engines agree on it,
-        and experts may move. Without tokens here, experts serve those of other engines now.
-        WorkerError: a rank is lost."""
-        if self.engines is not None:
-            self.engines.agree(num_tokens)
+        and experts may move. num_rows: of the captured step that would do it; 0: none would.
+        Returns those of the one that all engines take; 0: none, and without tokens here experts
+        have served those of other engines; None: as this one likes. WorkerError: a rank is lost."""
+        captured = None if self.engines is None else self.engines.agree(num_tokens, num_rows)
         if self.balance is not None:
             self.balance.begin_step()
-        if self.engines is not None and not num_tokens:
+        if self.engines is not None and not num_tokens and not captured:
             self.engines.serve_others()
+        return captured
+
+    def close(self) -> None:
+        """Leave the ranks of other engines in good order; an engine's own group is its worker's."""
+        if self.engines is not None:
+            self.engines.group.close()
 
     def share(self, num_experts: int) -> ExpertShare:
         """This rank's experts of a block with num_experts."""

@@ -8,6 +8,10 @@ device. Then each block gathers the tokens of all engines, every rank adds what 
 them, and the sum over ranks goes back. An engine without work takes part with no tokens while
 another one steps: it computes experts alone. When all are without, each sleeps until one begins.
 
+A captured step has as many rows on every engine: where all engines only decode, each takes the
+captured step that is large enough for the largest batch, and one without work takes it with padding
+alone. Beside a prompt all compute operation by operation.
+
 When a rank is gone, the next collective of each other rank fails, and engines end; their
 supervisors start them again, and they meet in the same folder.
 """
@@ -75,16 +79,20 @@ class Engines:
 
     # -- steps ------------------------------------------------------------------------------------
 
-    def agree(self, num_tokens: int) -> None:
-        """Begin a step of so many tokens here, with all engines."""
+    def agree(self, num_tokens: int, num_rows: int) -> int:
+        """Begin a step of so many tokens here, with all engines. num_rows: of the captured step
+        that would do it, or 0. Returns those of the one that all engines take, or 0."""
         self._resting.clear()
-        own = self.xp.from_numpy(np.array([num_tokens], dtype=np.int64))
+        own = self.xp.from_numpy(np.array([[num_tokens, num_rows]], dtype=np.int64))
         try:
-            sizes = self.xp.to_numpy(self._host.all_gather(own, 0))
+            told = self.xp.to_numpy(self._host.all_gather(own, 0))
         except WorkerError as error:
             raise self.ended(error) from error
-        self._sizes = sizes[:: self._host.world_size // self.number].tolist()
+        sizes, rows = told[:: self._host.world_size // self.number].T
+        captured = int(rows.max()) if rows[sizes > 0].all() else 0
+        self._sizes = [captured] * self.number if captured else sizes.tolist()
         self._begun.set()
+        return captured
 
     def ended(self, error: WorkerError) -> WorkerError:
         """What a collective that failed means."""
