@@ -158,7 +158,7 @@ CLIENTS = {
 NPM_CLIENTS = {
     "@ai-sdk/openai": "@ai-sdk/openai ai zod",
     "@ai-sdk/openai-compatible": "@ai-sdk/openai-compatible ai zod",
-    "@anthropic-ai/sdk": "@anthropic-ai/sdk",
+    "@anthropic-ai/sdk": "@anthropic-ai/sdk zod",
     "openai": "openai zod",
 }
 # Not of a deployment, or not buildable from what an index serves: session `audit` leaves them out.

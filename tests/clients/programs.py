@@ -298,6 +298,19 @@ class Instructor:
         parts = list(api.create_partial(response_model=Person, **self.fields))
         assert len(parts) > 1 and parts[-1].age is not None
 
+    def chat(self) -> None:
+        fields = {**self.fields, "messages": [{"role": "user", "content": QUESTION}]}
+        answer = self.of("TOOLS").chat.completions.create(response_model=None, **fields)
+        says_beijing(answer.choices[0].message.content)
+
+    def picture(self) -> None:
+        import instructor
+
+        shown = instructor.Image.from_path(PICTURE)
+        fields = {**self.fields, "messages": [{"role": "user", "content": [shown, ASKED]}]}
+        answer = self.of("TOOLS").chat.completions.create(response_model=None, **fields)
+        says_blue(answer.choices[0].message.content)
+
 
 class PydanticAI:
     package = "pydantic-ai-slim"
@@ -312,6 +325,7 @@ class PydanticAI:
         settings = {"temperature": 0, "max_tokens": LIMIT}
         self.agent = lambda **more: Agent(chat, model_settings=settings, **more)
         self.native = NativeOutput(Person)
+        self.place = {"model_name": model, "provider": provider}
 
     def chat(self) -> None:
         says_beijing(self.agent().run_sync(QUESTION).output)
@@ -341,6 +355,13 @@ class PydanticAI:
 
         shown = BinaryContent(data=PICTURE.read_bytes(), media_type="image/png")
         says_blue(self.agent().run_sync([shown, ASKED]).output)
+
+    async def embed(self) -> None:
+        from pydantic_ai import Embedder
+        from pydantic_ai.embeddings.openai import OpenAIEmbeddingModel
+
+        embedder = Embedder(OpenAIEmbeddingModel(**self.place))
+        are_embeddings((await embedder.embed_documents(TEXTS)).embeddings)
 
 
 class OpenAIAgents:
@@ -388,6 +409,12 @@ class OpenAIAgents:
         run = await self.agents.Runner.run(self.agent(output_type=Person), PERSON)
         is_anna(run.final_output)
 
+    async def picture(self) -> None:
+        shown = {"type": "input_image", "image_url": PARTS[0]["image_url"]["url"], "detail": "auto"}
+        parts = [shown, {"type": "input_text", "text": ASKED}]
+        asked = [{"role": "user", "content": parts}]
+        says_blue((await self.agents.Runner.run(self.agent(), asked)).final_output)
+
 
 class DSPy:
     package = "dspy"
@@ -401,6 +428,19 @@ class DSPy:
     def chat(self) -> None:
         (answer,) = self.lm(messages=[{"role": "user", "content": QUESTION}])
         says_beijing(answer if isinstance(answer, str) else answer["text"])
+
+    async def stream(self) -> None:
+        """Its programs prompt in a form of their own, which the demo model was never shown: that
+        pieces come is all that can be expected."""
+        import dspy
+
+        listener = dspy.streaming.StreamListener(signature_field_name="answer")
+        with dspy.context(lm=self.lm):
+            program = dspy.streamify(
+                dspy.Predict("question -> answer"), stream_listeners=[listener]
+            )
+            pieces = [piece async for piece in program(question=QUESTION)]
+        assert len(pieces) > 1, pieces
 
     def picture(self) -> None:
         (answer,) = self.lm(messages=[{"role": "user", "content": PARTS}])
@@ -436,6 +476,7 @@ class Haystack:
             **more,
         )
         self.ask = lambda text: [ChatMessage.from_user(text)]
+        self.place = {"model": model, "api_base_url": f"{url}/v1"}
 
     def chat(self) -> None:
         says_beijing(self.generator().run(self.ask(QUESTION))["replies"][0].text)
@@ -472,6 +513,13 @@ class Haystack:
         text = generator.run(self.ask(PERSON))["replies"][0].text
         is_anna(Person.model_validate_json(text))
 
+    def embed(self) -> None:
+        from haystack.components.embedders import OpenAITextEmbedder
+        from haystack.utils import Secret
+
+        embedder = OpenAITextEmbedder(api_key=Secret.from_token(KEY), **self.place)
+        are_embeddings([embedder.run(text)["embedding"] for text in TEXTS])
+
 
 class Smolagents:
     package = "smolagents"
@@ -503,6 +551,13 @@ class Smolagents:
         answer = self.model.generate(self.ask(PERSON), response_format=wanted)
         is_anna(Person.model_validate_json(answer.content))
 
+    def picture(self) -> None:
+        from PIL import Image
+        from smolagents import ChatMessage
+
+        parts = [{"type": "image", "image": Image.open(PICTURE)}, {"type": "text", "text": ASKED}]
+        says_blue(self.model.generate([ChatMessage(role="user", content=parts)]).content)
+
 
 class Anthropic:
     package = "anthropic"
@@ -530,6 +585,17 @@ class Anthropic:
         answer = self.api.create(messages=asked, tools=[tool], **self.fields)
         (call,) = (block for block in answer.content if block.type == "tool_use")
         calls_weather(call.name, call.input)
+
+    def structured(self) -> None:
+        asked = [{"role": "user", "content": PERSON}]
+        answer = self.api.parse(messages=asked, output_format=Person, **self.fields)
+        is_anna(answer.parsed_output)
+
+    def picture(self) -> None:
+        source = {"type": "base64", "media_type": "image/png", "data": DATA}
+        parts = [{"type": "image", "source": source}, {"type": "text", "text": ASKED}]
+        answer = self.api.create(messages=[{"role": "user", "content": parts}], **self.fields)
+        says_blue(answer.content[0].text)
 
 
 class LMEval:
@@ -626,6 +692,16 @@ class Guidance:
         state = self._said("How old is Anna Smith?", age, self.of_vllm)
         assert state["age"].isdecimal() and len(state["age"]) == 2, state["age"]
 
+    def picture(self) -> None:
+        from guidance import assistant, gen, image, user
+
+        state = self.model
+        with user():
+            state += image(PICTURE) + ASKED
+        with assistant():
+            state += gen("answer", max_tokens=24)
+        says_blue(state["answer"])
+
 
 class Outlines:
     """Its class for OpenAI's API; regular expressions and grammars through the one for vLLM's."""
@@ -661,6 +737,14 @@ class Outlines:
         assert of_vllm("Yes or no?", Literal["yes", "no"], **self.fields) in ("yes", "no")
         answer = of_vllm("Say ab.", CFG('start: "a" "b"'), **self.fields)
         assert answer == "ab", answer
+
+    def picture(self) -> None:
+        import outlines
+        from PIL import Image
+
+        shown = outlines.inputs.Image(Image.open(PICTURE))
+        for model in self.models:
+            says_blue(model([ASKED, shown], **self.fields))
 
 
 class InspectAI:
@@ -710,6 +794,13 @@ class InspectAI:
         config = GenerateConfig(response_schema=wanted)
         answer = await self.with_config().generate(PERSON, config=config)
         is_anna(Person.model_validate_json(answer.completion))
+
+    async def picture(self) -> None:
+        from inspect_ai.model import ChatMessageUser, ContentImage, ContentText
+
+        shown = ContentImage(image=PARTS[0]["image_url"]["url"])
+        asked = ChatMessageUser(content=[shown, ContentText(text=ASKED)])
+        says_blue((await self.with_config().generate([asked])).completion)
 
     async def score(self) -> None:
         """An evaluation of one question."""
