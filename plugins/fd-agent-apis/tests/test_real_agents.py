@@ -96,15 +96,19 @@ def run(command: list[str], folder: Path, **environment: str) -> str:
 
 
 @pytest.fixture
-def file(agent_server: ServerProcess, tmp_path: Path) -> Iterator[Path]:
-    """What the agent is to change; afterwards it is changed, and the turns after the first were
-    found in the prefix cache."""
+def file(tmp_path: Path) -> Iterator[Path]:
+    """What the agent is to change; afterwards it is changed."""
     path = tmp_path / "note.txt"
     path.write_text(f"{OLD}\n")
-    before = queries(agent_server)
     yield path
-    print(agent_server.log[-3000:])
     assert path.read_text() == f"{NEW}\n"
+
+
+@pytest.fixture
+def cached(agent_server: ServerProcess) -> Iterator[None]:
+    """The turns after the first were found in the prefix cache."""
+    before = queries(agent_server)
+    yield
     asked, found = (now - then for now, then in zip(queries(agent_server), before, strict=True))
     assert found > 0.4 * asked, f"{found:.0f} of {asked:.0f} prompt tokens were cached"
 
@@ -121,6 +125,7 @@ def queries(server: ServerProcess) -> tuple[float, float]:
     return value("prefix_cache_query_tokens"), value("prefix_cache_token_num")
 
 
+@pytest.mark.usefixtures("cached")
 def test_codex(agent_server: ServerProcess, file: Path) -> None:
     config = file.parent / "home" / ".codex" / "config.toml"
     config.parent.mkdir(parents=True)
@@ -138,6 +143,7 @@ def test_codex(agent_server: ServerProcess, file: Path) -> None:
     assert items[-1]["text"] == CLOSING
 
 
+@pytest.mark.usefixtures("cached")
 def test_claude_code(agent_server: ServerProcess, file: Path) -> None:
     printed = run(
         [
@@ -155,6 +161,7 @@ def test_claude_code(agent_server: ServerProcess, file: Path) -> None:
     assert last["type"] == "result" and not last["is_error"] and last["result"] == CLOSING
 
 
+@pytest.mark.usefixtures("cached")
 def test_opencode(agent_server: ServerProcess, file: Path) -> None:
     limits = {"context": 65536, "output": 8192}
     provider = {
@@ -173,6 +180,7 @@ def test_opencode(agent_server: ServerProcess, file: Path) -> None:
     assert CLOSING in printed
 
 
+@pytest.mark.usefixtures("cached")
 def test_qwen_code(agent_server: ServerProcess, file: Path) -> None:
     printed = run(
         ["qwen", "--auth-type", "openai", "--yolo", "-p", TASK.format(path=file)],
@@ -184,6 +192,7 @@ def test_qwen_code(agent_server: ServerProcess, file: Path) -> None:
     assert CLOSING in printed
 
 
+@pytest.mark.usefixtures("cached")
 def test_cline(agent_server: ServerProcess, file: Path) -> None:
     where = ["-k", "x", "-m", "local", "-b", f"{agent_server.url}/v1"]
     run(["cline", "auth", "openai-compatible", *where], file.parent)
