@@ -9,9 +9,10 @@
 // GATED: the first half of a tile are gate rows, the second the up rows that belong to them.
 // A row of x comes out the same whatever M is.
 // LORA: the first blocks multiply x with the first halves A of all adapters, over a small part of K each, so
-// that they end early. In the others a second group of warps works while the first one does: it waits for these
-// sums and multiplies those of its rows with the second halves B. Blocks that make sums are the first to be given
-// a place, and wait for nobody. SUMMED: norm_sums.cu has made the sums, but for what the norm divides by.
+// that they end early. In the others a second group of warps waits for these sums and fetches, while the
+// first one multiplies, what its rows need of them and of the second halves B. Blocks that make sums are the
+// first to be given a place, and wait for nobody. SUMMED: norm_sums.cu has made the sums, but for what the norm
+// divides by.
 
 #include "common.cuh"
 #include "cluster.cuh"
@@ -234,11 +235,7 @@ struct Outputs {
   }
 };
 
-// Of those that have to do with adapters.
-__device__ __forceinline__ void sync_helpers() { asm volatile("bar.sync 2, %0;" ::"n"(HELPERS) : "memory"); }
-
-// The second group of warps: the slots of this block's rows, A x of their adapters and B of these; then what they add to the
-// block's outputs, [ROWS][BN] where B was.
+// The second group of warps: the slots of this block's rows, A x of their adapters, and B of these.
 __device__ __forceinline__ void fetch_adapters(const Adapters& of, const Outputs& outputs, int first_row, int M,
                                                int* slots_of, float* inner_of, uint4* b, int wanted, int blocks) {
   const int thread = threadIdx.x - THREADS, lane = thread & 31;
@@ -266,7 +263,7 @@ __device__ __forceinline__ void fetch_adapters(const Adapters& of, const Outputs
   }
   int before = -1;
   if (!SUMMED && thread == 0) await_sums(of.meeting, wanted), before = count_in(of.meeting);
-  sync_helpers();
+  asm volatile("bar.sync 2, %0;" ::"n"(HELPERS) : "memory");
   if (needed) {
     const int first = outputs.first_part(of), quarters = (outputs.last_part(of) - first + 1) * (RANK / 4);
 #pragma unroll 4
@@ -287,28 +284,6 @@ __device__ __forceinline__ void fetch_adapters(const Adapters& of, const Outputs
   }
   if (before == blocks - 1) of.meeting[0] = of.meeting[1] = 0;  // the last one, for the next launch
   asm volatile("cp.async.wait_all;" ::: "memory");
-  sync_helpers();
-  constexpr int OUT = EPILOGUE == GATED ? BN / 2 : BN, QUADS = OUT / 4, TURNS = (ROWS * QUADS + HELPERS - 1) / HELPERS;
-  float v[TURNS][4] = {}, u[TURNS][4] = {};
-#pragma unroll
-  for (int i = 0; i < TURNS; i++) {
-    const int e = i * HELPERS + thread, row = e / QUADS, c = e % QUADS * 4;
-    const int slot = e < ROWS * QUADS ? slots_of[row] : -1;
-    if (slot < 0) continue;
-    const int part = EPILOGUE == GATED ? 0 : part_of(of, outputs.first_column + c);
-    const float* inner = inner_of + row * EACH;
-    add_adapter(v[i], b, (slot * BN + c) * PIECES_B, inner + part * RANK);
-    if (EPILOGUE == GATED) add_adapter(u[i], b, (slot * BN + BN / 2 + c) * PIECES_B, inner + RANK);
-  }
-  sync_helpers();  // all have read B
-#pragma unroll
-  for (int i = 0; i < TURNS; i++) {
-    const int e = i * HELPERS + thread;
-    if (e >= ROWS * QUADS) break;
-    float* to = (float*)b + e / QUADS * BN + e % QUADS * 4;
-    *(float4*)to = make_float4(v[i][0], v[i][1], v[i][2], v[i][3]);
-    if (EPILOGUE == GATED) *(float4*)(to + BN / 2) = make_float4(u[i][0], u[i][1], u[i][2], u[i][3]);
-  }
 }
 #endif
 
@@ -348,7 +323,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
 #if LORA
   int* slots_of = (int*)(behind + BM * 4 + NORM * ((all + SPLIT - 1) / SPLIT) * BK * 2);  // [ROWS]
   float* inner_of = (float*)(slots_of + BM);                                           // [ROWS][EACH]
-  uint4* b = (uint4*)(inner_of + ROWS * EACH);                                         // [SLOTS][BN][PIECES_B], then [ROWS][BN] floats
+  uint4* b = (uint4*)(inner_of + ROWS * EACH);                                         // [SLOTS][BN][PIECES_B]
   if (thread >= THREADS) {
     announce_start();
     let_next_start();
@@ -522,13 +497,12 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
       }
     }
 #if LORA
-    if (slots_of[row] >= 0) {
-      const float* more = (const float*)b + row * BN + c;
-#pragma unroll
-      for (int j = 0; j < 4; j++) v[j] += more[j];
-      if (EPILOGUE == GATED)
-#pragma unroll
-        for (int j = 0; j < 4; j++) u[j] += more[BN / 2 + j];
+    const int slot = slots_of[row];
+    if (slot >= 0) {
+      const int part = EPILOGUE == GATED ? 0 : part_of(adapters, column);
+      const float* inner = inner_of + row * EACH;
+      add_adapter(v, b, (slot * BN + c) * PIECES_B, inner + part * RANK);
+      if (EPILOGUE == GATED) add_adapter(u, b, (slot * BN + BN / 2 + c) * PIECES_B, inner + RANK);
     }
 #endif
 #if NORM
