@@ -91,7 +91,7 @@ def cuts_of(product: Product, shape: adapted.Shape) -> Iterator[Plan]:
             share = -(-product.depth // 64 // split)
             for deep in (2, 4):
                 found = (
-                    Plan("gemm", 8, 64, columns, stages, split, deep=deep)
+                    Plan("gemm", 8, 64, columns, stages, split, product.has_norm, deep)
                     for stages in {max(3, share), 4, 6, 8, 12} if stages <= max(3, share)
                 )  # fmt: skip
                 yield from dict.fromkeys(filter(None, (

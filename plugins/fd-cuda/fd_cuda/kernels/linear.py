@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from . import adapted, many_rows, native
-from .adapted import Adapters, norm_and_sums
+from .adapted import Adapters
 from .common import batch_invariant
 from .matmul import matmul
 from .norm import rms_norm, silu_and_mul
@@ -119,9 +119,7 @@ def compute(
 ) -> torch.Tensor:
     """The product by this plan; `residual` belongs to the epilogue "add" and is overwritten."""
     if norm_weight is not None and not (plan.kind != "library" and plan.fuses_norm):
-        both = None if adapters is None else norm_and_sums(x, norm_weight, eps, adapters)
-        x, adapters = both or (rms_norm(x, norm_weight, eps), adapters)
-        norm_weight = None
+        x, norm_weight = rms_norm(x, norm_weight, eps), None
     if plan.kind == "library":
         return _by_library(epilogue, x, weight, bias, residual)
     y = residual

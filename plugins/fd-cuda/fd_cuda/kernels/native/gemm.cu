@@ -11,8 +11,7 @@
 // LORA: the first blocks multiply x with the first halves A of all adapters, over a small part of K each, so
 // that they end early. In the others a second group of warps waits for these sums and fetches, while the
 // first one multiplies, what its rows need of them and of the second halves B. Blocks that make sums are the
-// first to be given a place, and wait for nobody. SUMMED: norm_sums.cu has made the sums, but for what the norm
-// divides by.
+// first to be given a place, and wait for nobody.
 
 #include "common.cuh"
 #include "cluster.cuh"
@@ -20,9 +19,6 @@
 #define BK 64
 #ifndef LORA
 #define LORA 0
-#endif
-#ifndef SUMMED
-#define SUMMED 0
 #endif
 #define THREADS (BM * 2)  // that multiply
 #define ALL (LORA ? THREADS + HELPERS : THREADS)
@@ -172,7 +168,6 @@ struct Adapters {
   const u16 *a, *b;  // [SLOTS, EACH, K], [SLOTS, N, RANK]
   const int* slots;  // of the rows; -1: none
   float* inner;      // [DEPTHS, M, EACH]: A x of each row's own adapter, over parts of K
-  const float* scales;  // [M], SUMMED: what the sums of a row are multiplied with
   int* meeting;      // zeros: blocks that have left sums there, and blocks that have seen all of them
   int sums;          // blocks that make sums, along x
   int end0, end1;    // first output of the next part
@@ -262,23 +257,19 @@ __device__ __forceinline__ void fetch_adapters(const Adapters& of, const Outputs
                of.b + ((u64)slot * outputs.N + (inside ? n : 0)) * RANK + e % PIECES_B * 8, inside);
   }
   int before = -1;
-  if (!SUMMED && thread == 0) await_sums(of.meeting, wanted), before = count_in(of.meeting);
+  if (thread == 0) await_sums(of.meeting, wanted), before = count_in(of.meeting);
   asm volatile("bar.sync 2, %0;" ::"n"(HELPERS) : "memory");
   if (needed) {
     const int first = outputs.first_part(of), quarters = (outputs.last_part(of) - first + 1) * (RANK / 4);
-#pragma unroll 4
     for (int e = thread; e < ROWS * quarters; e += HELPERS) {
       const int row = e / quarters, c = first * RANK + e % quarters * 4;
-      const int m = slots_of[row] < 0 ? 0 : first_row + row;
+      if (slots_of[row] < 0) continue;
       float4 sum = make_float4(0.f, 0.f, 0.f, 0.f), v[DEPTHS];
 #pragma unroll
-      for (int d = 0; d < DEPTHS; d++) v[d] = __ldcg((const float4*)(of.inner + ((u64)d * M + m) * EACH + c));
+      for (int d = 0; d < DEPTHS; d++)
+        v[d] = __ldcg((const float4*)(of.inner + ((u64)d * M + first_row + row) * EACH + c));
 #pragma unroll
       for (int d = 0; d < DEPTHS; d++) sum.x += v[d].x, sum.y += v[d].y, sum.z += v[d].z, sum.w += v[d].w;
-#if SUMMED
-      const float scale = __ldcg(of.scales + m);
-      sum.x *= scale, sum.y *= scale, sum.z *= scale, sum.w *= scale;
-#endif
       *(float4*)(inner_of + row * EACH + c) = sum;
     }
   }
@@ -301,7 +292,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
   const int tiles_m = (M + BM - 1) / BM, rank = blockIdx.z, all = K / BK;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
 #if LORA
-  const bool makes_sums = !SUMMED && blockIdx.x < adapters.sums;
+  const bool makes_sums = blockIdx.x < adapters.sums;
   const int nth = makes_sums ? blockIdx.x / (DEPTHS / SPLIT) : blockIdx.x - adapters.sums;
   const int depth = makes_sums ? blockIdx.x % (DEPTHS / SPLIT) * SPLIT + rank : rank;
   const int share = (all + (makes_sums ? DEPTHS : SPLIT) - 1) / (makes_sums ? DEPTHS : SPLIT);
