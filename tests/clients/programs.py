@@ -423,24 +423,27 @@ class DSPy:
         import dspy
 
         options = {"temperature": 0, "max_tokens": LIMIT, "cache": False}
-        self.lm = dspy.LM(f"openai/{model}", api_base=f"{url}/v1", api_key=KEY, **options)
+        place = {"api_base": f"{url}/v1", "api_key": KEY}
+        self.lm = dspy.LM(f"openai/{model}", **place, **options)
+        self.embedder = dspy.Embedder(f"openai/{model}", caching=False, **place)
 
     def chat(self) -> None:
         (answer,) = self.lm(messages=[{"role": "user", "content": QUESTION}])
         says_beijing(answer if isinstance(answer, str) else answer["text"])
 
     async def stream(self) -> None:
-        """Its programs prompt in a form of their own, which the demo model was never shown: that
-        pieces come is all that can be expected."""
         import dspy
 
-        listener = dspy.streaming.StreamListener(signature_field_name="answer")
+        class Ask(dspy.Module):
+            async def aforward(self, lm: Any) -> Any:
+                asked = [{"role": "user", "content": QUESTION}]
+                return dspy.Prediction(answer=await lm.aforward(messages=asked))
+
         with dspy.context(lm=self.lm):
-            program = dspy.streamify(
-                dspy.Predict("question -> answer"), stream_listeners=[listener]
-            )
-            pieces = [piece async for piece in program(question=QUESTION)]
-        assert len(pieces) > 1, pieces
+            program = dspy.streamify(Ask(), is_async_program=True)
+            pieces = [piece async for piece in program(lm=self.lm)]
+        chunks = [piece for piece in pieces if not isinstance(piece, dspy.Prediction)]
+        is_streamed([chunk.choices[0].delta.content or "" for chunk in chunks])
 
     def picture(self) -> None:
         (answer,) = self.lm(messages=[{"role": "user", "content": PARTS}])
@@ -457,6 +460,9 @@ class DSPy:
         (answer,) = self.lm(messages=asked, response_format=Person)
         text = answer if isinstance(answer, str) else answer["text"]
         is_anna(Person.model_validate_json(text))
+
+    def embed(self) -> None:
+        are_embeddings(self.embedder(TEXTS).tolist())
 
 
 class Haystack:
@@ -692,16 +698,6 @@ class Guidance:
         state = self._said("How old is Anna Smith?", age, self.of_vllm)
         assert state["age"].isdecimal() and len(state["age"]) == 2, state["age"]
 
-    def picture(self) -> None:
-        from guidance import assistant, gen, image, user
-
-        state = self.model
-        with user():
-            state += image(PICTURE) + ASKED
-        with assistant():
-            state += gen("answer", max_tokens=24)
-        says_blue(state["answer"])
-
 
 class Outlines:
     """Its class for OpenAI's API; regular expressions and grammars through the one for vLLM's."""
@@ -896,10 +892,10 @@ def main(name: str, *places: str) -> int:
             failed = True
             traceback.print_exc()
             print(
-                f"{task} {type(error).__name__}: {' '.join(str(error).split())[:200]}", flush=True
+                f"\n{task} {type(error).__name__}: {' '.join(str(error).split())[:200]}", flush=True
             )
         else:
-            print(f"{task} ok", flush=True)
+            print(f"\n{task} ok", flush=True)  # a library may have left a line unfinished
     return int(failed)
 
 
