@@ -138,7 +138,7 @@ LIGHT = {
 CLIENTS = {
     "aiperf": "aiperf",
     "anthropic": "anthropic",
-    "dspy": "dspy",
+    "dspy": "dspy[numpy]",
     "guidance": "guidance openai",
     "guidellm": "guidellm",
     "haystack-ai": "haystack-ai",

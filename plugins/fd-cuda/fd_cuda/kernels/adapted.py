@@ -86,7 +86,7 @@ def _sums(plan: Plan, product: Product, num_rows: int, shape: Shape) -> int:
 def all_shared_bytes(plan: Plan, product: Product, shape: Shape) -> int:
     """What a block keeps in shared memory."""
     slots, inner = plan.rows * 4, plan.rows // plan.split * len(shape.ends) * shape.rank * 4
-    b = plan.columns * max(shape.slots * shape.rank * 2, plan.rows // plan.split * 4)
+    b = shape.slots * plan.columns * shape.rank * 2
     of_product = shared_bytes(product, plan.rows, plan.columns, plan.stages, plan.split)
     return of_product + slots + inner + b
 

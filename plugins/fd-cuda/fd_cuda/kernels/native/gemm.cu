@@ -163,10 +163,6 @@ __device__ __forceinline__ void multiply_tile(float* sum, Squares& squares, u32 
 #if LORA
 #define EACH (PARTS * RANK)  // rows of an adapter's A
 #define PIECES_B (RANK / 8)  // of 16 bytes, of an output's B
-// Sums of four ranks that a thread asks for before it waits for the first: one after the other they take longer than
-// the product.
-#define MOST_AT_ONCE ((ROWS * (EPILOGUE == GATED ? 2 : 1) * RANK / 4 + HELPERS - 1) / HELPERS)
-#define AT_ONCE (MOST_AT_ONCE * DEPTHS <= 16 ? MOST_AT_ONCE : DEPTHS >= 16 ? 1 : 16 / DEPTHS)
 
 struct Adapters {
   const u16 *a, *b;  // [SLOTS, EACH, K], [SLOTS, N, RANK]
@@ -176,9 +172,6 @@ struct Adapters {
   int sums;          // blocks that make sums, along x
   int end0, end1;    // first output of the next part
 };
-
-// Of the second group of warps.
-__device__ __forceinline__ void sync_helpers() { asm volatile("bar.sync 2, %0;" ::"n"(HELPERS) : "memory"); }
 
 __device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
@@ -265,31 +258,19 @@ __device__ __forceinline__ void fetch_adapters(const Adapters& of, const Outputs
   }
   int before = -1;
   if (thread == 0) await_sums(of.meeting, wanted), before = count_in(of.meeting);
-  sync_helpers();
+  asm volatile("bar.sync 2, %0;" ::"n"(HELPERS) : "memory");
   if (needed) {
     const int first = outputs.first_part(of), quarters = (outputs.last_part(of) - first + 1) * (RANK / 4);
-    for (int start = 0; start < ROWS * quarters; start += AT_ONCE * HELPERS) {
-      float4 v[AT_ONCE][DEPTHS];
+    for (int e = thread; e < ROWS * quarters; e += HELPERS) {
+      const int row = e / quarters, c = first * RANK + e % quarters * 4;
+      if (slots_of[row] < 0) continue;
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f), v[DEPTHS];
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        const int e = start + i * HELPERS + thread, row = e / quarters, c = first * RANK + e % quarters * 4;
-        const bool inside = e < ROWS * quarters && slots_of[row] >= 0;
-        const float* from = of.inner + (u64)(inside ? first_row + row : 0) * EACH + (inside ? c : 0);
+      for (int d = 0; d < DEPTHS; d++)
+        v[d] = __ldcg((const float4*)(of.inner + ((u64)d * M + first_row + row) * EACH + c));
 #pragma unroll
-        for (int d = 0; d < DEPTHS; d++) v[i][d] = __ldcg((const float4*)(from + (u64)d * M * EACH));
-      }
-      // Without it the compiler asks for the sums of one turn when those of the turn before it are there.
-      if (AT_ONCE > 1) sync_helpers();
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) {
-        const int e = start + i * HELPERS + thread, row = e / quarters, c = first * RANK + e % quarters * 4;
-        if (e >= ROWS * quarters) break;
-        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-        for (int d = 0; d < DEPTHS; d++)
-          sum.x += v[i][d].x, sum.y += v[i][d].y, sum.z += v[i][d].z, sum.w += v[i][d].w;
-        *(float4*)(inner_of + row * EACH + c) = sum;
-      }
+      for (int d = 0; d < DEPTHS; d++) sum.x += v[d].x, sum.y += v[d].y, sum.z += v[d].z, sum.w += v[d].w;
+      *(float4*)(inner_of + row * EACH + c) = sum;
     }
   }
   if (before == blocks - 1) of.meeting[0] = of.meeting[1] = 0;  // the last one, for the next launch
