@@ -67,6 +67,8 @@ class Observer:
     def _take(self, record: _Record, delta: RequestOutputDelta) -> None:
         if delta.queue_s is not None:  # the first one
             record.queue_s, record.num_cached = delta.queue_s, delta.num_cached_tokens or 0
+            # The wait began in the engine, somewhat before this record.
+            record.arrival_s = min(record.arrival_s, time.monotonic() - record.queue_s)
         for seq in delta.sequences:
             record.num_generated += len(seq.token_ids)
             if seq.finish_reason is not None:
