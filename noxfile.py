@@ -136,7 +136,7 @@ LIGHT = {
 CLIENTS = {
     "aiperf": "aiperf",
     "anthropic": "anthropic",
-    "dspy": "dspy",
+    "dspy": "dspy[numpy]",
     "guidance": "guidance openai",
     "guidellm": "guidellm",
     "haystack-ai": "haystack-ai",
@@ -156,7 +156,7 @@ CLIENTS = {
 NPM_CLIENTS = {
     "@ai-sdk/openai": "@ai-sdk/openai ai zod",
     "@ai-sdk/openai-compatible": "@ai-sdk/openai-compatible ai zod",
-    "@anthropic-ai/sdk": "@anthropic-ai/sdk",
+    "@anthropic-ai/sdk": "@anthropic-ai/sdk zod",
     "openai": "openai zod",
 }
 # Not of a deployment, or not buildable from what an index serves: session `audit` leaves them out.
@@ -322,18 +322,23 @@ def vendors(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def agents(session: nox.Session) -> None:
-    """Codex and Claude Code, unchanged from npm, on a real server without any other network (needs
-    node, npm and user namespaces)."""
+    """Codex, Claude Code, opencode, Qwen Code, Cline (npm) and aider (PyPI), unchanged, on a real
+    server without any other network (needs node 22 or newer, npm and user namespaces)."""
     _install_tests(session)
-    folder = session.create_tmp()
-    clis = ("@openai/codex", "@anthropic-ai/claude-code")
-    session.run("npm", "install", "--no-fund", "--prefix", folder, *clis, external=True)
+    folder = Path(session.create_tmp()).resolve()
+    clis = ("@openai/codex", "@anthropic-ai/claude-code", "@qwen-code/qwen-code")
+    clis += ("opencode-ai", "cline")
+    session.run("npm", "install", "--no-fund", "--prefix", str(folder), *clis, external=True)
+    own = folder / "aider"  # it wants versions of its own
+    if not own.exists():
+        session.run("python", "-m", "venv", str(own))
+    session.run(str(own / "bin" / "pip"), "install", "-q", "-U", "aider-chat", external=True)
     test = "plugins/fd-agent-apis/tests/test_real_agents.py"
     session.run(
         *("unshare", "-rn", "sh", "-c"),
         f"ip link set lo up && exec pytest -q --rootdir plugins/fd-agent-apis -c "
         f"plugins/fd-agent-apis/pyproject.toml {test}",
-        env={"AGENT_CLIS": str(Path(folder, "node_modules", ".bin").resolve())},
+        env={"AGENT_CLIS": f"{folder / 'node_modules' / '.bin'}:{own / 'bin'}"},
         external=True,
     )
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas, each_delta
+from fastdeploy_core.types import Request, RequestOutputDelta, TokenDeltas
 from fastdeploy_core.types.engine import EngineInfo, EngineStats
 
 if TYPE_CHECKING:
@@ -54,22 +55,28 @@ class Observer:
         """The engine produced output."""
         if not self._wants_requests:
             return
-        for delta in each_delta(outputs):
-            record = self._records.get(delta.request_id)
-            if record is None:
-                continue
-            if delta.queue_s is not None:  # the first one
-                record.queue_s, record.num_cached = delta.queue_s, delta.num_cached_tokens or 0
-                # The wait began in the engine, somewhat before this record.
-                record.arrival_s = min(record.arrival_s, time.monotonic() - record.queue_s)
-            for seq in delta.sequences:
-                record.num_generated += len(seq.token_ids)
-                if seq.finish_reason is not None:
-                    record.reasons.append(seq.finish_reason.value)
-            if record.num_generated and not record.first_token_s:
-                record.first_token_s = time.monotonic() - record.arrival_s
-            if delta.finished:
-                self._finished(delta.request_id, "error" if delta.error else "")
+        for output in outputs:
+            if isinstance(output, TokenDeltas):  # more tokens of requests that have had the first
+                counts = output.counts or repeat(1)
+                for request_id, number in zip(output.request_ids, counts, strict=False):
+                    if (record := self._records.get(request_id)) is not None:
+                        record.num_generated += number
+            elif (record := self._records.get(output.request_id)) is not None:
+                self._take(record, output)
+
+    def _take(self, record: _Record, delta: RequestOutputDelta) -> None:
+        if delta.queue_s is not None:  # the first one
+            record.queue_s, record.num_cached = delta.queue_s, delta.num_cached_tokens or 0
+            # The wait began in the engine, somewhat before this record.
+            record.arrival_s = min(record.arrival_s, time.monotonic() - record.queue_s)
+        for seq in delta.sequences:
+            record.num_generated += len(seq.token_ids)
+            if seq.finish_reason is not None:
+                record.reasons.append(seq.finish_reason.value)
+        if record.num_generated and not record.first_token_s:
+            record.first_token_s = time.monotonic() - record.arrival_s
+        if delta.finished:
+            self._finished(delta.request_id, "error" if delta.error else "")
 
     def aborted(self, request_ids: Sequence[str]) -> None:
         """Requests were aborted."""

@@ -30,7 +30,7 @@ from fastdeploy_core.errors import PluginError, PluginLoadError
 
 from . import preflight
 from .discovery import HOOKS, Inventory, PluginEntry, discover
-from .preflight_child import describe
+from .preflight_child import activity, describe
 
 if TYPE_CHECKING:
     from .resolve import ResolvedPlugins
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_STRIKES: Final = 3
 _LEAST_S: Final = 0.2  # what every answer may take, however many others hang
+_MOST_TURNS: Final = 60  # half limits that one answer may take, if it does not hang
 _PROBE: Final = "fd_device_probe"
 _ADVICE: Final = "; see: fastdeploy plugins doctor"
 # Events that fire while requests run: called directly, because a thread with a time limit costs too
@@ -319,7 +320,8 @@ def hook_names() -> list[str]:
 
 
 def call_with_limit(call: Any, limit_s: float) -> Any:
-    """Run `call` in a thread and give up after `limit_s`; the thread then goes on.
+    """Run `call` in a thread and give up after `limit_s`, unless it goes on reading files or
+    touching new memory, as an import does on a busy machine; the thread then goes on.
 
     Python cannot end a thread, so a plugin that hangs here costs one idle thread.
     """
@@ -333,7 +335,13 @@ def call_with_limit(call: Any, limit_s: float) -> Any:
 
     thread = threading.Thread(target=run, name="fd-plugin-call", daemon=True)
     thread.start()
-    thread.join(limit_s)
+    seen = 0
+    for turn in range(_MOST_TURNS):
+        thread.join(limit_s / 2)
+        _, _, grown = activity(f"self/task/{thread.native_id}")
+        if not thread.is_alive() or (turn and grown == seen):
+            break
+        seen = grown
     if thread.is_alive():
         raise TimeoutError(f"no answer within {limit_s:g} s")
     if isinstance(outcome.get("error"), KeyboardInterrupt):

@@ -107,7 +107,7 @@ class _Fork:
 
     def exceeded(self, now: float) -> float:
         """The limit that the current job exceeds, in seconds; 0 for none."""
-        is_ready, computed_s, progress = _activity(self._worker)
+        is_ready, computed_s, progress = activity(self._worker)
         if is_ready or (computed_s, progress) != self._used:
             self._used, self._moved = (computed_s, progress), now
         if progress != self._progress:
@@ -226,10 +226,10 @@ def _message(line: bytes) -> dict[str, Any] | None:
     return message if isinstance(message, dict) and message.get("event") else None
 
 
-def _activity(pid: int) -> tuple[bool, float, int]:
-    """Whether a process computes or would like to, seconds that it has, and a number that grows
-    while it reads files or touches new memory, as every import does and no endless loop; -1 where
-    nothing tells."""
+def activity(pid: int | str) -> tuple[bool, float, int]:
+    """Whether a process (or self/task/THREAD) computes or would like to, seconds that it has, and a
+    number that grows while it reads files or touches new memory, as every import does and no
+    endless loop; -1 where nothing tells."""
     try:
         with open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/io") as io:  # noqa: PTH123
             fields = stat.read().rpartition(")")[2].split()

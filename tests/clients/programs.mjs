@@ -128,6 +128,19 @@ async function anthropic(url, model) {
       const [call] = content.filter((block) => block.type === "tool_use");
       callsWeather(call.name, call.input);
     },
+    structured: async () => {
+      const { zodOutputFormat } = await load("@anthropic-ai/sdk/helpers/zod");
+      const format = zodOutputFormat(await personSchema());
+      isAnna((await client.messages.parse(body(PERSON, { output_config: { format } }))).parsed_output);
+    },
+    picture: async () => {
+      const source = { type: "base64", media_type: "image/png", data: DATA };
+      const parts = [
+        { type: "image", source },
+        { type: "text", text: ASKED },
+      ];
+      saysBlue((await ask(parts)).content[0].text);
+    },
   };
 }
 

@@ -298,6 +298,19 @@ class Instructor:
         parts = list(api.create_partial(response_model=Person, **self.fields))
         assert len(parts) > 1 and parts[-1].age is not None
 
+    def chat(self) -> None:
+        fields = {**self.fields, "messages": [{"role": "user", "content": QUESTION}]}
+        answer = self.of("TOOLS").chat.completions.create(response_model=None, **fields)
+        says_beijing(answer.choices[0].message.content)
+
+    def picture(self) -> None:
+        import instructor
+
+        shown = instructor.Image.from_path(PICTURE)
+        fields = {**self.fields, "messages": [{"role": "user", "content": [shown, ASKED]}]}
+        answer = self.of("TOOLS").chat.completions.create(response_model=None, **fields)
+        says_blue(answer.choices[0].message.content)
+
 
 class PydanticAI:
     package = "pydantic-ai-slim"
@@ -312,6 +325,7 @@ class PydanticAI:
         settings = {"temperature": 0, "max_tokens": LIMIT}
         self.agent = lambda **more: Agent(chat, model_settings=settings, **more)
         self.native = NativeOutput(Person)
+        self.place = {"model_name": model, "provider": provider}
 
     def chat(self) -> None:
         says_beijing(self.agent().run_sync(QUESTION).output)
@@ -341,6 +355,13 @@ class PydanticAI:
 
         shown = BinaryContent(data=PICTURE.read_bytes(), media_type="image/png")
         says_blue(self.agent().run_sync([shown, ASKED]).output)
+
+    async def embed(self) -> None:
+        from pydantic_ai import Embedder
+        from pydantic_ai.embeddings.openai import OpenAIEmbeddingModel
+
+        embedder = Embedder(OpenAIEmbeddingModel(**self.place))
+        are_embeddings((await embedder.embed_documents(TEXTS)).embeddings)
 
 
 class OpenAIAgents:
@@ -388,6 +409,12 @@ class OpenAIAgents:
         run = await self.agents.Runner.run(self.agent(output_type=Person), PERSON)
         is_anna(run.final_output)
 
+    async def picture(self) -> None:
+        shown = {"type": "input_image", "image_url": PARTS[0]["image_url"]["url"], "detail": "auto"}
+        parts = [shown, {"type": "input_text", "text": ASKED}]
+        asked = [{"role": "user", "content": parts}]
+        says_blue((await self.agents.Runner.run(self.agent(), asked)).final_output)
+
 
 class DSPy:
     package = "dspy"
@@ -396,11 +423,27 @@ class DSPy:
         import dspy
 
         options = {"temperature": 0, "max_tokens": LIMIT, "cache": False}
-        self.lm = dspy.LM(f"openai/{model}", api_base=f"{url}/v1", api_key=KEY, **options)
+        place = {"api_base": f"{url}/v1", "api_key": KEY}
+        self.lm = dspy.LM(f"openai/{model}", **place, **options)
+        self.embedder = dspy.Embedder(f"openai/{model}", caching=False, **place)
 
     def chat(self) -> None:
         (answer,) = self.lm(messages=[{"role": "user", "content": QUESTION}])
         says_beijing(answer if isinstance(answer, str) else answer["text"])
+
+    async def stream(self) -> None:
+        import dspy
+
+        class Ask(dspy.Module):
+            async def aforward(self, lm: Any) -> Any:
+                asked = [{"role": "user", "content": QUESTION}]
+                return dspy.Prediction(answer=await lm.aforward(messages=asked))
+
+        with dspy.context(lm=self.lm):
+            program = dspy.streamify(Ask(), is_async_program=True)
+            pieces = [piece async for piece in program(lm=self.lm)]
+        chunks = [piece for piece in pieces if not isinstance(piece, dspy.Prediction)]
+        is_streamed([chunk.choices[0].delta.content or "" for chunk in chunks])
 
     def picture(self) -> None:
         (answer,) = self.lm(messages=[{"role": "user", "content": PARTS}])
@@ -417,6 +460,9 @@ class DSPy:
         (answer,) = self.lm(messages=asked, response_format=Person)
         text = answer if isinstance(answer, str) else answer["text"]
         is_anna(Person.model_validate_json(text))
+
+    def embed(self) -> None:
+        are_embeddings(self.embedder(TEXTS).tolist())
 
 
 class Haystack:
@@ -436,6 +482,7 @@ class Haystack:
             **more,
         )
         self.ask = lambda text: [ChatMessage.from_user(text)]
+        self.place = {"model": model, "api_base_url": f"{url}/v1"}
 
     def chat(self) -> None:
         says_beijing(self.generator().run(self.ask(QUESTION))["replies"][0].text)
@@ -472,6 +519,13 @@ class Haystack:
         text = generator.run(self.ask(PERSON))["replies"][0].text
         is_anna(Person.model_validate_json(text))
 
+    def embed(self) -> None:
+        from haystack.components.embedders import OpenAITextEmbedder
+        from haystack.utils import Secret
+
+        embedder = OpenAITextEmbedder(api_key=Secret.from_token(KEY), **self.place)
+        are_embeddings([embedder.run(text)["embedding"] for text in TEXTS])
+
 
 class Smolagents:
     package = "smolagents"
@@ -503,6 +557,13 @@ class Smolagents:
         answer = self.model.generate(self.ask(PERSON), response_format=wanted)
         is_anna(Person.model_validate_json(answer.content))
 
+    def picture(self) -> None:
+        from PIL import Image
+        from smolagents import ChatMessage
+
+        parts = [{"type": "image", "image": Image.open(PICTURE)}, {"type": "text", "text": ASKED}]
+        says_blue(self.model.generate([ChatMessage(role="user", content=parts)]).content)
+
 
 class Anthropic:
     package = "anthropic"
@@ -530,6 +591,17 @@ class Anthropic:
         answer = self.api.create(messages=asked, tools=[tool], **self.fields)
         (call,) = (block for block in answer.content if block.type == "tool_use")
         calls_weather(call.name, call.input)
+
+    def structured(self) -> None:
+        asked = [{"role": "user", "content": PERSON}]
+        answer = self.api.parse(messages=asked, output_format=Person, **self.fields)
+        is_anna(answer.parsed_output)
+
+    def picture(self) -> None:
+        source = {"type": "base64", "media_type": "image/png", "data": DATA}
+        parts = [{"type": "image", "source": source}, {"type": "text", "text": ASKED}]
+        answer = self.api.create(messages=[{"role": "user", "content": parts}], **self.fields)
+        says_blue(answer.content[0].text)
 
 
 class LMEval:
@@ -662,6 +734,14 @@ class Outlines:
         answer = of_vllm("Say ab.", CFG('start: "a" "b"'), **self.fields)
         assert answer == "ab", answer
 
+    def picture(self) -> None:
+        import outlines
+        from PIL import Image
+
+        shown = outlines.inputs.Image(Image.open(PICTURE))
+        for model in self.models:
+            says_blue(model([ASKED, shown], **self.fields))
+
 
 class InspectAI:
     package = "inspect-ai"
@@ -710,6 +790,13 @@ class InspectAI:
         config = GenerateConfig(response_schema=wanted)
         answer = await self.with_config().generate(PERSON, config=config)
         is_anna(Person.model_validate_json(answer.completion))
+
+    async def picture(self) -> None:
+        from inspect_ai.model import ChatMessageUser, ContentImage, ContentText
+
+        shown = ContentImage(image=PARTS[0]["image_url"]["url"])
+        asked = ChatMessageUser(content=[shown, ContentText(text=ASKED)])
+        says_blue((await self.with_config().generate([asked])).completion)
 
     async def score(self) -> None:
         """An evaluation of one question."""
@@ -805,10 +892,10 @@ def main(name: str, *places: str) -> int:
             failed = True
             traceback.print_exc()
             print(
-                f"{task} {type(error).__name__}: {' '.join(str(error).split())[:200]}", flush=True
+                f"\n{task} {type(error).__name__}: {' '.join(str(error).split())[:200]}", flush=True
             )
         else:
-            print(f"{task} ok", flush=True)
+            print(f"\n{task} ok", flush=True)  # a library may have left a line unfinished
     return int(failed)
 
 

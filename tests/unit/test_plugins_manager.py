@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 
 import pytest
 
@@ -138,6 +139,21 @@ def test_answer_that_hangs_is_given_up(write, monkeypatch):
     )
     assert models(manager) == [("fd-fast", {"f": "x:y"})]
     assert "no answer within 0.2 s" in manager.problems[0]
+
+
+def test_an_answer_that_imports_for_long_does_not_hang():
+    """On a busy machine: it goes on touching new memory."""
+
+    def imports():
+        kept, end = [], time.monotonic() + 1.0
+        while time.monotonic() < end:
+            kept.append(b"x" * (1 << 16))
+            time.sleep(0.005)
+        return len(kept)
+
+    assert call_with_limit(imports, 0.2) > 1
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.2 s"):
+        call_with_limit(lambda: time.sleep(600), 0.2)
 
 
 def test_preflight_keeps_a_killer_out_and_probes_strangers_elsewhere(write, monkeypatch):

@@ -143,7 +143,7 @@ def test_one_that_waits_for_a_processor_does_not_hang(monkeypatch):
         return made
 
     def limit_after(made, seconds, is_ready, computed_s):
-        monkeypatch.setattr(preflight_child, "_activity", lambda pid: (is_ready, computed_s, 5))
+        monkeypatch.setattr(preflight_child, "activity", lambda pid: (is_ready, computed_s, 5))
         return made.exceeded(made._started + seconds)
 
     starved, asleep = fork(), fork()
@@ -153,7 +153,7 @@ def test_one_that_waits_for_a_processor_does_not_hang(monkeypatch):
     assert limit_after(asleep, 1.9, False, 0.1) == 0
     assert limit_after(asleep, 2.1, False, 0.1) == 2
     assert limit_after(starved, 61, True, 0.1) == 60
-    monkeypatch.setattr(preflight_child, "_activity", lambda pid: (False, 0.0, -1))
+    monkeypatch.setattr(preflight_child, "activity", lambda pid: (False, 0.0, -1))
     unseen = fork()
     assert unseen.exceeded(unseen._started + 2.1) == 2, "where no system tells, the clock does"
 

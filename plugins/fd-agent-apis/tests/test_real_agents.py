@@ -1,7 +1,8 @@
-"""Real agents, unchanged from npm, on a real server without any other network: `nox -s agents`.
+"""Real agents, unchanged from npm and PyPI, on a real server without any other network: `nox -s
+agents`. Each reads a file, changes it and ends.
 
-AGENT_CLIS names the folder of their commands. The network is that of a namespace that has
-loopback only, so this also shows that they need nothing else.
+AGENT_CLIS names the folders of their commands, separated as in PATH. The network is that of a
+namespace that has loopback only, so this also shows that they need nothing else.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from agent_script import CLOSING
+from agent_script import CLOSING, NEW, OLD, TASK
 from server_process import REPOSITORY, ServerProcess, serving
 
 TESTS = Path(__file__).parent
-COMMANDS = Path(os.environ.get("AGENT_CLIS", "/nowhere"))
-TASK = "Make the file."
+COMMANDS = os.environ.get("AGENT_CLIS", "/nowhere")
 CODEX = """
 model = "local"
 model_provider = "fastdeploy"
@@ -95,10 +95,21 @@ def run(command: list[str], folder: Path, **environment: str) -> str:
     return done.stdout
 
 
-def check(server: ServerProcess, folder: Path, before: tuple[float, float]) -> None:
-    """The agent made the file, and its second turn was found in the prefix cache."""
-    assert (folder / "made.txt").read_text() == "agent-ok\n"
-    asked, found = (now - then for now, then in zip(queries(server), before, strict=True))
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[Path]:
+    """What the agent is to change; afterwards it is changed."""
+    path = tmp_path / "note.txt"
+    path.write_text(f"{OLD}\n")
+    yield path
+    assert path.read_text() == f"{NEW}\n"
+
+
+@pytest.fixture
+def cached(agent_server: ServerProcess) -> Iterator[None]:
+    """The turns after the first were found in the prefix cache."""
+    before = queries(agent_server)
+    yield
+    asked, found = (now - then for now, then in zip(queries(agent_server), before, strict=True))
     assert found > 0.4 * asked, f"{found:.0f} of {asked:.0f} prompt tokens were cached"
 
 
@@ -114,29 +125,32 @@ def queries(server: ServerProcess) -> tuple[float, float]:
     return value("prefix_cache_query_tokens"), value("prefix_cache_token_num")
 
 
-def test_codex(agent_server: ServerProcess, tmp_path: Path) -> None:
-    before = queries(agent_server)
-    (tmp_path / "home" / ".codex").mkdir(parents=True)
-    config = tmp_path / "home" / ".codex" / "config.toml"
+@pytest.mark.usefixtures("cached")
+def test_codex(agent_server: ServerProcess, file: Path) -> None:
+    config = file.parent / "home" / ".codex" / "config.toml"
+    config.parent.mkdir(parents=True)
     config.write_text(CODEX.format(url=agent_server.url))
     free = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
-    printed = run(["codex", "exec", "--json", *free, TASK], tmp_path, FASTDEPLOY_KEY="x")
+    task = TASK.format(path=file)
+    printed = run(["codex", "exec", "--json", *free, task], file.parent, FASTDEPLOY_KEY="x")
     events = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
     items = [event["item"] for event in events if event["type"] == "item.completed"]
-    (command,) = [item for item in items if item["type"] == "command_execution"]
-    assert command["exit_code"] == 0 and command["aggregated_output"] == "agent-ok\n"
+    commands = [item for item in items if item["type"] == "command_execution"]
+    assert [(c["exit_code"], c["aggregated_output"]) for c in commands] == [
+        (0, f"{OLD}\n"),
+        (0, f"{NEW}\n"),
+    ]
     assert items[-1]["text"] == CLOSING
-    check(agent_server, tmp_path, before)
 
 
-def test_claude_code(agent_server: ServerProcess, tmp_path: Path) -> None:
-    before = queries(agent_server)
+@pytest.mark.usefixtures("cached")
+def test_claude_code(agent_server: ServerProcess, file: Path) -> None:
     printed = run(
         [
-            *("claude", "-p", TASK, "--allowedTools", "Bash"),
+            *("claude", "-p", TASK.format(path=file), "--allowedTools", "Read,Edit"),
             *("--output-format", "stream-json", "--verbose"),
         ],
-        tmp_path,
+        file.parent,
         ANTHROPIC_BASE_URL=agent_server.url,
         ANTHROPIC_API_KEY="x",
         ANTHROPIC_MODEL="local",
@@ -145,4 +159,57 @@ def test_claude_code(agent_server: ServerProcess, tmp_path: Path) -> None:
     )
     last = json.loads(printed.splitlines()[-1])
     assert last["type"] == "result" and not last["is_error"] and last["result"] == CLOSING
-    check(agent_server, tmp_path, before)
+
+
+@pytest.mark.usefixtures("cached")
+def test_opencode(agent_server: ServerProcess, file: Path) -> None:
+    limits = {"context": 65536, "output": 8192}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "options": {"baseURL": f"{agent_server.url}/v1", "apiKey": "x"},
+        "models": {"local": {"name": "local", "limit": limits}},
+    }
+    config = file.parent / "opencode.json"
+    config.write_text(json.dumps({"provider": {"fastdeploy": provider}}))
+    printed = run(
+        ["opencode", "run", "--model", "fastdeploy/local", TASK.format(path=file)],
+        file.parent,
+        OPENCODE_DISABLE_MODELS_FETCH="1",
+        OPENCODE_DISABLE_AUTOUPDATE="1",
+    )
+    assert CLOSING in printed
+
+
+@pytest.mark.usefixtures("cached")
+def test_qwen_code(agent_server: ServerProcess, file: Path) -> None:
+    printed = run(
+        ["qwen", "--auth-type", "openai", "--yolo", "-p", TASK.format(path=file)],
+        file.parent,
+        OPENAI_BASE_URL=f"{agent_server.url}/v1",
+        OPENAI_API_KEY="x",
+        OPENAI_MODEL="local",
+    )
+    assert CLOSING in printed
+
+
+@pytest.mark.usefixtures("cached")
+def test_cline(agent_server: ServerProcess, file: Path) -> None:
+    where = ["-k", "x", "-m", "local", "-b", f"{agent_server.url}/v1"]
+    run(["cline", "auth", "openai-compatible", *where], file.parent)
+    command = ["cline", "--json", "-P", "openai-compatible", "-m", "local"]
+    assert CLOSING in run([*command, TASK.format(path=file)], file.parent)
+
+
+def test_aider(agent_server: ServerProcess, file: Path) -> None:
+    quiet = ["--no-analytics", "--no-check-update", "--no-git", "--map-tokens", "0"]
+    printed = run(
+        [
+            *("aider", "--model", "openai/local", "--edit-format", "diff", *quiet, "--yes-always"),
+            *("--message", TASK.format(path=file), str(file)),
+        ],
+        file.parent,
+        OPENAI_API_BASE=f"{agent_server.url}/v1",
+        OPENAI_API_KEY="x",
+        LITELLM_LOCAL_MODEL_COST_MAP="True",
+    )
+    assert CLOSING in printed

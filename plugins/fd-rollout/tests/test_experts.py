@@ -19,6 +19,8 @@ SHAPE = (7, 2, 8)  # layers with experts, experts of a token, experts: of the de
 BIAS = "e_score_correction_bias"
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
 SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+# A prompt's token and the same one decoded are summed in different orders: 1.2e-5 on a GPU.
+CLOSE = 5e-5
 ROUTES = {"enable_return_routed_experts": True, "enforce_eager": True}
 
 
@@ -77,9 +79,9 @@ def test_a_router_that_would_flip_follows(first: LLM, other: Path, fd_tensor: st
                 made[number].outputs[0].logprobs, made[number].outputs[0].token_ids, strict=True
             )
         ]
-        assert _told(followed[number])[start:] == pytest.approx(wanted, abs=1e-5)
+        assert _told(followed[number])[start:] == pytest.approx(wanted, abs=CLOSE)
         assert _told(free[number])[start:] != pytest.approx(wanted, abs=1e-2)
-        assert _told(again[number]) == pytest.approx(_told(free[number]), abs=1e-5)
+        assert _told(again[number]) == pytest.approx(_told(free[number]), abs=CLOSE)
 
 
 def test_routes_of_cached_prefixes_and_of_several_answers(first: LLM) -> None:
