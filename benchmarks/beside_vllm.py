@@ -7,8 +7,9 @@ weights, N(0, 0.02) on both sides, and waits until both are ready. Then each num
 measured in a closed loop: so many clients send `--per-stream` requests each, one after the other;
 ours, then vLLM's, `--rounds` times. Prompts are random ids, answers have a fixed length, prefix
 caches are off; both answer all streams once before. Arguments after -- go to both servers. vLLM is
-taken from this Python's packages, or from `--vllm-path`. With `--wait` it prints "ready" and
-measures after a line on standard input, so that several of these can start beside each other.
+taken from this Python's packages, or from `--vllm-path`. With `--wait`, several of these can start
+beside each other: ours starts after a line on standard input, and after a second one, when "ready"
+was printed, it measures.
 """
 
 from __future__ import annotations
@@ -77,9 +78,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ready-within", type=float, default=600.0, help="seconds")
     parser.add_argument("--logs", type=Path, help="folder for what both servers print")
     parser.add_argument("--wait", action="store_true")
-    own, _, serve = " ".join(["", *sys.argv[1:]]).partition(" -- ")
-    options = parser.parse_args(own.split())
-    options.serve = serve.split()
+    words = [*sys.argv[1:], "--"]
+    end = words.index("--")
+    options = parser.parse_args(words[:end])
+    options.serve = words[end + 1 : -1]
     return options
 
 
@@ -195,10 +197,13 @@ def main() -> None:
             probe.bind(("127.0.0.1", 0))
         ports = {name: probe.getsockname()[1] for name, probe in sockets.items()}
     started = commands(options, ports)
-    servers = [Server(name, ports[name], started[name], options) for name in (OURS, VLLM)]
+    servers = []
     try:
-        for command in started.values():
-            print(" ".join(command).replace(sys.executable, "python"), flush=True)
+        for name in (VLLM, OURS):
+            if name == OURS and options.wait:
+                sys.stdin.readline()
+            print(" ".join(started[name]).replace(sys.executable, "python"), flush=True)
+            servers.insert(0, Server(name, ports[name], started[name], options))
         for server in servers:
             server.wait()
         if options.wait:
