@@ -4,12 +4,12 @@
         --variant "WINT4 --quantization wint4" -- --load-format dummy --max-model-len 2304
 
 Each variant is a name and what its server gets beside the arguments after --; servers are started
-one after the other. So many streams send a request each, and the next one when it is answered:
-random ids, greedy, answers of a fixed length. Each stream's first answer ends after a random part
-of that length, so that from then on streams are as far apart as if they had run for long, and
-prompts and decodes are mixed in all steps. What the engine generates is counted (/metrics) over
-`--seconds` that begin `--settle` seconds after every stream has its first token. Ratios are to the
-first variant.
+one after the other, or with `--at-once` all of them before the first is measured. So many streams
+send a request each, and the next one when it is answered: random ids, greedy, answers of a fixed
+length. Each stream's first answer ends after a random part of that length, so that from then on
+streams are as far apart as if they had run for long, and prompts and decodes are mixed in all
+steps. What the engine generates is counted (/metrics) over `--seconds` that begin `--settle`
+seconds after every stream has its first token. Ratios are to the first variant.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=1024)
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--settle", type=float, default=2.0)
+    parser.add_argument("--at-once", action="store_true", help="where there is memory for all")
     words = [*sys.argv[1:], "--"]
     end = words.index("--")
     options = parser.parse_args(words[:end])
@@ -137,14 +138,26 @@ def main() -> None:
         flush=True,
     )
     first: dict[int, float] = {}
-    for variant in options.variant:
-        name, *more = shlex.split(variant)
-        server = Start(argparse.Namespace(**{**vars(options), "serve": [*more, *options.serve]}))
-        with contextlib.ExitStack() as stack:
-            stack.callback(server.stop)
-            server.wait_ready()
-            for streams in options.streams:
-                show(name, streams, asyncio.run(load(server.url, streams, options)), first)
+    with contextlib.ExitStack() as all_of_them:
+        if options.at_once:
+            started = [start(variant, options, all_of_them) for variant in options.variant]
+            for server in started:
+                server.wait_ready()
+        for number, variant in enumerate(options.variant):
+            with contextlib.ExitStack() as stack:
+                server = started[number] if options.at_once else start(variant, options, stack)
+                server.wait_ready()
+                for streams in options.streams:
+                    rate = asyncio.run(load(server.url, streams, options))
+                    show(shlex.split(variant)[0], streams, rate, first)
+
+
+def start(variant: str, options: argparse.Namespace, stack: contextlib.ExitStack) -> Start:
+    """A variant's server, which ends with the stack."""
+    _, *more = shlex.split(variant)
+    server = Start(argparse.Namespace(**{**vars(options), "serve": [*more, *options.serve]}))
+    stack.callback(server.stop)
+    return server
 
 
 def show(name: str, streams: int, rate: dict[str, Any], first: dict[int, float]) -> None:
