@@ -158,13 +158,15 @@ class Server:
         except OSError:
             return False
 
-    def stop(self) -> None:
-        """End it and what it started."""
-        for kind in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, kind)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(10)
+    def signal(self, kind: signal.Signals) -> None:
+        """To all of its processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, kind)
+
+    def ended(self, within: float) -> None:
+        """Wait, but not longer than so many seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(within)
 
 
 def measure(
@@ -223,8 +225,11 @@ def main() -> None:
         for streams in options.streams:
             compare(running, streams, options)
     finally:
-        for server in servers:
-            server.stop()
+        for kind, within in ((signal.SIGTERM, 4.0), (signal.SIGKILL, 1.0)):
+            for server in servers:
+                server.signal(kind)
+            for server in servers:
+                server.ended(within)
 
 
 def compare(servers: list[Server], streams: int, options: argparse.Namespace) -> None:
