@@ -27,7 +27,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
+
 
 from start_up import Start
 
@@ -160,7 +160,7 @@ def start(variant: str, options: argparse.Namespace, stack: contextlib.ExitStack
     return server
 
 
-def show(name: str, streams: int, rate: dict[str, Any], first: dict[int, float]) -> None:
+def show(name: str, streams: int, rate: dict[str, float], first: dict[int, float]) -> None:
     """One row."""
     tokens = rate["generation_tokens"]
     share = tokens / max(1e-9, first.setdefault(streams, tokens))
