@@ -28,7 +28,6 @@ import time
 import urllib.request
 from pathlib import Path
 
-
 from start_up import Start
 
 COUNTERS = ("generation_tokens", "prompt_tokens", "engine_steps", "request_preempted")
