@@ -104,7 +104,11 @@ class _Connection(asyncio.Protocol):
         self._data, self._rest, self._status = b"", b"", 0
         self._ended = asyncio.get_running_loop().create_future()
         cast("asyncio.Transport", self._transport).write(request)
-        await self._ended
+        try:
+            await self._ended
+        except asyncio.CancelledError:
+            self.close()  # the server sees that nobody waits
+            raise
         self._ended = None
         return self._status != 0
 

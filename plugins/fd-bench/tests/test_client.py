@@ -90,3 +90,26 @@ def test_an_address_with_and_without_v1_is_the_same() -> None:
     for path in ("", "/", "/v1", "/v1/"):
         found, _ = ask([STREAM], 1, path)
         assert not found[0].error and found[0].output_tokens == 2
+
+
+def test_a_call_that_is_cancelled_closes_its_connection() -> None:
+    asked, left = asyncio.Event(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(STREAM[:60])
+        asked.set()
+        await reader.read()  # what is left of the body, and then the end
+        left.set()
+        writer.close()
+
+    async def main() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        client = BenchClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "")
+        call = asyncio.create_task(client.measure("/v1/completions", {"prompt": "x"}))
+        await asked.wait()
+        call.cancel()
+        await asyncio.wait_for(left.wait(), 10)
+        server.close()
+
+    asyncio.run(main())

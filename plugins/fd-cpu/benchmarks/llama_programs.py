@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import tarfile
@@ -14,6 +15,7 @@ TARGETS: Final = ("llama-bench", "llama-batched-bench", "llama-quantize")
 FLAGS: Final = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DGGML_NATIVE=ON",  # every instruction set of this machine
+    f"-DCMAKE_CXX_FLAGS=-include {Path(__file__).parent / 'whole_tile_config.h'}",
     "-DLLAMA_CURL=OFF",
     "-DLLAMA_OPENSSL=OFF",
     "-DLLAMA_BUILD_TESTS=OFF",
@@ -69,9 +71,12 @@ def version(programs: Path) -> str:
 def _flags(build: Path) -> str:
     """What the programs were built with, of what decides on a CPU, as CMake noted it."""
     cache = build / "CMakeCache.txt"
-    named = "CMAKE_BUILD_TYPE|GGML_(?:NATIVE|CPU_REPACK|LLAMAFILE|OPENMP|FMA|F16C|AVX\\w*|AMX\\w*)"
+    named = (
+        "CMAKE_BUILD_TYPE|CMAKE_CXX_FLAGS|"
+        "GGML_(?:NATIVE|CPU_REPACK|LLAMAFILE|OPENMP|FMA|F16C|AVX\\w*|AMX\\w*)"
+    )
     pairs = re.findall(
-        rf"^({named}):\w+=(\w+)$", cache.read_text() if cache.is_file() else "", re.MULTILINE
+        rf"^({named}):\w+=(.+)$", cache.read_text() if cache.is_file() else "", re.MULTILINE
     )
     return (
         " ".join(f"-D{name}={value}" for name, value in pairs if value != "OFF") or "flags unknown"
@@ -118,8 +123,17 @@ def _batched(
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """What the program printed; a RuntimeError with how it ended and its last line if it failed."""
     _say(" ".join(command))
-    return subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        code = done.returncode
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        said = done.stderr.strip().splitlines()[-20:]
+        _say("\n".join(said))
+        last = said[-1] if said else "it printed nothing"
+        raise RuntimeError(f"{Path(command[0]).name}: {how}: {last}")
+    return done
 
 
 def _say(text: str) -> None:

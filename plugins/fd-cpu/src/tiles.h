@@ -33,7 +33,8 @@ inline TileConfig tile_config(int inputs, int rows, bool is_tall) {
 
 #if FDCPU_TILES == 1
 
-inline void tiles_configure(const TileConfig &config) { _tile_loadconfig(&config); }
+// GCC 12's _tile_loadconfig says that it reads eight bytes, so that stores to the others may be left out.
+inline void tiles_configure(const TileConfig &config) { asm volatile("ldtilecfg %0" : : "m"(config)); }
 inline void tiles_release() { _tile_release(); }
 
 #define FDCPU_TILE_ZERO(t) _tile_zero(t)

@@ -1,0 +1,174 @@
+"""Tokens per second of a model in several formats under one steady load, a closed loop.
+
+    python benchmarks/closed_loop.py MODEL --streams 256 --variant bf16 \\
+        --variant "WINT4 --quantization wint4" -- --load-format dummy --max-model-len 2304
+
+Each variant is a name and what its server gets beside the arguments after --; servers are started
+one after the other, or with `--at-once` all of them before the first is measured. So many streams
+send a request each, and the next one when it is answered: random ids, greedy, answers of a fixed
+length. Each stream's first answer ends after a random part of that length, so that from then on
+streams are as far apart as if they had run for long, and prompts and decodes are mixed in all
+steps. What the engine generates is counted (/metrics) over `--seconds` that begin `--settle`
+seconds after every stream has its first token. Ratios are to the first variant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from start_up import Start
+
+COUNTERS = ("generation_tokens", "prompt_tokens", "engine_steps", "request_preempted")
+FIRST_TOKENS = "time_to_first_token_seconds_count"
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("model", help="folder")
+    parser.add_argument("--variant", action="append", required=True, metavar="'NAME ARGUMENTS'")
+    parser.add_argument("--streams", type=int, nargs="+", default=[256])
+    parser.add_argument("--input-len", type=int, default=1024)
+    parser.add_argument("--output-len", type=int, default=1024)
+    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--settle", type=float, default=2.0)
+    parser.add_argument("--at-once", action="store_true", help="where there is memory for all")
+    words = [*sys.argv[1:], "--"]
+    end = words.index("--")
+    options = parser.parse_args(words[:end])
+    most = max(options.streams)
+    options.serve = [*words[end + 1 : -1], "--no-enable-prefix-caching"]
+    options.serve += ["--max-num-seqs", str(most), "--max-concurrency", str(2 * most)]
+    options.tensor_library = ""
+    return options
+
+
+def counters(url: str) -> dict[str, float]:
+    """The engine's counters now, and the time."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    found = {}
+    for name in (*COUNTERS, FIRST_TOKENS):
+        match = re.search(rf"^fastdeploy:{name}(?:_total)?(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
+        found[name] = float(match[1]) if match else 0.0
+    return {**found, "time": time.perf_counter()}
+
+
+async def stream(url: str, seed: int, vocabulary: int, options: argparse.Namespace) -> None:
+    """Requests one after the other, until it is cancelled."""
+    from fd_bench.client import BenchClient
+    from fd_bench.data import LOWEST_RANDOM_ID
+
+    draw = random.Random(seed)
+    client = BenchClient(url, "")
+    length = draw.randint(1, options.output_len)
+    while True:
+        ids = draw.choices(range(LOWEST_RANDOM_ID, vocabulary), k=options.input_len)
+        body = {
+            "prompt": ids, "max_tokens": length, "temperature": 0.0, "ignore_eos": True,
+            "stream": True, "return_token_ids": True, "stream_interval": 32,
+        }  # fmt: skip
+        measured = await client.measure("/v1/completions", body)
+        if measured.error:
+            raise RuntimeError(measured.error)
+        length = options.output_len
+
+
+async def load(url: str, streams: int, options: argparse.Namespace) -> dict[str, float]:
+    """What the engine did per second while so many streams were open."""
+    config = json.loads((Path(options.model) / "config.json").read_text())
+    before = await asyncio.to_thread(counters, url)
+    tasks = [
+        asyncio.create_task(stream(url, seed, config["vocab_size"], options))
+        for seed in range(streams)
+    ]
+    try:
+        now = before
+        while now[FIRST_TOKENS] < before[FIRST_TOKENS] + streams:
+            await asyncio.sleep(0.2)
+            now = await asyncio.to_thread(counters, url)
+            failed(tasks)
+        await asyncio.sleep(options.settle)
+        began = await asyncio.to_thread(counters, url)
+        await asyncio.sleep(options.seconds)
+        ended = await asyncio.to_thread(counters, url)
+        failed(tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    seconds = ended["time"] - began["time"]
+    return {name: (ended[name] - began[name]) / seconds for name in COUNTERS}
+
+
+def failed(tasks: list[asyncio.Task[None]]) -> None:
+    """Raise what ended a stream."""
+    for task in tasks:
+        if task.done():
+            task.result()
+
+
+def main() -> None:
+    """Start, load, print."""
+    options = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server is ended then, too
+    print(
+        f"{Path(options.model).name}: {options.input_len} tokens in, {options.output_len} out, "
+        f"{options.seconds:g} s in a steady closed loop, {len(os.sched_getaffinity(0))} cores, "
+        f"{time.strftime('%Y-%m-%d')}"
+    )
+    print(
+        f"{'':14}{'streams':>8}{'output tokens/s':>17}{'of the first':>14}{'prompt tokens/s':>17}"
+        f"{'steps/s':>9}{'preempted/s':>13}",
+        flush=True,
+    )
+    first: dict[int, float] = {}
+    with contextlib.ExitStack() as all_of_them:
+        if options.at_once:
+            started = [start(variant, options, all_of_them) for variant in options.variant]
+            for server in started:
+                server.wait_ready()
+        for number, variant in enumerate(options.variant):
+            with contextlib.ExitStack() as stack:
+                server = started[number] if options.at_once else start(variant, options, stack)
+                server.wait_ready()
+                for streams in options.streams:
+                    rate = asyncio.run(load(server.url, streams, options))
+                    show(shlex.split(variant)[0], streams, rate, first)
+
+
+def start(variant: str, options: argparse.Namespace, stack: contextlib.ExitStack) -> Start:
+    """A variant's server, which ends with the stack."""
+    _, *more = shlex.split(variant)
+    server = Start(argparse.Namespace(**{**vars(options), "serve": [*more, *options.serve]}))
+    stack.callback(server.stop)
+    return server
+
+
+def show(name: str, streams: int, rate: dict[str, float], first: dict[int, float]) -> None:
+    """One row."""
+    tokens = rate["generation_tokens"]
+    share = tokens / max(1e-9, first.setdefault(streams, tokens))
+    print(
+        f"{name:14}{streams:>8}{tokens:>17,.0f}{share:>14.3f}{rate['prompt_tokens']:>17,.0f}"
+        f"{rate['engine_steps']:>9.1f}{rate['request_preempted']:>13.2f}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
