@@ -28,10 +28,10 @@ MAX_COLUMNS: Final = 32
 _OLDEST_WITH_CLUSTERS: Final = (9, 0)
 PROMPT_ROWS: Final = 128  # tokens times heads of a group
 _KEYS: Final = 128
-_STAGES: Final = 2  # of queries, of keys and of values
+_STAGES: Final = 2
 _MAX_GROUP: Final = 64
 _THREADS: Final = 384
-_BARRIER_BYTES: Final = 8 * 6 * _STAGES
+_BARRIER_BYTES: Final = 8 * (2 + 4 * _STAGES)
 _SLOT_BYTES: Final = 4 * 256
 _ALIGNMENT: Final = 1024
 
@@ -202,7 +202,7 @@ class NativePrompts:
             *(tiles, batch.block_tables_dev, out, scale, batch.block_tables_dev.stride(0)),
             *(heads, tiles.shape[0]),
         ]
-        shared = _ALIGNMENT + _STAGES * (PROMPT_ROWS + 2 * _KEYS) * WIDTH * 2
+        shared = _ALIGNMENT + (PROMPT_ROWS + 2 * _STAGES * _KEYS) * WIDTH * 2
         shared += _BARRIER_BYTES + _SLOT_BYTES
         kernel = native.function("prompt_attention", defines)
         blocks = min(num_processors, tiles.shape[0] * heads)

@@ -1,10 +1,10 @@
 // Attention of prompts, heads of 128: as many blocks as there are multiprocessors take one item after the other, some tokens
 // of a row and the query heads of one kv head, which are the rows of one matrix of 128.
 //
-// One warp feeds: the copy engine brings queries, an item ahead, and, STAGES turns of 128 keys ahead, keys and values. Two groups of four warps have 64 rows each. Each asks for the product of its queries with the next
-// keys and of its weights with the values before, and makes weights while these run, those of the next item's first keys
-// while an item's last values are summed up; the groups take turns at asking, so that one makes weights while the matrix
-// units work for the other.
+// One warp feeds: the copy engine brings queries and, STAGES turns of 128 keys ahead, keys and values, those of the next item
+// while this one ends. Two groups of four warps have 64 rows each. Each asks for the product of its queries with the next
+// keys and of its weights with the values before, and makes weights while these run; the groups take turns at asking, so
+// that one makes weights while the matrix units work for the other.
 // A row's own keys and values are read where they lie, the diagonal first, those before them from the cache, BOX of a block
 // at a time. The order of a row's sums depends on its tokens alone.
 
@@ -16,10 +16,9 @@
 
 #define WIDTH 128
 #define KEYS 128
-#define STAGES 2                 // of keys, of values, and of queries
+#define STAGES 2
 #define HALF_TILE (KEYS * 128)   // bytes: half of all numbers of each key
 #define TILE (2 * HALF_TILE)
-#define QUERIES (128 * 256)      // bytes of an item's
 #define ROWS (TOKENS * GROUP)    // of 128
 #define CONSUMERS 8              // warps
 
@@ -123,7 +122,8 @@ struct Barriers {
 __device__ __forceinline__ void feed(const TensorMap& q, const TensorMap& k, const TensorMap& v, const TensorMap& k_cache,
                                      const TensorMap& v_cache, Items items, const int* tables, int stride_table,
                                      const Barriers& at, u32 queries, u32 keys, u32 values, int lane) {
-  Place place = {0, 1}, query = {0, 1};  // the phase before the first one counts as ended
+  Place place = {0, 1};  // the phase before the first one counts as ended
+  u32 round = 1;
   for (Item item = items.next(), following; item.fed; item = following) {
     following = items.next();  // long before it is looked at
     const int turns = item.turns(), own = item.own_turns();
@@ -135,15 +135,6 @@ __device__ __forceinline__ void feed(const TensorMap& q, const TensorMap& k, con
       const int position = min(turn_of(item, nth).first + lane * BOX, last / BOX * BOX);
       return table[position / BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE;
     };
-    if (lane == 0) {
-      await_phase(at.empty_queries + 8 * query.stage, query.parity);
-      expect(at.full_queries + 8 * query.stage, ROWS * WIDTH * 2);
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        copy_heads(queries + query.stage * QUERIES + half * 128 * 128, q, half * 64, item.head * GROUP, item.first + item.begin,
-                   at.full_queries + 8 * query.stage);
-    }
-    advance<STAGES>(query);
     int next = slot_of(0);
     for (int nth = 0; nth < turns; nth++, advance<STAGES>(place)) {
       const Turn turn = turn_of(item, nth);
@@ -151,6 +142,13 @@ __device__ __forceinline__ void feed(const TensorMap& q, const TensorMap& k, con
       next = slot_of(nth + 1);
 #pragma unroll
       for (int of_values = 0; of_values < 2; of_values++) {
+        if (of_values && nth == 0 && lane == 0) {  // the memory of keys is free before that of queries
+          await_phase(at.empty_queries, round);
+          expect(at.full_queries, ROWS * WIDTH * 2);
+#pragma unroll
+          for (int half = 0; half < 2; half++)
+            copy_heads(queries + half * 128 * 128, q, half * 64, item.head * GROUP, item.first + item.begin, at.full_queries);
+        }
         const u32 full = (of_values ? at.full_values : at.full_keys) + 8 * place.stage;
         const u32 to = (of_values ? values : keys) + place.stage * TILE;
         if (lane == 0) {
@@ -173,6 +171,7 @@ __device__ __forceinline__ void feed(const TensorMap& q, const TensorMap& k, con
         }
       }
     }
+    round ^= 1;
   }
 }
 
@@ -298,94 +297,81 @@ __device__ __forceinline__ void attend(Items items, u16* out, float scale, const
   const int lane = thread & 31, group = __shfl_sync(~0u, thread / 128, 0);
   const int row = thread / 32 * 16 + (lane >> 2);  // and eight after it
   const u32 own_queries = queries + group * 64 * 128;
-  Place query = {0, 0}, key = {0, 0}, value = {0, 0};
+  Place key = {0, 0}, value = {0, 0};
+  u32 round = 0;
   if (group == 1) give_turn(0);
-  Item item = items.next();
-  if (!item.fed) return;
-  Item following = items.next();
-  Softmax rows = {{LOWEST, LOWEST}, {0.f, 0.f}};
-  float scores[BN / 2], sum[BN / 2], fade[2];
+  for (Item item = items.next(), following; item.fed; item = following) {
+    following = items.next();
+    const int turns = item.turns();
+    Softmax rows = {{LOWEST, LOWEST}, {0.f, 0.f}};
+    float scores[BN / 2], sum[BN / 2], fade[2];
+    u32 weights[KEYS / 16][4];
 #pragma unroll
-  for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
-  u32 weights[KEYS / 16][4];
-  int nth = 0, turns = item.turns(), valid;  // of the turn that `weights` are of; keys it has
-  const auto ask_keys = [&] {
-    if (nth == 0) await_phase(at.full_queries + 8 * query.stage, query.parity);
+    for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
+    const auto await_values = [&](int nth) {
+      await_phase(at.full_values + 8 * value.stage, value.parity);
+      const int valid = turn_of(item, nth).valid;
+      if (valid < KEYS) clear_values(values_there + value.stage * TILE, valid, group, thread);
+    };
+    const auto leave_values = [&] {
+      fence_registers(sum);
+      if (lane == 0) arrive_at(at.empty_values + 8 * value.stage);
+      advance<STAGES>(value);
+    };
+    const auto weigh_keys = [&](int nth) {
+      fence_registers(scores);
+      if (lane == 0) {
+        arrive_at(at.empty_keys + 8 * key.stage);
+        if (nth == turns - 1) arrive_at(at.empty_queries);
+      }
+      advance<STAGES>(key);
+      const Turn turn = turn_of(item, nth);
+      if (turn.valid < KEYS || (turn.is_own && turn.first + KEYS - 1 > item.begin)) mask(scores, item, turn, row, lane);
+      rows.weigh(scores, scale, fade);
+    };
+
+    await_phase(at.full_queries, round);
+    round ^= 1;
     await_phase(at.full_keys + 8 * key.stage, key.parity);
     await_turn(group);
-    fence_registers(sum);
     begin_products();
-    ask_for_scores(scores, own_queries + query.stage * QUERIES, keys + key.stage * TILE);
-    end_products();
-  };
-  const auto weigh_keys = [&] {
-    fence_registers(scores);
-    if (lane == 0) arrive_at(at.empty_keys + 8 * key.stage);
-    advance<STAGES>(key);
-    if (nth == turns - 1) {
-      if (lane == 0) arrive_at(at.empty_queries + 8 * query.stage);
-      advance<STAGES>(query);
-    }
-    const Turn turn = turn_of(item, nth);
-    valid = turn.valid;
-    if (valid < KEYS || (turn.is_own && turn.first + KEYS - 1 > item.begin)) mask(scores, item, turn, row, lane);
-    rows.weigh(scores, scale, fade);
-  };
-  const auto await_values = [&] {
-    await_phase(at.full_values + 8 * value.stage, value.parity);
-    if (valid < KEYS) clear_values(values_there + value.stage * TILE, valid, group, thread);
-  };
-  const auto leave_values = [&] {
-    fence_registers(sum);
-    if (lane == 0) arrive_at(at.empty_values + 8 * value.stage);
-    advance<STAGES>(value);
-  };
-
-  ask_keys();
-  give_turn(group ^ 1);
-  await_products<0>();
-  weigh_keys();
-  pack_weights(weights, scores);
-  while (true) {
-    // The next turn's scores while the values of this one are summed up.
-    const Item ending = item;
-    const Softmax before = rows;
-    const bool is_last = nth == turns - 1;
-    if (is_last) {
-      if (!following.fed) break;
-      item = following, following = items.next();
-      nth = 0, turns = item.turns(), rows = {{LOWEST, LOWEST}, {0.f, 0.f}};
-    } else {
-      nth++;
-    }
-    await_values();
-    ask_keys();
-    ask_for_sums(sum, weights, values + value.stage * TILE);
+    ask_for_scores(scores, own_queries, keys + key.stage * TILE);
     end_products();
     give_turn(group ^ 1);
-    await_products<1>();
-    weigh_keys();
-    hold_next_wait(at.slots + thread * 4, rows.total[0] + rows.total[1]);
+    await_products<0>();
+    weigh_keys(0);
+    pack_weights(weights, scores);
+    for (int nth = 1; nth < turns; nth++) {
+      await_values(nth - 1);
+      await_phase(at.full_keys + 8 * key.stage, key.parity);
+      await_turn(group);
+      fence_registers(sum);
+      begin_products();
+      ask_for_scores(scores, own_queries, keys + key.stage * TILE);
+      end_products();
+      ask_for_sums(sum, weights, values + value.stage * TILE);
+      end_products();
+      give_turn(group ^ 1);
+      await_products<1>();
+      weigh_keys(nth);
+      hold_next_wait(at.slots + thread * 4, rows.total[0] + rows.total[1]);
+      await_products<0>();
+      leave_values();
+      if (__any_sync(~0u, fade[0] != 1.f || fade[1] != 1.f)) {
+#pragma unroll
+        for (int i = 0; i < BN / 2; i++) sum[i] *= fade[i / 2 % 2];
+      }
+      pack_weights(weights, scores);
+    }
+    await_values(turns - 1);
+    fence_registers(sum);
+    begin_products();
+    ask_for_sums(sum, weights, values + value.stage * TILE);
+    end_products();
     await_products<0>();
     leave_values();
-    pack_weights(weights, scores);
-    if (is_last) {
-      store(out, ending, items.heads, before, sum, row, lane);
-#pragma unroll
-      for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
-    } else if (__any_sync(~0u, fade[0] != 1.f || fade[1] != 1.f)) {
-#pragma unroll
-      for (int i = 0; i < BN / 2; i++) sum[i] *= fade[i / 2 % 2];
-    }
+    store(out, item, items.heads, rows, sum, row, lane);
   }
-  await_values();
-  fence_registers(sum);
-  begin_products();
-  ask_for_sums(sum, weights, values + value.stage * TILE);
-  end_products();
-  await_products<0>();
-  leave_values();
-  store(out, item, items.heads, rows, sum, row, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -396,14 +382,15 @@ prompt_attention(const __grid_constant__ TensorMap q, const __grid_constant__ Te
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
   const u32 start = shared_address(memory), queries = (start + 1023) & ~1023u;
-  const u32 keys = queries + STAGES * QUERIES, values = keys + STAGES * TILE, bars = values + STAGES * TILE;
-  const Barriers at = {bars, bars + 8 * STAGES, bars + 16 * STAGES, bars + 24 * STAGES, bars + 32 * STAGES,
-                       bars + 40 * STAGES, bars + 48 * STAGES};
+  const u32 keys = queries + 128 * 256, values = keys + STAGES * TILE, bars = values + STAGES * TILE;
+  const u32 rings = bars + 16;  // of keys and of values, full and empty
+  const Barriers at = {bars, bars + 8, rings, rings + 8 * STAGES, rings + 16 * STAGES, rings + 24 * STAGES,
+                       rings + 32 * STAGES};
   if (thread == 0) {
+    make_barrier(at.full_queries, 1);
+    make_barrier(at.empty_queries, CONSUMERS);
 #pragma unroll
     for (int s = 0; s < STAGES; s++) {
-      make_barrier(at.full_queries + 8 * s, 1);
-      make_barrier(at.empty_queries + 8 * s, CONSUMERS);
       make_barrier(at.full_keys + 8 * s, 1);
       make_barrier(at.empty_keys + 8 * s, CONSUMERS);
       make_barrier(at.full_values + 8 * s, 1);
