@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import hashlib
 import json
 import logging
 import re
@@ -175,8 +176,11 @@ def card() -> str:
 
 
 def table_path() -> Path:
-    """Where this machine's own measurements are kept."""
-    return native.cache_folder() / f"products-{card()}.json"
+    """Where this machine's own measurements are kept: of this torch, whose library they are beside,
+    and of these kernels."""
+    kernels = "".join(native.source_of(f"{name}.cu") for name in ("gemv", "gemm"))
+    version = f"{torch.__version__}-{hashlib.sha256(kernels.encode()).hexdigest()[:8]}"
+    return native.cache_folder() / f"products-{card()}-{version}.json"
 
 
 @functools.cache

@@ -196,10 +196,10 @@ def cache_folder() -> Path:
 
 
 @functools.cache
-def _source(name: str) -> str:
+def source_of(name: str) -> str:
     """The file with what it includes in place: NVRTC looks into no folders."""
     text = (_HERE / name).read_text("utf-8")
-    return _INCLUDE.sub(lambda match: _source(match[1]), text)
+    return _INCLUDE.sub(lambda match: source_of(match[1]), text)
 
 
 def compile_ahead(name: str, defines: dict[str, int]) -> None:
@@ -222,7 +222,7 @@ def _compile(name: str, defines: dict[str, int]) -> bytes:
         "--std=c++17",
         *(f"-D{key}={value}" for key, value in sorted(defines.items())),
     ]
-    source, nvrtc = _source(f"{name}.cu"), _nvrtc()
+    source, nvrtc = source_of(f"{name}.cu"), _nvrtc()
     version = (ctypes.c_int * 2)()
     nvrtc.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, 4))
     key = hashlib.sha256("\0".join([source, *options, *map(str, version)]).encode()).hexdigest()
