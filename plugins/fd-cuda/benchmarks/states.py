@@ -1,6 +1,6 @@
 """Layers that keep a state on this GPU: microseconds per layer, beside the bytes they cannot beat.
 
-    python plugins/fd-cuda/benchmarks/states.py [--layer "Kimi Linear"] [--sweep] [--json FILE]
+    python plugins/fd-cuda/benchmarks/states.py [--layer "Kimi Linear"] [--json FILE]
 
 Convolution and recurrence of one layer, without the products around them. Decode: one CUDA graph
 over many layers' states, more than the L2 holds. Prompts: begun anew, operation by operation, the
@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from attention import replay_us
 from fastdeploy_core.contracts.attention import (
     AttentionBatch,
     StateQuestion,
@@ -33,7 +32,7 @@ from fd_models.recurrent.states import PlainStates
 
 from fd_cuda.attention.question import why_not_state
 from fd_cuda.device import CudaDevice
-from fd_cuda.states.driver import CudaStates, Launch
+from fd_cuda.states.driver import CudaStates
 
 COPY_BYTES_S = 4.30e12  # measured on one H200
 SPECS = {
@@ -44,11 +43,6 @@ SPECS = {
 }
 DECODES = (1, 8, 64, 256)
 PROMPTS = {"1 x 1024": [1024], "1 x 16384": [16384], "16 x 1024": [1024] * 16}
-LAUNCHES = [
-    Launch(size, warps, stages)
-    for size, warps, stages in itertools.product((2048, 4096, 8192), (4, 8), (2, 3))
-    if size <= 1024 * warps
-]
 
 
 class Layer:
@@ -100,26 +94,11 @@ class Layer:
         rounds = max(1, 32 // len(self.caches))
         self.run()
         graph = self.device.capture(lambda: self.run(rounds))
-        return median_us(graph.replay) / (rounds * len(self.caches))
+        return replay_us(graph.replay) / (rounds * len(self.caches))
 
     def us(self) -> float:
         """Of one layer, queued by the host."""
-        return median_us(self.run) / len(self.caches)
-
-
-def median_us(call: Callable[[], None], repeats: int = 7) -> float:
-    """Of the GPU, between events."""
-    for _ in range(2):
-        call()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times)
+        return replay_us(self.run) / len(self.caches)
 
 
 def decode_table(device: CudaDevice, specs: dict[str, StateSpec]) -> list[dict[str, Any]]:
@@ -150,22 +129,6 @@ def prompt_table(device: CudaDevice, specs: dict[str, StateSpec]) -> list[dict[s
     return found
 
 
-def sweep(device: CudaDevice) -> list[dict[str, Any]]:
-    """Other ways to cut the kernels that hold states."""
-    found = []
-    for name, launch in itertools.product(list(SPECS)[:1], LAUNCHES):
-        for label, fed in (("64 decodes", [1] * 64), ("1 x 16384", [16384])):
-            start = 100 if max(fed) == 1 else 0
-            layer = Layer(device, SPECS[name], fed, start, 4)
-            layer.driver.step = layer.driver.scan = launch
-            us = layer.us() if start == 0 else layer.graph_us()
-            if start and launch.num_stages > 2:
-                continue  # decodes have no loop
-            found.append({"layer": name, "batch": label, "launch": str(launch), "us": us})
-            show(found[-1])
-    return found
-
-
 def show(result: dict[str, Any]) -> None:
     print("  ".join(f"{k}={v:.1f}" if isinstance(v, float) else f"{k}={v}" for k,
         v in result.items()),
@@ -175,7 +138,6 @@ def show(result: dict[str, Any]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layer", choices=SPECS, nargs="+", default=list(SPECS))
-    parser.add_argument("--sweep", action="store_true", help="try other sizes of programs")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}", flush=True)
@@ -183,8 +145,6 @@ def main() -> int:
     with torch.inference_mode():
         specs = {name: SPECS[name] for name in arguments.layer}
         found["decode"], found["prompts"] = decode_table(device, specs), prompt_table(device, specs)
-        if arguments.sweep:
-            found["sweep"] = sweep(device)
     if arguments.json:
         arguments.json.write_text(json.dumps(found))
     return 0

@@ -81,13 +81,13 @@ def native_products() -> None:
         for width, depth in ((392, 512), (104, 1024)):
             weight, norm = random(width, depth, dtype=dtype), random(depth, dtype=dtype)
             for rows in (1, 3, 9, 16):
-                for plan in (Plan("gemv", warps=w, fuses_norm=True) for w in (2, 8, 16)):
+                for plan in (Plan("gemv", warps=w) for w in (2, 8, 16)):
                     product(plan, rows, weight, norm if dtype == torch.bfloat16 else None)
             for rows in (1, 17, 65, 130):
                 for plan in (
-                    Plan("gemm", 8, 64, 32, 4, 2, True),
-                    Plan("gemm", 8, 64, 64, 4, 8, True),
-                    Plan("gemm", 8, 128, 128, 4, 1, False),
+                    Plan("gemm", 8, 64, 32, 4, 2),
+                    Plan("gemm", 8, 64, 64, 4, 8),
+                    Plan("gemm", 8, 128, 128, 4, 1),
                 ):
                     product(plan, rows, weight, norm if dtype == torch.bfloat16 else None)
 

@@ -63,7 +63,7 @@ def copy_plainly() -> None:
             "arrive_at(barrier);",
         ),
     }
-    text = native._source.__wrapped__
+    text = native.source_of.__wrapped__
 
     def source(name: str) -> str:
         found = text(name)
@@ -72,4 +72,4 @@ def copy_plainly() -> None:
             assert count == 1
         return found
 
-    native._source = functools.cache(source)
+    native.source_of = functools.cache(source)

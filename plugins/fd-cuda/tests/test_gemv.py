@@ -70,7 +70,7 @@ def test_products(
         wanted = torch.nn.functional.silu(gate) * up
     if residual is not None:
         wanted = wanted + residual.double()
-    plan = Plan("gemv", warps=warps, fuses_norm=True)
+    plan = Plan("gemv", warps=warps)
     y = torch.full((rows, wanted.shape[1]), float("nan"), dtype=dtype)
     y = y if residual is None else residual
     linear._launch(plan, epilogue, x, gain, 1e-5, weight, bias, residual, y)

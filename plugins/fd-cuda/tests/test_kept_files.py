@@ -57,6 +57,19 @@ def test_ranks_that_measure_at_once_all_add_to_the_table(
     assert len(json.loads(path.read_text())) == 64
 
 
+def test_tables_of_another_torch_or_of_other_kernels_are_not_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plans, "card", lambda: "a-gpu")
+    found = {plans.table_path()}
+    with monkeypatch.context() as other:
+        other.setattr(plans.torch, "__version__", "1.0")
+        found.add(plans.table_path())
+    monkeypatch.setattr(plans.native, "source_of", lambda name: f"// {name}")
+    found.add(plans.table_path())
+    assert len(found) == 3
+
+
 class Driver:
     """The two questions of the check; addresses are numbers of GPUs."""
 

@@ -20,11 +20,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an 
 ROWS = (1, 3, 8, 9, 16, 17, 64, 65, 130, 256)
 SHAPES = ((96, 64), (392, 1024), (264, 2560))
 PLANS = (
-    Plan("gemm", 8, 64, 32, 4, 2, True),
-    Plan("gemm", 8, 64, 64, 5, 8, True),
-    Plan("gemm", 8, 128, 64, 6, 4, False),
-    Plan("gemm", 8, 128, 128, 4, 1, True),
-    *(Plan("gemv", warps=warps, fuses_norm=True) for warps in (2, 8, 16)),
+    Plan("gemm", 8, 64, 32, 4, 2),
+    Plan("gemm", 8, 64, 64, 5, 8),
+    Plan("gemm", 8, 128, 64, 6, 4),
+    Plan("gemm", 8, 128, 128, 4, 1),
+    *(Plan("gemv", warps=warps) for warps in (2, 8, 16)),
 )
 TOLERANCE = {"bfloat16": 6e-3, "float16": 8e-4}
 
@@ -112,9 +112,9 @@ def test_a_row_does_not_depend_on_the_others(epilogue: str) -> None:
     norm = (torch.rand(1024, device="cuda") + 0.5).bfloat16()
     weight = (torch.randn(512, 1024, device="cuda") / 32).bfloat16()
     for plan, most in (
-        (Plan("gemv", warps=8, fuses_norm=True), 16),
-        (Plan("gemm", 8, 64, 64, 4, 4, True), 256),
-        (Plan("gemm", 8, 128, 128, 4, 1, False), 256),
+        (Plan("gemv", warps=8), 16),
+        (Plan("gemm", 8, 64, 64, 4, 4), 256),
+        (Plan("gemm", 8, 128, 128, 4, 1), 256),
     ):
         crowd = linear.compute(plan, epilogue, x[:most], norm, 1e-5, weight, None, None)
         for rows in (1, 5, 9):

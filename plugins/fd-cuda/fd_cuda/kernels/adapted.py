@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from .common import num_processors
-from .plans import MOST_SHARED, Plan, Product, measured, shared_bytes, tiles_of
+from .plans import MOST_SHARED, Plan, Product, shared_bytes, tiles_of
 
 HELPERS = 128  # threads of a block that fetch what adapters add
 _MOST_SLOTS = 32  # a bit each; all are multiplied with
-_MOST_DEPTHS = 16  # parts of K that sums are made of
+_MOST_DEPTHS, _DEEP = 16, 4  # parts of K that sums are made of, and tiles of one
 _NO_END = 2**31 - 1
 _RECORD = struct.Struct("@5P3i4x")
 _SHARED_OF_ALL = 227 * 1024  # blocks on one multiprocessor
@@ -73,7 +73,7 @@ def defines(plan: Plan, product: Product, shape: Shape) -> dict[str, int]:
 def _depths(plan: Plan, product: Product) -> int:
     """Parts of K that sums are made of: a whole number for each block of a cluster."""
     tiles = product.depth // 64
-    wanted = min(_MOST_DEPTHS, -(-tiles // plan.deep))
+    wanted = min(_MOST_DEPTHS, -(-tiles // _DEEP))
     return -(-wanted // plan.split) * plan.split
 
 
@@ -83,11 +83,11 @@ def _sums(plan: Plan, product: Product, num_rows: int, shape: Shape) -> int:
     return tiles * -(-num_rows // plan.rows) * (_depths(plan, product) // plan.split)
 
 
-def all_shared_bytes(plan: Plan, product: Product, shape: Shape) -> int:
+def all_shared_bytes(plan: Plan, shape: Shape) -> int:
     """What a block keeps in shared memory."""
     slots, inner = plan.rows * 4, plan.rows // plan.split * len(shape.ends) * shape.rank * 4
     b = shape.slots * plan.columns * shape.rank * 2
-    of_product = shared_bytes(product, plan.rows, plan.columns, plan.stages, plan.split)
+    of_product = shared_bytes(plan.rows, plan.columns, plan.stages, plan.split)
     return of_product + slots + inner + b
 
 
@@ -107,9 +107,6 @@ def choose(alone: Plan, product: Product, num_rows: int, shape: Shape) -> Plan |
         return None
     if any(end % 4 for end in shape.ends):
         return None
-    known = measured(f"{shape.slots}x{shape.rank} adapters {product.key}", num_rows)
-    if known is not None:
-        return known
     plan = alone if alone.kind == "gemm" else tiles_of(product, num_rows)
     return fitted(plan, product, num_rows, shape) if plan.kind == "gemm" else None
 
@@ -121,7 +118,7 @@ def fitted(plan: Plan, product: Product, num_rows: int, shape: Shape) -> Plan | 
     found: Plan | None = None
     for stages in range(3, plan.stages + 1):
         fewer = replace(plan, stages=stages)
-        needed = all_shared_bytes(fewer, product, shape) + 1024
+        needed = all_shared_bytes(fewer, shape) + 1024
         places = _SHARED_OF_ALL // needed * num_processors()
         if needed > MOST_SHARED or (found is not None and stages > 4 and places < blocks):
             break

@@ -118,7 +118,7 @@ def compute(
     adapters: Adapters | None = None,
 ) -> torch.Tensor:
     """The product by this plan; `residual` belongs to the epilogue "add" and is overwritten."""
-    if norm_weight is not None and not (plan.kind != "library" and plan.fuses_norm):
+    if norm_weight is not None and plan.kind != "gemv":
         x, norm_weight = rms_norm(x, norm_weight, eps), None
     if plan.kind == "library":
         return _by_library(epilogue, x, weight, bias, residual)
@@ -201,12 +201,11 @@ def _specialization(
     """The native kernel and what it is compiled for."""
     defines = {
         "HALF": int(product.dtype == "float16"),
-        "NORM": int(product.has_norm and plan.fuses_norm),
         "EPILOGUE": _EPILOGUES[product.epilogue],
     }
     if plan.kind == "gemv":
         more = {"K": product.depth, "TILES": -(-num_rows // 8), "WARPS": plan.warps}
-        return "gemv", {**defines, **more, "AHEAD": _AHEAD}
+        return "gemv", {**defines, **more, "NORM": int(product.has_norm), "AHEAD": _AHEAD}
     share = -(-product.depth // 64 // plan.split)
     sizes = {
         "BM": plan.rows,
@@ -237,8 +236,9 @@ def _launch(
     shape = None if adapters is None else adapters.shape
     device = torch.cuda.current_device()
     how = _prepared(plan, epilogue, is_half, has_norm, sizes, shape, device)
-    arguments = [x, ctypes.c_longlong(x.stride(0)), norm_weight, weight, bias, residual, y]
-    arguments += (num_rows, width, float(eps)) if plan.kind == "gemv" else (*sizes, float(eps))
+    norm = (norm_weight,) if plan.kind == "gemv" else ()
+    arguments = [x, ctypes.c_longlong(x.stride(0)), *norm, weight, bias, residual, y]
+    arguments += (num_rows, width, float(eps)) if plan.kind == "gemv" else sizes
     if adapters is not None:
         product = _product(epilogue, x, weight, has_norm=has_norm)
         arguments.append(adapters.record(plan, product, num_rows))
@@ -278,8 +278,8 @@ def _prepared(
         return _Launch(kernel, (blocks, 1, 1), plan.warps * 32, 0)
     threads, blocks = plan.rows * 2, adapted.num_blocks(plan, product, num_rows, adapters)
     if adapters is None:
-        shared = shared_bytes(product, plan.rows, plan.columns, plan.stages, plan.split)
+        shared = shared_bytes(plan.rows, plan.columns, plan.stages, plan.split)
     else:
-        shared = adapted.all_shared_bytes(plan, product, adapters)
+        shared = adapted.all_shared_bytes(plan, adapters)
         threads += adapted.HELPERS
     return _Launch(kernel, (blocks, 1, plan.split), threads, shared)

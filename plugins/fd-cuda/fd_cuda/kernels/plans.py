@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import hashlib
 import json
 import logging
 import re
@@ -30,9 +31,7 @@ logger = logging.getLogger(__name__)
 _SHIPPED: Final = Path(__file__).parent / "tuned"
 # Numbers of rows that are measured; others take the next larger one's choice.
 ROWS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-_PATTERN: Final = re.compile(
-    r"gemv (\d+)|gemm (\d+)x(\d+) (\d+) stages, (\d+) parts(, norm)?(?:, sums of (\d+))?|library"
-)
+_PATTERN: Final = re.compile(r"gemv (\d+)|gemm (\d+)x(\d+) (\d+) stages, (\d+) parts|library")
 WIDEST: Final = 1 << 16  # a vocabulary: cuBLAS reads so many rows at the memory's speed
 MOST_SHARED: Final = 227 * 1024  # bytes of shared memory a block may have
 _lock = threading.Lock()
@@ -57,7 +56,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How. "library" is cuBLAS with Triton kernels around it."""
+    """How. "library" is cuBLAS with Triton kernels around it; only "gemv" norms in the product."""
 
     kind: str = "library"  # or "gemv", "gemm"
     warps: int = 8  # gemv
@@ -65,16 +64,12 @@ class Plan:
     columns: int = 128  # BN
     stages: int = 4
     split: int = 1
-    fuses_norm: bool = False
-    deep: int = 4  # tiles of K that blocks multiply which make sums of adapters, see gemm.cu
 
     def __str__(self) -> str:
         if self.kind == "gemv":
             return f"gemv {self.warps}"
         if self.kind == "gemm":
-            norm = ", norm" if self.fuses_norm else ""
-            norm += f", sums of {self.deep}" if self.deep != 4 else ""
-            return f"gemm {self.rows}x{self.columns} {self.stages} stages, {self.split} parts{norm}"
+            return f"gemm {self.rows}x{self.columns} {self.stages} stages, {self.split} parts"
         return "library"
 
 
@@ -87,10 +82,9 @@ def read(text: str) -> Plan:
     if match is None:
         raise ConfigError(f"a table of measured kernels says {text!r}, which is no plan; delete it")
     if match[1]:
-        return Plan("gemv", warps=int(match[1]), fuses_norm=True)
+        return Plan("gemv", warps=int(match[1]))
     if match[2]:
-        rows, columns, stages, split = (int(match[i]) for i in range(2, 6))
-        return Plan("gemm", 8, rows, columns, stages, split, bool(match[6]), int(match[7] or 4))
+        return Plan("gemm", 8, *(int(match[i]) for i in range(2, 6)))
     return LIBRARY
 
 
@@ -100,9 +94,9 @@ def fits(plan: Plan, product: Product, num_rows: int) -> bool:
         return True
     if product.dtype not in ("bfloat16", "float16") or product.depth % 64:
         return False
-    if plan.fuses_norm and product.has_norm and product.dtype == "float16":
-        return False  # x times the norm's weight may not fit before it is divided
     if plan.kind == "gemv":
+        if product.has_norm and product.dtype == "float16":
+            return False  # x times the norm's weight may not fit before it is divided
         return num_rows <= 16 and product.depth % (32 * plan.warps) == 0
     return native.has_wgmma()
 
@@ -111,18 +105,15 @@ def rule(product: Product, num_rows: int) -> Plan:
     """A choice without measurement, from what was seen on an H200."""
     if not native.available():
         return LIBRARY
-    is_half = product.dtype == "float16"
-    if num_rows <= 16 and not (is_half and product.has_norm):
-        for warps in (8, 16, 4, 2, 1):
-            plan = Plan("gemv", warps=warps, fuses_norm=True)
-            if fits(plan, product, num_rows):
-                return plan
+    for warps in (8, 16, 4, 2, 1):
+        plan = Plan("gemv", warps=warps)
+        if fits(plan, product, num_rows):
+            return plan
     return tiles_of(product, num_rows)
 
 
 def tiles_of(product: Product, num_rows: int) -> Plan:
     """Of native/gemm.cu, where nothing was measured; the library for many rows."""
-    is_half = product.dtype == "float16"
     if num_rows > 64 or not native.available():
         return LIBRARY
     rows = columns = 64
@@ -133,7 +124,7 @@ def tiles_of(product: Product, num_rows: int) -> Plan:
     while split < 8 and tiles * split * 2 <= num_processors() and product.depth >= 128 * split:
         split *= 2
     stages = max(_stages(product, rows, columns, split), default=4)
-    plan = Plan("gemm", 8, rows, columns, stages, split, product.has_norm and not is_half)
+    plan = Plan("gemm", 8, rows, columns, stages, split)
     return plan if fits(plan, product, num_rows) else LIBRARY
 
 
@@ -143,24 +134,22 @@ def _stages(product: Product, rows: int, columns: int, split: int) -> list[int]:
     return [
         stages
         for stages in sorted({max(3, share), 4, 6, 8})
-        if stages <= max(3, share)
-        and shared_bytes(product, rows, columns, stages, split) <= MOST_SHARED
+        if stages <= max(3, share) and shared_bytes(rows, columns, stages, split) <= MOST_SHARED
     ]
 
 
-def shared_bytes(product: Product, rows: int, columns: int, stages: int, split: int) -> int:
+def shared_bytes(rows: int, columns: int, stages: int, split: int) -> int:
     """What a block of native/gemm.cu keeps in shared memory: tiles, what aligning them takes, parts
-    of the sums, squares and the norm's weights of its share of K."""
+    of the sums."""
     parts = rows * (columns + 4) * 4 if split > 1 else 0
-    gains = -(-product.depth // 64 // split) * 128 if product.has_norm else 0
-    return stages * (rows + columns) * 128 + 1024 + parts + rows * 4 + gains
+    return stages * (rows + columns) * 128 + 1024 + parts
 
 
 def candidates(product: Product, num_rows: int) -> list[Plan]:
     """What is worth measuring."""
     found = [LIBRARY]
     if num_rows <= 16:
-        found += [Plan("gemv", warps=warps, fuses_norm=True) for warps in (4, 8, 16)]
+        found += [Plan("gemv", warps=warps) for warps in (4, 8, 16)]
     if num_rows >= 8:
         width = product.width // 2 if product.epilogue == "gated" else product.width
         for rows in (64,) if num_rows <= 64 else (64, 128):
@@ -173,11 +162,9 @@ def candidates(product: Product, num_rows: int) -> list[Plan]:
                         continue
                     if product.depth < 64 * split or (rows == 64 and columns == 32 and split == 8):
                         continue
-                    norms = (True, False) if product.has_norm else (False,)
                     found += [
-                        Plan("gemm", 8, rows, columns, stages, split, norm)
+                        Plan("gemm", 8, rows, columns, stages, split)
                         for stages in _stages(product, rows, columns, split)
-                        for norm in norms
                     ]
     return [plan for plan in found if fits(plan, product, num_rows)]
 
@@ -189,8 +176,11 @@ def card() -> str:
 
 
 def table_path() -> Path:
-    """Where this machine's own measurements are kept."""
-    return native.cache_folder() / f"products-{card()}.json"
+    """Where this machine's own measurements are kept: of this torch, whose library they are beside,
+    and of these kernels."""
+    kernels = "".join(native.source_of(f"{name}.cu") for name in ("gemv", "gemm"))
+    version = f"{torch.__version__}-{hashlib.sha256(kernels.encode()).hexdigest()[:8]}"
+    return native.cache_folder() / f"products-{card()}-{version}.json"
 
 
 @functools.cache
@@ -206,13 +196,6 @@ def _table() -> dict[str, dict[str, str]]:
         except (OSError, ValueError) as error:
             logger.warning("measured kernels in %s are left out: %s", path, error)
     return table
-
-
-def measured(key: str, num_rows: int) -> Plan | None:
-    """What a table says of this key and so many rows."""
-    size = next((size for size in ROWS if size >= num_rows), None)
-    text = _table().get(key, {}).get(str(size))
-    return None if text is None else read(text)
 
 
 def choose(

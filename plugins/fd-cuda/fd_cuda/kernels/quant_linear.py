@@ -133,7 +133,7 @@ def _unpacked_shape(slabs: Slabs, rows: int) -> Gemm | Tile | None:
     if rows > (_MANY_ROWS if size == 2 else _SOME_ROWS if is_ccq and size else 512):
         return None
     if not is_ccq and size < 2 and rows <= 128:
-        return _gemm_shape(slabs, rows)
+        return _few_rows_shape(slabs, rows)
     if size == 2 and rows > 128 and not fills(slabs.num_slabs, rows):
         return None
     return tile_shape(slabs.kind, slabs.scaled, slabs.num_slabs, rows)
@@ -143,13 +143,10 @@ def _small_shape(slabs: Slabs, rows: int) -> Gemm | Tile | None:
     """Where neither all multiprocessors find a tile of 256 rows, nor weights take long to
     unpack."""
     size = size_of(slabs.num_slabs)
-    if rows > 512:
-        return None
-    if rows <= (128 if slabs.kind != INT4 else _SOME_ROWS):
-        return _gemm_shape(slabs, rows)
-    return (
-        tile_shape(slabs.kind, 0, slabs.num_slabs, rows) if rows <= _SOME_ROWS or not size else None
-    )
+    if rows <= 128:
+        return _few_rows_shape(slabs, rows)
+    is_some = rows <= (_SOME_ROWS if size else 512)
+    return tile_shape(slabs.kind, 0, slabs.num_slabs, rows) if is_some else None
 
 
 def _gemv_shape(slabs: Slabs, rows: int) -> Gemv:
@@ -185,24 +182,16 @@ def _parts(blocks: int, each: float, most: int) -> int:
     return split
 
 
-def _gemm_shape(slabs: Slabs, rows: int) -> Gemm:
-    count = slabs.num_slabs
-    if rows > 128 and count >= 512:
-        return Gemm(128, 4, _parts(-(-count // 16) * -(-rows // 128), 1.1, 4), 5, 0)
-    if rows > 128:
-        return Gemm(64, 1, _parts(-(-count // 4) * -(-rows // 64), 2.2, 4), 6, 0)
-    if rows > 64 and count >= 256:
-        if slabs.kind == INT4:
-            return Gemm(64, 1, _parts(-(-count // 4) * 2, 3.0, 8), 6, 8)
-        return Gemm(128, 1, _parts(-(-count // 4), 2.2, 8), 4, 8, 2)
-    if rows > 64 and count >= 128:
-        return Gemm(128, 2, _parts(-(-count // 8), 1.1, 8), 6, 8)
-    block = 32 if rows <= 32 else 64
-    narrow = count < 128 or (block == 64 and slabs.kind == INT4)
-    groups = 1 if narrow else 2
-    tiles = -(-count // (4 * groups)) * -(-rows // block)
-    most = 4 if 32 < rows <= 64 and slabs.kind == INT4 and not slabs.scaled else 8
-    return Gemm(block, groups, _parts(tiles, 2.2 if narrow else 1.1, most), 6, 8)
+def _few_rows_shape(slabs: Slabs, rows: int) -> Gemm | Tile:
+    """Layers of less than 8192 outputs: narrow tiles, and blocks that divide K where these are
+    few."""
+    narrow = -(-slabs.num_slabs // 4)
+    if slabs.num_slabs < 128:
+        block = 32 if rows <= 32 else 64
+        return Gemm(block, 1, _parts(narrow * -(-rows // block), 2.2, 8), 6, 8)
+    block = 32 if rows <= 32 else 64 if rows <= 64 else 128
+    tile = Tile(block, 64, _parts(narrow * -(-rows // block), 1.0, 4), 4, 8, 4, 1)
+    return with_copies(tile, slabs.kind, slabs.scaled)
 
 
 def tile_shape(kind: int, scaled: int, count: int, rows: int) -> Tile | None:

@@ -186,7 +186,7 @@ def _gemm(
     }
     kernel = native.function("quant_gemm", {**defines, **sizes})
     grid = (-(-slabs // (4 * shape.groups)), blocks, shape.split)
-    shared = gemm_shared(shape, defines["FORMAT"], paired=bool(defines["PAIRED"]))
+    shared = gemm_shared(shape, paired=bool(defines["PAIRED"]))
     native.launch(kernel, grid, shape.groups * 128, arguments, shared=shared, cluster=shape.split)
 
 

@@ -54,7 +54,7 @@ class Gemm:
     groups: int  # of four warps
     split: int  # blocks that divide K
     stages: int
-    ahead: int  # turns that weights are asked for ahead, in registers; 0 for through shared memory
+    ahead: int  # turns that weights are asked for ahead, in registers; an even number
     resident: int = 1  # blocks a multiprocessor should hold
 
     def __str__(self) -> str:
@@ -219,15 +219,11 @@ def end_shared(rows: int, outputs: int, split: int) -> int:
     return share * outputs * (4 * (split - 1) + 3)
 
 
-def gemm_shared(shape: Gemm, kind: int, *, paired: bool) -> int:
-    """Bytes of shared memory of a block: tiles of x, and of weights where they take that way, what
-    the end takes, what aligning takes."""
-    held = shape.groups * (1 + paired)
-    weights = 0 if shape.ahead else held * (2048 if kind == INT4 else 4096)
-    tiles = shape.stages * (shape.rows * 128 + weights)
-    end = end_shared(shape.rows, held * 64, shape.split)
-    is_apart = shape.split > 1 and shape.ahead > 0
-    return 1024 + (tiles + end if is_apart else max(tiles, end))
+def gemm_shared(shape: Gemm, *, paired: bool) -> int:
+    """Bytes of shared memory of a block: tiles of x, what the end takes, what aligning takes."""
+    tiles = shape.stages * shape.rows * 128
+    end = end_shared(shape.rows, shape.groups * (1 + paired) * 64, shape.split)
+    return 1024 + (tiles + end if shape.split > 1 else max(tiles, end))
 
 
 def pipe_shared(shape: Pipe, kind: int, scaled: int) -> int:

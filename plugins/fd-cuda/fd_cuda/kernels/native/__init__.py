@@ -44,7 +44,7 @@ _ATTRIBUTE_PDL: Final = 6
 _FUNCTION_SHARED_BYTES: Final = 8
 _DIGEST_BYTES: Final = 32
 # Whether a compiler knows this card is found out by trying.
-_TRIAL: Final = {"HALF": 0, "NORM": 0, "EPILOGUE": PLAIN, "PDL": 0}
+_TRIAL: Final = {"HALF": 0, "EPILOGUE": PLAIN, "PDL": 0}
 _lock = threading.Lock()
 _functions: dict[tuple[Any, ...], Function] = {}
 _compiling: dict[Path, threading.Lock] = {}
@@ -132,7 +132,7 @@ def why_not() -> str:
     try:
         _driver()
         _nvrtc()
-        _compile("gemv", {**_TRIAL, "K": 64, "TILES": 1, "WARPS": 1, "AHEAD": 1})
+        _compile("gemv", {**_TRIAL, "NORM": 0, "K": 64, "TILES": 1, "WARPS": 1, "AHEAD": 1})
     except OSError as error:
         return f"NVRTC was not found: {error}"
     except PluginError as error:
@@ -196,10 +196,10 @@ def cache_folder() -> Path:
 
 
 @functools.cache
-def _source(name: str) -> str:
+def source_of(name: str) -> str:
     """The file with what it includes in place: NVRTC looks into no folders."""
     text = (_HERE / name).read_text("utf-8")
-    return _INCLUDE.sub(lambda match: _source(match[1]), text)
+    return _INCLUDE.sub(lambda match: source_of(match[1]), text)
 
 
 def compile_ahead(name: str, defines: dict[str, int]) -> None:
@@ -222,7 +222,7 @@ def _compile(name: str, defines: dict[str, int]) -> bytes:
         "--std=c++17",
         *(f"-D{key}={value}" for key, value in sorted(defines.items())),
     ]
-    source, nvrtc = _source(f"{name}.cu"), _nvrtc()
+    source, nvrtc = source_of(f"{name}.cu"), _nvrtc()
     version = (ctypes.c_int * 2)()
     nvrtc.nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, 4))
     key = hashlib.sha256("\0".join([source, *options, *map(str, version)]).encode()).hexdigest()

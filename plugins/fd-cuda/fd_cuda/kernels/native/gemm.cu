@@ -4,8 +4,7 @@
 // cluster divide K and send their parts to each other's shared memory, where each adds up BM / SPLIT rows
 // in a fixed order. Tiles arrive by cp.async in the 128-byte swizzle; those of W are asked for before the
 // kernel waits for the one before it. RESIDENT: the whole share fits into STAGES tiles, so nothing is ever
-// asked for again. NORM: x is multiplied by the norm's weight on its way from shared memory to registers,
-// while its squares are summed; what the norm divides by is applied at the end.
+// asked for again.
 // GATED: the first half of a tile are gate rows, the second the up rows that belong to them.
 // A row of x comes out the same whatever M is.
 // LORA: the first blocks multiply x with the first halves A of all adapters, over a small part of K each, so
@@ -68,31 +67,23 @@ __device__ __forceinline__ void fence_registers(float* d) {
   "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
 #define D_REGS(d) R16(d, 0), R16(d, 16), R16(d, 32), R16(d, 48)
 #define SHAPE "m64n128k16"
-#define SS_TAIL "%64, %65, 1, 1, 1, 0, 0;"
-#define RS_TAIL "{%64,%65,%66,%67}, %68, 1, 1, 1, 0;"
+#define TAIL "%64, %65, 1, 1, 1, 0, 0;"
 #elif BN == 64
 #define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
   "%24,%25,%26,%27,%28,%29,%30,%31}"
 #define D_REGS(d) R16(d, 0), R16(d, 16)
 #define SHAPE "m64n64k16"
-#define SS_TAIL "%32, %33, 1, 1, 1, 0, 0;"
-#define RS_TAIL "{%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
+#define TAIL "%32, %33, 1, 1, 1, 0, 0;"
 #elif BN == 32
 #define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}"
 #define D_REGS(d) R16(d, 0)
 #define SHAPE "m64n32k16"
-#define SS_TAIL "%16, %17, 1, 1, 1, 0, 0;"
-#define RS_TAIL "{%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
+#define TAIL "%16, %17, 1, 1, 1, 0, 0;"
 #endif
 
-__device__ __forceinline__ void multiply_shared(float* d, u64 a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " " D_LIST ", " SS_TAIL
+__device__ __forceinline__ void multiply(float* d, u64 a, u64 b) {
+  asm volatile("wgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " " D_LIST ", " TAIL
                : D_REGS(d) : "l"(a), "l"(b));
-}
-
-__device__ __forceinline__ void multiply_registers(float* d, const u32* a, u64 b) {
-  asm volatile("wgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " " D_LIST ", " RS_TAIL
-               : D_REGS(d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 #if SPLIT > 1
@@ -124,40 +115,14 @@ __device__ __forceinline__ void ask_for_inputs(const Pieces& p, u32 tile, int k)
     copy_async(tile + p.place + i * (THREADS / 8) * 128, p.x[i] + k, p.x_inside >> i & 1);
 }
 
-struct Squares {
-  float low, high;  // of the rows lane / 4 and lane / 4 + 8 of a warp's 16
-};
-
-// Multiply one tile. With NORM it is finished afterwards, since registers that hold x may not be filled
-// while the matrix units are at work; otherwise the one before it is.
-__device__ __forceinline__ void multiply_tile(float* sum, Squares& squares, u32 tile, const u32* gains,
-                                              int warp, int lane) {
-  const u64 tile_w = descriptor(tile + TILE_X);
-#if NORM
-  u32 a[4][4];
-  const int r = warp * 16 + (lane & 15);
-#pragma unroll
-  for (int s = 0; s < 4; s++) {
-    const u32 at = tile + r * 128 + (((s * 2 + (lane >> 4)) ^ (r & 7)) << 4);
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(a[s][0]), "=r"(a[s][1]), "=r"(a[s][2]), "=r"(a[s][3]) : "r"(at) : "memory");
-    const u32 g_first = gains[s * 8 + (lane & 3)], g_second = gains[s * 8 + 4 + (lane & 3)];
-    a[s][0] = scaled(a[s][0], g_first, squares.low);
-    a[s][1] = scaled(a[s][1], g_first, squares.high);
-    a[s][2] = scaled(a[s][2], g_second, squares.low);
-    a[s][3] = scaled(a[s][3], g_second, squares.high);
-  }
+// Multiply one tile; the one before it is finished afterwards.
+__device__ __forceinline__ void multiply_tile(float* sum, u32 tile, int warp) {
+  const u64 tile_w = descriptor(tile + TILE_X), tile_x = descriptor(tile + (warp >> 2) * 64 * 128);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-  for (int s = 0; s < 4; s++) multiply_registers(sum, a[s], tile_w + s * 2);
-#else
-  const u64 tile_x = descriptor(tile + (warp >> 2) * 64 * 128);
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-  for (int s = 0; s < 4; s++) multiply_shared(sum, tile_x + s * 2, tile_w + s * 2);
-#endif
+  for (int s = 0; s < 4; s++) multiply(sum, tile_x + s * 2, tile_w + s * 2);
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(NORM ? 0 : 1) : "memory");
+  asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 }
 
 #if LORA
@@ -279,9 +244,8 @@ __device__ __forceinline__ void fetch_adapters(const Adapters& of, const Outputs
 #endif
 
 extern "C" __global__ void __launch_bounds__(ALL)
-gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm,
-     const u16* __restrict__ w, const u16* __restrict__ bias, const u16* residual, u16* y,
-     int M, int N, int K, float eps
+gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, const u16* __restrict__ bias,
+     const u16* residual, u16* y, int M, int N, int K
 #if LORA
      , const __grid_constant__ Adapters adapters
 #endif
@@ -304,17 +268,14 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
   const int first_row = nth % tiles_m * BM, first_column = nth / tiles_m * (makes_sums ? BN : OUT);
   const int begin = min(depth * share, all), count = min(all - begin, share);
 
-  // Tiles, then the parts that the cluster sends here, then the norm's weights of this share.
+  // Tiles, then the parts that the cluster sends here.
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   unsigned char* tiles = memory + (base - shared_address(memory));
   float* parts = (float*)(tiles + (SPLIT > 1 ? STAGES * STAGE : 0));
-  unsigned char* behind = tiles + STAGES * STAGE + (SPLIT > 1 ? BM * PITCH * 4 : 0);
-  float* squares_of = (float*)behind;  // [SPLIT][ROWS]
-  u32* gains = (u32*)(behind + BM * 4);
 #if LORA
-  int* slots_of = (int*)(behind + BM * 4 + NORM * ((all + SPLIT - 1) / SPLIT) * BK * 2);  // [ROWS]
-  float* inner_of = (float*)(slots_of + BM);                                           // [ROWS][EACH]
-  uint4* b = (uint4*)(inner_of + ROWS * EACH);                                         // [SLOTS][BN][PIECES_B]
+  int* slots_of = (int*)(tiles + STAGES * STAGE + (SPLIT > 1 ? BM * PITCH * 4 : 0));  // [ROWS]
+  float* inner_of = (float*)(slots_of + BM);                                       // [ROWS][EACH]
+  uint4* b = (uint4*)(inner_of + ROWS * EACH);                                     // [SLOTS][BN][PIECES_B]
   if (thread >= THREADS) {
     announce_start();
     let_next_start();
@@ -360,10 +321,6 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
 #pragma unroll
   for (int s = 0; s < ASKED; s++)
     if (s < count) ask_for_weights(p, base + s * STAGE, s * BK);
-#if NORM
-  for (int i = thread; i < count * BK / 2; i += THREADS)
-    gains[i] = ((const u32*)(norm + begin * BK))[i];
-#endif
   let_next_start();
   wait_for_previous();
 #pragma unroll
@@ -409,7 +366,6 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
 #pragma unroll
   for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
   fence_registers(sum);
-  Squares squares = {0.f, 0.f};
   for (int t = 0; t < count; t++) {
     asm volatile("cp.async.wait_group %0;" ::"n"(ASKED - 1) : "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -422,8 +378,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
       ask_for_inputs(p, tile, next * BK);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
-    const u32 tile = base + (t % STAGES) * STAGE;
-    multiply_tile(sum, squares, tile, gains + t * (BK / 2), warp, lane);
+    multiply_tile(sum, base + (t % STAGES) * STAGE, warp);
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   fence_registers(sum);
@@ -461,13 +416,6 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
 #pragma unroll
     for (int j = 0; j < BN / 8; j++)
       send(to + (j * 8 + (lane & 3) * 2) * 4, sum[j * 4 + half * 2], sum[j * 4 + half * 2 + 1]);
-#if NORM
-    float s = half ? squares.high : squares.low;
-    s += __shfl_xor_sync(~0u, s, 1);
-    s += __shfl_xor_sync(~0u, s, 2);
-    if ((lane & 3) == 0)
-      send(at_rank(shared_address(squares_of + rank * ROWS + row % ROWS), row / ROWS), s);
-#endif
   }
   meet();
 
@@ -477,7 +425,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
     if (TURNS * THREADS > ROWS * QUADS && e >= ROWS * QUADS) break;
     const int row = e / QUADS, c = (e % QUADS) * 4;
     const int m = first_row + rank * ROWS + row, column = first_column + c;
-    float v[4] = {0.f, 0.f, 0.f, 0.f}, u[4] = {0.f, 0.f, 0.f, 0.f}, scale = 1.f;
+    float v[4] = {0.f, 0.f, 0.f, 0.f}, u[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
     for (int s = 0; s < SPLIT; s++) {
       const float4 f = *(const float4*)(parts + (s * ROWS + row) * PITCH + c);
@@ -496,14 +444,6 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ norm
       if (EPILOGUE == GATED) add_adapter(u, b, (slot * BN + BN / 2 + c) * PIECES_B, inner + RANK);
     }
 #endif
-#if NORM
-    float total = 0.f;
-#pragma unroll
-    for (int s = 0; s < SPLIT; s++) total += squares_of[s * ROWS + row];
-    scale = rsqrtf(total / K + eps);
-#endif
-#pragma unroll
-    for (int j = 0; j < 4; j++) v[j] *= scale, u[j] *= scale;
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       float value = v[j], other = u[j];

@@ -2,7 +2,7 @@
 //
 // wgmma with W from registers: the slabs of quant.cuh are what its lanes hold, so weights go from memory to
 // registers AHEAD turns of 64 inputs ahead and are unpacked while the matrix units work on the slab
-// before; or, where AHEAD is 0, through shared memory, which leaves registers for more outputs. x is the other operand: BN rows by 64 inputs in shared memory, by cp.async, STAGES turns.
+// before. x is the other operand: BN rows by 64 inputs in shared memory, by cp.async, STAGES turns.
 // A block computes 64 * GROUPS outputs of BN rows; the SPLIT blocks of a cluster divide K (wide.cuh).
 // GROUPED, PAIRED and SCALED as in quant_gemv.cu; PAIRED: MT is 2, a warp has gate rows and their up rows, else 1.
 // A row of x comes out the same whatever M is.
@@ -13,9 +13,7 @@
 
 #define THREADS (GROUPS * 128)
 #define OUT (GROUPS * 64)
-#define TILE_W (AHEAD ? 0 : GROUPS * MT * PIECES * 2048)
-#define STAGE (BN * 128 + TILE_W)
-#define TURNS (AHEAD ? AHEAD : 2)  // of one round of the loop: operands take turns in registers
+#define STAGE (BN * 128)
 #define STEP (THREADS / 8)  // rows between pieces of 16 bytes that one thread asks for
 #define PIECES_X ((BN + STEP - 1) / STEP)
 #define WHOLE (BN % STEP == 0)  // every thread has all of its pieces
@@ -56,7 +54,7 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
   const int num_groups = (turns + per_group - 1) / per_group;
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   unsigned char* tiles = memory + (base - shared_address(memory));
-  float* parts = (float*)(tiles + (SPLIT > 1 && AHEAD ? STAGES * STAGE : 0));
+  float* parts = (float*)(tiles + (SPLIT > 1 ? STAGES * STAGE : 0));
 #if GROUPED
   let_next_start();
   wait_for_previous();
@@ -78,7 +76,6 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
     from.groups[m] = groups + (u64)slab * num_groups * 8 * SCALED + (lane >> 2);
   }
   // Scales are counted from the first turn of all, slabs from the first of the share.
-#if AHEAD
   Slab held[AHEAD][MT];
   Group held_groups[AHEAD][MT];
   const auto ask = [&](int i, int t) {
@@ -92,33 +89,6 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
     if (i < count) ask(i, i);
-#else
-  Group group[MT], next_group[MT];  // of this turn and the next one
-  const auto ask_groups = [&](int t) {
-#pragma unroll
-    for (int m = 0; m < MT; m++) next_group[m] = load_group(from.groups[m], (first + t) / per_group);
-  };
-  const auto ask_w = [&](int t) {
-    const u32 to = base + t % STAGES * STAGE + BN * 128 + warp * MT * PIECES * 512 + lane * 16;
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-#pragma unroll
-      for (int p = 0; p < PIECES; p++)
-        copy_async(to + (m * PIECES + p) * 512, from.slab[m] + (t * PIECES + p) * 32, true);
-  };
-  // A lane reads what it has copied itself.
-  const auto slab_of = [&](int t, int m) {
-    const uint4* at = (const uint4*)(tiles + t % STAGES * STAGE + BN * 128) + (warp * MT + m) * PIECES * 32 + lane;
-    Slab slab;
-#pragma unroll
-    for (int p = 0; p < PIECES; p++) slab.piece[p] = at[p * 32];
-    return slab;
-  };
-#pragma unroll
-  for (int t = 0; t < STAGES - 2; t++)
-    if (t < count) ask_w(t);
-  if (count > 0) ask_groups(0);
-#endif
 #if !GROUPED
   let_next_start();
   wait_for_previous();
@@ -162,29 +132,16 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
     fence_registers(sum[m]);
   }
   u32 a[2][4][4];  // of the slab that is multiplied, and of the next one
-#if AHEAD
   if (count > 0) unpack_slab(a[0], held[0][0], held_groups[0][0]);
-#else
-  await_copies<STAGES - 3>();
+  for (int begin = 0; begin < count; begin += AHEAD) {
 #pragma unroll
-  for (int m = 0; m < MT; m++) group[m] = next_group[m];
-  if (count > 0) unpack_slab(a[0], slab_of(0, 0), group[0]);
-  if (count > 1) ask_groups(1);
-#endif
-  for (int begin = 0; begin < count; begin += TURNS) {
-#pragma unroll
-    for (int i = 0; i < TURNS; i++) {
+    for (int i = 0; i < AHEAD; i++) {
       const int t = begin + i;
       if (t >= count) break;
-      await_copies<STAGES - (AHEAD ? 3 : 4)>();  // of weights those of the next turn too
+      await_copies<STAGES - 3>();
       __syncthreads();
       // All have finished with the turn before the previous one: its place is free.
-      if (t + STAGES - 2 < count) {
-#if !AHEAD
-        ask_w(t + STAGES - 2);
-#endif
-        ask_x(t + STAGES - 2);
-      }
+      if (t + STAGES - 2 < count) ask_x(t + STAGES - 2);
       commit();
       const u64 tile_x = descriptor(base + (t % STAGES) * STAGE);
 #pragma unroll
@@ -193,24 +150,11 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #pragma unroll
         for (int s = 0; s < 4; s++) multiply(sum[m], a[(i * MT + m) & 1][s], tile_x + s * 2);
         end_products();
-#if AHEAD
         if (m == MT - 1 && t + AHEAD < count) ask(i, t + AHEAD);
-#endif
         await_products<1>();  // of the slab before: its operands are free
         u32(*next)[4] = a[(i * MT + m + 1) & 1];
-#if AHEAD
         if (m + 1 < MT) unpack_slab(next, held[i][m + 1], held_groups[i][m + 1]);
         else if (t + 1 < count) unpack_slab(next, held[(i + 1) % AHEAD][0], held_groups[(i + 1) % AHEAD][0]);
-#else
-        if (m + 1 < MT) {
-          unpack_slab(next, slab_of(t, m + 1), group[m + 1]);
-        } else if (t + 1 < count) {
-#pragma unroll
-          for (int e = 0; e < MT; e++) group[e] = next_group[e];
-          unpack_slab(next, slab_of(t + 1, 0), group[0]);
-          if (t + 2 < count) ask_groups(t + 2);
-        }
-#endif
       }
     }
   }
@@ -221,7 +165,7 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #if SPLIT > 1
   await_start();
 #endif
-  constexpr bool is_apart = SPLIT > 1 && AHEAD;
+  constexpr bool is_apart = SPLIT > 1;
   if (!is_apart) await_copies<0>();
   const Ending ending{parts, scales, x_scales, nullptr, bias, y, GROUPED ? slots : nullptr, divisor, first_row, rank, M, N};
   const int column = tile * OUT + warp * 16;
