@@ -127,6 +127,11 @@ class ModelRunner:
             num_decodes=self.max_decodes,
         )
 
+    @property
+    def captures_prompts(self) -> bool:
+        """Whether steps with prompts are captured, too."""
+        return self._graphs is not None and bool(self._graphs.plan.prompt_sizes)
+
     def facts(self) -> dict[str, Any]:
         """What the batch scheduler must know of this rank, as fields of WorkerInfo."""
         drafting = self._drafting if self._graphs is not None else None

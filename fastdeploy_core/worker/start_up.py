@@ -65,6 +65,23 @@ def drafted_step(config: EngineConfig, before: SchedulerOutput, num_drafts: int)
     return SchedulerOutput(step_id=before.step_id + 1, rows=rows, max_drafts=before.max_drafts)
 
 
+def unlike_steps(config: EngineConfig, before: SchedulerOutput) -> list[SchedulerOutput]:
+    """Prompts of ever more tokens beside ever more rows of one token, and beside one of two to
+    eight: kernels are specialized for such numbers. The sequences that are new in `before` end.
+    Rows may write over each other, since nobody needs what they write."""
+    batch, size, steps = config.batch, config.cache.block_size, [before]
+    most = min(batch.max_num_batched_tokens, config.model.max_model_len)
+    wanted = [(1 << n, 1, 1 << n - 1) for n in range(4, most.bit_length())]
+    for tokens, width, rows in [*wanted, *((32, width, 2) for width in (2, 4, 8) if most >= 32)]:
+        lengths = [width] * (min(rows, batch.max_num_seqs) - 1)
+        lengths.append(tokens - sum(lengths))
+        tables = [list(range(-(-length // size))) for length in lengths]
+        greedy = SamplingParams(temperature=0.0)
+        steps.append(_made_up(config, before.step_id + 1 + len(steps), tables, lengths, greedy))
+        steps[-1].finished_seq_ids = [new.seq_id for new in steps[-2].new_sequences]
+    return steps[1:]
+
+
 def warm_up(runner: ModelRunner, config: EngineConfig, shapes: StepShapes, num_blocks: int) -> None:
     """Run every shape that a step can have once, so that a device that compiles for each does so
     now. Afterwards the sequences are gone."""

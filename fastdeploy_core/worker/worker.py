@@ -39,7 +39,7 @@ from .graph_sizes import graph_sizes
 from .model_runner import ModelRunner
 from .results import PendingOutput
 from .sampling_step import can_capture_sampling
-from .start_up import drafted_step, dummy_step, largest_padded_step, warm_up
+from .start_up import drafted_step, dummy_step, largest_padded_step, unlike_steps, warm_up
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator
@@ -246,8 +246,8 @@ class Worker:
         )
 
     def _rehearse(self, device: DeviceBackend, weight_bytes: int) -> bool:
-        """Where kernels are compiled at first use: meet those of the largest steps and of captured
-        ones now, so that they are compiled side by side. Whether there was anything to do."""
+        """Where kernels are compiled at first use: meet all now, so that they are compiled side by
+        side. Whether there was anything to do."""
         if not isinstance(device, CompilingDevice):
             return False
         runner = self._ready()[0]
@@ -255,6 +255,8 @@ class Worker:
         with device.compile_only(), _beside(weight_bytes):
             runner.allocate_cache(num_blocks, 0)
             runner.run_largest(steps)
+            if not runner.captures_prompts:
+                runner.run_largest(unlike_steps(self.config, steps[1]))
             runner.rehearse_graphs()
             runner.free_cache()
         return True

@@ -42,7 +42,7 @@ def _splits(tiles, limit):
     return tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, wanted), 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "target", "num_items", "num_counters"])
 def cut_decodes(
     seq_lens,
     cu_seqlens,
@@ -110,7 +110,7 @@ def cut_decodes(
     _publish(split, counters, num_counters, ROWS, PDL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_blocks", "num_counters"])
 def cut_stream(
     seq_lens,
     cu_seqlens,
@@ -215,7 +215,7 @@ def _tiles_from(level, before, counts):
     return tl.sum(tl.minimum(tl.maximum(above, 0), counts[None, :]), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_tiles"])
 def cut_prompts(
     seq_lens, cu_seqlens, tiles, num_seqs, num_tiles,
     SHORTEST: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
