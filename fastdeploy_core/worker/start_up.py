@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+_GREEDY = SamplingParams(temperature=0.0)
 
 
 def _made_up(
@@ -24,6 +25,7 @@ def _made_up(
     tables: Sequence[list[int]],
     counts: Sequence[int],
     sampling: SamplingParams,
+    finished: list[int],
     start: int = 0,
 ) -> SchedulerOutput:
     """A step of new sequences: so many tokens each after `start` cached ones, in these blocks."""
@@ -40,7 +42,7 @@ def _made_up(
         for number, (blocks, count) in enumerate(zip(tables, counts, strict=True))
     ]
     rows = BatchRows.of([n.seq_id for n in new], [start] * len(new), counts)
-    return SchedulerOutput(step_id=step_id, new_sequences=new, rows=rows)
+    return SchedulerOutput(step_id=step_id, new_sequences=new, rows=rows, finished_seq_ids=finished)
 
 
 def dummy_step(
@@ -50,8 +52,7 @@ def dummy_step(
     ends = [0, *accumulate(-(-(length + room) // config.cache.block_size) for length in lengths)]
     tables = [list(range(first, last)) for first, last in pairwise(ends)]
     widest = SamplingParams(top_p=0.9, top_k=50, seed=0, logprobs=1)
-    step = _made_up(config, step_id, tables, lengths, widest)
-    step.finished_seq_ids = finished
+    step = _made_up(config, step_id, tables, lengths, widest, finished)
     if config.speculative is not None:
         step.max_drafts = config.speculative.num_speculative_tokens
     return step
@@ -76,9 +77,8 @@ def unlike_steps(config: EngineConfig, before: SchedulerOutput) -> list[Schedule
         lengths = [width] * (min(rows, batch.max_num_seqs) - 1)
         lengths.append(tokens - sum(lengths))
         tables = [list(range(-(-length // size))) for length in lengths]
-        greedy = SamplingParams(temperature=0.0)
-        steps.append(_made_up(config, before.step_id + 1 + len(steps), tables, lengths, greedy))
-        steps[-1].finished_seq_ids = [new.seq_id for new in steps[-2].new_sequences]
+        ended, number = [n.seq_id for n in steps[-1].new_sequences], before.step_id + len(steps) + 1
+        steps.append(_made_up(config, number, tables, lengths, _GREEDY, ended))
     return steps[1:]
 
 
@@ -110,10 +110,8 @@ def shaped_step(
     Rows may write over each other, since nobody needs what they write."""
     size, most = config.cache.block_size, min(shape.rows, config.batch.max_num_seqs)
     blocks = [i % num_blocks for i in range(-(-(start + count) // size))]
-    greedy = SamplingParams(temperature=0.0)
-    step = _made_up(config, step_id, [blocks] * most, [count] * most, greedy, start)
-    step.finished_seq_ids = finished
-    return step
+    of_rows = [blocks] * most, [count] * most
+    return _made_up(config, step_id, *of_rows, _GREEDY, finished, start)
 
 
 def largest_padded_step(

@@ -73,8 +73,6 @@ class Worker:
         self._communicator: Communicator | None = None
         self._runner: ModelRunner | None = None
 
-    # -- start-up ---------------------------------------------------------------------------------
-
     def load(self) -> WorkerInfo:
         """Build the device, load the weights, and measure what a step of maximal size needs.
 
@@ -166,8 +164,6 @@ class Worker:
                 part.close()
         self._runner = self._communicator = self.device = None
 
-    # -- helpers ----------------------------------------------------------------------------------
-
     def _ready(self) -> tuple[ModelRunner, DeviceBackend]:
         if self._runner is None or self.device is None:
             raise WorkerError(f"worker rank {self.rank} has no model; call load() first")
@@ -255,9 +251,7 @@ class Worker:
         with device.compile_only(), _beside(weight_bytes):
             runner.allocate_cache(num_blocks, 0)
             runner.run_largest(steps)
-            if not runner.captures_prompts:
-                runner.run_largest(unlike_steps(self.config, steps[1]))
-            runner.rehearse_graphs()
+            runner.rehearse(unlike_steps(self.config, steps[1]))
             runner.free_cache()
         return True
 
