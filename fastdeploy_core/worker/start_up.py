@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.types import BatchRows, NewSequence, SamplingParams, SchedulerOutput
 
+from .graph_sizes import prompt_ladder
+
 if TYPE_CHECKING:
     from .layout import StepShape, StepShapes
     from .model_runner import ModelRunner
@@ -67,13 +69,13 @@ def drafted_step(config: EngineConfig, before: SchedulerOutput, num_drafts: int)
 
 
 def unlike_steps(config: EngineConfig, before: SchedulerOutput) -> list[SchedulerOutput]:
-    """Prompts of ever more tokens beside ever more rows of one token, and beside one of two to
-    eight: kernels are specialized for such numbers. The sequences that are new in `before` end.
-    Rows may write over each other, since nobody needs what they write."""
+    """Prompts beside ever more rows of one token, and two to eight tokens alone or beside a prompt,
+    since kernels are specialized for such numbers. Rows write over each other: nobody reads it."""
     batch, size, steps = config.batch, config.cache.block_size, [before]
     most = min(batch.max_num_batched_tokens, config.model.max_model_len)
-    wanted = [(1 << n, 1, 1 << n - 1) for n in range(4, most.bit_length())]
-    for tokens, width, rows in [*wanted, *((32, width, 2) for width in (2, 4, 8) if most >= 32)]:
+    wanted = [(tokens, 1, tokens // 2) for tokens in (4, 16, 32, *prompt_ladder(most))]
+    wanted += [(n, n, 1) for n in (2, 4, 8)] + [(32, n, 2) for n in (2, 4, 8)]
+    for tokens, width, rows in (step for step in wanted if step[0] <= most):
         lengths = [width] * (min(rows, batch.max_num_seqs) - 1)
         lengths.append(tokens - sum(lengths))
         tables = [list(range(-(-length // size))) for length in lengths]

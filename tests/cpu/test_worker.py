@@ -20,6 +20,7 @@ from fastdeploy_core.memory import host_pages
 from fastdeploy_core.memory.low_water import LowWater
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.types import BlockCopies, SamplingParams, SchedulerOutput
+from fastdeploy_core.worker.graph_sizes import prompt_ladder
 from fastdeploy_core.worker.start_up import unlike_steps
 from fastdeploy_core.worker.worker import Worker, largest_steps
 from tests.worker_steps import (
@@ -99,7 +100,7 @@ def test_the_profile_runs_the_largest_prefill_and_the_widest_batch(
 def test_steps_for_which_kernels_differ_are_steps_that_can_be(
     folder: Path, tensor_library: str, tokens: int, seqs: int, lengths: int
 ) -> None:
-    """Prompts of every power of two beside up to as many rows, and beside rows of a few tokens."""
+    """Prompts of many lengths beside up to as many rows, and beside rows of a few tokens."""
     config = engine_config(folder, tensor_library, cache={"block_size": 16})
     batch = BatchConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens)
     model = dataclasses.replace(config.model, max_model_len=lengths)
@@ -108,12 +109,14 @@ def test_steps_for_which_kernels_differ_are_steps_that_can_be(
     steps = unlike_steps(config, before)
     counts = [step.rows.counts for step in steps]
     most = min(tokens, lengths)
-    powers = [1 << n for n in range(4, 14) if 1 << n <= most]
-    assert [int(c.sum()) for c in counts] == powers + [32] * (3 * (most >= 32))
+    ladder = [n for n in (4, 16, 32, *prompt_ladder(most)) if n <= most]
+    few = [n for n in (2, 4, 8) if n <= most]
+    assert [int(c.sum()) for c in counts] == [*ladder, *few, *[32] * (3 * (most >= 32))]
     assert all(c.size <= seqs and c.max() <= lengths for c in counts)
+    assert [c.tolist() for c in counts[len(ladder) :]][: len(few)] == [[n] for n in few]
+    assert max(c.size for c in counts) == min(seqs, max(ladder) // 2)
     if seqs > 1 and most >= 32:
         assert [c.tolist() for c in counts[-3:]] == [[2, 30], [4, 28], [8, 24]]
-        assert max(c.size for c in counts) == min(seqs, max(powers) // 2)
     for last, step in itertools.pairwise([before, *steps]):
         assert step.finished_seq_ids == [new.seq_id for new in last.new_sequences]
         assert not {new.seq_id for new in step.new_sequences} & {*step.finished_seq_ids}

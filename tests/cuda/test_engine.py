@@ -162,20 +162,20 @@ def test_serving_meets_no_kernel_that_start_up_has_not_met(
         load(kernel)
 
     with LLM(
-        folder, device="cuda", tensor_library="torch", dtype="bfloat16", max_model_len=512,
+        folder, device="cuda", tensor_library="torch", dtype="bfloat16", max_model_len=256,
         max_num_seqs=40, max_num_batched_tokens=1024, num_gpu_blocks_override=256, block_size=16,
         skip_tokenizer_init=True,
     ) as llm:  # fmt: skip
         monkeypatch.setattr(knobs.compilation, "listener", note)
         monkeypatch.setattr(native, "_load", loading)
-        batches = [[n] for n in (1, 2, 3, 5, 9, 16, 17, 63, 100, 129, 256, 400, 500)]
-        batches += [[500] * 3, [17] * 16, list(range(1, 36)), [401, 1, 3, 60, 7], [64] * 33]
+        batches = [[n] for n in (1, 2, 3, 5, 6, 9, 16, 17, 63, 100, 129, 240)]
+        batches += [[240] * 9, [17] * 16, list(range(1, 36)), [201, 1, 3, 60, 7], [64] * 33]
         for sampling in (GREEDY, SAMPLED):
             params = SamplingParams(max_tokens=5, ignore_eos=True, **{"temperature": 0, **sampling})
             for lengths in batches:
                 prompts = [{"prompt_token_ids": rng.integers(3, 90, n).tolist()} for n in lengths]
                 llm.generate(prompts, params, use_tqdm=False)
-    assert not met
+    assert " ".join(sorted(set(met))) == ""
 
 
 @pytest.mark.parametrize("settings", [{}, {"dtype": "float32"}, {"kv_cache_dtype": "fp8"}], ids=str)

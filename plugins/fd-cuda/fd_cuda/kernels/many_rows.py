@@ -40,7 +40,6 @@ class Shape:
 _GATED: Final = Shape(128, 8, 4)
 _PLAIN: Final = Shape(256, 8, 3)
 _DENSE: Final = Shape(64, 4, 3)
-CLAMPED: Final = Shape(256, 8, 4)  # of gates and ups in turn
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -171,7 +170,7 @@ def clamped(
     num_slots: int,
     divisor: int,
     clamp: tuple[float, float],
-    shape: Shape = CLAMPED,
+    shape: Shape = _PLAIN,
 ) -> torch.Tensor:
     """[blocks * ROWS, N / 2] in the order of the blocks: of rows slot // divisor of x times weight
     [E, N, K] plus bias [E, N], gate and up in turn. `clamp`: alpha and limit of
