@@ -202,15 +202,16 @@ def moe_experts_clamped(
     if not tokens:
         return torch.empty_like(x)
     each, clamp, is_free = slots / num_experts, (alpha, limit), not batch_invariant()
-    if is_free and tokens <= _ALONE and is_whole(gate_up) and is_whole(down):
-        hidden = alone(x, gate_up, topk_ids, top_k, gate_up_bias, clamp)
-        return combined(alone(hidden, down, topk_ids, 1, down_bias), topk_weights)
-    if is_free and each >= UNPACKED_FROM and _may_unpack(x, gate_up, down):
-        order = order_by_expert(topk_ids, num_experts, many_rows.ROWS)
-        wide = unpacked(gate_up, x.dtype)
-        hidden = many_rows.clamped(x, wide, gate_up_bias, order, slots, top_k, clamp)
-        y = many_rows.plain(hidden, unpacked(down, x.dtype), order, slots, down_bias)
-        return combined(y, topk_weights)
+    if is_free and is_whole(gate_up) and is_whole(down):
+        if tokens <= _ALONE:
+            hidden = alone(x, gate_up, topk_ids, top_k, gate_up_bias, clamp)
+            return combined(alone(hidden, down, topk_ids, 1, down_bias), topk_weights)
+        if each >= UNPACKED_FROM and _may_unpack(x, gate_up, down):
+            order = order_by_expert(topk_ids, num_experts, many_rows.ROWS)
+            wide = unpacked(gate_up, x.dtype)
+            hidden = many_rows.clamped(x, wide, gate_up_bias, order, slots, top_k, clamp)
+            y = many_rows.plain(hidden, unpacked(down, x.dtype), order, slots, down_bias)
+            return combined(y, topk_weights)
     tiles = tiles_for(each, x.dtype)
     if x.dtype != torch.float32 and is_free:
         tiles = next(tiles for most, tiles in CLAMPED if each <= most)
@@ -222,12 +223,11 @@ def moe_experts_clamped(
     return combined(grouped(hidden, down, order, tiles, slots, 1, down_bias), topk_weights)
 
 
-def _may_unpack(x: torch.Tensor, *weights: PackedWeight | torch.Tensor) -> bool:
-    """Whether all are MXFP4 that fits unpacked beside what else is in memory, and many_rows.py can
-    read what they become."""
-    packed = [weight for weight in weights if is_whole(weight)]
-    few = all(2 * weight.tensors["weight"].numel() <= _MOST_UNPACKED for weight in packed)
-    return few and len(packed) == len(weights) and many_rows.can_clamp(x, *packed)
+def _may_unpack(x: torch.Tensor, *weights: PackedWeight) -> bool:
+    """Whether they fit unpacked beside what else is in memory, and many_rows.py can read what they
+    become."""
+    few = all(2 * weight.tensors["weight"].numel() <= _MOST_UNPACKED for weight in weights)
+    return few and many_rows.can_clamp(x, *weights)
 
 
 def as_it_is(weight: PackedWeight | torch.Tensor) -> PackedWeight | torch.Tensor:
