@@ -10,6 +10,7 @@ routing spreads; prompts are random token ids, all requests at once, greedy, pre
 
 prompts  seconds of LLM.generate for one token of each request
 decode   (seconds of --output tokens - seconds of one token) / (--output - 1), a step of all rows
+kernels  of Triton that FastDeploy met for the first time while it served
 
 --wait: once started, print "ready" and wait for a line of standard input, so that engines that
 share a GPU are measured in turn. vLLM gets --kv-gb of memory for keys, values and states;
@@ -270,9 +271,9 @@ def main() -> None:
             flush=True,
         )
         asker, is_ours = Asker(llm, params, config["vocab_size"]), options.engine == "fastdeploy"
-        met = watch_compilers() if is_ours and options.device == "cuda" else []
+        met = watch_compilers() if is_ours and options.device == "cuda" else None
         found = measure(asker, options)
-        if is_ours:
+        if met is not None:
             print(f"  kernels first met after start-up: {len(met)} {' '.join(sorted(set(met)))}")
         if options.profile:
             profile(asker, options, None if is_ours else llm)
