@@ -84,8 +84,6 @@ class Drafting:
         most = self._config.num_speculative_tokens
         return tuple(sorted({1, most})) if self._config.adaptive_length else (most,)
 
-    # -- drafts for the next step -----------------------------------------------------------------
-
     def broadcast_drafts(self, rows: StepRows) -> None:
         """Every rank gets the host's drafts of these rows from rank 0, which alone has them."""
         slots, communicator = self._slots, self._communicator

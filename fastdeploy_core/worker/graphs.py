@@ -163,15 +163,10 @@ class Graphs:
         beside: CapturedGraph | None = None
         for step in bar:
             beside = self._capture(step, beside)
-        logger.info(
-            "captured %d graphs of decode steps of up to %d rows, prompts of %d sizes, "
-            "in %.1f s, %.2f GiB",
-            len(self._decodes),
-            max(self.plan.sizes),
-            len(self.plan.prompt_sizes),
-            time.perf_counter() - began,
-            max(0, free - self.device.memory().free_bytes) / 1024**3,
-        )
+        counts = len(self._decodes), max(self.plan.sizes), len(self.plan.prompt_sizes)
+        taken = max(0, free - self.device.memory().free_bytes) / 1024**3
+        about = "captured %d graphs: decodes up to %d rows, prompts of %d sizes; %.1f s, %.2f GiB"
+        logger.info(about, *counts, time.perf_counter() - began, taken)
 
     def rehearse(self, caches: list[tuple[Tensor, ...]]) -> None:
         """Run steps of unlike sizes once, so that their kernels are met. Nothing stays."""

@@ -169,8 +169,10 @@ class ModelRunner:
             with self._xp.no_grad():
                 self._graphs.capture(self.caches.tensors, is_first_rank=self._rank == 0)
 
-    def rehearse_graphs(self) -> None:
-        """Run what capture_graphs() will capture, over the caches there are."""
+    def rehearse(self, with_prompts: list[SchedulerOutput]) -> None:
+        """Run what capture_graphs() will capture, and these steps where none with prompts are."""
+        if self._graphs is None or not self._graphs.plan.prompt_sizes:
+            self.run_largest(with_prompts)
         if self._graphs is not None:
             with self._xp.no_grad():
                 self._graphs.rehearse(self.caches.tensors)
@@ -189,8 +191,6 @@ class ModelRunner:
             for new in step.new_sequences if self.caches.rules else ():
                 new.block_ids = self.caches.spread(new.block_ids)
             self.launch(step).wait()
-
-    # -- a step -----------------------------------------------------------------------------------
 
     def launch(self, step: SchedulerOutput) -> PendingOutput:
         """Queue the step. WorkerError: this rank is lost or was told nonsense; ResourceError: the

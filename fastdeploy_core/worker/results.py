@@ -227,11 +227,7 @@ class Results:
         return pages, np.minimum(fed, columns - 1)[None], drafts
 
     def _take_tokens(
-        self,
-        launched: Launched,
-        found: ModelRunnerOutput,
-        pages: np.ndarray,
-        accepted: np.ndarray,
+        self, launched: Launched, found: ModelRunnerOutput, pages: np.ndarray, accepted: np.ndarray
     ) -> np.ndarray:
         """Write tokens into the history of sequences that are still here, and advance grammars. A
         row is cut before what means nothing, and fails if nothing of it is left. accepted: drafts

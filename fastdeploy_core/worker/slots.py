@@ -4,9 +4,7 @@ The device's entries are what counts. After every step in which a sequence sampl
 of its tokens are computed, which token is the newest, and which drafts come next; the next step
 reads them there without the host. The host learns the same later, from the results. Only what the
 device cannot know is sent to it: rows, new blocks, and sequences that have not sampled yet.
-
-Slots are recycled through one function, `reset`, so that nothing of a former sequence survives in a
-slot. A step is vector work over the slots of the batch; nothing is done per token.
+A step is vector work over the slots of the batch; nothing is done per token.
 """
 
 from __future__ import annotations

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.types import BatchRows, NewSequence, SamplingParams, SchedulerOutput
 
+from .graph_sizes import prompt_ladder
+
 if TYPE_CHECKING:
     from .layout import StepShape, StepShapes
     from .model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
+_GREEDY = SamplingParams(temperature=0.0)
 
 
 def _made_up(
@@ -24,6 +27,7 @@ def _made_up(
     tables: Sequence[list[int]],
     counts: Sequence[int],
     sampling: SamplingParams,
+    finished: list[int],
     start: int = 0,
 ) -> SchedulerOutput:
     """A step of new sequences: so many tokens each after `start` cached ones, in these blocks."""
@@ -40,7 +44,7 @@ def _made_up(
         for number, (blocks, count) in enumerate(zip(tables, counts, strict=True))
     ]
     rows = BatchRows.of([n.seq_id for n in new], [start] * len(new), counts)
-    return SchedulerOutput(step_id=step_id, new_sequences=new, rows=rows)
+    return SchedulerOutput(step_id=step_id, new_sequences=new, rows=rows, finished_seq_ids=finished)
 
 
 def dummy_step(
@@ -50,8 +54,7 @@ def dummy_step(
     ends = [0, *accumulate(-(-(length + room) // config.cache.block_size) for length in lengths)]
     tables = [list(range(first, last)) for first, last in pairwise(ends)]
     widest = SamplingParams(top_p=0.9, top_k=50, seed=0, logprobs=1)
-    step = _made_up(config, step_id, tables, lengths, widest)
-    step.finished_seq_ids = finished
+    step = _made_up(config, step_id, tables, lengths, widest, finished)
     if config.speculative is not None:
         step.max_drafts = config.speculative.num_speculative_tokens
     return step
@@ -63,6 +66,22 @@ def drafted_step(config: EngineConfig, before: SchedulerOutput, num_drafts: int)
     fed = [num_drafts] * len(ids)
     rows = BatchRows.of(ids, [1] * len(ids), [1 + num_drafts] * len(ids), num_drafts=fed)
     return SchedulerOutput(step_id=before.step_id + 1, rows=rows, max_drafts=before.max_drafts)
+
+
+def unlike_steps(config: EngineConfig, before: SchedulerOutput) -> list[SchedulerOutput]:
+    """Prompts beside ever more rows of one token, and two to eight tokens alone or beside a prompt,
+    since kernels are specialized for such numbers. Rows write over each other: nobody reads it."""
+    batch, size, steps = config.batch, config.cache.block_size, [before]
+    most = min(batch.max_num_batched_tokens, config.model.max_model_len)
+    wanted = [(tokens, 1, tokens // 2) for tokens in (4, 16, 32, *prompt_ladder(most))]
+    wanted += [(n, n, 1) for n in (2, 4, 8)] + [(32, n, 2) for n in (2, 4, 8)]
+    for tokens, width, rows in (step for step in wanted if step[0] <= most):
+        lengths = [width] * (min(rows, batch.max_num_seqs) - 1)
+        lengths.append(tokens - sum(lengths))
+        tables = [list(range(-(-length // size))) for length in lengths]
+        ended, number = [n.seq_id for n in steps[-1].new_sequences], before.step_id + len(steps) + 1
+        steps.append(_made_up(config, number, tables, lengths, _GREEDY, ended))
+    return steps[1:]
 
 
 def warm_up(runner: ModelRunner, config: EngineConfig, shapes: StepShapes, num_blocks: int) -> None:
@@ -93,10 +112,8 @@ def shaped_step(
     Rows may write over each other, since nobody needs what they write."""
     size, most = config.cache.block_size, min(shape.rows, config.batch.max_num_seqs)
     blocks = [i % num_blocks for i in range(-(-(start + count) // size))]
-    greedy = SamplingParams(temperature=0.0)
-    step = _made_up(config, step_id, [blocks] * most, [count] * most, greedy, start)
-    step.finished_seq_ids = finished
-    return step
+    of_rows = [blocks] * most, [count] * most
+    return _made_up(config, step_id, *of_rows, _GREEDY, finished, start)
 
 
 def largest_padded_step(

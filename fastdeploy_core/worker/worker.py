@@ -39,7 +39,7 @@ from .graph_sizes import graph_sizes
 from .model_runner import ModelRunner
 from .results import PendingOutput
 from .sampling_step import can_capture_sampling
-from .start_up import drafted_step, dummy_step, largest_padded_step, warm_up
+from .start_up import drafted_step, dummy_step, largest_padded_step, unlike_steps, warm_up
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import Communicator
@@ -72,8 +72,6 @@ class Worker:
         self.device: DeviceBackend | None = None
         self._communicator: Communicator | None = None
         self._runner: ModelRunner | None = None
-
-    # -- start-up ---------------------------------------------------------------------------------
 
     def load(self) -> WorkerInfo:
         """Build the device, load the weights, and measure what a step of maximal size needs.
@@ -166,8 +164,6 @@ class Worker:
                 part.close()
         self._runner = self._communicator = self.device = None
 
-    # -- helpers ----------------------------------------------------------------------------------
-
     def _ready(self) -> tuple[ModelRunner, DeviceBackend]:
         if self._runner is None or self.device is None:
             raise WorkerError(f"worker rank {self.rank} has no model; call load() first")
@@ -246,8 +242,8 @@ class Worker:
         )
 
     def _rehearse(self, device: DeviceBackend, weight_bytes: int) -> bool:
-        """Where kernels are compiled at first use: meet those of the largest steps and of captured
-        ones now, so that they are compiled side by side. Whether there was anything to do."""
+        """Where kernels are compiled at first use: meet all now, so that they are compiled side by
+        side. Whether there was anything to do."""
         if not isinstance(device, CompilingDevice):
             return False
         runner = self._ready()[0]
@@ -255,7 +251,7 @@ class Worker:
         with device.compile_only(), _beside(weight_bytes):
             runner.allocate_cache(num_blocks, 0)
             runner.run_largest(steps)
-            runner.rehearse_graphs()
+            runner.rehearse(unlike_steps(self.config, steps[1]))
             runner.free_cache()
         return True
 

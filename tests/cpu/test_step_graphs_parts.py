@@ -440,7 +440,7 @@ def test_the_report_and_the_log_say_what_is_recorded(
     assert "captured decode steps: 3 sizes, 1 to 4 rows" in info.report
     with caplog.at_level(logging.INFO):
         worker.initialize_cache(64, 0)
-    assert any("captured 3 graphs of decode steps of up to 4 rows" in m for m in caplog.messages)
+    assert any("captured 3 graphs: decodes up to 4 rows" in m for m in caplog.messages)
     worker.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import threading
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,8 @@ from fastdeploy_core.memory import host_pages
 from fastdeploy_core.memory.low_water import LowWater
 from fastdeploy_core.reference.device import CpuDevice
 from fastdeploy_core.types import BlockCopies, SamplingParams, SchedulerOutput
+from fastdeploy_core.worker.graph_sizes import prompt_ladder
+from fastdeploy_core.worker.start_up import unlike_steps
 from fastdeploy_core.worker.worker import Worker, largest_steps
 from tests.worker_steps import (
     BLOCK_SIZE,
@@ -89,6 +92,35 @@ def test_the_profile_runs_the_largest_prefill_and_the_widest_batch(
     for step in steps:
         blocks = [b for new in step.new_sequences for b in new.block_ids]
         assert sorted(blocks) == list(range(len(blocks)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "seqs", "lengths"), [(250, 7, 96), (4096, 300, 8192), (32, 1, 96), (8, 2, 96)]
+)
+def test_steps_for_which_kernels_differ_are_steps_that_can_be(
+    folder: Path, tensor_library: str, tokens: int, seqs: int, lengths: int
+) -> None:
+    """Prompts of many lengths beside up to as many rows, and beside rows of a few tokens."""
+    config = engine_config(folder, tensor_library, cache={"block_size": 16})
+    batch = BatchConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens)
+    model = dataclasses.replace(config.model, max_model_len=lengths)
+    config = dataclasses.replace(config, batch=batch, model=model)
+    (*_, before), num_blocks = largest_steps(config)
+    steps = unlike_steps(config, before)
+    counts = [step.rows.counts for step in steps]
+    most = min(tokens, lengths)
+    ladder = [n for n in (4, 16, 32, *prompt_ladder(most)) if n <= most]
+    few = [n for n in (2, 4, 8) if n <= most]
+    assert [int(c.sum()) for c in counts] == [*ladder, *few, *[32] * (3 * (most >= 32))]
+    assert all(c.size <= seqs and c.max() <= lengths for c in counts)
+    assert [c.tolist() for c in counts[len(ladder) :]][: len(few)] == [[n] for n in few]
+    assert max(c.size for c in counts) == min(seqs, max(ladder) // 2)
+    if seqs > 1 and most >= 32:
+        assert [c.tolist() for c in counts[-3:]] == [[2, 30], [4, 28], [8, 24]]
+    for last, step in itertools.pairwise([before, *steps]):
+        assert step.finished_seq_ids == [new.seq_id for new in last.new_sequences]
+        assert not {new.seq_id for new in step.new_sequences} & {*step.finished_seq_ids}
+        assert all(max(new.block_ids) < num_blocks for new in step.new_sequences)
 
 
 def test_the_arithmetic_of_device_memory() -> None:

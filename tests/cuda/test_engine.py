@@ -141,6 +141,43 @@ def test_each_kind_of_layer_comes_back_from_a_store(tmp_path: Path, family: str)
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("family", ["gpt-oss", "gemma3", "qwen3-next", "nemotron-h"])
+def test_serving_meets_no_kernel_that_start_up_has_not_met(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of many lengths, alone and together, beside decodes and in chunks of few tokens."""
+    from fd_cuda.kernels import native
+    from triton import knobs
+
+    from fastdeploy import LLM, SamplingParams
+
+    folder, rng, met = build(tmp_path, [family]) / family, np.random.default_rng(9), list[str]()
+    load = native._load
+
+    def note(**told: Any) -> None:
+        met.append(told["src"].name)
+
+    def loading(kernel: Any) -> None:
+        met.append(f"{kernel.name} {kernel.defines}")
+        load(kernel)
+
+    with LLM(
+        folder, device="cuda", tensor_library="torch", dtype="bfloat16", max_model_len=256,
+        max_num_seqs=40, max_num_batched_tokens=1024, num_gpu_blocks_override=256, block_size=16,
+        skip_tokenizer_init=True,
+    ) as llm:  # fmt: skip
+        monkeypatch.setattr(knobs.compilation, "listener", note)
+        monkeypatch.setattr(native, "_load", loading)
+        batches = [[n] for n in (1, 2, 3, 5, 6, 9, 16, 17, 63, 100, 129, 240)]
+        batches += [[240] * 9, [17] * 16, list(range(1, 36)), [201, 1, 3, 60, 7], [64] * 33]
+        for sampling in (GREEDY, SAMPLED):
+            params = SamplingParams(max_tokens=5, ignore_eos=True, **{"temperature": 0, **sampling})
+            for lengths in batches:
+                prompts = [{"prompt_token_ids": rng.integers(3, 90, n).tolist()} for n in lengths]
+                llm.generate(prompts, params, use_tqdm=False)
+    assert " ".join(sorted(set(met))) == ""
+
+
 @pytest.mark.parametrize("settings", [{}, {"dtype": "float32"}, {"kv_cache_dtype": "fp8"}], ids=str)
 def test_a_scored_text_has_the_bits_of_its_generation(
     prompts: list[list[int]], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ routing spreads; prompts are random token ids, all requests at once, greedy, pre
 
 prompts  seconds of LLM.generate for one token of each request
 decode   (seconds of --output tokens - seconds of one token) / (--output - 1), a step of all rows
+kernels  of Triton that FastDeploy met for the first time while it served
 
 --wait: once started, print "ready" and wait for a line of standard input, so that engines that
 share a GPU are measured in turn. vLLM gets --kv-gb of memory for keys, values and states;
@@ -27,6 +28,7 @@ import time
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -180,19 +182,55 @@ def measure(asker: Asker, options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-def profile(asker: Asker, options: argparse.Namespace) -> None:
-    """Which kernels take how long: decode steps with little context, and the long prompt."""
-    from engine import Profile, summary
-
+def profile(asker: Asker, options: argparse.Namespace, peer: Any) -> None:
+    """Which kernels take how long: decode steps with little context, a step of prompts, and the
+    long prompt. `peer`: vLLM, whose worker profiles itself."""
     cases = [(f"decode of {batch}", (batch, 64, 40), 40) for batch in options.profile]
-    for what, order, num_steps in [*cases, ("the long prompt", (1, options.long, 1), 1)]:
+    prompts = max(1, options.tokens // options.prompt)
+    cases.append((f"{prompts} prompts of {options.prompt}", (prompts, options.prompt, 1), 1))
+    cases.append(("the long prompt", (1, options.long, 1), 1))
+    for what, order, num_steps in cases:
         asker.seconds(*order)  # compiles what has to be
-        made = Profile()
-        made.start()
-        asker.seconds(*order)
-        made.stop()
-        lines = summary(made.recorded, num_steps, 0.0).splitlines()[:KERNELS_SHOWN]
+        if peer is None:
+            place = SimpleNamespace()
+            begin_profile(place)
+            asker.seconds(*order)
+            text = end_profile(place, num_steps)
+        else:
+            peer.collective_rpc(begin_profile)
+            asker.seconds(*order)
+            (text,) = peer.collective_rpc(end_profile, args=(num_steps,))
+        lines = text.splitlines()[:KERNELS_SHOWN]
         print(f"  {what}, a step: " + "\n  ".join(lines), flush=True)
+
+
+def begin_profile(place: Any) -> None:
+    """In the process that queues kernels; `place` keeps the profile."""
+    from engine import Profile
+
+    place.kernels_profile = Profile()
+    place.kernels_profile.start()
+
+
+def end_profile(place: Any, num_steps: int) -> str:
+    """What engine.summary says of so many steps."""
+    from engine import summary
+
+    place.kernels_profile.stop()
+    return summary(place.kernels_profile.recorded, num_steps, 0.0)
+
+
+def watch_compilers() -> list[str]:
+    """Names of kernels that are met for the first time from now on."""
+    from triton import knobs
+
+    met: list[str] = []
+
+    def note(**told: Any) -> None:
+        met.append(told["src"].name)
+
+    knobs.compilation.listener = note
+    return met
 
 
 def main() -> None:
@@ -215,7 +253,7 @@ def main() -> None:
     parser.add_argument("--beside", type=Path, help="such a file of another engine: print ratios")
     parser.add_argument(
         "--profile", type=int, nargs="+", metavar="BATCH",
-        help="of FastDeploy: the kernels of decode steps of so many, and of the long prompt",
+        help="the kernels of decode steps of so many, of a step of prompts, and of the long prompt",
     )  # fmt: skip
     parser.add_argument("--wait", action="store_true", help="for a line of standard input")
     options = parser.parse_args()
@@ -232,11 +270,14 @@ def main() -> None:
             f"{took:.0f} s, medians of {options.rounds} rounds (of one with many tokens)",
             flush=True,
         )
-        asker = Asker(llm, params, config["vocab_size"])
+        asker, is_ours = Asker(llm, params, config["vocab_size"]), options.engine == "fastdeploy"
+        met = watch_compilers() if is_ours and options.device == "cuda" else None
         found = measure(asker, options)
-        if options.profile and options.engine == "fastdeploy":
-            profile(asker, options)
-        if options.engine == "fastdeploy":
+        if met is not None:
+            print(f"  kernels first met after start-up: {len(met)} {' '.join(sorted(set(met)))}")
+        if options.profile:
+            profile(asker, options, None if is_ours else llm)
+        if is_ours:
             llm.close()
     if options.beside and options.beside.exists():
         other = json.loads(options.beside.read_text())

@@ -31,13 +31,15 @@ def _mend_interpreter() -> None:
     masked_load, masked_store = builder.create_masked_load, builder.create_masked_store
 
     def as_mask(x: Any) -> Any:
+        if not isinstance(x, interpreter.TensorHandle):  # of a tensor descriptor
+            return x
         return interpreter.TensorHandle(x.data.astype(bool), x.dtype)
 
-    def load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
-        return masked_load(self, ptrs, as_mask(mask), *rest)
+    def load(self: Any, ptrs: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        return masked_load(self, ptrs, as_mask(mask), *rest, **named)
 
-    def store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        return masked_store(self, ptrs, value, as_mask(mask), *rest)
+    def store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        return masked_store(self, ptrs, value, as_mask(mask), *rest, **named)
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)

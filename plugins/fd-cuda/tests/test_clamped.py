@@ -13,6 +13,7 @@ from fd_quant_formats.mxfp4 import FORMAT, GROUP
 from test_kernels import DEVICE, HAS_GPU
 
 from fastdeploy_testing.drivers import build_kernel_table
+from fd_cuda.kernels import many_rows, quant_any
 from fd_cuda.kernels.quant_mxfp4 import alone, unpacked
 
 ALPHA, LIMIT = 1.702, 1.5
@@ -67,6 +68,38 @@ def test_it_gives_what_the_definition_gives(
         assert got.shape == x.shape and got.dtype == dtype
         error = (got.double() - wanted).norm() / wanted.norm().clamp(min=1e-30)
         assert error < (2e-6 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("has_down_bias", [True, False])
+def test_prompts_unpack_the_experts_first(
+    has_down_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles that reach into the next expert's outputs, blocks that are not full."""
+    torch.manual_seed(3)
+    seen: list[int] = []
+    inner = many_rows.clamped
+
+    def noted(*args: Any) -> torch.Tensor:
+        seen.append(len(args))
+        return inner(*args)
+
+    monkeypatch.setattr(quant_any, "UNPACKED_FROM", 4)
+    monkeypatch.setattr(many_rows, "clamped", noted)
+    experts, hidden, width, dtype = 3, 128, 192, torch.bfloat16
+    weights = matrices((experts, hidden, width), True, dtype)
+    biases = [torch.randn(experts, n).to(DEVICE, dtype) for n in (2 * width, hidden)]
+    x, shares = torch.randn(70, hidden).to(DEVICE, dtype), torch.rand(70, 2).to(DEVICE)
+    ids = torch.rand(70, experts).topk(2, 1).indices.to(DEVICE)
+    down_bias = biases[1] if has_down_bias else None
+    rest = (ALPHA, LIMIT)
+    got = quant_any.moe_experts_clamped(
+        x, ids, shares, weights[0], biases[0], weights[1], down_bias, *rest
+    )
+    wide = None if down_bias is None else down_bias.double()
+    wanted = moe_experts_clamped(
+        x.double(), ids, shares, weights[0], biases[0].double(), weights[1], wide, *rest
+    )
+    assert seen and (got.double() - wanted).norm() / wanted.norm() < 1e-2
 
 
 def test_every_code_and_every_scale_is_the_number_that_it_stands_for() -> None:

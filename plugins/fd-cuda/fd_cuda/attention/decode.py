@@ -56,7 +56,7 @@ def _visible(seen, keys, tokens, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     return visible
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_table"])
 def decode_attention(
     q,
     k,

@@ -42,7 +42,7 @@ def _splits(tiles, limit):
     return tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, wanted), 1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "target", "num_items", "num_counters", "max_tokens"])
 def cut_decodes(
     seq_lens,
     cu_seqlens,
@@ -52,7 +52,7 @@ def cut_decodes(
     target,
     num_items,
     num_counters,
-    MAX_TOKENS: tl.constexpr,
+    max_tokens,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
@@ -64,14 +64,14 @@ def cut_decodes(
     SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write work items for rows of 1 to MAX_TOKENS tokens, and zero the counters of arrivals.
+    """Write work items for rows of 1 to max_tokens tokens, and zero the counters of arrivals.
     With a WINDOW or CHUNK, rows begin with the tile of the first key that they need.
 
     NEW_IN_CACHE: this step's tokens are read from the cache like all others (latent attention), and
     not from the kernel's arguments.
     """
     first, fed, cached, tiles = _tiles_of_rows(
-        seq_lens, cu_seqlens, num_seqs, MAX_TOKENS, TILE, 1, NEW_IN_CACHE, WINDOW, CHUNK, ROWS
+        seq_lens, cu_seqlens, num_seqs, max_tokens, TILE, 1, NEW_IN_CACHE, WINDOW, CHUNK, ROWS
     )
     # Rounding up costs at most one item a row, so these always fit into target + num_seqs items.
     limit = tl.maximum(tl.cdiv(tl.sum(tiles), target), MIN_TILES)
@@ -110,7 +110,7 @@ def cut_decodes(
     _publish(split, counters, num_counters, ROWS, PDL)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_blocks", "num_counters", "max_tokens"])
 def cut_stream(
     seq_lens,
     cu_seqlens,
@@ -120,7 +120,7 @@ def cut_stream(
     num_heads,
     num_blocks,
     num_counters,
-    MAX_TOKENS: tl.constexpr,
+    max_tokens,
     TILE: tl.constexpr,
     LEAST: tl.constexpr,
     ROWS: tl.constexpr,
@@ -136,7 +136,7 @@ def cut_stream(
     none is much longer than the others, each block gets one of them, and 0 in the place of all
     tiles says so."""
     first, fed, cached, tiles = _tiles_of_rows(
-        seq_lens, cu_seqlens, num_seqs, MAX_TOKENS, TILE, LEAST, False, 0, 0, ROWS
+        seq_lens, cu_seqlens, num_seqs, max_tokens, TILE, LEAST, False, 0, 0, ROWS
     )
     ends = tl.cumsum(tiles, 0)
     written = ends
@@ -176,19 +176,19 @@ def cut_stream(
 
 @triton.jit
 def _tiles_of_rows(
-    seq_lens, cu_seqlens, num_seqs,
-    MAX_TOKENS: tl.constexpr, TILE: tl.constexpr, LEAST: tl.constexpr, NEW_IN_CACHE: tl.constexpr,
+    seq_lens, cu_seqlens, num_seqs, max_tokens,
+    TILE: tl.constexpr, LEAST: tl.constexpr, NEW_IN_CACHE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Of each row: its first token, tokens it feeds and tokens in the cache; tiles, at least LEAST,
-    0 for rows of more than MAX_TOKENS tokens."""
+    0 for rows of more than max_tokens tokens."""
     rows = tl.arange(0, ROWS)
     inside = rows < num_seqs
     first = tl.load(cu_seqlens + rows, mask=inside, other=0)
     fed = tl.load(cu_seqlens + rows + 1, mask=inside, other=0) - first
     lengths = tl.load(seq_lens + rows, mask=inside, other=0)
     cached = lengths if NEW_IN_CACHE else tl.maximum(lengths - fed, 0)
-    mine = inside & (fed > 0) & (fed <= MAX_TOKENS)
+    mine = inside & (fed > 0) & (fed <= max_tokens)
     tiles = tl.cdiv(cached, TILE) - first_key_of(cached, WINDOW, CHUNK) // TILE
     return first, fed, cached, tl.where(mine, tl.maximum(tiles, LEAST), 0)
 
@@ -215,7 +215,7 @@ def _tiles_from(level, before, counts):
     return tl.sum(tl.minimum(tl.maximum(above, 0), counts[None, :]), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_tiles"])
 def cut_prompts(
     seq_lens, cu_seqlens, tiles, num_seqs, num_tiles,
     SHORTEST: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
@@ -299,7 +299,7 @@ def decode_items(
         shape.target,
         num_items,
         num_counters,
-        MAX_TOKENS=max_tokens,
+        max_tokens=max_tokens,
         TILE=shape.tile,
         MIN_TILES=shape.min_tiles,
         MAX_SPLITS=shape.max_splits,
@@ -349,7 +349,7 @@ def stream_items(
         num_heads,
         shape.num_blocks,
         num_counters,
-        MAX_TOKENS=max_tokens,
+        max_tokens=max_tokens,
         TILE=shape.tile,
         LEAST=_LEAST_IN_LINE,
         ROWS=rows,

@@ -23,7 +23,7 @@ def _soften(scores, scores_max, total, acc):
     return weights, new_max, total, acc * fade[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
 def clear_padding(
     out, cu_seqlens, num_seqs, num_tokens, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -40,7 +40,7 @@ def clear_padding(
             tl.store(place, zeros, mask=mask[:, None] & (columns < width)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_table"])
 def prefill_attention(
     q,
     k,
@@ -211,7 +211,7 @@ def prefill_attention(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_table"])
 def invariant_attention(
     q, out, k_cache, v_cache, tiles, block_tables, slot_mapping, sinks, scale, cap,
     stride_q, stride_q_head, stride_table,

@@ -41,7 +41,7 @@ def _load_numbers(
     return stored.to(tl.float32).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_table"])
 def quantized_attention(
     q, out, k_cache, v_cache, k_scales, v_scales, v_lows, items, block_tables,
     part_acc, part_max, part_total, counters, scale, stride_q, stride_q_head, stride_table,

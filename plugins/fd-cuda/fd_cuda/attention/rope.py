@@ -57,7 +57,7 @@ def _turned(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_queries"])
 def rotate_and_write(
     q, k, v, q_rotated, k_rotated, k_cache, v_cache, slot_mapping, positions, cos_sin,
     q_norm, k_norm, eps, num_rows, num_queries, stride_q, stride_k, stride_v, stride_q_head,

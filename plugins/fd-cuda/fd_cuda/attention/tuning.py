@@ -137,6 +137,9 @@ class Sizes:
         """For prompts."""
         if itemsize == 4:
             return PrefillShape(max(16, _power_of_2(group)), 16, 4, 1)
+        # Wide heads: two warp groups share what is fetched, with 64 rows each.
+        if width > 128 and self.gpu.has_copy_engine:
+            return PrefillShape(128, 64, 8, 2)
         # So much shared memory that two programs share a multiprocessor, and their turns overlap.
         rows = max(64, _power_of_2(group))
         warps, stages = 4 if rows == 64 and width <= 128 else 8, 3 if width <= 128 else 2

@@ -9,7 +9,7 @@ reads it in one piece.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 import triton
@@ -17,7 +17,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .common import INTERPRETED, cdiv, join_chain, options
+from .quant_mxfp4 import clamped as clamped_pairs
 from .routing import Order
+
+if TYPE_CHECKING:
+    from fastdeploy_core.contracts.quant_formats import PackedWeight
 
 ROWS: Final = 128
 _DEPTH: Final = 64
@@ -40,13 +44,15 @@ _DENSE: Final = Shape(64, 4, 3)
 
 @triton.jit(do_not_specialize=["num_slots"])
 def _product(
-    x_p, x_tiles, w_tiles, y_p, slots_p, experts_p, num_slots, width, depth, x_stride, tiles,
+    x_p, x_tiles, w_tiles, bias_p, y_p, slots_p, experts_p, num_slots, width, depth, x_stride,
+    tiles, alpha, limit,
     DIVISOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GATED: tl.constexpr, DENSE: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, CLAMPED: tl.constexpr, DENSE: tl.constexpr, BIAS: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One block of rows of one expert times BN of its outputs. GATED: rows slot // DIVISOR of x, to
-    rows in the order of the blocks; else from these to the rows of their slots. DENSE: slots are
-    rows, and there is one expert."""
+    rows in the order of the blocks; else from these to the rows of their slots. CLAMPED: the same,
+    and outputs are gate and up in turn. DENSE: slots are rows, and there is one expert."""
     join_chain(PDL)
     block, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     expert = 0 if DENSE else tl.load(experts_p + block).to(tl.int32)
@@ -54,7 +60,8 @@ def _product(
         nth = tl.arange(0, BM)
         ks = tl.arange(0, BK)
         columns = tile * BN + tl.arange(0, BN)
-        GATHERS: tl.constexpr = GATED and not DENSE
+        FIRST: tl.constexpr = GATED or CLAMPED
+        GATHERS: tl.constexpr = FIRST and not DENSE
         rows = (block * BM + nth).to(tl.int64)
         slots = rows
         if not DENSE:
@@ -79,9 +86,16 @@ def _product(
         if GATED:
             gate, up = total.reshape(BM, 2, BN).permute(0, 2, 1).split()
             total = gate / (1.0 + tl.exp(-gate)) * up
-        place = rows if GATED else slots
-        mask = (valid if DENSE or not GATED else nth < BM)[:, None] & (columns < width)[None, :]
-        y = y_p + place[:, None] * width + columns[None, :]
+        if BIAS:
+            bias = tl.load(bias_p + expert * width + columns, mask=columns < width, other=0.0)
+            total += bias.to(tl.float32)[None, :]
+        stored = width
+        if CLAMPED:
+            total = clamped_pairs(total, alpha, limit, BM, BN)
+            columns, stored = tile * (BN // 2) + tl.arange(0, BN // 2), width // 2
+        place = rows if FIRST else slots
+        mask = (valid if DENSE or not FIRST else nth < BM)[:, None] & (columns < stored)[None, :]
+        y = y_p + place[:, None] * stored + columns[None, :]
         tl.store(y, total.to(y_p.dtype.element_ty), mask=mask)
 
 
@@ -91,6 +105,12 @@ def can_compute(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> b
     width, depth = gate_up.shape[1] // 2, gate_up.shape[2]
     is_even = width % _GATED.columns == 0 and depth % _PLAIN.columns == 0
     return is_even and _has_engine(x) and all(_is_aligned(t) for t in (x, gate_up, down))
+
+
+def can_clamp(x: torch.Tensor, *weights: PackedWeight) -> bool:
+    """The same of experts that are unpacked for the call: no tile ends within a row."""
+    is_even = all(weight.in_features % _DEPTH == 0 for weight in weights)
+    return is_even and _has_engine(x) and _is_aligned(x)
 
 
 def can_gate(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -134,25 +154,59 @@ def gated(
     y = torch.empty((blocks * ROWS, width), dtype=x.dtype, device=x.device)
     w_tiles = _gates(weight, shape.columns)
     _product[(blocks * across,)](
-        x, w_tiles, w_tiles, y, order.slots, order.experts, num_slots, width, depth, x.stride(0),
-        across, DIVISOR=divisor, BM=ROWS, BN=shape.columns, BK=_DEPTH, GATED=True, DENSE=False,
-        STAGES=shape.stages, **options(num_warps=shape.warps),
+        x, w_tiles, w_tiles, x, y, order.slots, order.experts, num_slots, width, depth, x.stride(0),
+        across, 0.0, 0.0, DIVISOR=divisor, BM=ROWS, BN=shape.columns, BK=_DEPTH, GATED=True,
+        CLAMPED=False, DENSE=False, BIAS=False, STAGES=shape.stages,
+        **options(num_warps=shape.warps),
+    )  # fmt: skip
+    return y
+
+
+def clamped(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    order: Order,
+    num_slots: int,
+    divisor: int,
+    clamp: tuple[float, float],
+    shape: Shape = _PLAIN,
+) -> torch.Tensor:
+    """[blocks * ROWS, N / 2] in the order of the blocks: of rows slot // divisor of x times weight
+    [E, N, K] plus bias [E, N], gate and up in turn. `clamp`: alpha and limit of
+    moe_experts_clamped."""
+    width, depth = weight.shape[1:]
+    blocks, across = len(order.experts), cdiv(width, shape.columns)
+    y = torch.empty((blocks * ROWS, width // 2), dtype=x.dtype, device=x.device)
+    w_tiles = _tiles(weight.view(-1, depth), shape.columns)
+    _product[(blocks * across,)](
+        x, w_tiles, w_tiles, bias, y, order.slots, order.experts, num_slots, width, depth,
+        x.stride(0), across, *clamp, DIVISOR=divisor, BM=ROWS, BN=shape.columns, BK=_DEPTH,
+        GATED=False, CLAMPED=True, DENSE=False, BIAS=True, STAGES=shape.stages,
+        **options(num_warps=shape.warps),
     )  # fmt: skip
     return y
 
 
 def plain(
-    x: torch.Tensor, weight: torch.Tensor, order: Order, num_slots: int, shape: Shape = _PLAIN
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    order: Order,
+    num_slots: int,
+    bias: torch.Tensor | None = None,
+    shape: Shape = _PLAIN,
 ) -> torch.Tensor:
-    """[num_slots, N]: rows of x, which are in the order of the blocks, times weight [E, N, K]."""
+    """[num_slots, N]: rows of x, which are in the order of the blocks, times weight [E, N, K], plus
+    bias [E, N]."""
     width, depth = weight.shape[1:]
     blocks, across = len(order.experts), cdiv(width, shape.columns)
     y = torch.empty((num_slots, width), dtype=x.dtype, device=x.device)
     x_tiles, w_tiles = _tiles(x, ROWS), _tiles(weight.view(-1, depth), shape.columns)
     _product[(blocks * across,)](
-        x, x_tiles, w_tiles, y, order.slots, order.experts, num_slots, width, depth, 0, across,
-        DIVISOR=1, BM=ROWS, BN=shape.columns, BK=_DEPTH, GATED=False, DENSE=False,
-        STAGES=shape.stages, **options(num_warps=shape.warps),
+        x, x_tiles, w_tiles, x if bias is None else bias, y, order.slots, order.experts, num_slots,
+        width, depth, 0, across, 0.0, 0.0, DIVISOR=1, BM=ROWS, BN=shape.columns, BK=_DEPTH,
+        GATED=False, CLAMPED=False, DENSE=False, BIAS=bias is not None, STAGES=shape.stages,
+        **options(num_warps=shape.warps),
     )  # fmt: skip
     return y
 
@@ -165,8 +219,8 @@ def dense_gated(x: torch.Tensor, weight: torch.Tensor, shape: Shape = _DENSE) ->
     y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     x_tiles, w_tiles = _tiles(x, ROWS), _gates(weight, shape.columns)
     _product[(blocks * across,)](
-        x, x_tiles, w_tiles, y, x, x, num_rows, width, depth, 0, across,
-        DIVISOR=1, BM=ROWS, BN=shape.columns, BK=_DEPTH, GATED=True, DENSE=True,
-        STAGES=shape.stages, **options(num_warps=shape.warps),
+        x, x_tiles, w_tiles, x, y, x, x, num_rows, width, depth, 0, across, 0.0, 0.0,
+        DIVISOR=1, BM=ROWS, BN=shape.columns, BK=_DEPTH, GATED=True, CLAMPED=False, DENSE=True,
+        BIAS=False, STAGES=shape.stages, **options(num_warps=shape.warps),
     )  # fmt: skip
     return y

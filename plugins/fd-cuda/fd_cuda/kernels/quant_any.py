@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import many_rows
 from .common import INTERPRETED, batch_invariant, cdiv, join_chain, options
 from .experts import combined
 from .quant_mxfp4 import alone, clamped, is_whole, scaled_mxfp4, unpacked
@@ -54,9 +55,8 @@ CLAMPED: Final = (
     (64.0, Tiles(64, 128, 64, 4, 3)),
     (math.inf, Tiles(128, 128, 64, 8, 3)),
 )
-# Rows an expert from which MXFP4 is unpacked for the call, and tiles for what it becomes.
+# Rows an expert from which MXFP4 is unpacked for the call, for the products of many_rows.py.
 UNPACKED_FROM: Final = 384
-UNPACKED: Final = Tiles(128, 256, 64, 8, 3)
 _MOST_UNPACKED: Final = 1 << 30  # numbers of all experts' gates and ups, or downs
 
 
@@ -202,39 +202,32 @@ def moe_experts_clamped(
     if not tokens:
         return torch.empty_like(x)
     each, clamp, is_free = slots / num_experts, (alpha, limit), not batch_invariant()
-    if is_free and tokens <= _ALONE and is_whole(gate_up) and is_whole(down):
-        hidden = alone(x, gate_up, topk_ids, top_k, gate_up_bias, clamp)
-        return combined(alone(hidden, down, topk_ids, 1, down_bias), topk_weights)
+    if is_free and is_whole(gate_up) and is_whole(down):
+        if tokens <= _ALONE:
+            hidden = alone(x, gate_up, topk_ids, top_k, gate_up_bias, clamp)
+            return combined(alone(hidden, down, topk_ids, 1, down_bias), topk_weights)
+        if each >= UNPACKED_FROM and _may_unpack(x, gate_up, down):
+            order = order_by_expert(topk_ids, num_experts, many_rows.ROWS)
+            wide = unpacked(gate_up, x.dtype)
+            hidden = many_rows.clamped(x, wide, gate_up_bias, order, slots, top_k, clamp)
+            y = many_rows.plain(hidden, unpacked(down, x.dtype), order, slots, down_bias)
+            return combined(y, topk_weights)
     tiles = tiles_for(each, x.dtype)
     if x.dtype != torch.float32 and is_free:
         tiles = next(tiles for most, tiles in CLAMPED if each <= most)
-    unpacks = each >= UNPACKED_FROM and _may_unpack(x, gate_up) and _may_unpack(x, down)
-    if unpacks:
-        tiles = UNPACKED
     if tokens <= _ALONE and is_free:
         order = Order(topk_ids, topk_ids.view(-1), is_alone=True)
     else:
         order = order_by_expert(topk_ids, num_experts, tiles.rows)
-
-    def read(weight: PackedWeight | torch.Tensor) -> PackedWeight | torch.Tensor:
-        if isinstance(weight, torch.Tensor) or not unpacks:
-            return weight
-        return unpacked(weight, x.dtype)
-
-    hidden = grouped(x, read(gate_up), order, tiles, slots, top_k, gate_up_bias, clamp)
-    return combined(grouped(hidden, read(down), order, tiles, slots, 1, down_bias), topk_weights)
+    hidden = grouped(x, gate_up, order, tiles, slots, top_k, gate_up_bias, clamp)
+    return combined(grouped(hidden, down, order, tiles, slots, 1, down_bias), topk_weights)
 
 
-def _may_unpack(x: torch.Tensor, weight: PackedWeight | torch.Tensor) -> bool:
-    """Whether it is MXFP4 that fits unpacked beside what else is in memory, and the tiles of
-    UNPACKED into this GPU's shared memory."""
-    if batch_invariant() or x.dtype == torch.float32 or not x.is_cuda or not is_whole(weight):
-        return False
-    held = UNPACKED.stages * UNPACKED.depth * (UNPACKED.rows + UNPACKED.columns) * x.element_size()
-    card: Any = torch.cuda.get_device_properties(x.device)
-    if held > card.shared_memory_per_block_optin:
-        return False
-    return bool(2 * weight.tensors["weight"].numel() <= _MOST_UNPACKED)
+def _may_unpack(x: torch.Tensor, *weights: PackedWeight) -> bool:
+    """Whether they fit unpacked beside what else is in memory, and many_rows.py can read what they
+    become."""
+    few = all(2 * weight.tensors["weight"].numel() <= _MOST_UNPACKED for weight in weights)
+    return few and many_rows.can_clamp(x, *weights)
 
 
 def as_it_is(weight: PackedWeight | torch.Tensor) -> PackedWeight | torch.Tensor:

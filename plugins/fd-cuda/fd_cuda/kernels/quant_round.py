@@ -133,7 +133,7 @@ def _round_rows(
             _store(y_p + at, width, number, at < width, row, places_p, COPIES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride"])
 def _round_blocks(
     x_p, y_p, scales_p, places_p, width, stride, num_blocks, scale_stride,
     BLOCKS: tl.constexpr, SIZE: tl.constexpr, BOUND: tl.constexpr, CONVERTS: tl.constexpr,

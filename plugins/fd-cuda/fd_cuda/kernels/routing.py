@@ -253,7 +253,8 @@ def order_by_expert(ids: torch.Tensor, num_experts: int, rows: int) -> Order:
     places = torch.empty(num_slots, dtype=torch.int32, device=ids.device)
     _align[(num_experts,)](
         ids, slots, experts, places, num_slots, blocks, EXPERTS=num_experts, PAD=pad2(num_experts),
-        BM=rows, PAD_BM=pad2(rows), BLOCK=min(1024, pad2(num_slots)), **options(num_warps=4),
+        BM=rows, PAD_BM=pad2(rows), BLOCK=min(1024, max(64, pad2(num_slots))),
+        **options(num_warps=4),
     )  # fmt: skip
     return Order(slots, experts, places)
 

@@ -11,7 +11,7 @@ from fd_cuda.kernels.common import join_chain
 from .recurrence import place_of
 
 
-@triton.jit(do_not_specialize=["stride_table"])
+@triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["chunks"])
 def convolve(
     x,
     weight,

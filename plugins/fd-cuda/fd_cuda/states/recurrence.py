@@ -174,7 +174,7 @@ def inverse(lower, CHUNK: tl.constexpr):
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["chunks"])
 def within_chunks(
     x,
     dt,
@@ -254,7 +254,7 @@ def solved(pairs, b, v, grown, KIND: tl.constexpr, CHUNK: tl.constexpr):
     return product(whole, (b * v).to(KIND), None), product(whole, (b * grown).to(KIND), None)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["chunks"])
 def sum_decays(
     dt,
     decay,
@@ -289,7 +289,7 @@ def sum_decays(
     tl.store(sums + (at * HEADS + head)[:, None] * KEY + keys[None, :], c, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["chunks"])
 def within_chunks_by_channel(
     x,
     sums,

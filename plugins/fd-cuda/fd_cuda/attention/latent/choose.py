@@ -13,7 +13,7 @@ from fd_cuda.attention.common import product
 from fd_cuda.kernels.common import join_chain
 
 
-@triton.jit(do_not_specialize=["first", "width"])
+@triton.jit(do_not_specialize=["first", "width", "stride_table"])
 def index_scores(
     q,
     weights,
@@ -75,7 +75,7 @@ def _ranks(scores, inside):
     return tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
-@triton.jit(do_not_specialize=["first", "width"])
+@triton.jit(do_not_specialize=["first", "width", "stride_table"])
 def choose_keys(
     scores,
     rows,

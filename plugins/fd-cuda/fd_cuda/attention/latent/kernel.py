@@ -15,7 +15,7 @@ from fd_cuda.attention.decode import store_rows
 from fd_cuda.kernels.common import leave_chain
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_table"])
 def latent_attention(
     q,
     out,
