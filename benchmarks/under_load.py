@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import multiprocessing
 import os
 import platform
@@ -22,9 +23,9 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,28 +67,28 @@ class Load:
     def __init__(self, server: Start, seconds: float) -> None:
         self.url, self.pid, self.seconds = server.url, server.process.pid, seconds
         self.port = int(server.url.rpartition(":")[2])
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
-        self.client = httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits)
+        self.client = httpx.AsyncClient(base_url=server.url, timeout=120)
         self.quiet: list[Answer] = []  # answers of `steady`
 
     async def ask(self, num_prompt: int, num_tokens: int, key: str = "one") -> Answer:
         """One streamed answer."""
         prompt = [random.randrange(5, 200) for _ in range(num_prompt)]
         body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
-        began, pieces, text = time.perf_counter(), [], b""
-        call = self.client.stream(
-            "POST",
-            TEXT,
-            json={**body, "ignore_eos": True, "stream": True},
-            headers={"Authorization": f"Bearer {key}"},
+        data = json.dumps({**body, "ignore_eos": True, "stream": True}).encode()
+        head = (
+            f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer {key}"
         )
-        async with call as answer:
-            async for piece in answer.aiter_bytes():
-                text += piece
-                pieces.append(time.perf_counter() - began)
-        whole = answer.status_code == 200 and b"[DONE]" in text and b'"error"' not in text
-        end_s = time.perf_counter() - began
-        return Answer(answer.status_code, pieces, end_s, whole, "retry-after" in answer.headers)
+        head += f"\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        began, pieces, text = time.perf_counter(), [], b""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        writer.write(head.encode() + data)
+        while piece := await reader.read(65536):
+            text += piece
+            pieces.append(time.perf_counter() - began)
+        writer.close()
+        status, says_when = int(text[9:12]), b"\r\nretry-after:" in text.lower()
+        is_whole = status == 200 and b"[DONE]" in text and b'"error"' not in text
+        return Answer(status, pieces, time.perf_counter() - began, is_whole, says_when)
 
     async def streams(
         self, count: int, seconds: float, key: str = "one", most: tuple[int, int] = (256, 128)
@@ -231,23 +232,13 @@ async def lags_until(load: Load, until: float) -> list[float]:
 async def burst(load: Load) -> list[Found]:
     """Many requests at once."""
     before = load.num_files()
-    async with fresh(load):
-        answers = await asyncio.gather(*(load.ask(16, 8) for _ in range(BURST)))
+    answers = await asyncio.gather(*(load.ask(16, 8) for _ in range(BURST)))
     unlike = [answer for answer in answers if not answer.is_whole and answer.status not in BUSY]
     return [
         ("requests without an answer of 200, 429 or 503", len(unlike), 0),
         ("seconds until the last answer", max(answer.end_s for answer in answers), 60),
         ("seconds until files are closed", await load.seconds_until_closed(before), 5),
     ]
-
-
-@asynccontextmanager
-async def fresh(load: Load) -> AsyncIterator[None]:
-    """Clients whose connections end with the context."""
-    usual, limits = load.client, httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=load.url, timeout=120, limits=limits) as load.client:
-        yield
-    load.client = usual
 
 
 def connect_often(port: int, count: int) -> int:
