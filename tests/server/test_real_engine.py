@@ -63,7 +63,7 @@ def test_tokens_are_the_models(client: httpx.Client) -> None:
 
 
 def test_nothing_listens_but_the_port(server: ServerProcess) -> None:
-    inodes = set()
+    port, inodes = httpx.URL(server.url).port, set()  # which waits for the server
     for pid in processes(server.process.pid):
         for file in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):  # it was closed
@@ -71,7 +71,7 @@ def test_nothing_listens_but_the_port(server: ServerProcess) -> None:
                 inodes |= {inode.strip("[]")} if kind == "socket" else set()
     table = [line.split() for kind in ("tcp", "tcp6") for line in sockets(kind)]
     listening = [row[1] for row in table if row[3] == "0A" and row[9] in inodes]
-    assert listening == [f"0100007F:{httpx.URL(server.url).port:04X}"]
+    assert listening == [f"0100007F:{port:04X}"]
     unix = [row.split() for row in sockets("unix")]
     paths = [Path(row[7]) for row in unix if row[6] in inodes and len(row) > 7]
     assert paths
