@@ -169,7 +169,9 @@ def make_request(draw: random.Random, routes: Routes, normal: float) -> tuple[st
         return method, path + draw.choice(["/", "/x", "%00", "?a=b", "/..%2f"]), b"{}"
     if kind < 0.2:
         return method, path, draw.choice(RAW)
-    body = dict(USUAL.get(path, {"messages": HI, "input": "hi", "max_tokens": 4}))
+    # without a limit a text that says nothing is answered up to the end of the context
+    usual = {"messages": HI, "input": "hi", "max_tokens": 4, "max_output_tokens": 4}
+    body = dict(USUAL.get(path, usual))
     for _ in range(draw.randrange(1, 4)):
         body[draw.choice(routes.fields[path])] = draw.choice(JUNK)
     return method, path, json.dumps(body).encode()
