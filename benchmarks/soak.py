@@ -12,7 +12,7 @@ longest answer of /health, and by how many bytes a request each of the server's 
 `--warm-up` of them: the median slope between any two of the times when it was measured. Memory goes
 up and down by what allocators keep; how far is printed, too. Clients and server share the
 processors. Arguments after -- go to the server. The same --seed sends the same requests. Ends with
-1 when a request was answered 5xx.
+1 when a request was answered 5xx or not at all.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Sent(NamedTuple):
     """What one client saw."""
 
     statuses: Counter[str]
-    failures: list[str]  # requests that were answered 5xx
+    failures: list[str]  # requests that were answered 5xx, or not at all
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -169,7 +169,9 @@ def make_request(draw: random.Random, routes: Routes, normal: float) -> tuple[st
         return method, path + draw.choice(["/", "/x", "%00", "?a=b", "/..%2f"]), b"{}"
     if kind < 0.2:
         return method, path, draw.choice(RAW)
-    body = dict(USUAL.get(path, {"messages": HI, "input": "hi", "max_tokens": 4}))
+    # without a limit a text that says nothing is answered up to the end of the context
+    usual = {"messages": HI, "input": "hi", "max_tokens": 4, "max_output_tokens": 4}
+    body = dict(USUAL.get(path, usual))
     for _ in range(draw.randrange(1, 4)):
         body[draw.choice(routes.fields[path])] = draw.choice(JUNK)
     return method, path, json.dumps(body).encode()
@@ -205,7 +207,8 @@ def send(
                 status = type(error).__name__
             seen.statuses[status] += 1
             # 501: a route or a field that this server does not serve, in words
-            if status.startswith("5") and status != "501":
+            is_error = status.startswith("5") and status != "501"
+            if is_error or status.endswith(("Error", "Timeout")):
                 seen.failures.append(f"{status} {method} {path} {body[:300]!r}: {text}")
     return seen
 
@@ -299,7 +302,7 @@ def main() -> int:
     parts = ", ".join(f"{name} {each / 1000:.3f}" for name, each in growths.items())
     print(f"growth {growth / 1000:.3f} KB a request after the first {points[0][0]}: {parts}")
     print(f"memory then {' '.join(f'{each:.1f}' for each in totals)} MB")
-    print("\n".join([f"{len(failures)} answered 5xx", *failures[:20]]))
+    print("\n".join([f"{len(failures)} answered 5xx or not at all", *failures[:20]]))
     figures = {"health, ms": [1000 * health.longest], "growth, KB": [growth / 1000]}
     print_figures(options, figures)
     return bool(failures)

@@ -52,7 +52,8 @@ BLOWN_UP = "[ab]*a[ab]{300}"  # each further letter leads to an automaton's stat
 
 class Attack(NamedTuple):
     """One kind of hostile request, sent by `senders` processes at once. NUMBER in its body becomes
-    another one each time, so that no cache knows it."""
+    another one each time, so that no cache knows it. A number in place of a body: so many seconds
+    after its beginning the client leaves."""
 
     senders: int
     path: str
@@ -79,7 +80,8 @@ ATTACKS: dict[str, Attack] = {
     "looping templates": Attack(
         4, CHAT, {"messages": [{"role": "user", "content": "x" * 5000}], "chat_template": LOOP}
     ),
-    "leaving in mid-body": Attack(2, CHAT, None),
+    "leaving in mid-body": Attack(2, CHAT, 0.0),
+    "leaving a little later": Attack(8, CHAT, 0.002),
     "nested": Attack(2, CHAT, b'{"messages": ' + b"[" * 1_000_000),
 }
 
@@ -101,6 +103,10 @@ from fd_grammar_llguidance import backend, matcher
 matcher.BUDGET_S, matcher.TRUSTED_AFTER = 1e9, 0
 backend.LLParserLimits = lambda limits=backend.LLParserLimits, **_: limits()
 """
+_LEAVING = """
+from fastdeploy_core.serving.http import errors, protocol
+errors.ClientDisconnect, protocol.has_left = SystemError, lambda connection: False
+"""
 # What takes the bound on an attack away, run by every process of the server when it starts.
 DEFENCES: dict[str, str] = {
     "text, to tokenize": _CHARS,
@@ -116,9 +122,8 @@ DEFENCES: dict[str, str] = {
         "from fd_agent_apis.request_templates import render_in_child as r\n"
         'r.__kwdefaults__["wall_limit_s"] = 30.0'
     ),
-    "leaving in mid-body": (
-        "from fastdeploy_core.serving.http import errors; errors.ClientDisconnect = SystemError"
-    ),
+    "leaving in mid-body": _LEAVING,
+    "leaving a little later": _LEAVING,
     "nested": _PARTS,
 }
 
@@ -190,12 +195,13 @@ def ask(url: str, until: float, pause_s: float) -> tuple[list[float], int]:
     return taken, num_failed
 
 
-def leave(url: str) -> str:
+def leave(url: str, after_s: float = 0.0) -> str:
     """Begin to send a body, then close the connection."""
     port = int(url.rpartition(":")[2])
     head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.sendall(f'{head}Content-Length: 100\r\n\r\n{{"messages": '.encode())
+        time.sleep(after_s)
     return "left"
 
 
@@ -206,8 +212,8 @@ def send(url: str, name: str, until: float) -> Counter[str]:
     with httpx.Client(base_url=url, timeout=120) as client:
 
         def call() -> str:
-            if attack.body is None:
-                return leave(url)
+            if isinstance(attack.body, float):
+                return leave(url, attack.body)
             headers = {"Content-Type": "application/json"}
             body = data.replace(NUMBER.encode(), str(random.getrandbits(53)).encode())
             return str(client.post(attack.path, content=body, headers=headers).status_code)

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import socket
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from fastapi import FastAPI
 
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.serving.front.occupancy import OwnOccupancy
-from fastdeploy_core.serving.http.protocol import GuardedProtocol
+from fastdeploy_core.serving.http.protocol import GuardedProtocol, has_left
 
 if TYPE_CHECKING:
     from fastdeploy_core.engine.client import AsyncEngine
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LAST_WORDS_S = 3.0  # for error events and closing connections, after the grace period
+MAX_LOOKS = 64  # at new connections, in one turn of the event loop
+NEW_S = 0.002
 TICK_S = 1.0  # instead of uvicorn's 0.1 s, which only serve to notice the end
 _POLL_S = 0.05
 
@@ -39,6 +42,7 @@ class ApiServer(uvicorn.Server):
         self._engine: AsyncEngine = app.state.server.engine
         self._admission = app.state.server.admission
         self._occupancy: OwnOccupancy = app.state.server.occupancy
+        self._arrived: deque[socket.socket] = deque()
         self._adopting: set[asyncio.Task[None]] = set()
         self._grace_s = config.grace_s
         self._draining: asyncio.Task[None] | None = None
@@ -63,9 +67,29 @@ class ApiServer(uvicorn.Server):
 
     def adopt(self, connection: socket.socket) -> None:
         """Serve a connection that another thread or process has accepted."""
-        task = asyncio.get_running_loop().create_task(self._adopt(connection))
-        self._adopting.add(task)
-        task.add_done_callback(self._adopting.discard)
+        self._arrived.append(connection)
+        if len(self._arrived) == 1:
+            asyncio.get_running_loop().call_soon(self._adopt_some, time.monotonic())
+
+    def _adopt_some(self, last_s: float) -> None:
+        """Take one new connection in this turn of the event loop, and one more for each NEW_S since
+        the last: however many come, most of the time belongs to those that are there."""
+        loop, now_s = asyncio.get_running_loop(), time.monotonic()
+        room = 1 + int((now_s - last_s) / NEW_S)
+        for _ in range(min(MAX_LOOKS, len(self._arrived))):
+            connection = self._arrived.popleft()
+            if has_left(connection):
+                connection.close()
+                self._occupancy.closed()
+                continue
+            task = loop.create_task(self._adopt(connection))
+            self._adopting.add(task)
+            task.add_done_callback(self._adopting.discard)
+            room -= 1
+            if not room:
+                break
+        if self._arrived:
+            loop.call_soon(self._adopt_some, now_s)
 
     async def _adopt(self, connection: socket.socket) -> None:
         loop, config = asyncio.get_running_loop(), self.config

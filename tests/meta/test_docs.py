@@ -15,7 +15,7 @@ PAGES = [
     if not {".nox", ".venv", "node_modules", ".git", ".pytest_cache"}
     & set(p.relative_to(ROOT).parts)
 ]
-ATTACKS = ROOT / "docs" / "explanation" / "attacks.md"
+WITH_TESTS = [ROOT / "docs" / "explanation" / name for name in ("attacks.md", "checks.md")]
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 STEP = re.compile(r"^\d+\. .+$", re.MULTILINE)
 SYMBOL = re.compile(r"\(([^)#\s]+\.py)#([\w.]+)\)")
@@ -67,10 +67,9 @@ def test_request_tour_passes_no_file_twice() -> None:
     assert not {file for file in files if files.count(file) > 1}
 
 
-def test_tests_that_a_page_names_exist() -> None:
-    named = re.findall(
-        r"`((?:tests|plugins)/[\w/.-]+\.py)::(test_\w+)`", ATTACKS.read_text("utf-8")
-    )
+@pytest.mark.parametrize("page", WITH_TESTS, ids=lambda page: page.stem)
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(r"`((?:tests|plugins)/[\w/.-]+\.py)::(test_\w+)`", page.read_text("utf-8"))
     missing = [
         f"{file}::{name}"
         for file, name in named

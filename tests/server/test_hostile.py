@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import socket
 import threading
 import time
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from fastdeploy_core.engine.input import SURE_CHARS
+from fastdeploy_core.serving import server as server_module
 from fastdeploy_core.serving.http.errors import ApiError
+from fastdeploy_core.serving.http.protocol import has_left
 from fastdeploy_core.serving.http.threads import Threads
+from fastdeploy_core.serving.server import NEW_S
 from fastdeploy_core.tokenizer import Tokenizer
 from tests.server_support import LiveServer, ScriptedEngine, live, wait_for
 
@@ -149,6 +155,81 @@ def test_a_client_that_leaves_in_its_body_is_no_error_of_the_server(
         time.sleep(0.2)
     noisy = [r for r in caplog.records if r.levelname in ("WARNING", "ERROR") or r.exc_info]
     assert not noisy, [r.getMessage() for r in noisy]
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+BODY = b'{"prompt": "Hi"}'
+
+
+@pytest.mark.parametrize(
+    ("sent", "gone"),
+    [
+        (b"", True),
+        (b"\x16\x03\x01", True),  # TLS, whose handshake will not end
+        (HEAD, True),
+        (HEAD + b"Content-Length: 16\r\n\r\n" + BODY[:9], True),
+        (HEAD + b"content-LENGTH:16\r\n\r\n" + BODY[:9], True),
+        (HEAD + b"Content-Length: 16\r\n\r\n" + BODY, False),
+        (HEAD + b"Content-Length: 16\r\n\r\n" + BODY + HEAD, False),
+        (b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n", False),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", False),
+        (HEAD + b"Content-Length: 9000\r\n\r\n" + b" " * 8000, False),  # more than is looked at
+    ],
+)
+def test_a_client_has_left_if_no_request_can_become_whole(sent: bytes, gone: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = socket.create_connection(listener.getsockname())
+        connection, _ = listener.accept()
+        with client, connection:
+            client.sendall(sent)
+            assert not has_left(connection), "more may come"
+            client.shutdown(socket.SHUT_WR)
+            wait_for(lambda: has_left(connection) or not gone, "its end to be seen")
+            assert has_left(connection) == gone
+            assert connection.recv(len(sent), socket.MSG_WAITALL) == sent, "nothing was taken"
+
+
+def arriving(
+    server: LiveServer, count: int, sent: bytes
+) -> tuple[list[socket.socket], Coroutine[Any, Any, None]]:
+    """Clients, and what hands their connections over, as a front door does."""
+    clients, connections = [], []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for _ in range(count):
+            clients.append(socket.create_connection(listener.getsockname(), timeout=20))
+            connections.append(listener.accept()[0])
+            connections[-1].setblocking(False)
+            clients[-1].sendall(sent)
+
+    async def adopt() -> None:
+        for connection in connections:
+            server.server.adopt(connection)
+
+    return clients, adopt()
+
+
+@pytest.mark.parametrize(("turn_s", "most"), [(0.0, 1), (5 * NEW_S, 6)])
+def test_new_connections_get_a_small_share_of_the_event_loop(
+    server: LiveServer, monkeypatch: pytest.MonkeyPatch, turn_s: float, most: int
+) -> None:
+    clock = itertools.count()  # each turn asks once for the time
+    now = SimpleNamespace(monotonic=lambda: turn_s * next(clock))
+    monkeypatch.setattr(server_module, "time", now)
+    served = server.server.server_state.connections
+    before, made = len(served), [0]
+
+    async def count(adopt: Coroutine[Any, Any, None]) -> None:
+        await adopt
+        while made[-1] < 30 and len(made) < 1000:
+            await asyncio.sleep(0)
+            made.append(len(served) - before)
+
+    clients, adopt = arriving(server, 30, HEAD)
+    server.run(count(adopt))
+    for client in clients:
+        client.close()
+    assert made[-1] == 30
+    assert max(later - earlier for earlier, later in pairwise(made)) == most
 
 
 def test_tenants_take_turns_and_the_queue_is_bounded() -> None:

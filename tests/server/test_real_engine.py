@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 
 from fastdeploy_core.types import SamplingParams
 from fastdeploy_testing.fakes import NullModel
+from tests.kills import processes
 from tests.server_process import ServerProcess, run, serving
 from tests.server_support import wait_for, write_null_model
 
@@ -58,6 +60,29 @@ def gauge(client: httpx.Client, name: str) -> float:
 def test_tokens_are_the_models(client: httpx.Client) -> None:
     answer = client.post("/v1/completions", json={**BODY, "max_tokens": 50}).json()
     assert answer["choices"][0]["token_ids"] == expected(50)
+
+
+def test_nothing_listens_but_the_port(server: ServerProcess) -> None:
+    port, inodes = httpx.URL(server.url).port, set()  # which waits for the server
+    for pid in processes(server.process.pid):
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # it was closed
+                kind, _, inode = str(file.readlink()).partition(":")
+                inodes |= {inode.strip("[]")} if kind == "socket" else set()
+    table = [line.split() for kind in ("tcp", "tcp6") for line in sockets(kind)]
+    listening = [row[1] for row in table if row[3] == "0A" and row[9] in inodes]
+    assert listening == [f"0100007F:{port:04X}"]
+    unix = [row.split() for row in sockets("unix")]
+    paths = [Path(row[7]) for row in unix if row[6] in inodes and len(row) > 7]
+    assert paths
+    for path in paths:
+        assert path.is_absolute(), "an abstract name is open to every user"
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+
+
+def sockets(kind: str) -> list[str]:
+    """Lines of the kernel's table."""
+    return Path(f"/proc/net/{kind}").read_text().splitlines()[1:]
 
 
 def test_a_crowd_gets_what_each_gets_alone(client: httpx.Client) -> None:

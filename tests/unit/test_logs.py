@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -108,3 +109,18 @@ def test_a_folder_that_cannot_be_made_ends_the_command_with_one_line(
     )
     assert ended.returncode == 1
     assert "FD_LOG_DIR" in ended.stderr and len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is full")
+def test_a_full_disk_costs_lines_and_nothing_else(
+    tmp_path: Path, root: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root.handlers[:] = handlers("fastdeploy-engine")
+    (tmp_path / "logs" / "engine.log").symlink_to("/dev/full")
+    for number in range(3):
+        root.info("line %d", number)
+    shown = capsys.readouterr().err
+    assert all(f"root: line {number}" in shown for number in range(3))
+    assert "No space left on device" in shown
+    with contextlib.suppress(OSError):  # as logging.shutdown does
+        root.handlers[1].close()

@@ -23,7 +23,7 @@ import msgspec
 
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.serving.http.middleware import OPEN_PATHS, shown_id
-from fastdeploy_core.serving.http.protocol import HEAD_TIMEOUT_S
+from fastdeploy_core.serving.http.protocol import HEAD_TIMEOUT_S, PEEK_BYTES
 from fastdeploy_core.types.engine import EngineHealth
 
 from .occupancy import Occupancy
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 HandOver = Callable[[socket.socket], None]  # raises OSError when the API server is gone or full
 MAX_ACCEPTS = 64  # per turn, so that other connections get theirs
-PEEK_BYTES = 4096
 SWEEP_S = 0.5
 
 
@@ -168,25 +167,21 @@ class FrontDoor:
         status, body = answer_probe(path, self._health(), self._occupancy.is_draining)
         content = msgspec.json.encode(body)
         given = next((value for name, value in request.headers if name == b"x-request-id"), b"")
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(content)),
-            (b"x-request-id", shown_id(given, uuid.uuid4().hex).encode("ascii")),
-            (b"connection", b"close"),
-        ]
-        reason = HTTPStatus(status).phrase.encode("ascii")
-        parts = [http.send(h11.Response(status_code=status, headers=headers, reason=reason))]
-        if request.method == b"GET":
-            parts.append(http.send(h11.Data(data=content)))
-        return b"".join(part or b"" for part in parts)
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(content)}\r\nconnection: close\r\n"
+            f"x-request-id: {shown_id(given, uuid.uuid4().hex)}\r\n\r\n"
+        )
+        return head.encode("ascii") + (content if request.method == b"GET" else b"")
 
     def _pass_on(self, connection: socket.socket) -> None:
         """Give the connection to the API server with the fewest; while there is none, it waits."""
-        for number in self._by_load():
-            hand_over, _ = self._servers.get(number, (None, 0))
+        with self._lock:
+            servers = dict(self._servers)
+        closed = self._occupancy.num_closed
+        for number in sorted(servers, key=lambda n: servers[n][1] - closed(n)):
+            hand_over, _ = servers[number]
             try:
-                if hand_over is None:
-                    continue
                 hand_over(connection)
             except OSError as error:
                 logger.warning("API server %d takes no connection: %s", number, error)
@@ -196,11 +191,6 @@ class FrontDoor:
                     self._servers[number] = (hand_over, self._servers[number][1] + 1)
             return
         self._waiting[connection] = time.monotonic() + HEAD_TIMEOUT_S
-
-    def _by_load(self) -> list[int]:
-        with self._lock:
-            handed = {number: count for number, (_, count) in self._servers.items()}
-        return sorted(handed, key=lambda n: handed[n] - self._occupancy.num_closed(n))
 
     def _sweep(self, now: float) -> None:
         """Close connections that stay silent; retry those for which there was no API server."""

@@ -8,6 +8,10 @@ some checks to its caller: see `check_head`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
+import select
+import socket
 import sys
 import weakref
 from collections import deque
@@ -23,6 +27,8 @@ EXTENSION = "fastdeploy.connection"  # where a call's scope holds its Cycle
 HEAD_TIMEOUT_S = 10.0
 LAST_LOOK_S = 0.05
 MAX_HEAD_BYTES = 64 * 1024
+NO_MORE = getattr(select, "POLLRDHUP", 0)  # Linux
+PEEK_BYTES = 4096
 UNTIL_CLOSED = sys.maxsize  # the length of a body that ends when its connection closes
 
 
@@ -251,3 +257,18 @@ def check_head(version: str, url: bytes, headers: list[tuple[bytes, bytes]]) -> 
         raise httptools.HttpParserError("not HTTP/1.0 or 1.1, or not one Host")
     if num_bytes > MAX_HEAD_BYTES:
         raise httptools.HttpParserError("the head is too long")
+
+
+def has_left(connection: socket.socket) -> bool:
+    """Whether a client that has just come sends no more, and sent no whole request: seen before
+    anything is spent on it. False where that cannot be told: chunks, long requests."""
+    poll, data = select.poll(), b""
+    poll.register(connection, NO_MORE)
+    if not poll.poll(0):
+        return False
+    with contextlib.suppress(OSError):
+        data = connection.recv(PEEK_BYTES, socket.MSG_PEEK)
+    head, end, body = data.partition(b"\r\n\r\n")
+    length = re.search(rb"\r\ncontent-length:[ \t]*([0-9]{1,18})", head, re.IGNORECASE)
+    missing = not end or (length is not None and len(body) < int(length[1]))
+    return missing and len(data) < PEEK_BYTES
