@@ -21,11 +21,11 @@ import fd_vision.sources as sources
 import numpy as np
 import pytest
 from fd_vision.child import Answer, Job, prepare
-from fd_vision.patches import WHITE, PatchRule, as_rgb
+from fd_vision.patches import WHITE, PatchRule, as_rgb, patches_of
 from fd_vision.pool import DecodingPool
 from fd_vision.processor import GridProcessor, KeptAnswers
 from fd_vision.sources import fetch, read_source
-from PIL import Image
+from PIL import Image, ImageOps
 from tiny import picture
 
 from fastdeploy_core.contracts.model import MediaPart, MediaRules
@@ -350,6 +350,9 @@ def test_exif_turns_a_picture_before_it_is_measured(turn: int) -> None:
     answer = prepare(Job(source=data, rule=RULE, max_pixels=10**6, time_limit_s=5))
     upright = as_rgb(opened)
     assert upright.size == ((60, 120) if turn >= 5 else (120, 60))
+    assert (
+        answer.patches == patches_of(ImageOps.exif_transpose(Image.open(io.BytesIO(data))), RULE)[0]
+    )
     assert (answer.grid[1] > answer.grid[2]) == (turn >= 5)
 
 
