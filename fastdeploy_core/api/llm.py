@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -46,7 +44,6 @@ logger = logging.getLogger(__name__)
 Params = SamplingParams | Sequence[SamplingParams] | None
 Priority = int | Sequence[int] | None
 LoRA = LoRARequest | Sequence[LoRARequest | None] | None
-SWITCH_S = 0.0005
 
 
 class _Batch:
@@ -330,13 +327,8 @@ class LLM:
         results: dict[int, RequestOutput] = {}
         num_read = num_written = 0
         silent = not (use_tqdm and texts)
-        outputs = self._outputs(building, texts, OutputKind.FINAL, reader)
-        with (
-            tqdm(total=len(texts), desc="Processed prompts", disable=silent) as bar,
-            # Each launch of a step may have to wait so long for a thread that builds.
-            _switching_every(sys.getswitchinterval() if self._media is None else SWITCH_S),
-        ):
-            for place, output in outputs:
+        with tqdm(total=len(texts), desc="Processed prompts", disable=silent) as bar:
+            for place, output in self._outputs(building, texts, OutputKind.FINAL, reader):
                 results[place] = output
                 if not silent:
                     num_read += len(output.prompt_token_ids)
@@ -420,17 +412,6 @@ class LLM:
         if self._engine is None:
             raise ConfigError("this LLM is closed; make a new one")
         return self._engine
-
-
-@contextmanager
-def _switching_every(seconds: float) -> Iterator[None]:
-    """Threads that wait for the interpreter get it after so long."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(seconds)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def _raise_refusal(output: RequestOutput) -> None:
