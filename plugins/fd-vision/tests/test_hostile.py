@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 import zlib
@@ -22,7 +23,7 @@ import numpy as np
 import pytest
 from fd_vision.child import Answer, Job, prepare
 from fd_vision.patches import WHITE, PatchRule, as_rgb, patches_of
-from fd_vision.pool import DecodingPool
+from fd_vision.pool import SWITCH_S, DecodingPool
 from fd_vision.processor import GridProcessor, KeptAnswers
 from fd_vision.sources import fetch, read_source
 from PIL import Image, ImageOps
@@ -434,6 +435,21 @@ def test_a_process_has_no_more_memory_than_it_may() -> None:
         assert pool.run(job()).grid[0] == 1
     finally:
         pool.close()
+
+
+def test_threads_switch_as_before_once_nobody_prepares(processor: GridProcessor) -> None:
+    before, within = sys.getswitchinterval(), []
+
+    class Seen(str):
+        def partition(self, sep: str) -> tuple[str, str, str]:
+            within.append(sys.getswitchinterval())
+            return super().partition(sep)
+
+    for _ in range(2):
+        with pytest.raises(InvalidRequest):
+            ask(processor, Seen("data:image/png;base64,*"))
+    assert within and set(within) == {SWITCH_S}
+    assert sys.getswitchinterval() == before
 
 
 def test_many_pictures_leave_nothing_behind(processor: GridProcessor) -> None:
