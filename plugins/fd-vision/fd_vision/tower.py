@@ -209,7 +209,7 @@ class LearnedPositions:
         for axis in (0, 1):
             at, length = (x[:, axis].astype(np.float32) for x in (layout.places, layout.sides))
             if self._corners:
-                source = at * (side - 1) / np.maximum(length - 1, 1)
+                source: np.ndarray = at * (side - 1) / np.maximum(length - 1, 1)
             else:
                 source = (at + np.float32(0.5)) * side / length - np.float32(0.5)
             low = np.floor(source)
