@@ -180,6 +180,8 @@ def start(arguments: argparse.Namespace, folder: Path) -> tuple[Any, Any, str]:
         "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 8192,
         "max_num_seqs": max(arguments.batch), "gpu_memory_utilization": arguments.memory,
     }  # fmt: skip
+    if arguments.tokens:
+        common["max_num_batched_tokens"] = arguments.tokens
     own = dict[str, Any]()
     if arguments.kv_gb:
         cache = int(arguments.kv_gb * 1e9)
@@ -341,6 +343,7 @@ def main() -> None:
     parser.add_argument(
         "--kv-gb", type=float, default=0.0, help="keys and values, where several engines share it"
     )
+    parser.add_argument("--tokens", type=int, default=0, help="of a step; 0: the engine's default")
     parser.add_argument("--save", type=Path, help="a file for the numbers")
     parser.add_argument("--beside", type=Path, help="such a file of another engine: print ratios")
     parser.add_argument("--layers", type=int, default=0, help="of the decoder, for less memory")

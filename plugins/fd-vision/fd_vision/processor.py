@@ -24,7 +24,7 @@ from fastdeploy_core.types import EmbeddedSpan, MediaItem, SequenceExtras
 
 from .child import Answer, Job
 from .patches import PatchRule, read_image_rule
-from .pool import DecodingPool
+from .pool import DecodingPool, QuickSwitches
 from .positions import Run, three_axes
 from .sources import Source, read_source
 from .video import MAX_FRAMES, VideoRule
@@ -37,6 +37,7 @@ MAX_FRAME_PIXELS = 8_300_000  # of a video's frame as it comes
 MAX_REQUEST_PIXELS = 64_000_000  # of all pictures of a prompt, and of all frames as they are shown
 KEPT_BYTES = 2**27  # of patches that were made and may be asked for again
 TIME_LIMIT_S = {"image": 10.0, "video": 30.0}  # to decode one
+QUICK_SWITCHES = QuickSwitches()  # of all processors, as Python's interval is
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,7 @@ class GridProcessor:
         self.kinds: Sequence[str] = tuple(self._prepared)
         self._pool, self._kept = DecodingPool(), KeptAnswers()
 
+    @QUICK_SWITCHES
     def prepare(
         self, token_ids: Sequence[int], parts: Sequence[MediaPart], salt: str
     ) -> tuple[list[int], SequenceExtras | None]:

@@ -142,7 +142,8 @@ def products(
 
 
 class Layout:
-    """How the patches of a call are ordered: window by window, as the layers see them."""
+    """How the patches of a call are ordered: window by window, as the layers see them; without
+    windows, as they come."""
 
     def __init__(self, grids: Sequence[Grid], shape: TowerShape) -> None:
         order, places, windows, whole, first = [], [], [], [], 0
@@ -159,19 +160,23 @@ class Layout:
                 whole.append(tall * wide)
                 first += tall * wide
                 places.append(_places(tall, wide, shape.merge))
-        per_cell = np.arange(shape.merge**2)
-        cells_in_order = np.concatenate(order)
+        per_cell = shape.merge**2
+        self.windows = np.array(windows) * per_cell  # patches of each run
+        self.whole = np.array(whole) * per_cell
+        self.places = np.concatenate(places)  # [patches, 2] row and column
+        self._frames = [(rows, columns) for time, rows, columns in grids for _ in range(time)]
         # Which patch of the call comes first, second ... for the layers; and back.
-        self.patches = (cells_in_order[:, None] * per_cell.size + per_cell).reshape(-1)
-        self.back = np.argsort(self.patches)
-        self.places = np.concatenate(places)[self.patches]  # [patches, 2] row and column
-        self.sides = np.repeat(  # [patches, 2] rows and columns of the frame
-            np.array([(rows, columns) for time, rows, columns in grids for _ in range(time)]),
-            np.array(whole) * per_cell.size,
-            axis=0,
-        )[self.patches]
-        self.windows = np.array(windows) * per_cell.size  # patches of each run
-        self.whole = np.array(whole) * per_cell.size
+        self.order: tuple[np.ndarray, np.ndarray] | None = None
+        if shape.window:
+            patches = (np.concatenate(order)[:, None] * per_cell + np.arange(per_cell)).reshape(-1)
+            self.order = patches, np.argsort(patches)
+            self.places = self.places[patches]
+
+    @property
+    def sides(self) -> np.ndarray:
+        """[patches, 2]: rows and columns of the frame of each patch."""
+        found = np.repeat(np.array(self._frames), self.whole, axis=0)
+        return found if self.order is None else found[self.order[0]]
 
 
 def _places(tall: int, wide: int, merge: int) -> np.ndarray:
@@ -204,7 +209,7 @@ class LearnedPositions:
         for axis in (0, 1):
             at, length = (x[:, axis].astype(np.float32) for x in (layout.places, layout.sides))
             if self._corners:
-                source = at * (side - 1) / np.maximum(length - 1, 1)
+                source: np.ndarray = at * (side - 1) / np.maximum(length - 1, 1)
             else:
                 source = (at + np.float32(0.5)) * side / length - np.float32(0.5)
             low = np.floor(source)
@@ -252,7 +257,8 @@ class Block:
         output: Rows,
         mlp: Rows,
     ) -> None:
-        self._xp, self._shape, self._device = build.xp, shape, build.device
+        self._xp, self._shape, device = build.xp, shape, build.device
+        self._packed = device.attend_packed if isinstance(device, AttendingDevice) else None
         self._rotate = build.kernels["rotary_embedding"]
         self._norms, self._qkv, self._output, self._mlp = norms, qkv, output, mlp
 
@@ -267,8 +273,8 @@ class Block:
         parts = qkv.reshape([total, 3 * heads, dim])
         q, k, v = (parts[:, n * heads : (n + 1) * heads] for n in range(3))
         q, k = self._rotate(q, k, *turns, False)
-        if isinstance(self._device, AttendingDevice):
-            packed = self._device.attend_packed(q, k, v, runs.starts, runs.longest)
+        if self._packed is not None:
+            packed = self._packed(q, k, v, runs.starts, runs.longest)
             if packed is not None:
                 return packed.reshape([total, heads * dim])
         result = xp.empty([total, heads * dim], dtype=qkv.dtype, device=qkv.device)
@@ -369,14 +375,11 @@ class Trunk:
         xp, shape = self._xp, self._shape
         layout = Layout([item.grid for item in items], shape)
         x = xp.cat([self._embed(item) for item in items])
-        order = [self._to_device(index) for index in (layout.patches, layout.back)]
-        x = xp.index_select(x, 0, order[0]) if shape.window else x
+        order = [self._to_device(index) for index in layout.order or ()]
+        x = xp.index_select(x, 0, order[0]) if order else x
         if self._positions is not None:
             x = x + self._positions(layout)
-        count = len(layout.places)
-        angles = (layout.places[:, :, None] * self._frequencies).reshape(count, -1)
-        table = [function(angles.astype(np.float32)) for function in (np.cos, np.sin)]
-        turns = self._to_device(np.arange(count)), self._to_device(np.concatenate(table, 1))
+        turns = self._turns(layout.places)
         windows, whole = (
             Runs(lengths, self._to_device) for lengths in (layout.windows, layout.whole)
         )
@@ -386,7 +389,18 @@ class Trunk:
             if number in after:
                 found.append(x)
         found.append(x)
-        return [xp.index_select(x, 0, order[1]) for x in found] if shape.window else found
+        return [xp.index_select(x, 0, order[1]) for x in found] if order else found
+
+    def _turns(self, places: np.ndarray) -> tuple[Tensor, Tensor]:
+        """See Block: a row for each patch, of cosines of its row's and column's angles, then sines.
+        The host computes them for each number of a row or column, the device picks them."""
+        xp, count = self._xp, len(places)
+        angles = np.arange(int(places.max()) + 1)[:, None] * self._frequencies
+        both = [function(angles.astype(np.float32)) for function in (np.cos, np.sin)]
+        table = self._to_device(np.concatenate(both, 1))
+        picked = xp.index_select(table, 0, self._to_device(places.reshape(-1)))
+        by_axis = picked.reshape([count, 2, 2, len(self._frequencies)])
+        return self._to_device(np.arange(count)), by_axis.transpose(1, 2).reshape([count, -1])
 
     def _embed(self, item: MediaItem) -> Tensor:
         """A still picture stands for all frames of a patch."""

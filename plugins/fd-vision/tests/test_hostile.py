@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 import zlib
@@ -21,11 +22,11 @@ import fd_vision.sources as sources
 import numpy as np
 import pytest
 from fd_vision.child import Answer, Job, prepare
-from fd_vision.patches import WHITE, PatchRule, as_rgb
-from fd_vision.pool import DecodingPool
+from fd_vision.patches import WHITE, PatchRule, as_rgb, patches_of
+from fd_vision.pool import SWITCH_S, DecodingPool
 from fd_vision.processor import GridProcessor, KeptAnswers
 from fd_vision.sources import fetch, read_source
-from PIL import Image
+from PIL import Image, ImageOps
 from tiny import picture
 
 from fastdeploy_core.contracts.model import MediaPart, MediaRules
@@ -350,6 +351,9 @@ def test_exif_turns_a_picture_before_it_is_measured(turn: int) -> None:
     answer = prepare(Job(source=data, rule=RULE, max_pixels=10**6, time_limit_s=5))
     upright = as_rgb(opened)
     assert upright.size == ((60, 120) if turn >= 5 else (120, 60))
+    assert (
+        answer.patches == patches_of(ImageOps.exif_transpose(Image.open(io.BytesIO(data))), RULE)[0]
+    )
     assert (answer.grid[1] > answer.grid[2]) == (turn >= 5)
 
 
@@ -431,6 +435,21 @@ def test_a_process_has_no_more_memory_than_it_may() -> None:
         assert pool.run(job()).grid[0] == 1
     finally:
         pool.close()
+
+
+def test_threads_switch_as_before_once_nobody_prepares(processor: GridProcessor) -> None:
+    before, within = sys.getswitchinterval(), []
+
+    class Seen(str):
+        def partition(self, sep: str) -> tuple[str, str, str]:
+            within.append(sys.getswitchinterval())
+            return super().partition(sep)
+
+    for _ in range(2):
+        with pytest.raises(InvalidRequest):
+            ask(processor, Seen("data:image/png;base64,*"))
+    assert within and set(within) == {SWITCH_S}
+    assert sys.getswitchinterval() == before
 
 
 def test_many_pictures_leave_nothing_behind(processor: GridProcessor) -> None:

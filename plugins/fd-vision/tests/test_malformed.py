@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +106,14 @@ BROKEN |= {
 }
 
 
-def ask(server: ServerProcess, *files: bytes) -> tuple[int, str]:
+def ask(server: ServerProcess, *files: bytes, stream: bool = False) -> tuple[int, str]:
     """Status and message of a chat about these pictures."""
     parts: list[dict[str, Any]] = [{"type": "text", "text": "What?"}]
     for file in files:
         url = f"data:image/png;base64,{base64.b64encode(file).decode()}"
         parts.append({"type": "image_url", "image_url": {"url": url}})
-    body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}
+    messages = [{"role": "user", "content": parts}]
+    body = {"messages": messages, "max_tokens": 1, "stream": stream}
     request = urllib.request.Request(
         f"{server.url}/v1/chat/completions",
         json.dumps(body).encode(),
@@ -122,6 +124,21 @@ def ask(server: ServerProcess, *files: bytes) -> tuple[int, str]:
             return answer.status, ""
     except urllib.error.HTTPError as error:
         return error.code, str(json.load(error)["error"]["message"])
+
+
+def neighbour(server: ServerProcess) -> str:
+    """What another client is streamed, of text alone."""
+    body = {"prompt": "What is this?", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions",
+        json.dumps({**body, "stream": True}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        lines = [line for line in answer if line.startswith(b"data: {")]
+    pieces = [json.loads(line[6:])["choices"][0]["text"] for line in lines]
+    assert any(pieces)
+    return "".join(pieces)
 
 
 def num_bytes(server: ServerProcess) -> int:
@@ -137,16 +154,20 @@ def num_bytes(server: ServerProcess) -> int:
 
 
 def test_each_gets_a_400_that_names_it_and_the_next_request_works(server: ServerProcess) -> None:
+    """Streamed or not; what a neighbour is streamed meanwhile is what it always is."""
     good = encoded(picture(60, 40, 1))
     assert len(BROKEN) >= 60 and ask(server, good)[0] == 200
     for file in BROKEN.values():  # once for what is made at first use
         ask(server, good, file)
-    before, wrong = num_bytes(server), {}
-    for name, file in BROKEN.items():
-        status, message = ask(server, good, file)
-        if status != 400 or not message.startswith("messages[0].content[2]: "):
-            wrong[name] = status, message
-        assert not any(word in message for word in ("PIL", "Traceback", "/work", "/tmp", "libjpeg"))
+    quiet, before, wrong = neighbour(server), num_bytes(server), {}
+    with ThreadPoolExecutor(1) as beside:
+        for number, (name, file) in enumerate(BROKEN.items()):
+            streamed = beside.submit(neighbour, server)
+            status, message = ask(server, good, file, stream=bool(number % 2))
+            if status != 400 or not message.startswith("messages[0].content[2]: "):
+                wrong[name] = status, message
+            assert not any(w in message for w in ("PIL", "Traceback", "/work", "/tmp", "libjpeg"))
+            assert streamed.result() == quiet
     assert not wrong
     assert ask(server, good)[0] == 200
     assert num_bytes(server) - before < 100 * 2**20

@@ -123,6 +123,27 @@ def test_captured_decode_steps_say_the_same(
         assert num_replays(llm) > 40
 
 
+@pytest.mark.slow
+def test_captured_decodes_far_behind_pictures_say_the_same(folder: Path, fd_tensor: str) -> None:
+    """500 of them; and what comes next is what the whole text says as one prompt."""
+    given = {"prompt": prompt_of(1), "multi_modal_data": {"image": picture(230, 170, 5)}}
+    device = {"tensor_library": fd_tensor, "device": "cpu", "max_model_len": 1024}
+    params = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
+    with engine(folder, captures="decodes", enable_prefix_caching=False, **device) as llm:
+        (output,) = llm.generate(given, params, use_tqdm=False)
+        assert num_replays(llm) >= 400
+        place = llm.config.model.hf_config["image_token_id"]
+        said = output.outputs[0].token_ids
+        one = [t for n, t in enumerate(output.prompt_token_ids)
+               if t != place or output.prompt_token_ids[n - 1] != place]  # fmt: skip
+        for count in (100, 499):
+            whole = {**given, "prompt_token_ids": [*one, *said[:count]]}
+            del whole["prompt"]
+            assert ask(llm, [whole], SamplingParams(temperature=0.0, max_tokens=1)) == [
+                [said[count]]
+            ]
+
+
 @pytest.mark.parametrize(
     "name",
     ["qwen3_vl", *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES if n != "qwen3_vl")],
