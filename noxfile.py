@@ -78,6 +78,7 @@ LATER = (
     *("tests/plugins/test_eagle_engine.py", "tests/plugins/test_eagle_math.py"),
     "tests/plugins/test_isolation.py",
     *("tests/plugins/test_model_plugin.py", "tests/plugins/test_new.py"),
+    *("tests/plugins/test_mtp_math.py", "tests/plugins/test_mtp_wheel.py"),
     *("tests/plugins/test_picture_plugin.py", "tests/plugins/test_step_part.py"),
     "tests/plugins/test_template.py",
     *("tests/server/test_many_instances.py", "tests/server/test_replicas.py"),

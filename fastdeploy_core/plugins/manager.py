@@ -321,7 +321,7 @@ def hook_names() -> list[str]:
 
 def call_with_limit(call: Any, limit_s: float) -> Any:
     """Run `call` in a thread and give up after `limit_s`, unless it goes on reading files or
-    touching new memory, as an import does on a busy machine; the thread then goes on.
+    touching new memory, as an import does, or gets no processor; the thread then goes on.
 
     Python cannot end a thread, so a plugin that hangs here costs one idle thread.
     """
@@ -335,13 +335,14 @@ def call_with_limit(call: Any, limit_s: float) -> Any:
 
     thread = threading.Thread(target=run, name="fd-plugin-call", daemon=True)
     thread.start()
-    seen = 0
+    had, seen = 0.0, 0
     for turn in range(_MOST_TURNS):
         thread.join(limit_s / 2)
-        _, _, grown = activity(f"self/task/{thread.native_id}")
-        if not thread.is_alive() or (turn and grown == seen):
+        runs, seconds, grown = activity(f"self/task/{thread.native_id}")
+        waits = runs and seconds == had  # for a processor
+        if not thread.is_alive() or (turn and grown == seen and not waits):
             break
-        seen = grown
+        had, seen = seconds, grown
     if thread.is_alive():
         raise TimeoutError(f"no answer within {limit_s:g} s")
     if isinstance(outcome.get("error"), KeyboardInterrupt):

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.device import CompilingDevice, DeviceBackend
@@ -70,6 +70,7 @@ class Worker:
         self.rank, self.world_size, self.address = rank, world_size, address
         self._free_before = 0  # bytes of the device, before the weights
         self.device: DeviceBackend | None = None
+        self.experts: Any = None
         self._communicator: Communicator | None = None
         self._runner: ModelRunner | None = None
 
@@ -159,7 +160,7 @@ class Worker:
 
     def close(self) -> None:
         """Give the device back."""
-        for part in (getattr(self, "experts", None), self._communicator, self.device):
+        for part in (self.experts, self._communicator, self.device):
             if part is not None:
                 part.close()
         self._runner = self._communicator = self.device = None

@@ -3,6 +3,7 @@ there."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -82,7 +83,7 @@ def test_tokens_lie_at_the_beginning_of_their_rows() -> None:
     assert (shape.rows, shape.tokens) == (2, 8)
     placed = shape.spread(rows, np.arange(1, 8), -1).reshape(2, 8)
     assert placed.tolist() == [[1, 2] + [-1] * 6, [3, 4, 5, 6, 7] + [-1] * 3]
-    shaped = shapes().fit(rows)
+    shaped = replace(rows, shape=shape, sampled=None)
     assert shaped.shape == shape and shaped.positions().tokens.tolist() == [1, 12]
     assert shaped.first_tokens().tolist() == [0, 8]
     assert shaped.read_tokens().tolist() == [1, 12]
