@@ -191,9 +191,7 @@ def settle(
         else:
             book.unread[seq_id] = token
     if reads:
-        batch.learn(
-            slots, batch.version, ids[:, None, None], np.ones((ids.size, 1), dtype=np.int64)
-        )
+        batch.learn(slots, batch.version, ids, np.ones_like(ids))
 
 
 @pytest.mark.parametrize("seed", range(6))
