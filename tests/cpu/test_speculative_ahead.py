@@ -157,7 +157,8 @@ def test_steps_ahead_of_results_change_no_token(
         run_mix(bench, world, seed, seen)
     takes_several = bench._executor._info.max_decodes > 1
     assert seen["ahead"] > seen["steps"] // (12 if takes_several else 6), seen
-    assert (seen["several"] > num_mixes) == takes_several, seen
+    # Prompts that wait end steps of several decodes, and they come at any time in these mixes.
+    assert (seen["several"] > num_mixes // 2) == takes_several, seen
     assert seen["accepted"] > 2 * num_mixes and seen["refused"] > 2 * num_mixes
     assert seen["preemptions"] and not seen["failures"]
     assert seen["prompts"] > num_mixes, "steps with prompts are recorded, too"
