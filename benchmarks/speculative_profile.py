@@ -149,16 +149,16 @@ def report(events: list[dict[str, Any]]) -> None:
     width = firsts[1] - firsts[0] if len(firsts) > 1 else 1
     steps = [spans[n : n + width] for n in firsts if n + width <= len(spans)]
     waits["cudaDeviceSynchronize"] -= 1  # the profiler's own, at its end
-    print(f"  {len(steps)} steps of {width} recordings; calls that wait for the device: "
+    print(f"  {len(steps)} steps of {width} captured graphs; calls that wait for the device: "
           f"{dict(+waits) or 'none'}")  # fmt: skip
     if not steps:
-        print("  the profile holds no replayed recordings: nothing is recorded on this device")
+        print("  the profile holds no replayed captured graphs: nothing is captured on this device")
         return
     for nth in range(width):
         parts = [step[nth] for step in steps]
         before = [step[nth][0] - step[nth - 1][1] for step in steps] if nth else [0.0]
         print(
-            f"  recording {nth + 1}: {parts[0][3]} kernels, "
+            f"  captured graph {nth + 1}: {parts[0][3]} kernels, "
             f"{median(p[1] - p[0] for p in parts):.0f} us "
             f"of which busy {median(p[2] for p in parts):.0f}; the device waited "
             f"{median(before):.1f} us before it"
@@ -171,8 +171,8 @@ def report(events: list[dict[str, Any]]) -> None:
     late = [spans[n][0] - launches[n]["ts"] - launches[n]["dur"] for n in firsts]
     if late:
         print(
-            f"  {len(ahead)} of {len(spans)} recordings were launched before the device came to "
-            f"them; those of the model {median(late):.0f} us before"
+            f"  {len(ahead)} of {len(spans)} captured graphs were launched before the device came "
+            f"to them; those of the model {median(late):.0f} us before"
         )
     names = Counter[str]()
     for event in events:

@@ -156,7 +156,7 @@ class Results:
         self._num_left[rows.slots] = 0
         if self._drafting is not None and launched.concerns_drafters:
             if pages is not None and rows.width > 1:
-                found.num_drafts, found.num_accepted = fed, np.maximum(counts.T - 1, 0)
+                found.num_drafts, found.num_accepted = fed, np.maximum(counts - 1, 0)
                 self._drafting.observe(launched, found)
             if isinstance(drafts, Arrival):
                 self._awaited = (launched, found, drafts)
@@ -198,13 +198,15 @@ class Results:
 
     @staticmethod
     def _posted(arriving: Arriving) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[B, num_decodes, columns] marked tokens, [num_decodes, B] drafts that were judged, and
-        [B, num_decodes] those of them that were accepted."""
+        """[B, num_decodes, columns] marked tokens, and [num_decodes, B] drafts that were judged and
+        those of them that were accepted; each on its own, since they are looked at many times."""
         pages = [arrived(post.results) for post in arriving.posted]
         size, columns = pages[0].shape
-        table = pages[0] if len(pages) == 1 else np.concatenate(pages, 1)
-        table = table.reshape([size, len(pages), columns])
-        return table[:, :, :-NUM_MORE], table[:, :, -NUM_MORE].T, table[:, :, -1]
+        tokens = np.empty((size, len(pages), columns - NUM_MORE), dtype=np.int64)
+        fed, accepted = more = np.empty((NUM_MORE, len(pages), size), dtype=np.int64)
+        for nth, page in enumerate(pages):
+            tokens[:, nth], more[:, nth] = page[:, :-NUM_MORE], page[:, -NUM_MORE:].T
+        return tokens, fed, accepted
 
     def _copied(
         self, launched: Launched, arrays: Iterator[np.ndarray]
@@ -231,7 +233,7 @@ class Results:
     ) -> np.ndarray:
         """Write tokens into the history of sequences that are still here, and advance grammars. A
         row is cut before what means nothing, and fails if nothing of it is left. accepted: drafts
-        of each decode, or empty. Returns how many tokens each decode gave, [B, num_decodes]."""
+        of each decode, or empty. Returns how many tokens each decode gave, [num_decodes, B]."""
         rows, slots = launched.rows, launched.rows.slots
         own = None if rows.is_decode or rows.samples.all() else np.flatnonzero(rows.samples)
         if own is not None:
@@ -247,14 +249,14 @@ class Results:
                 self._advance_grammars(launched, found, page, own)
         is_kept = pages >= 0
         is_counted = accepted.size and not is_odd
-        by_decode: np.ndarray = accepted + 1 if is_counted else np.add.reduce(is_kept, 2)
-        counts = by_decode[:, 0] if rows.num_decodes == 1 else np.add.reduce(by_decode, 1)
+        by_decode: np.ndarray = accepted + 1 if is_counted else np.add.reduce(is_kept, 2).T
+        counts = by_decode[0] if rows.num_decodes == 1 else np.add.reduce(by_decode, 0)
         found.token_ids = pages[is_kept]
-        self._slots.learn(slots, launched.version, pages, by_decode)
+        self._slots.learn(slots, launched.version, found.token_ids, counts)
         if own is not None:
-            given, by_decode = by_decode, np.zeros((rows.slots.size, 1), dtype=np.int64)
-            by_decode[own] = given
-            counts = by_decode[:, 0]
+            given, by_decode = by_decode, np.zeros((1, rows.slots.size), dtype=np.int64)
+            by_decode[:, own] = given
+            counts = by_decode[0]
         found.counts = counts
         return by_decode
 

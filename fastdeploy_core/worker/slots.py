@@ -87,7 +87,7 @@ class Slots:
         self._parts, self._is_read = tuple(parts), is_read
         max_blocks = -(-(self.max_model_len + self.max_drafts) // self.block_size) + 1
         # Host entries, one row per slot. Zeroed pages cost nothing until they are written.
-        longest = self.max_model_len + 1 + max(1 + self.max_drafts, max_decodes)
+        longest = self.max_model_len + 1 + max_decodes * (1 + self.max_drafts)
         self.token_ids = np.zeros((size, longest), dtype=np.int32)
         self.block_tables = np.zeros((size, max_blocks), dtype=np.int32)
         # The same of each bounded group of layers, whose entries in front of what it needs may be
@@ -245,21 +245,20 @@ class Slots:
         stays: np.ndarray = self.owner[slots] <= version
         return None if np.count_nonzero(stays) == slots.size else stays
 
-    def learn(self, slots: np.ndarray, version: int, pages: np.ndarray, counts: np.ndarray) -> None:
-        """The host learns the next tokens of each slot that has the sequence of that version, out
-        of [B, decodes, n], of which the first `counts`, [B, decodes], count. What stands after
-        known tokens means nothing."""
+    def learn(
+        self, slots: np.ndarray, version: int, tokens: np.ndarray, counts: np.ndarray
+    ) -> None:
+        """The host learns the next tokens of each slot that has the sequence of that version:
+        `counts`, [B], of each, one slot's after the other's in `tokens`, [N]."""
         stays = self.stays(slots, version)
         if stays is not None:
-            slots, pages, counts = slots[stays], pages[stays], counts[stays]
-        if pages.shape[2] == 1:  # of such rows the tokens of all decodes follow each other
-            pages, counts = pages.transpose(0, 2, 1), np.add.reduce(counts, 1)[:, None]
-        for nth in range(pages.shape[1]):
-            known = self.num_known[slots]
-            where = known[:, None] + np.arange(pages.shape[2])
-            self.token_ids[slots[:, None], where] = pages[:, nth]
-            # What has come to its end goes on until that is known.
-            self.num_known[slots] = np.minimum(known + counts[:, nth], self.max_model_len + 1)
+            slots, tokens, counts = slots[stays], tokens[stays.repeat(counts)], counts[stays]
+        known = self.num_known[slots]
+        begins = known - (counts.cumsum() - counts)
+        where = begins.repeat(counts) + np.arange(tokens.size)
+        self.token_ids[slots.repeat(counts), where] = tokens
+        # What has come to its end goes on until that is known.
+        self.num_known[slots] = np.minimum(known + counts, self.max_model_len + 1)
 
     def learn_one(self, slots: np.ndarray, version: int, tokens: np.ndarray) -> None:
         """The same of the next token of each slot, [B]."""

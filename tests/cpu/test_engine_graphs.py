@@ -27,7 +27,7 @@ NUM_MIXES = 12
 def benches(
     tmp_path_factory: pytest.TempPathFactory, tensor_library: str
 ) -> Iterator[tuple[Bench, Bench]]:
-    """The same model, with and without recordings."""
+    """The same model, with and without captured graphs."""
     checkpoint = write_model(tmp_path_factory.mktemp("llama"))
 
     def make(graphs: GraphConfig) -> Bench:
@@ -35,14 +35,14 @@ def benches(
         sharpen(bench.worker)
         return bench
 
-    recorded, eager = make(GraphConfig(sizes=(1, 2, 4, 8))), make(GraphConfig(enabled=False))
-    yield recorded, eager
-    for bench in (recorded, eager):
+    captured, eager = make(GraphConfig(sizes=(1, 2, 4, 8))), make(GraphConfig(enabled=False))
+    yield captured, eager
+    for bench in (captured, eager):
         bench.worker.close()
 
 
 def test_random_mixes_give_the_tokens_of_each_request_alone(benches: tuple[Bench, Bench]) -> None:
-    recorded, eager = benches
+    captured, eager = benches
     requests = make_requests(Random(5), 14)
     alone = answers_alone(eager, requests)
     steps = preemptions = replays = 0
@@ -50,11 +50,11 @@ def test_random_mixes_give_the_tokens_of_each_request_alone(benches: tuple[Bench
         random = Random(seed)
         settings = replace(Settings.random(random), overlap=seed % 3 > 0)
         chosen = random.sample(requests, random.randrange(4, 9))
-        core, collector = recorded.run(settings, [(random.randrange(10), r) for r in chosen])
+        core, collector = captured.run(settings, [(random.randrange(10), r) for r in chosen])
         check(collector, chosen, alone)
         steps += core.stats().steps_total
         preemptions += core.stats().preemptions_total
-        replays += recorded.num_replays  # each engine allocates its cache, and records anew
+        replays += captured.num_replays  # each engine allocates its cache, and captures anew
     assert preemptions > 5 and replays > steps / 4
 
 
@@ -62,7 +62,7 @@ def test_random_mixes_give_the_tokens_of_each_request_alone(benches: tuple[Bench
 def test_request_that_breaks_a_step_fails_alone(
     benches: tuple[Bench, Bench], overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorded, eager = benches
+    captured, eager = benches
     requests = make_requests(Random(9), 6)
-    check_poisoned_step(recorded, requests, answers_alone(eager, requests), overlap, monkeypatch)
-    assert recorded.num_replays > 5
+    check_poisoned_step(captured, requests, answers_alone(eager, requests), overlap, monkeypatch)
+    assert captured.num_replays > 5

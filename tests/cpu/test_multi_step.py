@@ -43,7 +43,7 @@ class MultiDevice(CapturingDevice):
 
 
 class RepeatingDevice(MultiDevice):
-    """And goes through recordings by itself."""
+    """And goes through captured graphs by itself."""
 
     num_repeats = 0
 
@@ -117,7 +117,7 @@ def make(
 def benches(
     tmp_path_factory: pytest.TempPathFactory, tensor_library: str
 ) -> Iterator[tuple[Bench, Bench]]:
-    """The same model, with several decodes per step and without recordings."""
+    """The same model, with several decodes per step and without captured graphs."""
     checkpoint = write_model(tmp_path_factory.mktemp("llama"))
     several = make(checkpoint, tensor_library, OnMultiDevice, GraphConfig(sizes=(1, 2, 4, 8)))
     eager = make(checkpoint, tensor_library, OnCapturingDevice, GraphConfig(enabled=False))
@@ -244,7 +244,7 @@ def test_a_row_is_cut_before_what_means_nothing(
     assert ("bad" in collector.errors) != stops
 
 
-def test_a_device_may_go_through_recordings_by_itself(
+def test_a_device_may_go_through_captured_graphs_by_itself(
     benches: tuple[Bench, Bench], tmp_path: Path, tensor_library: str
 ) -> None:
     eager = benches[1]
@@ -257,7 +257,7 @@ def test_a_device_may_go_through_recordings_by_itself(
     bench.worker.close()
 
 
-def test_not_every_size_is_recorded_so_nothing_is_promised(
+def test_not_every_size_is_captured_so_nothing_is_promised(
     tmp_path: Path, tensor_library: str
 ) -> None:
     checkpoint = write_model(tmp_path)

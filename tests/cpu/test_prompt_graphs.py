@@ -47,17 +47,17 @@ def make_steps(folder: Path, library: str, graphs: GraphConfig) -> Steps:
 def pair(
     folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Steps, Steps]]:
-    """Without recordings, and with."""
+    """Without captured graphs, and with."""
     monkeypatch.setattr(graph_sizes, "prompt_ladder", lambda most: SIZES)
     eager = make_steps(folder, tensor_library, GraphConfig(enabled=False))
-    recorded = make_steps(folder, tensor_library, GraphConfig())
-    yield eager, recorded
-    for steps in (eager, recorded):
+    captured = make_steps(folder, tensor_library, GraphConfig())
+    yield eager, captured
+    for steps in (eager, captured):
         steps.worker.close()
 
 
 def replays(steps: Steps) -> int:
-    """Of recorded prompts: they are the last ones made."""
+    """Of captured prompts: they are the last ones made."""
     device = steps.worker.device
     assert isinstance(device, CapturingDevice)
     return sum(work.num_replays for work in device.recorded[-len(SIZES) :])
@@ -66,8 +66,8 @@ def replays(steps: Steps) -> int:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_lives_are_the_same(pair: tuple[Steps, Steps], seed: int) -> None:
     """Chunks of prompts beside decodes, of every size up to the largest and beyond."""
-    eager, recorded = (Life(steps, np.random.default_rng(seed), 14).run() for steps in pair)
-    assert recorded == eager
+    eager, captured = (Life(steps, np.random.default_rng(seed), 14).run() for steps in pair)
+    assert captured == eager
     assert replays(pair[1]) > 10
 
 
@@ -97,7 +97,7 @@ def test_sizes() -> None:
     assert all(b - a <= a for a, b in itertools.pairwise(ladder))
 
 
-def test_what_is_recorded(folder: Path) -> None:
+def test_what_is_captured(folder: Path) -> None:
     config = engine_config(folder, "torch", max_num_seqs=6)
     tokens = config.batch.max_num_batched_tokens
     able: list[Any] = [RecordablePrompts]
@@ -133,10 +133,10 @@ class OnDevice(WithPrompts):
         return self.kind if kind == "device" else super().load(kind, name)
 
 
-def test_kernels_of_every_kind_of_step_are_met_before_any_is_recorded(
+def test_kernels_of_every_kind_of_step_are_met_before_any_is_captured(
     folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The largest steps and recorded ones of unlike sizes; afterwards tokens are what they would
+    """The largest steps and captured ones of unlike sizes; afterwards tokens are what they would
     be."""
     monkeypatch.setattr(graph_sizes, "prompt_ladder", lambda most: SIZES)
     config = engine_config(folder, tensor_library, max_num_seqs=6)

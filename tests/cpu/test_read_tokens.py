@@ -138,10 +138,10 @@ def test_the_last_block_is_given_these_rows_alone_behind_its_attention(
 # -- in the worker --------------------------------------------------------------------------------
 
 
-def make_steps(folder: Path, library: str, *, is_recorded: bool, **model: Any) -> Steps:
+def make_steps(folder: Path, library: str, *, is_captured: bool, **model: Any) -> Steps:
     config = engine_config(folder, library, max_num_seqs=6, model=model)
-    worker = make_worker(dataclasses.replace(config, graphs=GraphConfig(enabled=is_recorded)))
-    if is_recorded:
+    worker = make_worker(dataclasses.replace(config, graphs=GraphConfig(enabled=is_captured)))
+    if is_captured:
         worker.resolved = WithPrompts(worker.resolved)  # type: ignore[assignment]
     worker.load()
     if not model:
@@ -150,7 +150,7 @@ def make_steps(folder: Path, library: str, *, is_recorded: bool, **model: Any) -
 
 
 def replays(steps: Steps) -> int:
-    """Of recorded prompts: they are the last ones made."""
+    """Of captured prompts: they are the last ones made."""
     device = steps.worker.device
     assert isinstance(device, CapturingDevice)
     return sum(work.num_replays for work in device.recorded[-len(SIZES) :])
@@ -180,32 +180,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pair(
     folder: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Steps, Steps]]:
-    """Without recordings, and with."""
+    """Without captured graphs, and with."""
     monkeypatch.setattr(graph_sizes, "prompt_ladder", lambda most: SIZES)
-    both = [make_steps(folder, tensor_library, is_recorded=is_one) for is_one in (False, True)]
+    both = [make_steps(folder, tensor_library, is_captured=is_one) for is_one in (False, True)]
     yield both[0], both[1]
     for steps in both:
         steps.worker.close()
 
 
-RECORDED = ("llama", "qwen3", "qwen3-moe", "ernie-moe")
+CAPTURED = ("llama", "qwen3", "qwen3-moe", "ernie-moe")
 
 
 @pytest.mark.parametrize(
-    ("variant", "is_recorded"),
-    [*((name, False) for name in (*RECORDED, "deepseek")), *((name, True) for name in RECORDED)],
+    ("variant", "is_captured"),
+    [*((name, False) for name in (*CAPTURED, "deepseek")), *((name, True) for name in CAPTURED)],
 )
 def test_prompts_in_chunks_beside_decodes_give_the_tokens_of_transformers(
     checkpoints: Path,
     variant: str,
-    is_recorded: bool,
+    is_captured: bool,
     tensor_library: str,
     monkeypatch: pytest.MonkeyPatch,
     read: list[tuple[int, int]],
 ) -> None:
     monkeypatch.setattr(graph_sizes, "prompt_ladder", lambda most: SIZES)
     model = {"load_format": "auto"}
-    steps = make_steps(checkpoints / variant, tensor_library, is_recorded=is_recorded, **model)
+    steps = make_steps(checkpoints / variant, tensor_library, is_captured=is_captured, **model)
     answers = reference(checkpoints / variant)
     read.clear()
     prompts = [answer["prompt"].tolist() for answer in answers]
@@ -213,7 +213,7 @@ def test_prompts_in_chunks_beside_decodes_give_the_tokens_of_transformers(
         steps.add(seq_id, prompt)
     for count in (3, 6, None, None, None):
         steps.step([steps.row(seq_id, count) for seq_id in (0, 1)])
-    if is_recorded:
+    if is_captured:
         assert replays(steps) == 3
     else:
         assert read[:3] == [(6, 1), (2 + 6, 1), (1 + 14, 2)], "the first chunks sample nothing"
@@ -223,7 +223,7 @@ def test_prompts_in_chunks_beside_decodes_give_the_tokens_of_transformers(
     steps.worker.close()
 
 
-def test_a_recording_is_padded_to_the_rows_there_can_be(
+def test_a_captured_graph_is_padded_to_the_rows_there_can_be(
     pair: tuple[Steps, Steps], read: list[tuple[int, int]]
 ) -> None:
     steps = pair[1]
@@ -234,7 +234,7 @@ def test_a_recording_is_padded_to_the_rows_there_can_be(
     assert read == [(24, 6)], "the closure is called again"
 
 
-def test_chunks_that_sample_nothing_are_as_good_recorded(pair: tuple[Steps, Steps]) -> None:
+def test_chunks_that_sample_nothing_are_as_good_captured(pair: tuple[Steps, Steps]) -> None:
     """Rows of a step before leave no trace in them either."""
     found = []
     for steps in pair:
@@ -257,7 +257,7 @@ def logprobs(row: Any) -> list[Any]:
 def test_prompt_logprobs_beside_another_prompt_read_every_token(
     pair: tuple[Steps, Steps], read: list[tuple[int, int]]
 ) -> None:
-    """Such a step is not recorded; what follows it is, chunks of other prompts beside the row that
+    """Such a step is not captured; what follows it is, chunks of other prompts beside the row that
     wanted them."""
     wishes, found = SamplingParams(temperature=0, prompt_logprobs=2), []
     for steps in pair:
@@ -275,11 +275,11 @@ def test_prompt_logprobs_beside_another_prompt_read_every_token(
     assert len(found[0][0]) == 4
 
 
-@pytest.mark.parametrize("is_recorded", [False, True])
+@pytest.mark.parametrize("is_captured", [False, True])
 def test_a_drafter_with_layers_of_its_own_gets_every_token_of_steps_it_follows(
     folder: Path,
     tensor_library: str,
-    is_recorded: bool,
+    is_captured: bool,
     monkeypatch: pytest.MonkeyPatch,
     read: list[tuple[int, int]],
 ) -> None:
@@ -288,10 +288,10 @@ def test_a_drafter_with_layers_of_its_own_gets_every_token_of_steps_it_follows(
     config = dataclasses.replace(
         engine_config(folder, tensor_library, max_num_seqs=6),
         speculative=SpeculativeConfig("draft_model", 2, adaptive_length=False, options=options),
-        graphs=GraphConfig(enabled=is_recorded),
+        graphs=GraphConfig(enabled=is_captured),
     )
     resolved: Any = resolve_plugins(config)
-    worker = Worker(config, WithPrompts(resolved) if is_recorded else resolved)
+    worker = Worker(config, WithPrompts(resolved) if is_captured else resolved)
     worker.load()
     steps = Steps(worker)
     steps.add(1, [5, 9, 33, 120, 77, 2, 8])
@@ -300,12 +300,12 @@ def test_a_drafter_with_layers_of_its_own_gets_every_token_of_steps_it_follows(
     message = steps.message([steps.row(1), steps.row(2)])
     message.max_drafts = 2
     output = worker.launch(message).wait()
-    assert read[:2] == [(24, 24) if is_recorded else (17, 17)] * 2, "the target, then its double"
+    assert read[:2] == [(24, 24) if is_captured else (17, 17)] * 2, "the target, then its double"
     assert output.draft_failures == 0 and output.token_ids.size == 2
     steps.add(3, [*range(3, 12)])
     read.clear()
     steps.step([steps.row(3)])
-    assert read == [(24, 24) if is_recorded else (9, 1)], "nobody drafts after this one"
+    assert read == [(24, 24) if is_captured else (9, 1)], "nobody drafts after this one"
     worker.close()
 
 
@@ -323,4 +323,4 @@ def test_a_model_that_returns_all_hidden_states_is_named(
     with pytest.raises(WorkerError, match=r"LlamaForCausalLM\.forward returned 3 .* names 1 of 3"):
         steps.step([steps.row(1)])
     with pytest.raises(WorkerError, match=r"cannot be captured: .* returned 48 .* names 6 of 48"):
-        make_steps(folder, tensor_library, is_recorded=True)
+        make_steps(folder, tensor_library, is_captured=True)

@@ -227,7 +227,7 @@ def test_another_seed_or_position_draws_something_else(bench: Bench) -> None:
     assert bench.ids(rows, list(range(8)), [6] * 8) != first
 
 
-def test_draws_in_a_recording_are_those_of_the_sampler(bench: Bench) -> None:
+def test_draws_in_a_captured_graph_are_those_of_the_sampler(bench: Bench) -> None:
     """Drafts of sampled rows are sampled from fixed memory that is filled anew for other rows."""
     kinds = [
         SamplingParams(temperature=0.0),

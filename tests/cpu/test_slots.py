@@ -56,6 +56,7 @@ def make_slots(
     length: int = LENGTH,
     *,
     num_drafts: int = 0,
+    max_decodes: int = 1,
     parts: Sequence[Any] = (),
 ) -> Slots:
     config = EngineConfig(
@@ -64,7 +65,8 @@ def make_slots(
         batch=BatchConfig(max_num_seqs=size),
         speculative=SpeculativeConfig("any", num_drafts) if num_drafts else None,
     )
-    return Slots(device, build_kernel_table("cpu"), config, 131, parts, is_read=True)
+    made_of = (device, build_kernel_table("cpu"), config, 131, parts)
+    return Slots(*made_of, max_decodes=max_decodes, is_read=True)
 
 
 class Book:
@@ -191,9 +193,39 @@ def settle(
         else:
             book.unread[seq_id] = token
     if reads:
-        batch.learn(
-            slots, batch.version, ids[:, None, None], np.ones((ids.size, 1), dtype=np.int64)
-        )
+        batch.learn(slots, batch.version, ids, np.ones_like(ids))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tokens_are_learned_by_those_they_belong_to(device: CpuDevice, seed: int) -> None:
+    """Steps of several decodes with drafts, up to and beyond the longest sequence there can be, and
+    a slot that changes hands while its results are on their way."""
+    rng, most = np.random.default_rng(seed), 2 * (1 + 3)
+    batch = make_slots(device, num_drafts=3, max_decodes=2)
+    book = {seq_id: rng.integers(1, 100, 5).tolist() for seq_id in range(SLOTS)}
+    for seq_id, tokens in book.items():
+        batch.add(new_sequence(seq_id, tokens, []))
+    for step in range(20):
+        chosen = rng.permutation(list(book)).tolist()[: int(rng.integers(1, SLOTS + 1))]
+        slots = np.array([batch.slot_of[seq_id] for seq_id in chosen], dtype=np.int64)
+        counts, version = rng.integers(0, most + 1, slots.size), batch.version
+        if step % 5 == 4:  # the first one ends, and another sequence gets its place
+            batch.remove(gone := chosen[0])
+            del book[gone]
+            book[100 + step] = [1, 2]
+            batch.add(new_sequence(100 + step, [1, 2], []))
+            assert batch.slot_of[100 + step] == slots[0]
+        tokens = rng.integers(1, 100, int(counts.sum()))
+        batch.learn(slots, version, tokens, counts)
+        for seq_id, own in zip(chosen, np.split(tokens, np.cumsum(counts)[:-1]), strict=True):
+            if seq_id in book:
+                book[seq_id] += own.tolist()
+        for seq_id, known in book.items():
+            del known[LENGTH + 1 :]
+            slot = batch.slot_of[seq_id]
+            assert batch.num_known[slot] == len(known)
+            assert batch.token_ids[slot, : len(known)].tolist() == known
+    assert any(len(known) > LENGTH for known in book.values())
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -44,7 +44,7 @@ from tests.cpu.speculative_mixes import (
 from tests.worker_steps import write_model
 
 NUM_REQUESTS = 24
-PROMPT_SIZES = (8, 32)  # tokens of steps with prompts that are recorded
+PROMPT_SIZES = (8, 32)  # tokens of steps with prompts that are captured
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def bench(
 
 
 def lose_what_was_left(bench: SpeculativeBench) -> None:
-    """Recordings share memory: what one has left is gone when another step is replayed."""
+    """Captured graphs share memory: what one has left is gone when another step is replayed."""
     graphs = bench.worker._runner._graphs
     for step in [] if graphs is None else graphs._decodes.values():
         if step._forward is bench.worker.device.current:
@@ -157,10 +157,11 @@ def test_steps_ahead_of_results_change_no_token(
         run_mix(bench, world, seed, seen)
     takes_several = bench._executor._info.max_decodes > 1
     assert seen["ahead"] > seen["steps"] // (12 if takes_several else 6), seen
-    assert (seen["several"] > num_mixes) == takes_several, seen
+    # Prompts that wait end steps of several decodes, and they come at any time in these mixes.
+    assert (seen["several"] > num_mixes // 2) == takes_several, seen
     assert seen["accepted"] > 2 * num_mixes and seen["refused"] > 2 * num_mixes
     assert seen["preemptions"] and not seen["failures"]
-    assert seen["prompts"] > num_mixes, "steps with prompts are recorded, too"
+    assert seen["prompts"] > num_mixes, "steps with prompts are captured, too"
 
 
 def test_requests_aborted_while_steps_are_ahead_leave_nothing_behind(

@@ -96,8 +96,8 @@ def test_captured_steps_give_the_same_tokens(
         check(collector, chosen, truth)
         accepted += core.stats().accepted_draft_tokens_total
     assert accepted > 10
-    recorded = bench.worker.device.recorded
-    assert sum(work.num_replays for work in recorded) > 50
+    captured = bench.worker.device.recorded
+    assert sum(work.num_replays for work in captured) > 50
 
 
 @pytest.mark.parametrize("captures", [False, True])

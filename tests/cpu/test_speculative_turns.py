@@ -1,4 +1,4 @@
-"""Where steps are recorded nothing of drafts is computed operation by operation: prompts take turns
+"""Where steps are captured nothing of drafts is computed operation by operation: prompts take turns
 with them, for drafters that keep the host in the loop, too."""
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ def test_prompts_and_drafts_take_turns(
     )
     facts = bench.worker._runner.facts()
     assert facts["captures_drafts"] and not facts["captures_drafting"]
-    unrecorded, compute, make = [], ModelRunner._compute, DraftBatches.make
+    uncaptured, compute, make = [], ModelRunner._compute, DraftBatches.make
 
     def computing(self: ModelRunner, launched: Any) -> Any:
-        unrecorded.append(("judged", int(launched.rows.num_drafts.sum())))
+        uncaptured.append(("judged", int(launched.rows.num_drafts.sum())))
         return compute(self, launched)
 
     def making(self: DraftBatches, rows: Any, step: Any, *more: Any) -> Any:
-        unrecorded.append(("made", int(step.captured is not None)))
+        uncaptured.append(("made", int(step.captured is not None)))
         return make(self, rows, step, *more)
 
     monkeypatch.setattr(ModelRunner, "_compute", computing)
@@ -57,5 +57,5 @@ def test_prompts_and_drafts_take_turns(
     core, found = bench.run_varied(Settings(overlap=True, max_num_seqs=8), arrivals, None)
     check(found, requests, truth)
     assert core.stats().draft_tokens_total > 20
-    assert ("judged", 0) in unrecorded, "there were prompts"
-    assert not [what for what in unrecorded if what[1]]
+    assert ("judged", 0) in uncaptured, "there were prompts"
+    assert not [what for what in uncaptured if what[1]]

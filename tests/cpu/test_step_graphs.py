@@ -1,4 +1,4 @@
-"""Recorded decode steps: what a replay gives is what running the step operation by operation
+"""Captured decode steps: what a replay gives is what running the step operation by operation
 gives."""
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def spoiled_buffers(steps: Steps) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_mix_gives_the_tokens_that_steps_without_recordings_give(
+def test_any_mix_gives_the_tokens_that_steps_without_captured_graphs_give(
     steps: Steps, eager: Steps, seed: int
 ) -> None:
     """Requests come and go, slots are used again, sequences are preempted and swapped, steps are
@@ -123,7 +123,7 @@ def decode(steps: Steps, ids: list[int], count: int) -> None:
 def test_every_batch_size_finds_its_way(
     folder: Path, tensor_library: str, eager: Steps, sizes: tuple[int, ...]
 ) -> None:
-    """Padded, exact, and larger than the largest recording, in turns over the same sequences."""
+    """Padded, exact, and larger than every captured graph, in turns over the same sequences."""
     steps = make_steps(folder, tensor_library, GraphConfig(sizes=sizes))
     prompts = {n: [3 + n, 40 + n, 7] for n in range(6)}
     truth = {n: eager.alone(p, 14, GREEDY, 0) for n, p in prompts.items()}
@@ -137,12 +137,12 @@ def test_every_batch_size_finds_its_way(
         assert tokens == truth[number][: len(tokens)]
     clear(steps)
     clear(eager)
-    recorded = {(s.size, s._forward.num_replays > 0) for s in _recordings(steps)}
-    assert recorded == {(size, True) for size in sizes}
+    captured = {(s.size, s._forward.num_replays > 0) for s in _captured_graphs(steps)}
+    assert captured == {(size, True) for size in sizes}
     steps.worker.close()
 
 
-def _recordings(steps: Steps) -> list[Any]:
+def _captured_graphs(steps: Steps) -> list[Any]:
     return list(steps.worker._runner._graphs._decodes.values())
 
 
@@ -228,7 +228,7 @@ def test_a_row_with_nan_fails_alone_and_others_go_on(steps: Steps, eager: Steps)
     clear(steps)
 
 
-def test_logprobs_are_those_of_steps_without_recordings(steps: Steps, eager: Steps) -> None:
+def test_logprobs_are_those_of_steps_without_captured_graphs(steps: Steps, eager: Steps) -> None:
     params = SamplingParams(temperature=0.9, logprobs=3)
     found: list[list[Any]] = []
     for each in (steps, eager):
@@ -251,15 +251,15 @@ def test_logprobs_are_those_of_steps_without_recordings(steps: Steps, eager: Ste
 def test_a_step_that_fails_leaves_no_wrong_idea_of_the_device(
     steps: Steps, eager: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The recording breaks after the update of the slots: nothing of it counts as told."""
+    """The captured graph breaks after the update of the slots: nothing of it counts as told."""
     truth = eager.alone([5, 6, 7], 9, GREEDY, 0)
     clear(eager)
     steps.add(1, [5, 6, 7], GREEDY)
     decode(steps, [1], 4)
-    recorded = next(step for step in _recordings(steps) if step.size == 1)
+    captured = next(step for step in _captured_graphs(steps) if step.size == 1)
     row = steps.row(1)
     with monkeypatch.context() as patch:
-        patch.setattr(recorded, "_forward", None)
+        patch.setattr(captured, "_forward", None)
         with pytest.raises(AssertionError):
             steps.launch([row])
     steps.computed[1] -= 1
@@ -284,7 +284,7 @@ def wide(folder: Path, tensor_library: str) -> Iterator[Steps]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_drafts_in_a_recorded_step_never_change_tokens(
+def test_drafts_in_a_captured_step_never_change_tokens(
     wide: Steps, eager: Steps, seed: int
 ) -> None:
     """Rows with more, fewer and no drafts share a step; any of them may be wrong."""
@@ -324,7 +324,7 @@ def test_drafts_in_a_recorded_step_never_change_tokens(
 # -- ranks ----------------------------------------------------------------------------------------
 
 
-def test_two_ranks_with_recordings_give_the_tokens_of_one(
+def test_two_ranks_with_captured_graphs_give_the_tokens_of_one(
     folder: Path, tensor_library: str, tmp_path: Path
 ) -> None:
     prompts = {1: [5, 6, 7, 8], 2: [40, 41], 3: [99, 3, 8]}

@@ -99,7 +99,7 @@ CAPABLE = DeviceLimits(graph_capture=True)
         ),
     ],
 )
-def test_which_sizes_are_recorded_and_why_not(
+def test_which_sizes_are_captured_and_why_not(
     folder: Path,
     graphs: dict[str, Any],
     limits: DeviceLimits,
@@ -390,7 +390,7 @@ def worker_on(folder: Path, library: str, kind: type[CpuDevice], **settings: Any
         (MemoryError(), ResourceError, "memory ran out while a decode step of 4 rows"),
     ],
 )
-def test_a_recording_that_fails_says_what_to_do(
+def test_a_captured_graph_that_fails_says_what_to_do(
     folder: Path, tensor_library: str, error: Exception, expected: type[Exception], words: str
 ) -> None:
     class Refusing(CapturingDevice):
@@ -404,10 +404,10 @@ def test_a_recording_that_fails_says_what_to_do(
     assert "--enforce-eager" in str(caught.value)
 
 
-def test_memory_for_recordings_is_measured_before_the_cache_is_sized(
+def test_memory_for_captured_graphs_is_measured_before_the_cache_is_sized(
     folder: Path, tensor_library: str
 ) -> None:
-    """The first recording takes much, each further one little; the pool gets what is left."""
+    """The first captured graph takes much, each further one little; the pool gets what is left."""
     mib = 2**20
 
     class Metered(CapturingDevice):
@@ -425,14 +425,14 @@ def test_memory_for_recordings_is_measured_before_the_cache_is_sized(
         folder, tensor_library, Metered, cache={"num_blocks_override": None}, max_num_seqs=8
     )
     info = worker.load()
-    # 4 sizes; the first has five recordings (50 + 4), the others five small ones each.
+    # 4 sizes; the first has five captured graphs (50 + 4), the others five small ones each.
     assert "- 0.07 GiB for captured decode steps" in info.memory_arithmetic
     assert info.available_bytes <= int(1000 * mib * 0.9) - 100 * mib - (54 + 3 * 5) * mib
     assert worker._profile(0).graph_bytes == 69 * mib
     worker.close()
 
 
-def test_the_report_and_the_log_say_what_is_recorded(
+def test_the_report_and_the_log_say_what_is_captured(
     folder: Path, tensor_library: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker = worker_on(folder, tensor_library, CapturingDevice)

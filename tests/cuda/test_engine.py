@@ -51,16 +51,16 @@ def test_greedy_tokens_equal_the_reference_devices_in_float32(prompts: list[list
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_recorded_steps_give_the_tokens_of_eager_steps(
+def test_captured_steps_give_the_tokens_of_eager_steps(
     prompts: list[list[int]], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit by bit where rows do not depend on the batch, which captured graphs pad to larger
     ones."""
     monkeypatch.setenv("FD_BATCH_INVARIANT", "1")
     samplings = (GREEDY, SAMPLED, PENALISED)
-    recorded = on_gpu(prompts, *samplings, dtype=dtype)
+    captured = on_gpu(prompts, *samplings, dtype=dtype)
     eager = on_gpu(prompts, *samplings, dtype=dtype, enforce_eager=True)
-    for sampling, found, expected in zip(samplings, recorded, eager, strict=True):
+    for sampling, found, expected in zip(samplings, captured, eager, strict=True):
         assert found["together"] == expected["together"], sampling
         assert found["alone"] == found["together"], sampling
 

@@ -50,13 +50,13 @@ def benches(tmp_path_factory: pytest.TempPathFactory, tensor_library: str) -> An
 
     @cache
     def make(name: str) -> tuple[Bench, Bench]:
-        model, _, recorded = name.partition("-")
+        model, _, captured = name.partition("-")
         method = model.removeprefix("demo_")
         target, draft = folder / "target", folder / method
         if model != method:
             target, draft = DEMO, trained(method)
-        yes = GraphConfig(sizes=(1, 2, 4, 8)) if recorded else None
-        no = GraphConfig(enabled=False) if recorded else None
+        yes = GraphConfig(sizes=(1, 2, 4, 8)) if captured else None
+        no = GraphConfig(enabled=False) if captured else None
         asked = asked_for(method, 3, draft)
         return Bench(target, tensor_library, yes, **asked), Bench(target, tensor_library, no)
 
@@ -64,35 +64,35 @@ def benches(tmp_path_factory: pytest.TempPathFactory, tensor_library: str) -> An
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("recorded", ["", "-recorded"])
+@pytest.mark.parametrize("captured", ["", "-captured"])
 @pytest.mark.parametrize("model", MODELS)
-def test_no_token_changes(benches: Any, model: str, recorded: str, seed: int) -> None:
+def test_no_token_changes(benches: Any, model: str, captured: str, seed: int) -> None:
     """Random settings: chunks, prefix cache, preemption, host tier, n > 1, seeds, penalties."""
-    name = model + recorded
+    name = model + captured
     run_mix(benches, name, seed)
     worker = benches(name)[0].worker
     assert worker._runner._drafting.guard.num_failures == 0, "no drafts were lost to an error"
-    if recorded:
+    if captured:
         assert sum(work.num_replays for work in worker.device.recorded) > 20
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("name", [*MODELS, "demo_eagle3-recorded", "dflash-recorded"])
+@pytest.mark.parametrize("name", [*MODELS, "demo_eagle3-captured", "dflash-captured"])
 def test_no_token_changes_over_many_mixes(benches: Any, name: str) -> None:
     for seed in range(100, 160):
         run_mix(benches, name, seed)
 
 
 @BOTH
-def test_recorded_steps_accept_what_others_accept(benches: Any, method: str) -> None:
+def test_captured_steps_accept_what_others_accept(benches: Any, method: str) -> None:
     """The graph of a decode step reads what the target's blocks returned in that very step. It
     always makes all drafts, so an answer's last step may accept another number."""
     texts = [text[-100:] for task in ("recall", "copying") for text in prompts(task, 2)]
     arrivals = [(0, make_request(f"r{n}", t, max_tokens=40)) for n, t in enumerate(texts)]
     settings = Settings(num_blocks=160, max_num_batched_tokens=MAX_TOKENS)
     found = []
-    for name in (f"demo_{method}", f"demo_{method}-recorded"):
+    for name in (f"demo_{method}", f"demo_{method}-captured"):
         core, _ = benches(name)[0].run(settings, arrivals)
         found.append(core.stats().accepted_draft_tokens_total)
     assert found[0] > 40 and abs(found[0] - found[1]) <= len(arrivals)

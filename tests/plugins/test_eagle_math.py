@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from fastdeploy_core.errors import WeightError
 from fastdeploy_testing.capturing import CapturingDevice, RecordableAttention
 from tests.plugins import dflash_oracle, eagle_oracle
-from tests.plugins.mtp_recording import replayed
+from tests.plugins.mtp_captured_graph import replayed
 from tests.plugins.mtp_rig import BLOCK, VOCAB, Bench, Feed
 
 pytest.importorskip("fd_spec_eagle", reason="needs: pip install -e plugins/fd-spec-eagle")
@@ -116,7 +116,7 @@ def test_shared_blocks_serve_who_agrees_on_the_next_token(
 
 
 @BOTH
-def test_a_round_of_drafts_can_be_recorded(
+def test_a_round_of_drafts_can_be_captured(
     layout: str, method: str, tensor_library: str, tmp_path: Path
 ) -> None:
     """Of a decode step nothing but shapes is read on the host: the captured graph serves other

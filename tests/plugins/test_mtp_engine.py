@@ -41,11 +41,11 @@ def benches(checkpoints: Path, tensor_library: str) -> Any:
 
     @cache
     def make(name: str) -> tuple[Bench, Bench]:
-        model, _, recorded = name.partition("-")
+        model, _, captured = name.partition("-")
         folder = DEMO if model == "demo" else checkpoints / model
         method = {"method": "mtp", "num_speculative_tokens": 3, "adaptive_length": False}
-        yes = GraphConfig(sizes=(1, 2, 4, 8)) if recorded else None
-        no = GraphConfig(enabled=False) if recorded else None
+        yes = GraphConfig(sizes=(1, 2, 4, 8)) if captured else None
+        no = GraphConfig(enabled=False) if captured else None
         drafting = Bench(folder, tensor_library, yes, **method)
         return drafting, Bench(folder, tensor_library, no)
 
@@ -60,8 +60,8 @@ def test_no_token_changes(benches: Any, name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("name", ["ernie-recorded"])
-def test_no_token_changes_over_recorded_steps(benches: Any, name: str, seed: int) -> None:
+@pytest.mark.parametrize("name", ["ernie-captured"])
+def test_no_token_changes_over_captured_steps(benches: Any, name: str, seed: int) -> None:
     run_mix(benches, name, seed)
     device = benches(name)[0].worker.device
     assert sum(work.num_replays for work in device.recorded) > 20
@@ -69,7 +69,7 @@ def test_no_token_changes_over_recorded_steps(benches: Any, name: str, seed: int
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("name", ["demo", "deepseek", "ernie", "demo-recorded"])
+@pytest.mark.parametrize("name", ["demo", "deepseek", "ernie", "demo-captured"])
 def test_no_token_changes_over_many_mixes(benches: Any, name: str) -> None:
     for seed in range(100, 160):
         run_mix(benches, name, seed)

@@ -18,7 +18,7 @@ from fastdeploy_core.errors import WeightError
 from fastdeploy_testing.capturing import CapturingDevice, RecordableAttention
 from tests.cpu.test_layers_quantizer import Int8
 from tests.plugins import mtp_oracle as oracle
-from tests.plugins.mtp_recording import replayed
+from tests.plugins.mtp_captured_graph import replayed
 from tests.plugins.mtp_rig import (
     BLOCK,
     VOCAB,
@@ -240,7 +240,7 @@ def test_weights_from_a_folder_of_their_own(tensor_library: str, tmp_path: Path)
     check(bench, expected, ["a"], bench.step([Feed("a", 8)]))
 
 
-def test_a_round_of_drafts_can_be_recorded(tensor_library: str, tmp_path: Path) -> None:
+def test_a_round_of_drafts_can_be_captured(tensor_library: str, tmp_path: Path) -> None:
     """Of a decode step nothing but shapes is read on the host: the captured graph serves other
     rows."""
     expected = Expected(tmp_path / "m", "ernie")

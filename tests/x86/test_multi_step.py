@@ -59,7 +59,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_recorded_prompts_answer_as_prompts_operation_by_operation(
+def test_captured_prompts_answer_as_prompts_operation_by_operation(
     tensor_library: str, engines: tuple[LLM, LLM], replayed: list[int]
 ) -> None:
     """One captured graph takes them all: alone, several in a step, in chunks, beside decodes."""
@@ -76,7 +76,7 @@ def test_recorded_prompts_answer_as_prompts_operation_by_operation(
     assert len(replayed) > 4 and len(set(replayed)) == 1
 
 
-def test_recorded_prompts_are_plans_for_sampled_tokens_and_answer_as_the_reference(
+def test_captured_prompts_are_plans_for_sampled_tokens_and_answer_as_the_reference(
     tensor_library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever the sampled tokens stand, and however many there are; a chunk may have none."""
@@ -106,7 +106,7 @@ def test_recorded_prompts_are_plans_for_sampled_tokens_and_answer_as_the_referen
 
 
 @pytest.mark.parametrize("method", ["mtp", "draft_model"])
-def test_prompts_are_recorded_beside_a_drafter_whose_own_part_is_not(
+def test_prompts_are_captured_beside_a_drafter_whose_own_part_is_not(
     tensor_library: str, engines: tuple[LLM, LLM], replayed: list[int], method: str
 ) -> None:
     """Its cache is filled operation by operation, and some of its drafts are right."""
@@ -121,8 +121,8 @@ def test_prompts_are_recorded_beside_a_drafter_whose_own_part_is_not(
         llm.close()
         assert bool(replayed) != is_eager
     answers.append(engines[0].generate(PROMPTS, params, use_tqdm=False))
-    recorded, eager, plain = ([x.outputs[0].token_ids for x in found] for found in answers)
-    assert recorded == eager == plain
+    captured, eager, plain = ([x.outputs[0].token_ids for x in found] for found in answers)
+    assert captured == eager == plain
     assert sum(x.metrics.speculate_metrics.accepted_tokens for x in answers[0])
 
 

@@ -46,7 +46,7 @@ def slots_of(device, rows, num_slots=9):
     return xp.arange(rows, dtype=xp.int64), state, batch
 
 
-def test_a_recorded_step_is_one_plan_and_leaves_rows_of_nobody_alone(device):
+def test_a_captured_step_is_one_plan_and_leaves_padding_rows_alone(device):
     table, weight = random(device, 40, 64), prepare(random(device, 64, 64))
     rows, state, batch = slots_of(device, 8)
     made, turn = {}, device.xp.zeros((1,), dtype=device.xp.int64)
@@ -63,15 +63,15 @@ def test_a_recorded_step_is_one_plan_and_leaves_rows_of_nobody_alone(device):
         call()
     graph, behind = device.capture(run), device.capture(head)
     assert isinstance(graph, NativeGraph) and isinstance(behind, NativeGraph)
-    recorded, ids = made["y"], made["ids"]
+    captured, ids = made["y"], made["ids"]
     for real in (8, 3, 5):
         state[2].copy_(device.to_device(np.arange(9) * real % 40))
         rows.copy_(device.to_device(np.where(np.arange(8) < real, np.arange(8), 8)))
-        recorded.fill_(777.0)
+        captured.fill_(777.0)
         ids.fill_(-7)
         graph.replay()
         behind.replay()
-        got, drawn = np.array(device.to_host(recorded)), np.array(device.to_host(ids))
+        got, drawn = np.array(device.to_host(captured)), np.array(device.to_host(ids))
         run()
         head()
         assert np.array_equal(got[:real], device.to_host(made["y"])[:real])
@@ -161,7 +161,7 @@ def prompt_batch(device, starts, size):
     )
 
 
-def test_a_recorded_prompt_takes_any_number_of_tokens_and_little_memory(device):
+def test_a_captured_prompt_takes_any_number_of_tokens_and_little_memory(device):
     """Numbers of tokens are read at each replay, and results go over the memory of earlier ones."""
     xp, size = device.xp, 400
     table, weight = random(device, 40, 64), prepare(random(device, 64, 64))
@@ -184,18 +184,18 @@ def test_a_recorded_prompt_takes_any_number_of_tokens_and_little_memory(device):
     graph = device.capture(lambda: kept.append(run()))
     assert isinstance(graph, NativeGraph) and graph.is_any_size
     assert len(set(made)) < 4
-    (recorded,) = kept
+    (captured,) = kept
     expected = np.array(device.to_host(run()))
     for first, last in ((3, 399), (0, 7), (400, 400)):
         starts.copy_(device.to_device(np.array([0, first, last], np.int32)))
-        recorded.fill_(777.0)
+        captured.fill_(777.0)
         graph.replay()
-        got = np.array(device.to_host(recorded))
+        got = np.array(device.to_host(captured))
         assert np.array_equal(got[:last], expected[:last])
         assert (got[last:] == 777.0).all()
 
 
-def test_a_recorded_prompt_goes_on_with_needed_rows(device):
+def test_a_captured_prompt_goes_on_with_needed_rows(device):
     """They are counted at each replay, and what is captured after the plan goes by the same
     number."""
     xp, size, most = device.xp, 60, 8
@@ -217,14 +217,14 @@ def test_a_recorded_prompt_goes_on_with_needed_rows(device):
 
     graphs = [device.capture(call) for call in (run, head)]
     assert all(isinstance(graph, NativeGraph) for graph in graphs)
-    recorded, drawn = made["y"], made["ids"]
+    captured, drawn = made["y"], made["ids"]
     for last, rows in ((60, [3, 17, 59]), (7, [6]), (50, [*range(0, 48, 6)])):
         starts.copy_(device.to_device(np.array([0, 1, last], np.int32)))
         needed.copy_(device.to_device(np.array(rows + [0] * (most - len(rows)))))
-        recorded.fill_(777.0)
+        captured.fill_(777.0)
         drawn.fill_(-7)
         device.replay_times(graphs, 1)
-        got, tokens = np.array(device.to_host(recorded)), np.array(device.to_host(drawn))
+        got, tokens = np.array(device.to_host(captured)), np.array(device.to_host(drawn))
         run()
         head()
         assert np.array_equal(got[: len(rows)], device.to_host(made["y"])[: len(rows)])

@@ -61,7 +61,7 @@ def test_every_call_of_nccl(group: Any, dtype: torch.dtype) -> None:
         assert torch.equal(result, x)
 
 
-def test_calls_can_be_recorded(group: Any) -> None:
+def test_calls_can_be_captured(group: Any) -> None:
     x = torch.arange(24, device="cuda").view(6, 4).float()
     calls(group, x)
     found: list[torch.Tensor] = []

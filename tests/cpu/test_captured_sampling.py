@@ -1,5 +1,5 @@
 """The reference's draws look at numbers on the host; where the host only queues work they stay
-outside of recordings, and tokens are the same."""
+outside of captured graphs, and tokens are the same."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Queueing(CapturingDevice):
 
 
 class Apart(CapturingDevice):
-    """Says of itself that its memory is its own, so that reading it ends a recording."""
+    """Says of itself that its memory is its own, so that reading it ends a capture."""
 
     def __init__(self, options: DeviceOptions) -> None:
         super().__init__(options)
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("llama"))
 
 
-def test_only_draws_that_ask_nothing_of_the_host_are_recorded(tensor_library: str) -> None:
+def test_only_draws_that_ask_nothing_of_the_host_are_captured(tensor_library: str) -> None:
     options = DeviceOptions(tensor_library=tensor_library, num_threads=1)
     waiting: Any = {"sample": ops_sampling.sample, "filter_logits": ops_sampling.filter_logits}
     own: Any = {"sample": lambda: None, "filter_logits": lambda: None}
@@ -63,8 +63,8 @@ def test_only_draws_that_ask_nothing_of_the_host_are_recorded(tensor_library: st
     assert can_capture_sampling(CapturingDevice(options), waiting)
 
 
-def test_tokens_are_drawn_behind_the_recording(folder: Path, tensor_library: str) -> None:
-    found, recordings = [], []
+def test_tokens_are_drawn_after_the_captured_graph(folder: Path, tensor_library: str) -> None:
+    found, are_captured = [], []
     for on in (OnCapturingDevice, OnQueueing):
         worker = loaded(folder, tensor_library, on)
         sharpen(worker)
@@ -74,13 +74,13 @@ def test_tokens_are_drawn_behind_the_recording(folder: Path, tensor_library: str
         for _ in range(8):
             steps.step([steps.row(1)])
         found.append(steps.finish(1))
-        recordings.append(worker._runner._graphs.sampling is not None)
+        are_captured.append(worker._runner._graphs.sampling is not None)
         worker.close()
-    assert recordings == [True, False]
+    assert are_captured == [True, False]
     assert found[0] == found[1] and len(set(found[0])) > 1
 
 
-def test_steps_with_drafts_are_not_recorded(folder: Path, tensor_library: str) -> None:
+def test_steps_with_drafts_are_not_captured(folder: Path, tensor_library: str) -> None:
     drafts = SpeculativeConfig("ngram_match", 2)
     worker = loaded(folder, tensor_library, OnQueueing, speculative=drafts)
     assert worker._runner._graphs is None

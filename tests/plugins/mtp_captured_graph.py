@@ -1,4 +1,4 @@
-"""The tensors of a decode step's drafting round, as a worker that records steps holds them."""
+"""The tensors of a decode step's drafting round, as a worker that captures steps holds them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastdeploy_core.contracts.speculative import DraftBatch
 from tests.plugins.mtp_rig import BLOCK, Bench
 
 
-class RecordableRound:
+class CapturableRound:
     """The drafts after a decode step of these sequences, over buffers that stay where they are."""
 
     def __init__(self, bench: Bench, names: Sequence[str]) -> None:
@@ -58,7 +58,7 @@ class RecordableRound:
         )
         self.draft_batch.context = _Live(self)
 
-    def become(self, other: RecordableRound) -> None:
+    def become(self, other: CapturableRound) -> None:
         """Take over the other's numbers."""
         mine, theirs = self.draft_batch, other.draft_batch
         for name in ("input_ids", "next_token_ids", "hidden_states", "last"):
@@ -83,7 +83,7 @@ class RecordableRound:
 def replayed(bench: Bench, captured: Sequence[str], others: Sequence[str]) -> Any:
     """The drafts of `others` [2, num_drafts], by the captured graph of a round of `captured`. While
     it is captured nothing comes to the host."""
-    first = RecordableRound(bench, captured)
+    first = CapturableRound(bench, captured)
     proposal = bench.xp.zeros((len(captured), bench.num_drafts), dtype=bench.xp.int64)
     with bench.xp.no_grad():
 
@@ -92,19 +92,19 @@ def replayed(bench: Bench, captured: Sequence[str], others: Sequence[str]) -> An
 
         run()  # to get ready
         copies = bench.device.num_copies
-        recorded = bench.device.capture(run)
+        captured = bench.device.capture(run)
         assert bench.device.num_copies == copies
         proposal.fill_(-7)
-        first.become(RecordableRound(bench, others))
-        recorded.replay()
+        first.become(CapturableRound(bench, others))
+        captured.replay()
     return proposal
 
 
 class _Live:
     """The context of the step, prepared anew whenever its metadata is asked for, as in a
-    recording."""
+    captured graph."""
 
-    def __init__(self, round_: RecordableRound) -> None:
+    def __init__(self, round_: CapturableRound) -> None:
         self._round = round_
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The kit's tests of recording, on the testing device that records: what they ask can be met."""
+"""The kit's tests of captured graphs, on the testing device: what they ask can be met."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Attention(AttentionConformance):
         return RecordableAttention(spec, size, device, kernels)
 
 
-def test_a_recorded_decode_equals_an_eager_one(
+def test_a_captured_decode_equals_an_eager_one(
     request: pytest.FixtureRequest, capturing: CapturingDevice
 ) -> None:
     from fastdeploy_core.plugins.kernels import build_kernel_table
@@ -50,7 +50,7 @@ def test_a_driver_that_trusts_the_host_is_found_out(
         )
 
 
-def test_recordings_and_copies_of_the_device(capturing: CapturingDevice) -> None:
+def test_captured_graphs_and_copies_of_the_device(capturing: CapturingDevice) -> None:
     kit = DeviceConformance()
     kit.test_graph_equals_eager(capturing)
     kit.test_a_graph_beside_another_keeps_what_it_made_until_the_next_replay(capturing)
