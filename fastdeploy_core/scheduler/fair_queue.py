@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 from collections import Counter
 from collections.abc import Container, Iterator
-from itertools import islice
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -49,10 +48,12 @@ class FairQueue(Generic[T]):
         """The item whose turn it is, leaving out those passed over: of equal priorities, that of a
         tenant of whom nothing runs, and of these, of the one that was served least."""
         turns: list[tuple[int, bool, float, int, T]] = []
+        runs, service = self.running.get, self._service.get
         for tenant, items in self._tenants.items():
-            runs, service = self.running[tenant] > 0, self._service.get(tenant, 0.0)
-            left = ((p, runs, service, n, item) for p, n, item in items if item not in passed_over)
-            turns += islice(left, 1)
+            for priority, came, item in items:
+                if item not in passed_over:
+                    turns.append((priority, runs(tenant, 0) > 0, service(tenant, 0.0), came, item))
+                    break
         return min(turns)[-1] if turns else None
 
     def remove(self, item: T) -> bool:
