@@ -9,10 +9,8 @@ part is answered (`--normal`), the rest has one to three fields replaced by valu
 bodies that are no JSON, paths and methods that are not there, and clients that leave. Another
 process asks /health every 20 ms. Prints how many requests had which status, which ones had 5xx, the
 longest answer of /health, and by how many bytes a request each of the server's processes grew after
-`--warm-up` of them. Memory goes up and down by what allocators keep and by garbage that waits to be
-collected (1.2 MB in 8,000 requests), so it is looked at all the time, and each of `--measures`
-parts of the requests counts with the least that a process had: growth raises that. Printed are
-these, and the median slope between any two of them. Clients and server share the
+`--warm-up` of them: the median slope between any two of the times when it was measured. Memory goes
+up and down by what allocators keep; how far is printed, too. Clients and server share the
 processors. Arguments after -- go to the server. The same --seed sends the same requests. Ends with
 1 when a request was answered 5xx or not at all.
 """
@@ -31,7 +29,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -41,7 +39,6 @@ from start_up import Start
 from under_attack import leave, memory_by_process
 
 HEALTH_S = 0.02
-LOOK_S = 1.0
 SETTLE_S = 3.0
 HI = [{"role": "user", "content": "hi"}]
 USUAL: dict[str, dict[str, Any]] = {
@@ -126,7 +123,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--normal", type=float, default=0.3, help="share of requests that fit")
     parser.add_argument("--leaving", type=float, default=0.0, help="share that leaves in mid-body")
     parser.add_argument("--warm-up", type=float, default=0.4, help="share of requests")
-    parser.add_argument("--measures", type=int, default=6, help="parts of the rest")
+    parser.add_argument("--measures", type=int, default=6, help="of memory after that")
     parser.add_argument("--seed", type=int, default=1)
     add_json_option(parser)
     own, _, serve = " ".join(["", *sys.argv[1:]]).partition(" -- ")
@@ -237,7 +234,7 @@ class Health(threading.Thread):
 def phase(
     server: Start, pool: ProcessPoolExecutor, options: argparse.Namespace, share: float, seed: int
 ) -> tuple[Sent, Counter[str]]:
-    """A part of all requests; what was seen, and the least memory of the server's processes."""
+    """A part of all requests; what was seen, and the memory of the server's processes then."""
     count = round(options.requests * share / options.clients)
     until = time.time() + 60 * options.minutes * share if options.minutes else float("inf")
     count = sys.maxsize if options.minutes else count
@@ -245,20 +242,12 @@ def phase(
         pool.submit(send, server.url, seed + number, count, until, options.normal, options.leaving)
         for number in range(options.clients)
     ]
-    seen, pid = Sent(Counter(), []), server.process.pid
-    least = memory_by_process(pid)
-    while wait(jobs, LOOK_S).not_done:
-        least = least_of(least, memory_by_process(pid))
+    seen = Sent(Counter(), [])
     for job in jobs:
         seen.statuses.update(job.result().statuses)
         seen.failures.extend(job.result().failures)
     time.sleep(SETTLE_S)
-    return seen, least_of(least, memory_by_process(pid))
-
-
-def least_of(one: Counter[str], other: Counter[str]) -> Counter[str]:
-    """The less of each process; of one that has just come or gone, what it has or had."""
-    return Counter({n: min(one.get(n, other[n]), other.get(n, one[n])) for n in one | other})
+    return seen, memory_by_process(server.process.pid)
 
 
 def growth_of(points: Sequence[tuple[int, Counter[str]]]) -> dict[str, float]:
