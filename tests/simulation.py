@@ -285,7 +285,7 @@ class Engine:
         scheduler: Any = self.process._scheduler
         require(not scheduler._entries, "the request scheduler kept a request")
         require(not len(scheduler._queue), "a request is queued for ever")
-        require(not scheduler._queue._active, "a tenant counts as active for ever")
+        require(not scheduler._queue.active, "a tenant counts as active for ever")
         require(not scheduler._num_queued_tokens, "queued tokens are counted for ever")
         require(not scheduler._results, "output stays in the request scheduler")
         owners = self.process._egress.routes._owners

@@ -59,6 +59,7 @@ class Capacity:
     num_free_blocks: int
     block_size: int  # tokens of a block
     num_tokens: int  # of prompts
+    num_tenants: int = 0  # so many requests more, each of a tenant of whom the engine has nothing
 
 
 @dataclass(frozen=True, slots=True)

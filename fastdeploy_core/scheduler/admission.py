@@ -119,8 +119,7 @@ class Admission:
 
     def has_prefill_slot(self) -> bool:
         """Whether the device takes one more prefill in this step."""
-        limit = self._max_prefills
-        return limit is None or self._step.num_prefills < limit
+        return self._max_prefills is None or self._step.num_prefills < self._max_prefills
 
     def _may_run_in_parts(self, num_left: int) -> bool:
         """Whether a prompt of which so much is left may be split: beside as many as may be, only if

@@ -50,12 +50,8 @@ class BatchScheduler:
             requests_finished_total=Counter(), requests_rejected_total=Counter()
         )
         self._clock = clock
-        self.roster = Roster(
-            kv,
-            by_priority=settings.batch.policy == "priority",
-            clock=clock,
-            num_drafts=settings.num_speculative_tokens,
-        )
+        by_priority, drafts = settings.batch.policy == "priority", settings.num_speculative_tokens
+        self.roster = Roster(kv, by_priority=by_priority, clock=clock, num_drafts=drafts)
         self.outcome = Outcome(self.roster, self.counters)
         self.take_deltas = self.outcome.take_deltas  # for clients, since the last call
         self._policy: DraftPolicy | None = None
@@ -231,13 +227,10 @@ class BatchScheduler:
         stats, pool, tiers = copy.copy(self.counters), self.kv.pool, self.kv.tiers
         stats.requests_finished_total = dict(stats.requests_finished_total)
         stats.requests_rejected_total = dict(stats.requests_rejected_total)
-        stats.num_running = len(self.roster.running)
-        stats.num_waiting = self.roster.num_waiting
+        stats.num_running, stats.num_waiting = len(self.roster.running), self.roster.num_waiting
         stats.num_requests = self.num_requests
-        stats.num_blocks_total = pool.num_blocks
-        stats.num_blocks_free = pool.num_available
-        stats.num_blocks_used = pool.num_used
-        stats.num_blocks_cached = pool.num_cached
+        stats.num_blocks_total, stats.num_blocks_free = pool.num_blocks, pool.num_available
+        stats.num_blocks_used, stats.num_blocks_cached = pool.num_used, pool.num_cached
         stats.num_blocks_quarantined = pool.num_quarantined
         stats.num_host_blocks_total = sum(tier.num_blocks for tier in tiers)
         stats.num_host_blocks_used = sum(tier.num_used for tier in tiers)
@@ -282,12 +275,9 @@ class BatchScheduler:
             request = self.roster.requests.get(request_id)
             if request is None or request.deadline_s is None or request.deadline_s > now:
                 continue
-            self.outcome.fail(
-                request,
-                f"the request did not finish within its deadline of "
-                f"{request.request.deadline_s:g} s",
-                "RequestTimeout",
-            )
+            limit = f"its deadline of {request.request.deadline_s:g} s"
+            late = f"the request did not finish within {limit}"
+            self.outcome.fail(request, late, "RequestTimeout")
 
     def _fail_stuck(self, seq: Sequence) -> None:
         pool = self.kv.pool

@@ -23,7 +23,8 @@ class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self._tenants: dict[str, list[tuple[int, int, T]]] = {}
         self._service: dict[str, float] = {}
-        self._active: Counter[str] = Counter()
+        self.active: Counter[str] = Counter()  # unfinished requests
+        self.running: Counter[str] = Counter()  # kept by the queue's owner
         self._last_service = 0.0  # of the tenant that went idle last
         self._arrivals = 0
         self._places: dict[int, tuple[str, int, int]] = {}  # id(item) to where it waits
@@ -44,18 +45,16 @@ class FairQueue(Generic[T]):
         self._places[id(item)] = (tenant, *place)
 
     def peek(self, passed_over: Container[T] = ()) -> T | None:
-        """The item whose turn it is, leaving out those passed over."""
-        best: tuple[int, float, int] | None = None
-        chosen: T | None = None
+        """The item whose turn it is, leaving out those passed over: of equal priorities, that of a
+        tenant of whom nothing runs, and of these, of the one that was served least."""
+        turns: list[tuple[int, bool, float, int, T]] = []
+        runs, service = self.running.get, self._service.get
         for tenant, items in self._tenants.items():
-            for priority, arrival, item in items:
-                if item in passed_over:
-                    continue
-                turn = (priority, self._service.get(tenant, 0.0), arrival)
-                if best is None or turn < best:
-                    best, chosen = turn, item
-                break
-        return chosen
+            for priority, came, item in items:
+                if item not in passed_over:
+                    turns.append((priority, runs(tenant, 0) > 0, service(tenant, 0.0), came, item))
+                    break
+        return min(turns)[-1] if turns else None
 
     def remove(self, item: T) -> bool:
         """Take an item out, wherever it is; False if it does not wait here."""
@@ -71,19 +70,19 @@ class FairQueue(Generic[T]):
 
     def arrive(self, tenant: str) -> None:
         """The tenant has one more unfinished request."""
-        if tenant not in self._active:
-            floor = min((self._service[t] for t in self._active), default=self._last_service)
+        if tenant not in self.active:
+            floor = min((self._service[t] for t in self.active), default=self._last_service)
             self._service[tenant] = max(self._service.get(tenant, 0.0), floor)
-        self._active[tenant] += 1
+        self.active[tenant] += 1
 
     def depart(self, tenant: str) -> None:
         """One of the tenant's requests has finished."""
-        self._active[tenant] -= 1
-        if not self._active[tenant]:
-            del self._active[tenant]
+        self.active[tenant] -= 1
+        if not self.active[tenant]:
+            del self.active[tenant], self.running[tenant]
             self._last_service = self._service[tenant]
             if len(self._service) > MAX_IDLE_TENANTS:
-                self._service = {t: s for t, s in self._service.items() if t in self._active}
+                self._service = {t: s for t, s in self._service.items() if t in self.active}
 
     def charge(self, tenant: str, amount: float) -> None:
         """The tenant was served this much."""

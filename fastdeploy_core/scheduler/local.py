@@ -205,17 +205,17 @@ class LocalScheduler:
     def _dequeue(self, entry: _Entry) -> None:
         entry.is_queued = False
         self._queue.remove(entry)
+        self._queue.running[entry.request.tenant] += 1
         self._num_queued_tokens -= len(entry.request.prompt_token_ids)
 
     def _take(self, capacity: Capacity) -> list[Request]:
         now = self._clock()
         num_tokens = capacity.num_tokens
         taken: list[Request] = []
-        while len(taken) < capacity.num_requests:
-            entry = self._queue.peek()
-            if entry is None:
+        while (entry := self._queue.peek()) is not None:
+            request, more = entry.request, capacity.num_requests - len(taken)
+            if more <= 0 and (self._queue.running[request.tenant] or more <= -capacity.num_tenants):
                 break
-            request = entry.request
             if request.request_id in self._aborts:
                 break  # the engine still runs an aborted request of this id
             size = len(request.prompt_token_ids)
@@ -301,6 +301,7 @@ class LocalScheduler:
     def _forget(self, entry: _Entry) -> None:
         del self._entries[entry.request.request_id]
         self._running = None, []
+        self._queue.running[entry.request.tenant] -= 1
         self._queue.depart(entry.request.tenant)
 
     def _sweep(self) -> None:

@@ -185,9 +185,7 @@ class Outcome:
         """The step failed or is void: its sequences start again from what they know, and workers
         are told once more whom to forget."""
         self._roster.forgotten += step.output.finished_seq_ids
-        sampled = [step.num_decodes] * len(step.cohort.seqs) + [
-            int(row.sample) for row in step.rows
-        ]
+        sampled = [step.num_decodes] * len(step.cohort.seqs) + [int(r.sample) for r in step.rows]
         for seq, number in zip(step.seqs(), sampled, strict=True):
             seq.num_in_flight -= 1
             seq.num_pending -= number

@@ -45,10 +45,8 @@ class StepPlanner:
         self._kv = roster.kv
         self._on_stuck = on_stuck  # called with a sequence that cannot get the blocks it needs
         self._batch, self._device = settings.batch, settings.device
-        begins_after = BEFORE_SEVERAL if settings.batch.overlap else 0
-        self._count = DecodeCount(
-            settings.device.max_decodes, begins_after, on_host=settings.device.on_host
-        )
+        after, on_host = BEFORE_SEVERAL if settings.batch.overlap else 0, settings.device.on_host
+        self._count = DecodeCount(settings.device.max_decodes, after, on_host=on_host)
         self._most_lookahead = settings.lookahead_tokens
         self._num_drafts = self._lookahead = 0  # to be made after the step, and tokens beside them
         self._most_steps: Mapping[int, int] = {}
@@ -66,6 +64,9 @@ class StepPlanner:
         """The next step, or None if nothing can run before a step in flight has finished."""
         step, roster, self._most_steps = self._step, self._roster, most_steps
         step.begin()
+        is_full = len(roster.running) >= self._batch.max_num_seqs
+        if is_full and len(roster.arrived.active) > 1 and not roster.num_suspects:
+            roster.yield_place()
         self._num_drafts = 0 if self._policy is None else self._choose(self._policy)
         self._lookahead = self._most_lookahead if self._num_drafts else 0
         self._may_feed = self._may_feed or self._num_drafts > 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Container
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from .fair_queue import FairQueue
 from .sequence import GREEDY, RequestState, Sequence
 
 _seniority = attrgetter("rank")
+YIELD_EVERY_S = 0.25  # a tenant's turn at a place of another costs what is computed again
 
 
 class Roster:
@@ -46,7 +47,7 @@ class Roster:
         self.num_suspects = 0
         self.num_preemptions_total = 0
         self._by_priority = by_priority
-        self._admissions = 0
+        self._admissions, self._yields_s = 0, 0.0  # and when a place may go to another tenant
         # Ids that workers need not remember, told with the next step; twice does no harm.
         self.forgotten: list[int] = []
         self._begun: list[Sequence] = []  # those of them that were being fed when last looked at
@@ -114,13 +115,27 @@ class Roster:
         self._arrive(request)
 
     def next_waiting(self, passed_over: Container[Sequence] = ()) -> Sequence | None:
-        """Whose turn it is: among equal priorities, a preempted or forked sequence before a new
-        one."""
+        """Whose turn it is: among equal priorities, a tenant's of whom nothing runs, and of these a
+        preempted or forked sequence before a new one."""
         returning = next((seq for seq in self.returning if seq not in passed_over), None)
         arrived = self.arrived.peek(passed_over)
         if returning is None or arrived is None:
             return returning or arrived
-        return arrived if self._priority(arrived.request) < returning.rank[0] else returning
+        running, new, old = self.arrived.running, arrived.request, returning.request
+        turn = self._priority(new), running[new.tenant] > 0
+        return arrived if turn < (returning.rank[0], running[old.tenant] > 0) else returning
+
+    def yield_place(self) -> None:
+        """The next that waits gets the newest place of the tenant that runs most, if nothing runs
+        of its own tenant."""
+        seq, running, now = self.next_waiting(), self.arrived.running, self.clock()
+        tenant, most = max(running.items(), key=itemgetter(1), default=("", 0))
+        if seq is None or running[seq.request.tenant] or most < 2 or now < self._yields_s:
+            return
+        newest = next(s for s in reversed(self.running) if s.request.tenant == tenant)
+        if newest.rank[0] >= self._priority(seq.request):
+            self._yields_s = now + YIELD_EVERY_S
+            self.preempt(newest)
 
     def start(self, seq: Sequence, num_computed: int) -> None:
         """Move a waiting sequence, which has got its blocks, to the running ones; num_computed of
@@ -139,6 +154,7 @@ class Roster:
         seq.commit_at = self.kv.next_commit(seq.table, seq.num_prompt_tokens)
         seq.show_plain()
         bisect.insort(self.running, seq, key=_seniority)
+        self.arrived.running[request.tenant] += 1
         if seq not in self._begun:
             bisect.insort(self._begun, seq, key=_seniority)
         self._places = None
@@ -239,6 +255,7 @@ class Roster:
 
     def _stop(self, seq: Sequence) -> None:
         self.running.remove(seq)
+        self.arrived.running[seq.request.tenant] -= 1
         self.columns.is_plain[seq.place] = False
         self._places = None
 

@@ -275,12 +275,8 @@ class StepBuilder:
         columns = (cohort.seq_ids, self._starts, counts, samples, num_drafts)
         if not rows:  # the same arrays as long as the sequences are the same
             return BatchRows(**dict(zip(_COLUMNS, columns, strict=True)))
-        single = BatchRows.of(
-            [row.seq.seq_id for row in rows],
-            [row.start for row in rows],
-            [row.num_tokens for row in rows],
-            [row.sample for row in rows],
-        )
+        seqs, starts, num_tokens, sampled = zip(*rows, strict=True)
+        single = BatchRows.of([seq.seq_id for seq in seqs], starts, num_tokens, sampled)
         if not cohort.seqs:
             return single
         named = zip(_COLUMNS, columns, strict=True)

@@ -8,13 +8,15 @@ import json
 import random
 import re
 import resource
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fastdeploy_core.errors import InvalidRequest
-from fastdeploy_core.serving.http import json_body, threads
+from fastdeploy_core.serving.http import event_loop, json_body, threads
 from fastdeploy_core.serving.http.errors import ApiError
 from fastdeploy_core.serving.http.json_body import MAX_DEPTH, MAX_KEYS, MAX_VALUES, parse_json
 from fastdeploy_core.serving.http.threads import Threads
@@ -156,26 +158,40 @@ def test_a_body_that_is_refused_in_a_thread_is_let_go_at_once() -> None:
         gc.enable()
 
 
-def test_memory_of_freed_bodies_goes_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def take_between() -> object:
+    pieces = [bytes(1000) for _ in range(60_000)]
+    return pieces[-1]  # above all the others, so that they do not go back by themselves
+
+
+held = threading.Barrier(3)
+
+
+def take_end() -> object:
+    held.wait()  # each thread has a heap of its own
+    text = b"x" * 20_000_000
+    held.wait()
+    return text[0]
+
+
+@pytest.mark.parametrize(("take", "num_threads"), [(take_between, 1), (take_end, 3)])
+def test_memory_of_freed_bodies_goes_back_to_the_system(
+    take: Callable[[], object], num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An allocator that keeps 60 MB for later shows as growth of the server."""
     monkeypatch.setattr(threads, "TRIM_AFTER_S", 0.05)
-    kept: list[bytes] = []
-
-    def take() -> None:
-        pieces = [bytes(1000) for _ in range(60_000)]
-        kept.append(pieces[-1])  # above all the others, so that they do not go back by themselves
-
-    def resident_bytes() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
     async def main() -> bool:
-        pool = Threads(1, 4, "test")
+        pool = Threads(num_threads, 4, "test")
         before = resident_bytes()
-        await pool.run("", take)
+        kept = await asyncio.gather(*(pool.run("", take) for _ in range(num_threads)))
         for _ in range(200):
             if resident_bytes() < before + 10e6:
                 return True
             await asyncio.sleep(0.05)
-        return False
+        return not kept
 
-    assert asyncio.run(main())
+    assert event_loop.run(main())

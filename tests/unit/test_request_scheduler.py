@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -117,6 +118,23 @@ def test_smaller_priorities_go_first_and_tenants_take_turns():
     others = [make_request("b0", [5] * 4, tenant="b"), make_request("urgent", [5], priority=-1)]
     scheduler.put_requests([*flood, *others])
     assert ids(scheduler.get_requests(ROOM)) == ["urgent", "a0", "b0", "a1", "a2", "a3"]
+
+
+def test_a_full_engine_takes_requests_of_tenants_of_whom_it_has_none():
+    scheduler = make()
+    scheduler.put_requests([make_request(f"a{i}", [5], tenant="a") for i in range(4)])
+    one = Capacity(num_requests=1, num_free_blocks=100, block_size=4, num_tokens=100, num_tenants=1)
+    full = replace(one, num_requests=0)
+    (first,) = scheduler.get_requests(one)
+    assert first.request_id == "a0" and scheduler.get_requests(full) == []
+    crowd = [make_request(f"{t}{i}", [5], tenant=t) for t in "bc" for i in range(2)]
+    scheduler.put_requests(crowd)
+    assert scheduler.get_requests(replace(full, num_tenants=0)) == []
+    (other,) = scheduler.get_requests(full)
+    assert other.request_id == "b0"
+    assert ids(scheduler.get_requests(full)) == ["c0"] and scheduler.get_requests(full) == []
+    scheduler.put_results([delta(other, 0, finished=True)])
+    assert ids(scheduler.get_requests(full)) == ["b1"]
 
 
 def test_every_request_that_waits_too_long_is_answered():

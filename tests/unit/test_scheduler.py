@@ -9,6 +9,7 @@ import pytest
 
 from fastdeploy_core.engine.core import MAX_IDLE_PLANS
 from fastdeploy_core.errors import ConfigError, InvalidRequest, RequestTooLong
+from fastdeploy_core.scheduler import roster
 from fastdeploy_core.types import (
     EmbeddedSpan,
     SamplingParams,
@@ -178,6 +179,45 @@ def test_tenants_share_service_whatever_their_load():
     order = collector.finished
     assert order.index("b0") <= 3 and order.index("b2") <= 8
     assert [name for name in order if name[0] == "a"] == [r.request_id for r in flood]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_tenant_that_runs_nothing_gets_a_place_of_the_one_that_runs_most(overlap):
+    core = make_core(overlap=overlap, prefix_caching=False, max_num_seqs=4, num_blocks=128)
+    crowd = [make_request(f"a{i}", prompt(8, i), tenant="a", max_tokens=60) for i in range(6)]
+    one = make_request("b", prompt(12, 50), tenant="b", max_tokens=4)
+    collector = Collector()
+    for request in crowd:
+        core.add(request)
+    for _ in range(8):
+        collector.take(core.step())
+    before = core.stats().preemptions_total
+    core.add(one)
+    for _ in range(16):
+        collector.take(core.step())
+    assert collector.finished == ["b"] and core.stats().preemptions_total - before == 1
+    while core.has_work():
+        collector.take(core.step())
+    for request in (*crowd, one):
+        assert collector.answers(request.request_id) == expected_answers(request)
+    core.scheduler.check_idle()
+    assert not core.scheduler.roster.arrived.running
+
+
+def test_places_change_their_tenant_now_and_then_and_the_last_one_never(monkeypatch):
+    monkeypatch.setattr(roster, "YIELD_EVERY_S", 1000.0)
+    core = make_core(max_num_seqs=3)
+    for i, name in enumerate("aaaaabbcc"):
+        core.add(make_request(f"{name}{i}", prompt(8, i), tenant=name, max_tokens=90))
+        core.step()
+    running = core.scheduler.roster.running
+    assert sorted(seq.request.tenant for seq in running) == ["a", "a", "b"]
+    monkeypatch.setattr(core.scheduler.roster, "_yields_s", 0.0)
+    for _ in range(8):
+        core.step()
+        monkeypatch.setattr(core.scheduler.roster, "_yields_s", 0.0)
+    assert sorted(seq.request.tenant for seq in running) == ["a", "b", "c"]
+    assert core.stats().preemptions_total == 2
 
 
 def test_idle_tenant_saves_up_no_service():

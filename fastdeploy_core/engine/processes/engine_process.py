@@ -154,9 +154,10 @@ class EngineProcess:
         if is_idle and not takes:
             (self._control or self._woken).wait(IDLE_TICK_S)
             self._woken.clear()
-        elif free_slots > 0 and takes:
+        elif takes and (free_slots > 0 or not (self._shares_queue or batch.roster.arrived)):
             capacity = Capacity(
-                num_requests=free_slots,
+                num_requests=max(0, free_slots),
+                num_tenants=not batch.roster.arrived,
                 num_free_blocks=self._num_free_blocks,
                 block_size=core.info.block_size,
                 num_tokens=UNBOUNDED,

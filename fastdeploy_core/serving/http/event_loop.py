@@ -11,7 +11,7 @@ import asyncio
 import ctypes
 import gc
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import uvloop
@@ -27,6 +27,7 @@ SWITCH_S = 0.0005
 # parse. `Threads` gives it back when they are idle.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 32 * 2**20
+mallopt: Callable[[int, int], int] = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
 
 
 def run(main: Coroutine[Any, Any, Result]) -> Result:
@@ -34,9 +35,8 @@ def run(main: Coroutine[Any, Any, Result]) -> Result:
     usual = gc.get_threshold()
     gc.set_threshold(YOUNG_OBJECTS, *usual[1:])
     sys.setswitchinterval(SWITCH_S)
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
-        mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
+    mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+    mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(main)

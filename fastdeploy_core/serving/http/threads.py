@@ -13,10 +13,13 @@ from typing import Any, TypeVar
 from fastdeploy_core.memory.low_water import give_back_freed
 
 from .errors import too_busy
+from .event_loop import KEPT_BYTES, M_TRIM_THRESHOLD, mallopt
 
 Result = TypeVar("Result")
 # Allocators keep freed memory, for each thread apart: large bodies would stay with the process.
 TRIM_AFTER_S = 1.0
+TRIM_S = 0.005  # for which a thread is busy with that, so that each of the idle ones takes a share
+FREED_BYTES = 96 * 1024  # glibc looks at the end of a thread's heap when it frees 64 KiB or more
 
 
 class Threads:
@@ -87,10 +90,21 @@ class Threads:
 
     def _give_back(self) -> None:
         self._trim = None
-        self._executor.submit(give_back_freed)
+        for _ in range(self._num_free):
+            self._executor.submit(_give_back_own)
 
     def close(self) -> None:
         """Take no more work; what runs is not waited for."""
         if self._trim is not None:
             self._trim.cancel()
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _give_back_own() -> None:
+    """What is free at the end of this thread's heap, which malloc_trim leaves, and between what is
+    used of all heaps."""
+    mallopt(M_TRIM_THRESHOLD, 0)
+    bytes(FREED_BYTES)
+    mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+    give_back_freed()
+    time.sleep(TRIM_S)
