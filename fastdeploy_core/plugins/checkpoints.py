@@ -82,7 +82,8 @@ def _in_its_format(path: Path, asked: Mapping[str, Any], inventory: Inventory | 
         tokenizer = Path(asked["tokenizer_path"]).expanduser()
         its = revision if tokenizer == given else ""  # a revision belongs to one repository
         asked = {**asked, "tokenizer_path": _fetched(tokenizer, its, *where)}
-    if _is_folder_of_the_core(path, load_format):
+    has_weights = load_format != "auto" or any(path.glob("*.safetensors"))
+    if has_weights and (path / "config.json").is_file():
         return find_folder(path, asked)  # before the plugins' metadata is read: it takes 20 ms
     inventory = discover() if inventory is None else inventory
     possible = {e.name for e in inventory.of(_KIND, usable=False)} | set(providers(_KIND))
@@ -161,12 +162,6 @@ def _load(entry: PluginEntry) -> Any:
             f"{entry.kind.replace('_', ' ')} {entry.name!r} of {entry.origin} failed to load: its "
             f"import did not finish within {limit_s:g} s; see: fastdeploy plugins doctor"
         ) from None
-
-
-def _is_folder_of_the_core(path: Path, load_format: str) -> bool:
-    return (path / "config.json").is_file() and (
-        load_format != "auto" or any(path.glob("*.safetensors"))
-    )
 
 
 def _format_of(path: Path, possible: set[str]) -> str:
