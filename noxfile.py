@@ -194,8 +194,8 @@ def _libraries(session: nox.Session) -> tuple[list[str], list[str]]:
 
 
 def _run_suites(session: nox.Session, suites: dict[str, tuple[str, ...]]) -> None:
-    """Run suites of plugins on torch, two at a time in one process each: each process imports
-    torch, so that two for every suite cost a third of all the time."""
+    """Run suites of plugins on torch, two at a time in one process each: every process imports
+    torch, and two for a suite beside that of pytest took 1.5 to 2.1 times the processor time."""
 
     def run(folder: str, left: tuple[str, ...]) -> tuple[str, int, str]:
         command = (f"{session.bin}/pytest", "-q", "--fd-tensor", "torch", *left)
