@@ -157,22 +157,22 @@ def main() -> None:
         flush=True,
     )
     first: dict[int, float] = {}
-    with contextlib.ExitStack() as all_of_them:
-        if options.at_once:
-            started = [start(variant, options, all_of_them) for variant in options.variant]
-            for server in started:
-                server.wait_ready()
+    with contextlib.ExitStack() as stack:
+        ahead = options.variant if options.at_once else []
+        started = [start(variant, options, stack) for variant in ahead]
+        for server in started:
+            server.wait_ready()
         for number, variant in enumerate(options.variant):
-            with contextlib.ExitStack() as stack:
-                server = started[number] if options.at_once else start(variant, options, stack)
-                server.wait_ready()
-                for streams in options.streams:
-                    rate = asyncio.run(load(server, streams, options))
-                    show(shlex.split(variant)[0], streams, rate, first)
+            server = started[number] if started else start(variant, options, stack)
+            server.wait_ready()
+            for streams in options.streams:
+                rate = asyncio.run(load(server, streams, options))
+                show(shlex.split(variant)[0], streams, rate, first)
+            server.stop()  # others may need its memory
 
 
 def start(variant: str, options: argparse.Namespace, stack: contextlib.ExitStack) -> Start:
-    """A variant's server, which ends with the stack."""
+    """A variant's server, which ends with the stack at the latest."""
     _, *more = shlex.split(variant)
     server = Start(argparse.Namespace(**{**vars(options), "serve": [*more, *options.serve]}))
     stack.callback(server.stop)
