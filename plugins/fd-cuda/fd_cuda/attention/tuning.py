@@ -124,11 +124,9 @@ class Sizes:
     ) -> NativeShape:
         """For quant_attention.cu."""
         processors, units, cluster = self.gpu.num_multiprocessors, num_seqs * num_kv_heads, 1
-        # As many blocks as registers allow: a warp computes for longer than it reads. Two where
-        # that is enough for all rows and heads without cutting any.
-        occupancy = 1 if columns == 32 else 2
-        if columns == 8 and not processors < units <= 2 * processors:
-            occupancy = 3
+        # As many blocks as registers allow; two where that many hold all rows and heads without
+        # cutting any.
+        occupancy = 1 if columns == 32 else 2 if columns == 16 or units > processors else 3
         while has_clusters and cluster < 8 and units * 2 <= processors >= units * cluster // 2:
             cluster *= 2
         target = max(1, processors * occupancy // (cluster * num_kv_heads))
