@@ -174,6 +174,41 @@ def test_engine_runs_without_a_gpu(
     assert all(min(v) > 0 for name, v in figures.items() if "decode" not in name)
 
 
+def test_a_full_engine_stays_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(ROOT / "plugins" / "fd-cuda" / "benchmarks"))
+    module = load("plugins/fd-cuda/benchmarks/steady.py")
+    left: dict[str, int] = {}
+    asked: list[tuple[int, int]] = []
+
+    def add(request: Any) -> None:
+        asked.append((len(request.prompt_token_ids), request.sampling.max_tokens))
+        left[request.request_id] = request.sampling.max_tokens
+
+    def step() -> list[TokenDeltas]:
+        names = list(left)
+        for name in names:
+            left[name] -= 1
+            if not left[name]:
+                del left[name]
+        return [TokenDeltas(names, [0] * len(names), [0] * len(names), [7] * len(names))]
+
+    options = argparse.Namespace(prompt=10, output=20)
+    load_of_all = module.Load(SimpleNamespace(add=add, step=step), 6, 100, options)
+    assert all(prompt + answer == 30 for prompt, answer in asked)
+    assert len({answer for _, answer in asked}) > 1  # they do not end together
+    for _ in range(45):
+        assert load_of_all.step() == 6
+    assert asked[6:] and set(asked[6:]) == {(10, 20)}
+    load_of_all.is_held = True
+    for _ in range(20):
+        load_of_all.step()
+    assert load_of_all.step() == 0
+    load_of_all.is_held = False
+    load_of_all.step()
+    assert load_of_all.step() == 6
+
+
 @pytest.mark.parametrize(("length", "num_drafts"), [(1.0, 1), (1.7, 1), (2.5, 3), (4.0, 3)])
 def test_as_many_drafts_are_accepted_as_were_asked_for(length: float, num_drafts: int) -> None:
     torch = pytest.importorskip("torch")

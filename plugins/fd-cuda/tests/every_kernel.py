@@ -399,6 +399,8 @@ def quantized_caches() -> None:
             batch = step.batch(tokens_per_row=same)
             getattr(quant_cache, kind.write)((k, v), cache, batch.slot_mapping, None)
             driver.forward(q, k, v, cache, driver.prepare(batch))
+            if rows is MIXED:  # as such steps are captured
+                driver.forward(q, k, v, cache, driver.prepare(step.batch(is_exact=False)))
 
 
 def one_shot() -> None:

@@ -14,6 +14,7 @@ from fastdeploy_core.errors import CapabilityError
 from fd_cuda.settings import is_batch_invariant
 
 from .plan import DecodeShape, decode_items, found_items, latent_items, prefill_tiles, split_parts
+from .prefill import zero_padding
 from .tuning import Gpu, Sizes
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ class CachedAttention(ABC):
             return Metadata(batch, [self._tiles(batch)])
         if 0 < batch.tokens_per_row <= self._most_tokens:
             return Metadata(batch, [self._decodes(batch, batch.tokens_per_row)])
+        if not batch.is_exact and not batch.tokens_per_row:
+            return Metadata(batch, [self._decodes(batch, 1), self._tiles_found_there(batch, 1)])
         if not batch.is_exact:
             raise CapabilityError(
                 f"attention driver {self.name!r} cannot capture {batch.tokens_per_row} tokens per "
@@ -115,19 +118,26 @@ class CachedAttention(ABC):
         return Launch(shape, rows, heads, columns, items, (*parts, counters))
 
     def _tiles(self, batch: AttentionBatch) -> Launch:
-        shape, rows, heads, columns, tokens = self._long_rows()
         if self._invariant:
-            items = found_items(batch, tokens, shape.tile)
-        else:
-            tiles = prefill_tiles(batch.cu_seqlens_q, batch.seq_lens, self._short, tokens)
-            host = latent_items(tiles, batch.cu_seqlens_q, batch.seq_lens, tokens, shape.tile)
-            items = self._device.to_device(host)
+            return self._tiles_found_there(batch, 0)
+        shape, rows, heads, columns, tokens = self._long_rows()
+        tiles = prefill_tiles(batch.cu_seqlens_q, batch.seq_lens, self._short, tokens)
+        host = latent_items(tiles, batch.cu_seqlens_q, batch.seq_lens, tokens, shape.tile)
+        items = self._device.to_device(host)
         return Launch(shape, rows, heads, columns, items, (items,) * 4)  # no row is split
+
+    def _tiles_found_there(self, batch: AttentionBatch, shortest: int) -> Launch:
+        """Of rows of more tokens, which only the device has to know."""
+        shape, rows, heads, columns, tokens = self._long_rows()
+        items = found_items(batch, shortest, tokens, shape.tile)
+        return Launch(shape, rows, heads, columns, items, (items,) * 4)
 
     @staticmethod
     def _out(q: Tensor, batch: AttentionBatch, width: int) -> Tensor:
         """[num_tokens, width]; zeros for padding tokens, which are not read."""
         out = q.new_empty((q.shape[0], width))
-        if q.shape[0] > batch.cu_seqlens_q[-1]:
+        if not batch.is_exact and not batch.tokens_per_row:
+            zero_padding(out, batch)
+        elif q.shape[0] > batch.cu_seqlens_q[-1]:
             out.zero_()
         return out

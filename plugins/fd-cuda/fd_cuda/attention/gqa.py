@@ -34,7 +34,7 @@ from .plan import (
     split_parts,
     stream_items,
 )
-from .prefill import clear_padding, invariant_attention, prefill_attention
+from .prefill import invariant_attention, prefill_attention, zero_padding
 from .question import MAX_ROWS
 from .rope import rotate_and_write
 from .tuning import Gpu, PrefillShape, Sizes
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.ops import KernelTable
     from torch import Tensor
 
-_ROPE_ROWS, _CLEARED_ROWS = 16, 16
+_ROPE_ROWS = 16
 # Keys per tile of the cached prefix: no more than a common block holds.
 _MAX_CACHE_KEYS = 64
 
@@ -248,11 +248,7 @@ class PagedAttention:
         out = q.new_empty((q.shape[0], spec.num_heads * spec.v_head_dim))
         # Results of padding tokens are not read.
         if not batch.is_exact and not batch.tokens_per_row:
-            tokens, width = out.shape
-            clear_padding[(cdiv(tokens, _CLEARED_ROWS),)](
-                out, batch.cu_seqlens_q_dev, batch.num_seqs, tokens, width, ROWS=_CLEARED_ROWS,
-                BLOCK=256, num_warps=4,
-            )  # fmt: skip
+            zero_padding(out, batch)
         elif q.shape[0] > batch.cu_seqlens_q[-1]:
             out.zero_()
         tiles, decodes = metadata.tiles, metadata.decodes

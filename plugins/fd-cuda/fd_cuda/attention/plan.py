@@ -413,9 +413,10 @@ def prefill_tiles(
     return tiles
 
 
-def found_items(batch: AttentionBatch, tokens: int, keys: int) -> torch.Tensor:
-    """The items of latent_items for all rows of a step, found on the device."""
-    tiles = prompt_tiles(batch, 0, tokens)
+def found_items(batch: AttentionBatch, shortest: int, tokens: int, keys: int) -> torch.Tensor:
+    """The items of latent_items for a step's rows of more than `shortest` tokens, found on the
+    device."""
+    tiles = prompt_tiles(batch, shortest, tokens)
     row, begin, first, fed, context = tiles[:, :5].unbind(1)
     count = (fed - begin).clamp(max=tokens)
     end = torch.minimum(context + begin + count, batch.seq_lens_dev[row])

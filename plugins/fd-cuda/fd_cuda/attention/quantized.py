@@ -33,6 +33,7 @@ class QuantizedAttention(CachedAttention):
     """One instance per distinct spec; see AttentionBackend."""
 
     name = "cuda_quantized"
+    can_capture_mixed = True
 
     def __init__(
         self, spec: AttentionSpec, block_size: int, device: DeviceBackend, kernels: KernelTable

@@ -21,13 +21,18 @@ def _embedding(ids_p, w_p, y_p, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: t
 
 @triton.jit
 def _rotate(
-    x_p, y_p, positions_p, cos_sin_p, stride0, stride1, num_heads,
+    x_p, y_p, stride0, stride1, num_heads, k_p, k_y_p, k_stride0, k_stride1, num_k_heads,
+    positions_p, cos_sin_p, programs,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROTARY: tl.constexpr, HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """HEADS of a token's queries, or of its keys by what programs there are after `programs`."""
     join_chain(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if part >= programs:
+        x_p, y_p, stride0, stride1, num_heads = k_p, k_y_p, k_stride0, k_stride1, num_k_heads
+        part -= programs
+    heads = part * HEADS + tl.arange(0, HEADS)
     dims = tl.arange(0, BLOCK)
     half: tl.constexpr = ROTARY // 2
     if INTERLEAVED:
@@ -87,26 +92,22 @@ def rotary_embedding(
     interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The first R dimensions of each head turned by its token's angle, in float32: new tensors."""
-    return _rotated(q, positions, cos_sin, interleaved), _rotated(
-        k, positions, cos_sin, interleaved
-    )
-
-
-def _rotated(
-    x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, interleaved: bool
-) -> torch.Tensor:
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    tokens, num_heads, width = x.shape
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+    (tokens, num_heads, width), num_k_heads = q.shape, k.shape[1]
+    turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    turned_k = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     if tokens:
         block = pad2(width)
         heads = min(pad2(num_heads), max(1, 2048 // block))
-        _rotate[(tokens, cdiv(num_heads, heads))](
-            x, y, positions, cos_sin, x.stride(0), x.stride(1), num_heads,
+        programs = cdiv(num_heads, heads)
+        _rotate[(tokens, programs + cdiv(num_k_heads, heads))](
+            q, turned, q.stride(0), q.stride(1), num_heads,
+            k, turned_k, k.stride(0), k.stride(1), num_k_heads,
+            positions, cos_sin, programs,
             WIDTH=width, BLOCK=block, ROTARY=cos_sin.shape[1], HEADS=heads,
             INTERLEAVED=interleaved, **options(num_warps=4),
         )  # fmt: skip
-    return y
+    return turned, turned_k
 
 
 def kv_write(

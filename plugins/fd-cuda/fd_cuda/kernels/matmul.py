@@ -10,8 +10,8 @@ import triton.language as tl
 from .common import INTERPRETED, batch_invariant, cdiv, join_chain, options, pad2
 
 _FEW = 16  # rows that are scored one by one
-_SOME = 512  # rows whose scores are computed in parts
-_PARTS = 8
+_SOME = 512  # rows that make small tiles
+_PARTS, _PROGRAMS = 8, 160  # at most, and of large tiles in all parts together
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -81,12 +81,27 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, K] in any dtype times weight [N, K] float32, in float32. Batch-invariant where that is
     asked for; else rows of large batches are summed in another order than those of small ones."""
+    parts = scores_in_parts(x, weight)
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0)
+
+
+def _precision(x: torch.Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 or INTERPRETED else "tf32x3"
+
+
+def scores_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """linear_float32 in parts still to be added, [parts, T, N]: rows times a few columns are too
+    few tiles for the card."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     num_rows, (width, depth) = x.shape[0], weight.shape
-    y = torch.empty((num_rows, width), dtype=torch.float32, device=x.device)
+    is_alone = num_rows <= _FEW or batch_invariant()
+    tile = (16, 32, 64) if num_rows <= _SOME else (64, 64, 32)
+    tiles = max(1, cdiv(num_rows, tile[0]) * cdiv(width, tile[1]))
+    parts = _PARTS if num_rows <= _SOME else max(1, min(_PARTS, _PROGRAMS // tiles))
+    y = x.new_empty((1 if is_alone else parts, num_rows, width), dtype=torch.float32)
     if not num_rows:
-        return y
-    if num_rows <= _FEW or batch_invariant():
+        return y[:1]
+    if is_alone:
         columns, chunk = 4, min(1024, pad2(depth))
         _scores[(num_rows, cdiv(width, columns))](
             x, weight, y, width, depth, x.stride(0), BN=columns, BK=chunk,
@@ -95,23 +110,7 @@ def linear_float32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return y
     # bfloat16 and float16 have fewer digits than TF32, so of x nothing is lost, and three products
     # keep what matters of the weight's.
-    tile = (16, 32, 64) if num_rows <= 128 else (64, 64, 32)
-    _product(x, weight, None, y, tile, _precision(x), wide=True)
-    return y
-
-
-def _precision(x: torch.Tensor) -> str:
-    return "ieee" if x.dtype == torch.float32 or INTERPRETED else "tf32x3"
-
-
-def scores_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """linear_float32 in parts still to be added, [parts, T, N]: a few rows times a few columns are
-    too few tiles for the card."""
-    num_rows, width = x.shape[0], weight.shape[0]
-    if not _FEW < num_rows <= _SOME or batch_invariant():
-        return linear_float32(x, weight).unsqueeze(0)
-    y = torch.empty((_PARTS, num_rows, width), dtype=torch.float32, device=x.device)
-    _product(x, weight, None, y, (16, 32, 64), _precision(x), wide=True, parts=_PARTS)
+    _product(x, weight, None, y, tile, _precision(x), wide=True, parts=parts)
     return y
 
 
