@@ -19,7 +19,8 @@ def _embedding(ids_p, w_p, y_p, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: t
     tl.store(y_p + row * WIDTH + cols, values, mask=inside)
 
 
-@triton.jit
+# Triton compiles a 1 in as a constant, which no variable of the kernel can replace.
+@triton.jit(do_not_specialize=["num_heads", "num_k_heads"])
 def _rotate(
     x_p, y_p, stride0, stride1, num_heads, k_p, k_y_p, k_stride0, k_stride1, num_k_heads,
     positions_p, cos_sin_p, programs,
