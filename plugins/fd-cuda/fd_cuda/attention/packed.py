@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fd_cuda.kernels.common import INTERPRETED, cdiv, pad2
+from fd_cuda.kernels.common import cdiv, pad2
 
 from .gqa import descriptor
 
@@ -98,11 +98,9 @@ def packed_attention(
 
 
 def can_attend(*tensors: torch.Tensor) -> bool:
-    """Whether the copy engine can read them, [tokens, heads, dim] each."""
+    """Whether the copy engine, where there is one, can read them, [tokens, heads, dim] each."""
     width = tensors[0].shape[2]
     if width % 8 or not 16 <= width <= _MAX_WIDTH:
-        return False
-    if not INTERPRETED and torch.cuda.get_device_capability() < (9, 0):
         return False
     return all(
         x.dtype != torch.float32
