@@ -21,12 +21,13 @@ from fastdeploy_core.types import SamplingParams
 
 pytest.importorskip("fd_speculative", reason="needs: pip install -e plugins/fd-speculative")
 pytest.importorskip("fd_spec_mtp", reason="needs: pip install -e plugins/fd-spec-mtp")
+FIXED = {"adaptive_length": False}  # as many drafts however long steps take
 METHODS: dict[str, dict[str, Any]] = {
-    "ngram": {"method": "ngram", "num_speculative_tokens": 3},
-    "suffix": {"method": "suffix", "num_speculative_tokens": 4},
-    "mtp": {"method": "mtp", "num_speculative_tokens": 2, "adaptive_length": False},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 3, **FIXED},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 4, **FIXED},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 2, **FIXED},
     "mtp, then n-grams": {
-        "method": "mtp", "num_speculative_tokens": 4, "mtp_strategy": "with_ngram",
+        "method": "mtp", "num_speculative_tokens": 4, "mtp_strategy": "with_ngram", **FIXED,
     },
 }  # fmt: skip
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -95,7 +96,7 @@ def test_tokens_are_those_without_drafts(
     name: str,
 ) -> None:
     settings = METHODS.get(method) or {
-        "method": "draft_model", "model": str(text_model), "num_speculative_tokens": 2,
+        "method": "draft_model", "model": str(text_model), "num_speculative_tokens": 2, **FIXED,
     }  # fmt: skip
     folder = with_module if name == "ernie4_5_vl" else checkpoint(name)
     asked, params = mixes(name, 9), params_of(9)
