@@ -139,7 +139,8 @@ __device__ __forceinline__ void multiply_tile(float* sum, u32 tile, int warp) {
 #define OWN (DEPTHS / SPLIT)          // parts of K whose sums a block adds
 #define FRAGMENTS (HALVES * STEPS)
 #define AT_ONCE (FRAGMENTS * OWN < 8 ? FRAGMENTS * OWN : 8)  // sums of two rows that a thread asks for at once
-#define SLOTS_AT_ONCE (FRAGMENTS < 8 ? 8 / FRAGMENTS : 1)
+#define EARLY (EPILOGUE == GATED ? 0 : 2)  // tiles before the last that a block asks for sums
+#define SLOTS_AT_ONCE (FRAGMENTS < 4 ? 4 / FRAGMENTS : 1)
 
 struct Adapters {
   const u16 *a, *b;  // [SLOTS, EACH, K], [SLOTS, N, RANK]
@@ -153,24 +154,28 @@ struct Adapters {
 // Of a sixteen of a row's sums the four that a thread has after and before it multiplies, with 16 bits of mantissa,
 // and the number of the launch. They come together: who finds the number needs not wait for anything else.
 struct Sums {
-  u32 value[4], launch;
+  u64 first, second;
+  __device__ __forceinline__ u32 launch() const { return (u32)(second >> 32); }
+  __device__ __forceinline__ float value(int i) const {
+    const u32 x = (u32)first, y = (u32)(first >> 32), z = (u32)second;
+    const u32 last = x << 24 | (y & 0xff) << 16 | (z & 0xff) << 8;
+    return __uint_as_float(i == 0 ? x & ~0xffu : i == 1 ? y & ~0xffu : i == 2 ? z & ~0xffu : last);
+  }
 };
 
-__device__ __forceinline__ void leave(uint4* to, const Sums& sums) {
-  const u32 last = sums.value[3];
-  const u64 first = __byte_perm(sums.value[0], last, 0x3217) | (u64)__byte_perm(sums.value[1], last, 0x3216) << 32;
-  const u64 second = __byte_perm(sums.value[2], last, 0x3215) | (u64)sums.launch << 32;
+__device__ __forceinline__ void leave(uint4* to, float a, float b, float c, float d, u32 launch) {
+  const u32 last = __float_as_uint(d);
+  const u64 first = __byte_perm(__float_as_uint(a), last, 0x3217) | (u64)__byte_perm(__float_as_uint(b), last, 0x3216) << 32;
+  const u64 second = __byte_perm(__float_as_uint(c), last, 0x3215) | (u64)launch << 32;
   asm volatile("{.reg .b128 v;\nmov.b128 v, {%1, %2};\nst.relaxed.gpu.global.b128 [%0], v;}" ::"l"(to), "l"(first),
                "l"(second) : "memory");
 }
 
 __device__ __forceinline__ Sums look(const uint4* from) {
-  u64 first, second;
+  Sums sums;
   asm volatile("{.reg .b128 v;\nld.relaxed.gpu.global.b128 v, [%2];\nmov.b128 {%0, %1}, v;}"
-               : "=l"(first), "=l"(second) : "l"(from) : "memory");
-  const u32 x = (u32)first, y = (u32)(first >> 32), z = (u32)second;
-  const u32 last = x << 24 | (y & 0xff) << 16 | (z & 0xff) << 8;
-  return {{x & ~0xffu, y & ~0xffu, z & ~0xffu, last}, (u32)(second >> 32)};
+               : "=l"(sums.first), "=l"(sums.second) : "l"(from) : "memory");
+  return sums;
 }
 
 // A block has read the number of the launch before. The last one leaves the next.
@@ -216,40 +221,50 @@ __device__ __forceinline__ void leave_sums(const float* sum, const Adapters& of,
       const int nth = first_column / 16 + j;
       const float* v = sum + j * 8 + half * 2;
       if (nth / SIXTEENS == slots[half])
-        leave(to + nth % SIXTEENS * 4, {{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[4]),
-                                         __float_as_uint(v[5])}, launch});
+        leave(to + nth % SIXTEENS * 4, v[0], v[1], v[4], v[5], launch);
     }
   }
 }
 
-// The sums of this thread's rows over the block's share of K, as they are multiplied.
-__device__ __forceinline__ void collect(u32 (&a)[FRAGMENTS][4], const Adapters& of, int rank, int row, int M, int part,
-                                        const int (&slots)[2], u32 launch) {
+// Where a thread finds sums of its rows.
+struct Place {
+  const uint4* inner;  // of the first row over the block's first part of K
+  int M;
+  u32 launch;
+  bool has[2];  // the rows have an adapter
+};
+
+// Look for AT_ONCE sums of each row.
+__device__ __forceinline__ void ask(Sums (&found)[AT_ONCE][2], const Place& at, int start) {
+#pragma unroll
+  for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int nth = start + i;
+      found[i][half] = {0, (u64)at.launch << 32};
+      if (nth < FRAGMENTS * OWN && at.has[half])
+        found[i][half] = look(at.inner + ((u64)(nth % OWN * at.M + half * 8) * SIXTEENS + nth / OWN) * 4);
+    }
+}
+
+// The sums of this thread's rows over the block's share of K, as they are multiplied; the first have been asked for.
+__device__ __forceinline__ void collect(u32 (&a)[FRAGMENTS][4], Sums (&found)[AT_ONCE][2], const Place& at) {
   float total[FRAGMENTS][2][4] = {};
 #pragma unroll
   for (int start = 0; start < FRAGMENTS * OWN; start += AT_ONCE) {
-    Sums found[AT_ONCE][2];
-    bool are_there;
-    do {
-      are_there = true;
+    if (start) ask(found, at, start);
+    for (;;) {
+      bool are_there = true;
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; i++)
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-          const int nth = start + i, depth = rank * OWN + nth % OWN;
-          found[i][half] = {{0, 0, 0, 0}, launch};
-          if (nth < FRAGMENTS * OWN && slots[half] >= 0)
-            found[i][half] = look(of.inner + ((u64)(depth * M + row + half * 8) * SIXTEENS + part * STEPS + nth / OWN) * 4 +
-                                  (threadIdx.x & 3));
-        }
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) are_there &= found[i][0].launch == launch && found[i][1].launch == launch;
-    } while (!are_there);
+      for (int i = 0; i < AT_ONCE; i++) are_there &= found[i][0].launch() == at.launch && found[i][1].launch() == at.launch;
+      if (are_there) break;
+      ask(found, at, start);
+    }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++)
       if (start + i < FRAGMENTS * OWN)
 #pragma unroll
-        for (int e = 0; e < 8; e++) total[(start + i) / OWN][e / 4][e % 4] += __uint_as_float(found[i][e / 4].value[e % 4]);
+        for (int e = 0; e < 8; e++) total[(start + i) / OWN][e / 4][e % 4] += found[i][e / 4].value(e % 4);
   }
   __syncwarp();
 #pragma unroll
@@ -405,7 +420,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
 #pragma unroll
   for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
   fence_registers(sum);
-  for (int t = 0; t < count; t++) {
+  const auto turn = [&](int t) {
     asm volatile("cp.async.wait_group %0;" ::"n"(ASKED - 1) : "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
@@ -418,16 +433,32 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
     multiply_tile(sum, base + (t % STAGES) * STAGE, warp);
-  }
+  };
+#if LORA
+  // The first sums are on their way while the last tiles are multiplied.
+  const int early = makes_sums ? count : max(count - EARLY, 0);
+  for (int t = 0; t < early; t++) turn(t);
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  fence_registers(sum);
+  const bool adds = !makes_sums && is_needed;
+  const int part = EPILOGUE == GATED ? 0 : (first_column >= adapters.end0) + (first_column >= adapters.end1);
+  const long long nth_row = (long long)rank * OWN * M + first_row + warp * 16 + (lane >> 2);
+  const Place place = {adapters.inner + (nth_row * SIXTEENS + part * STEPS) * 4 + (lane & 3), M, launch,
+                       {slots[0] >= 0, slots[1] >= 0}};
+  Sums found[AT_ONCE][2];
+  if (adds) ask(found, place, 0);
+#if EARLY
+  for (int t = early; t < count; t++) turn(t);
+#endif
+#else
+  for (int t = 0; t < count; t++) turn(t);
+#endif
 #if LORA
   asm volatile("cp.async.wait_group 0;" ::: "memory");  // B, where a block has no tile
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncthreads();
   u32 inner[FRAGMENTS][4];
-  if (!makes_sums && is_needed) {
-    const int part = EPILOGUE == GATED ? 0 : (first_column >= adapters.end0) + (first_column >= adapters.end1);
-    collect(inner, adapters, rank, first_row + warp * 16 + (lane >> 2), M, part, slots, launch);
-  }
+  if (adds) collect(inner, found, place);
 #endif
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   fence_registers(sum);
@@ -440,7 +471,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
     if (thread == 0) count_in(adapters.meeting, launch, gridDim.x * SPLIT);
     return;
   }
-  if (is_needed) add_adapters(sum, inner, base + STAGES * STAGE, slots);
+  if (adds) add_adapters(sum, inner, base + STAGES * STAGE, slots);
 #endif
 
   await_start();
