@@ -11,8 +11,9 @@ import torch
 from .common import num_processors
 from .plans import MOST_SHARED, Plan, Product, shared_bytes, tiles_of
 
-_MOST_SLOTS = 32  # a bit each; all are multiplied with
+_MOST_SLOTS = 32  # all are multiplied with
 _MOST_DEPTHS, _DEEP = 16, 4  # parts of K that sums are made of, and tiles of one
+_FEWEST_COLUMNS = 32  # of a tile
 _NO_END = 2**31 - 1
 _RECORD = struct.Struct("@5P3i4x")
 _SHARED_OF_ALL = 227 * 1024  # blocks on one multiprocessor
@@ -113,9 +114,12 @@ def choose(alone: Plan, product: Product, num_rows: int, shape: Shape) -> Plan |
     plan = alone if alone.kind == "gemm" else tiles_of(product, num_rows)
     if plan.kind != "gemm":
         return None
-    if product.epilogue != "gated" and any(end % plan.columns for end in shape.ends[:-1]):
-        return None  # outputs of a block have one part's sums
-    return fitted(plan, product, num_rows, shape)
+    columns, inner_ends = plan.columns, () if product.epilogue == "gated" else shape.ends[:-1]
+    while any(end % columns for end in inner_ends):  # the outputs of a block are of one part
+        columns //= 2
+        if columns < _FEWEST_COLUMNS:
+            return None
+    return fitted(replace(plan, columns=columns), product, num_rows, shape)
 
 
 def fitted(plan: Plan, product: Product, num_rows: int, shape: Shape) -> Plan | None:
