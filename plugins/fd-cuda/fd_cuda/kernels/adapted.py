@@ -12,13 +12,13 @@ from .common import num_processors
 from .plans import MOST_SHARED, Plan, Product, shared_bytes, tiles_of
 
 _MOST_SLOTS = 32  # all are multiplied with
-_MOST_DEPTHS, _DEEP = 16, 4  # parts of K that sums are made of, and tiles of one
 _FEWEST_COLUMNS = 32  # of a tile
 _NO_END = 2**31 - 1
 _RECORD = struct.Struct("@5P3i4x")
-_SHARED_OF_ALL = 227 * 1024  # blocks on one multiprocessor
+_SHARED_OF_ALL = 228 * 1024  # blocks on one multiprocessor, 1024 bytes of each the driver's
 _SIXTEEN = 64  # bytes of sixteen sums
 _HEAD = 16  # bytes before the sums
+_NUMBER = 16  # bytes for the number of a launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,9 @@ def defines(plan: Plan, product: Product, shape: Shape) -> dict[str, int]:
 
 
 def _depths(plan: Plan, product: Product) -> int:
-    """Parts of K that sums are made of: a whole number for each block of a cluster."""
-    tiles = product.depth // 64
-    wanted = min(_MOST_DEPTHS, -(-tiles // _DEEP))
-    return -(-wanted // plan.split) * plan.split
+    """Parts of K that sums are made of: each half of what a block multiplies, so that sums are
+    there when it comes to its end."""
+    return 2 * plan.split
 
 
 def _sums(plan: Plan, product: Product, num_rows: int, shape: Shape) -> int:
@@ -94,7 +93,7 @@ def _sums(plan: Plan, product: Product, num_rows: int, shape: Shape) -> int:
 def all_shared_bytes(plan: Plan, shape: Shape) -> int:
     """What a block keeps in shared memory."""
     b = -(-shape.slots * _sixteens(shape) // 4) * plan.columns * 128
-    return shared_bytes(plan.rows, plan.columns, plan.stages, plan.split) + b
+    return shared_bytes(plan.rows, plan.columns, plan.stages, plan.split) + b + _NUMBER
 
 
 def num_blocks(plan: Plan, product: Product, num_rows: int, shape: Shape | None) -> int:
@@ -129,8 +128,8 @@ def fitted(plan: Plan, product: Product, num_rows: int, shape: Shape) -> Plan | 
     found: Plan | None = None
     for stages in range(3, plan.stages + 1):
         fewer = replace(plan, stages=stages)
-        needed = all_shared_bytes(fewer, shape) + 1024
-        places = _SHARED_OF_ALL // needed * num_processors()
+        needed = all_shared_bytes(fewer, shape)
+        places = _SHARED_OF_ALL // (needed + 1024) * num_processors()
         if needed > MOST_SHARED or (found is not None and stages > 4 and places < blocks):
             break
         found = fewer

@@ -139,7 +139,7 @@ __device__ __forceinline__ void multiply_tile(float* sum, u32 tile, int warp) {
 #define OWN (DEPTHS / SPLIT)          // parts of K whose sums a block adds
 #define FRAGMENTS (HALVES * STEPS)
 #define AT_ONCE (FRAGMENTS * OWN < 8 ? FRAGMENTS * OWN : 8)  // sums of two rows that a thread asks for at once
-#define EARLY (EPILOGUE == GATED ? 0 : 2)  // tiles before the last that a block asks for sums
+#define EARLY 2  // tiles before the last that a block asks for sums
 #define SLOTS_AT_ONCE (FRAGMENTS < 4 ? 4 / FRAGMENTS : 1)
 
 struct Adapters {
@@ -178,11 +178,23 @@ __device__ __forceinline__ Sums look(const uint4* from) {
   return sums;
 }
 
-// A block has read the number of the launch before. The last one leaves the next.
-__device__ __forceinline__ void count_in(int* meeting, u32 launch, int blocks) {
+__device__ __forceinline__ u32 last_launch(const int* meeting) {
+  u32 last;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(last) : "l"(meeting) : "memory");
+  return last;
+}
+
+// How many blocks had read the number of the last launch before this one, whose own is `launch`. It is not 0, so that
+// min() is 1; it makes the count wait for what was read.
+__device__ __forceinline__ int count_in(int* meeting, u32 launch) {
   int before;
-  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(meeting + 1) : "memory");
-  if (before == blocks - 1) meeting[0] = launch, meeting[1] = 0;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(meeting + min(launch, 1u)) : "memory");
+  return before;
+}
+
+// The last block to read leaves the number for the next launch.
+__device__ __forceinline__ void count_out(int* meeting, u32 launch, int before) {
+  if (before == (int)(gridDim.x * SPLIT) - 1) meeting[0] = launch, meeting[1] = 0;
 }
 
 // A block's outputs.
@@ -332,7 +344,11 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
 #else
   constexpr int TILES = STAGES * STAGE;
 #endif
-  float* parts = (float*)(memory + (base - shared_address(memory)) + (SPLIT > 1 ? TILES : 0));
+  unsigned char* tiles = memory + (base - shared_address(memory));
+  float* parts = (float*)(tiles + (SPLIT > 1 ? TILES : 0));
+#if LORA
+  u32* number = (u32*)(tiles + TILES + (SPLIT > 1 ? BM * PITCH * 4 : 0));  // of the launch
+#endif
 
   Pieces p;
   {
@@ -380,18 +396,17 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   }
 
 #if LORA
-  const u32 launch = __ldcg(adapters.meeting) + 1;
+  u32 last = 0;
+  if (thread == 0) last = last_launch(adapters.meeting);
   int slots[2] = {-1, -1};  // of this thread's rows
-  bool is_needed = false;   // by one of the block's rows
+  bool has_adapter = false;  // one of the block's rows
 #pragma unroll
-  for (int m = first_row + lane; m < first_row + BM; m += 32) is_needed |= m < M && __ldcg(adapters.slots + m) >= 0;
+  for (int m = first_row + lane; m < first_row + BM; m += 32) has_adapter |= m < M && __ldcg(adapters.slots + m) >= 0;
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int m = first_row + warp * 16 + (lane >> 2) + half * 8;
     if (m < M) slots[half] = __ldcg(adapters.slots + m);
   }
-  is_needed = __any_sync(~0u, is_needed);
-  if (makes_sums && !is_needed) count = 0;
 #endif
   // What this thread will finish: four columns each. Their residuals are asked for now.
   constexpr int QUADS = OUT / 4, TURNS = (ROWS * QUADS + THREADS - 1) / THREADS;
@@ -440,16 +455,21 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   for (int t = 0; t < early; t++) turn(t);
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   fence_registers(sum);
-  const bool adds = !makes_sums && is_needed;
+  int before = -1;
+  if (thread == 0) {
+    *number = last + 1 + (last == ~0u);
+    before = count_in(adapters.meeting, *number);
+  }
+  __syncthreads();
+  const u32 launch = *number;
+  const bool adds = !makes_sums && __any_sync(~0u, has_adapter);
   const int part = EPILOGUE == GATED ? 0 : (first_column >= adapters.end0) + (first_column >= adapters.end1);
   const long long nth_row = (long long)rank * OWN * M + first_row + warp * 16 + (lane >> 2);
   const Place place = {adapters.inner + (nth_row * SIXTEENS + part * STEPS) * 4 + (lane & 3), M, launch,
                        {slots[0] >= 0, slots[1] >= 0}};
   Sums found[AT_ONCE][2];
   if (adds) ask(found, place, 0);
-#if EARLY
   for (int t = early; t < count; t++) turn(t);
-#endif
 #else
   for (int t = 0; t < count; t++) turn(t);
 #endif
@@ -467,8 +487,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
 #if LORA
   if (makes_sums) {
     leave_sums(sum, adapters, depth, first_row + r, M, first_column, slots, launch);
-    __syncthreads();  // all have read the number
-    if (thread == 0) count_in(adapters.meeting, launch, gridDim.x * SPLIT);
+    if (thread == 0) count_out(adapters.meeting, launch, before);
     return;
   }
   if (adds) add_adapters(sum, inner, base + STAGES * STAGE, slots);
@@ -533,6 +552,6 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
     }
   }
 #if LORA
-  if (thread == 0) count_in(adapters.meeting, launch, gridDim.x * SPLIT);
+  if (thread == 0) count_out(adapters.meeting, launch, before);
 #endif
 }
