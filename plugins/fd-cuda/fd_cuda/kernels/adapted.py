@@ -90,9 +90,14 @@ def _sums(plan: Plan, product: Product, num_rows: int, shape: Shape) -> int:
     return tiles * -(-num_rows // plan.rows) * (_depths(plan, product) // plan.split)
 
 
+def _own_slots(plan: Plan, shape: Shape) -> int:
+    """Of a block: those of a cluster divide them among themselves."""
+    return -(-shape.slots // plan.split)
+
+
 def all_shared_bytes(plan: Plan, shape: Shape) -> int:
     """What a block keeps in shared memory."""
-    b = -(-shape.slots * _sixteens(shape) // 4) * plan.columns * 128
+    b = -(-_own_slots(plan, shape) * _sixteens(shape) // 4) * plan.columns * 128
     return shared_bytes(plan.rows, plan.columns, plan.stages, plan.split) + b + _NUMBER
 
 

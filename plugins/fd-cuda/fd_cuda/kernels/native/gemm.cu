@@ -134,11 +134,11 @@ __device__ __forceinline__ void multiply_tile(float* sum, u32 tile, int warp) {
 #define EACH (PARTS * RANK)           // rows of an adapter's A
 #define STEPS ((RANK + 15) / 16)      // sixteens of an adapter's rank, the last one filled up with zeros
 #define SIXTEENS (PARTS * STEPS)      // of an adapter's sums of one row
-#define TILES_B ((SLOTS * STEPS + 3) / 4)
+#define OWN_SLOTS ((SLOTS + SPLIT - 1) / SPLIT)  // of all that the blocks of a cluster divide among themselves
+#define TILES_B ((OWN_SLOTS * STEPS + 3) / 4)
 #define HALVES (EPILOGUE == GATED ? 2 : 1)  // of a block's outputs, each with sums of its own
-#define OWN (DEPTHS / SPLIT)          // parts of K whose sums a block adds
 #define FRAGMENTS (HALVES * STEPS)
-#define AT_ONCE (FRAGMENTS * OWN < 8 ? FRAGMENTS * OWN : 8)  // sums of two rows that a thread asks for at once
+#define AT_ONCE (FRAGMENTS * DEPTHS < 8 ? FRAGMENTS * DEPTHS : 8)  // sums of two rows that a thread asks for at once
 #define EARLY 2  // tiles before the last that a block asks for sums
 #define SLOTS_AT_ONCE (FRAGMENTS < 4 ? 4 / FRAGMENTS : 1)
 
@@ -178,6 +178,10 @@ __device__ __forceinline__ Sums look(const uint4* from) {
   return sums;
 }
 
+// The slots of the nth of a cluster's blocks.
+__device__ __forceinline__ int slot_of(int nth, int rank) { return SPLIT > 1 ? nth * SPLIT + rank : nth; }
+__device__ __forceinline__ bool is_own(int slot, int rank) { return slot >= 0 && (SPLIT == 1 || slot % SPLIT == rank); }
+
 __device__ __forceinline__ u32 last_launch(const int* meeting) {
   u32 last;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(last) : "l"(meeting) : "memory");
@@ -208,12 +212,12 @@ struct Outputs {
   }
 };
 
-// B of all adapters for the block's outputs, as tiles of W lie: of each output, sixteen after sixteen.
-__device__ __forceinline__ void ask_for_b(const Adapters& of, const Outputs& outputs, u32 tiles) {
+// B of the block's adapters for its outputs, as tiles of W lie: of each output, sixteen after sixteen.
+__device__ __forceinline__ void ask_for_b(const Adapters& of, const Outputs& outputs, int rank, u32 tiles) {
 #pragma unroll 4
   for (int e = threadIdx.x; e < TILES_B * BN * 8; e += THREADS) {
     const int c = e & 7, row = e / 8 % BN, eight = e / (8 * BN) * 8 + c;
-    const int slot = eight / (STEPS * 2), first = eight % (STEPS * 2) * 8;
+    const int slot = slot_of(eight / (STEPS * 2), rank), first = eight % (STEPS * 2) * 8;
     bool inside;
     const int n = outputs.of(row, inside);
     inside &= slot < SLOTS && first < RANK;
@@ -240,10 +244,10 @@ __device__ __forceinline__ void leave_sums(const float* sum, const Adapters& of,
 
 // Where a thread finds sums of its rows.
 struct Place {
-  const uint4* inner;  // of the first row over the block's first part of K
+  const uint4* inner;  // of the first row over the first part of K
   int M;
   u32 launch;
-  bool has[2];  // the rows have an adapter
+  bool has[2];  // the rows have one of the block's adapters
 };
 
 // Look for AT_ONCE sums of each row.
@@ -254,16 +258,16 @@ __device__ __forceinline__ void ask(Sums (&found)[AT_ONCE][2], const Place& at, 
     for (int half = 0; half < 2; half++) {
       const int nth = start + i;
       found[i][half] = {0, (u64)at.launch << 32};
-      if (nth < FRAGMENTS * OWN && at.has[half])
-        found[i][half] = look(at.inner + ((u64)(nth % OWN * at.M + half * 8) * SIXTEENS + nth / OWN) * 4);
+      if (nth < FRAGMENTS * DEPTHS && at.has[half])
+        found[i][half] = look(at.inner + ((u64)(nth % DEPTHS * at.M + half * 8) * SIXTEENS + nth / DEPTHS) * 4);
     }
 }
 
-// The sums of this thread's rows over the block's share of K, as they are multiplied; the first have been asked for.
+// The sums of this thread's rows, as they are multiplied; the first have been asked for.
 __device__ __forceinline__ void collect(u32 (&a)[FRAGMENTS][4], Sums (&found)[AT_ONCE][2], const Place& at) {
   float total[FRAGMENTS][2][4] = {};
 #pragma unroll
-  for (int start = 0; start < FRAGMENTS * OWN; start += AT_ONCE) {
+  for (int start = 0; start < FRAGMENTS * DEPTHS; start += AT_ONCE) {
     if (start) ask(found, at, start);
     for (;;) {
       bool are_there = true;
@@ -274,9 +278,9 @@ __device__ __forceinline__ void collect(u32 (&a)[FRAGMENTS][4], Sums (&found)[AT
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++)
-      if (start + i < FRAGMENTS * OWN)
+      if (start + i < FRAGMENTS * DEPTHS)
 #pragma unroll
-        for (int e = 0; e < 8; e++) total[(start + i) / OWN][e / 4][e % 4] += found[i][e / 4].value(e % 4);
+        for (int e = 0; e < 8; e++) total[(start + i) / DEPTHS][e / 4][e % 4] += found[i][e / 4].value(e % 4);
   }
   __syncwarp();
 #pragma unroll
@@ -286,22 +290,22 @@ __device__ __forceinline__ void collect(u32 (&a)[FRAGMENTS][4], Sums (&found)[AT
 }
 
 // Sums times B, on top of the product.
-__device__ __forceinline__ void add_adapters(float* sum, const u32 (&a)[FRAGMENTS][4], u32 tiles, const int (&slots)[2]) {
+__device__ __forceinline__ void add_adapters(float* sum, const u32 (&a)[FRAGMENTS][4], u32 tiles, int rank, const int (&slots)[2]) {
   constexpr int COLUMNS = BN / HALVES;
 #pragma unroll 1
-  for (int first = 0; first < SLOTS; first += SLOTS_AT_ONCE) {
+  for (int first = 0; first < OWN_SLOTS; first += SLOTS_AT_ONCE) {
     u32 own[SLOTS_AT_ONCE][FRAGMENTS][4];
 #pragma unroll
     for (int s = 0; s < SLOTS_AT_ONCE; s++)
 #pragma unroll
-      for (int e = 0; e < FRAGMENTS * 4; e++) own[s][e / 4][e % 4] = slots[e & 1] == first + s ? a[e / 4][e % 4] : 0;
+      for (int e = 0; e < FRAGMENTS * 4; e++) own[s][e / 4][e % 4] = slots[e & 1] == slot_of(first + s, rank) ? a[e / 4][e % 4] : 0;
     fence_registers(sum);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int s = 0; s < SLOTS_AT_ONCE; s++)
 #pragma unroll
       for (int f = 0; f < FRAGMENTS; f++) {
-        const int sixteen = min(first + s, SLOTS - 1) * STEPS + f % STEPS, half = f / STEPS;
+        const int sixteen = min(first + s, OWN_SLOTS - 1) * STEPS + f % STEPS, half = f / STEPS;
         const u64 b = descriptor(tiles + sixteen / 4 * TILE_W + half * COLUMNS * 128) + sixteen % 4 * 2;
         multiply<COLUMNS>(sum + half * (COLUMNS / 2), own[s][f], b);
       }
@@ -385,7 +389,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   for (int s = 0; s < ASKED; s++)
     if (s < count) ask_for_weights(p, base + s * STAGE, s * BK);
 #if LORA
-  if (!makes_sums) ask_for_b(adapters, {first_column, width, N}, base + STAGES * STAGE);
+  if (!makes_sums) ask_for_b(adapters, {first_column, width, N}, rank, base + STAGES * STAGE);
 #endif
   let_next_start();
   wait_for_previous();
@@ -464,9 +468,9 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   const u32 launch = *number;
   const bool adds = !makes_sums && __any_sync(~0u, has_adapter);
   const int part = EPILOGUE == GATED ? 0 : (first_column >= adapters.end0) + (first_column >= adapters.end1);
-  const long long nth_row = (long long)rank * OWN * M + first_row + warp * 16 + (lane >> 2);
-  const Place place = {adapters.inner + (nth_row * SIXTEENS + part * STEPS) * 4 + (lane & 3), M, launch,
-                       {slots[0] >= 0, slots[1] >= 0}};
+  const int row = first_row + warp * 16 + (lane >> 2);
+  const Place place = {adapters.inner + ((u64)row * SIXTEENS + part * STEPS) * 4 + (lane & 3), M, launch,
+                       {is_own(slots[0], rank), is_own(slots[1], rank)}};
   Sums found[AT_ONCE][2];
   if (adds) ask(found, place, 0);
   for (int t = early; t < count; t++) turn(t);
@@ -490,7 +494,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
     if (thread == 0) count_out(adapters.meeting, launch, before);
     return;
   }
-  if (adds) add_adapters(sum, inner, base + STAGES * STAGE, slots);
+  if (adds) add_adapters(sum, inner, base + STAGES * STAGE, rank, slots);
 #endif
 
   await_start();
