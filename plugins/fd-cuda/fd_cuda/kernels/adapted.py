@@ -11,14 +11,12 @@ import torch
 from .common import num_processors
 from .plans import MOST_SHARED, Plan, Product, shared_bytes, tiles_of
 
-_MOST_SLOTS = 32  # all are multiplied with
-_FEWEST_COLUMNS = 32  # of a tile
+HELPERS = 128  # threads of a block that fetch what adapters add
+_MOST_SLOTS = 32  # a bit each; all are multiplied with
+_MOST_DEPTHS, _DEEP = 16, 4  # parts of K that sums are made of, and tiles of one
 _NO_END = 2**31 - 1
 _RECORD = struct.Struct("@5P3i4x")
-_SHARED_OF_ALL = 228 * 1024  # blocks on one multiprocessor, 1024 bytes of each the driver's
-_SIXTEEN = 64  # bytes of sixteen sums
-_HEAD = 16  # bytes before the sums
-_NUMBER = 16  # bytes for the number of a launch
+_SHARED_OF_ALL = 227 * 1024  # blocks on one multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +45,18 @@ class Adapters:
 
     def record(self, plan: Plan, product: Product, num_rows: int) -> bytes:
         """As native/gemm.cu reads it, with room for what its blocks leave each other."""
-        depths, parts = _depths(plan, product), len(self.ends)
-        needed = _HEAD + depths * num_rows * parts * _sixteens(self.shape) * _SIXTEEN
-        room = _room(self.a.device, 1 << (needed - 1).bit_length()).data_ptr()
-        pointers = (self.a.data_ptr(), self.b.data_ptr(), self.slots.data_ptr(), room + _HEAD, room)
+        device = self.a.device
+        sizes = (_depths(plan, product), num_rows, self.a.shape[1])
+        inner = torch.empty(sizes, dtype=torch.float32, device=device)
+        tensors = (self.a, self.b, self.slots, inner, _meeting(device))
         ends = (*self.ends[:-1], _NO_END, _NO_END)[:2]
-        return _RECORD.pack(*pointers, _sums(plan, product, num_rows, self.shape), *ends)
+        sums = _sums(plan, product, num_rows, self.shape)
+        return _RECORD.pack(*(t.data_ptr() for t in tensors), sums, *ends)
 
 
 @functools.cache
-def _room(device: torch.device, size: int) -> torch.Tensor:
-    """Of all launches that need no more, one after the other: each gives its sums a number, so that
-    they are told from what the ones before have left."""
-    return torch.zeros(size, dtype=torch.uint8, device=device)
-
-
-def _sixteens(shape: Shape) -> int:
-    """Of the rank, the last one filled up."""
-    return -(-shape.rank // 16)
+def _meeting(device: torch.device) -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.int32, device=device)
 
 
 def defines(plan: Plan, product: Product, shape: Shape) -> dict[str, int]:
@@ -79,26 +71,24 @@ def defines(plan: Plan, product: Product, shape: Shape) -> dict[str, int]:
 
 
 def _depths(plan: Plan, product: Product) -> int:
-    """Parts of K that sums are made of: each half of what a block multiplies, so that sums are
-    there when it comes to its end."""
-    return 2 * plan.split
+    """Parts of K that sums are made of: a whole number for each block of a cluster."""
+    tiles = product.depth // 64
+    wanted = min(_MOST_DEPTHS, -(-tiles // _DEEP))
+    return -(-wanted // plan.split) * plan.split
 
 
 def _sums(plan: Plan, product: Product, num_rows: int, shape: Shape) -> int:
     """Blocks along x that make sums."""
-    tiles = -(-shape.slots * len(shape.ends) * _sixteens(shape) * 16 // plan.columns)
+    tiles = -(-shape.slots * len(shape.ends) * shape.rank // plan.columns)
     return tiles * -(-num_rows // plan.rows) * (_depths(plan, product) // plan.split)
-
-
-def _own_slots(plan: Plan, shape: Shape) -> int:
-    """Of a block: those of a cluster divide them among themselves."""
-    return -(-shape.slots // plan.split)
 
 
 def all_shared_bytes(plan: Plan, shape: Shape) -> int:
     """What a block keeps in shared memory."""
-    b = -(-_own_slots(plan, shape) * _sixteens(shape) // 4) * plan.columns * 128
-    return shared_bytes(plan.rows, plan.columns, plan.stages, plan.split) + b + _NUMBER
+    slots, inner = plan.rows * 4, plan.rows // plan.split * len(shape.ends) * shape.rank * 4
+    b = shape.slots * plan.columns * shape.rank * 2
+    of_product = shared_bytes(plan.rows, plan.columns, plan.stages, plan.split)
+    return of_product + slots + inner + b
 
 
 def num_blocks(plan: Plan, product: Product, num_rows: int, shape: Shape | None) -> int:
@@ -115,15 +105,10 @@ def choose(alone: Plan, product: Product, num_rows: int, shape: Shape) -> Plan |
     compute it."""
     if product.depth % 64 or shape.rank % 8 or shape.slots > _MOST_SLOTS or len(shape.ends) > 3:
         return None
-    plan = alone if alone.kind == "gemm" else tiles_of(product, num_rows)
-    if plan.kind != "gemm":
+    if any(end % 4 for end in shape.ends):
         return None
-    columns, inner_ends = plan.columns, () if product.epilogue == "gated" else shape.ends[:-1]
-    while any(end % columns for end in inner_ends):  # the outputs of a block are of one part
-        columns //= 2
-        if columns < _FEWEST_COLUMNS:
-            return None
-    return fitted(replace(plan, columns=columns), product, num_rows, shape)
+    plan = alone if alone.kind == "gemm" else tiles_of(product, num_rows)
+    return fitted(plan, product, num_rows, shape) if plan.kind == "gemm" else None
 
 
 def fitted(plan: Plan, product: Product, num_rows: int, shape: Shape) -> Plan | None:
@@ -133,8 +118,8 @@ def fitted(plan: Plan, product: Product, num_rows: int, shape: Shape) -> Plan | 
     found: Plan | None = None
     for stages in range(3, plan.stages + 1):
         fewer = replace(plan, stages=stages)
-        needed = all_shared_bytes(fewer, shape)
-        places = _SHARED_OF_ALL // (needed + 1024) * num_processors()
+        needed = all_shared_bytes(fewer, shape) + 1024
+        places = _SHARED_OF_ALL // needed * num_processors()
         if needed > MOST_SHARED or (found is not None and stages > 4 and places < blocks):
             break
         found = fewer

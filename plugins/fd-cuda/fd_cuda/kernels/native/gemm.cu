@@ -8,9 +8,9 @@
 // GATED: the first half of a tile are gate rows, the second the up rows that belong to them.
 // A row of x comes out the same whatever M is.
 // LORA: the first blocks multiply x with the first halves A of all adapters, over a small part of K each, so
-// that they end early; they wait for nobody and are the first to be given a place. The others ask for these sums
-// when they have multiplied their own share, and multiply them with the second halves B on top: rows of one
-// adapter after the other, zeros in the place of other rows.
+// that they end early. In the others a second group of warps waits for these sums and fetches, while the
+// first one multiplies, what its rows need of them and of the second halves B. Blocks that make sums are the
+// first to be given a place, and wait for nobody.
 
 #include "common.cuh"
 #include "cluster.cuh"
@@ -19,7 +19,9 @@
 #ifndef LORA
 #define LORA 0
 #endif
-#define THREADS (BM * 2)
+#define THREADS (BM * 2)  // that multiply
+#define ALL (LORA ? THREADS + HELPERS : THREADS)
+#define HELPERS 128
 #define TILE_X (BM * 128)
 #define TILE_W (BN * 128)
 #define STAGE (TILE_X + TILE_W)
@@ -28,6 +30,15 @@
 #define W_PIECES (BN * 8 / THREADS)  // of 16 bytes, of a tile, that one thread asks for
 #define X_PIECES (BM * 8 / THREADS)
 #define ASKED (RESIDENT ? STAGES : STAGES - 2)
+
+// Of those that multiply.
+__device__ __forceinline__ void sync_group() {
+#if LORA
+  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+#else
+  __syncthreads();
+#endif
+}
 
 __device__ __forceinline__ u32 shared_address(const void* p) {
   return (u32)__cvta_generic_to_shared(p);
@@ -49,46 +60,30 @@ __device__ __forceinline__ void fence_registers(float* d) {
 }
 
 #define R4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define R8(d, i) R4(d, i), R4(d, i + 4)
-#define R16(d, i) R8(d, i), R8(d, i + 8)
-#define LIST_8 "{%0,%1,%2,%3,%4,%5,%6,%7}"
-#define LIST_16 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}"
-#define LIST_32 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
-  "%24,%25,%26,%27,%28,%29,%30,%31}"
-#define LIST_64 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
+#define R16(d, i) R4(d, i), R4(d, i + 4), R4(d, i + 8), R4(d, i + 12)
+#if BN == 128
+#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
   "%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
   "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}"
-#define WGMMA(n, list) "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." TYPE "." TYPE " " list ", "
-#define OF_SHARED(from, to) "%" from ", %" to ", 1, 1, 1, 0, 0;"
-#define OF_REGISTERS(r, s, t, u, to) "{%" r ",%" s ",%" t ",%" u "}, %" to ", 1, 1, 1, 0;"
+#define D_REGS(d) R16(d, 0), R16(d, 16), R16(d, 32), R16(d, 48)
+#define SHAPE "m64n128k16"
+#define TAIL "%64, %65, 1, 1, 1, 0, 0;"
+#elif BN == 64
+#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23," \
+  "%24,%25,%26,%27,%28,%29,%30,%31}"
+#define D_REGS(d) R16(d, 0), R16(d, 16)
+#define SHAPE "m64n64k16"
+#define TAIL "%32, %33, 1, 1, 1, 0, 0;"
+#elif BN == 32
+#define D_LIST "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}"
+#define D_REGS(d) R16(d, 0)
+#define SHAPE "m64n32k16"
+#define TAIL "%16, %17, 1, 1, 1, 0, 0;"
+#endif
 
-// 64 rows times `columns` rows of b; both, or b alone, from shared memory.
-template <int columns>
 __device__ __forceinline__ void multiply(float* d, u64 a, u64 b) {
-  if constexpr (columns == 128)
-    asm volatile(WGMMA("128", LIST_64) OF_SHARED("64", "65")
-                 : R16(d, 0), R16(d, 16), R16(d, 32), R16(d, 48) : "l"(a), "l"(b));
-  else if constexpr (columns == 64)
-    asm volatile(WGMMA("64", LIST_32) OF_SHARED("32", "33") : R16(d, 0), R16(d, 16) : "l"(a), "l"(b));
-  else
-    asm volatile(WGMMA("32", LIST_16) OF_SHARED("16", "17") : R16(d, 0) : "l"(a), "l"(b));
-}
-
-template <int columns>
-__device__ __forceinline__ void multiply(float* d, const u32 (&a)[4], u64 b) {
-  if constexpr (columns == 128)
-    asm volatile(WGMMA("128", LIST_64) OF_REGISTERS("64", "65", "66", "67", "68")
-                 : R16(d, 0), R16(d, 16), R16(d, 32), R16(d, 48)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  else if constexpr (columns == 64)
-    asm volatile(WGMMA("64", LIST_32) OF_REGISTERS("32", "33", "34", "35", "36")
-                 : R16(d, 0), R16(d, 16) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  else if constexpr (columns == 32)
-    asm volatile(WGMMA("32", LIST_16) OF_REGISTERS("16", "17", "18", "19", "20")
-                 : R16(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  else
-    asm volatile(WGMMA("16", LIST_8) OF_REGISTERS("8", "9", "10", "11", "12")
-                 : R8(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  asm volatile("wgmma.mma_async.sync.aligned." SHAPE ".f32." TYPE "." TYPE " " D_LIST ", " TAIL
+               : D_REGS(d) : "l"(a), "l"(b));
 }
 
 #if SPLIT > 1
@@ -125,80 +120,62 @@ __device__ __forceinline__ void multiply_tile(float* sum, u32 tile, int warp) {
   const u64 tile_w = descriptor(tile + TILE_X), tile_x = descriptor(tile + (warp >> 2) * 64 * 128);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-  for (int s = 0; s < 4; s++) multiply<BN>(sum, tile_x + s * 2, tile_w + s * 2);
+  for (int s = 0; s < 4; s++) multiply(sum, tile_x + s * 2, tile_w + s * 2);
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
 }
 
 #if LORA
-#define EACH (PARTS * RANK)           // rows of an adapter's A
-#define STEPS ((RANK + 15) / 16)      // sixteens of an adapter's rank, the last one filled up with zeros
-#define SIXTEENS (PARTS * STEPS)      // of an adapter's sums of one row
-#define OWN_SLOTS ((SLOTS + SPLIT - 1) / SPLIT)  // of all that the blocks of a cluster divide among themselves
-#define TILES_B ((OWN_SLOTS * STEPS + 3) / 4)
-#define HALVES (EPILOGUE == GATED ? 2 : 1)  // of a block's outputs, each with sums of its own
-#define FRAGMENTS (HALVES * STEPS)
-#define AT_ONCE (FRAGMENTS * DEPTHS < 8 ? FRAGMENTS * DEPTHS : 8)  // sums of two rows that a thread asks for at once
-#define EARLY 2  // tiles before the last that a block asks for sums
-#define SLOTS_AT_ONCE (FRAGMENTS < 4 ? 4 / FRAGMENTS : 1)
+#define EACH (PARTS * RANK)  // rows of an adapter's A
+#define PIECES_B (RANK / 8)  // of 16 bytes, of an output's B
 
 struct Adapters {
   const u16 *a, *b;  // [SLOTS, EACH, K], [SLOTS, N, RANK]
   const int* slots;  // of the rows; -1: none
-  uint4* inner;      // [DEPTHS, M, SIXTEENS, 4]: A x of each row's own adapter over parts of K, see Sums
-  int* meeting;      // the number of the last launch, and how many blocks of this one have read it
+  float* inner;      // [DEPTHS, M, EACH]: A x of each row's own adapter, over parts of K
+  int* meeting;      // zeros: blocks that have left sums there, and blocks that have seen all of them
   int sums;          // blocks that make sums, along x
   int end0, end1;    // first output of the next part
 };
 
-// Of a sixteen of a row's sums the four that a thread has after and before it multiplies, with 16 bits of mantissa,
-// and the number of the launch. They come together: who finds the number needs not wait for anything else.
-struct Sums {
-  u64 first, second;
-  __device__ __forceinline__ u32 launch() const { return (u32)(second >> 32); }
-  __device__ __forceinline__ float value(int i) const {
-    const u32 x = (u32)first, y = (u32)(first >> 32), z = (u32)second;
-    const u32 last = x << 24 | (y & 0xff) << 16 | (z & 0xff) << 8;
-    return __uint_as_float(i == 0 ? x & ~0xffu : i == 1 ? y & ~0xffu : i == 2 ? z & ~0xffu : last);
-  }
-};
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
-__device__ __forceinline__ void leave(uint4* to, float a, float b, float c, float d, u32 launch) {
-  const u32 last = __float_as_uint(d);
-  const u64 first = __byte_perm(__float_as_uint(a), last, 0x3217) | (u64)__byte_perm(__float_as_uint(b), last, 0x3216) << 32;
-  const u64 second = __byte_perm(__float_as_uint(c), last, 0x3215) | (u64)launch << 32;
-  asm volatile("{.reg .b128 v;\nmov.b128 v, {%1, %2};\nst.relaxed.gpu.global.b128 [%0], v;}" ::"l"(to), "l"(first),
-               "l"(second) : "memory");
+__device__ __forceinline__ void arrive(int* count) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
 }
 
-__device__ __forceinline__ Sums look(const uint4* from) {
-  Sums sums;
-  asm volatile("{.reg .b128 v;\nld.relaxed.gpu.global.b128 v, [%2];\nmov.b128 {%0, %1}, v;}"
-               : "=l"(sums.first), "=l"(sums.second) : "l"(from) : "memory");
-  return sums;
+__device__ __forceinline__ void await_sums(const int* count, int wanted) {
+  int seen;
+  do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
+  while (seen < wanted);
 }
 
-// The slots of the nth of a cluster's blocks.
-__device__ __forceinline__ int slot_of(int nth, int rank) { return SPLIT > 1 ? nth * SPLIT + rank : nth; }
-__device__ __forceinline__ bool is_own(int slot, int rank) { return slot >= 0 && (SPLIT == 1 || slot % SPLIT == rank); }
-
-__device__ __forceinline__ u32 last_launch(const int* meeting) {
-  u32 last;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(last) : "l"(meeting) : "memory");
-  return last;
-}
-
-// How many blocks had read the number of the last launch before this one, whose own is `launch`. It is not 0, so that
-// min() is 1; it makes the count wait for what was read.
-__device__ __forceinline__ int count_in(int* meeting, u32 launch) {
+// How many blocks had seen all sums before this one.
+__device__ __forceinline__ int count_in(int* meeting) {
   int before;
-  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(meeting + min(launch, 1u)) : "memory");
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(meeting + 1) : "memory");
   return before;
 }
 
-// The last block to read leaves the number for the next launch.
-__device__ __forceinline__ void count_out(int* meeting, u32 launch, int before) {
-  if (before == (int)(gridDim.x * SPLIT) - 1) meeting[0] = launch, meeting[1] = 0;
+__device__ __forceinline__ int part_of(const Adapters& of, int column) {
+  return (column >= of.end0) + (column >= of.end1);
+}
+
+// Where a piece of B stands in shared memory: threads that read at once read from different banks.
+__device__ __forceinline__ int place_of(int piece) { return piece ^ (piece >> 3 & 7); }
+
+// What an adapter adds to four outputs, of which b has pieces from the first one's on.
+__device__ __forceinline__ void add_adapter(float* v, const uint4* b, int piece, const float* inner) {
+#pragma unroll
+  for (int r = 0; r < PIECES_B; r++) {
+    const float4 p = ((const float4*)inner)[r * 2], q = ((const float4*)inner)[r * 2 + 1];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const uint4 w = b[place_of(piece + j * PIECES_B + r)];
+      v[j] += low(w.x) * p.x + high(w.x) * p.y + low(w.y) * p.z + high(w.y) * p.w;
+      v[j] += low(w.z) * q.x + high(w.z) * q.y + low(w.w) * q.z + high(w.w) * q.w;
+    }
+  }
 }
 
 // A block's outputs.
@@ -210,113 +187,63 @@ struct Outputs {
     inside = n < width;
     return n + (EPILOGUE == GATED && row >= BN / 2 ? N / 2 : 0);
   }
+  __device__ __forceinline__ int first_part(const Adapters& of) const {
+    return EPILOGUE == GATED ? 0 : part_of(of, first_column);
+  }
+  __device__ __forceinline__ int last_part(const Adapters& of) const {
+    return EPILOGUE == GATED ? 1 : part_of(of, min(first_column + BN, width) - 1);
+  }
 };
 
-// B of the block's adapters for its outputs, as tiles of W lie: of each output, sixteen after sixteen.
-__device__ __forceinline__ void ask_for_b(const Adapters& of, const Outputs& outputs, int rank, u32 tiles) {
-#pragma unroll 4
-  for (int e = threadIdx.x; e < TILES_B * BN * 8; e += THREADS) {
-    const int c = e & 7, row = e / 8 % BN, eight = e / (8 * BN) * 8 + c;
-    const int slot = slot_of(eight / (STEPS * 2), rank), first = eight % (STEPS * 2) * 8;
+// The second group of warps: the slots of this block's rows, A x of their adapters, and B of these.
+__device__ __forceinline__ void fetch_adapters(const Adapters& of, const Outputs& outputs, int first_row, int M,
+                                               int* slots_of, float* inner_of, uint4* b, int wanted, int blocks) {
+  const int thread = threadIdx.x - THREADS, lane = thread & 31;
+  constexpr int LINES = BN * RANK * 2 / 128;
+  for (int e = thread; e < SLOTS * LINES; e += HELPERS) {
     bool inside;
-    const int n = outputs.of(row, inside);
-    inside &= slot < SLOTS && first < RANK;
-    copy_async(tiles + e / (8 * BN) * TILE_W + row * 128 + ((c ^ (row & 7)) << 4),
-               of.b + (inside ? ((u64)slot * outputs.N + n) * RANK + first : 0), inside);
+    const int row = e % LINES * 64 / RANK, n = outputs.of(row, inside);
+    if (inside) prefetch(of.b + ((u64)(e / LINES) * outputs.N + n) * RANK);
   }
-}
-
-// Leave what a block that makes sums has of each row's own adapter. The columns are sixteens of all adapters.
-__device__ __forceinline__ void leave_sums(const float* sum, const Adapters& of, int depth, int row, int M,
-                                           int first_column, const int (&slots)[2], u32 launch) {
+  wait_for_previous();
+  u32 needed = 0;
+  for (int m = lane; m < ROWS; m += 32) {
+    const int slot = first_row + m < M ? __ldcg(of.slots + first_row + m) : -1;
+    slots_of[m] = slot;  // by each warp, alike
+    if (slot >= 0) needed |= 1u << slot;
+  }
+  needed = __reduce_or_sync(~0u, needed);
+  for (int e = thread; e < SLOTS * BN * PIECES_B; e += HELPERS) {
+    const int slot = e / (BN * PIECES_B);
+    if (!(needed >> slot & 1)) continue;
+    bool inside;
+    const int n = outputs.of(e / PIECES_B % BN, inside);
+    copy_async(shared_address(b + place_of(e)),
+               of.b + ((u64)slot * outputs.N + (inside ? n : 0)) * RANK + e % PIECES_B * 8, inside);
+  }
+  int before = -1;
+  if (thread == 0) await_sums(of.meeting, wanted), before = count_in(of.meeting);
+  asm volatile("bar.sync 2, %0;" ::"n"(HELPERS) : "memory");
+  if (needed) {
+    const int first = outputs.first_part(of), quarters = (outputs.last_part(of) - first + 1) * (RANK / 4);
+    for (int e = thread; e < ROWS * quarters; e += HELPERS) {
+      const int row = e / quarters, c = first * RANK + e % quarters * 4;
+      if (slots_of[row] < 0) continue;
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f), v[DEPTHS];
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    uint4* to = of.inner + (u64)(depth * M + row + half * 8) * SIXTEENS * 4 + (threadIdx.x & 3);
+      for (int d = 0; d < DEPTHS; d++)
+        v[d] = __ldcg((const float4*)(of.inner + ((u64)d * M + first_row + row) * EACH + c));
 #pragma unroll
-    for (int j = 0; j < BN / 16; j++) {
-      const int nth = first_column / 16 + j;
-      const float* v = sum + j * 8 + half * 2;
-      if (nth / SIXTEENS == slots[half])
-        leave(to + nth % SIXTEENS * 4, v[0], v[1], v[4], v[5], launch);
+      for (int d = 0; d < DEPTHS; d++) sum.x += v[d].x, sum.y += v[d].y, sum.z += v[d].z, sum.w += v[d].w;
+      *(float4*)(inner_of + row * EACH + c) = sum;
     }
   }
-}
-
-// Where a thread finds sums of its rows.
-struct Place {
-  const uint4* inner;  // of the first row over the first part of K
-  int M;
-  u32 launch;
-  bool has[2];  // the rows have one of the block's adapters
-};
-
-// Look for AT_ONCE sums of each row.
-__device__ __forceinline__ void ask(Sums (&found)[AT_ONCE][2], const Place& at, int start) {
-#pragma unroll
-  for (int i = 0; i < AT_ONCE; i++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int nth = start + i;
-      found[i][half] = {0, (u64)at.launch << 32};
-      if (nth < FRAGMENTS * DEPTHS && at.has[half])
-        found[i][half] = look(at.inner + ((u64)(nth % DEPTHS * at.M + half * 8) * SIXTEENS + nth / DEPTHS) * 4);
-    }
-}
-
-// The sums of this thread's rows, as they are multiplied; the first have been asked for.
-__device__ __forceinline__ void collect(u32 (&a)[FRAGMENTS][4], Sums (&found)[AT_ONCE][2], const Place& at) {
-  float total[FRAGMENTS][2][4] = {};
-#pragma unroll
-  for (int start = 0; start < FRAGMENTS * DEPTHS; start += AT_ONCE) {
-    if (start) ask(found, at, start);
-    for (;;) {
-      bool are_there = true;
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++) are_there &= found[i][0].launch() == at.launch && found[i][1].launch() == at.launch;
-      if (are_there) break;
-      ask(found, at, start);
-    }
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++)
-      if (start + i < FRAGMENTS * DEPTHS)
-#pragma unroll
-        for (int e = 0; e < 8; e++) total[(start + i) / DEPTHS][e / 4][e % 4] += found[i][e / 4].value(e % 4);
-  }
-  __syncwarp();
-#pragma unroll
-  for (int f = 0; f < FRAGMENTS; f++)
-#pragma unroll
-    for (int i = 0; i < 4; i++) a[f][i] = pack(total[f][i & 1][i & 2], total[f][i & 1][(i & 2) + 1]);
-}
-
-// Sums times B, on top of the product.
-__device__ __forceinline__ void add_adapters(float* sum, const u32 (&a)[FRAGMENTS][4], u32 tiles, int rank, const int (&slots)[2]) {
-  constexpr int COLUMNS = BN / HALVES;
-#pragma unroll 1
-  for (int first = 0; first < OWN_SLOTS; first += SLOTS_AT_ONCE) {
-    u32 own[SLOTS_AT_ONCE][FRAGMENTS][4];
-#pragma unroll
-    for (int s = 0; s < SLOTS_AT_ONCE; s++)
-#pragma unroll
-      for (int e = 0; e < FRAGMENTS * 4; e++) own[s][e / 4][e % 4] = slots[e & 1] == slot_of(first + s, rank) ? a[e / 4][e % 4] : 0;
-    fence_registers(sum);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-    for (int s = 0; s < SLOTS_AT_ONCE; s++)
-#pragma unroll
-      for (int f = 0; f < FRAGMENTS; f++) {
-        const int sixteen = min(first + s, OWN_SLOTS - 1) * STEPS + f % STEPS, half = f / STEPS;
-        const u64 b = descriptor(tiles + sixteen / 4 * TILE_W + half * COLUMNS * 128) + sixteen % 4 * 2;
-        multiply<COLUMNS>(sum + half * (COLUMNS / 2), own[s][f], b);
-      }
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    fence_registers(sum);
-  }
+  if (before == blocks - 1) of.meeting[0] = of.meeting[1] = 0;  // the last one, for the next launch
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(ALL)
 gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, const u16* __restrict__ bias,
      const u16* residual, u16* y, int M, int N, int K
 #if LORA
@@ -333,25 +260,32 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   const int nth = makes_sums ? blockIdx.x / (DEPTHS / SPLIT) : blockIdx.x - adapters.sums;
   const int depth = makes_sums ? blockIdx.x % (DEPTHS / SPLIT) * SPLIT + rank : rank;
   const int share = (all + (makes_sums ? DEPTHS : SPLIT) - 1) / (makes_sums ? DEPTHS : SPLIT);
+  if (makes_sums && thread >= THREADS) return;
 #else
   constexpr bool makes_sums = false;
   const int nth = blockIdx.x, depth = rank, share = (all + SPLIT - 1) / SPLIT;
 #endif
   const int first_row = nth % tiles_m * BM, first_column = nth / tiles_m * (makes_sums ? BN : OUT);
-  const int begin = min(depth * share, all);
-  int count = min(all - begin, share);
+  const int begin = min(depth * share, all), count = min(all - begin, share);
 
-  // Tiles, those of B, then the parts that the cluster sends here.
+  // Tiles, then the parts that the cluster sends here.
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
-#if LORA
-  constexpr int TILES = STAGES * STAGE + TILES_B * TILE_W;
-#else
-  constexpr int TILES = STAGES * STAGE;
-#endif
   unsigned char* tiles = memory + (base - shared_address(memory));
-  float* parts = (float*)(tiles + (SPLIT > 1 ? TILES : 0));
+  float* parts = (float*)(tiles + (SPLIT > 1 ? STAGES * STAGE : 0));
 #if LORA
-  u32* number = (u32*)(tiles + TILES + (SPLIT > 1 ? BM * PITCH * 4 : 0));  // of the launch
+  int* slots_of = (int*)(tiles + STAGES * STAGE + (SPLIT > 1 ? BM * PITCH * 4 : 0));  // [ROWS]
+  float* inner_of = (float*)(slots_of + BM);                                       // [ROWS][EACH]
+  uint4* b = (uint4*)(inner_of + ROWS * EACH);                                     // [SLOTS][BN][PIECES_B]
+  if (thread >= THREADS) {
+    announce_start();
+    let_next_start();
+    const Outputs outputs = {first_column, width, N};
+    const int blocks = (gridDim.x - adapters.sums) * SPLIT;
+    fetch_adapters(adapters, outputs, first_row + rank * ROWS, M, slots_of, inner_of, b, adapters.sums * SPLIT, blocks);
+    await_start();
+    meet();
+    return;
+  }
 #endif
 
   Pieces p;
@@ -364,9 +298,8 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
       const int row = r + i * (THREADS / 8);
 #if LORA
       if (makes_sums) {
-        const int part = (first_column + row) / (STEPS * 16), nth = (first_column + row) % (STEPS * 16);
-        const bool inside = part < SLOTS * PARTS && nth < RANK;
-        p.w[i] = adapters.a + (u64)(inside ? part * RANK + nth : 0) * K + begin * BK + c * 8;
+        const bool inside = first_column + row < SLOTS * EACH;
+        p.w[i] = adapters.a + (u64)(inside ? first_column + row : 0) * K + begin * BK + c * 8;
         p.w_inside |= inside << i;
         continue;
       }
@@ -388,9 +321,6 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
 #pragma unroll
   for (int s = 0; s < ASKED; s++)
     if (s < count) ask_for_weights(p, base + s * STAGE, s * BK);
-#if LORA
-  if (!makes_sums) ask_for_b(adapters, {first_column, width, N}, rank, base + STAGES * STAGE);
-#endif
   let_next_start();
   wait_for_previous();
 #pragma unroll
@@ -400,16 +330,13 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   }
 
 #if LORA
-  u32 last = 0;
-  if (thread == 0) last = last_launch(adapters.meeting);
   int slots[2] = {-1, -1};  // of this thread's rows
-  bool has_adapter = false;  // one of the block's rows
+  if (makes_sums) {
 #pragma unroll
-  for (int m = first_row + lane; m < first_row + BM; m += 32) has_adapter |= m < M && __ldcg(adapters.slots + m) >= 0;
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int m = first_row + warp * 16 + (lane >> 2) + half * 8;
-    if (m < M) slots[half] = __ldcg(adapters.slots + m);
+    for (int half = 0; half < 2; half++) {
+      const int m = first_row + warp * 16 + (lane >> 2) + half * 8;
+      if (m < M) slots[half] = __ldcg(adapters.slots + m);
+    }
   }
 #endif
   // What this thread will finish: four columns each. Their residuals are asked for now.
@@ -439,10 +366,10 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
 #pragma unroll
   for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
   fence_registers(sum);
-  const auto turn = [&](int t) {
+  for (int t = 0; t < count; t++) {
     asm volatile("cp.async.wait_group %0;" ::"n"(ASKED - 1) : "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();
+    sync_group();
     // All have finished with the tile before the previous one.
     const int next = t + STAGES - 2;
     if (!RESIDENT && next < count) {
@@ -452,55 +379,33 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
     multiply_tile(sum, base + (t % STAGES) * STAGE, warp);
-  };
-#if LORA
-  // The first sums are on their way while the last tiles are multiplied.
-  const int early = makes_sums ? count : max(count - EARLY, 0);
-  for (int t = 0; t < early; t++) turn(t);
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  fence_registers(sum);
-  int before = -1;
-  if (thread == 0) {
-    *number = last + 1 + (last == ~0u);
-    before = count_in(adapters.meeting, *number);
   }
-  __syncthreads();
-  const u32 launch = *number;
-  const bool adds = !makes_sums && __any_sync(~0u, has_adapter);
-  const int part = EPILOGUE == GATED ? 0 : (first_column >= adapters.end0) + (first_column >= adapters.end1);
-  const int row = first_row + warp * 16 + (lane >> 2);
-  const Place place = {adapters.inner + ((u64)row * SIXTEENS + part * STEPS) * 4 + (lane & 3), M, launch,
-                       {is_own(slots[0], rank), is_own(slots[1], rank)}};
-  Sums found[AT_ONCE][2];
-  if (adds) ask(found, place, 0);
-  for (int t = early; t < count; t++) turn(t);
-#else
-  for (int t = 0; t < count; t++) turn(t);
-#endif
-#if LORA
-  asm volatile("cp.async.wait_group 0;" ::: "memory");  // B, where a block has no tile
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  __syncthreads();
-  u32 inner[FRAGMENTS][4];
-  if (adds) collect(inner, found, place);
-#endif
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   fence_registers(sum);
 
   const int r = warp * 16 + (lane >> 2);
 #if LORA
   if (makes_sums) {
-    leave_sums(sum, adapters, depth, first_row + r, M, first_column, slots, launch);
-    if (thread == 0) count_out(adapters.meeting, launch, before);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float* to = adapters.inner + ((u64)depth * M + first_row + r + half * 8) * EACH;
+#pragma unroll
+      for (int j = 0; j < BN / 8; j++) {
+        const int n = first_column + j * 8 + (lane & 3) * 2;
+        if (n / EACH == slots[half])
+          *(float2*)(to + n % EACH) = make_float2(sum[j * 4 + half * 2], sum[j * 4 + half * 2 + 1]);
+      }
+    }
+    sync_group();
+    if (thread == 0) arrive(adapters.meeting);  // releases what all of them stored
     return;
   }
-  if (adds) add_adapters(sum, inner, base + STAGES * STAGE, rank, slots);
 #endif
 
   await_start();
 #if SPLIT == 1
   asm volatile("cp.async.wait_group 0;" ::: "memory");
-  __syncthreads();  // parts stand where tiles were
+  sync_group();  // parts stand where tiles were
 #endif
   // Every row goes to the block that finishes it: row r of rank d is there row (own rank, r % ROWS).
 #pragma unroll
@@ -530,6 +435,15 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
         u[0] += h.x; u[1] += h.y; u[2] += h.z; u[3] += h.w;
       }
     }
+#if LORA
+    const int slot = slots_of[row];
+    if (slot >= 0) {
+      const int part = EPILOGUE == GATED ? 0 : part_of(adapters, column);
+      const float* inner = inner_of + row * EACH;
+      add_adapter(v, b, (slot * BN + c) * PIECES_B, inner + part * RANK);
+      if (EPILOGUE == GATED) add_adapter(u, b, (slot * BN + BN / 2 + c) * PIECES_B, inner + RANK);
+    }
+#endif
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       float value = v[j], other = u[j];
@@ -555,7 +469,4 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
       }
     }
   }
-#if LORA
-  if (thread == 0) count_out(adapters.meeting, launch, before);
-#endif
 }
