@@ -23,8 +23,8 @@ import os
 import platform
 import random
 import socket
-import struct
 import statistics
+import struct
 import sys
 import tempfile
 import time
