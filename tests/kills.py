@@ -44,6 +44,7 @@ LAYOUTS = {
     "two API servers": ("--api-server-count", "2"),
     "two engines": ("--data-parallel-size", "2"),
     "two ranks": ("--tensor-parallel-size", "2"),
+    "two of each": ("--api-server-count", "2", "--data-parallel-size", "2"),
 }
 NAMES = {b"fastdeploy-engine": "engine", b"fastdeploy-api": "API server", b"fd-rank": "rank"}
 KILLS_PER_SERVER = 3  # an API server is started again so often in a minute
