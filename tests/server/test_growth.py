@@ -10,7 +10,6 @@ from collections import Counter
 from typing import Any
 
 import httpx
-import pytest
 
 from fastdeploy_core.tokenizer import Tokenizer
 from tests.server_support import LiveServer, ScriptedEngine, live, wait_for
@@ -69,10 +68,7 @@ def leave(server: LiveServer, sent: bytes, *, is_reset: bool, is_heard: bool = F
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-@pytest.mark.parametrize("keep_alive_s", [1.0, 900.0])
-def test_requests_leave_nothing(
-    engine: ScriptedEngine, tokenizer: Tokenizer, keep_alive_s: float
-) -> None:
+def test_requests_leave_nothing(engine: ScriptedEngine, tokenizer: Tokenizer) -> None:
     def objects() -> Counter[str]:
         engine.requests.clear()
         gc.collect()
@@ -82,7 +78,7 @@ def test_requests_leave_nothing(
         """Kinds of which each turn has left one, or more."""
         return {n: more for n, more in (objects() - before).items() if more >= NUM_TURNS}
 
-    with live(engine, tokenizer, keep_alive_s=keep_alive_s) as server:
+    with live(engine, tokenizer) as server:
         for name in range(3):  # pools fill, caches are made
             turn(server, name)
             objects()
