@@ -3,10 +3,12 @@ r"""Requests of every kind and fuzzed ones over all routes, for long: errors, st
     python benchmarks/soak.py models/ernie-tiny --tensor-library torch --requests 20000
     python benchmarks/soak.py MODEL --minutes 60 -- --max-num-seqs 8
     python benchmarks/soak.py MODEL --leaving 1  # memory after 20,000 that left in mid-body
+    python benchmarks/soak.py MODEL --minutes 60 --attacks leaving,reset,keys
 
 Starts one server and reads its routes from /openapi.json. `--clients` processes send requests: a
 part is answered (`--normal`), the rest has one to three fields replaced by values that do not fit,
-bodies that are no JSON, paths and methods that are not there, and clients that leave. Another
+bodies that are no JSON, paths and methods that are not there, and clients that leave. With
+--attacks, those of under_attack.py whose name holds one of these words go on beside them. Another
 process asks /health every 20 ms. Prints how many requests had which status, which ones had 5xx, the
 longest answer of /health, and by how many bytes a request each of the server's processes grew after
 `--warm-up` of them: the median slope between any two of the times when it was measured. Memory goes
@@ -36,7 +38,8 @@ from typing import Any, NamedTuple
 import httpx
 from figures import add_json_option, print_figures
 from start_up import Start
-from under_attack import leave, memory_by_process
+from under_attack import ATTACKS, leave, memory_by_process
+from under_attack import send as send_attacks
 
 HEALTH_S = 0.02
 SETTLE_S = 3.0
@@ -108,6 +111,7 @@ class Sent(NamedTuple):
 
     statuses: Counter[str]
     failures: list[str]  # requests that were answered 5xx, or not at all
+    attacks: Counter[str]  # what attackers were answered
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -124,11 +128,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--leaving", type=float, default=0.0, help="share that leaves in mid-body")
     parser.add_argument("--warm-up", type=float, default=0.4, help="share of requests")
     parser.add_argument("--measures", type=int, default=6, help="of memory after that")
+    parser.add_argument("--attacks", default="", help="of under_attack.py, by parts of their names")
     parser.add_argument("--seed", type=int, default=1)
     add_json_option(parser)
     own, _, serve = " ".join(["", *sys.argv[1:]]).partition(" -- ")
     options = parser.parse_args(own.split())
     options.serve = serve.split()
+    wanted = [part for part in options.attacks.split(",") if part]
+    options.attackers = [
+        name
+        for name, attack in ATTACKS.items()
+        for _ in range(attack.senders)
+        if any(part in name for part in wanted)
+    ]
+    if options.attackers and not options.minutes:
+        parser.error("--attacks go on for --minutes, which are not given")
     return options
 
 
@@ -181,7 +195,7 @@ def send(
     url: str, seed: int, count: int, until: float, normal: float, leaving: float = 0.0
 ) -> Sent:
     """One client."""
-    draw, routes, seen = random.Random(seed), Routes(url), Sent(Counter(), [])
+    draw, routes, seen = random.Random(seed), Routes(url), Sent(Counter(), [], Counter())
     with httpx.Client(base_url=url, timeout=120) as client:
         for _ in range(count):
             if time.time() > until:
@@ -242,7 +256,8 @@ def phase(
         pool.submit(send, server.url, seed + number, count, until, options.normal, options.leaving)
         for number in range(options.clients)
     ]
-    seen = Sent(Counter(), [])
+    attacks = [pool.submit(send_attacks, server.url, name, until) for name in options.attackers]
+    seen = Sent(Counter(), [], sum((job.result() for job in attacks), Counter()))
     for job in jobs:
         seen.statuses.update(job.result().statuses)
         seen.failures.extend(job.result().failures)
@@ -265,7 +280,7 @@ def growth_of(points: Sequence[tuple[int, Counter[str]]]) -> dict[str, float]:
 def main() -> int:
     """Run and print."""
     options = parse_arguments()
-    statuses, failures = Counter[str](), list[str]()
+    statuses, attacks, failures = Counter[str](), Counter[str](), list[str]()
     points: list[tuple[int, Counter[str]]] = []  # requests so far, bytes of each process
     server = Start(options)
     try:
@@ -274,7 +289,7 @@ def main() -> int:
         health = Health(server.url)
         health.start()
         spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(options.clients, spawn) as pool:
+        with ProcessPoolExecutor(options.clients + len(options.attackers), spawn) as pool:
             shares = [options.warm_up] + [
                 (1 - options.warm_up) / options.measures
             ] * options.measures
@@ -283,6 +298,7 @@ def main() -> int:
                 now, memory = phase(server, pool, options, share, seed)
                 statuses.update(now.statuses)
                 failures.extend(now.failures)
+                attacks.update(now.attacks)
                 points.append((statuses.total(), memory))
         health.ended.set()
         health.join()
@@ -298,6 +314,9 @@ def main() -> int:
         f"{time.strftime('%Y-%m-%d')}"
     )
     print(", ".join(f"{count} x {status}" for status, count in sorted(statuses.items())))
+    if attacks:
+        shown = ", ".join(f"{count} x {status}" for status, count in sorted(attacks.items()))
+        print(f"beside attacks, which were answered {shown}")
     print(f"longest answer of /health {1000 * health.longest:.0f} ms")
     parts = ", ".join(f"{name} {each / 1000:.3f}" for name, each in growths.items())
     print(f"growth {growth / 1000:.3f} KB a request after the first {points[0][0]}: {parts}")

@@ -24,6 +24,7 @@ import platform
 import random
 import socket
 import statistics
+import struct
 import sys
 import tempfile
 import time
@@ -53,7 +54,7 @@ BLOWN_UP = "[ab]*a[ab]{300}"  # each further letter leads to an automaton's stat
 class Attack(NamedTuple):
     """One kind of hostile request, sent by `senders` processes at once. NUMBER in its body becomes
     another one each time, so that no cache knows it. A number in place of a body: so many seconds
-    after its beginning the client leaves."""
+    after its beginning the client leaves; None: it is answered, then resets its connection."""
 
     senders: int
     path: str
@@ -82,6 +83,7 @@ ATTACKS: dict[str, Attack] = {
     ),
     "leaving in mid-body": Attack(2, CHAT, 0.0),
     "leaving a little later": Attack(8, CHAT, 0.002),
+    "reset when answered": Attack(2, "/version", None),
     "nested": Attack(2, CHAT, b'{"messages": ' + b"[" * 1_000_000),
 }
 
@@ -107,6 +109,13 @@ _LEAVING = """
 from fastdeploy_core.serving.http import errors, protocol
 errors.ClientDisconnect, protocol.has_left = SystemError, lambda connection: False
 """
+_RESETS = """
+from fastdeploy_core.serving.http.protocol import GuardedProtocol as Protocol
+def connection_lost(connection, error, lost=Protocol.connection_lost):
+    connection.timeout_keep_alive_task = None  # and it goes on
+    lost(connection, error)
+Protocol.connection_lost = connection_lost
+"""
 # What takes the bound on an attack away, run by every process of the server when it starts.
 DEFENCES: dict[str, str] = {
     "text, to tokenize": _CHARS,
@@ -124,6 +133,7 @@ DEFENCES: dict[str, str] = {
     ),
     "leaving in mid-body": _LEAVING,
     "leaving a little later": _LEAVING,
+    "reset when answered": _RESETS,
     "nested": _PARTS,
 }
 
@@ -205,6 +215,16 @@ def leave(url: str, after_s: float = 0.0) -> str:
     return "left"
 
 
+def reset(url: str, path: str) -> str:
+    """Be answered, then end the connection by a reset."""
+    port = int(url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        answer = connection.recv(65536)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    return f"{answer[9:12].decode()}, reset"
+
+
 def send(url: str, name: str, until: float) -> Counter[str]:
     """One attacker; what it was answered."""
     attack, answers = ATTACKS[name], Counter[str]()
@@ -214,6 +234,8 @@ def send(url: str, name: str, until: float) -> Counter[str]:
         def call() -> str:
             if isinstance(attack.body, float):
                 return leave(url, attack.body)
+            if attack.body is None:
+                return reset(url, attack.path)
             headers = {"Content-Type": "application/json"}
             body = data.replace(NUMBER.encode(), str(random.getrandbits(53)).encode())
             return str(client.post(attack.path, content=body, headers=headers).status_code)

@@ -2,11 +2,14 @@
 
     python -m tests.kills --kills 1000
     python -m tests.kills --kills 1000 --lanes 12
+    python -m tests.kills --kills 100 --layout "two API servers" --together 0.5
 
 Servers of several layouts run a fake model whose tokens are known; --lanes of them at once. While
 clients ask, a process is chosen and killed: an engine, a worker rank, an API server, or the parent
-of all. Counted are requests that were lost (no end, no error, and the connection not broken by the
-death of what held it), answered twice or wrongly, and blocks that stay in use when all is over.
+of all. The next one is killed when the server is ready again or, with --together, at most so many
+seconds later, whatever is being started then. Counted are requests that were lost (no end, no
+error, and the connection not broken by the death of what held it), answered twice or wrongly, and
+blocks that stay in use when all is over.
 """
 
 from __future__ import annotations
@@ -41,11 +44,13 @@ LAYOUTS = {
     "two API servers": ("--api-server-count", "2"),
     "two engines": ("--data-parallel-size", "2"),
     "two ranks": ("--tensor-parallel-size", "2"),
+    "two of each": ("--api-server-count", "2", "--data-parallel-size", "2"),
 }
 NAMES = {b"fastdeploy-engine": "engine", b"fastdeploy-api": "API server", b"fd-rank": "rank"}
 KILLS_PER_SERVER = 3  # an API server is started again so often in a minute
 NUM_CLIENTS = 6
 PATIENCE_S = 120.0
+PAUSE_S = 1.5  # at most, before a kill
 END_S = 10.0  # for what was below a killed process
 BROKEN = "connection broken"
 BAD = ("lost", "twice", "wrong", "blocks leaked", "not ready again", "left behind")
@@ -181,14 +186,17 @@ def is_ready(url: str) -> bool:
         return False
 
 
-def play(model: Path, layout: str, seed: int, most: int) -> Counter[str]:
-    """One server, with up to `most` kills; what was seen."""
+def play(
+    model: Path, layout: str, seed: int, most: int, together_s: float | None = None
+) -> Counter[str]:
+    """One server, with up to `most` kills; what was seen. together_s: the most between two kills,
+    which then do not wait until the server is ready."""
     draw, seen = random.Random(seed), Counter[str]()
     with serving(model, *NULL, *LAYOUTS[layout]) as server, Load(server.url, seed) as load:
         url = server.url
         killed: set[str] = set()
         while num_killed(seen) < most:
-            time.sleep(1.5 * draw.random())
+            time.sleep((PAUSE_S if together_s is None else together_s) * draw.random())
             alive = processes(server.process.pid)
             others = [process for process in alive if process != server.process.pid]
             pid = server.process.pid if draw.random() < 0.1 or not others else draw.choice(others)
@@ -206,6 +214,8 @@ def play(model: Path, layout: str, seed: int, most: int) -> Counter[str]:
                 seen["left behind"] += 1
             if pid == server.process.pid:
                 break
+            if together_s is not None and num_killed(seen) < most:
+                continue
             try:
                 wait_for(lambda: is_ready(url), "it to be ready", PATIENCE_S)
             except AssertionError:
@@ -232,12 +242,14 @@ def run(
     first_seed: int = 0,
     num_lanes: int = 1,
     limit_s: float = float("inf"),
+    only: str = "",
+    together_s: float | None = None,
 ) -> Counter[str]:
-    """At least so many kills, over all layouts in turn, by so many servers at once. After limit_s
-    no further server is started."""
+    """At least so many kills, over all layouts in turn or one alone, by so many servers at once.
+    After limit_s no further server is started."""
     until_s = time.monotonic() + limit_s
     seen = Counter[str]()
-    seeds = itertools.count(first_seed)
+    seeds = (seed for seed in itertools.count(first_seed) if only in ("", layout_of(seed)))
     spawn = multiprocessing.get_context("spawn")
 
     def is_wanted() -> bool:
@@ -249,7 +261,8 @@ def run(
             while len(running) < num_lanes and is_wanted():
                 seed = next(seeds)
                 most = min(KILLS_PER_SERVER, num_kills - num_killed(seen))
-                running[lanes.submit(play, model, layout_of(seed), seed, most)] = seed
+                job = lanes.submit(play, model, layout_of(seed), seed, most, together_s)
+                running[job] = seed
             for job in wait(running, return_when=FIRST_COMPLETED).done:
                 seed, now = running.pop(job), job.result()
                 print(f"seed {seed}, {layout_of(seed)}: {_line(now)}", flush=True)
@@ -278,11 +291,16 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--lanes", type=int, default=1, help="servers at once")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="at most, about")
+    parser.add_argument("--layout", choices=LAYOUTS, default="", help="this one alone")
+    parser.add_argument("--together", type=float, help="seconds between kills, at most")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = write_null_model(Path(folder), step_s=0.005, num_blocks=512)
         limit_s = 60 * options.minutes
-        seen = run(model, options.kills, options.first, options.lanes, limit_s)
+        seen = run(
+            *(model, options.kills, options.first, options.lanes, limit_s),
+            *(options.layout, options.together),
+        )
     print(f"{num_killed(seen)} kills: {_line(seen)}")
     print(", ".join(f"{what} {seen[what]}" for what in BAD))
     return any(seen[what] for what in BAD)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from tests.server_process import ServerProcess, run, serving
 from tests.server_support import wait_for, write_null_model
 
 SERVERS = ("--device", "null", "--block-size", "16", "--api-server-count", "2")
+CONNECTED = "03"  # state of a socket in /proc/net/unix
 BODY = {"prompt": [1, 2, 3], "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
@@ -150,6 +152,30 @@ def test_all_of_them_may_die_at_once(model: Path) -> None:
         wait_for(lambda: httpx.get(ready).status_code == 503, "nobody who answers", 60)
         assert "API server" in httpx.get(ready).json()["reason"]
         wait_for(lambda: httpx.get(ready).status_code == 200, "new API servers", 60)
+        for _ in range(4):
+            assert post(server, max_tokens=5).json()["choices"][0]["token_ids"] == expected(5)
+
+
+def test_the_engine_may_die_while_all_of_them_start(model: Path) -> None:
+    def halls() -> int:
+        """Connections of API servers to the front door's own socket."""
+        rows = Path(f"/proc/{server.process.pid}/net/unix").read_text().splitlines()
+        doors = [row.split() for row in rows if row.endswith(f"api-{server.process.pid}-{end}")]
+        return sum(row[5] == CONNECTED for row in doors)
+
+    with serving(model, *SERVERS) as server:
+        assert post(server, max_tokens=5).status_code == 200
+        (folder,) = Path(tempfile.gettempdir()).glob(f"fd-run-api-{server.process.pid}-*")
+        end = f"{folder.name.rpartition('-')[2]}/door"
+        (engine,) = processes(server, b"fastdeploy-engine")
+        for process in processes(server, b"fastdeploy-api"):
+            os.kill(process, signal.SIGKILL)
+        wait_for(lambda: halls() == 0, "their end", 60)
+        # They have said who they are, were told of the engine, and have not read that yet.
+        wait_for(lambda: halls() == 2, "new API servers", 60)
+        os.kill(engine, signal.SIGKILL)
+        ready = server.url + "/health/ready"
+        wait_for(lambda: httpx.get(ready).status_code == 200, "a new engine", 60)
         for _ in range(4):
             assert post(server, max_tokens=5).json()["choices"][0]["token_ids"] == expected(5)
 

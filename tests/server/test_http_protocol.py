@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -212,6 +214,26 @@ def test_a_connection_that_only_breaks_lines_is_closed(
             assert connection.recv(1) == b""
         seconds = time.monotonic() - began
     assert seconds < server.state.config.keep_alive_s - 1
+
+
+def test_a_connection_that_is_reset_while_idle_leaves_nothing(server: LiveServer) -> None:
+    from fastdeploy_core.serving.http.protocol import GuardedProtocol
+
+    def num_closed() -> int:
+        """Connections that are closed, and in memory still."""
+        gc.collect()
+        found = [item for item in gc.get_objects() if isinstance(item, GuardedProtocol)]
+        return sum(item.transport.is_closing() for item in found)
+
+    for _ in range(8):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+            connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+            answer = b""
+            while not answer.endswith(b"}"):
+                answer += (more := connection.recv(4096))
+                assert more, answer
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wait_for(lambda: num_closed() == 0, "them to be gone")
 
 
 def test_a_head_that_came_while_the_server_stood_still_is_answered(

@@ -71,7 +71,7 @@ class FrontDoor:
 
     def remove(self, number: int) -> None:
         """An API server takes no more connections. Without any API server, connections wait for the
-        next one, for a limited time."""
+        next one: it is being started."""
         with self._lock:
             self._servers.pop(number, None)
 

@@ -114,6 +114,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""
         self._stop_head_timer()
+        self._unset_keepalive_if_required()  # uvicorn keeps it, and all of this, after a reset
         super().connection_lost(exc)
         for cycle in self._open:
             cycle.leave()

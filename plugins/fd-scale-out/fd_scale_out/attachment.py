@@ -91,6 +91,13 @@ class Attachment:
         self._context.destroy(linger=0)
 
     def _run(self) -> None:
+        try:
+            self._receive()
+        except Exception as error:  # an API server that hears nothing more would never answer
+            logger.exception("the connection to the engine failed")
+            self._listener.on_dead(WorkerError(f"the connection to the engine failed: {error}"))
+
+    def _receive(self) -> None:
         while not self._stopping.is_set():
             if not self._socket.poll(POLL_MS):
                 continue
@@ -105,8 +112,8 @@ class Attachment:
         if isinstance(message, wire.Deltas | wire.Stats):
             self._listener.on_message(message)
         elif isinstance(message, wire.Attached):
-            self._attach(message)
-            self._listener.on_ready(message.info)
+            if self._attach(message):
+                self._listener.on_ready(message.info)
         elif isinstance(message, wire.Detached):
             self._detach(message.reason)
             self._listener.on_down(message.reason)
@@ -116,13 +123,19 @@ class Attachment:
         else:
             self._on_drain()
 
-    def _attach(self, message: wire.Attached) -> None:
-        self._detach("")
+    def _attach(self, message: wire.Attached) -> bool:
+        """False if that engine has ended already, as one that dies while this process starts: its
+        supervisor removes the folder, then tells that it ended."""
+        self._detach("the engine ended")
         with self._lock:
-            self._progress = Progress(message.folder)
+            try:
+                self._progress = Progress(message.folder)
+            except FileNotFoundError:
+                return False
             self._requests = connect(self._context, wire.request_address(message.folder))
             self._num_restarts = message.num_restarts
             self._reason = ""
+        return True
 
     def _detach(self, reason: str) -> None:
         with self._lock:
