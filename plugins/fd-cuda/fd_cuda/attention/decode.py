@@ -46,15 +46,6 @@ def _attend_tile(
 
 
 @triton.jit
-def _in_cache(keys, context, first_key, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """Which keys lie in the cache and are still the row's."""
-    inside = keys < context
-    if WINDOW > 0 or CHUNK > 0:
-        inside = inside & (keys >= first_key)
-    return inside
-
-
-@triton.jit
 def _visible(seen, keys, tokens, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """[tokens, keys]: those of the `seen` keys that are not too far away; both by their index."""
     visible = seen[None, :]
@@ -144,7 +135,7 @@ def decode_attention(
     n = tl.arange(0, TILE)
     first = tile_begin * TILE
     first_key = first_key_of(context, WINDOW, CHUNK)  # what lies before is not the row's any more
-    seen = _in_cache(first + n, context, first_key, WINDOW, CHUNK)
+    seen = (first + n < context) & (first + n >= first_key)
     blocks = look_up(table, first, n, context, BLOCK_SIZE, TILE)
     slots = slots_of(blocks, first, n, BLOCK_SIZE, TILE) * num_kv_heads + head
     blocks = look_up(table, first + TILE, n, context, BLOCK_SIZE, TILE)
@@ -210,7 +201,7 @@ def decode_attention(
     )  # fmt: skip
     for tile in tl.range(tile_begin + 1, tile_end, num_stages=STAGES):
         first = tile * TILE
-        seen = _in_cache(first + n, context, first_key, WINDOW, CHUNK)
+        seen = (first + n < context) & (first + n >= first_key)
         slots = slots_of(blocks, first, n, BLOCK_SIZE, TILE) * num_kv_heads + head
         blocks = look_up(table, first + TILE, n, context, BLOCK_SIZE, TILE)
         keys = tl.load(
