@@ -1,7 +1,7 @@
 """How many KV blocks there will be; when they are too few, the message shows the arithmetic.
 
 A bounded group of layers gets what max_num_seqs sequences can hold in it, which is known, and up to
-as much again for cached prefixes. The layers that need every token get the rest.
+as much again for cached prefixes, if there are any. The layers that need every token get the rest.
 """
 
 from __future__ import annotations
@@ -105,26 +105,26 @@ def _plan_bounded(
 ) -> tuple[tuple[GroupPlan, ...], int]:
     """The pools of bounded groups, and their bytes. longest: blocks of the longest sequence."""
     size, seqs, plans, needed_bytes = worker.block_size, batch.max_num_seqs, list[GroupPlan](), 0
+    is_cached = cache.enable_prefix_caching and worker.block_sharing
     step = CHUNKS_IN_FLIGHT * -(-batch.max_num_batched_tokens // size)
     for group in worker.bounded:
         if group.kind == "state":  # a live one, and where it resumed, parted, and its prompt ended
-            plans.append(GroupPlan(Retention("state"), 2 * seqs + 2, min(longest, 4)))
-            needed_bytes += plans[-1].num_blocks * group.bytes_per_block
-            continue
-        # Between steps: tokens may begin and end within a block, and another one is begun. While
-        # prompts run, their chunks beside it.
-        held = min(longest, -(-group.tokens // size) + 2)
-        most = min(longest, held + step + 1)
-        count = min(seqs * longest, seqs * held + step + most)
+            count, most = (2 * seqs + 2, min(longest, 4)) if is_cached else (seqs + 2, 1)
+        else:
+            # Between steps: tokens may begin and end within a block, and another one is begun.
+            # While prompts run, their chunks beside it.
+            held = min(longest, -(-group.tokens // size) + 2)
+            most = min(longest, held + step + 1)
+            count = min(seqs * longest, seqs * held + step + most)
         rule = Retention(group.kind, group.tokens)  # type: ignore[arg-type]
         plans.append(GroupPlan(rule, count, most))
         needed_bytes += count * group.bytes_per_block
-    share = 1.0
+    share = float(is_cached)
     if cache.num_blocks_override is None:
         budget = _budget(worker, cache)
         spare = budget - needed_bytes - longest * worker.bytes_per_block
         spare = max(0, min(spare, int(budget * PREFIX_FRACTION)))
-        share = min(1.0, spare / max(1, needed_bytes))
+        share = min(share, spare / max(1, needed_bytes))
     made = tuple(p._replace(num_blocks=int(p.num_blocks * (1 + share))) for p in plans)
     groups = zip(made, worker.bounded, strict=True)
     return made, sum(plan.num_blocks * group.bytes_per_block for plan, group in groups)

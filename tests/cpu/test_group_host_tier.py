@@ -24,15 +24,16 @@ CASES += [pytest.param(name, 16, id=f"{name}-16", marks=SLOW) for name in VARIAN
 
 
 def make_sessions(random: Random) -> list[Request]:
-    """Four beginnings, each asked four times with another end."""
+    """Six beginnings, each asked three times with another end. None ends in front of a chunk of
+    Llama 4, where its chunked layers need no block."""
     requests = []
-    for session in range(4):
-        shared = [random.randrange(3, VOCAB) for _ in range(random.choice([16, 20, 26]))]
-        for turn in range(4):
+    for session in range(6):
+        shared = [random.randrange(3, VOCAB) for _ in range(random.choice([20, 21, 29]))]
+        for turn in range(3):
             prompt = shared + [random.randrange(3, VOCAB) for _ in range(random.randrange(1, 9))]
             sampling = {} if turn % 2 else {"temperature": 1.0, "seed": turn}
             request = make_request(
-                f"r{session}.{turn}", prompt, max_tokens=random.choice([3, 12]), **sampling
+                f"r{session}.{turn}", prompt, max_tokens=random.choice([3, 18]), **sampling
             )
             requests.append(request)
     return requests
@@ -61,17 +62,15 @@ def test_prefixes_that_come_back_from_host_memory_change_no_token(
     plan_cache, initialize = engine_core.plan_cache, bench._executor.initialize_cache
     random = Random(0)
 
-    def few_or_all() -> int:
-        return random.choice([5, 60])
-
     def short(*args: Any) -> Any:
         """Room for a sequence or two on the device; in host memory for a few, or for all."""
         made = plan_cache(*args)
+        num_first, num_other = (100, 60) if mix % 2 else (12, 5)
         plans = tuple(
-            g._replace(num_blocks=g.most_blocks + random.randrange(2), num_host_blocks=few_or_all())
+            g._replace(num_blocks=g.most_blocks + random.randrange(2), num_host_blocks=num_other)
             for g in made.bounded
         )
-        return made._replace(bounded=plans, num_host_blocks=random.choice([12, 100]))
+        return made._replace(bounded=plans, num_host_blocks=num_first)
 
     def poisoned(*sizes: int, **named: Any) -> None:
         initialize(*sizes, **named)
@@ -86,11 +85,12 @@ def test_prefixes_that_come_back_from_host_memory_change_no_token(
             chunked_prefill=True,
             max_num_batched_tokens=random.choice([5, 8]),
             max_num_seqs=random.choice([2, 4]),
-            num_blocks=random.choice([15, 24]),
+            num_blocks=random.choice([18, 22]),
             host_blocks=60,
-            overlap=mix % 2 > 0,
+            overlap=mix % 3 > 0,
         )
-        arrivals = [(random.randrange(60), r) for r in requests]
+        # Others come between two of a beginning, and take its blocks.
+        arrivals = [(20 * (i % 3) + random.randrange(20), r) for i, r in enumerate(requests)]
         core, collector = bench.run(settings, arrivals)
         check(collector, requests, alone)
         core.scheduler.kv.check()
@@ -98,6 +98,5 @@ def test_prefixes_that_come_back_from_host_memory_change_no_token(
         host_hits += core.stats().host_hit_tokens_total
         preemptions += core.stats().preemptions_total
     has_full = bench._executor._info.bytes_per_block > 0
-    least = 0 if variant == "llama4" else num_mixes  # a chunk that has just begun needs no block
-    assert host_hits > 10 * num_mixes and loads[1] > least and preemptions
+    assert host_hits > 10 * num_mixes and loads[1] > num_mixes // 2 and preemptions
     assert loads[0] > num_mixes or not has_full

@@ -28,7 +28,6 @@ from tests.cpu.engine_mixes import (
     check,
     check_captured,
     check_poisoned_step,
-    count_loads,
     make_engine_config,
     make_requests,
     play,
@@ -91,17 +90,15 @@ def short_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("room", ["enough", "short"])
 def test_random_mixes_give_the_tokens_of_each_request_alone(
     bench: Bench,
-    variant: str,
     num_mixes: int,
     room: str,
     request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     requests = make_requests(Random(5), 40)
     alone = answers_alone(bench, requests)
     if room == "short":
         request.getfixturevalue("short_groups")
-    loads, seen = count_loads(bench, monkeypatch), Counter[str]()
+    seen = Counter[str]()
     for seed in range(num_mixes):
         random = Random(seed)
         settings = Settings.random(random)
@@ -114,9 +111,6 @@ def test_random_mixes_give_the_tokens_of_each_request_alone(
         seen["shared steps"] += stats.step_sequences_total > stats.steps_total
         seen["overlap"] += core.info.overlap
         seen["forks"] += sum(r.sampling.n > 1 for r in chosen)
-    assert loads[0] or not bench._executor._info.bytes_per_block
-    # With room windows of prefixes stay on the device; few prefixes end inside one of its chunks.
-    assert loads[1] or room == "enough" or variant == "llama4"
     assert seen["preemptions"] > num_mixes // 2 and seen["prefix hits"] > 2 * num_mixes
     assert seen["shared steps"] > num_mixes // 2 and seen["forks"] > num_mixes // 2
     assert num_mixes // 4 < seen["overlap"] < num_mixes

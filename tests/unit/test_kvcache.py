@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fastdeploy_core.config import BatchConfig, CacheConfig
@@ -417,6 +419,18 @@ def test_prefixes_of_bounded_groups_get_no_more_than_is_left_over():
     assert "10 x 1000 = 10000 bytes" in text and f"{tight - 1} bytes are left" in text
     assert "layers with a window of 20 tokens take 8500 for all sequences" in text
     assert "lower --max-num-seqs" in text
+
+
+@pytest.mark.parametrize("num_blocks", [None, 40])
+def test_without_a_prefix_cache_bounded_groups_hold_what_sequences_need(num_blocks):
+    """A state stays where it is, so each sequence has one; two more are in reserve."""
+    worker = info(100_000, 1000, bounded=[LayerGroup("window", 20, 500), LayerGroup("state", 0, 9)])
+    cache = CacheConfig(enable_prefix_caching=False, num_blocks_override=num_blocks)
+    plan = plan_cache([worker], cache, SMALL_BATCH, 160)
+    assert [group.num_blocks for group in plan.bounded] == [17, 2 + 2]
+    assert [group.most_blocks for group in plan.bounded] == [7, 1]
+    plan = plan_cache([worker], replace(cache, enable_prefix_caching=True), SMALL_BATCH, 160)
+    assert [group.num_blocks for group in plan.bounded] == [2 * 17, 2 * (2 * 2 + 2)]
 
 
 def test_a_short_sequence_bounds_what_a_window_holds():

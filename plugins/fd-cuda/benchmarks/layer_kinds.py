@@ -88,8 +88,9 @@ def start(options: argparse.Namespace, folder: Path) -> tuple[Any, Any, str]:
         delta = {} if has_flashinfer else {"gdn_prefill_backend": "triton"}
         # Kept to its own bytes, it does not measure what others take of the GPU.
         peer = vllm.LLM(
-            str(folder), kv_cache_memory_bytes=int(options.kv_gb * 1e9), gpu_memory_utilization=0.2,
-            compilation_config=graphs, additional_config=delta, disable_log_stats=True, **common,
+            str(folder), kv_cache_memory_bytes=int(options.kv_gb * 1e9), disable_log_stats=True,
+            gpu_memory_utilization=0.05, compilation_config=graphs, additional_config=delta,
+            **common,
         )  # fmt: skip
         peer.collective_rpc(fill_with_noise, args=(SEED,))
         return peer, vllm.SamplingParams, f"vLLM {vllm.__version__}"
