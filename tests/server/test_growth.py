@@ -41,12 +41,7 @@ def turn(server: LiveServer, name: int) -> None:
             client.post("/v1/chat/completions", json=body, headers=headers)
         for method, path in PATHS:
             client.request(method, path)
-    for sent in (
-        b"",
-        b"nonsense\r\n\r\n",
-        POST,
-        POST + b'Content-Length: 100\r\n\r\n{"messages": ',
-    ):
+    for sent in UNFINISHED:
         for is_reset in (False, True):
             leave(server, sent, is_reset=is_reset)
     for is_reset in (False, True):
