@@ -9,10 +9,13 @@ the best rate of each, as GB/s, and as a share of memcpy's. `nixl-raw` (which ch
 or CMA), `nixl-raw-tcp` and `mooncake-raw` are the libraries without FastDeploy: no authentication,
 no fence, and their memory is the target itself. NIXL has no progress thread, which would spin.
 
+A way that cannot run here is named with its reason, and left out.
+
 With --faults: how long a killed and a frozen peer and a network that is cut stay unnoticed, and how
-many bytes arrive in blocks that were given up (the transfer released or cancelled, the blocks used
-for something else) once a frozen peer goes on or the network is whole again. To cut a network takes
-root and `ip`, `nsenter`, `unshare`: the peer gets a network namespace of its own.
+many bytes arrive in blocks that were given up (the transfer released or cancelled, which Mooncake
+itself does not offer; the blocks used for something else) once a frozen peer goes on or the network
+is whole again. To cut a network takes root and `ip`, `nsenter`, `unshare`: the peer gets a network
+namespace of its own.
 """
 
 from __future__ import annotations
@@ -30,8 +33,11 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +67,8 @@ class Network:
         self._holder = subprocess.Popen(["unshare", "-n", "cat"], stdin=subprocess.PIPE)
         process, own = str(self._holder.pid), Path("/proc/self/ns/net").readlink()
         while Path(f"/proc/{process}/ns/net").readlink() == own:
+            if self._holder.poll() is not None:
+                raise RuntimeError("this process may not make a network namespace")
             time.sleep(0.01)
         self.within = ("nsenter", "-t", process, "-n")
         call("ip", "link", "add", NEAR, "type", "veth", "peer", "name", FAR, "netns", process)
@@ -81,7 +89,8 @@ class Network:
         call(*self.within, "ip", "neighbour", "flush", "dev", FAR, "nud", "permanent")
 
     def close(self) -> None:
-        """The interfaces go with the namespace."""
+        """The interfaces go with the namespace, but not at once."""
+        subprocess.run(["ip", "link", "delete", NEAR], check=False, capture_output=True)
         self._holder.kill()
         self._holder.wait()
 
@@ -114,11 +123,12 @@ class Child:
         within = ()
         if network is not None:
             within, environment = network.within, environment | over_network(FAR, THERE)
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the process
         self.process = subprocess.Popen(
             [*within, sys.executable, __file__, "--serve", way, *sys.argv[1:]],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             text=True,
             env=environment,
         )
@@ -128,12 +138,17 @@ class Child:
         lines = iter(self.process.stdout.readline, "")
         self.told = next((json.loads(x[6:]) for x in lines if x.startswith("serve ")), None)
         if self.told is None:
-            raise RuntimeError(f"{way}: the serving process has ended")
+            self._errors.seek(0)
+            said = self._errors.read().split("\n")
+            Child.close(self)
+            last = next((line for line in reversed(said) if line.strip()), "nothing")
+            raise RuntimeError(f"the serving process has ended and said: {last}")
 
     def close(self) -> None:
         """End whatever was started."""
         self.process.kill()
         self.process.wait()
+        self._errors.close()
 
 
 class Driver(Child):
@@ -231,6 +246,27 @@ class Mooncake(Child):
     def __init__(self, way: str, network: Network | None = None) -> None:
         super().__init__(way, network)
         self._engine = mooncake_engine(self.target)
+
+    def start(self, source: list[int], target: list[int], size: int) -> None:
+        """Begin a transfer, in a thread: the engine's reads return when all has come."""
+        self._state = "PROC"
+
+        def read() -> None:
+            try:
+                self.fetch(source, target, size)
+                self._state = "DONE"
+            except RuntimeError as error:
+                self._state = str(error)
+
+        threading.Thread(target=read, daemon=True).start()
+
+    def state(self) -> str:
+        """PROC, DONE, or Mooncake's code."""
+        time.sleep(0.001)
+        return self._state
+
+    def give_up(self) -> None:
+        """Nothing takes a read back."""
 
     def fetch(self, source: list[int], target: list[int], size: int) -> None:
         """As Memcpy's."""
@@ -371,9 +407,16 @@ def make(way: str, network: Network | None = None) -> Any:
 def rates(options: argparse.Namespace) -> dict[str, list[float]]:
     """GB/s of each way and size in each round."""
     found: dict[str, list[float]] = defaultdict(list)
-    ways = {way: make(way) for way in options.ways}
+    ways: dict[str, Any] = {}
     rng = random.Random(0)
-    try:
+    with ExitStack() as stack:
+        for way in options.ways:
+            try:
+                ways[way] = make(way)
+            except Exception as error:  # a library that is not here, or does not take this host
+                print(f"{way}: not measured: {error}", flush=True)
+            else:
+                stack.callback(ways[way].close)
         for number in range(options.rounds + 1):
             for size in SIZES:
                 total = POOL_BYTES // size
@@ -392,21 +435,20 @@ def rates(options: argparse.Namespace) -> dict[str, list[float]]:
                     )
                     if number:
                         found[f"{way}, blocks of {size >> 10} KiB, GB/s"].append(rate)
-    finally:
-        for one in ways.values():
-            one.close()
     return found
 
 
 def fault(way: str, what: str) -> str:
     """When the loss was noticed, and how many bytes came late."""
+    if way == "memcpy":
+        return "needs no other process"
     if what == "partition" and way in NO_NETWORK:
         return "needs no network"
-    network = Network() if what == "partition" else None
-    size = SIZES[-1]
+    size, network = SIZES[-1], None
     try:
+        network = Network() if what == "partition" else None
         one = make(way, network)
-    except Exception as error:  # a library that does not take this network
+    except Exception as error:  # no right to cut a network, or a library that does not take it
         if network is not None:
             network.close()
         return f"not measured: {error}"
@@ -450,7 +492,8 @@ def show(options: argparse.Namespace, found: dict[str, list[float]]) -> None:
     print(f"{platform.machine()}, {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}")
     print(f"requests of {options.request_mib} MiB, {options.rounds} rounds; best GB/s (median)")
     for size in SIZES:
-        of = {way: found[f"{way}, blocks of {size >> 10} KiB, GB/s"] for way in options.ways}
+        names = {way: f"{way}, blocks of {size >> 10} KiB, GB/s" for way in options.ways}
+        of = {way: found[name] for way, name in names.items() if name in found}
         base = max(of.get("memcpy", [float("nan")]))
         print(f"blocks of {size >> 10} KiB")
         for way, values in of.items():

@@ -56,7 +56,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_HAVE_BYTES: Final = 32 * 2**20  # of the blocks of one pull: notes wait behind it
+# Of the blocks of one pull: notes wait behind it. Device memory is copied in a tenth of the time,
+# and what passes besides, back and forth, takes as long for many blocks as for few.
+MAX_HAVE_BYTES: Final = 32 * 2**20
+MAX_DEVICE_HAVE_BYTES: Final = 512 * 2**20
 MAX_HELD_SHARE: Final = 0.8  # of the host tier, for other instances to fetch
 MAX_QUARANTINE_SHARE: Final = 0.05  # of the host tier; beyond that the transport is opened anew
 MAX_LAYOUTS: Final = 4  # of other instances; memory for each of their blocks is set aside
@@ -209,7 +212,8 @@ class Handovers:
         self._memory.open(scheduler.kv)
         self.tiers = Tiers(scheduler.kv.tiers)
         sizes = [sum(size for _, size in ranks) for ranks in self._memory.groups]
-        self._most = [max(1, min(messages.MAX_BLOCKS, MAX_HAVE_BYTES // size)) for size in sizes]
+        most_bytes = MAX_DEVICE_HAVE_BYTES if self._on_device else MAX_HAVE_BYTES
+        self._most = [max(1, min(messages.MAX_BLOCKS, most_bytes // size)) for size in sizes]
         self._open_transport()
 
     @property
