@@ -65,6 +65,13 @@ class Network:
     def __init__(self) -> None:
         # It ends with its standard input, that is with this process.
         self._holder = subprocess.Popen(["unshare", "-n", "cat"], stdin=subprocess.PIPE)
+        try:
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self) -> None:
         process, own = str(self._holder.pid), Path("/proc/self/ns/net").readlink()
         while Path(f"/proc/{process}/ns/net").readlink() == own:
             if self._holder.poll() is not None:
@@ -444,17 +451,19 @@ def fault(way: str, what: str) -> str:
         return "needs no other process"
     if what == "partition" and way in NO_NETWORK:
         return "needs no network"
-    size, network = SIZES[-1], None
-    try:
-        network = Network() if what == "partition" else None
-        one = make(way, network)
-    except Exception as error:  # no right to cut a network, or a library that does not take it
-        if network is not None:
-            network.close()
-        return f"not measured: {error}"
+    size = SIZES[-1]
     blocks = list(range(POOL_BYTES // size))
-    try:
-        one.fetch(blocks[:2], blocks[:2], size)
+    with ExitStack() as stack:
+        network = None
+        try:
+            if what == "partition":
+                network = Network()
+                stack.callback(network.close)
+            one = make(way, network)
+            stack.callback(one.close)
+            one.fetch(blocks[:2], blocks[:2], size)
+        except Exception as error:  # no right to cut a network, or a library that does not take it
+            return f"not measured: {error}"
         one.start(blocks, blocks[::-1], size)
         time.sleep(0.005)
         if network is None:
@@ -481,10 +490,6 @@ def fault(way: str, what: str) -> str:
         late = int(np.count_nonzero(one.target != CANARY))
         noticed = "not noticed within" if state == "PROC" else "noticed after"
         return f"{noticed} {seconds:.2f} s, {late} bytes late"
-    finally:
-        one.close()
-        if network is not None:
-            network.close()
 
 
 def show(options: argparse.Namespace, found: dict[str, list[float]]) -> None:
