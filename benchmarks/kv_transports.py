@@ -142,14 +142,21 @@ class Child:
         assert self.process.stdout is not None and self.process.stdin is not None
         self.process.stdin.write(SECRET + "\n")
         self.process.stdin.flush()
-        lines = iter(self.process.stdout.readline, "")
-        self.told = next((json.loads(x[6:]) for x in lines if x.startswith("serve ")), None)
-        if self.told is None:
-            self._errors.seek(0)
-            said = self._errors.read().split("\n")
+        try:
+            lines = iter(self.process.stdout.readline, "")
+            self.told = next((json.loads(x[6:]) for x in lines if x.startswith("serve ")), None)
+            if self.told is None:
+                self._errors.seek(0)
+                said = ["nothing", *(line.strip() for line in self._errors if line.strip())]
+                raise RuntimeError(f"the serving process has ended and said: {said[-1]}")
+            self._connect()
+        except BaseException:
             Child.close(self)
-            last = next((line for line in reversed(said) if line.strip()), "nothing")
-            raise RuntimeError(f"the serving process has ended and said: {last}")
+            raise
+
+    def _connect(self) -> None:
+        """To the process, which has told how."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """End whatever was started."""
@@ -161,9 +168,8 @@ class Child:
 class Driver(Child):
     """A transport of FastDeploy."""
 
-    def __init__(self, way: str, network: Network | None = None) -> None:
-        super().__init__(way, network)
-        self._open = open_driver(way, self.target, SIZES)
+    def _connect(self) -> None:
+        self._open = open_driver(self.way, self.target, SIZES)
         self._peer = self._open.connect(bytes.fromhex(self.told["descriptor"]))
         self._number = 0
 
@@ -206,8 +212,7 @@ class Driver(Child):
 class Nixl(Child):
     """NIXL as its documentation uses it, pulling, without its progress thread."""
 
-    def __init__(self, way: str, network: Network | None = None) -> None:
-        super().__init__(way, network)
+    def _connect(self) -> None:
         self._agent = nixl_agent("target", self.target)
         self._peer = self._agent.add_remote_agent(bytes.fromhex(self.told["metadata"]))
         self._request: Any = None
@@ -250,8 +255,7 @@ class Nixl(Child):
 class Mooncake(Child):
     """Mooncake's engine, pulling."""
 
-    def __init__(self, way: str, network: Network | None = None) -> None:
-        super().__init__(way, network)
+    def _connect(self) -> None:
         self._engine = mooncake_engine(self.target)
 
     def start(self, source: list[int], target: list[int], size: int) -> None:
@@ -295,7 +299,7 @@ ENVIRONMENT = {
     "MC_LOG_LEVEL": "ERROR",
     "MC_TRANSFER_TIMEOUT": "60",
 }
-OVER_TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
+OVER_TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": os.environ.get("UCX_NET_DEVICES", "lo")}
 SECRET = secrets.token_hex(32)
 # Of 198.18.0.0/15, which RFC 2544 sets apart for tests.
 HERE, THERE, NEAR, FAR = "198.18.79.1", "198.18.79.2", f"fdkv{os.getpid() % 100000}", "fdkv"
