@@ -279,12 +279,14 @@ class Handovers:
         """The step was done, or failed. What it left in host memory is there for others."""
         self._last_settled = step_id
         to_sum: list[tuple[int, list[tuple[Sending, int]]]] = []
-        for group, entry, block in self._noted.pop(step_id, ()):
+        written = self._noted.pop(step_id, ())
+        held = Counter(self.tiers.place(block)[0] for block in self._leases if written)
+        for group, entry, block in written:
             pairs = self._by_key.get((group, entry.key), ())
             wanted = [pair for pair in pairs if not pair[0].is_over]
-            num_held = sum(self.tiers.place(held)[0] == group for held in self._leases)
-            is_full = num_held >= self.tiers.all[group].num_blocks * MAX_HELD_SHARE
+            is_full = held[group] >= self.tiers.all[group].num_blocks * MAX_HELD_SHARE
             if is_done and wanted and (block in self._leases or not is_full):
+                held[group] += block not in self._leases
                 self._leases[block] += len(wanted)
                 for sending, _ in wanted:
                     sending.num_checked += 1
