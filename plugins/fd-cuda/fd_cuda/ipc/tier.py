@@ -68,7 +68,8 @@ class DeviceTier:
             for is_out in (True, False):
                 self._move([(0, 0)], is_out=is_out)
             first = tensor_at(self._address, size, device.index).view(torch.int32)
-            sum_blocks(first[None], torch.zeros(1, dtype=torch.int64, device=first.device))
+            with torch.cuda.device(device.index):
+                sum_blocks(first[None], torch.zeros(1, dtype=torch.int64, device=first.device))
         where = {
             "device": device.device,
             "address": self._address,
