@@ -295,6 +295,7 @@ class Mooncake(Child):
 
 ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "ERROR",
+    "UCX_LOG_LEVEL": "error",
     "GLOG_minloglevel": "3",
     "MC_LOG_LEVEL": "ERROR",
     "MC_TRANSFER_TIMEOUT": "60",
