@@ -605,6 +605,21 @@ def test_blocks_that_may_still_be_written_to_are_kept(
     two.close()
 
 
+def test_an_instance_that_cannot_answer_any_more_is_told_the_way_again() -> None:
+    """The prefill engine loses the connection by which it speaks; the other one does not."""
+    two = Two("tcp")
+    two.ask(make_request("a", PROMPT))
+    two.run()
+    transport = part(two.prefill)._transport
+    for peer in list(transport._peers.values()):
+        transport.lose(peer, "a test")
+    two.ask(make_request("b", [9, *PROMPT]))
+    two.run()
+    two.check()
+    assert two.decode.stats().kv_taken_over_total == 2
+    two.close()
+
+
 class Between:
     """What bytes to a port pass through, which may hold, slow or spoil them."""
 

@@ -553,10 +553,10 @@ class Handovers:
         except FastDeployError as error:
             self._fail(f"cannot connect: {error}")
             return False
-        if peer not in self._greeted:
-            self._greeted.add(peer)
-            with contextlib.suppress(FastDeployError):  # it is lost then, which an event says
-                self._transport.note(peer, self._hello)
+        self._greeted.add(peer)
+        # Each time: its connection to here may have ended while the one from here has not.
+        with contextlib.suppress(FastDeployError):  # it is lost then, which an event says
+            self._transport.note(peer, self._hello)
         first = parts.total if first is None else first
         want = Want(order.name, request.attempt + 1, first, parts.total, table.keys[-1])
         timeout_s = min(self._timeout_s, request.deadline_s or self._timeout_s)
