@@ -594,14 +594,14 @@ class Handovers:
         elif kind is TransferEventKind.PEER_DOWN:
             logger.info("KV handover: %s is gone: %s", event.peer, event.reason)
             self._lose(event.peer)
-        elif kind in (TransferEventKind.DONE, TransferEventKind.FAILED):
-            found = self._pulls.get(event.transfer_id)
-            if found is None:
-                return
+        elif (found := self._pulls.get(event.transfer_id)) is not None:
             receiving, pull, ids = found
             if kind is TransferEventKind.FAILED:
                 self.cancel(pull)
                 receiving.pulled(pull, event.reason, is_retryable=event.retryable)
+                return
+            receiving.moved(now)
+            if kind is TransferEventKind.PROGRESS:
                 return
             del self._pulls[event.transfer_id]
             if ids.isdisjoint(self._pulls):
