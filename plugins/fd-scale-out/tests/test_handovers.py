@@ -605,6 +605,22 @@ def test_blocks_that_may_still_be_written_to_are_kept(
     two.close()
 
 
+def test_bytes_that_come_are_a_word_of_who_sends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow network notes wait long behind the blocks."""
+    monkeypatch.setitem(TRANSPORTS, "unsafe", Unsafe)
+    two = Two("unsafe")
+    own = part(two.decode)
+    two.ask(make_request("a", PROMPT))
+    two.run(until=lambda: bool(own._pulls))
+    (transfer_id, (receiving, *_)), *_ = own._pulls.items()
+    before = receiving._lease_s
+    kind = TransferEventKind.PROGRESS
+    own._on_event(TransferEvent(kind, receiving.peer, transfer_id))
+    assert receiving._lease_s > before
+    assert transfer_id in own._pulls
+    two.close()
+
+
 def test_an_instance_that_cannot_answer_any_more_is_told_the_way_again() -> None:
     """The prefill engine loses the connection by which it speaks; the other one does not."""
     two = Two("tcp")
