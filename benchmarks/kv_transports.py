@@ -300,7 +300,10 @@ ENVIRONMENT = {
     "MC_LOG_LEVEL": "ERROR",
     "MC_TRANSFER_TIMEOUT": "60",
 }
-OVER_TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": os.environ.get("UCX_NET_DEVICES", "lo")}
+OVER_TCP = {
+    "UCX_TLS": "tcp,self,cuda_copy",
+    "UCX_NET_DEVICES": os.environ.get("UCX_NET_DEVICES", "lo"),
+}
 SECRET = secrets.token_hex(32)
 # Of 198.18.0.0/15, which RFC 2544 sets apart for tests.
 HERE, THERE, NEAR, FAR = "198.18.79.1", "198.18.79.2", f"fdkv{os.getpid() % 100000}", "fdkv"
@@ -311,7 +314,7 @@ FILE = -1  # of the pool, where others may map it
 
 def over_network(device: str, address: str) -> dict[str, str]:
     """Environment of a process that is to use this interface."""
-    ucx = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": device}
+    ucx = {"UCX_TLS": "tcp,self,cuda_copy", "UCX_NET_DEVICES": device}
     return ucx | {"FD_KV_TCP_ADDRESS": address, "KV_ADDRESS": address}
 
 
