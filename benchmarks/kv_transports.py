@@ -9,10 +9,13 @@ the best rate of each, as GB/s, and as a share of memcpy's. `nixl-raw` (which ch
 or CMA), `nixl-raw-tcp` and `mooncake-raw` are the libraries without FastDeploy: no authentication,
 no fence, and their memory is the target itself. NIXL has no progress thread, which would spin.
 
+A way that cannot run here is named with its reason, and left out.
+
 With --faults: how long a killed and a frozen peer and a network that is cut stay unnoticed, and how
-many bytes arrive in blocks that were given up (the transfer released or cancelled, the blocks used
-for something else) once a frozen peer goes on or the network is whole again. To cut a network takes
-root and `ip`, `nsenter`, `unshare`: the peer gets a network namespace of its own.
+many bytes arrive in blocks that were given up (the transfer released or cancelled, which Mooncake
+itself does not offer; the blocks used for something else) once a frozen peer goes on or the network
+is whole again. To cut a network takes root and `ip`, `nsenter`, `unshare`: the peer gets a network
+namespace of its own.
 """
 
 from __future__ import annotations
@@ -30,8 +33,11 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +65,17 @@ class Network:
     def __init__(self) -> None:
         # It ends with its standard input, that is with this process.
         self._holder = subprocess.Popen(["unshare", "-n", "cat"], stdin=subprocess.PIPE)
+        try:
+            self._connect()
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self) -> None:
         process, own = str(self._holder.pid), Path("/proc/self/ns/net").readlink()
         while Path(f"/proc/{process}/ns/net").readlink() == own:
+            if self._holder.poll() is not None:
+                raise RuntimeError("this process may not make a network namespace")
             time.sleep(0.01)
         self.within = ("nsenter", "-t", process, "-n")
         call("ip", "link", "add", NEAR, "type", "veth", "peer", "name", FAR, "netns", process)
@@ -81,7 +96,8 @@ class Network:
         call(*self.within, "ip", "neighbour", "flush", "dev", FAR, "nud", "permanent")
 
     def close(self) -> None:
-        """The interfaces go with the namespace."""
+        """The interfaces go with the namespace, but not at once."""
+        subprocess.run(["ip", "link", "delete", NEAR], check=False, capture_output=True)
         self._holder.kill()
         self._holder.wait()
 
@@ -114,34 +130,46 @@ class Child:
         within = ()
         if network is not None:
             within, environment = network.within, environment | over_network(FAR, THERE)
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the process
         self.process = subprocess.Popen(
             [*within, sys.executable, __file__, "--serve", way, *sys.argv[1:]],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             text=True,
             env=environment,
         )
         assert self.process.stdout is not None and self.process.stdin is not None
         self.process.stdin.write(SECRET + "\n")
         self.process.stdin.flush()
-        lines = iter(self.process.stdout.readline, "")
-        self.told = next((json.loads(x[6:]) for x in lines if x.startswith("serve ")), None)
-        if self.told is None:
-            raise RuntimeError(f"{way}: the serving process has ended")
+        try:
+            lines = iter(self.process.stdout.readline, "")
+            self.told = next((json.loads(x[6:]) for x in lines if x.startswith("serve ")), None)
+            if self.told is None:
+                self._errors.seek(0)
+                said = ["nothing", *(line.strip() for line in self._errors if line.strip())]
+                raise RuntimeError(f"the serving process has ended and said: {said[-1]}")
+            self._connect()
+        except BaseException:
+            Child.close(self)
+            raise
+
+    def _connect(self) -> None:
+        """To the process, which has told how."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """End whatever was started."""
         self.process.kill()
         self.process.wait()
+        self._errors.close()
 
 
 class Driver(Child):
     """A transport of FastDeploy."""
 
-    def __init__(self, way: str, network: Network | None = None) -> None:
-        super().__init__(way, network)
-        self._open = open_driver(way, self.target, SIZES)
+    def _connect(self) -> None:
+        self._open = open_driver(self.way, self.target, SIZES)
         self._peer = self._open.connect(bytes.fromhex(self.told["descriptor"]))
         self._number = 0
 
@@ -184,8 +212,7 @@ class Driver(Child):
 class Nixl(Child):
     """NIXL as its documentation uses it, pulling, without its progress thread."""
 
-    def __init__(self, way: str, network: Network | None = None) -> None:
-        super().__init__(way, network)
+    def _connect(self) -> None:
         self._agent = nixl_agent("target", self.target)
         self._peer = self._agent.add_remote_agent(bytes.fromhex(self.told["metadata"]))
         self._request: Any = None
@@ -228,9 +255,29 @@ class Nixl(Child):
 class Mooncake(Child):
     """Mooncake's engine, pulling."""
 
-    def __init__(self, way: str, network: Network | None = None) -> None:
-        super().__init__(way, network)
+    def _connect(self) -> None:
         self._engine = mooncake_engine(self.target)
+
+    def start(self, source: list[int], target: list[int], size: int) -> None:
+        """Begin a transfer, in a thread: the engine's reads return when all has come."""
+        self._state = "PROC"
+
+        def read() -> None:
+            try:
+                self.fetch(source, target, size)
+                self._state = "DONE"
+            except RuntimeError as error:
+                self._state = str(error)
+
+        threading.Thread(target=read, daemon=True).start()
+
+    def state(self) -> str:
+        """PROC, DONE, or Mooncake's code."""
+        time.sleep(0.001)
+        return self._state
+
+    def give_up(self) -> None:
+        """Nothing takes a read back."""
 
     def fetch(self, source: list[int], target: list[int], size: int) -> None:
         """As Memcpy's."""
@@ -248,11 +295,15 @@ class Mooncake(Child):
 
 ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "ERROR",
+    "UCX_LOG_LEVEL": "error",
     "GLOG_minloglevel": "3",
     "MC_LOG_LEVEL": "ERROR",
     "MC_TRANSFER_TIMEOUT": "60",
 }
-OVER_TCP = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
+OVER_TCP = {
+    "UCX_TLS": "tcp,self,cuda_copy",
+    "UCX_NET_DEVICES": os.environ.get("UCX_NET_DEVICES", "lo"),
+}
 SECRET = secrets.token_hex(32)
 # Of 198.18.0.0/15, which RFC 2544 sets apart for tests.
 HERE, THERE, NEAR, FAR = "198.18.79.1", "198.18.79.2", f"fdkv{os.getpid() % 100000}", "fdkv"
@@ -263,7 +314,7 @@ FILE = -1  # of the pool, where others may map it
 
 def over_network(device: str, address: str) -> dict[str, str]:
     """Environment of a process that is to use this interface."""
-    ucx = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": device}
+    ucx = {"UCX_TLS": "tcp,self,cuda_copy", "UCX_NET_DEVICES": device}
     return ucx | {"FD_KV_TCP_ADDRESS": address, "KV_ADDRESS": address}
 
 
@@ -371,9 +422,16 @@ def make(way: str, network: Network | None = None) -> Any:
 def rates(options: argparse.Namespace) -> dict[str, list[float]]:
     """GB/s of each way and size in each round."""
     found: dict[str, list[float]] = defaultdict(list)
-    ways = {way: make(way) for way in options.ways}
+    ways: dict[str, Any] = {}
     rng = random.Random(0)
-    try:
+    with ExitStack() as stack:
+        for way in options.ways:
+            try:
+                ways[way] = make(way)
+            except Exception as error:  # a library that is not here, or does not take this host
+                print(f"{way}: not measured: {error}", flush=True)
+            else:
+                stack.callback(ways[way].close)
         for number in range(options.rounds + 1):
             for size in SIZES:
                 total = POOL_BYTES // size
@@ -392,27 +450,28 @@ def rates(options: argparse.Namespace) -> dict[str, list[float]]:
                     )
                     if number:
                         found[f"{way}, blocks of {size >> 10} KiB, GB/s"].append(rate)
-    finally:
-        for one in ways.values():
-            one.close()
     return found
 
 
 def fault(way: str, what: str) -> str:
     """When the loss was noticed, and how many bytes came late."""
+    if way == "memcpy":
+        return "needs no other process"
     if what == "partition" and way in NO_NETWORK:
         return "needs no network"
-    network = Network() if what == "partition" else None
     size = SIZES[-1]
-    try:
-        one = make(way, network)
-    except Exception as error:  # a library that does not take this network
-        if network is not None:
-            network.close()
-        return f"not measured: {error}"
     blocks = list(range(POOL_BYTES // size))
-    try:
-        one.fetch(blocks[:2], blocks[:2], size)
+    with ExitStack() as stack:
+        network = None
+        try:
+            if what == "partition":
+                network = Network()
+                stack.callback(network.close)
+            one = make(way, network)
+            stack.callback(one.close)
+            one.fetch(blocks[:2], blocks[:2], size)
+        except Exception as error:  # no right to cut a network, or a library that does not take it
+            return f"not measured: {error}"
         one.start(blocks, blocks[::-1], size)
         time.sleep(0.005)
         if network is None:
@@ -439,10 +498,6 @@ def fault(way: str, what: str) -> str:
         late = int(np.count_nonzero(one.target != CANARY))
         noticed = "not noticed within" if state == "PROC" else "noticed after"
         return f"{noticed} {seconds:.2f} s, {late} bytes late"
-    finally:
-        one.close()
-        if network is not None:
-            network.close()
 
 
 def show(options: argparse.Namespace, found: dict[str, list[float]]) -> None:
@@ -450,7 +505,8 @@ def show(options: argparse.Namespace, found: dict[str, list[float]]) -> None:
     print(f"{platform.machine()}, {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}")
     print(f"requests of {options.request_mib} MiB, {options.rounds} rounds; best GB/s (median)")
     for size in SIZES:
-        of = {way: found[f"{way}, blocks of {size >> 10} KiB, GB/s"] for way in options.ways}
+        names = {way: f"{way}, blocks of {size >> 10} KiB, GB/s" for way in options.ways}
+        of = {way: found[name] for way, name in names.items() if name in found}
         base = max(of.get("memcpy", [float("nan")]))
         print(f"blocks of {size >> 10} KiB")
         for way, values in of.items():

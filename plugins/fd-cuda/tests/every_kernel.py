@@ -54,7 +54,7 @@ from fd_cuda.kernels import (
     quant_weights,
     routing,
 )
-from fd_cuda.kernels.cache import move_blocks
+from fd_cuda.kernels.cache import move_blocks, sum_blocks
 from fd_cuda.kernels.plans import Plan
 from fd_cuda.kernels.quant_persistent import persistent_product
 from fd_cuda.kernels.quant_round import fp8_blocks
@@ -365,7 +365,7 @@ def trellis() -> None:
 
 
 def moved_blocks() -> None:
-    """Blocks of pools of unlike sizes, to one piece of memory and back."""
+    """Blocks of pools of unlike sizes, to one piece of memory and back, and sums of its blocks."""
     for width, word in ((40, 8), (37, 1)):
         pools = [torch.zeros((6, 3, n), dtype=torch.uint8, device="cuda") for n in (width, 3000)]
         sizes = [pool[0].numel() for pool in pools]
@@ -378,6 +378,7 @@ def moved_blocks() -> None:
         where = parts, max(sizes), other.data_ptr(), stride, blocks, places
         for is_out in (True, False):
             move_blocks(*where, word=word, is_out=is_out)
+        sum_blocks(other.view(4, -1).view(torch.int32 if word == 8 else torch.uint8), places)
 
 
 def quantized_caches() -> None:

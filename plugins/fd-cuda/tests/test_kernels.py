@@ -267,3 +267,18 @@ def test_histories_equal_the_references() -> None:
         wanted = ops_history.match_ngrams(expected, slots, known, least, most, number)
         found = history.match_ngrams(got, moved[0], known.to(DEVICE), least, most, number)
         assert torch.equal(found.cpu()[:3], wanted[:3])
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(5, torch.uint8), (9001, torch.int32)])
+def test_sums_of_blocks_are_the_formulas(width: int, dtype: torch.dtype) -> None:
+    """Wide ones need several programs each; words are signed, and their products overflow."""
+    from fd_cuda.kernels.cache import sum_blocks
+
+    info = torch.iinfo(dtype)
+    words = torch.randint(info.min, info.max, (6, width), dtype=dtype, device=DEVICE)
+    blocks = torch.tensor([4, 0, 4, 5], device=DEVICE)
+    found = sum_blocks(words, blocks).tolist()
+    for block, total in zip(blocks.tolist(), found, strict=True):
+        row = enumerate(words[block].tolist())
+        expected = sum((2 * n + 1) * 0x9E3779B1 * word for n, word in row)
+        assert (total - expected) % 2**64 == 0

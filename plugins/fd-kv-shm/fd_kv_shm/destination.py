@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .shm import SharedMemoryTransport
 
 
-_ENOUGH_PROCESSORS: Final = 4  # for a second thread
+_ENOUGH_PROCESSORS: Final = 2  # for a second thread
 _WORTH_BYTES: Final = 1 << 20  # to wake it for
 
 

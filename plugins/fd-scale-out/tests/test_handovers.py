@@ -573,7 +573,8 @@ class Unsafe(SharedMemoryTransport):
         return self.num_fences <= 0 and super().fence(peer)
 
 
-@pytest.mark.parametrize(("num_fences", "host_blocks"), [(3, 128), (10**9, 16)])
+# A twentieth of the host blocks may wait: more than the prompt has, or none.
+@pytest.mark.parametrize(("num_fences", "host_blocks"), [(3, 1024), (10**9, 16)])
 def test_blocks_that_may_still_be_written_to_are_kept(
     monkeypatch: pytest.MonkeyPatch, num_fences: int, host_blocks: int
 ) -> None:
@@ -601,6 +602,37 @@ def test_blocks_that_may_still_be_written_to_are_kept(
     two.run()
     two.check()
     assert two.decode.stats().kv_taken_over_total == 1
+    two.close()
+
+
+def test_bytes_that_come_are_a_word_of_who_sends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a slow network notes wait long behind the blocks."""
+    monkeypatch.setitem(TRANSPORTS, "unsafe", Unsafe)
+    two = Two("unsafe")
+    own = part(two.decode)
+    two.ask(make_request("a", PROMPT))
+    two.run(until=lambda: bool(own._pulls))
+    (transfer_id, (receiving, *_)), *_ = own._pulls.items()
+    before = receiving._lease_s
+    kind = TransferEventKind.PROGRESS
+    own._on_event(TransferEvent(kind, receiving.peer, transfer_id))
+    assert receiving._lease_s > before
+    assert transfer_id in own._pulls
+    two.close()
+
+
+def test_an_instance_that_cannot_answer_any_more_is_told_the_way_again() -> None:
+    """The prefill engine loses the connection by which it speaks; the other one does not."""
+    two = Two("tcp")
+    two.ask(make_request("a", PROMPT))
+    two.run()
+    transport = part(two.prefill)._transport
+    for peer in list(transport._peers.values()):
+        transport.lose(peer, "a test")
+    two.ask(make_request("b", [9, *PROMPT]))
+    two.run()
+    two.check()
+    assert two.decode.stats().kv_taken_over_total == 2
     two.close()
 
 

@@ -17,7 +17,7 @@ import torch
 from fastdeploy_core.errors import ResourceError, WorkerError
 
 from fd_cuda.device import wait
-from fd_cuda.kernels.cache import move_blocks
+from fd_cuda.kernels.cache import move_blocks, sum_blocks
 
 from .driver import Driver, name_of
 
@@ -64,9 +64,12 @@ class DeviceTier:
                 f"{num_blocks * size / 2**30:.1f} GiB of GPU memory for blocks that other "
                 f"instances fetch: {error}; lower --swap-space or --gpu-memory-utilization"
             ) from error
-        for is_out in (True, False):  # compiled now, not when a request waits
-            if num_blocks and parts:
+        if num_blocks and parts:  # compiled now, not when a request waits
+            for is_out in (True, False):
                 self._move([(0, 0)], is_out=is_out)
+            first = tensor_at(self._address, size, device.index).view(torch.int32)
+            with torch.cuda.device(device.index):
+                sum_blocks(first[None], torch.zeros(1, dtype=torch.int64, device=first.device))
         where = {
             "device": device.device,
             "address": self._address,

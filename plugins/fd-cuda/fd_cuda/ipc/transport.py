@@ -27,12 +27,12 @@ from fd_kv_tcp.transport import TcpTransport
 from fd_scale_out.receiver_driven import DECODE_ERRORS, Transfer, WireError, check_size
 
 from fd_cuda.device import wait
+from fd_cuda.kernels.cache import sum_blocks
 
 from .driver import Driver, Mappings, name_of
 from .tier import tensor_at
 
-_BATCH_BYTES: Final = 32 << 20
-_SUMMED_BYTES: Final = 8 << 20
+_BATCH_BYTES: Final = 256 << 20  # who cancels waits for so much: a millisecond over NVLink
 _driver: Driver | None = None
 _mappings: Mappings | None = None
 
@@ -99,7 +99,6 @@ class CudaIpcTransport(TcpTransport):
         self.driver, self.mappings = _cuda()
         self.peer_type = _IpcPeer
         self.moving: dict[Transfer, list[int]] = {}  # streams with copies of it
-        self._weights: dict[tuple[int, int], torch.Tensor] = {}
         self._sum_streams: dict[int, torch.cuda.Stream] = {}
         super().__init__(options)
 
@@ -132,23 +131,16 @@ class CudaIpcTransport(TcpTransport):
         with torch.cuda.device(index), torch.cuda.stream(self._sum_stream(index)):
             words = tensor_at(memory.address, memory.nbytes, index).view(-1, size)
             words = words if size % 4 else words.view(torch.int32)
-            key = (index, words.shape[1])
-            weights = self._weights.get(key)
-            if weights is None:
-                odd = torch.arange(1, 2 * key[1], 2, dtype=torch.int64, device=words.device)
-                weights = self._weights[key] = odd * 0x9E3779B1 | 1
-            # Some at once: their 64-bit words take several times as much memory as they do.
-            most = max(1, _SUMMED_BYTES // size)
-            rows = torch.tensor(list(blocks), device=words.device).split(most)
-            found = torch.cat([(words[part].to(torch.int64) * weights).sum(1) for part in rows])
+            found = sum_blocks(words, torch.tensor(list(blocks), device=words.device))
             _finish()
             totals: list[int] = found.tolist()
         return [(total ^ total >> 32) & 0xFFFFFFFF for total in totals]
 
     def _sum_stream(self, index: int) -> torch.cuda.Stream:
-        """Kept: to make a stream takes longer than to sum a block."""
+        """Goes before the steps of the engine, which may be long. Kept: to make a stream takes
+        longer than to sum a block."""
         if index not in self._sum_streams:
-            self._sum_streams[index] = torch.cuda.Stream()
+            self._sum_streams[index] = torch.cuda.Stream(priority=-1)
         return self._sum_streams[index]
 
     def _end(self, transfer: Transfer) -> None:

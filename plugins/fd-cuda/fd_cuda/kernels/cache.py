@@ -167,6 +167,28 @@ def move_blocks(
     )
 
 
+@triton.jit
+def _sum_tiles(words_p, blocks_p, sums_p, num_words, TILE: tl.constexpr):
+    """Grid (blocks, tiles)."""
+    block, tile = tl.program_id(0), tl.program_id(1)
+    at = tile * TILE + tl.arange(0, TILE)
+    row = words_p + tl.load(blocks_p + block) * num_words
+    words = tl.load(row + at, mask=at < num_words, other=0).to(tl.int64)
+    weights = (2 * at + 1).to(tl.int64) * 0x9E3779B1
+    tl.store(sums_p + block * tl.num_programs(1) + tile, tl.sum(words * weights, 0))
+
+
+def sum_blocks(words: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Of rows of words [N, W] int32 or uint8, named by blocks [M] int64: the sum of word w times
+    (2w + 1) * 0x9E3779B1, modulo 2**64; [M] int64. Odd weights show each change of one word, and
+    unlike ones that words changed places."""
+    num_words = words.shape[1]
+    tiles = cdiv(num_words, TILE := 4096)
+    sums = torch.empty((blocks.shape[0], tiles), dtype=torch.int64, device=words.device)
+    _sum_tiles[(blocks.shape[0], tiles)](words, blocks, sums, num_words, TILE=TILE, num_warps=8)
+    return sums.sum(1)
+
+
 # Within a pool whole blocks move rarely and in bulk: torch's gather and scatter run at the
 # memory's speed.
 

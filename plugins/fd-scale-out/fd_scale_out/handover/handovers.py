@@ -56,7 +56,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_HAVE_BYTES: Final = 32 * 2**20  # of the blocks of one pull: notes wait behind it
+# Of the blocks of one pull: notes wait behind it. Device memory is copied in a tenth of the time,
+# and what passes besides, back and forth, takes as long for many blocks as for few.
+MAX_HAVE_BYTES: Final = 32 * 2**20
+MAX_DEVICE_HAVE_BYTES: Final = 512 * 2**20
 MAX_HELD_SHARE: Final = 0.8  # of the host tier, for other instances to fetch
 MAX_QUARANTINE_SHARE: Final = 0.05  # of the host tier; beyond that the transport is opened anew
 MAX_LAYOUTS: Final = 4  # of other instances; memory for each of their blocks is set aside
@@ -209,7 +212,8 @@ class Handovers:
         self._memory.open(scheduler.kv)
         self.tiers = Tiers(scheduler.kv.tiers)
         sizes = [sum(size for _, size in ranks) for ranks in self._memory.groups]
-        self._most = [max(1, min(messages.MAX_BLOCKS, MAX_HAVE_BYTES // size)) for size in sizes]
+        most_bytes = MAX_DEVICE_HAVE_BYTES if self._on_device else MAX_HAVE_BYTES
+        self._most = [max(1, min(messages.MAX_BLOCKS, most_bytes // size)) for size in sizes]
         self._open_transport()
 
     @property
@@ -275,12 +279,14 @@ class Handovers:
         """The step was done, or failed. What it left in host memory is there for others."""
         self._last_settled = step_id
         to_sum: list[tuple[int, list[tuple[Sending, int]]]] = []
-        for group, entry, block in self._noted.pop(step_id, ()):
+        written = self._noted.pop(step_id, ())
+        held = Counter(self.tiers.place(block)[0] for block in self._leases if written)
+        for group, entry, block in written:
             pairs = self._by_key.get((group, entry.key), ())
             wanted = [pair for pair in pairs if not pair[0].is_over]
-            num_held = sum(self.tiers.place(held)[0] == group for held in self._leases)
-            is_full = num_held >= self.tiers.all[group].num_blocks * MAX_HELD_SHARE
+            is_full = held[group] >= self.tiers.all[group].num_blocks * MAX_HELD_SHARE
             if is_done and wanted and (block in self._leases or not is_full):
+                held[group] += block not in self._leases
                 self._leases[block] += len(wanted)
                 for sending, _ in wanted:
                     sending.num_checked += 1
@@ -547,10 +553,10 @@ class Handovers:
         except FastDeployError as error:
             self._fail(f"cannot connect: {error}")
             return False
-        if peer not in self._greeted:
-            self._greeted.add(peer)
-            with contextlib.suppress(FastDeployError):  # it is lost then, which an event says
-                self._transport.note(peer, self._hello)
+        self._greeted.add(peer)
+        # Each time: its connection to here may have ended while the one from here has not.
+        with contextlib.suppress(FastDeployError):  # it is lost then, which an event says
+            self._transport.note(peer, self._hello)
         first = parts.total if first is None else first
         want = Want(order.name, request.attempt + 1, first, parts.total, table.keys[-1])
         timeout_s = min(self._timeout_s, request.deadline_s or self._timeout_s)
@@ -588,14 +594,14 @@ class Handovers:
         elif kind is TransferEventKind.PEER_DOWN:
             logger.info("KV handover: %s is gone: %s", event.peer, event.reason)
             self._lose(event.peer)
-        elif kind in (TransferEventKind.DONE, TransferEventKind.FAILED):
-            found = self._pulls.get(event.transfer_id)
-            if found is None:
-                return
+        elif (found := self._pulls.get(event.transfer_id)) is not None:
             receiving, pull, ids = found
             if kind is TransferEventKind.FAILED:
                 self.cancel(pull)
                 receiving.pulled(pull, event.reason, is_retryable=event.retryable)
+                return
+            receiving.moved(now)
+            if kind is TransferEventKind.PROGRESS:
                 return
             del self._pulls[event.transfer_id]
             if ids.isdisjoint(self._pulls):

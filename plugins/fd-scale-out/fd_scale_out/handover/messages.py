@@ -20,7 +20,7 @@ class _Note(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=Tru
 
 
 class Hello(msgspec.Struct, array_like=True, tag=True, forbid_unknown_fields=True):
-    """Decode instance, before anything else: how it is reached."""
+    """Decode instance, before each Want: how it is reached."""
 
     descriptor: bytes
 

@@ -134,6 +134,10 @@ class Receiving:
         """The peer is still there."""
         self._is_news(note, now)
 
+    def moved(self, now: float) -> None:
+        """Bytes of the peer have come. On a slow network its words may wait long behind them."""
+        self._lease_s = now + LEASE_S
+
     def abort(self, note: Abort) -> None:
         """The peer gives up."""
         if note.attempt == self._want.attempt:
