@@ -222,7 +222,8 @@ def test_a_connection_that_is_reset_while_idle_leaves_nothing(server: LiveServer
     def num_closed() -> int:
         """Connections that are closed, and in memory still."""
         gc.collect()
-        found = [item for item in gc.get_objects() if isinstance(item, GuardedProtocol)]
+        # No isinstance: some objects of torch warn when they are asked for their class.
+        found = [item for item in gc.get_objects() if issubclass(type(item), GuardedProtocol)]
         return sum(item.transport.is_closing() for item in found)
 
     for _ in range(8):
