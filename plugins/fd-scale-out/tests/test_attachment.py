@@ -117,6 +117,8 @@ def test_one_that_is_gone_and_not_yet_told_so_is_not_ready() -> None:
         world.tell(world.attached(living))
         assert heard.next() == "ready"
         assert link.health().ready
+        world.tell(wire.Detached("it was stopped"))
+        assert heard.next() == "down: it was stopped", "the one that is gone was never ready"
 
 
 def test_a_connection_that_fails_ends_its_api_server() -> None:

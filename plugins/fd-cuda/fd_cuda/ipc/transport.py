@@ -32,7 +32,7 @@ from fd_cuda.kernels.cache import sum_blocks
 from .driver import Driver, Mappings, name_of
 from .tier import tensor_at
 
-_BATCH_BYTES: Final = 256 << 20  # who cancels waits for so much: a millisecond over NVLink
+_BATCH_BYTES: Final = 256 << 20  # who cancels waits for so much: 1.6 ms by NVLink
 _driver: Driver | None = None
 _mappings: Mappings | None = None
 
