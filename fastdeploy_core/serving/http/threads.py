@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,8 +19,7 @@ from .event_loop import KEPT_BYTES, M_TRIM_THRESHOLD, mallopt
 Result = TypeVar("Result")
 # Allocators keep freed memory, for each thread apart: large bodies would stay with the process.
 TRIM_AFTER_S = 1.0
-TRIM_S = 0.005  # for which a thread is busy with that, so that each of the idle ones takes a share
-FREED_BYTES = 96 * 1024  # glibc looks at the end of a thread's heap when it frees 64 KiB or more
+TRIMMING = threading.Lock()  # the threshold is that of the whole process
 
 
 class Threads:
@@ -103,8 +103,9 @@ class Threads:
 def _give_back_own() -> None:
     """What is free at the end of this thread's heap, which malloc_trim leaves, and between what is
     used of all heaps."""
-    mallopt(M_TRIM_THRESHOLD, 0)
-    bytes(FREED_BYTES)
-    mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
-    give_back_freed()
-    time.sleep(TRIM_S)
+    with TRIMMING:
+        mallopt(M_TRIM_THRESHOLD, 0)
+        bytes(96 * 1024)  # glibc looks at the end of a heap when it frees 64 KiB or more
+        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+        give_back_freed()
+        time.sleep(0.02)  # so that each of the idle threads takes a share
