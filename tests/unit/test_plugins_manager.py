@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import mmap
 import time
 
 import pytest
@@ -147,7 +148,9 @@ def test_an_answer_that_imports_for_long_does_not_hang():
     def imports():
         kept, end = [], time.monotonic() + 1.0
         while time.monotonic() < end:
-            kept.append(b"x" * (1 << 16))
+            # a mapping of its own: what earlier tests freed would be given out again, untouched
+            kept.append(mmap.mmap(-1, 1 << 16))
+            kept[-1].write(b"x" * (1 << 16))
             time.sleep(0.005)
         return len(kept)
 
