@@ -215,7 +215,7 @@ class LastFirst(LocalScheduler):
 )
 def test_broken_schedulers_fail(driver: Any, test: str) -> None:
     def make(**settings: Any) -> Any:
-        return driver(RequestSchedulerConfig(lease_s=0.3, **settings))
+        return driver(RequestSchedulerConfig(**{"lease_s": 20.0, **settings}))
 
     with pytest.raises(FAILURE):
         getattr(Schedulers(), test)(make)
@@ -237,10 +237,9 @@ def test_broken_schedulers_fail(driver: Any, test: str) -> None:
     ],
 )
 def test_broken_shared_queues_fail(driver: Any, test: str) -> None:
-    options = {"topic": f"{driver.__name__} {test}"}
-
-    def make(**settings: Any) -> Any:
-        return driver(RequestSchedulerConfig(options=options, **{"lease_s": 0.3, **settings}))
+    def make(*, lease_s: float = 20.0, **settings: Any) -> Any:
+        options = {"topic": f"{driver.__name__} {test} {lease_s}"}
+        return driver(RequestSchedulerConfig(options=options, lease_s=lease_s, **settings))
 
     with pytest.raises(FAILURE):
         getattr(Schedulers(), test)(driver, make)
