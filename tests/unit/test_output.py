@@ -362,7 +362,7 @@ def test_tokens_in_columns_are_kept_for_who_waits_for_the_end_and_shown_to_other
     pieces = [ids[:1], ids[1:4], ids[4:]] if has_counts else [[token] for token in ids]
     for position, piece in enumerate(pieces):
         counts = [len(piece)] * 3 if has_counts else None
-        tokens = TokenDeltas(list(kinds), [position] * 3, [1] * 3, piece * 3, counts)
+        tokens = TokenDeltas(list(wholes), [position] * 3, [1] * 3, piece * 3, counts)
         others = processor.collect(tokens)
         assert [delta.request_id for delta in others] == ["b", "c"]
         for delta in others:
