@@ -271,9 +271,8 @@ class OutputProcessor:
         is_whole: bool = False,
         visible_tokens: Iterable[str] = (),
     ) -> RequestState:
-        """Expect deltas of this request. `is_whole`: process() shows all of it once it has
-        finished, and not what is new. `visible_tokens`: special tokens that stay in the text
-        although special tokens are skipped, because a parser reads them."""
+        """Expect deltas of this request; is_whole: it is shown once, when it has finished.
+        `visible_tokens`: special tokens that stay in the text because a parser reads them."""
         visible: frozenset[int] = frozenset()
         if self._tokenizer is not None:
             ids = (self._tokenizer.token_to_id(token) for token in visible_tokens)
@@ -341,7 +340,12 @@ class OutputProcessor:
             aborts = [delta.request_id]
         elif not finished and stopped:
             aborts = [branch_id(delta.request_id, index) for index in stopped]
-        return self._select(state, changes, delta.prompt_logprobs is not None), aborts
+        output = None
+        if state.is_whole:
+            output = state.whole() if finished else None
+        elif changes or delta.prompt_logprobs is not None:
+            output = state.newest(changes, delta.prompt_logprobs is not None)
+        return output, aborts
 
     def remove(self, request_id: str) -> None:
         """Forget a request (its client left); unknown ids are ignored."""
@@ -366,15 +370,6 @@ class OutputProcessor:
                 if entry is None:  # the first token
                     reader.skip(request.prompt_token_ids[0])
                 state.prompt_logprobs.append(None if entry is None else reader.read(entry))
-
-    def _select(
-        self, state: RequestState, changes: list[tuple[_Sequence, int, str]], prompt_logprobs: bool
-    ) -> RequestOutput | None:
-        if state.is_whole:
-            return state.whole() if state.finished else None
-        if not changes and not prompt_logprobs:
-            return None
-        return state.newest(changes, prompt_logprobs)
 
 
 class _LogprobReader:

@@ -300,8 +300,8 @@ def test_a_caller_that_leaves_does_not_free_its_thread_early() -> None:
         for call in calls[::2]:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        assert await asyncio.wait_for(threads.run("a", lambda: 7), 5) == 7
-        assert await asyncio.wait_for(threads.run("b", lambda: 8), 5) == 8
+        assert await asyncio.wait_for(threads.run("a", lambda: 7), 60) == 7
+        assert await asyncio.wait_for(threads.run("b", lambda: 8), 60) == 8
         threads.close()
 
     asyncio.run(main())
