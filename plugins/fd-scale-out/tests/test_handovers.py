@@ -720,6 +720,8 @@ def test_a_slow_network_is_waited_for(apart: tuple[Two, Between]) -> None:
     """While it moves. Others decode meanwhile."""
     two, between = apart
     between.pause_s = 0.05
+    two.ask(make_request("first", [9, *PROMPT]))
+    two.run()  # they know each other
     between.holds.set()  # as long as the other one takes, whoever gets the processor
     two.decode.add(other := make_request("other", [7, 7, 7], max_tokens=40))
     two.requests.append(other)
@@ -729,8 +731,8 @@ def test_a_slow_network_is_waited_for(apart: tuple[Two, Between]) -> None:
     between.holds.clear()
     two.run()
     two.check()
-    assert two.collector.finished == ["other", "a"]
-    assert two.decode.stats().kv_taken_over_total == 1
+    assert two.collector.finished == ["first", "other", "a"]
+    assert two.decode.stats().kv_taken_over_total == 2
 
 
 @pytest.mark.parametrize("piece", range(0, 12, 2))
