@@ -28,7 +28,7 @@ NAME = "baidu/ERNIE-4.5-0.3B-Paddle"
 _SERVES = re.compile(r"api_server|fastdeploy serve")
 _PRINTED = re.compile(r"http://(?:0\.0\.0\.0|localhost):8\d{3}")
 _AT = re.compile(r"serving \S+ at http://[^:]+:(\d+)")
-START_S = 90.0
+START_S = 180.0
 
 
 @pytest.fixture

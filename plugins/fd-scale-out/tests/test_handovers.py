@@ -4,7 +4,9 @@ are those of one engine, and every block comes back."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
+import os
 import secrets
 import socket
 import threading
@@ -300,7 +302,7 @@ def test_the_prefill_engine_dies_at_any_step(
     request = two.requests[0]
     assert two.collector.tokens["a"] == dict(enumerate(expected_answers(request)))
     assert not two.decode.scheduler.kv.host._leased
-    two.decode.close()
+    two.close()
 
 
 @pytest.mark.parametrize("num_steps", range(10))
@@ -332,6 +334,22 @@ def test_a_client_leaves_in_any_state(who: str, num_steps: int) -> None:
     getattr(two, who).abort(["a"])
     if who == "decode":
         two.requests.pop(0)
+    two.run()
+    two.check()
+    two.close()
+
+
+def test_a_process_may_have_more_than_a_thousand_files_open() -> None:
+    two = Two("tcp")
+    own = part(two.decode)
+    try:
+        high = fcntl.fcntl(own._wake, fcntl.F_DUPFD, 1500)
+    except OSError:
+        two.close()
+        pytest.skip("this process may not")
+    own._wake, low = high, own._wake
+    os.close(low)
+    two.ask(make_request("a", PROMPT))
     two.run()
     two.check()
     two.close()

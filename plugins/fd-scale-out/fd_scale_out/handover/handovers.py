@@ -14,11 +14,11 @@ import itertools
 import logging
 import os
 import queue
-import select
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import msgspec
@@ -253,7 +253,7 @@ class Handovers:
         """Take in what happened: first tokens of requests that wait on, and, with None, requests
         that wait no more. With `wait_s`: wait at most so long for something."""
         if wait_s and not self._finished:
-            select.select([self._transport.fileno(), self._wake], [], [], wait_s)
+            connection.wait([self._transport.fileno(), self._wake], wait_s)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         with contextlib.suppress(queue.Empty):
