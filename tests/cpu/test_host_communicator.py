@@ -234,7 +234,7 @@ def test_two_processes_get_the_same_bits(tensor_library, folder):
         start(tensor_library, 0, folder, 40, "close") as first,
         start(tensor_library, 1, folder, 40, "close") as second,
     ):
-        outputs = [p.communicate(timeout=60)[0].strip() for p in (first, second)]
+        outputs = [p.communicate(timeout=300)[0].strip() for p in (first, second)]
     assert len(outputs[0]) == 64 and outputs[0] == outputs[1]
     assert (first.returncode, second.returncode) == (0, 0)
 
