@@ -260,7 +260,7 @@ class LLM:
                     future.cancel()
         texts = [prompt.text for prompt in prompts]
         if stream:
-            outputs = self._outputs(building, texts, False, reader)
+            outputs = self._outputs(building, texts, is_whole=False, reader=reader)
             return (output for _, output in outputs)
         return self._collect(building, texts, use_tqdm, reader)
 
@@ -328,7 +328,7 @@ class LLM:
         num_read = num_written = 0
         silent = not (use_tqdm and texts)
         with tqdm(total=len(texts), desc="Processed prompts", disable=silent) as bar:
-            for place, output in self._outputs(building, texts, True, reader):
+            for place, output in self._outputs(building, texts, is_whole=True, reader=reader):
                 results[place] = output
                 if not silent:
                     num_read += len(output.prompt_token_ids)
