@@ -23,6 +23,7 @@ from tests.server_support import wait_for
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "outcomes_of", {})  # none has hung before
     return module_writer(tmp_path, monkeypatch)
 
 
@@ -209,8 +210,7 @@ def test_more_than_a_thousand_files_may_be_open():
             assert [*preflight._lines(high, 60.0)] == [b"a line"]
 
 
-def test_what_neither_computes_nor_reads_is_given_up_long_before_its_limit(write, monkeypatch):
-    monkeypatch.setattr(preflight, "outcomes_of", {})
+def test_what_neither_computes_nor_reads_is_given_up_long_before_its_limit(write):
     sleeps = write("pf_asleep", "import time; time.sleep(600)")
     works = write("pf_works", "import time\nend = time.time() + 4\nwhile time.time() < end: pass")
     started = time.monotonic()
