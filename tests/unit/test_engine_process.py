@@ -530,20 +530,30 @@ def test_engine_that_cannot_start_says_why_and_leaves_nothing(options, error, re
 
 def test_drain_lets_running_requests_end_and_refuses_new_ones():
     async def main():
-        async with engine_of(null={"step_s": 0.05}) as engine:
-            seen = Collector()
-            requests = make_request("s", [5], max_tokens=10), make_request("e", [6], max_tokens=120)
-            short, endless = (asyncio.create_task(answer(engine, r, seen)) for r in requests)
-            await until(lambda: len(seen.first) == 2, "the streams did not begin")
-            drain = asyncio.create_task(engine.drain(3.0))
+        async with engine_of(null=SLOW) as engine:
+            seen, request = Collector(), make_request("r", [5], max_tokens=20)
+            running = asyncio.create_task(answer(engine, request, seen))
+            await until(lambda: seen.first, "the stream did not begin")
+            drain = asyncio.create_task(engine.drain(600.0))
             await asyncio.sleep(0)
             assert engine.health().draining and not engine.health().ready
             with pytest.raises(WorkerError, match="shutting down"):
                 await answer(engine, make_request("late", [5]))
-            assert len((await short)[0]) == 10
+            assert await running == expected_answers(request)
+            await drain
+
+    asyncio.run(main())
+
+
+def test_what_outlives_the_grace_of_a_drain_ends_with_an_error():
+    async def main():
+        async with engine_of(null={"step_s": 0.1}) as engine:
+            seen, request = Collector(), make_request("r", [5], max_tokens=120)
+            endless = asyncio.create_task(answer(engine, request, seen))
+            await until(lambda: seen.first, "the stream did not begin")
+            await engine.drain(0.1)
             with pytest.raises(WorkerError, match="shutting down"):
                 await endless
-            await drain
 
     asyncio.run(main())
 
