@@ -22,7 +22,7 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
     best_of: int | None = Field(default=None, ge=1)
     logprobs: int | None = None
-    max_tokens: int | None = Field(default=16, ge=0)
+    max_tokens: int | None = Field(default=None, ge=0)
     add_special_tokens: bool = True
 
     @field_validator("suffix")
