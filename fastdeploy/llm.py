@@ -68,7 +68,7 @@ class LLM(core.LLM):
         asked = (sampling_params, bool(use_tqdm), stream, priority, lora_request)
         return self._run(given, *asked)
 
-    def chat(  # type: ignore[override]  # vLLM takes by place what the core takes by name
+    def chat(  # vLLM takes by place what the core takes by name
         self,
         messages: Sequence[Any],
         sampling_params: Params = None,
