@@ -135,6 +135,13 @@ def test_a_sampling_parameter_that_cannot_be_had_says_why(name: str, value: Any)
     assert caught.value.param == name
 
 
+def test_arguments_that_no_processor_takes_are_refused(llm: LLM) -> None:
+    asked = SamplingParams(max_tokens=1, extra_args={"no_repeat": True})
+    with pytest.raises(InvalidRequest, match="logits_processors_args: --logits-processors"):
+        llm.generate("hello", asked, use_tqdm=False)
+    assert llm.generate("hello", SamplingParams(max_tokens=1, extra_args={}), use_tqdm=False)
+
+
 def test_names_are_where_programs_import_them_from() -> None:
     from fastdeploy.entrypoints.llm import LLM as by_path
     from fastdeploy.inputs import TokensPrompt as tokens

@@ -92,8 +92,6 @@ class ChatCompletionRequest(SamplingFields):
                     "add_generation_prompt and continue_final_message exclude each other",
                     param="continue_final_message",
                 )
-        if self.prompt_logprobs is not None and self.stream:
-            raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
         self._check_tool_choice()
         return self
 

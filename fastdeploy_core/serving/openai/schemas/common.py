@@ -165,9 +165,11 @@ class SamplingFields(ApiModel):
         return data
 
     @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> SamplingFields:
+    def _check_stream(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream=true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
         return self
 
     @field_validator("logits_processors_args")
