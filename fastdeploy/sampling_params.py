@@ -75,6 +75,7 @@ class SamplingParams(types.SamplingParams, kw_only=True):
                     raise InvalidRequest(f"{theirs} and {ours} differ; give one", param=theirs)
                 setattr(self, ours, value)
                 setattr(self, theirs, None)
+        self.output_kind = None  # any class's, which ranks could not read
         super().__post_init__()
 
     @classmethod

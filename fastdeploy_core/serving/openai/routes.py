@@ -92,7 +92,8 @@ def openai_router(state: ServerState) -> APIRouter:
     async def tokenize(http: Request) -> Response:
         body = await read_model(http, TokenizeRequest, state.parsers)
         state.check_model(body.model)
-        threads = state.threads if state.media is None else state.media_threads
+        sees = state.media is not None and body.messages is not None
+        threads = state.media_threads if sees else state.threads
         if body.chat_template is not None:
             threads = state.template_threads
         call = Call(http.state.request_id, tenant_of(http))
@@ -184,8 +185,7 @@ def _tokenize(state: ServerState, body: TokenizeRequest, call: Call) -> dict[str
     if body.messages is not None:
         token_ids = ChatJob(state, body.as_chat(), call).token_ids()
     else:
-        text = body.prompt or ""
-        limits.check_text(text, "prompt")
+        limits.check_text(text := body.prompt or "", "prompt")
         token_ids = tokenizer.encode(text, body.add_special_tokens is not False) if text else []
     return {
         "count": len(token_ids),
