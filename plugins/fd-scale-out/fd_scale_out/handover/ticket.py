@@ -91,7 +91,7 @@ def read_ticket(secret: bytes, transport: str, text: str) -> Ticket:
         content = zlib.decompressobj().decompress(content, MAX_CONTENT_BYTES) if is_ours else b""
         ticket = msgspec.msgpack.decode(content, type=Ticket) if is_ours else None
     except (binascii.Error, zlib.error, *DECODE_ERRORS):
-        # Not how: a stranger could make it differ each time, and the log takes few kinds of failures.
+        # Not how: a stranger could make it differ each time, and the log takes few kinds.
         raise InvalidRequest("malformed ticket") from None
     if ticket is None:
         raise InvalidRequest(
