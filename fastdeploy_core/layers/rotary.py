@@ -80,10 +80,6 @@ def _default(spec: RotarySpec) -> tuple[np.ndarray, float]:
     return _plain(spec), 1.0
 
 
-def _none(spec: RotarySpec) -> tuple[np.ndarray, float]:
-    return np.zeros(spec.dim // 2, np.float32), 1.0  # nothing turns: positions are learned
-
-
 def _linear(spec: RotarySpec) -> tuple[np.ndarray, float]:
     return _plain(spec) / np.float32(spec.number("factor")), 1.0
 
@@ -162,11 +158,12 @@ def _yarn_attention_factor(spec: RotarySpec, factor: float) -> float:
 
 _RULES: Final[dict[str, Callable[[RotarySpec], tuple[np.ndarray, float]]]] = {
     "default": _default,
+    "dynamic": _default,  # up to max_position_embeddings; no longer context is served
     "factors": _factors,
     "linear": _linear,
     "llama3": _llama3,
     "longrope": _longrope,
-    "none": _none,
+    "none": lambda spec: (np.zeros(spec.dim // 2, np.float32), 1.0),  # nothing turns
     "su": _longrope,  # its name in older checkpoints
     "yarn": _yarn,
 }

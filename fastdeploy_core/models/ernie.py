@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class Ernie4_5ForCausalLM(GroupedQueryLM):
     """Interleaved rotation; one key says whether layers have biases."""
 
+    norm_eps = 1e-5
     rope_theta = 500000.0
     interleaved = True
     qkv_bias = output_bias = mlp_bias = "use_bias"
