@@ -30,6 +30,14 @@ class RotarySpec:
     kind: str = "default"
     parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
+    def __post_init__(self) -> None:
+        """UnsupportedModel unless the rule is known."""
+        if self.kind not in _RULES:
+            raise UnsupportedModel(
+                f"rope scaling {self.kind!r} of config.json is not supported; possible: "
+                f"{', '.join(sorted(_RULES))}"
+            )
+
     def number(self, name: str, default: float | None = None) -> float:
         """A parameter of the scaling rule."""
         value = self.parameters.get(name)
@@ -42,18 +50,8 @@ class RotarySpec:
         return float(value)
 
 
-def check_rotary(spec: RotarySpec) -> None:
-    """UnsupportedModel unless the rule is known."""
-    if spec.kind not in _RULES:
-        raise UnsupportedModel(
-            f"rope scaling {spec.kind!r} of config.json is not supported; possible: "
-            f"{', '.join(sorted(_RULES))}"
-        )
-
-
 def cos_sin_table(spec: RotarySpec, num_positions: int) -> np.ndarray:
     """[num_positions, dim] float32: dim / 2 cosines, then dim / 2 sines."""
-    check_rotary(spec)
     if spec.kind in ("longrope", "su"):
         trained = int(spec.number("original_max_position_embeddings"))
         if num_positions > trained:

@@ -111,6 +111,12 @@ def test_what_would_give_wrong_answers_is_refused(change: dict[str, Any], messag
         read_shapes({**QWEN2, **change})
 
 
+def test_a_least_sum_of_weights_that_counts_is_refused() -> None:
+    assert read_shapes({**ERNIE_MOE, "moe_norm_min": 1e-12}).moe
+    with pytest.raises(UnsupportedModel, match=r"moe_norm_min 0\.5.*possible: up to 1e-6"):
+        read_shapes({**ERNIE_MOE, "moe_norm_min": 0.5})
+
+
 def test_which_blocks_of_qwen_have_a_window() -> None:
     used = {"use_sliding_window": True, "sliding_window": 8}
     later = read_shapes({**QWEN2, **used, "max_window_layers": 3}).layers
