@@ -216,6 +216,7 @@ def _gemma2(draw: Draw) -> Fields:
 
 def _two_ropes(draw: Draw, fields: Fields) -> Fields:
     full = draw.rope(fields)
+    full.pop("truncate", None)  # transformers looks for it beside the two rules
     local = draw.rope(fields, "default")
     return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
 
