@@ -10,7 +10,7 @@ from fastdeploy_core.contracts.model import ModelShapes
 from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
 from fastdeploy_core.errors import ConfigError, UnsupportedModel
 from fastdeploy_core.layers.attention import HeadShape
-from fastdeploy_core.layers.rotary import RotarySpec, check_rotary
+from fastdeploy_core.layers.rotary import RotarySpec
 
 
 class ConfigReader:
@@ -104,7 +104,7 @@ class ConfigReader:
         if not isinstance(base, int | float):
             base = self.number("rope_theta", default=theta)
         beside = ("original_max_position_embeddings",)  # Phi-3 has it beside the rule, not in it
-        spec = RotarySpec(
+        return RotarySpec(
             dim=dim,
             theta=float(base),
             interleaved=interleaved,
@@ -112,8 +112,6 @@ class ConfigReader:
             kind=str(scaling.get("rope_type", scaling.get("type")) or "default"),
             parameters={k: self.config[k] for k in beside if self.config.get(k)} | dict(scaling),
         )
-        check_rotary(spec)
-        return spec
 
     def heads(self) -> HeadShape:
         """Grouped-query attention of the whole model."""
