@@ -510,6 +510,25 @@ def test_a_picture_that_comes_again_is_not_decoded_again() -> None:
         processor.close()
 
 
+def test_a_server_starts_its_processes_before_the_first_picture() -> None:
+    tokens = {"image": PLACE}
+    server, program = (
+        GridProcessor(MediaRules(is_trusted=trusted), RULE, None, tokens)
+        for trusted in (False, True)
+    )
+    try:
+        started = [place.child for place in server._pool._all]
+        assert all(child is not None and child.poll() is None for child in started)
+        assert not any(place.child for place in program._pool._all)
+        for _ in range(3):
+            ask(server, url_of(GOOD))
+        assert [place.child for place in server._pool._all] == started
+    finally:
+        server.close()
+        program.close()
+    assert all(child is not None and child.poll() is not None for child in started)
+
+
 def test_a_process_has_no_more_memory_than_it_may() -> None:
     pool = DecodingPool(1, memory_bytes=16 * 2**20)
     try:
