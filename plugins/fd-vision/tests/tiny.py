@@ -70,7 +70,6 @@ def _qwen3(ids: dict[str, int]) -> Any:
 def _qwen3_moe(ids: dict[str, int]) -> Any:
     moe = {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-        "norm_topk_prob": True,
     }  # fmt: skip
     return hf.Qwen3VLMoeConfig(**_qwen3_parts(**moe), tie_word_embeddings=False, **ids)
 
