@@ -54,8 +54,8 @@ class ChatJob:
         self._messages, self._parts = body.messages, list[MediaPart]()
         self._kinds: Sequence[str] = () if state.media is None else state.media.kinds
         if body.messages is not None and (self._kinds or body.mm_processor_kwargs):
-            asked = take_media(body.messages, self._kinds, body.mm_processor_kwargs)
-            self._messages, self._parts = asked
+            taken = take_media(body.messages, self._kinds, body.mm_processor_kwargs)
+            self._messages, self._parts = taken
         self._constraint: StructuredOutputsParams | None = None
         self._echoed = body.echoed(state.config.response_role)
         self._prompt_tail = ""

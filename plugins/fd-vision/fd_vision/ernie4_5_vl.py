@@ -167,7 +167,7 @@ class ModalityExperts:
 class Ernie4_5_VLMoeForConditionalGeneration(VisionLM, Ernie4_5_MoeForCausalLM):
     """One instance per rank."""
 
-    head_bias = False
+    head_bias: ClassVar[str | bool] = False  # unlike the text family, whatever use_bias says
     vision = ErnieTower
     axes = "pairs"
 

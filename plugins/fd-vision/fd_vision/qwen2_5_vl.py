@@ -118,7 +118,7 @@ class Qwen2_5Tower(VisionTower):
 def check_sizes(read: ConfigReader, config: Mapping[str, Any]) -> None:
     """ConfigError if a tower's patches are not of two frames, or its vectors are not as wide as the
     decoder. read: of vision_config."""
-    if read.config.get("temporal_patch_size", 2) != 2:
+    if read.config.get("temporal_patch_size") not in (None, 2):
         raise ConfigError(
             f"vision_config has temporal_patch_size={read.config['temporal_patch_size']!r}; "
             "possible: 2"
