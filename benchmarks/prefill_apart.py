@@ -7,14 +7,16 @@ them alone and beside both as mixed instances.
 Starts two servers and a router (fd-router, fd-scale-out, fd-kv-shm). Each run measures three ways,
 in an order that changes from run to run; the servers stay, and change their roles in between:
 
-  one    one of the servers is asked directly, the other one is idle
+  one    the server that computes prompts when apart is asked directly, the other one is idle
   mixed  the router divides requests between both
   apart  one computes prompts, the other one writes answers
 
 Quiet: the time to the first and second token of prompts that come one after the other, for each
 length; apart, the second one needs the blocks.
 Busy: answers are being written while prompts of the last length come; the times between two tokens
-of these answers, and to the prompts' first tokens. Prompts are random, so none is cached.
+of these answers, and to the prompts' first tokens. Left out with `--streams 0`: many short turns
+(`--runs 20 --prompts 2`) then tell small differences of the quiet ones from a machine's moods.
+Prompts are random, so none is cached.
 Printed are medians over the runs, and ratios. What follows `--` goes to both servers.
 """
 
@@ -156,7 +158,7 @@ class Servers:
     def url(self, way: str) -> str:
         """Where requests go, once the roles are in force."""
         if way == "one":
-            return self.urls[1]
+            return self.urls[0]
         for url, role in zip(self.urls, ROLES[way], strict=True):
             began = time.perf_counter()
             call(url + "/kv_handover", {"role": role}, **{"X-KV-Secret": SECRET})
@@ -249,14 +251,15 @@ def one_run(
             pairs = zip(*quiet(url, prompts(size)), strict=True)
             for name, seconds in zip(("first", "second"), pairs, strict=True):
                 found[f"{way}, quiet, {name} token of {size}, s"].append(statistics.median(seconds))
-        gaps, firsts = busy(options, url, prompts(options.prompt_tokens[-1]))
-        cuts = statistics.quantiles(gaps, n=100, method="inclusive")
-        found[f"{way}, busy, between tokens p50, s"].append(cuts[49])
-        found[f"{way}, busy, between tokens p99, s"].append(cuts[98])
-        found[f"{way}, busy, first token, s"].append(statistics.median(firsts))
+        if options.streams:
+            gaps, firsts = busy(options, url, prompts(options.prompt_tokens[-1]))
+            cuts = statistics.quantiles(gaps, n=100, method="inclusive")
+            found[f"{way}, busy, between tokens p50, s"].append(cuts[49])
+            found[f"{way}, busy, between tokens p99, s"].append(cuts[98])
+            found[f"{way}, busy, first token, s"].append(statistics.median(firsts))
         text = ", ".join(f"{v[-1]:.4f}" for name, v in found.items() if name.startswith(way))
         print(f"run {number + 1} of {options.runs}, {way}: {text}", file=sys.stderr, flush=True)
-        num_asked = 1 + options.prompts * (1 + len(options.prompt_tokens))
+        num_asked = 1 + options.prompts * (bool(options.streams) + len(options.prompt_tokens))
         expected = before + (num_asked if way == "apart" else 0)
         text = f"{num_asked} prompts to be handed over, or none where none should"
         wait_until(lambda expected=expected: servers.num_taken() == expected, text, 5.0)

@@ -3,7 +3,8 @@
     from fastdeploy import LLM, SamplingParams
 
 Names are looked up on first use, so importing this package imports neither a tensor library nor an
-engine. Everything lives in fastdeploy_core; this package is the name that users know.
+engine. Everything lives in fastdeploy_core; this package has the names that users of FastDeploy 2.x
+and vLLM know.
 """
 
 from __future__ import annotations
@@ -13,37 +14,51 @@ from typing import TYPE_CHECKING, Any
 from fastdeploy_core import __version__
 
 if TYPE_CHECKING:
-    from fastdeploy_core.api.llm import LLM
     from fastdeploy_core.types import (
         CompletionOutput,
         Logprob,
-        LoRARequest,
         RequestMetrics,
         RequestOutput,
-        SamplingParams,
         StructuredOutputsParams,
     )
 
+    from .inputs import TextPrompt, TokensPrompt
+    from .llm import LLM
+    from .lora.request import LoRARequest
+    from .outputs import PoolingRequestOutput
+    from .pooling_params import PoolingParams
+    from .sampling_params import BeamSearchParams, SamplingParams
+
 _HOMES = {
-    "LLM": "fastdeploy_core.api.llm",
+    "BeamSearchParams": "fastdeploy.sampling_params",
     "CompletionOutput": "fastdeploy_core.types",
-    "LoRARequest": "fastdeploy_core.types",
+    "LLM": "fastdeploy.llm",
+    "LoRARequest": "fastdeploy.lora.request",
     "Logprob": "fastdeploy_core.types",
+    "PoolingParams": "fastdeploy.pooling_params",
+    "PoolingRequestOutput": "fastdeploy.outputs",
     "RequestMetrics": "fastdeploy_core.types",
     "RequestOutput": "fastdeploy_core.types",
-    "SamplingParams": "fastdeploy_core.types",
+    "SamplingParams": "fastdeploy.sampling_params",
     "StructuredOutputsParams": "fastdeploy_core.types",
+    "TextPrompt": "fastdeploy.inputs",
+    "TokensPrompt": "fastdeploy.inputs",
 }
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "LoRARequest",
     "Logprob",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 

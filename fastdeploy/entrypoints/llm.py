@@ -1,5 +1,5 @@
 """The offline API under its FastDeploy 2.x path."""
 
-from fastdeploy_core.api.llm import LLM
+from fastdeploy.llm import LLM
 
 __all__ = ["LLM"]

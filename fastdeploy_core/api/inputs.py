@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastdeploy_core.contracts.model import MediaPart
+from fastdeploy_core.engine.input import Truncation
 from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.types import SequenceExtras
 
@@ -31,6 +32,7 @@ class Prompt:
     cache_salt: str = ""
     add_special_tokens: bool = True
     media: Sequence[MediaPart] = ()
+    truncation: Truncation | None = None
     extras: SequenceExtras | None = None  # of a model that takes no pictures
 
 
@@ -84,7 +86,7 @@ def _prompt(value: Any, where: str) -> Prompt:
             f"{where} must be text, token ids or an object, got {type(value).__name__}",
             param="prompts",
         )
-    unknown = [key for key in value if key not in _PROMPT_KEYS]
+    unknown = [key for key in value if key not in _PROMPT_KEYS and value[key] is not None]
     text, ids = value.get("prompt"), value.get("prompt_token_ids")
     if unknown or (text is None and ids is None):
         raise InvalidRequest(

@@ -285,6 +285,7 @@ class LLM:
             limits=self._limits,
             options=RequestOptions(
                 add_special_tokens=prompt.add_special_tokens,
+                truncation=prompt.truncation,
                 priority=priority,
                 cache_salt=prompt.cache_salt,
                 media=self._media,

@@ -46,7 +46,7 @@ MAX_FAILURES_IN_A_ROW = 16
 # Plans in a row with nothing to run and nothing in flight, before a request is failed.
 MAX_IDLE_PLANS = 4
 GRAMMAR_S = 0.0002  # between looks at what is made for grammars, with nothing else to do
-AWAIT_S = 0.005  # at most, for blocks from outside with nothing else to do; requests come meanwhile
+AWAIT_S = 0.02  # at most, for blocks from outside with nothing else to do; see `wake`
 
 
 class EngineCore:
@@ -164,8 +164,9 @@ class EngineCore:
     def step(self) -> list[RequestOutputDelta | TokenDeltas]:
         """Schedule, execute, update, answer. WorkerError means that the engine is dead."""
         if self._remote is not None:
-            is_idle = not self._in_flight and not self.scheduler.has_work()
-            for request_id, first in self._remote.ready(AWAIT_S if is_idle else 0.0):
+            is_busy = self._in_flight or self._building or self._is_awaited
+            wait_s = 0.0 if is_busy or self.scheduler.has_work() else AWAIT_S
+            for request_id, first in self._remote.ready(wait_s):
                 self.scheduler.release(request_id, first)
             if self.scheduler.outcome.has_deltas:  # a first token waits for no step
                 self._remote.told(outputs := self.scheduler.take_deltas())
@@ -185,7 +186,7 @@ class EngineCore:
         return outputs
 
     def wake(self) -> None:
-        """A request was queued: `step` is not to wait for blocks; any thread."""
+        """There is something to do: `step` is not to wait for blocks; any thread."""
         if self._remote is not None:
             self._remote.wake()
 

@@ -66,6 +66,11 @@ class ProcessorSet:
             except PluginError as error:
                 raise InvalidRequest(str(error), param="thinking_token_budget") from None
             self._members.append(_Member(BUDGET, driver(self._context)))
+        if params.logits_processors_args and not self._members:
+            raise InvalidRequest(
+                "no logits processor is loaded to take logits_processors_args: --logits-processors",
+                param="logits_processors_args",
+            )
         for member in self._members:
             member.processor.validate(params)
             if member.processor.add(seq_id, params, prompt):

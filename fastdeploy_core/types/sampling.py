@@ -105,10 +105,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise InvalidRequest(
                 "repetition_penalty must be above 0, got 0", param="repetition_penalty"
             )
-        if self.seed == -1:
-            self.seed = None
+        for name in ("seed", "thinking_token_budget"):
+            if getattr(self, name) == -1:  # none, as in vLLM
+                setattr(self, name, None)
         if self.seed is not None:
-            self._check_int("seed", 0, MAX_SEED)
+            self._check_int("seed", -MAX_SEED - 1, MAX_SEED)
         if self.max_tokens is not None:
             self._check_int("max_tokens", 0, 2**31 - 1)
         self._check_int("min_tokens", 0, 2**31 - 1)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from fastdeploy_core.config.server import ServerConfig
+from fastdeploy_core.serving.openai.schemas import ChatCompletionRequest
 from fastdeploy_core.tokenizer import Tokenizer
+from fastdeploy_core.types import StructuredOutputsParams
 from tests.server_support import ScriptedEngine, events_of, live
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
@@ -82,3 +87,66 @@ def test_echo_puts_the_last_message_before_the_answer_if_it_is_the_assistants(
 
 def test_an_idle_connection_outlives_an_agents_tool() -> None:
     assert ServerConfig().keep_alive_s == 900
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "field", "value"),
+    [
+        ("completions", {"prompt": "a", "max_tokens": None}, "max_tokens", 16),
+        ("completions", {"prompt": "a", "seed": -5}, "seed", -5),
+        ("chat/completions", {**CHAT, "thinking_token_budget": -1}, "thinking_token_budget", None),
+        ("chat/completions", {**CHAT, "logprobs": False, "top_logprobs": 0}, "logprobs", None),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_values_that_vllms_clients_send_mean_the_same_here(
+    client: httpx.Client,
+    engine: ScriptedEngine,
+    route: str,
+    body: dict[str, Any],
+    field: str,
+    value: Any,
+) -> None:
+    answer = client.post(f"/v1/{route}", json=body)
+    assert answer.status_code == 200, answer.text
+    assert getattr(engine.requests[-1].sampling, field) == value
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_no_answers_are_refused_on_both_routes(client: httpx.Client, route: str) -> None:
+    answer = client.post(f"/v1/{route}", json={**CHAT, "prompt": "a", "n": 0})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+
+
+def test_vllms_whole_structured_outputs_object_is_taken() -> None:
+    nothing = dict.fromkeys(("regex", "choice", "grammar", "json_object", "structural_tag"))
+    switches = dict.fromkeys(("disable_fallback", "disable_any_whitespace"), False)
+    asked = {"json": {"const": None}, **nothing, **switches, "whitespace_pattern": None}
+    constraint = ChatCompletionRequest(**CHAT, structured_outputs=asked).constraint()
+    assert constraint == StructuredOutputsParams(json={"const": None})
+    with pytest.raises(ValidationError, match="disable_any_whitespace"):
+        ChatCompletionRequest(
+            **CHAT, structured_outputs={"json": {}, "disable_any_whitespace": True}
+        )
+
+
+def test_a_tokenized_conversation_is_the_one_that_is_answered(
+    client: httpx.Client, engine: ScriptedEngine
+) -> None:
+    plain = {"messages": CHAT["messages"], "return_token_strs": None, "tools": None}
+    ids = client.post("/tokenize", json=plain).json()["tokens"]
+    client.post("/v1/chat/completions", json=CHAT)
+    assert engine.requests[-1].prompt_token_ids == ids
+    both = {**plain, "add_generation_prompt": True, "continue_final_message": True}
+    assert client.post("/tokenize", json=both).status_code == 400
+    refused = client.post("/tokenize", json={**plain, "chat_template": "{{ 1 }}"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "chat_template")
+
+
+def test_a_template_of_a_request_counts_when_tokenizing(
+    engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    with live(engine, tokenizer, trust_request_chat_template=True) as server:
+        body = {**CHAT, "chat_template": "{{ messages[0].content }}!"}
+        ids = httpx.post(f"{server.url}/tokenize", json=body).json()["tokens"]
+    assert ids == tokenizer.encode("Hi!", False)

@@ -178,10 +178,9 @@ class EngineProcess:
         """Add a request to the core. Any error ends this request only."""
         try:
             self._core.add(request)
-        except InvalidRequest as error:
-            self._scheduler.put_results([refusal(request, error)])
         except Exception as error:
-            logger.exception("request %s could not be admitted", request.request_id)
+            if not isinstance(error, InvalidRequest):
+                logger.exception("request %s could not be admitted", request.request_id)
             self._scheduler.put_results([refusal(request, error)])
         else:
             self._observer.admitted(request)
@@ -277,16 +276,16 @@ class EngineProcess:
         """Have an idle main thread look again; any thread."""
         self._woken.set()
         self._scheduler.abort([])
+        self._core.wake()
 
     def _queue(self, request: Request) -> RequestOutputDelta | None:
         """Put a request into the request scheduler; one that can never run is refused at once,
         before requests that wait in front of it."""
         try:
             self._core.check(request)
-        except InvalidRequest as error:
-            return refusal(request, error)
         except Exception as error:
-            logger.exception("request %s could not be checked", request.request_id)
+            if not isinstance(error, InvalidRequest):
+                logger.exception("request %s could not be checked", request.request_id)
             return refusal(request, error)
         (reason,) = self._scheduler.put_requests([request])
         if reason is None:

@@ -130,6 +130,14 @@ class ChatJob:
             kinds=self._kinds,
         )
 
+    def token_ids(self) -> list[int]:
+        """The prompt's ids, also of one that is too long to be answered."""
+        prompt = self.render()
+        if self._parts or not isinstance(prompt, str):  # a picture's are known once it is read
+            return self.make_request(prompt).prompt_token_ids
+        self._state.limits.check_text(prompt, "prompt")
+        return self._state.tokenizer.encode(prompt, self._body.add_special_tokens)
+
     async def complete(self) -> dict[str, Any]:
         """The whole answer."""
         usage, answers = self._begin()

@@ -78,7 +78,7 @@ class CompletionJob:
         if body.echo and body.logprobs is not None:
             wanted["prompt_logprobs"] = body.logprobs
         # With max_tokens=0 no token is returned, but a prompt's own logprobs need one step.
-        wanted["max_tokens"] = max(1, body.max_tokens) if body.max_tokens is not None else None
+        wanted["max_tokens"] = 16 if body.max_tokens is None else max(1, body.max_tokens)
         sampling = body.sampling(state.default_sampling, **wanted)
         options = request_options(state, body, self._call, body.add_special_tokens)
         self._requests = [

@@ -92,7 +92,12 @@ def openai_router(state: ServerState) -> APIRouter:
     async def tokenize(http: Request) -> Response:
         body = await read_model(http, TokenizeRequest, state.parsers)
         state.check_model(body.model)
-        return json_response(await state.threads.run(tenant_of(http), _tokenize, state, body))
+        sees = state.media is not None and body.messages is not None
+        threads = state.media_threads if sees else state.threads
+        if body.chat_template is not None:
+            threads = state.template_threads
+        call = Call(http.state.request_id, tenant_of(http))
+        return json_response(await threads.run(call.tenant, _tokenize, state, body, call))
 
     @router.post("/detokenize", openapi_extra=_body_of(DetokenizeRequest))
     async def detokenize(http: Request) -> Response:
@@ -175,22 +180,13 @@ def _check_ids(state: ServerState, tokens: list[int]) -> None:
         )
 
 
-def _tokenize(state: ServerState, body: TokenizeRequest) -> dict[str, Any]:
+def _tokenize(state: ServerState, body: TokenizeRequest, call: Call) -> dict[str, Any]:
     tokenizer, limits = state.tokenizer, state.limits
     if body.messages is not None:
-        chat = body.as_chat()
-        text = tokenizer.apply_chat_template(
-            chat.messages,
-            chat.tools,
-            chat.add_generation_prompt,
-            continue_final_message=chat.continue_final_message,
-            template_kwargs=chat.template_kwargs(dict(state.config.default_chat_template_kwargs)),
-        )
-        special = bool(body.add_special_tokens)
+        token_ids = ChatJob(state, body.as_chat(), call).token_ids()
     else:
-        text, special = body.prompt or "", body.add_special_tokens is not False
-    limits.check_text(text, "prompt")
-    token_ids = tokenizer.encode(text, special) if text else []
+        limits.check_text(text := body.prompt or "", "prompt")
+        token_ids = tokenizer.encode(text, body.add_special_tokens is not False) if text else []
     return {
         "count": len(token_ids),
         "max_model_len": limits.max_model_len,

@@ -69,8 +69,8 @@ def messages_routes() -> ApiRoutes:
         _, chat, _ = await _chat(http, body, messages_request.read, messages_request.NAMES)
         with named_as(messages_request.NAMES):
             threads = state.threads if state.media is None else state.media_threads
-            count = await threads.run(tenant_of(http), _count, state, chat)
-        return json_response({"input_tokens": count})
+            ids = await threads.run(tenant_of(http), chat.token_ids)
+        return json_response({"input_tokens": len(ids)})
 
     return ApiRoutes(router, error_body)
 
@@ -114,11 +114,3 @@ async def _chat(
     return make()
 
 
-def _count(state: ServerState, chat: ChatJob) -> int:
-    prompt = chat.render()
-    if not isinstance(prompt, str):
-        raise TypeError("a conversation renders as text")
-    if state.media is not None:  # a picture's tokens are known once it is read
-        return len(chat.make_request(prompt).prompt_token_ids)
-    state.limits.check_text(prompt, "prompt")
-    return len(state.tokenizer.encode(prompt, False))

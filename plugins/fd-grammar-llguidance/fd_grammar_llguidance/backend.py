@@ -61,7 +61,7 @@ class LLGuidanceBackend:
     def compile(self, params: StructuredOutputsParams, options: Mapping[str, Any]) -> bytes:
         """Check and convert a constraint; run this in a process that may be killed."""
         source = check(params, Limits.of(options))
-        grammar = to_grammar(params, source, options)
+        grammar = to_grammar(params, source, options, self._tokenizer)
         matcher = self._build(grammar)
         # The first mask shows errors that construction leaves for later: grammars that match
         # nothing, or that branch too widely.

@@ -10,14 +10,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from llguidance import LLMatcher, StructTag
+from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from fastdeploy_core.types import StructuredOutputsParams
 
-from .limits import MAX_TAGS, refuse
+from . import tags
+from .limits import refuse
+from .literals import Literals
 
 # Between JSON tokens a weak model may emit blanks for ever; indentation needs only a few.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,48}"
@@ -27,10 +30,16 @@ _LIST_KEYS = ("anyOf", "oneOf", "prefixItems")
 _MAP_KEYS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
-def to_grammar(params: StructuredOutputsParams, source: str, options: Mapping[str, Any]) -> str:
+def to_grammar(
+    params: StructuredOutputsParams,
+    source: str,
+    options: Mapping[str, Any],
+    tokenizer: LLTokenizer,
+) -> str:
     """The grammar text. `source` is the result of limits.check(). Options: disable_any_whitespace
     (False), disable_additional_properties (True: objects that list properties take no others)."""
     kind = params.kind
+    literals = Literals(tokenizer, kind)
     if kind == "json":
         return _json_grammar(json.loads(source), options)
     if kind == "json_object":
@@ -39,15 +48,27 @@ def to_grammar(params: StructuredOutputsParams, source: str, options: Mapping[st
         return LLMatcher.grammar_from_regex(source)
     if kind == "choice":
         choices = json.loads(source)
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(c) for c in choices))
+        return LLMatcher.grammar_from_lark(
+            "start: " + " | ".join(map(literals.expression, choices))
+        )
     if kind == "grammar":
-        return _text_grammar(source)
-    return _structural_tag(source, options)
+        return LLMatcher.grammar_from_lark(_text_grammar(kind, source))
+    return tags.to_lark(
+        json.loads(source),
+        literals,
+        partial(_schema_with_options, options),
+        partial(_text_grammar, kind),
+    )
 
 
 def _json_grammar(schema: Any, options: Mapping[str, Any]) -> str:
     schema = _close(schema) if options.get("disable_additional_properties", True) else schema
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_overrides(options))
+
+
+def _schema_with_options(options: Mapping[str, Any], schema: Any) -> Any:
+    schema = _close(schema) if options.get("disable_additional_properties", True) else schema
+    return {**schema, "x-guidance": _overrides(options)} if isinstance(schema, dict) else schema
 
 
 def _overrides(options: Mapping[str, Any]) -> Any:
@@ -87,39 +108,10 @@ def _close_node(node: Any) -> Any:
     return closed
 
 
-def _text_grammar(source: str) -> str:
+def _text_grammar(kind: str, source: str) -> str:
     if not re.search(r"^\s*[\w-]+\s*::=", source, re.MULTILINE):
-        return LLMatcher.grammar_from_lark(source)
+        return source
     try:
-        return LLMatcher.grammar_from_lark(any_to_lark(source))
+        return str(any_to_lark(source))
     except Exception as error:  # the converter has no error class of its own
-        raise refuse("grammar", f"it is no valid EBNF ({str(error)[:200]})") from None
-
-
-def _structural_tag(source: str, options: Mapping[str, Any]) -> str:
-    tag = json.loads(source)
-    try:
-        structures, triggers = tag["structures"], tag["triggers"]
-        begins = [(str(s["begin"]), s["schema"], str(s["end"])) for s in structures]
-        triggers = [str(t) for t in triggers if t]
-    except (KeyError, TypeError):
-        raise refuse(
-            "structural_tag",
-            'it must be JSON of the form {"structures": [{"begin", "schema", "end"}], '
-            '"triggers": [...]}',
-        ) from None
-    if not 0 < len(begins) <= MAX_TAGS or not triggers:
-        raise refuse("structural_tag", f"it needs 1 to {MAX_TAGS} structures and a trigger")
-    tags = []
-    for begin, schema, end in begins:
-        trigger = next((t for t in triggers if begin.startswith(t)), None)
-        if trigger is None:
-            raise refuse("structural_tag", f"no trigger starts the structure {begin[:60]!r}")
-        body = _close(schema) if options.get("disable_additional_properties", True) else schema
-        if isinstance(body, dict):
-            body = {**body, "x-guidance": _overrides(options)}
-        tags.append(StructTag(trigger=trigger, begin=begin, grammar=body, end=end))
-    try:
-        return LLMatcher.grammar_from_lark(StructTag.to_grammar(tags, assume_special=False))
-    except ValueError as error:
-        raise refuse("structural_tag", str(error)[:200]) from None
+        raise refuse(kind, f"it is no valid EBNF ({str(error)[:200]})") from None

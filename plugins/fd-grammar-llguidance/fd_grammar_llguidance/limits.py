@@ -63,10 +63,7 @@ def check(params: StructuredOutputsParams, limits: Limits) -> str:
     if kind == "regex":
         check_regex(kind, source, limits)
     elif kind == "grammar":
-        _check_brackets(kind, source, limits)
-        if source.count("|") > MAX_ALTERNATIONS:
-            raise refuse(kind, f"it has more than {MAX_ALTERNATIONS} alternatives")
-        _check_repeats(kind, source)
+        check_grammar(kind, source, limits)
     elif kind in ("json", "structural_tag"):
         _check_json(kind, source, limits)
     return source
@@ -87,6 +84,14 @@ def check_regex(kind: str, pattern: str, limits: Limits) -> None:
     if pattern.count("|") > MAX_ALTERNATIONS:
         raise refuse(kind, f"the expression has more than {MAX_ALTERNATIONS} alternatives")
     _check_repeats(kind, pattern)
+
+
+def check_grammar(kind: str, source: str, limits: Limits) -> None:
+    """Check nesting, alternatives and repetition counts of a Lark or EBNF grammar."""
+    _check_brackets(kind, source, limits)
+    if source.count("|") > MAX_ALTERNATIONS:
+        raise refuse(kind, f"it has more than {MAX_ALTERNATIONS} alternatives")
+    _check_repeats(kind, source)
 
 
 def _no_constant(name: str) -> Any:
@@ -220,6 +225,8 @@ def _check_json(kind: str, source: str, limits: Limits) -> None:
                 _check_reference(kind, root, node["$ref"])
             if isinstance(node.get("pattern"), str):
                 check_regex(kind, node["pattern"], limits)
+            if kind == "structural_tag" and isinstance(node.get("grammar"), str):
+                check_grammar(kind, node["grammar"], limits)
             patterns = node.get("patternProperties")
             for pattern in patterns if isinstance(patterns, dict) else ():
                 check_regex(kind, pattern, limits)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING, Final
 
 from fd_scale_out.receiver_driven import MAX_NOTE_BYTES, WireError, peer_name
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_CONNECTIONS: Final = 256
+MAX_CONNECTIONS: Final = 256  # of peers
+# Besides, of who has not proved yet to know the secret. For one more the oldest of them has to go:
+# a peer proves it within milliseconds, and others can hold no place for long that it needs.
+MAX_STRANGERS: Final = 128
+ACCEPT_PAUSE_S: Final = 0.1  # after an error, such as too many open files
 MAX_ANSWER_BYTES: Final = 1 << 30
 
 
@@ -31,8 +36,8 @@ class Server:
     def __init__(self, transport: TcpTransport, host: str, port: int) -> None:
         self._transport = transport
         self._lock = threading.Lock()
-        self._sockets: set[socket.socket] = set()
-        self._threads: set[threading.Thread] = set()
+        self._sockets: dict[threading.Thread, socket.socket] = {}  # of connections, by its thread
+        self._strangers: dict[threading.Thread, None] = {}  # of these, the oldest first
         self._is_closed = False
         self._listener = socket.create_server((host, port), backlog=64)
         self.port = int(self._listener.getsockname()[1])
@@ -43,39 +48,65 @@ class Server:
         """End every connection; nothing of ours is read afterwards."""
         with self._lock:
             self._is_closed = True
-            open_sockets, threads = list(self._sockets), list(self._threads)
-        for sock in (self._listener, *open_sockets):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+            threads = list(self._sockets)
+            for sock in (self._listener, *self._sockets.values()):
+                _end(sock)
         for thread in (self._acceptor, *threads):
             thread.join()
         self._listener.close()
 
     def _accept(self) -> None:
+        is_told = False
         while True:
             try:
-                sock, _ = self._listener.accept()
-            except OSError:
+                self._begin(self._listener.accept()[0])
+                is_told = False
+            except (OSError, RuntimeError) as error:  # of files, or threads, there are too many
+                if self._is_closed:
+                    return
+                if not is_told:
+                    logger.warning("kv transport tcp accepts no connection: %s", error)
+                is_told = True
+                time.sleep(ACCEPT_PAUSE_S)
+
+    def _begin(self, sock: socket.socket) -> None:
+        thread = threading.Thread(target=self._serve, args=(sock,), daemon=True)
+        with self._lock:
+            num_peers = len(self._sockets) - len(self._strangers)
+            if self._is_closed or num_peers >= MAX_CONNECTIONS:
+                sock.close()
                 return
-            thread = threading.Thread(target=self._serve, args=(sock,), daemon=True)
-            with self._lock:
-                if self._is_closed or len(self._sockets) >= MAX_CONNECTIONS:
-                    sock.close()
-                    continue
-                self._sockets.add(sock)
-                self._threads.add(thread)
+            if len(self._strangers) >= MAX_STRANGERS:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                _end(self._sockets[oldest])
+            self._sockets[thread] = sock
+            self._strangers[thread] = None
+        try:
             thread.start()
+        except RuntimeError:
+            self._forget(thread)
+            raise
+
+    def _forget(self, thread: threading.Thread) -> None:
+        with self._lock:
+            sock = self._sockets.pop(thread)
+            self._strangers.pop(thread, None)
+        _end(sock)
+        sock.close()
 
     def _serve(self, sock: socket.socket) -> None:
+        own = threading.current_thread()
         try:
             sock.settimeout(self._transport.handshake_s)
             if self._transport.tls is not None:
-                with self._lock:  # close() ends what is in the set
-                    self._sockets.discard(sock)
-                    sock = secured = self._transport.tls.under(sock, is_client=False)
-                    self._sockets.add(sock)
+                with self._lock:  # close() ends what is in there
+                    secured = self._transport.tls.under(sock, is_client=False)
+                    sock = self._sockets[own] = secured
                 secured.do_handshake()
             channel = Channel(sock, self._transport.options.secret, is_client=False)
+            with self._lock:
+                self._strangers.pop(own, None)
             name = self._welcome(channel)
             channel.set_timeout(None)
             while name:
@@ -83,12 +114,7 @@ class Server:
         except (WireError, OSError) as error:
             logger.debug("kv transport tcp: a connection ends: %s", error)
         finally:
-            with self._lock:
-                self._sockets.discard(sock)
-                self._threads.discard(threading.current_thread())
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
+            self._forget(own)
 
     def _welcome(self, channel: Channel) -> str:
         """The name of a peer that fits; empty where it was refused."""
@@ -138,3 +164,9 @@ class Server:
             for block in message.blocks
             for view, size in regions
         ]
+
+
+def _end(sock: socket.socket) -> None:
+    """A thread that waits for the peer hears of it."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)

@@ -16,7 +16,7 @@ import ssl
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -101,7 +101,7 @@ class Progress:
     """Of the connections to one peer, which share a network: while bytes come on one of them, the
     others wait."""
 
-    moved_s: float = 0.0  # when bytes came last
+    moved_s: float = field(default_factory=time.monotonic)  # when bytes came last, or it began
 
 
 class Channel:

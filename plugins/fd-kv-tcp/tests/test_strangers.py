@@ -132,6 +132,63 @@ def test_a_recorded_handshake_cannot_be_replayed(source: TcpTransport) -> None:
     assert pull(source.descriptor())
 
 
+def test_strangers_who_say_little_keep_nobody_out(source: TcpTransport) -> None:
+    """More of them than there are places, each of which greets one byte after the other."""
+    strangers: list[socket.socket] = []
+    is_over = threading.Event()
+
+    def trickle() -> None:
+        said: dict[socket.socket, int] = {}
+        while not is_over.wait(0.1):
+            for sock in list(strangers):
+                with contextlib.suppress(OSError):
+                    sock.send((wire.GREETING + b"n" * 1000)[(at := said.get(sock, 0)) :][:1])
+                    said[sock] = at + 1
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    try:
+        for _ in range(300):
+            strangers.append(socket.create_connection(where(source)))
+        assert pull(source.descriptor())
+    finally:
+        is_over.set()
+        thread.join()
+        for sock in strangers:
+            sock.close()
+
+
+def test_a_peer_has_the_whole_timeout_for_its_first_word() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def be_slow() -> None:
+        sock = listener.accept()[0]
+        time.sleep(1.5)
+        Channel(sock, SECRET, is_client=False)
+
+    thread = threading.Thread(target=be_slow)
+    thread.start()
+    with listener, socket.create_connection(listener.getsockname(), 4.0) as sock:
+        Channel(sock, SECRET, is_client=True)
+        thread.join()
+
+
+def test_an_error_of_accept_ends_no_server(
+    source: TcpTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept, errors = socket.socket.accept, [OSError(24, "Too many open files")] * 2
+
+    def fail(listener: socket.socket) -> Any:
+        if errors:
+            raise errors.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", fail)
+    socket.create_connection(where(source)).close()  # the call under way returns
+    assert pull(source.descriptor())
+    assert not errors
+
+
 def _pair() -> tuple[Channel, Channel, socket.socket]:
     """Two ends that know each other, and the socket that the second one reads."""
     ours, theirs = socket.socketpair()

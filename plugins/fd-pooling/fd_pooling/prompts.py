@@ -75,12 +75,17 @@ class Prompter:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         add_special_tokens: bool = False,
     ) -> list[int]:
         """One conversation."""
         text = self.tokenizer.apply_chat_template(
-            messages, None, add_generation_prompt, template_kwargs=template_kwargs
+            messages,
+            None,
+            add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
         )
         self._limits.check_text(text, "messages")
         return self.tokenizer.encode(text, add_special_tokens)
@@ -161,8 +166,8 @@ class Prompter:
         return text[:most] if cut.side == "right" else text[-most:]
 
     def beginning(self, text: str, num_tokens: int | None) -> str:
-        """The first tokens of a text, without special ones; None: all of it."""
-        if num_tokens is None:
+        """The first tokens of a text, without special ones; None or 0: all of it."""
+        if not num_tokens:
             return text
         encoding = self.tokenizer._backend.encode(
             text[: self._limits.max_chars], add_special_tokens=False

@@ -20,7 +20,15 @@ from fastdeploy_core.serving.state import ServerState
 
 from .jobs import PoolingJob, Prompts, Vectors
 from .prompts import Prompter
-from .schemas import EmbedRequest, InputRequest, PoolingFields, RerankRequest, ScoreRequest
+from .schemas import (
+    EmbedRequest,
+    InputRequest,
+    PairFields,
+    PoolingFields,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from .settings import PoolingSettings
 from .vectors import check_dimensions, cosine, encoded
 
@@ -65,7 +73,8 @@ async def _embed(http: Request) -> Response:
     given, call_id = body.as_input(state.config.pooling.get("prompts", {})), _id(http, body)
 
     def render(vectors: Vectors, num_tokens: int) -> dict[str, Any]:
-        kinds = {kind: [encoded(v, kind) for v in vectors] for kind in body.embedding_types}
+        asked = body.embedding_types or ["float"]
+        kinds = {kind: [encoded(v, kind) for v in vectors] for kind in asked}
         return {
             "id": call_id,
             "response_type": "embeddings_by_type",
@@ -78,7 +87,14 @@ async def _embed(http: Request) -> Response:
 
 
 async def _pooling(http: Request) -> Response:
-    state, _, body = await _read(http, InputRequest)
+    state, settings, body = await _read(http, PoolingRequest)
+    if body.task is not None and body.task != settings.task:
+        raise ApiError(
+            400,
+            f"this server's model is for the task {settings.task}, not {body.task[:40]}; one for "
+            "others is started with --convert, pooling of single tokens is not supported",
+            param="task",
+        )
     return await _answer_list(http, state, body, "pooling", "data")
 
 
@@ -143,15 +159,13 @@ async def _rerank(http: Request) -> Response:
             "meta": {"billed_units": {"search_units": 1}},
         }
 
-    return await _answer_pairs(
-        *(http, state, body, [query], documents, render), body.max_tokens_per_doc
-    )
+    return await _answer_pairs(http, state, body, [query], documents, render)
 
 
 _ROUTES: dict[Callable[..., Any], tuple[type[PoolingFields], tuple[str, ...]]] = {
     _embeddings: (InputRequest, ("/v1/embeddings",)),
     _embed: (EmbedRequest, ("/v2/embed",)),
-    _pooling: (InputRequest, ("/pooling",)),
+    _pooling: (PoolingRequest, ("/pooling",)),
     _reward: (InputRequest, ("/v1/reward", "/v1/chat/reward")),
     _classify: (InputRequest, ("/classify", "/v1/classify")),
     _score: (ScoreRequest, ("/score", "/v1/score")),
@@ -207,6 +221,7 @@ def _input_prompts(body: InputRequest) -> Prompts:
                 ids = prompter.chat(
                     item,
                     add_generation_prompt=body.add_generation_prompt,
+                    continue_final_message=body.continue_final_message,
                     template_kwargs=body.chat_template_kwargs,
                     add_special_tokens=bool(special),
                 )
@@ -249,22 +264,23 @@ async def _answer_list(
 async def _answer_pairs(
     http: Request,
     state: ServerState,
-    body: ScoreRequest | RerankRequest,
+    body: PairFields,
     queries: list[str],
     documents: list[str],
     render: Callable[[list[float], int], dict[str, Any]],
-    max_document: int | None = None,
 ) -> Response:
     """Scores of each document with its query: of a cross-encoder, or the cosine of embeddings."""
     settings, cut = PoolingSettings.of(state.config.pooling), body.cut
+    most_asked, most_told = body.max_tokens_per_query, body.max_tokens_per_doc
     each = queries * len(documents) if len(queries) == 1 else queries
     if settings.task == "embed":
         if body.instruction is not None:
             raise ApiError(400, "embeddings have no instruction; leave it out", param="instruction")
 
         def make(prompter: Prompter) -> list[list[int]]:
-            kept = [prompter.beginning(text, max_document) for text in documents]
-            return [prompter.text(text, True, cut) for text in [*queries, *kept]]
+            kept = [prompter.beginning(text, most_asked) for text in queries]
+            kept += [prompter.beginning(text, most_told) for text in documents]
+            return [prompter.text(text, True, cut) for text in kept]
 
         def scores(vectors: Vectors, num_tokens: int) -> dict[str, Any]:
             one, two = vectors[: len(queries)], vectors[len(queries) :]
@@ -282,7 +298,12 @@ async def _answer_pairs(
 
         def make(prompter: Prompter) -> list[list[int]]:
             return [
-                prompter.pair(one, prompter.beginning(two, max_document), body.instruction, cut)
+                prompter.pair(
+                    prompter.beginning(one, most_asked),
+                    prompter.beginning(two, most_told),
+                    body.instruction,
+                    cut,
+                )
                 for one, two in zip(each, documents, strict=True)
             ]
 
@@ -299,7 +320,11 @@ def _data(
 ) -> list[dict[str, Any]]:
     form = body.encoding_format or "float"
     return [
-        {"object": kind, "index": number, key: encoded(vector, form)}
+        {
+            "object": kind,
+            "index": number,
+            key: encoded(vector, form, body.embed_dtype, body.endianness),
+        }
         for number, vector in enumerate(vectors)
     ]
 

@@ -18,6 +18,7 @@ from .prompts import Cut
 
 MAX_INPUTS = 2048  # of one call, OpenAI's limit
 
+NumberFormat = Literal["float32", "float16", "bfloat16"]
 Inputs = str | list[int] | list[str] | list[list[int]]
 Document = str | dict[str, Any]
 
@@ -64,9 +65,13 @@ class InputRequest(PoolingFields):
     input: Inputs | None = None
     messages: list[dict[str, Any]] | list[list[dict[str, Any]]] | None = None
     add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     encoding_format: Literal["float", "base64"] | None = None
+    embed_dtype: NumberFormat = "float32"
+    endianness: Literal["native", "little", "big"] = "native"
     dimensions: int | None = None
     normalize: bool | None = None
 
@@ -74,6 +79,16 @@ class InputRequest(PoolingFields):
     def _has_one(self) -> InputRequest:
         if (self.input is None) == (self.messages is None):
             raise InvalidRequest("the body needs either input or messages", param="input")
+        if self.chat_template is not None:
+            raise InvalidRequest(
+                "chat_template is not taken from requests; the server has --chat-template",
+                param="chat_template",
+            )
+        if self.add_generation_prompt and self.continue_final_message:
+            raise InvalidRequest(
+                "add_generation_prompt and continue_final_message exclude each other",
+                param="continue_final_message",
+            )
         if self.input == [] or self.messages == []:
             name = "input" if self.messages is None else "messages"
             raise InvalidRequest(f"{name} must not be empty", param=name)
@@ -97,26 +112,41 @@ class InputRequest(PoolingFields):
         return list(given)
 
 
-class ScoreRequest(PoolingFields):
+class PoolingRequest(InputRequest):
+    """Of /pooling: what the server's model is for, as vLLM's clients may name it."""
+
+    task: str | None = None
+
+
+class PairFields(PoolingFields):
+    """What /score and /rerank have in common."""
+
+    instruction: str | None = None  # for rerankers that read one
+    max_tokens_per_query: int | None = Field(default=None, ge=0)  # 0: all
+    max_tokens_per_doc: int | None = Field(default=None, ge=0)
+
+
+class ScoreRequest(PairFields):
     """Of /score: one or as many texts, and texts."""
 
     queries: Document | list[Document] | None = None
     documents: Document | list[Document] | None = None
+    items: Document | list[Document] | None = None
     text_1: Document | list[Document] | None = None
     text_2: Document | list[Document] | None = None
     data_1: Document | list[Document] | None = None
     data_2: Document | list[Document] | None = None
-    instruction: str | None = None  # for rerankers that read one
 
     def sides(self) -> tuple[list[str], list[str]]:
         """Queries, one or one for each document; and documents."""
         pairs = (
-            (self.queries, self.documents),
+            (self.queries, self.documents if self.items is None else self.items),
             (self.text_1, self.text_2),
             (self.data_1, self.data_2),
         )
         given = [pair for pair in pairs if pair != (None, None)]
-        if len(given) != 1 or None in given[0]:
+        is_named_twice = self.items is not None and self.documents is not None
+        if is_named_twice or len(given) != 1 or None in given[0]:
             raise InvalidRequest(
                 "the body needs queries and documents (or text_1 and text_2)", param="queries"
             )
@@ -134,15 +164,13 @@ class ScoreRequest(PoolingFields):
         return one, two
 
 
-class RerankRequest(PoolingFields):
+class RerankRequest(PairFields):
     """Of /rerank, as Jina and Cohere have it."""
 
     query: Document
     documents: list[Document]
     top_n: int | None = Field(default=None, ge=0)
     return_documents: bool = True
-    max_tokens_per_doc: int | None = Field(default=None, ge=1)
-    instruction: str | None = None
 
     def texts(self) -> tuple[str, list[str]]:
         """The query and the documents."""
@@ -158,9 +186,9 @@ class EmbedRequest(PoolingFields):
 
     texts: list[str]
     input_type: str | None = None
-    embedding_types: list[Literal["float", "base64"]] = Field(default=["float"], min_length=1)
+    embedding_types: list[Literal["float", "base64", "binary", "ubinary"]] | None = None
     output_dimension: int | None = None
-    truncate: Literal["NONE", "START", "END"] = "NONE"
+    truncate: Literal["NONE", "START", "END"] = "END"
     max_tokens: int | None = Field(default=None, ge=1)
 
     def as_input(self, prompts: Mapping[str, str]) -> InputRequest:

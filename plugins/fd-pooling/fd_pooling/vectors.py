@@ -68,8 +68,29 @@ def cosine(one: np.ndarray, two: np.ndarray) -> float:
     return float(one @ two) / max(lengths, 1e-12)
 
 
-def encoded(vector: np.ndarray, encoding_format: str) -> Any:
-    """A list of numbers, or base64 of little-endian float32."""
-    if encoding_format == "base64":
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+def encoded(
+    vector: np.ndarray, form: str, dtype: str = "float32", endianness: str = "native"
+) -> Any:
+    """A list of numbers; or base64 of numbers of the type and byte order asked for. `binary` and
+    `ubinary`: which numbers are not negative, eight in an int8 or uint8, the first one highest."""
+    if form == "base64":
+        data = _numbers(vector, dtype)
+        data = data.astype(data.dtype.newbyteorder(">" if endianness == "big" else "<"))
+        return base64.b64encode(data.tobytes()).decode("ascii")
+    if form in ("binary", "ubinary"):
+        if vector.shape[-1] % 8:
+            raise InvalidRequest(
+                f"{form} embeddings need a multiple of 8 numbers, these have {vector.shape[-1]}",
+                param="embedding_types",
+            )
+        packed = np.packbits(vector >= 0, axis=-1).astype(np.int64)
+        return (packed - 128 if form == "binary" else packed).tolist()
     return vector.tolist()
+
+
+def _numbers(vector: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype != "bfloat16":
+        return vector.astype(dtype)
+    bits = np.ascontiguousarray(vector, dtype=np.float32).view(np.uint32)
+    # The upper half, rounded to the nearest, ties to even.
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

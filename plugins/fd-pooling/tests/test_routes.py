@@ -14,6 +14,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+import torch
 from fd_pooling.routes import pooling_routes
 from pooling_models import CONVERSATION, PAIRS, QUERY, TEXTS
 from server_process import ServerProcess, run
@@ -140,6 +141,70 @@ def test_coheres_input_type_writes_the_prompt_of_that_name(
         body = {"texts": TEXTS, "input_type": kind}
         found = post(url, "/v2/embed", body).json()["embeddings"]["float"]
         assert close(found, expected[name])
+
+
+def test_numbers_come_in_the_type_and_byte_order_asked_for(
+    server: Server, answers: dict[str, Any]
+) -> None:
+    url, expected = server("bert-mean").url, np.array(answers["bert-mean"]["texts"], np.float32)
+    for dtype, order, torch_type in [
+        ("float32", "big", torch.float32),
+        ("float16", "little", torch.float16),
+        ("bfloat16", "big", torch.bfloat16),
+    ]:
+        body = {"input": TEXTS, "encoding_format": "base64", "embed_dtype": dtype}
+        found = post(url, "/v1/embeddings", {**body, "endianness": order}).json()["data"]
+        sign = ">" if order == "big" else "<"
+        for each, vector in zip(found, expected, strict=True):
+            raw = np.frombuffer(
+                base64.b64decode(each["embedding"]), f"{sign}u{torch_type.itemsize}"
+            )
+            theirs = torch.from_numpy(raw.astype(f"=i{torch_type.itemsize}")).view(torch_type)
+            assert close(theirs.float().numpy(), torch.from_numpy(vector).to(torch_type).float())
+    kinds = ["binary", "ubinary"]
+    bits = post(url, "/v2/embed", {"texts": TEXTS, "embedding_types": kinds}).json()["embeddings"]
+    unsigned = np.array(bits["ubinary"])
+    assert (np.unpackbits(unsigned.astype(np.uint8), axis=1) == (expected >= 0)).all()
+    assert (np.array(bits["binary"]) == unsigned - 128).all()
+
+
+def test_a_task_that_is_not_the_models_is_refused(server: Server) -> None:
+    url = server("bert-mean").url
+    own = post(url, "/pooling", {"input": "a", "task": "embed"})
+    assert own.json() | {"id": 0, "created": 0} == post(url, "/pooling", {"input": "a"}).json() | {
+        "id": 0,
+        "created": 0,
+    }
+    other = post(url, "/pooling", {"input": "a", "task": "token_embed"})
+    assert (other.status_code, other.json()["error"]["param"]) == (400, "task")
+
+
+def test_pairs_are_named_and_cut_as_vllms_clients_do(server: Server) -> None:
+    url = server("bert-cross").url
+
+    def scores(**body: Any) -> list[float]:
+        return [each["score"] for each in post(url, "/score", body).json()["data"]]
+
+    plain = scores(queries=QUERY, documents=TEXTS)
+    assert scores(queries=QUERY, items=TEXTS, max_tokens_per_query=0) == plain
+    short = scores(queries=QUERY, items=TEXTS, max_tokens_per_query=1, max_tokens_per_doc=1)
+    assert short != plain
+    long = "x " * 5000
+    assert post(url, "/score", {"queries": long, "documents": "b"}).status_code == 400
+    cut = {"queries": long, "documents": "b", "max_tokens_per_query": 2}
+    assert post(url, "/score", cut).status_code == 200
+    twice = {"queries": QUERY, "documents": "a", "items": "b"}
+    assert post(url, "/score", twice).status_code == 400
+
+
+def test_a_conversation_may_end_openly_and_has_the_servers_template(server: Server) -> None:
+    url = server("llama-reward", "--convert", "reward").url
+    said = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
+    closed = post(url, "/v1/reward", {"messages": said}).json()["usage"]["prompt_tokens"]
+    body = {"messages": said, "continue_final_message": True}
+    assert post(url, "/v1/reward", body).json()["usage"]["prompt_tokens"] < closed
+    for wrong in ({"add_generation_prompt": True}, {"chat_template": "{{ 1 }}"}):
+        assert post(url, "/v1/reward", {**body, **wrong}).status_code == 400
 
 
 def test_a_batch_file_is_answered(models: Path, tmp_path: Path, answers: dict[str, Any]) -> None:

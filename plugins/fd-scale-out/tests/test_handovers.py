@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -20,7 +20,7 @@ import msgspec
 import pytest
 from fd_kv_shm.shm import SharedMemoryTransport
 from fd_kv_tcp.transport import TcpTransport
-from fd_scale_out.handover import messages, receiving, sending
+from fd_scale_out.handover import handovers, messages, receiving, sending
 from fd_scale_out.handover.ticket import Ticket, make_ticket, read_ticket, shared_secret
 from fd_scale_out.receiver_driven import descriptor_decoder, encode
 from null_engine import (
@@ -39,7 +39,7 @@ from fastdeploy_core.contracts.kv_transport import (
     TransferEventKind,
     TransferPlan,
 )
-from fastdeploy_core.engine.core import EngineCore
+from fastdeploy_core.engine.core import AWAIT_S, EngineCore
 from fastdeploy_core.errors import CapabilityError, ConfigError, InvalidRequest
 from fastdeploy_core.types import InstanceRole, Request, SequenceDelta
 
@@ -241,6 +241,67 @@ def test_an_answer_of_one_token_waits_for_no_block(two: Two) -> None:
     two.run()
     two.check()
     assert two.decode.stats().kv_taken_over_total == two.prefill.stats().kv_handed_over_total == 1
+
+
+def test_who_asks_during_the_prompts_only_step_has_its_token_with_it(transport: str) -> None:
+    two = Two(transport, max_num_batched_tokens=256)  # the whole prompt at once
+    own, request = part(two.prefill), make_request("a", PROMPT)
+    settle = own.settle
+
+    def ask_meanwhile(step_id: int, *, is_done: bool) -> None:
+        while len(own._transport._events) < 2:  # how it is reached, and what it wants
+            two.decode.step()
+        settle(step_id, is_done=is_done)
+
+    own.settle = ask_meanwhile
+    two.ask(request)
+    while "a" not in two.dropped.tokens:
+        two.dropped.take(two.prefill.step())
+    own.settle = settle
+    while "a" not in two.collector.tokens:  # and nobody steps the prefill engine
+        two.collector.take(two.decode.step())
+    assert not two.decode.stats().kv_handover_failures_total
+    two.run()
+    two.check()
+    two.close()
+
+
+def test_who_leaves_is_forgotten_before_anything_is_waited_for(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, select, waited_for = part(two.decode), handovers.select.select, list[str]()
+
+    def wait(files: list[int], *more: Any) -> Any:
+        if own._wake in files:
+            waited_for.extend(own._by_request)
+        return select(files, *more)
+
+    monkeypatch.setattr(handovers.select, "select", wait)
+    two.ask(make_request("a", PROMPT), to="decode")
+    two.decode.step()
+    assert waited_for == ["a"]
+    two.decode.abort(["a"])
+    while two.decode.has_work():
+        two.decode.step()
+    assert waited_for == ["a"]
+
+
+def test_an_engine_with_something_else_to_do_does_not_wait_for_blocks(two: Two) -> None:
+    waits: list[float] = []
+    ready = part(two.decode).ready
+
+    def noted(wait_s: float) -> Any:
+        waits.append(wait_s)
+        return ready(wait_s)
+
+    part(two.decode).ready = noted
+    two.ask(make_request("a", PROMPT), to="decode")
+    two.decode.step()
+    two.decode._building["b"] = Future()  # what its grammar needs
+    two.decode.step()
+    assert waits == [AWAIT_S, 0.0]
+    two.decode._building.clear()
+    two.decode.abort(["a"])
 
 
 @pytest.mark.parametrize("where", ["prefill", "decode", "both"])

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from PIL import Image
@@ -188,3 +189,12 @@ def test_placeholders_in_text_are_text_and_in_prompts_are_refused(api: openai.Op
         api.completions.create(model="tiny", prompt="<|image_pad|>", max_tokens=1)
     with pytest.raises(openai.BadRequestError, match="truncate"):
         create(api, [user(part(picture(9, 9, 1)))], extra_body={"truncate_prompt_tokens": 5})
+
+
+def test_a_tokenized_conversation_has_its_pictures_tokens(api: openai.OpenAI) -> None:
+    said = [user(part(picture(30, 40, 2)), text("What is it?"))]
+    url = str(api.base_url).removesuffix("/v1/") + "/tokenize"
+    found = httpx.post(url, json={"messages": said}, timeout=60).json()
+    usage = create(api, said).usage
+    assert usage.prompt_tokens_details.image_tokens > 1
+    assert found["count"] == len(found["tokens"]) == usage.prompt_tokens

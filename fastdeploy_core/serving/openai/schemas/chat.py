@@ -81,7 +81,7 @@ class ChatCompletionRequest(SamplingFields):
     def _rules(self) -> ChatCompletionRequest:
         if self.messages is None and self.prompt_token_ids is None:
             raise InvalidRequest("messages is missing", param="messages")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs=true", param="top_logprobs")
         if self.logprob_token_ids and not self.logprobs:
             raise InvalidRequest("logprob_token_ids needs logprobs=true", param="logprob_token_ids")
@@ -92,8 +92,6 @@ class ChatCompletionRequest(SamplingFields):
                     "add_generation_prompt and continue_final_message exclude each other",
                     param="continue_final_message",
                 )
-        if self.prompt_logprobs is not None and self.stream:
-            raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
         self._check_tool_choice()
         return self
 
@@ -144,10 +142,8 @@ class ChatCompletionRequest(SamplingFields):
 
     def template_kwargs(self, defaults: dict[str, Any]) -> dict[str, Any]:
         """Values for the chat template: the server's defaults, then the request's."""
-        kwargs = dict(defaults)
-        for name in _METADATA_KWARGS:
-            if self.metadata and name in self.metadata:
-                kwargs[name] = self.metadata[name]
+        given = (self.metadata or {}).items()
+        kwargs = {**defaults, **{name: value for name, value in given if name in _METADATA_KWARGS}}
         if self.reasoning_effort is not None:
             kwargs["reasoning_effort"] = self.reasoning_effort
         kwargs.update(self.chat_template_kwargs or {})

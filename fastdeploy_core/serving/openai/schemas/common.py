@@ -33,6 +33,9 @@ MAX_ROUTES_CHARS = 2**28
 # call, the model's default counts.
 _SAME_NAME = {*SamplingParams.__struct_fields__} - {"max_tokens", "logprobs", "structured_outputs"}
 
+_CONSTRAINTS = {f"guided_{kind}": kind for kind in StructuredOutputsParams.__struct_fields__}
+_CONSTRAINTS["structural_tag"] = _CONSTRAINTS.pop("guided_structural_tag")
+
 
 class ApiModel(BaseModel):
     """Strict types (no "3" for 3, no true for 1), finite numbers, unknown fields ignored."""
@@ -80,6 +83,14 @@ class StructuredOutputs(ApiModel):
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _what_is_asked(cls, data: Any) -> Any:
+        """Without what is null or false: vLLM's own objects have a value for every field."""
+        if not isinstance(data, dict):
+            return data
+        return {name: value for name, value in data.items() if value not in (None, False)}
+
 
 class SamplingFields(ApiModel):
     """Everything that chat and text completion requests have in common."""
@@ -97,7 +108,7 @@ class SamplingFields(ApiModel):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    n: int | None = None
+    n: int | None = Field(default=None, ge=1)
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -153,17 +164,12 @@ class SamplingFields(ApiModel):
             refuse_unsupported(data)
         return data
 
-    @field_validator("prompt_token_ids", "stop_token_ids", "allowed_token_ids")
-    @classmethod
-    def _not_negative(cls, value: list[int] | None) -> list[int] | None:
-        if value and min(value) < 0:
-            raise ValueError("token ids must not be negative")
-        return value
-
     @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> SamplingFields:
+    def _check_stream(self) -> SamplingFields:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream=true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
         return self
 
     @field_validator("logits_processors_args")
@@ -209,17 +215,11 @@ class SamplingFields(ApiModel):
         if self.structured_outputs is not None:
             given = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
             found.append(given)
-        guided = {
-            "json": self.guided_json,
-            "regex": self.guided_regex,
-            "choice": self.guided_choice,
-            "grammar": self.guided_grammar,
-            "json_object": self.guided_json_object or None,
-            "structural_tag": self.structural_tag,
-        }
-        given = {name: value for name, value in guided.items() if value is not None}
-        if given:
-            found.append(given)
+        given = self.model_dump(include={*_CONSTRAINTS}, exclude_none=True)
+        if guided := {
+            _CONSTRAINTS[name]: value for name, value in given.items() if value is not False
+        }:
+            found.append(guided)
         if self.response_format is not None and (asked := _from_format(self.response_format)):
             found.append(asked)
         if not found:

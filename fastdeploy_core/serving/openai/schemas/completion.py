@@ -22,7 +22,7 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = None
     best_of: int | None = Field(default=None, ge=1)
     logprobs: int | None = None
-    max_tokens: int | None = Field(default=16, ge=0)
+    max_tokens: int | None = Field(default=None, ge=0)
     add_special_tokens: bool = True
 
     @field_validator("suffix")
@@ -40,11 +40,10 @@ class CompletionRequest(SamplingFields):
     @model_validator(mode="after")
     def _rules(self) -> CompletionRequest:
         n = self.n or 1
-        if self.best_of is not None and self.best_of < n:
-            raise InvalidRequest(
-                f"best_of ({self.best_of}) must not be below n ({n})", param="best_of"
-            )
-        if self.best_of is not None and self.best_of > n and self.stream:
+        best = self.best_of or n
+        if best < n:
+            raise InvalidRequest(f"best_of ({best}) must not be below n ({n})", param="best_of")
+        if best > n and self.stream:
             raise InvalidRequest("best_of above n cannot be streamed", param="best_of")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest(
@@ -55,8 +54,6 @@ class CompletionRequest(SamplingFields):
                 "logprob_token_ids needs logprobs, and max_tokens of at least 1",
                 param="logprob_token_ids",
             )
-        if self.prompt_logprobs is not None and self.stream:
-            raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
         return self
 
     def prompts(self) -> list[Prompt]:

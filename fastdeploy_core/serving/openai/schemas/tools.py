@@ -25,11 +25,14 @@ class TokenizeRequest(ApiModel):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    documents: list[dict[str, Any]] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
-    return_token_strs: bool = False
+    return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _one_of(self) -> TokenizeRequest:
@@ -39,15 +42,8 @@ class TokenizeRequest(ApiModel):
 
     def as_chat(self) -> ChatCompletionRequest:
         """The conversation as a chat request, with the same checks."""
-        fields: dict[str, Any] = {
-            "messages": self.messages,
-            "tools": self.tools,
-            "chat_template_kwargs": self.chat_template_kwargs,
-            "continue_final_message": self.continue_final_message,
-        }
-        if not self.continue_final_message:
-            fields["add_generation_prompt"] = self.add_generation_prompt
-        return ChatCompletionRequest(**fields)
+        own = {"prompt", "return_token_strs"}
+        return ChatCompletionRequest(**self.model_dump(exclude=own, exclude_none=True))
 
 
 class DetokenizeRequest(ApiModel):

@@ -27,10 +27,8 @@ def refuse_unsupported(body: Mapping[str, Any]) -> None:
     """InvalidRequest for a field that asks for something this server does not do."""
     known = _OF_BEAMS if body.get("use_beam_search") is True else set()
     for name in sorted((body.keys() & REFUSED.keys()) - known):
-        value = body[name]
-        if name in _DEFAULTS and value == _DEFAULTS[name]:
-            continue
+        value, default = body[name], _DEFAULTS.get(name)
         # False asks for nothing, unless the default is True.
-        if value is None or (value in _HARMLESS and _DEFAULTS.get(name) is not True):
+        if value in (None, default) or (value in _HARMLESS and default is not True):
             continue
         raise InvalidRequest(f"{name} {REFUSED[name]}", param=name)

@@ -252,15 +252,13 @@ class Handovers:
     def ready(self, wait_s: float = 0.0) -> list[tuple[str, RequestOutputDelta | None]]:
         """Take in what happened: first tokens of requests that wait on, and, with None, requests
         that wait no more. With `wait_s`: wait at most so long for something."""
-        if wait_s and not self._finished:
-            select.select([self._transport.fileno(), self._wake], [], [], wait_s)
+        if wait_s:
+            self._look_after(time.monotonic())  # what a step has changed is no event
+            if not self._finished:
+                select.select([self._transport.fileno(), self._wake], [], [], wait_s)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._done.get_nowait()()
-        for event in self._transport.poll():
-            self._on_event(event)
+        self._take_events()
         self._look_after(time.monotonic())
         finished, self._finished = self._finished, []
         return finished
@@ -304,6 +302,7 @@ class Handovers:
         """What clients are told: of prompts for others it is the first token."""
         if not self._sending:
             return
+        self._take_events()  # who wants the token may have said so during the step
         for delta in outputs:
             if not isinstance(delta, RequestOutputDelta):
                 continue
@@ -581,6 +580,13 @@ class Handovers:
 
     def _one_done(self) -> None:
         self._num_sums -= 1
+
+    def _take_events(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._done.get_nowait()()
+        for event in self._transport.poll():
+            self._on_event(event)
 
     def _on_event(self, event: TransferEvent) -> None:
         kind, now = event.kind, time.monotonic()

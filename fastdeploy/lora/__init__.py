@@ -1,0 +1,1 @@
+"""LoRA under vLLM's path."""
