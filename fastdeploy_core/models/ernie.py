@@ -7,7 +7,7 @@ Multi-token-prediction weights (model.mtp_*) are kept in `mtp_weights` for a dra
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
 from fastdeploy_core.errors import UnsupportedModel
@@ -40,7 +40,7 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
     weights; shared experts in addition to the routed ones; dense blocks outside
     moe_layer_start_index..moe_layer_end_index."""
 
-    head_bias = "use_bias"
+    head_bias: ClassVar[str | bool] = "use_bias"
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
         build.weights.rename("mlp.gate.moe_statics.", "mlp.moe_statics.")  # unconverted names

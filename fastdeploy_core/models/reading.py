@@ -100,17 +100,16 @@ class ConfigReader:
         scaling = self._find(("rope_parameters", "rope_scaling")) or {}
         if not isinstance(scaling, Mapping):
             raise self._wrong(("rope_parameters", "rope_scaling"), scaling, "an object")
-        base = scaling.get("rope_theta")
-        if not isinstance(base, int | float):
-            base = self.number("rope_theta", default=theta)
-        beside = ("original_max_position_embeddings",)  # Phi-3 has it beside the rule, not in it
+        beside = self.number("rope_theta", default=theta)
+        base = ConfigReader(scaling).number("rope_theta", default=beside)
+        outer = ("original_max_position_embeddings",)  # Phi-3 has it beside the rule, not in it
         return RotarySpec(
             dim=dim,
-            theta=float(base),
+            theta=base,
             interleaved=interleaved,
             max_position_embeddings=self.size("max_position_embeddings", default=2048),
             kind=str(scaling.get("rope_type", scaling.get("type")) or "default"),
-            parameters={k: self.config[k] for k in beside if self.config.get(k)} | dict(scaling),
+            parameters={k: self.config[k] for k in outer if self.config.get(k)} | dict(scaling),
         )
 
     def heads(self) -> HeadShape:
@@ -130,10 +129,7 @@ class ConfigReader:
         else:
             raise self._wrong(("layer_types",), kinds, "a word for each layer")
         if kind not in words:
-            raise UnsupportedModel(
-                f"config.json of this {self.architecture} has layer_types {kind!r}, which is not "
-                f"supported; possible: {', '.join(words)}"
-            )
+            raise self._wrong(("layer_types",), kind, " or ".join(words))
         return self.size("sliding_window") if kind == words[1] else 0
 
     def shapes(self, attention: AttentionSpec, moe: MoESpec | None = None) -> ModelShapes:
@@ -153,6 +149,8 @@ class ConfigReader:
     ) -> MoESpec:
         """The experts as one rank holds them."""
         width = self.divided(width_key, self.size(width_key))
+        if routing.top_k > (most := routing.num_experts):
+            raise self._wrong(("num_experts_per_tok",), routing.top_k, f"at most {most}")
         return MoESpec(routing, self.size("hidden_size"), width, dtype)
 
     def gqa(
