@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import Any
 
 from fastdeploy_core.contracts.attention import AttentionSpec
@@ -48,10 +49,10 @@ class ConfigReader:
         return value
 
     def number(self, *keys: str, default: float) -> float:
-        """A number."""
+        """A number, neither infinite nor NaN."""
         value = self._find(keys, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self._wrong(keys, value, "a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+            raise self._wrong(keys, value, "a finite number")
         return float(value)
 
     def flag(self, *keys: str, default: bool) -> bool:
