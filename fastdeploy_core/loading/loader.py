@@ -116,7 +116,6 @@ def load_model(
     experts = _expert_ranks(config, shapes, device, tp_rank, communicator, load_driver)
     adapters = None if config.lora is None else load_driver("part", "lora")
     formats = _weight_formats(model_config, settings, device, kernels, load_driver)
-    on_device = (config.cache.block_size, device, kernels)
     with device.xp.no_grad(), keeping as cache:
         build = ModelBuilder(
             device,
@@ -124,11 +123,9 @@ def load_model(
             model_config.dtype,
             max_positions=model_config.max_model_len,
             drivers=DriverFactories(
-                lambda spec: (
-                    load_driver("state", "")(replace(spec, kept=config.kept_states), *on_device)
-                    if isinstance(spec, StateSpec)
-                    else load_driver("attention", "")(spec, *on_device)
-                ),
+                lambda spec: load_driver(
+                    "state" if isinstance(spec, StateSpec) else "attention", ""
+                )(_with_kept(spec, config), config.cache.block_size, device, kernels),
                 lambda spec: load_driver("moe", "")(spec, device, kernels),
             ),
             ranks=ModelRanks(tp_rank, tp_size, communicator, experts),
@@ -154,6 +151,10 @@ def load_model(
         weight_bytes=build.weight_bytes + (0 if cache is None else cache.num_bytes),
         report=report,
     )
+
+
+def _with_kept(spec: Any, config: EngineConfig) -> Any:
+    return replace(spec, kept=config.kept_states) if isinstance(spec, StateSpec) else spec
 
 
 def _check_layers(shapes: ModelShapes, build: ModelBuilder) -> None:

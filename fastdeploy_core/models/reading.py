@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from math import isfinite
 from typing import Any
 
 from fastdeploy_core.contracts.attention import AttentionSpec
@@ -51,7 +50,7 @@ class ConfigReader:
     def number(self, *keys: str, default: float) -> float:
         """A number, neither infinite nor NaN."""
         value = self._find(keys, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        if type(value) not in (int, float) or not abs(value) < float("inf"):
             raise self._wrong(keys, value, "a finite number")
         return float(value)
 
