@@ -48,10 +48,10 @@ class ConfigReader:
         return value
 
     def number(self, *keys: str, default: float) -> float:
-        """A number."""
+        """A number, neither infinite nor NaN."""
         value = self._find(keys, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self._wrong(keys, value, "a number")
+        if type(value) not in (int, float) or not abs(value) < float("inf"):
+            raise self._wrong(keys, value, "a finite number")
         return float(value)
 
     def flag(self, *keys: str, default: bool) -> bool:
