@@ -81,9 +81,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("model", help="folder, of which only the tokenizer is used")
     parser.add_argument("--tensor-library", default="", choices=["", "torch", "paddle"])
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--starts", type=int, default=0, help="of each server")
+    parser.add_argument(
+        "--starts", type=int, default=0, help="of each server; 0 (none), or 2 and more"
+    )
     add_json_option(parser)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.starts < 0 or options.starts == 1:
+        parser.error(f"--starts {options.starts}: 0, or at least 2, since ratios are compared")
+    return options
 
 
 def spent_s(pid: int) -> float:

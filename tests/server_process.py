@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-START_S = 60.0
+START_S = 180.0
 _URL = re.compile(r"(?:serving .*|routing) at (http://\S+)")
 
 
@@ -29,7 +29,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", "fastdeploy_core.cli.main", *arguments]
 
 
-def run(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, timeout_s: float = 180) -> subprocess.CompletedProcess[str]:
     """One command from start to end."""
     return subprocess.run(
         command(*arguments),
@@ -92,7 +92,7 @@ class CommandProcess:
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
 
-    def wait(self, timeout_s: float = 30) -> int:
+    def wait(self, timeout_s: float = 120) -> int:
         """Its exit code."""
         code = self.process.wait(timeout_s)
         self._reader.join()
@@ -103,7 +103,7 @@ class CommandProcess:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                return self.wait(20)
+                return self.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
         return self.wait()

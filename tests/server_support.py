@@ -59,6 +59,22 @@ def write_tokenizer(folder: Path) -> Path:
     return folder
 
 
+SLOW_FILE = "slow"
+# A starved server answers late: clients without a limit of their own wait longer than httpx's 5 s.
+vars(httpx.get.__kwdefaults__["timeout"]).update(httpx.Timeout(60.0).as_dict())
+
+
+@contextmanager
+def slowly(model: Path) -> Iterator[None]:
+    """Engines of this null model take steps so slow that a request outlives what a test does
+    meanwhile, also where the test gets no processor for seconds."""
+    (model / SLOW_FILE).touch()
+    try:
+        yield
+    finally:
+        (model / SLOW_FILE).unlink()
+
+
 def write_null_model(folder: Path, **options: Any) -> Path:
     """A model folder for device null (or faulty): shapes of a tiny model, and no weights."""
     write_tokenizer(folder)
@@ -78,7 +94,7 @@ def write_null_model(folder: Path, **options: Any) -> Path:
         "hidden_act": "silu",
         "torch_dtype": "float32",
         "eos_token_id": 256,
-        **null_hf_config(faults=faults, **{"vocab_size": 259, **options}),
+        **null_hf_config(faults=faults, **{"vocab_size": 259, "slow_file": SLOW_FILE, **options}),
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -270,9 +286,9 @@ class LiveServer:
     def run(self, coroutine: Any) -> Any:
         """Run something on the server's loop."""
         assert self._loop is not None
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(60)
 
-    def join(self, timeout_s: float = 10.0) -> bool:
+    def join(self, timeout_s: float = 60.0) -> bool:
         """Whether the server has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -308,7 +324,7 @@ def live(engine: Any, tokenizer: Tokenizer, **changes: Any) -> Iterator[LiveServ
             server.close()
 
 
-def wait_for(condition: Callable[[], T], what: str, timeout_s: float = 20.0) -> T:
+def wait_for(condition: Callable[[], T], what: str, timeout_s: float = 60.0) -> T:
     """Poll until a condition is true; its value then. Fails with a message when it never is."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
@@ -336,7 +352,7 @@ def events_of(response: httpx.Response) -> list[dict[str, Any]]:
 
 def raw_request(port: int, head: bytes, body: bytes = b"") -> tuple[int, bytes]:
     """Status and body of one hand-written HTTP request; status 0 when there was no answer."""
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         data = b""
         try:
             connection.sendall(head + b"\r\n\r\n" + body)

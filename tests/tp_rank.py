@@ -52,7 +52,7 @@ def run_ranks(
             rank.stdin.write(question)
             rank.stdin.close()
             rank.stdin = None
-        answers = [rank.communicate(timeout=100) for rank in ranks]
+        answers = [rank.communicate(timeout=300) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

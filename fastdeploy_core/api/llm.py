@@ -20,7 +20,7 @@ from fastdeploy_core.engine.input import (
     grammar_start,
 )
 from fastdeploy_core.engine.media import MEDIA_THREADS, media_processor, take_media
-from fastdeploy_core.engine.output import OutputKind, OutputProcessor
+from fastdeploy_core.engine.output import OutputProcessor
 from fastdeploy_core.engine.selection import resolve_plugins
 from fastdeploy_core.errors import ConfigError, InvalidRequest, WorkerError, error_named
 from fastdeploy_core.grammar.compiler import GrammarCompiler
@@ -260,7 +260,7 @@ class LLM:
                     future.cancel()
         texts = [prompt.text for prompt in prompts]
         if stream:
-            outputs = self._outputs(building, texts, OutputKind.DELTA, reader)
+            outputs = self._outputs(building, texts, is_whole=False, reader=reader)
             return (output for _, output in outputs)
         return self._collect(building, texts, use_tqdm, reader)
 
@@ -329,7 +329,7 @@ class LLM:
         num_read = num_written = 0
         silent = not (use_tqdm and texts)
         with tqdm(total=len(texts), desc="Processed prompts", disable=silent) as bar:
-            for place, output in self._outputs(building, texts, OutputKind.FINAL, reader):
+            for place, output in self._outputs(building, texts, is_whole=True, reader=reader):
                 results[place] = output
                 if not silent:
                     num_read += len(output.prompt_token_ids)
@@ -345,7 +345,7 @@ class LLM:
         self,
         building: deque[Future[Request]],
         texts: Sequence[str | None],
-        kind: OutputKind,
+        is_whole: bool,
         reader: ChatReader | None,
     ) -> Iterator[tuple[int, RequestOutput]]:
         """(place, output) as they come: requests run while those after them are still being
@@ -367,7 +367,7 @@ class LLM:
                     given += len(request.prompt_token_ids)
                     batch.add(request)
                     self._batches[request.request_id] = batch
-                    self._processor.add(request, text, kind=kind, visible_tokens=visible)
+                    self._processor.add(request, text, is_whole=is_whole, visible_tokens=visible)
                     engine.add(request)
                 if not batch.ready:
                     self._step(engine)

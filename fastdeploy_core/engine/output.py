@@ -7,7 +7,6 @@ one: it makes no difference how many arrive together (one, or several after spec
 from __future__ import annotations
 
 import codecs
-import enum
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -28,14 +27,6 @@ from fastdeploy_core.types import (
     TokenLogprobs,
     branch_id,
 )
-
-
-class OutputKind(enum.Enum):
-    """What process() returns for a request."""
-
-    DELTA = "delta"  # only what is new, for streams
-    CUMULATIVE = "cumulative"  # everything so far
-    FINAL = "final"  # None until the request has finished, then everything
 
 
 class _Sequence:
@@ -170,13 +161,13 @@ class RequestState:
         self,
         request: Request,
         prompt_text: str | None,
-        kind: OutputKind,
+        is_whole: bool,
         tokenizer: Tokenizer | None,
         visible: frozenset[int],
     ) -> None:
         self.request = request
         self.prompt_text = prompt_text
-        self.kind = kind
+        self.is_whole = is_whole
         self.metrics = RequestMetrics(arrival_time=request.arrival_time_s)
         self.drafts = DraftStats()
         self.num_cached_tokens: int | None = None
@@ -190,7 +181,7 @@ class RequestState:
         self.finished = False  # all sequences have finished
         # Tokens that are only detokenized at the end, because no caller needs text before it.
         self.late: list[int] | None = None
-        if kind is OutputKind.FINAL and len(self.sequences) == 1 and self.sequences[0].may_be_late:
+        if is_whole and len(self.sequences) == 1 and self.sequences[0].may_be_late:
             self.late = []
 
     def note_drafts(self, drafts: DraftStats) -> None:
@@ -277,16 +268,16 @@ class OutputProcessor:
         request: Request,
         prompt_text: str | None = None,
         *,
-        kind: OutputKind = OutputKind.DELTA,
+        is_whole: bool = False,
         visible_tokens: Iterable[str] = (),
     ) -> RequestState:
-        """Expect deltas of this request. `visible_tokens`: special tokens that stay in the text
-        although special tokens are skipped, because a parser reads them."""
+        """Expect deltas of this request; is_whole: it is shown once, when it has finished.
+        `visible_tokens`: special tokens that stay in the text because a parser reads them."""
         visible: frozenset[int] = frozenset()
         if self._tokenizer is not None:
             ids = (self._tokenizer.token_to_id(token) for token in visible_tokens)
             visible = frozenset(token_id for token_id in ids if token_id is not None)
-        state = RequestState(request, prompt_text, kind, self._tokenizer, visible)
+        state = RequestState(request, prompt_text, is_whole, self._tokenizer, visible)
         self._states[request.request_id] = state
         return state
 
@@ -349,7 +340,12 @@ class OutputProcessor:
             aborts = [delta.request_id]
         elif not finished and stopped:
             aborts = [branch_id(delta.request_id, index) for index in stopped]
-        return self._select(state, changes, delta.prompt_logprobs is not None), aborts
+        output = None
+        if state.is_whole:
+            output = state.whole() if finished else None
+        elif changes or delta.prompt_logprobs is not None:
+            output = state.newest(changes, delta.prompt_logprobs is not None)
+        return output, aborts
 
     def remove(self, request_id: str) -> None:
         """Forget a request (its client left); unknown ids are ignored."""
@@ -374,17 +370,6 @@ class OutputProcessor:
                 if entry is None:  # the first token
                     reader.skip(request.prompt_token_ids[0])
                 state.prompt_logprobs.append(None if entry is None else reader.read(entry))
-
-    def _select(
-        self, state: RequestState, changes: list[tuple[_Sequence, int, str]], prompt_logprobs: bool
-    ) -> RequestOutput | None:
-        if state.kind is OutputKind.DELTA:
-            if not changes and not prompt_logprobs:
-                return None
-            return state.newest(changes, prompt_logprobs)
-        if state.kind is OutputKind.FINAL and not state.finished:
-            return None
-        return state.whole()
 
 
 class _LogprobReader:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -26,7 +27,7 @@ from fastdeploy_core.plugins.discovery import PluginEntry
 from fastdeploy_core.plugins.known import providers
 from fastdeploy_core.types import StructuredOutputsParams
 
-from .child import Answer, Setup
+from .child import IDLE_FACTOR, Answer, Setup
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +53,15 @@ class _Child:
     def compile(self, body: bytes) -> Answer:
         """The answer; TimeoutError or EOFError if the child had to be killed or died."""
         with self._lock:
-            channel = self._channel
-            if channel is None or self._process is None or self._process.poll() is not None:
-                channel = self._start()
+            process, channel = self._process, self._channel
+            if channel is None or process is None or process.poll() is not None:
+                process, channel = self._start()
             try:
-                return _ask(channel, body, self._setup.timeout_s)
+                return _ask(channel, body, IDLE_FACTOR * self._setup.timeout_s)
             except (TimeoutError, EOFError, OSError):
                 self._stop()
+                if process.returncode == -signal.SIGPROF:
+                    raise TimeoutError from None
                 raise
 
     def close(self) -> None:
@@ -79,12 +82,12 @@ class _Child:
         if self._channel is not None:
             self._channel.close()
 
-    def _start(self) -> Connection:
+    def _start(self) -> tuple[subprocess.Popen[bytes], Connection]:
         self._stop()
         channel, end = Pipe()
         self._channel = channel
         # -P: no imports from the working directory.
-        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+        self._process = process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
             [sys.executable, "-P", "-m", "fastdeploy_core.grammar.child", str(end.fileno())],
             pass_fds=(end.fileno(),),
             stdin=subprocess.DEVNULL,
@@ -103,7 +106,7 @@ class _Child:
         if answer.error:
             self._stop()
             raise ConfigError(answer.error)
-        return channel
+        return process, channel
 
 
 def _ask(channel: Connection, body: bytes, timeout_s: float) -> Answer:

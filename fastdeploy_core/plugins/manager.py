@@ -337,9 +337,10 @@ def call_with_limit(call: Any, limit_s: float) -> Any:
     thread.start()
     had, seen = 0.0, 0
     for turn in range(_MOST_TURNS):
+        began_s = time.monotonic()
         thread.join(limit_s / 2)
         runs, seconds, grown = activity(f"self/task/{thread.native_id}")
-        waits = runs and seconds == had  # for a processor
+        waits = (runs and seconds == had) or time.monotonic() - began_s > limit_s  # for a processor
         if not thread.is_alive() or (turn and grown == seen and not waits):
             break
         had, seen = seconds, grown

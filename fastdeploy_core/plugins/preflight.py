@@ -12,13 +12,13 @@ import itertools
 import json
 import logging
 import os
-import select
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import connection
 from pathlib import Path
 from typing import IO, Any, Final
 
@@ -179,7 +179,7 @@ def _child(stdin: IO[bytes], errors: IO[bytes], order: dict[str, Any]) -> Iterat
 def _lines(channel: int, limit_s: float) -> Iterator[bytes]:
     """Complete lines until end of file, or until nothing comes for `limit_s`."""
     buffer = b""
-    while select.select([channel], [], [], limit_s)[0]:
+    while connection.wait([channel], limit_s):
         chunk = os.read(channel, 65536)
         if not chunk:
             return

@@ -36,6 +36,7 @@ def main() -> None:
     _warm_up()
     waiting = [list(group) for group in order["groups"]]
     forks: dict[int, _Fork] = {}
+    now = time.monotonic()
     while waiting or forks:
         while waiting and len(forks) < order["at_once"]:
             fork = _Fork(waiting.pop(0), channel)
@@ -46,9 +47,10 @@ def main() -> None:
                 continue
             del forks[fork.reading]
             waiting += fork.end()
-        now = time.monotonic()
+        before, now = now, time.monotonic()
         for fork in list(forks.values()):
-            if limit := fork.exceeded(now):
+            # Where this process stood still, they did, too.
+            if now - before < 1.0 and (limit := fork.exceeded(now)):
                 del forks[fork.reading]
                 waiting += fork.end(f"did not finish within {limit:g} s")
     # Threads of a plugin must not keep this process alive.

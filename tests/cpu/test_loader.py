@@ -278,7 +278,7 @@ def test_loading_takes_little_more_memory_than_the_weights(
             cwd=Path(__file__).parents[2],
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=300,
             check=False,
         )
         assert done.returncode == 0, done.stderr[-2000:]

@@ -353,7 +353,7 @@ use()
 assert found == [2, 2, 2], found
 """
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=100
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
 

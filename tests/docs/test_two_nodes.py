@@ -33,7 +33,6 @@ def namespaces() -> list[str]:
     return words
 
 
-@pytest.mark.timeout(280)
 def test_word_for_word(namespaces: list[str], tmp_path: Path) -> None:
     pytest.importorskip("fd_router", reason="needs fd-router")
     program = tmp_path / "fastdeploy"

@@ -70,7 +70,7 @@ def test_the_driver_of_the_page_gives_the_tokens_of_the_folder(
     folder = write_npy(tiny_model, tmp_path / "npy")
     answers = []
     for path in (tiny_model, folder):
-        done = python(site, "-c", TOKENS, str(path), tensor_library, ranks, timeout_s=100)
+        done = python(site, "-c", TOKENS, str(path), tensor_library, ranks, timeout_s=300)
         assert done.returncode == 0, done.stderr[-3000:]
         answers.append(json.loads(done.stdout.splitlines()[-1]))
     assert answers[0] == answers[1] and len(answers[0]) == 8
@@ -82,7 +82,7 @@ def test_a_file_that_is_lacking_is_named(
     install(site, npy_wheel(tmp_path))
     folder = write_npy(tiny_model, tmp_path / "npy")
     (folder / "model.norm.weight.npy").unlink()
-    done = python(site, "-c", TOKENS, str(folder), tensor_library, "1", timeout_s=100)
+    done = python(site, "-c", TOKENS, str(folder), tensor_library, "1", timeout_s=300)
     assert f"WeightError: the checkpoint in {folder} lacks 1 weights" in done.stderr
     assert "model.norm.weight" in done.stderr
 

@@ -61,7 +61,7 @@ def test_a_dot_is_a_command_of_a_group(site: Path) -> None:
 def test_help_shows_summaries_and_imports_none_of_them(site: Path) -> None:
     add(site, "count", "import time; time.sleep(600)", "count", summary="Counts words.")
     add(site, "plain", BROKEN, "plain")
-    done = fastdeploy(site, "--help", timeout_s=30)
+    done = fastdeploy(site, "--help", timeout_s=300)
     assert done.returncode == 0 and not done.stderr
     assert "  count        Counts words. (fd-count)\n" in done.stdout
     assert "  plain        no summary (fd-plain)\n" in done.stdout
@@ -143,7 +143,7 @@ def alone(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-S", "-P", "-m", "fastdeploy_core.cli.main", *arguments],
         env={"PYTHONPATH": str(REPOSITORY), "PATH": os.environ["PATH"]},
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 

@@ -78,6 +78,6 @@ def test_a_wheel_built_for_another_contract_is_told_apart(
         "import logging; logging.basicConfig()\n"
         "from fastdeploy_core.plugins import lookup\nlookup('speculative', 'mydraft')"
     )
-    done = python(site, "-c", code, timeout_s=100)
+    done = python(site, "-c", code, timeout_s=300)
     assert (done.returncode == 0) == (plugin == "(1, 2)"), done.stderr
     assert words in " ".join(done.stderr.split())

@@ -74,7 +74,7 @@ def site(tmp_path: Path) -> Path:
 def fastdeploy(site: Path, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
     """The command line with this plugin alone, and the kit."""
     chosen = {"FD_PLUGINS": "fd-odd,fastdeploy-testing", **settings}
-    return command_line(site, *words, timeout_s=110, **chosen)
+    return command_line(site, *words, timeout_s=300, **chosen)
 
 
 def doctor(site: Path, **settings: str) -> tuple[int, list[dict[str, str]]]:
@@ -202,7 +202,7 @@ def test_without_a_tensor_library_doctor_fails_and_check_says_so() -> None:
             env=environment(REPOSITORY, FD_PLUGINS="fastdeploy-testing"),
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=300,
             check=False,
         )
 
@@ -231,7 +231,7 @@ def test_doctor_skips_what_nothing_installed_examines(site: Path) -> None:
         env=environment(add(site), FD_PLUGINS="fd-odd"),
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
         check=False,
     )
     rows = [r for r in json.loads(done.stdout)["checks"] if r["verdict"] == "SKIP"]

@@ -80,7 +80,6 @@ def check(folder: Path, source: str, checkpoint: Path, tensor: str) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.timeout(300)
 def test_the_documented_family_is_transformers(
     tmp_path: Path, checkpoint: Path, tensor_library: str
 ) -> None:
@@ -139,7 +138,6 @@ def test_there_are_enough_faults() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("what", faulty_families())
 @pytest.mark.parametrize("checkpoint", [True], ids=["parallel"], indirect=True)
 def test_the_kit_sees_what_a_family_leaves_out(
@@ -150,7 +148,6 @@ def test_the_kit_sees_what_a_family_leaves_out(
     assert re.search(r"TestModel +FAIL", done.stdout), done.stdout[-3000:]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "right",
     [pytest.param(f, marks=[] if "gelu" in f else [pytest.mark.slow]) for f in FAULTS],

@@ -191,7 +191,7 @@ def test_two_ranks_draft_what_one_drafts(family: str, tensor_library: str, tmp_p
         for rank in range(2)
     ]  # fmt: skip
     try:
-        answers = [rank.communicate(timeout=100) for rank in ranks]
+        answers = [rank.communicate(timeout=300) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -41,7 +41,7 @@ def test_its_own_tests_pass(kind: str, tmp_path: Path, tensor_library: str) -> N
     done = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider",
          "-p", "no:asyncio", "--fd-tensor", tensor_library],
-        cwd=project, env=environment(site), capture_output=True, text=True, timeout=110,
+        cwd=project, env=environment(site), capture_output=True, text=True, timeout=300,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

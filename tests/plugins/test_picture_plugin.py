@@ -68,7 +68,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.timeout(300)
 def test_the_kit_passes(tmp_path: Path, checkpoint: Path, tensor_library: str) -> None:
     site = site_with(tmp_path, NAME, SOURCE)
     done = fastdeploy(
@@ -78,7 +77,6 @@ def test_the_kit_passes(tmp_path: Path, checkpoint: Path, tensor_library: str) -
     assert re.search(r"TestModel +PASS +7 +0 +0", done.stdout), done.stdout[-9000:]
 
 
-@pytest.mark.timeout(300)
 def test_pictures_are_what_transformers_makes_of_their_vectors(
     tmp_path: Path, checkpoint: Path, tensor_library: str
 ) -> None:

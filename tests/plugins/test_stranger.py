@@ -58,7 +58,6 @@ def commands(task: Task) -> tuple[list[str], list[str]]:
     return made[0], checked[0]
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", TASKS)
 def test_the_pages_commands_make_a_plugin_that_passes(
     name: str, tmp_path: Path, tensor_library: str

@@ -17,7 +17,7 @@ import pytest
 from fastdeploy_core.types import SamplingParams
 from fastdeploy_testing.fakes import NullModel
 from tests.server_process import ServerProcess, run, serving
-from tests.server_support import wait_for, write_null_model
+from tests.server_support import slowly, wait_for, write_null_model
 
 SERVERS = ("--device", "null", "--block-size", "16", "--api-server-count", "2")
 CONNECTED = "03"  # state of a socket in /proc/net/unix
@@ -75,7 +75,7 @@ def test_streams_are_shared_out_evenly_and_get_their_own_tokens(server: ServerPr
             json={**BODY, "prompt": [1, 2, 3 + number], "max_tokens": 150, "stream": True},
             timeout=60,
         ) as answer:
-            counted.wait(30)
+            counted.wait(60)
             for found in re.finditer(r'"token_ids":\[([\d,]+)\],"comp', answer.read().decode()):
                 tokens += map(int, found[1].split(","))
         return tokens
@@ -123,11 +123,12 @@ def test_the_limit_of_requests_in_flight_holds_for_all_together(model: Path) -> 
 def test_one_that_dies_costs_its_own_requests_only_and_comes_back(model: Path) -> None:
     with serving(model, *SERVERS) as server, ThreadPoolExecutor(4) as threads:
         assert server.url
-        answers = [threads.submit(post, server, max_tokens=450) for _ in range(4)]
         first, second = processes(server, b"fastdeploy-api")
-        # Seen from outside: a question of ours would be a fifth connection.
-        wait_for(lambda: connections(first) == connections(second) == 2, "two requests each")
-        os.kill(first, signal.SIGKILL)
+        with slowly(model):
+            answers = [threads.submit(post, server, max_tokens=450) for _ in range(4)]
+            # Seen from outside: a question of ours would be a fifth connection.
+            wait_for(lambda: connections(first) == connections(second) == 2, "two requests each")
+            os.kill(first, signal.SIGKILL)
         ends = []
         for answer in answers:
             try:
@@ -199,13 +200,15 @@ def test_all_of_them_meet_the_engine_that_follows_a_dead_one(model: Path) -> Non
 def test_sigterm_lets_the_streams_of_all_end(model: Path) -> None:
     with serving(model, *SERVERS) as server, ThreadPoolExecutor(4) as threads:
         assert server.url
-        answers = [threads.submit(post, server, max_tokens=300, stream=True) for _ in range(4)]
-        wait_for(lambda: httpx.get(server.url + "/load").json() == {"server_load": 4}, "streams")
-        server.signal()
-        wait_for(lambda: "shutting down" in server.log, "draining")
-        health = httpx.get(server.url + "/health/ready")
-        assert (health.status_code, health.json()) == (503, {"status": "draining"})
-        assert post(server, max_tokens=3).status_code == 503
+        load = server.url + "/load"
+        with slowly(model):
+            answers = [threads.submit(post, server, max_tokens=300, stream=True) for _ in range(4)]
+            wait_for(lambda: httpx.get(load).json() == {"server_load": 4}, "streams")
+            server.signal()
+            wait_for(lambda: "shutting down" in server.log, "draining")
+            health = httpx.get(server.url + "/health/ready")
+            assert (health.status_code, health.json()) == (503, {"status": "draining"})
+            assert post(server, max_tokens=3).status_code == 503
         for answer in answers:
             assert answer.result().text.endswith("data: [DONE]\n\n")
         assert server.wait() == 0
@@ -218,13 +221,14 @@ def test_all_drain_when_one_is_asked_to(model: Path) -> None:
         ThreadPoolExecutor(1) as threads,
     ):
         url = server.url
-        stream = threads.submit(post, server, max_tokens=400, stream=True)
-        wait_for(lambda: httpx.get(url + "/load").json() == {"server_load": 1}, "the stream")
-        answer = httpx.post(url + "/drain", headers={"Authorization": "Bearer operator"})
-        assert answer.json() == {"status": "draining", "server_load": 1}
-        # Each connection goes to the API server that has the fewest, so to both.
-        assert [post(server, max_tokens=3).status_code for _ in range(4)] == [503] * 4
-        assert httpx.get(url + "/health/ready").json() == {"status": "draining"}
+        with slowly(model):
+            stream = threads.submit(post, server, max_tokens=400, stream=True)
+            wait_for(lambda: httpx.get(url + "/load").json() == {"server_load": 1}, "the stream")
+            answer = httpx.post(url + "/drain", headers={"Authorization": "Bearer operator"})
+            assert answer.json() == {"status": "draining", "server_load": 1}
+            # Each connection goes to the API server that has the fewest, so to both.
+            assert [post(server, max_tokens=3).status_code for _ in range(4)] == [503] * 4
+            assert httpx.get(url + "/health/ready").json() == {"status": "draining"}
         assert stream.result().text.endswith("data: [DONE]\n\n")
         assert len(processes(server, b"fastdeploy-api")) == 2, "they go on"
         server.signal()

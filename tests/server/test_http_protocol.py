@@ -43,7 +43,7 @@ def server(engine: ScriptedEngine, tokenizer: Tokenizer) -> Iterator[LiveServer]
 
 def talk(port: int, *pieces: bytes) -> bytes:
     """Everything that comes until the server closes the connection."""
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         data = b""
         with contextlib.suppress(ConnectionError):  # it may be refused while we still send
             for piece in pieces:
@@ -182,7 +182,7 @@ def test_a_client_that_leaves_behind_a_large_body_ends_its_request(
     engine.pause_s, aborted = 0.02, engine.aborted
     engine.script = lambda prompt, index: "a" * 200
     try:
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
             connection.sendall(POST + LENGTH % len(body) + b"\r\n")
             time.sleep(0.1)  # it waits for the body
             connection.sendall(body)
@@ -201,7 +201,7 @@ def test_a_connection_that_only_breaks_lines_is_closed(
     monkeypatch.setattr(GuardedProtocol, "head_timeout_s", 0.2)
     with (
         live(engine, tokenizer) as server,
-        socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection,
+        socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection,
     ):
         connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
         answer = b""
@@ -227,7 +227,7 @@ def test_a_connection_that_is_reset_while_idle_leaves_nothing(server: LiveServer
         return sum(item.transport.is_closing() for item in found)
 
     for _ in range(8):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
             connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
             answer = b""
             while not answer.endswith(b"}"):
@@ -260,13 +260,13 @@ def test_a_head_that_came_while_the_server_stood_still_is_answered(
         asked,
         ask,
         live(engine, tokenizer) as server,
-        socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection,
+        socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection,
     ):
         connections = server.server.server_state.connections
         wait_for(lambda: connections, "the connection to be taken")
         server.run(watch())
         ask.send(b"x")
-        assert is_stuck.wait(10)
+        assert is_stuck.wait(60)
         connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 200")
         server.run(forget())

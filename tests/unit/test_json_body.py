@@ -203,4 +203,4 @@ def test_memory_of_freed_bodies_goes_back_to_the_system(
     # A process of its own: where many threads have begun, new ones share heaps with them, and what
     # these hold lies above what is freed.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        assert process.submit(goes_back, take, num_threads).result(timeout=120)
+        assert process.submit(goes_back, take, num_threads).result(timeout=300)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdeploy_core.engine.output import OutputKind, OutputProcessor
+from fastdeploy_core.engine.output import OutputProcessor
 from fastdeploy_core.tokenizer import Tokenizer
 from fastdeploy_core.types import (
     FinishReason,
@@ -104,13 +104,13 @@ def test_deltas_snapshots_and_finals_agree_for_every_way_of_cutting(
     ids = [*tokenizer.encode(text), EOS]
     request = make_request(stop=stops, include_stop_str_in_output=include, min_tokens=min_tokens)
     results = []
-    for kind in OutputKind:
+    for is_whole in (False, True):
         for how in ((), cuts, range(len(ids))):
             processor = OutputProcessor(tokenizer)
-            processor.add(request, kind=kind)
+            processor.add(request, is_whole=is_whole)
             outputs, _ = feed(processor, ids, how)
             assert len(processor) == 0
-            results.append(joined(outputs if kind is OutputKind.DELTA else outputs[-1:]))
+            results.append(joined(outputs[-1:] if is_whole else outputs))
             assert outputs[-1].finished
     assert all(result == results[0] for result in results)
     shown, token_ids, finish_reason, stop_reason = results[0]
@@ -180,9 +180,9 @@ def test_logprobs_have_vllms_shape(tokenizer: Tokenizer) -> None:
         TokenLogprobs([ids[1], ids[1], 9], [-0.25, -0.25, -2.0], 1),
     ]
     prompt = [None, TokenLogprobs([6, 9], [-3.0, -1.0], 4)]
-    for kind in OutputKind:
+    for is_whole in (False, True):
         processor = OutputProcessor(tokenizer)
-        processor.add(make_request(logprobs=2, prompt_logprobs=1), kind=kind)
+        processor.add(make_request(logprobs=2, prompt_logprobs=1), is_whole=is_whole)
         part = SequenceDelta(token_ids=ids, logprobs=entries, finish_reason=FinishReason.LENGTH)
         output, _ = processor.process(
             RequestOutputDelta(
@@ -241,7 +241,7 @@ def test_the_text_of_a_token_is_that_of_the_characters_it_completes(tokenizer: T
 
 def test_without_logprobs_there_are_none(tokenizer: Tokenizer) -> None:
     processor = OutputProcessor(tokenizer)
-    processor.add(make_request(), kind=OutputKind.FINAL)
+    processor.add(make_request(), is_whole=True)
     outputs, _ = feed(processor, [9, EOS])
     assert outputs[0].outputs[0].logprobs is None
     assert outputs[0].outputs[0].cumulative_logprob is None
@@ -249,7 +249,7 @@ def test_without_logprobs_there_are_none(tokenizer: Tokenizer) -> None:
 
 def test_n_answers_end_independently(tokenizer: Tokenizer) -> None:
     processor = OutputProcessor(tokenizer)
-    processor.add(make_request(n=2, stop="lo"), "the prompt", kind=OutputKind.FINAL)
+    processor.add(make_request(n=2, stop="lo"), "the prompt", is_whole=True)
     hello, there = tokenizer.encode("hello"), tokenizer.encode(" there")
     both = [SequenceDelta(index=1, token_ids=hello), SequenceDelta(index=0, token_ids=there)]
     first = RequestOutputDelta(request_id="r", sequences=both, num_cached_tokens=3, queue_s=0.5)
@@ -285,7 +285,7 @@ def test_repeated_deltas_are_ignored(tokenizer: Tokenizer) -> None:
 
 def test_an_error_ends_every_answer_and_keeps_what_there_is(tokenizer: Tokenizer) -> None:
     processor = OutputProcessor(tokenizer)
-    processor.add(make_request(n=2), kind=OutputKind.FINAL)
+    processor.add(make_request(n=2), is_whole=True)
     ids = tokenizer.encode("hi")
     processor.process(RequestOutputDelta(request_id="r", sequences=[SequenceDelta(token_ids=ids)]))
     output, aborts = processor.process(
@@ -302,7 +302,7 @@ def test_an_error_ends_every_answer_and_keeps_what_there_is(tokenizer: Tokenizer
 
 def test_without_a_tokenizer_there_are_only_ids() -> None:
     processor = OutputProcessor(None)
-    processor.add(make_request(logprobs=0), kind=OutputKind.FINAL)
+    processor.add(make_request(logprobs=0), is_whole=True)
     part = SequenceDelta(
         token_ids=[3],
         logprobs=[TokenLogprobs([3], [-1.0], 1)],
@@ -328,7 +328,7 @@ def test_a_branch_that_a_stop_string_ends_is_named_while_others_go_on(
     tokenizer: Tokenizer,
 ) -> None:
     processor = OutputProcessor(tokenizer)
-    processor.add(make_request(n=2, stop="lo"), kind=OutputKind.DELTA)
+    processor.add(make_request(n=2, stop="lo"))
     stopping, other = tokenizer.encode("hello"), tokenizer.encode("world")
     first = [SequenceDelta(index=0, token_ids=other), SequenceDelta(index=1, token_ids=stopping)]
     output, aborts = processor.process(RequestOutputDelta(request_id="r", sequences=first))
@@ -352,17 +352,17 @@ def test_tokens_in_columns_are_kept_for_who_waits_for_the_end_and_shown_to_other
 ) -> None:
     processor = OutputProcessor(tokenizer)
     ids = tokenizer.encode("hello world")
-    kinds = {"a": OutputKind.FINAL, "b": OutputKind.DELTA, "c": OutputKind.FINAL}
-    for name, kind in kinds.items():
+    wholes = {"a": True, "b": False, "c": True}
+    for name, is_whole in wholes.items():
         stop = "wor" if name == "c" else None
         request = make_request(stop=stop)
         request.request_id = name
-        processor.add(request, kind=kind)
+        processor.add(request, is_whole=is_whole)
     shown: dict[str, str] = {}
     pieces = [ids[:1], ids[1:4], ids[4:]] if has_counts else [[token] for token in ids]
     for position, piece in enumerate(pieces):
         counts = [len(piece)] * 3 if has_counts else None
-        tokens = TokenDeltas(list(kinds), [position] * 3, [1] * 3, piece * 3, counts)
+        tokens = TokenDeltas(list(wholes), [position] * 3, [1] * 3, piece * 3, counts)
         others = processor.collect(tokens)
         assert [delta.request_id for delta in others] == ["b", "c"]
         for delta in others:

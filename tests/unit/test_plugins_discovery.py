@@ -198,5 +198,5 @@ def test_listing_imports_no_plugin_and_nothing_heavy(installed):
         "print(sorted({'torch', 'paddle', 'numpy', 'msgspec', 'pluggy', 'stevedore', 'pydantic'}"
         " & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -287,11 +286,11 @@ def test_close_answers_everybody_and_wakes_who_waits():
     scheduler = LocalScheduler(RequestSchedulerConfig())
     scheduler.put_requests([make_request(n, [5]) for n in "ab"])
     scheduler.get_requests(Capacity(1, 100, 4, 100))
-    waiter = threading.Thread(target=scheduler.get_results, args=(30.0,))
+    waiter = threading.Thread(target=scheduler.get_results, args=(600.0,))
     scheduler.close()
     assert sorted(d.request_id for d in scheduler.get_results()) == ["a", "b"]
     waiter.start()
-    waiter.join(5)
+    waiter.join(60)
     assert not waiter.is_alive()
     assert scheduler.put_requests([make_request("c", [5])])[0] is not None
 
@@ -299,12 +298,11 @@ def test_close_answers_everybody_and_wakes_who_waits():
 def test_waiting_getter_is_woken_by_a_request():
     scheduler = LocalScheduler(RequestSchedulerConfig())
     found = []
-    getter = threading.Thread(target=lambda: found.extend(scheduler.get_requests(ROOM, 30.0)))
+    getter = threading.Thread(target=lambda: found.extend(scheduler.get_requests(ROOM, 600.0)))
     getter.start()
-    started = time.monotonic()
     scheduler.put_requests([make_request("a", [5])])
-    getter.join(10)
-    assert ids(found) == ["a"] and time.monotonic() - started < 10
+    getter.join(60)
+    assert ids(found) == ["a"]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

@@ -202,7 +202,7 @@ RARE = (
 def planted() -> Iterator[Any]:
     """Each bug as parameters of a test."""
     for owner, name, bug in BUGS:
-        marks = [pytest.mark.slow, pytest.mark.timeout(600)] if bug in RARE else []
+        marks = [pytest.mark.slow] if bug in RARE else []
         yield pytest.param(owner, name, bug, id=bug.__name__, marks=marks)
 
 

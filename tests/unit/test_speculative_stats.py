@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fastdeploy_core.config import BatchConfig, SpeculativeConfig
-from fastdeploy_core.engine.output import OutputKind, OutputProcessor
+from fastdeploy_core.engine.output import OutputProcessor
 from fastdeploy_core.kvcache import KVCacheManager
 from fastdeploy_core.scheduler import BatchScheduler, planner
 from fastdeploy_core.scheduler.settings import SchedulerSettings
@@ -216,7 +216,7 @@ def test_nothing_is_planned_of_drafts_that_nobody_made() -> None:
 def test_requests_and_usage_show_them() -> None:
     script, processor = Script(), OutputProcessor(None)
     request = make_request("a", [1, 2, 3], max_tokens=5, detokenize=False)
-    processor.add(request, kind=OutputKind.FINAL)
+    processor.add(request, is_whole=True)
     script.scheduler.add(request)
     deltas = script.step([[10]], [0])[1]
     deltas += script.step([[11, 99]], [3])[1]

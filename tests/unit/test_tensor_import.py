@@ -13,7 +13,7 @@ from fastdeploy_core.errors import ConfigError
 
 def run(program: str, *flags: str) -> str:
     done = subprocess.run(
-        [sys.executable, *flags, "-c", program], capture_output=True, text=True, timeout=100
+        [sys.executable, *flags, "-c", program], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
@@ -37,7 +37,7 @@ def test_loading_one_library_is_silent_and_leaves_the_other_alone(name):
         "assert sum(m in sys.modules for m in ('torch', 'paddle')) == 1\n"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=100
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -65,7 +65,7 @@ def test_loading_a_library_leaves_logging_and_signals_alone(name):
         "os.kill(os.getpid(), signal.SIGTERM); import time; time.sleep(5)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=100
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=300
     )
     assert (done.returncode, done.stderr) == (3, "")
     assert done.stdout.splitlines() == ["[] 30", "ended by the program"]

@@ -24,7 +24,7 @@ from tests.server_support import wait_for
 from tests.vendors.conftest import DEVICES
 from tests.vendors.servers import server_on, single_root
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 MODEL = REPOSITORY / "models" / "ernie-tiny"
 NUM_CLIENTS = 6

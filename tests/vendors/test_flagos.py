@@ -62,7 +62,6 @@ def test_its_tokens_are_the_processors(site: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_it_passes_the_devices_kit_with_two_ranks(site: dict[str, str]) -> None:
     check = ("-m", "fastdeploy_core.cli.main", "plugins", "check", "flagos", "--tensor", "torch")
     more = site | {"FD_PLUGINS": "fd-flagos,fastdeploy-testing"}

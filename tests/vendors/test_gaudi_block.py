@@ -20,7 +20,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("blocks"), ["llama", "ernie-moe", "qwen3"])
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", ["llama", pytest.param("ernie-moe", marks=pytest.mark.slow)])
 def test_tokens_equal_transformers_through_fused_blocks(
     panels: Path, checkpoints: Path, name: str

@@ -21,7 +21,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("checkpoints"), [model for _, model in CASES])
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("device", "model"), CASES)
 def test_64_greedy_tokens_equal_transformers(
     panels: Path, checkpoints: Path, device: str, model: str

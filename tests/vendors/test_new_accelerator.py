@@ -54,7 +54,6 @@ def environment(place: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_the_page_runs_as_it_is_written(place: Path) -> None:
     script = "set -e\n" + "\n".join(f"echo '=== {n}'\n{text}" for n, text in enumerate(blocks()))
     done = subprocess.run(

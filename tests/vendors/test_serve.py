@@ -54,7 +54,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
     return found | {"demo": (DEMO, ask(DEMO, tmp_path_factory.mktemp("demo")))}
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("device", "model"), CASES)
 def test_64_greedy_tokens_equal_transformers(
     panels: Path, checkpoints: dict[str, Any], device: str, model: str
@@ -85,7 +84,6 @@ def test_64_greedy_tokens_equal_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_detour_is_taken_where_it_may_be(
     panels: Path, checkpoints: dict[str, Any], device: str
@@ -123,7 +121,6 @@ def test_the_log_tells_of_a_detour(panels: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_engines_of_one_server_take_one_chip_each(
     panels: Path, checkpoints: dict[str, Any]
 ) -> None:

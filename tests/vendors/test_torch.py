@@ -78,7 +78,6 @@ def test_hygiene_and_device_kit_with_two_ranks(stand_in: dict[str, str]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_whole_kit(stand_in: dict[str, str]) -> None:
     check = ("-m", "fastdeploy_core.cli.main", "plugins", "check", "gcu", "--tensor", "torch")
     done = run(*check, **stand_in)

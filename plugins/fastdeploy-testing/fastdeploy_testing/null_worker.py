@@ -31,6 +31,7 @@ from fastdeploy_core.types.worker import WorkerInfo
 if TYPE_CHECKING:
     from fastdeploy_core.plugins.resolved import ResolvedPlugins
 
+SLOW_STEP_S = 0.1
 _MASK = 2**64 - 1
 _EMPTY = 0  # content of an unwritten slot
 _FIRST = 0x243F6A8885A308D3  # stands before the first token
@@ -48,6 +49,7 @@ class NullOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     vocab_size: int = 256
     step_s: float = 0.0  # how long a step takes
+    slow_file: str = ""  # in the model's folder: while it is there, a step takes SLOW_STEP_S
     num_blocks: int = 1024  # what its memory holds
     block_size: int = 0  # 0: the configuration's
     block_sharing: bool = True
@@ -210,11 +212,14 @@ class NullWorker:
             if rows.num_drafts.any():
                 output.num_drafts = output.num_accepted = np.zeros((1, rows.samples.size), np.int64)
         self.num_steps += 1
-        output.model_s = output.execute_s = time.perf_counter() - started + self.options.step_s
+        slow_file, step_s = self.options.slow_file, self.options.step_s
+        if slow_file and (self.config.model.path / slow_file).exists():
+            step_s = SLOW_STEP_S
+        output.model_s = output.execute_s = time.perf_counter() - started + step_s
         pending = NullPending(output)
-        if self.options.step_s:
+        if step_s:
             # One step after the other, as in a device's queue.
-            self._busy_until_s = max(started, self._busy_until_s) + self.options.step_s
+            self._busy_until_s = max(started, self._busy_until_s) + step_s
             pending.ready_s = self._busy_until_s
             if not self.options.asynchronous:
                 pending.wait()

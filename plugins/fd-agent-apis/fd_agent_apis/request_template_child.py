@@ -1,19 +1,20 @@
 """The child process that renders one template of a request: `python -m ...request_template_child`.
 
-It reads one JSON document {source, variables} from its parent. It writes one line when it is ready,
-then one status byte (0: rendered text follows, 1: a reason follows).
+It reads one JSON document {source, variables, limit_s} from its parent. It writes one line when it
+is ready, then one status byte (0: rendered text follows, 1: a reason follows).
 """
 
 from __future__ import annotations
 
 import json
 import resource
+import signal
 import sys
 from pathlib import Path
 
 from fastdeploy_core.tokenizer.chat_template import ChatTemplate, TemplateRefusal
 
-from .request_templates import READY, WALL_LIMIT_S
+from .request_templates import READY
 
 MEMORY_LIMIT_BYTES = 512 * 1024 * 1024
 
@@ -27,9 +28,8 @@ def main() -> None:
     sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()
     job = json.loads(sys.stdin.buffer.read())
-    # A second limit, should the parent be gone: processor time, in whole seconds.
-    cpu_s = int(WALL_LIMIT_S) + 2
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+    # Processor time, so that the machine's load does not decide what is refused.
+    signal.setitimer(signal.ITIMER_PROF, job["limit_s"])
     try:
         answer = b"\0" + ChatTemplate(job["source"]).render(job["variables"]).encode()
     except (TemplateRefusal, UnicodeEncodeError) as error:

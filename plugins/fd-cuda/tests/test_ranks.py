@@ -121,7 +121,7 @@ def test_sums_of_two_processes_by_one_kernel(tmp_path: Path) -> None:
         for rank in (0, 1)
     ]  # fmt: skip
     try:
-        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+        said = [rank.communicate(timeout=300)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

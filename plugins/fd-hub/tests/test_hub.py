@@ -61,7 +61,7 @@ class User:
             cwd=self.home,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=300,
         )
 
     def pull(self, name: str = NAME, *words: str, **env: str) -> Path:
@@ -272,7 +272,7 @@ def test_a_server_takes_a_name_and_calls_the_model_by_it(tmp_path: Path) -> None
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=300,
         )
     assert done.returncode == 0, done.stderr
     path, tokenizer, served = json.loads(done.stdout)

@@ -79,18 +79,18 @@ def test_a_dead_engines_unfinished_files_go_and_foreign_ones_stay(tmp_path: Path
 
 def test_blocks_that_are_being_written_are_waited_for(tmp_path: Path) -> None:
     writer = DiskStore({"path": str(tmp_path)})
-    reader = DiskStore({"path": str(tmp_path), "wait_s": 5})
+    reader = DiskStore({"path": str(tmp_path), "wait_s": 60})
     names = [name_of() for _ in range(5)]
     with ThreadPoolExecutor(1) as threads:
         found = threads.submit(reader.find, names)
         for name in names:
             assert not found.done()
             writer.put(name, parts_of(1))
-        assert found.result(5) == 5
+        assert found.result(60) == 5
     impatient = DiskStore({"path": str(tmp_path), "wait_s": 0.1})
     started = time.monotonic()
     assert impatient.find([*names, name_of(), name_of()]) == 5
-    assert 0.1 <= time.monotonic() - started < 2
+    assert 0.1 <= time.monotonic() - started < 30
 
 
 def test_files_are_their_users_alone(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ blocks.
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import threading
 import time
 from collections import deque
+from multiprocessing import connection
 from typing import TYPE_CHECKING, Final, Protocol
 
 from fd_scale_out.receiver_driven import MAX_NOTES, Descriptor, Transfer, WireError, cut
@@ -171,11 +171,10 @@ class Peer:
                     channel.ask(wire.Ping())
                     next_ping_s = time.monotonic() + pause_s / PINGS_PER_TIMEOUT
                 left_s = max(0.0, next_ping_s - time.monotonic())
-                ends: list[Channel | socket.socket] = [channel, self._wakes]
-                readable = select.select(ends, [], [], left_s)[0]
-                if self._wakes in readable:
+                readable = connection.wait([channel.fileno(), self._wakes.fileno()], left_s)
+                if self._wakes.fileno() in readable:
                     self._wakes.recv(4096)
-                if channel in readable:
+                if channel.fileno() in readable:
                     channel.receive()
                     raise WireError("the peer spoke without being asked")
         except (WireError, OSError, ValueError) as error:

@@ -459,5 +459,5 @@ def test_hostile_text_costs_linear_time(kind: Any) -> None:
         started = time.process_time()
         whole = run(make(), [hostile])
         assert run(make(), [hostile[i : i + 50] for i in range(0, len(hostile), 50)]) == whole
-        # Quadratic work takes minutes.
-        assert time.process_time() - started < 6, unit
+        # Quadratic work takes minutes, and a machine that stands still may be charged to this.
+        assert time.process_time() - started < 30, unit

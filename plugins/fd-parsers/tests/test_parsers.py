@@ -301,11 +301,11 @@ def test_hostile_text_costs_linear_time(kind: Any, name: str) -> None:
     started = time.process_time()
     whole = run(make(), [text])
     # Quadratic work on a megabyte takes minutes; this is far from both.
-    assert time.process_time() - started < 5
+    assert time.process_time() - started < 30
     pieces = [text[i : i + 50] for i in range(0, len(text), 50)]
     started = time.process_time()
     assert run(make(), pieces) == whole
-    assert time.process_time() - started < 5
+    assert time.process_time() - started < 30
 
 
 def test_parsers_evaluate_nothing() -> None:

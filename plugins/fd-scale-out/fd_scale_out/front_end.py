@@ -51,6 +51,7 @@ class Hello(msgspec.Struct):
     connections."""
 
     number: int
+    pid: int
     error_type: str = ""  # why it cannot serve; it then ends
     message: str = ""
 
@@ -63,7 +64,7 @@ def main(data: bytes) -> int:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     door.connect(door_path(init.folder))
-    door.send(msgspec.msgpack.encode(Hello(init.number)))
+    door.send(msgspec.msgpack.encode(Hello(init.number, os.getpid())))
     try:
         init.resolved.verify(init.digest)
         return event_loop.run(_serve(init, door))
@@ -72,7 +73,8 @@ def main(data: bytes) -> int:
         trace = None if is_known else error
         logger.error("API server %d cannot serve: %s", init.number, error, exc_info=trace)
         message = str(error) or type(error).__name__
-        door.send(msgspec.msgpack.encode(Hello(init.number, type(error).__name__, message)))
+        hello = Hello(init.number, os.getpid(), type(error).__name__, message)
+        door.send(msgspec.msgpack.encode(hello))
         return 1
 
 
@@ -127,4 +129,4 @@ async def _take_connections(init: FrontEndInit, door: socket.socket, server: Api
             loop.remove_reader(door)
 
     loop.add_reader(door, take)
-    await loop.sock_sendall(door, msgspec.msgpack.encode(Hello(init.number)))
+    await loop.sock_sendall(door, msgspec.msgpack.encode(Hello(init.number, os.getpid())))

@@ -154,6 +154,7 @@ class FrontEnds:
         self._hall = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._hall.bind(door_path(folder))
         self._hall.listen(self._count)
+        self._lock = threading.Lock()  # guards the halls, and who of them gets connections
         self._halls: dict[int, socket.socket] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._starts: dict[int, list[float]] = {}
@@ -306,9 +307,10 @@ class FrontEnds:
             if process.poll() is None:
                 continue
             ended = child.describe_exit(process.returncode)
-            self.door.remove(number)
-            if number in self._halls:
-                self._halls.pop(number).close()
+            with self._lock:
+                self.door.remove(number)
+                if number in self._halls:
+                    self._halls.pop(number).close()
             for file in (self._folder.path / METRICS_FOLDER).glob(f"gauge_live*_{process.pid}.db"):
                 file.unlink(missing_ok=True)
             for engine in self._engines:
@@ -350,11 +352,16 @@ class FrontEnds:
             hall.close()
             return
         hall.setblocking(False)
-        self._halls[hello.number] = hall
 
         def hand_over(connection: socket.socket) -> None:
             socket.send_fds(hall, [b"c"], [connection.fileno()])
             connection.close()
 
-        self.door.add(hello.number, hand_over)
+        with self._lock:
+            process = self._processes[hello.number]
+            if process.pid != hello.pid or process.poll() is not None:
+                hall.close()  # it died in the meantime, and its end may have been seen already
+                return
+            self._halls[hello.number] = hall
+            self.door.add(hello.number, hand_over)
         self._events.put("open")

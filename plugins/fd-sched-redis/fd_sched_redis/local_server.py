@@ -3,6 +3,7 @@ free port, without anything to survive its folder."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import subprocess
@@ -41,9 +42,9 @@ class RedisProcess:
             "--dir", str(self.folder), "--save", "", "--logfile", "log", *self.settings,
         ]  # fmt: skip
         self.process = subprocess.Popen(command)  # noqa: S603
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while time.monotonic() < deadline and self.process.poll() is None:
-            with socket.socket() as probe:
+            with socket.socket() as probe, contextlib.suppress(OSError):
                 probe.settimeout(1.0)
                 if probe.connect_ex(("127.0.0.1", self.port)) == 0:
                     probe.sendall(b"PING\r\n")

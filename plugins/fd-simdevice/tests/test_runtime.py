@@ -206,7 +206,7 @@ except OSError as error:
 import os; os._exit(0)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.stdout.split() == ["refused", "True"], done.stderr[-2000:]
 
@@ -230,7 +230,8 @@ for _ in range(3):
 print(json.dumps(answers), flush=True)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program, str(simulated)], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", program, str(simulated)],
+        capture_output=True, text=True, timeout=300,
         check=False,
     )  # fmt: skip
     assert json.loads(done.stdout) == [True, True, True]
@@ -254,7 +255,7 @@ def test_types_are_copies_of_one_build(tmp_path: Path):
         "print(json.dumps([sorted(paddle.device.get_all_custom_device_type()), found]))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False,
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False,
         env={**os.environ, **environment, "SIM_DEVICES_two": "1"},
     )  # fmt: skip
     types, found = json.loads(done.stdout)

@@ -31,7 +31,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def run(environment: dict[str, str], program: str) -> subprocess.CompletedProcess[str]:
     text = "import torch, torch_acme\n" + program
     return subprocess.run(
-        [sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=100,
+        [sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=300,
         check=False, cwd=Path(__file__).parent,
     )  # fmt: skip
 

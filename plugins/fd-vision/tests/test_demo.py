@@ -98,7 +98,7 @@ def test_a_conversation_about_a_picture_in_a_terminal(demo: ServerProcess, tmp_p
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     answers = talk.stdout.replace("> ", "").splitlines()

@@ -197,7 +197,7 @@ def test_a_bad_picture_gets_a_reason_and_the_next_one_works(
     began = time.monotonic()
     with pytest.raises(InvalidRequest, match=reason) as caught:
         ask(processor, url_of(GOOD), url_of(data))
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 60
     assert caught.value.param == "part 1" and str(caught.value).startswith("part 1: ")
     assert not re.search(r"PIL|Traceback|/|0x[0-9a-f]{6}", str(caught.value))
     assert ask(processor, url_of(GOOD)) is not None

@@ -4,8 +4,10 @@ works, and memory returns."""
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import random
+import re
 import struct
 import urllib.error
 import urllib.request
@@ -146,10 +148,11 @@ def num_bytes(server: ServerProcess) -> int:
     found, left = 0, [server.process.pid]
     while left:
         pid = left.pop()
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            left += map(int, task.read_text().split())
-        status = Path(f"/proc/{pid}/status").read_text()
-        found += 1024 * int(status.partition("VmRSS:")[2].split()[0])
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            for task in Path(f"/proc/{pid}/task").glob("*/children"):
+                left += map(int, task.read_text().split())
+            status = Path(f"/proc/{pid}/status").read_text()
+            found += sum(1024 * int(size) for size in re.findall(r"VmRSS:\s*(\d+)", status))
     return found
 
 

@@ -14,11 +14,11 @@ import itertools
 import logging
 import os
 import queue
-import select
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from multiprocessing import connection
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import msgspec
@@ -255,7 +255,7 @@ class Handovers:
         if wait_s:
             self._look_after(time.monotonic())  # what a step has changed is no event
             if not self._finished:
-                select.select([self._transport.fileno(), self._wake], [], [], wait_s)
+                connection.wait([self._transport.fileno(), self._wake], wait_s)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         self._take_events()
