@@ -409,6 +409,7 @@ STATE_VARIANTS: dict[str, dict[str, Any]] = {
     },
     "granite4": {
         **_GRANITE,
+        "attention_bias": True,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
         "mamba_n_groups": 2,
@@ -597,11 +598,12 @@ def paddle_copy(source: Path, target: Path, *, ernie_names: bool = False) -> Pat
 
 
 def obey_config(model: Any) -> Any:
-    """The transformers model, with the limit of gpt-oss's experts that its configuration names:
-    before transformers 5.19 that was a constant."""
+    """The transformers model, with the numbers of gpt-oss's experts that its configuration names:
+    before transformers 5.19 these were constants."""
     for module in model.modules():
         if type(module).__name__ == "GptOssExperts":
-            module.alpha, module.limit = 1.702, model.config.swiglu_limit
+            module.alpha = getattr(model.config, "swiglu_alpha", 1.702)
+            module.limit = model.config.swiglu_limit
     return model
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 
-from fastdeploy_core.engine.processes.log_format import LineFormatter, handlers
-
-__all__ = ["LineFormatter", "setup_logging"]
+from fastdeploy_core.engine.processes.log_format import handlers
 
 
 def setup_logging(level: str = "info") -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+
+from fastdeploy_core.errors import ConfigError
 
 from .parsing import parse_table
 
@@ -22,6 +25,10 @@ def main(argv: Sequence[str]) -> int:
     )
     if level := values.get("log_level"):
         setup_logging(level)
+    try:
+        tempfile.gettempdir()  # sockets of the server's processes are made there
+    except FileNotFoundError as error:
+        raise ConfigError(f"{error.strerror}; set TMPDIR to a folder of this user") from None
     from fastdeploy_core.config.argument_values import with_defaults
     from fastdeploy_core.engine.processes import early_engine
 

@@ -175,9 +175,7 @@ def _chat_template(value: str | None) -> str | None:
 
 
 def _mapping(v: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = v[name]
-    if value is None:
-        return {}
+    value = {} if v[name] is None else v[name]
     if not isinstance(value, Mapping):
         raise ConfigError(f"{ARGUMENTS[name].flag} must be a JSON object, got {value!r:.60}")
     return dict(value)

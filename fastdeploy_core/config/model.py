@@ -30,7 +30,7 @@ _BESIDE: Final = (
     *("override_generation_config", "hf_overrides", "revision", "download_dir"),
     *("runner", "convert", "pooler_config"),
 )
-_MAX_JSON_BYTES: Final = 16 * 1024 * 1024
+_MAX_JSON_BYTES: Final = 100_000_000  # an index names each tensor of the largest models
 _DEFAULT_MAX_MODEL_LEN: Final = 2048
 
 
@@ -95,7 +95,7 @@ def read_model_config(
             f"unknown model setting {', '.join(unknown)}; possible: {', '.join(sorted(known))}"
         )
     found = find(Path(path).expanduser(), asked)
-    hf_config = _flat({**found.hf_config, **_mapping(asked, "hf_overrides")})
+    hf_config = _flat({**found.hf_config, **asked.get("hf_overrides", {})})
     _check_architectures(hf_config, found.path)
     hf_config = {**found.adapt(hf_config)}
     load_format = asked.get("load_format", "auto")
@@ -123,7 +123,7 @@ def read_model_config(
         quantization=str(asked.get("quantization", "")),
         generation_config={
             **_generation_config(found, str(asked.get("generation_config", "auto"))),
-            **_mapping(asked, "override_generation_config"),
+            **asked.get("override_generation_config", {}),
         },
         hf_config=hf_config,
         chat_template=asked.get("chat_template"),
@@ -228,13 +228,6 @@ def _dtype(text: str) -> str:
     if name not in DTYPES:
         raise ConfigError(f"unknown dtype {text!r}; possible: auto, {', '.join(DTYPES)}")
     return name
-
-
-def _mapping(asked: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = asked.get(key, {})
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{key} is a {type(value).__name__}; expected a mapping")
-    return value
 
 
 def _check_architectures(hf_config: Mapping[str, Any], path: Path) -> None:

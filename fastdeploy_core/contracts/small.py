@@ -357,8 +357,8 @@ class BesideMatcher(GrammarMatcher, Protocol):
 
 @runtime_checkable
 class GrammarBackend(Protocol):
-    """Constructed as `Driver(tokenizer_json, vocab_size, eos_token_ids)` in front end and
-    worker."""
+    """Constructed as `Driver(tokenizer_json, vocab_size, eos_token_ids)` in front end and worker;
+    the first is the path of the model's tokenizer.json."""
 
     name: str
     contract: tuple[int, int]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from fastdeploy_core.config import EngineConfig
-from fastdeploy_core.errors import InvalidRequest, RequestTooLong
+from fastdeploy_core.errors import ConfigError, InvalidRequest, RequestTooLong
 from fastdeploy_core.tokenizer import Tokenizer
 from fastdeploy_core.tokenizer.files import as_id_list
 from fastdeploy_core.types import GrammarStart, Request, SamplingParams, SequenceExtras
@@ -141,6 +141,10 @@ def default_sampling_values(generation_config: Mapping[str, Any]) -> dict[str, A
     if generation_config.get("do_sample") is False:
         values["temperature"] = 0.0
     values["max_tokens"] = generation_config.get("max_new_tokens")
+    try:
+        SamplingParams(**values)
+    except InvalidRequest as error:
+        raise ConfigError(f"generation_config.json or its override: {error}") from None
     return values
 
 

@@ -44,21 +44,22 @@ def take_media(
     messages: Sequence[Any], kinds: Sequence[str], options: Mapping[str, Any] | None = None
 ) -> tuple[Sequence[Any], list[MediaPart]]:
     """The conversation with {"type": kind} in the place of every part of these kinds, and those
-    parts in order. A part is {"type": "image_url", "image_url": URL or {"url": URL}} or {"type":
-    "image", "image": ...}, and the same of other kinds. options: see MediaPart."""
+    parts in order. A part is {"type": "image_url", "image_url": URL or {"url": URL}} (or of type
+    input_image) or {"type": "image", "image": ...}; so of other kinds. options: see MediaPart."""
     parts: list[MediaPart] = []
-    names = {name: kind for kind in kinds for name in (kind, f"{kind}_url", f"{kind}_pil")}
+    names = {n.format(kind): kind for kind in kinds for n in ("{}", "{}_url", "{}_pil", "input_{}")}
 
     def taken(part: Any, where: str) -> Any:
         name = part.get("type") if isinstance(part, Mapping) else None
         kind = names.get(name) if isinstance(name, str) else None
         if kind is None:
             return part
-        value = part.get(str(name))
-        if isinstance(value, Mapping):
-            value = value.get("url")
+        field = f"{kind}_url" if name == f"input_{kind}" else str(name)
+        value = part.get(field)
+        value = value.get("url") if isinstance(value, Mapping) else value
         if value is None:
-            raise InvalidRequest(f"{where} has no {name}", param=where)
+            example = f'{{"type": "{kind}_url", "{kind}_url": {{"url": "data:{kind}/..."}}}}'
+            raise InvalidRequest(f"{where} has no {field}; possible: {example}", param=where)
         parts.append(MediaPart(kind, value, where, options or {}))
         return {"type": kind}
 

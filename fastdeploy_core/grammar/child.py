@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from fastdeploy_core.errors import FastDeployError, InvalidRequest
+from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.plugins.discovery import PluginEntry
 from fastdeploy_core.plugins.drivers import load
 from fastdeploy_core.types import StructuredOutputsParams
@@ -83,8 +83,9 @@ def main(handle: int) -> int:
     try:
         driver = load(setup.backend, preflight=False)  # this process is one that may fail
         backend = driver(setup.tokenizer_json, setup.vocab_size, setup.eos_token_ids)
-    except (FastDeployError, OSError, ValueError) as error:
-        channel.send_bytes(msgspec.msgpack.encode(Answer(error=str(error))))
+    except Exception as error:  # of a plugin
+        text = f"grammar backend {setup.backend.name} cannot be built: {type(error).__name__}"
+        channel.send_bytes(msgspec.msgpack.encode(Answer(error=f"{text}: {error}")))
         return 1
     limit_memory(setup.memory_bytes)
     channel.send_bytes(msgspec.msgpack.encode(Answer()))

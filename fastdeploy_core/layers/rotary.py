@@ -30,6 +30,14 @@ class RotarySpec:
     kind: str = "default"
     parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
+    def __post_init__(self) -> None:
+        """UnsupportedModel unless the rule is known."""
+        if self.kind not in _RULES:
+            raise UnsupportedModel(
+                f"rope scaling {self.kind!r} of config.json is not supported; possible: "
+                f"{', '.join(sorted(_RULES))}"
+            )
+
     def number(self, name: str, default: float | None = None) -> float:
         """A parameter of the scaling rule."""
         value = self.parameters.get(name)
@@ -42,18 +50,8 @@ class RotarySpec:
         return float(value)
 
 
-def check_rotary(spec: RotarySpec) -> None:
-    """UnsupportedModel unless the rule is known."""
-    if spec.kind not in _RULES:
-        raise UnsupportedModel(
-            f"rope scaling {spec.kind!r} of config.json is not supported; possible: "
-            f"{', '.join(sorted(_RULES))}"
-        )
-
-
 def cos_sin_table(spec: RotarySpec, num_positions: int) -> np.ndarray:
     """[num_positions, dim] float32: dim / 2 cosines, then dim / 2 sines."""
-    check_rotary(spec)
     if spec.kind in ("longrope", "su"):
         trained = int(spec.number("original_max_position_embeddings"))
         if num_positions > trained:
@@ -78,10 +76,6 @@ def _plain(spec: RotarySpec) -> np.ndarray:
 
 def _default(spec: RotarySpec) -> tuple[np.ndarray, float]:
     return _plain(spec), 1.0
-
-
-def _none(spec: RotarySpec) -> tuple[np.ndarray, float]:
-    return np.zeros(spec.dim // 2, np.float32), 1.0  # nothing turns: positions are learned
 
 
 def _linear(spec: RotarySpec) -> tuple[np.ndarray, float]:
@@ -162,11 +156,12 @@ def _yarn_attention_factor(spec: RotarySpec, factor: float) -> float:
 
 _RULES: Final[dict[str, Callable[[RotarySpec], tuple[np.ndarray, float]]]] = {
     "default": _default,
+    "dynamic": _default,  # up to max_position_embeddings; no longer context is served
     "factors": _factors,
     "linear": _linear,
     "llama3": _llama3,
     "longrope": _longrope,
-    "none": _none,
+    "none": lambda spec: (np.zeros(spec.dim // 2, np.float32), 1.0),  # nothing turns
     "su": _longrope,  # its name in older checkpoints
     "yarn": _yarn,
 }

@@ -154,7 +154,6 @@ def load_model(
 
 
 def _with_kept(spec: Any, config: EngineConfig) -> Any:
-    """The spec as its driver gets it."""
     return replace(spec, kept=config.kept_states) if isinstance(spec, StateSpec) else spec
 
 
@@ -341,7 +340,10 @@ class WeightFile(Protocol):
 
 def open_files(folder: Path, device: DeviceBackend) -> list[SafetensorsFile]:
     """The safetensors files of a folder."""
-    return [SafetensorsFile(file, device) for file in find_files(folder)]
+    try:
+        return [SafetensorsFile(file, device) for file in find_files(folder)]
+    except OSError as error:  # of another user, or a link to what is gone
+        raise WeightError(f"the weights in {folder} cannot be read: {error}") from None
 
 
 class DriverTensors:

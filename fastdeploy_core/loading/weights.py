@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from fastdeploy_core.errors import WeightError
+from fastdeploy_core.config.model import read_json
+from fastdeploy_core.errors import ConfigError, WeightError
 from fastdeploy_core.tensor import DTYPE_BYTES
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 INDEX_NAME: Final = "model.safetensors.index.json"
 _UNSAFE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pdparams", ".pkl", ".pickle", ".npy")
 _MAX_HEADER_BYTES: Final = 100_000_000
-_MAX_INDEX_BYTES: Final = 100_000_000
 
 # safetensors dtype -> (numpy dtype of the bytes, name here). numpy has no bfloat16 and no float8:
 # their bits are read as unsigned integers, which the tensor library reinterprets.
@@ -84,11 +84,8 @@ def find_files(folder: Path) -> list[Path]:
 
 def _indexed_files(index: Path) -> list[Path]:
     try:
-        if index.stat().st_size > _MAX_INDEX_BYTES:
-            raise ValueError("it is too large")
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    except (ConfigError, KeyError, TypeError, AttributeError) as error:
         raise WeightError(f"{index} is not a safetensors index: {error!r}") from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):

@@ -85,6 +85,7 @@ class DecoderLM:
     """
 
     features = frozenset[str]()
+    norm_eps: ClassVar[float] = 1e-6  # if config.json does not say, as transformers has it
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class DecoderLM:
         head_bias: bool = False,
     ) -> None:
         hidden, vocab = read.size("hidden_size"), read.size("vocab_size")
-        eps = read.number("rms_norm_eps", default=1e-6)
+        eps = read.number("rms_norm_eps", default=self.norm_eps)
         self._hidden, self._eps = hidden, eps
         self._attention, self._feed_forward = attention, feed_forward
         self.weights = build.weights
@@ -223,7 +224,7 @@ class GroupedQueryLM(DecoderLM):
         spec, rotary = self.attention(read, build.dtype), self.rotary(read)
         qkv, output = _has(read, self.qkv_bias), _has(read, self.output_bias)
         has_norms = self.whole_norms or spec.head_norms
-        eps = read.number("rms_norm_eps", default=1e-6) if has_norms else None
+        eps = read.number("rms_norm_eps", default=self.norm_eps) if has_norms else None
         super().__init__(
             read,
             build,

@@ -7,9 +7,10 @@ Multi-token-prediction weights (model.mtp_*) are kept in `mtp_weights` for a dra
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
+from fastdeploy_core.errors import UnsupportedModel
 
 from .decoder import GroupedQueryLM
 from .reading import ConfigReader
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 class Ernie4_5ForCausalLM(GroupedQueryLM):
     """Interleaved rotation; one key says whether layers have biases."""
 
+    norm_eps = 1e-5
     rope_theta = 500000.0
     interleaved = True
     qkv_bias = output_bias = mlp_bias = "use_bias"
@@ -38,7 +40,7 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
     weights; shared experts in addition to the routed ones; dense blocks outside
     moe_layer_start_index..moe_layer_end_index."""
 
-    head_bias = "use_bias"
+    head_bias: ClassVar[str | bool] = "use_bias"
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
         build.weights.rename("mlp.gate.moe_statics.", "mlp.moe_statics.")  # unconverted names
@@ -48,6 +50,8 @@ class Ernie4_5_MoeForCausalLM(Ernie4_5ForCausalLM):
     @classmethod
     def moe(cls, read: ConfigReader, dtype: str) -> MoESpec:
         """One rank's experts."""
+        if (least := read.number("moe_norm_min", default=0)) > 1e-6:  # of the chosen weights' sum
+            raise UnsupportedModel(f"moe_norm_min {least} is not supported; possible: up to 1e-6")
         routing = RoutingSpec(
             num_experts=read.size("moe_num_experts", "num_experts"),
             top_k=read.size("moe_k", "num_experts_per_tok"),

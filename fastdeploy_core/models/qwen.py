@@ -23,15 +23,16 @@ class Qwen2ForCausalLM(GroupedQueryLM):
 
     qkv_bias: ClassVar[str | bool] = True
     output_bias: ClassVar[str | bool] = False
+    windows_everywhere: ClassVar[bool] = False
 
     @classmethod
     def layer(
         cls, read: ConfigReader, number: int, spec: AttentionSpec, rotary: RotarySpec
     ) -> tuple[AttentionSpec, RotarySpec]:
-        """With use_sliding_window, blocks from max_window_layers on see a window."""
+        """With use_sliding_window, blocks from max_window_layers on, or all, see a window."""
         if not read.flag("use_sliding_window", default=False):
             return spec, rotary
-        first = read.count("max_window_layers", default=28)
+        first = 0 if cls.windows_everywhere else read.count("max_window_layers", default=28)
         window = read.window(number, default=lambda number: number >= first)
         return replace(spec, window=window), rotary
 
@@ -40,13 +41,14 @@ class Qwen3ForCausalLM(Qwen2ForCausalLM):
     """Every query and key head is normalised."""
 
     head_norms = True
-    qkv_bias = "attention_bias"
-    output_bias = "attention_bias"
+    qkv_bias = output_bias = "attention_bias"
 
 
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     """Softmax routing without shared experts or correction bias. Blocks listed in mlp_only_layers,
     or skipped by decoder_sparse_step, are dense."""
+
+    windows_everywhere = True
 
     @classmethod
     def moe(cls, read: ConfigReader, dtype: str) -> MoESpec:

@@ -10,7 +10,7 @@ from fastdeploy_core.contracts.model import ModelShapes
 from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
 from fastdeploy_core.errors import ConfigError, UnsupportedModel
 from fastdeploy_core.layers.attention import HeadShape
-from fastdeploy_core.layers.rotary import RotarySpec, check_rotary
+from fastdeploy_core.layers.rotary import RotarySpec
 
 
 class ConfigReader:
@@ -48,10 +48,10 @@ class ConfigReader:
         return value
 
     def number(self, *keys: str, default: float) -> float:
-        """A number."""
+        """A number, neither infinite nor NaN."""
         value = self._find(keys, default)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise self._wrong(keys, value, "a number")
+        if type(value) not in (int, float) or not abs(value) < float("inf"):
+            raise self._wrong(keys, value, "a finite number")
         return float(value)
 
     def flag(self, *keys: str, default: bool) -> bool:
@@ -100,20 +100,17 @@ class ConfigReader:
         scaling = self._find(("rope_parameters", "rope_scaling")) or {}
         if not isinstance(scaling, Mapping):
             raise self._wrong(("rope_parameters", "rope_scaling"), scaling, "an object")
-        base = scaling.get("rope_theta")
-        if not isinstance(base, int | float):
-            base = self.number("rope_theta", default=theta)
-        beside = ("original_max_position_embeddings",)  # Phi-3 has it beside the rule, not in it
-        spec = RotarySpec(
+        beside = self.number("rope_theta", default=theta)
+        base = ConfigReader(scaling).number("rope_theta", default=beside)
+        outer = ("original_max_position_embeddings",)  # Phi-3 has it beside the rule, not in it
+        return RotarySpec(
             dim=dim,
-            theta=float(base),
+            theta=base,
             interleaved=interleaved,
             max_position_embeddings=self.size("max_position_embeddings", default=2048),
             kind=str(scaling.get("rope_type", scaling.get("type")) or "default"),
-            parameters={k: self.config[k] for k in beside if self.config.get(k)} | dict(scaling),
+            parameters={k: self.config[k] for k in outer if self.config.get(k)} | dict(scaling),
         )
-        check_rotary(spec)
-        return spec
 
     def heads(self) -> HeadShape:
         """Grouped-query attention of the whole model."""
@@ -132,10 +129,7 @@ class ConfigReader:
         else:
             raise self._wrong(("layer_types",), kinds, "a word for each layer")
         if kind not in words:
-            raise UnsupportedModel(
-                f"config.json of this {self.architecture} has layer_types {kind!r}, which is not "
-                f"supported; possible: {', '.join(words)}"
-            )
+            raise self._wrong(("layer_types",), kind, " or ".join(words))
         return self.size("sliding_window") if kind == words[1] else 0
 
     def shapes(self, attention: AttentionSpec, moe: MoESpec | None = None) -> ModelShapes:
@@ -155,6 +149,8 @@ class ConfigReader:
     ) -> MoESpec:
         """The experts as one rank holds them."""
         width = self.divided(width_key, self.size(width_key))
+        if routing.top_k > (most := routing.num_experts):
+            raise self._wrong(("num_experts_per_tok",), routing.top_k, f"at most {most}")
         return MoESpec(routing, self.size("hidden_size"), width, dtype)
 
     def gqa(

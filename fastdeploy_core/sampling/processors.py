@@ -100,19 +100,19 @@ class ProcessorSet:
             every = len(rows) == plan.num_rows
             index = None if every else self._device.to_device(np.asarray(rows, dtype=np.int64))
             own = logits if every else xp.index_select(logits, 0, index)
-            outputs = [histories(row) for row in rows]
+            seq_ids = [member.seq_ids[slots[row]] for row in rows]
             try:
-                own = member.processor.apply(
-                    own, [member.seq_ids[slots[row]] for row in rows], outputs
-                )
+                made = member.processor.apply(own, seq_ids, [histories(row) for row in rows])
+                if made.shape != own.shape:
+                    raise ValueError(f"it returned shape {made.shape} for rows of {own.shape}")
             except Exception:
                 logger.exception("logits processor %s failed in apply()", member.name)
                 errors.update((row, FAILED) for row in rows)
                 continue
             if every:
-                logits = own
+                logits = made
             else:
-                xp.index_copy_(logits, 0, index, own)
+                xp.index_copy_(logits, 0, index, made)
         return logits
 
 

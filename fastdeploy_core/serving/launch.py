@@ -11,7 +11,6 @@ import contextlib
 import gc
 import importlib
 import logging
-import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
@@ -30,6 +29,7 @@ from fastdeploy_core.config.arguments import (
 from fastdeploy_core.config.server import ServerConfig
 from fastdeploy_core.engine.client import AsyncEngine
 from fastdeploy_core.engine.media import media_processor
+from fastdeploy_core.engine.processes.child import stop_signals
 from fastdeploy_core.parsers.answer import parser_for, parser_named
 from fastdeploy_core.plugins.checkpoints import find_model
 from fastdeploy_core.plugins.drivers import find, find_part, find_soon, part
@@ -97,12 +97,12 @@ def _serve_by_many(
 
 
 class _Signals:
-    """Sends SIGTERM and SIGINT to the part that handles them at the moment."""
+    """Sends what asks the server to end to the part that handles it at the moment."""
 
     def __init__(self, first: Callable[[], object]) -> None:
         self.receiver = first
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             loop.add_signal_handler(number, lambda: self.receiver())
 
 

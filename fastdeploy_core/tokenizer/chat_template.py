@@ -335,10 +335,11 @@ def _prepare_message(
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise InvalidRequest(f"{where} must be an object with a role", param="messages")
     message: dict[str, Any] = given
-    if isinstance(message.get("content"), list):
-        parts = TextParts(_parts(message["content"], where, kinds if keep_parts else ()))
+    content = message.get("content")
+    if isinstance(content, list) or (content is None and keep_parts):  # beside calls of tools
+        parts = TextParts(_parts(content or [], where, kinds if keep_parts else ()))
         message["content"] = parts if keep_parts else str(parts)
-    elif not isinstance(message.get("content"), str | None):
+    elif not isinstance(content, str | None):
         raise InvalidRequest(f"{where}.content must be text or a list of parts", param="messages")
     calls = message.get("tool_calls")
     if calls is None:
@@ -355,7 +356,7 @@ def _prepare_message(
 
 
 def _parts(parts: list[Any], where: str, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for part in parts:
+    for number, part in enumerate(parts):
         if isinstance(part, str):
             yield {"type": "text", "text": part}
         elif isinstance(part, dict) and isinstance(part.get("text"), str):
@@ -365,7 +366,7 @@ def _parts(parts: list[Any], where: str, kinds: Sequence[str]) -> Iterator[dict[
         else:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise InvalidRequest(
-                f"{where}.content has a part of type {kind!r:.40}; this model takes "
+                f"{where}.content[{number}] is a part of type {kind!r:.40}; this model takes "
                 f"{', '.join(('text', *kinds))}",
                 param="messages",
             )

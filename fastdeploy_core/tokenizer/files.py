@@ -5,7 +5,6 @@ Only data files are read (JSON and template text), never code; `auto_map` entrie
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +12,9 @@ from typing import Any
 
 import tokenizers
 
+from fastdeploy_core.config.model import read_json
 from fastdeploy_core.errors import ConfigError
 
-MAX_JSON_BYTES = 512 * 1024 * 1024
 NAMED_TOKENS = (
     "bos_token",
     "eos_token",
@@ -65,8 +64,10 @@ def read_files(path: str | Path) -> TokenizerFiles:
 
 def as_id_list(value: Any) -> list[int]:
     """eos_token_id as a list; it may be absent, one id or several."""
-    values = value if isinstance(value, list) else [value]
-    return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
+    values = [] if value is None else value if isinstance(value, list) else [value]
+    if any(not isinstance(v, int) or isinstance(v, bool) for v in values):
+        raise ConfigError(f"eos_token_id is {value!r:.60}; expected a token's number, or a list")
+    return values
 
 
 def load_backend(files: TokenizerFiles) -> tokenizers.Tokenizer:
@@ -160,17 +161,7 @@ def _token_text(value: Any) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ConfigError(f"{path} is larger than {MAX_JSON_BYTES} bytes")
-    try:
-        value = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return value
+    return read_json(path) if path.is_file() else {}
 
 
 def _read_text(path: Path) -> str:

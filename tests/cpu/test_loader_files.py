@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from fastdeploy_core.contracts.device import DeviceOptions
-from fastdeploy_core.errors import WeightError
+from fastdeploy_core.errors import ConfigError, WeightError
+from fastdeploy_core.loading.loader import open_files
 from fastdeploy_core.loading.weights import INDEX_NAME, SafetensorsFile, find_files
+from fastdeploy_core.models.reading import ConfigReader
 from fastdeploy_core.reference.device import CpuDevice
 from tests.checkpoints import to_bfloat16, write_safetensors
 
@@ -200,3 +202,17 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path: Path, device
         file.truncate(path.stat().st_size - 100)
     with pytest.raises(WeightError, match="became shorter"):
         stored.fill((slice(0, 64), slice(0, 64)), 0, buffer)
+
+
+def test_a_link_to_what_is_gone_is_explained(tmp_path: Path, device: CpuDevice) -> None:
+    """As in a download folder whose blobs were removed."""
+    (tmp_path / "model.safetensors").symlink_to("../blobs/gone")
+    with pytest.raises(WeightError, match=r"cannot be read: .*No such file.*model\.safetensors"):
+        open_files(tmp_path, device)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+def test_a_number_of_the_configuration_is_finite(value: str) -> None:
+    config = json.loads(f'{{"architectures": ["A"], "rms_norm_eps": {value}}}')
+    with pytest.raises(ConfigError, match=r"rms_norm_eps=.*expected a finite number"):
+        ConfigReader(config).number("rms_norm_eps", default=1e-6)

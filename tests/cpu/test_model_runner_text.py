@@ -34,22 +34,26 @@ from tests.worker_steps import (
 
 
 class Exploding:
-    """A processor that takes part when asked, and then fails."""
+    """A processor that takes part when asked, and then fails in the way that was asked for."""
 
     def __init__(self, context: ProcessorContext) -> None:
         self.removed: list[int] = []
+        self.how = ""
 
     def validate(self, params: SamplingParams) -> None:
         return None
 
     def add(self, seq_id: int, params: SamplingParams, prompt_token_ids: Sequence[int]) -> bool:
+        self.how = (params.logits_processors_args or {}).get("explode", self.how)
         return bool((params.logits_processors_args or {}).get("explode"))
 
     def remove(self, seq_id: int) -> None:
         self.removed.append(seq_id)
 
     def apply(self, logits: Any, seq_ids: Sequence[int], output_token_ids: Any) -> Any:
-        raise RuntimeError("boom")
+        if self.how == "boom":
+            raise RuntimeError("boom")
+        return None if self.how == "nothing" else logits[:, :-1]
 
 
 class NoRepeat:
@@ -265,18 +269,22 @@ def test_processors_see_every_token_before_the_one_they_shape(steps: Steps, ahea
     finish_all(steps)
 
 
-def test_a_processor_that_raises_fails_its_rows_only(
-    steps: Steps, ahead: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("boom", "boom"), ("nothing", "NoneType"), ("narrow", "it returned shape")],
+)
+def test_a_processor_that_fails_fails_its_rows_only(
+    steps: Steps, ahead: bool, how: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     truth = steps.alone([10, 11, 12], 6, SamplingParams(temperature=0), 1)
     steps.add(1, [10, 11, 12])
-    steps.add(2, [10, 11, 12], SamplingParams(logits_processors_args={"explode": True}))
+    steps.add(2, [10, 11, 12], SamplingParams(logits_processors_args={"explode": how}))
     good, bad = steps.step([steps.row(1), steps.row(2)])
     assert good.error is None and bad.error == "logits_processor_failed"
     steps.finish(2)
     generate(steps, [1], 5, ahead)
     assert steps.tokens[1][3:] == truth
-    assert "boom" in caplog.text
+    assert said in caplog.text and "logits processor" in caplog.text
     finish_all(steps)
 
 

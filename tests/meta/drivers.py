@@ -67,6 +67,7 @@ from fd_models.glm4_moe import Glm4MoeForCausalLM
 from fd_models.gpt_oss import GptOssForCausalLM
 from fd_models.latent.deepseek_v3 import DeepseekV3ForCausalLM
 from fd_models.latent.deepseek_v32 import DeepseekV32ForCausalLM
+from fd_models.latent.glm import Glm4MoeLiteForCausalLM, GlmMoeDsaForCausalLM
 from fd_models.latent.indexed import IndexedAttention
 from fd_models.llama4 import Llama4ForCausalLM
 from fd_models.minimax_m2 import MiniMaxM2ForCausalLM
@@ -82,6 +83,7 @@ from fd_models.recurrent.nemotron_h import NemotronHForCausalLM
 from fd_models.recurrent.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from fd_models.recurrent.qwen3_next import Qwen3NextForCausalLM
 from fd_models.recurrent.states import PlainStates
+from fd_models.smollm3 import SmolLM3ForCausalLM
 from fd_mybias.processor import MyBiasProcessor
 from fd_mycalls.parser import MyCallsParser
 from fd_mychip.device import MyChipDevice
@@ -344,6 +346,8 @@ models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteForCausalLM,
+    GlmMoeDsaForCausalLM,
     GptOssForCausalLM,
     Llama4ForCausalLM,
     LlamaForCausalLM,
@@ -360,6 +364,7 @@ models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     Qwen3NextForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
+    SmolLM3ForCausalLM,
     GraniteMoeHybridForCausalLM,
     KimiLinearForCausalLM,
     Lfm2ForCausalLM,

@@ -183,14 +183,27 @@ def test_a_batch_file_is_answered_in_order(model: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*.part"))
 
 
-def test_sigterm_lets_streams_end_and_exits_with_zero(model: Path) -> None:
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """SIGHUP acts as in a terminal, whether or not these tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.usefixtures("hangup")
+def test_a_signal_lets_streams_end_and_exits_with_zero(model: Path, number: signal.Signals) -> None:
     with serving(model, *NULL) as process, ThreadPoolExecutor(8) as threads:
         body = {**BODY, "max_tokens": 200, "stream": True}
         url = process.url + "/v1/completions"
         with slowly(model), httpx.Client(base_url=process.url, timeout=60) as client:
             answers = [threads.submit(httpx.post, url, json=body, timeout=60) for _ in range(8)]
             wait_for(lambda: client.get("/load").json()["server_load"] == 8, "eight streams")
-            process.signal()
+            if number == signal.SIGHUP:  # a terminal that closes tells all of its processes
+                for child in process.children():
+                    os.kill(child, number)
+            process.signal(number)
         for answer in answers:
             text = answer.result().text
             assert text.endswith("data: [DONE]\n\n")

@@ -8,12 +8,13 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
 from fastdeploy_core import __version__
-from fastdeploy_core.cli.logs import LineFormatter
 from fastdeploy_core.cli.main import main
+from fastdeploy_core.engine.processes.log_format import LineFormatter
 from fastdeploy_core.plugins.core_commands import CORE_COMMANDS
 from tests.server_process import command, environment, run
 
@@ -151,3 +152,14 @@ def test_environment_variables_with_bad_values_are_one_line() -> None:
     assert "FD_LOG_LEVEL" in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
     assert os.environ.get("FD_LOG_LEVEL") != "shouting"
+
+
+def test_a_machine_without_a_temporary_folder_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A container whose file systems are all read-only, say."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+    assert main(["serve", "/nowhere"]) == 1
+    said = capsys.readouterr().err.strip().splitlines()
+    assert "No usable temporary directory" in said[-1] and "set TMPDIR" in said[-1], said

@@ -42,6 +42,7 @@ def test_parts_are_taken_out_in_order_and_leave_their_place() -> None:
                 {"type": "text", "text": "two"},
                 {"type": "image", "image": picture},
                 {"type": "image_url", "image_url": "data:b"},
+                {"type": "input_image", "image_url": "data:c"},
             ],
         },
     ]
@@ -52,9 +53,11 @@ def test_parts_are_taken_out_in_order_and_leave_their_place() -> None:
         MediaPart("image", "data:a", "messages[1].content[1]"),
         MediaPart("image", picture, "messages[1].content[3]"),
         MediaPart("image", "data:b", "messages[1].content[4]"),
+        MediaPart("image", "data:c", "messages[1].content[5]"),
     ]
     (_, user) = prepare_messages(changed, keep_parts=True, kinds=("image",))
-    assert [part["type"] for part in user["content"]] == ["text", "image", "text", "image", "image"]
+    kinds = [part["type"] for part in user["content"]]
+    assert kinds == ["text", "image", "text", "image", "image", "image"]
 
 
 def test_how_parts_are_prepared_goes_with_each_of_them() -> None:
@@ -75,8 +78,23 @@ def test_parts_that_nobody_takes_are_refused() -> None:
     changed, _ = take_media(messages, ("image",))
     with pytest.raises(InvalidRequest, match=r"'image'; this model takes text$"):
         prepare_messages(changed, keep_parts=False, kinds=("image",))
-    with pytest.raises(InvalidRequest, match=r"messages\[0\]\.content\[0\] has no image_url"):
-        take_media([{"role": "user", "content": [{"type": "image_url"}]}], ("image",))
+    of_others = {"type": "image", "source": {"type": "url", "url": "data:a"}}
+    for other, field in (({"type": "image_url"}, "image_url"), (of_others, "image")):
+        with pytest.raises(InvalidRequest) as refused:
+            take_media([{"role": "user", "content": ["Hi", other]}], ("image",))
+        assert str(refused.value) == (
+            f"messages[0].content[1] has no {field}; possible: "
+            '{"type": "image_url", "image_url": {"url": "data:image/..."}}'
+        )
+
+
+def test_a_turn_that_only_calls_tools_has_no_parts_for_templates_that_read_them() -> None:
+    """Clients write null there; templates that do not find text iterate over it."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    (turn,) = prepare_messages([{"role": "assistant", "content": None, "tool_calls": [call]}], True)
+    assert list(turn["content"]) == [] and str(turn["content"]) == ""
+    (turn,) = prepare_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert turn["content"] is None
 
 
 A, B = b"a" * 32, b"b" * 32

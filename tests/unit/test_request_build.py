@@ -14,7 +14,7 @@ from fastdeploy_core.engine.input import (
     build_request,
     default_sampling_values,
 )
-from fastdeploy_core.errors import InvalidRequest, RequestTooLong
+from fastdeploy_core.errors import ConfigError, InvalidRequest, RequestTooLong
 from fastdeploy_core.tokenizer import Tokenizer
 from fastdeploy_core.types import SamplingParams
 from tests import tokenizer_files
@@ -227,3 +227,5 @@ def test_defaults_come_from_the_generation_config() -> None:
     assert values == {"temperature": 0.6, "top_k": 20, "max_tokens": 99}
     assert default_sampling_values({}) == {"max_tokens": None}
     assert default_sampling_values({"do_sample": False, "temperature": 0.6})["temperature"] == 0.0
+    with pytest.raises(ConfigError, match=r"generation_config\.json.*temperature must be a number"):
+        default_sampling_values({"temperature": "hot"})

@@ -101,14 +101,29 @@ def test_a_family_of_a_distribution_that_is_missing_names_it(
             "layer_types 'linear'.*possible: full_attention, sliding_attention",
         ),
         (
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-            r"dynamic.*possible: default, factors, linear",
+            {"rope_scaling": {"rope_type": "ntk", "factor": 2.0}},
+            r"ntk.*possible: default, dynamic, factors, linear",
         ),
     ],
 )
 def test_what_would_give_wrong_answers_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
         read_shapes({**QWEN2, **change})
+
+
+def test_a_least_sum_of_weights_that_counts_is_refused() -> None:
+    assert read_shapes({**ERNIE_MOE, "moe_norm_min": 1e-12}).moe
+    with pytest.raises(UnsupportedModel, match=r"moe_norm_min 0\.5.*possible: up to 1e-6"):
+        read_shapes({**ERNIE_MOE, "moe_norm_min": 0.5})
+
+
+def test_which_blocks_of_qwen_have_a_window() -> None:
+    used = {"use_sliding_window": True, "sliding_window": 8}
+    later = read_shapes({**QWEN2, **used, "max_window_layers": 3}).layers
+    assert [layer.window for layer in later] == [0, 0, 0, 8, 8]
+    moe = {**ERNIE_MOE, "architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 2}
+    every = read_shapes({**moe, **used, "num_experts": 4, "max_window_layers": 3}).layers
+    assert [layer.window for layer in every] == [8] * 5
 
 
 def test_entry_points_agree_with_the_table() -> None:

@@ -109,6 +109,10 @@ def test_every_end_token_is_known_the_tokenizers_first(tmp_path: Path) -> None:
     (folder / "generation_config.json").unlink()
     (folder / "config.json").write_text('{"eos_token_id": 3}')
     assert Tokenizer.load(folder).eos_token_ids == [1, 3]
+    for wrong in ('"</s>"', "[1, null]", "true"):
+        (folder / "config.json").write_text(f'{{"eos_token_id": {wrong}}}')
+        with pytest.raises(ConfigError, match=r"eos_token_id is .*; expected a token's number"):
+            Tokenizer.load(folder)
 
 
 def test_single_tokens_keep_their_space_and_their_bytes(tmp_path: Path) -> None:

@@ -163,6 +163,12 @@ def describe_exit(status: int | None) -> str:
     return f"exited with status {status}"
 
 
+def stop_signals() -> list[signal.Signals]:
+    """What asks a server to end. A terminal that closes does, unless it is ignored (nohup)."""
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGINT, *hangup]
+
+
 def run_child(target: str) -> None:
     """Entry point of every child."""
     pipe = _take_standard_input()
@@ -172,7 +178,8 @@ def run_child(target: str) -> None:
     poll.register(pipe, 0)  # told of its end alone
     if poll.poll(0):  # the parent died before the kernel was asked
         os._exit(PARENT_GONE)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides what these mean
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     level = envs.read("FD_LOG_LEVEL").upper()

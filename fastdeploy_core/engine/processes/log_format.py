@@ -84,6 +84,13 @@ class DailyFile(logging.handlers.TimedRotatingFileHandler):
         kept = int(envs.read("FD_LOG_BACKUP_COUNT"))
         path = folder / f"{process.removeprefix('fastdeploy-') or 'server'}.log"
         super().__init__(path, when="midnight", backupCount=kept, delay=True, encoding="utf-8")
+        self._is_lost = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Said once: standard error has every line, and a full disk would fail each of them."""
+        if not self._is_lost:
+            self._is_lost = True
+            sys.stderr.write(f"{self.baseFilename} misses lines from now on: {sys.exc_info()[1]}\n")
 
     def name_process(self, name: str) -> None:
         """Later lines go to the file of this process."""

@@ -61,7 +61,7 @@ def _to_model(raw: bytes, model: type[Model]) -> tuple[Model, list[str]]:
     """The body, and the names of its fields that have no effect here."""
     value = parse_json(raw)
     if not isinstance(value, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {_kind(value)}")
+        raise ApiError(400, f"the body must be a JSON object, got {raw[:40]!r}")
     unknown = sorted(value.keys() - _known_fields(model))
     return model.model_validate(value), unknown
 
@@ -69,11 +69,6 @@ def _to_model(raw: bytes, model: type[Model]) -> tuple[Model, list[str]]:
 @functools.cache
 def _known_fields(model: type[BaseModel]) -> frozenset[str]:
     return frozenset(model.model_fields) | getattr(model, "also_known", frozenset())
-
-
-def _kind(value: Any) -> str:
-    names = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
 
 
 def parse_json(raw: bytes) -> Any:

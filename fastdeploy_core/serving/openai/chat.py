@@ -52,18 +52,16 @@ class ChatJob:
             as_ids = state.config.return_tokens_as_token_ids
         self._names = TokenNames(state.tokenizer, as_ids)
         self._messages, self._parts = body.messages, list[MediaPart]()
-        kinds, asked = self._media_kinds(), body.mm_processor_kwargs
-        if body.messages is not None and (kinds or asked):
-            self._messages, self._parts = take_media(body.messages, kinds, asked)
+        self._kinds: Sequence[str] = () if state.media is None else state.media.kinds
+        if body.messages is not None and (self._kinds or body.mm_processor_kwargs):
+            taken = take_media(body.messages, self._kinds, body.mm_processor_kwargs)
+            self._messages, self._parts = taken
         self._constraint: StructuredOutputsParams | None = None
         self._echoed = body.echoed(state.config.response_role)
         self._prompt_tail = ""
         self._request: Request | None = None
         self.stream = bool(body.stream)
         self.num_requests = 1
-
-    def _media_kinds(self) -> Sequence[str]:
-        return () if self._state.media is None else self._state.media.kinds
 
     async def prepare(self) -> None:
         """Render, tokenize, compile the grammar."""
@@ -129,7 +127,7 @@ class ChatJob:
             template_kwargs=self._kwargs,
             chat_template=body.chat_template,
             render=self._state.render_template,
-            kinds=self._media_kinds(),
+            kinds=self._kinds,
         )
 
     def token_ids(self) -> list[int]:

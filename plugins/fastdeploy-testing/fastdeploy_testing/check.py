@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import subprocess
 import sys
 import tempfile
@@ -177,5 +178,7 @@ def kind_of(inventory: Inventory, name: str) -> str:
         raise ConfigError(
             f"{name!r} is the name of several drivers: {', '.join(kinds)}; choose with --kind"
         )
-    drivers = sorted({e.name for e in inventory.entries if e.status == OK})
-    raise PluginNotFound(f"no driver {name!r}; installed: {', '.join(drivers) or 'none'}")
+    drivers = {e.name for e in inventory.entries if e.status == OK}
+    near = difflib.get_close_matches(name, drivers, n=3)
+    meant = f"; did you mean {' or '.join(near)}?" if near else ""
+    raise PluginNotFound(f"no driver {name!r}{meant}; run: fastdeploy plugins list")

@@ -16,6 +16,7 @@ from fastdeploy_core.errors import ConfigError, PluginNotFound
 from fastdeploy_core.plugins.discovery import HOOKS, PluginEntry
 from fastdeploy_testing import check
 from fastdeploy_testing.check import device_of, kind_of, suites
+from fastdeploy_testing.generate import sampled_tokens
 from fastdeploy_testing.new import TEMPLATE_FOLDER, create, driver_name
 
 
@@ -94,8 +95,8 @@ def test_kind_to_check_follows_from_the_name(fd_plugins):
     assert kind_of(inventory, "cpu") == "device"
     with pytest.raises(ConfigError, match="--kind"):
         kind_of(inventory, "two")
-    with pytest.raises(PluginNotFound, match="cpu"):
-        kind_of(inventory, "three")
+    with pytest.raises(PluginNotFound, match=r"no driver 'twi'; did you mean two\?"):
+        kind_of(inventory, "twi")
 
 
 def test_a_distribution_with_one_device_is_known_by_it(fd_plugins):
@@ -146,3 +147,22 @@ def test_examine_compares_every_operation_with_the_reference(capsys, fd_tensor):
     assert not [row for row in rows if row[2] == "not examined"]
     assert main(["plugins", "examine", "nowhere"]) == 1
     assert "nowhere" in capsys.readouterr().err
+
+
+def test_generation_does_not_ask_for_a_grammar(monkeypatch):
+    """Two installed grammars would make a start ask which; no kit of another kind needs one."""
+    orders = []
+
+    def child(command, *, input, **_):
+        orders.append(json.loads(input))
+        said = "Traceback\n  deep inside\nConfigError: no room"
+        return subprocess.CompletedProcess(command, 1, "", said)
+
+    monkeypatch.setattr(subprocess, "run", child)
+    with pytest.raises(AssertionError) as error:
+        sampled_tokens(Path("m"), [[1]], [{}], device="cpu")
+    assert orders[0]["args"]["guided_decoding_backend"] == "off"
+    assert orders[0]["args"]["device"] == "cpu"
+    first, *rest = str(error.value).splitlines()
+    assert first == "generation failed: ConfigError: no room", "what the summary shows"
+    assert "  deep inside" in rest

@@ -115,9 +115,18 @@ def tokenizer() -> Tokenizer:
     return make_tokenizer()
 
 
-def run(tokenizer: Tokenizer, matcher: type[MyGrammarMatcher], test: str) -> None:
+@pytest.fixture(scope="module")
+def tokenizer_json(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return str(path)
+
+
+def run(
+    tokenizer: Tokenizer, tokenizer_json: str, matcher: type[MyGrammarMatcher], test: str
+) -> None:
     """One test of the suite on choices, walked by that matcher."""
-    backend = MyGrammarBackend(tokenizer.to_str(), VOCAB, [EOS])
+    backend = MyGrammarBackend(tokenizer_json, VOCAB, [EOS])
     backend.matcher_class = matcher
     words = {"backend": backend, "kind": "choice", "tokenizer": tokenizer}
     method = getattr(GrammarConformance(), test)
@@ -126,19 +135,19 @@ def run(tokenizer: Tokenizer, matcher: type[MyGrammarMatcher], test: str) -> Non
 
 @pytest.mark.parametrize(("matcher", "test"), BROKEN)
 def test_broken_backends_fail(
-    tokenizer: Tokenizer, matcher: type[MyGrammarMatcher], test: str
+    tokenizer: Tokenizer, tokenizer_json: str, matcher: type[MyGrammarMatcher], test: str
 ) -> None:
-    run(tokenizer, MyGrammarMatcher, test)
+    run(tokenizer, tokenizer_json, MyGrammarMatcher, test)
     with pytest.raises(FAILURE):
-        run(tokenizer, matcher, test)
+        run(tokenizer, tokenizer_json, matcher, test)
 
 
-def test_a_backend_that_fails_otherwise_than_by_refusing_is_found(tokenizer: Tokenizer) -> None:
+def test_a_backend_that_fails_otherwise_than_by_refusing_is_found(tokenizer_json: str) -> None:
     class Crashes(MyGrammarBackend):
         def compile(self, params: StructuredOutputsParams, options: Mapping[str, Any]) -> bytes:
             raise ValueError("no")
 
-    backend = Crashes(tokenizer.to_str(), VOCAB, [EOS])
+    backend = Crashes(tokenizer_json, VOCAB, [EOS])
     suite = GrammarConformance()
     with pytest.raises(ValueError, match="no"):
         suite.test_a_constraint_that_cannot_be_is_refused(

@@ -73,8 +73,13 @@ def picture(url: Any, where: str, begin: str = "") -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": begin + name(url, where)}}
 
 
-def refuse_what_is_not_text(kind: Any, where: str) -> None:
-    """InvalidRequest for pictures, files and sounds that this model does not take at this place."""
+def refuse_what_is_not_text(kind: Any, where: str, shown: str = "") -> None:
+    """InvalidRequest for pictures, files and sounds that this model does not take at this place.
+    `shown`: how a picture is spelled where it does take one."""
+    if shown and isinstance(kind, str) and _NOT_TEXT.get(kind) == "a picture":
+        raise InvalidRequest(
+            f"{where} is a picture of type {kind}; possible here: {shown}", param=where
+        )
     if isinstance(kind, str) and kind in _NOT_TEXT:
         raise InvalidRequest(
             f"{where} is {_NOT_TEXT[kind]} ({kind}), which this model does not take here; send "

@@ -37,6 +37,7 @@ NAMES = {
 # Claude Code begins its system text with a line whose last number changes with each prompt: nothing
 # after it would be found in the prefix cache.
 _BILLING = "x-anthropic-billing-header:"
+PICTURE = '{"type": "image", "source": {"type": "base64", "media_type": ..., "data": ...}}'
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -156,12 +157,12 @@ def _part(block: dict[str, Any], where: str, conversation: Conversation) -> list
             media = checks.name(source.get("media_type"), f"{where}.source.media_type")
             begin = f"data:{media};base64,"
         return [checks.picture(source.get(field), f"{where}.source.{field}", begin)]
-    _refuse_or_ignore(kind, where, conversation)
+    _refuse_or_ignore(kind, where, conversation, PICTURE)
     return []
 
 
-def _refuse_or_ignore(kind: str, where: str, conversation: Conversation) -> None:
-    checks.refuse_what_is_not_text(kind, where)
+def _refuse_or_ignore(kind: str, where: str, conversation: Conversation, shown: str = "") -> None:
+    checks.refuse_what_is_not_text(kind, where, shown if conversation.takes_pictures else "")
     _ignore(conversation, where, kind)
 
 

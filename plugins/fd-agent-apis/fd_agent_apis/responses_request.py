@@ -39,6 +39,7 @@ _REFUSED = {
     "background": "background is not possible: answers are not stored; use stream",
     "prompt": "prompt is not possible: no prompt templates are stored; use instructions and input",
 }
+PICTURE = '{"type": "input_image", "image_url": "data:image/..."}'
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _ROLES = ("user", "assistant", "system", "developer")
 _LOGPROBS = "message.output_text.logprobs"
@@ -191,7 +192,8 @@ def _parts(
         elif kind == "input_image" and may_show and conversation.takes_pictures:
             texts.append(checks.picture(part.get("image_url"), f"{place}.image_url"))
         else:
-            checks.refuse_what_is_not_text(kind, place)
+            shown = PICTURE if may_show and conversation.takes_pictures else ""
+            checks.refuse_what_is_not_text(kind, place, shown)
             checks.name(kind, f"{place}.type")
             _ignore(conversation, place, kind)
     return texts

@@ -84,6 +84,12 @@ def test_what_cannot_be_seen(oai: openai.OpenAI, claude: anthropic.Anthropic) ->
     by_id = {"type": "input_image", "file_id": "file_1"}
     with pytest.raises(openai.BadRequestError, match=r"input\.0\.content\.0\.image_url"):
         oai.responses.create(model=MODEL.name, input=[{"role": "user", "content": [by_id]}])
+    in_chat = {"type": "image_url", "image_url": {"url": BY_URL["url"]}}
+    with pytest.raises(openai.BadRequestError, match=r'possible here: .*"type": "input_image"'):
+        oai.responses.create(model=MODEL.name, input=[{"role": "user", "content": [in_chat]}])
+    with pytest.raises(anthropic.BadRequestError, match=r"possible here: .*source"):
+        body = _body([{"role": "user", "content": [in_chat]}])
+        claude.messages.create(**body, max_tokens=4)
     stored = {"type": "image", "source": {"type": "file", "file_id": "file_1"}}
     broken = {"type": "image", "source": {**BASE64, "data": "AAAA"}}
     said = {"type": "image", "source": BASE64}

@@ -28,15 +28,13 @@ MAX_CACHED_BYTES = 1024 * 1024
 
 
 class LLGuidanceBackend:
-    """Constructed with a tokenizer.json (its path or its text), in front ends and worker."""
+    """Constructed with the path of a tokenizer.json, in front ends and worker."""
 
     name = "llguidance"
     contract = (1, 5)
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        text = tokenizer_json
-        if not text.lstrip().startswith("{"):
-            text = Path(tokenizer_json).read_text(encoding="utf-8")
+        text = Path(tokenizer_json).read_text(encoding="utf-8")
         eos = [int(t) for t in eos_token_ids] or None
         try:
             self._tokenizer = LLTokenizer(text, eos_token=eos)

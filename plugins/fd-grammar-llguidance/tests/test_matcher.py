@@ -38,8 +38,15 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def backend(tokenizer: Tokenizer) -> LLGuidanceBackend:
-    return LLGuidanceBackend(tokenizer.to_str(), VOCAB, [EOS])
+def tokenizer_json(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def backend(tokenizer_json: str) -> LLGuidanceBackend:
+    return LLGuidanceBackend(tokenizer_json, VOCAB, [EOS])
 
 
 def allowed(mask: np.ndarray) -> np.ndarray:
@@ -219,8 +226,8 @@ def test_end_of_text_is_the_only_token_after_the_end(
     assert matcher.accept(word) == len(word)
 
 
-def test_a_model_narrower_than_its_tokenizer_still_works(tokenizer: Tokenizer) -> None:
-    narrow = LLGuidanceBackend(tokenizer.to_str(), 261, [EOS])
+def test_a_model_narrower_than_its_tokenizer_still_works(tokenizer_json: str) -> None:
+    narrow = LLGuidanceBackend(tokenizer_json, 261, [EOS])
     matcher = narrow.matcher(narrow.compile(StructuredOutputsParams(json_object=True), {}))
     mask = np.zeros(9, dtype=np.int32)
     matcher.fill_mask(mask)

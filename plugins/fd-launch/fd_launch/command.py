@@ -60,8 +60,11 @@ class _Launch:
         self._router: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """Until SIGTERM or SIGINT, or until something does not stay alive."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        """Until SIGTERM, SIGINT or SIGHUP, or until something does not stay alive."""
+        hangup = (
+            [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+        )  # nohup
+        for number in (signal.SIGTERM, signal.SIGINT, *hangup):
             signal.signal(number, self._stop)
         try:
             addresses = self._launcher.start(self._specs)

@@ -64,6 +64,7 @@ _NAMES_OF_SIZES: Final = {"max_position_embeddings", "num_key_value_heads"}
 _ROPE: Final = {
     "default": frozenset[str](),
     "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
     "llama3": frozenset(
         {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
     ),
@@ -87,11 +88,13 @@ _ROPE_NAMES: Final = frozenset({"rope_type", "type", "rope_theta", "partial_rota
 class StrictLM(GroupedQueryLM):
     """A family that reads, or refuses, every field of config.json that could change its answers.
 
-    `reads` are its own fields; `only` are fields that must have one of the values given, or none.
+    `reads` are its own fields; `only` are fields that must have one of the values given, or none;
+    `defaults` are what transformers takes where config.json does not say, but for null.
     """
 
     reads: ClassVar[frozenset[str]] = frozenset()
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    defaults: ClassVar[Mapping[str, Any]] = {}
     other_layers: ClassVar[frozenset[str]] = frozenset()  # words of layer_types beside attention's
     uses_window: ClassVar[bool] = True  # what a config.json without use_sliding_window means
 
@@ -112,6 +115,14 @@ class StrictLM(GroupedQueryLM):
         if other:
             raise _refused(read, "layer_types", other, " or ".join(sorted(allowed)))
         _check_rope(read, cls.partial_rotary is not None)
+
+    @classmethod
+    def shapes(cls, config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
+        """Shapes of one rank."""
+        return super().shapes({**cls.defaults, **config}, tp_size, dtype)
+
+    def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
+        super().__init__({**self.defaults, **config}, build)
 
     @classmethod
     def has_window(cls, read: ConfigReader, number: int) -> bool:
@@ -180,6 +191,13 @@ def _with_one_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
         "rope_parameters": rope["full_attention"],
         LOCAL_BASE: local.get("rope_theta"),
     }
+
+
+def has_positions(read: ConfigReader, number: int) -> bool:
+    """Whether heads of a block turn, in families in which every so-many-th block's do not."""
+    turning = read.config.get("no_rope_layers")
+    every = read.size("no_rope_layer_interval", default=4)
+    return bool(turning[number] if turning else (number + 1) % every)
 
 
 def _check_rope(read: ConfigReader, is_partial: bool) -> None:

@@ -89,6 +89,7 @@ class Gemma2ForCausalLM(StrictLM):
     activations = ("gelu_pytorch_tanh",)
     tied = True
     qkv_bias = output_bias = False
+    defaults = {"sliding_window": 4096}  # noqa: RUF012 - never changed
     only = {"attention_bias": (False,), "use_bidirectional_attention": (False,)}  # noqa: RUF012
     reads = frozenset(
         {

@@ -16,6 +16,7 @@ class Gemma3ForCausalLM(LocalRopeLM, Gemma2ForCausalLM):
     rope_theta = 1_000_000.0
     local_theta = 10_000.0
     default_caps = (0.0, 0.0)
+    only = Gemma2ForCausalLM.only | {"attn_logit_softcapping": (None,)}
     reads = Gemma2ForCausalLM.reads | {
         *(LOCAL_BASE, "sliding_window_pattern", "_sliding_window_pattern"),
     }

@@ -23,6 +23,7 @@ class Glm4MoeForCausalLM(StrictLM):
     """Half of each head turns; sigmoid routing with a correction bias and shared experts after the
     first dense blocks; the large model normalises query and key heads."""
 
+    norm_eps = 1e-5
     output_bias = False
     head_norms = "use_qk_norm"
     partial_rotary = 0.5

@@ -147,7 +147,10 @@ class ClampedExperts:
 class GptOssForCausalLM(StrictLM):
     """Windows in every other block, sinks in all; biases; experts whose activation is clamped."""
 
+    norm_eps = 1e-5
+    rope_theta = 150_000.0
     qkv_bias = output_bias = "attention_bias"
+    defaults = {"attention_bias": True, "sliding_window": 128}  # noqa: RUF012 - never changed
     reads = frozenset({"experts_per_token", "swiglu_alpha", "swiglu_limit", "use_sliding_window"})
 
     @classmethod

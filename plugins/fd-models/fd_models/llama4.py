@@ -22,7 +22,7 @@ from fastdeploy_core.layers import (
 from fastdeploy_core.models.decoder import DecoderLM
 from fastdeploy_core.models.reading import ConfigReader
 
-from .fields import StrictLM
+from .fields import StrictLM, has_positions
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionSpec
@@ -158,6 +158,7 @@ class Llama4ForCausalLM(StrictLM):
     """Chunks and rotation in most blocks; dense blocks between those with experts, or none."""
 
     interleaved = True
+    norm_eps = 1e-5
     rope_theta = 500000.0
     other_layers = frozenset({"chunked_attention"})
     reads = frozenset(
@@ -191,9 +192,7 @@ class Llama4ForCausalLM(StrictLM):
         cls, read: ConfigReader, number: int, spec: AttentionSpec, rotary: RotarySpec
     ) -> tuple[AttentionSpec, RotarySpec]:
         """With the block's chunk; some blocks do not turn."""
-        turning = read.config.get("no_rope_layers")
-        every = read.size("no_rope_layer_interval", default=4)
-        turns = bool(turning[number] if turning else (number + 1) % every)
+        turns = has_positions(read, number)
         kinds = read.config.get("layer_types")
         is_cut = kinds[number] == "chunked_attention" if kinds else turns
         if is_cut:

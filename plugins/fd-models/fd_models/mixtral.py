@@ -29,6 +29,10 @@ def mixtral_names(build: ModelBuilder) -> None:
 class MixtralForCausalLM(MistralForCausalLM):
     """Softmax routing, in every block; the weights of the chosen experts are made to sum to 1."""
 
+    norm_eps = 1e-5
+    rope_theta = 1_000_000.0
+    defaults = {}  # noqa: RUF012 - never changed
+
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
         mixtral_names(build)
         super().__init__(config, build)

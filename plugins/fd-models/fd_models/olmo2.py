@@ -48,6 +48,7 @@ class Olmo2ForCausalLM(StrictLM):
     """Norms after attention and feed-forward block instead of before them; queries and keys are
     normalised over all heads at once."""
 
+    norm_eps = 1e-5
     whole_norms = True
 
     def block(self, build: ModelBuilder, prefix: str, number: int) -> Block:
@@ -66,6 +67,7 @@ class Olmo3ForCausalLM(LocalRopeLM, Olmo2ForCausalLM):
     """OLMo 2 with a window in all but every fourth block; these alone turn by a scaled rule."""
 
     rope_theta = 500_000.0
+    defaults = {"sliding_window": 4096}  # noqa: RUF012 - never changed
     reads = frozenset({LOCAL_BASE})
 
     @classmethod

@@ -235,6 +235,17 @@ RELEASED: dict[str, dict[str, Any]] = {
         "rope_theta": 10000,
         "shared_intermediate_size": 48,
     },
+    "SmolLM3ForCausalLM": {
+        "attention_bias": False,
+        "max_window_layers": 28,
+        "mlp_bias": False,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0],
+        "rope_scaling": None,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
     "MiniMaxM2ForCausalLM": {
         "attn_type_list": [1, 1, 1, 1],
         "layernorm_mlp_alpha": 1.0,
@@ -275,7 +286,7 @@ def test_released_fields_are_known(architecture: str) -> None:
             {"rope_type": "linear", "factor": 2.0, "low_freq_factor": 1.0},
             "rope_parameters.low_freq_factor=1.0",
         ),
-        ("rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "rope scaling 'dynamic'"),
+        ("rope_scaling", {"rope_type": "ntk", "factor": 2.0}, "rope scaling 'ntk'"),
         ("layer_types", ["full_attention", "other_attention"], "layer_types"),
         ("hidden_act", "gelu", "hidden_act 'gelu'"),
     ],
@@ -313,6 +324,11 @@ def test_a_field_that_changes_the_answers_is_refused_by_name(
         ("Llama4ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn'"),
         ("NemotronHForCausalLM", {"residual_in_fp32": True}, "residual_in_fp32"),
         ("NemotronHForCausalLM", {"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
+        # transformers has these fields and does not use them.
+        ("NemotronHForCausalLM", {"attention_bias": True}, "attention_bias"),
+        ("NemotronHForCausalLM", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ("KimiLinearForCausalLM", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ],
 )
 def test_what_one_family_does_not_compute(
@@ -320,6 +336,59 @@ def test_what_one_family_does_not_compute(
 ) -> None:
     with pytest.raises(UnsupportedModel, match=name):
         read_shapes(config(architecture, **fields))
+
+
+LATENT: dict[str, Any] = {
+    **SIZES,
+    "n_routed_experts": 16,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"indexer_types": ["full", "shared", "full", "full"]},
+        {"index_topk_pattern": "FSSF"},
+        {"index_topk_freq": 4},
+    ],
+)
+def test_blocks_of_glm_5_without_an_indexer_are_refused(fields: dict[str, Any]) -> None:
+    glm = {**LATENT, "architectures": ["GlmMoeDsaForCausalLM"]}
+    assert read_shapes({**glm, "indexer_types": ["full"] * 4, "index_topk_freq": 1}).num_layers == 4
+    with pytest.raises(UnsupportedModel, match=f"{next(iter(fields))}.*possible: "):
+        read_shapes({**glm, **fields})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "groups", "scale"),
+    [
+        ("DeepseekV3ForCausalLM", (8, 4), 2.5),
+        ("Glm4MoeLiteForCausalLM", (1, 1), 1.8),
+        ("GlmMoeDsaForCausalLM", (1, 1), 2.5),
+    ],
+)
+def test_routing_that_config_json_leaves_out_is_that_of_transformers(
+    architecture: str, groups: tuple[int, int], scale: float
+) -> None:
+    moe = read_shapes({**LATENT, "architectures": [architecture]}).moe
+    assert moe is not None
+    routing = moe.routing
+    assert (routing.num_groups, routing.top_k_groups, routing.scaling_factor) == (*groups, scale)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear"])
+def test_scaled_positions_of_qwen3_5_may_name_what_concerns_pictures(kind: str) -> None:
+    rule = {"rope_type": kind, "factor": 4.0, "mrope_section": [3, 3, 2], "mrope_interleaved": True}
+    fields = {**RELEASED["Qwen3NextForCausalLM"], "head_dim": 64}
+    newer = {"rope_parameters": {**rule, "rope_theta": 1e7}, "rope_scaling": None}
+    older = {"rope_scaling": rule, "rope_theta": 1e7}
+    qwen = {**SIZES, **fields, "architectures": ["Qwen3_5MoeForCausalLM"]}
+    assert read_shapes({**qwen, **newer}) == read_shapes({**qwen, **older})
 
 
 @pytest.mark.parametrize("share", [0, 1.5, "half"])
@@ -339,6 +408,7 @@ def test_a_share_of_a_head_is_a_number_up_to_1(share: Any) -> None:
             {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2},
             [64, 0, 0, 0],
         ),
+        ("SmolLM3ForCausalLM", {"use_sliding_window": True, "sliding_window": 64}, [0, 0, 0, 64]),
         ("Gemma2ForCausalLM", {}, [128, 0, 128, 0]),
         ("Olmo3ForCausalLM", {}, [4096, 4096, 4096, 0]),
         ("Gemma3ForCausalLM", {}, [128, 128, 128, 128]),
@@ -356,6 +426,24 @@ def test_which_blocks_have_a_window(
 ) -> None:
     layers = read_shapes(config(architecture, **fields)).layers
     assert [layer.window for layer in layers] == windows
+
+
+@pytest.mark.parametrize(
+    ("architecture", "windows"),
+    [
+        ("MistralForCausalLM", [4096] * 4),
+        ("MixtralForCausalLM", [0] * 4),
+        ("Gemma2ForCausalLM", [4096, 0, 4096, 0]),
+        ("GptOssForCausalLM", [128, 0, 128, 0]),
+    ],
+)
+def test_a_window_that_config_json_leaves_out_is_that_of_transformers(
+    architecture: str, windows: list[int]
+) -> None:
+    fields = config(architecture, layer_types=None)
+    fields.pop("sliding_window", None)
+    assert [layer.window for layer in read_shapes(fields).layers] == windows
+    assert {layer.window for layer in read_shapes({**fields, "sliding_window": None}).layers} == {0}
 
 
 def test_which_blocks_of_llama_4_have_chunks() -> None:

@@ -218,6 +218,7 @@ def _has_key(request: web.Request, key: str) -> bool:
 async def _stop_signal() -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]  # nohup
+    for number in (signal.SIGTERM, signal.SIGINT, *hangup):
         loop.add_signal_handler(number, stop.set)
     await stop.wait()

@@ -179,7 +179,7 @@ class FrontEnds:
     def run(self, on_ready: Callable[[], None]) -> int:
         """Serve until a signal, or until the engine is dead; returns the exit status. on_ready is
         called when the port answers."""
-        for kind in (signal.SIGTERM, signal.SIGINT):
+        for kind in child.stop_signals():
             signal.signal(kind, lambda *_: self._events.put("signal"))
         for engine in self._engines:
             engine.supervisor.start()

@@ -271,12 +271,12 @@ def test_who_asks_during_the_prompts_only_step_has_its_token_with_it(transport: 
 def test_who_leaves_is_forgotten_before_anything_is_waited_for(
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, really, waited_for = part(two.decode), handovers.connection.wait, list[str]()
+    own, waits, waited_for = part(two.decode), handovers.connection.wait, list[str]()
 
     def wait(files: list[int], *more: Any) -> Any:
         if own._wake in files:
             waited_for.extend(own._by_request)
-        return really(files, *more)
+        return waits(files, *more)
 
     monkeypatch.setattr(handovers.connection, "wait", wait)
     two.ask(make_request("a", PROMPT), to="decode")

@@ -8,7 +8,8 @@
     python plugins/fd-vision/benchmarks/pictures.py ernie-28b --layers 10 --kv-gb 3  # a part of it
 
 Random weights (bfloat16), one square picture of noise a prompt beside 64 random tokens, greedy, all
-requests at once. Medians of rounds, each with pictures of its own. --wait: once started, print
+requests at once. Medians of rounds (an even number: the mean of the middle two; the least and the
+most are printed beside it), each with pictures of its own. --wait: once started, print
 "ready" and wait for a line of standard input, so that two engines can be measured in turn.
 
 cold      LLM.generate for one token of one request: prepare, encode, prompt, sample
@@ -309,8 +310,8 @@ def profile(asker: Asker, counts: Sequence[int], batch: int, rows: int = 14) -> 
     pstats.Stats(seen).sort_stats("tottime").print_stats(rows)
 
 
-def measure(asker: Asker, batches: list[int], output: int, rounds: int) -> dict[str, float]:
-    """Medians, by what was measured."""
+def measure(asker: Asker, batches: list[int], output: int, rounds: int) -> dict[str, list[float]]:
+    """The value of each round, by what was measured."""
     found: dict[str, list[float]] = {}
     for number in range(rounds + 1):  # the first warms up
         first = asker.request()
@@ -327,7 +328,7 @@ def measure(asker: Asker, batches: list[int], output: int, rounds: int) -> dict[
         if number:
             for name, value in row.items():
                 found.setdefault(name, []).append(value)
-    return {name: statistics.median(values) for name, values in found.items()}
+    return found
 
 
 def main() -> None:
@@ -372,7 +373,8 @@ def main() -> None:
             profile(asker, (1, 2, 4), max(arguments.batch))
             llm.close()
             return
-        found = measure(asker, arguments.batch, arguments.output, arguments.rounds)
+        rounds = measure(asker, arguments.batch, arguments.output, arguments.rounds)
+        found = {name: statistics.median(values) for name, values in rounds.items()}
         (answer,) = asker.generate([asker.request()])
         num_tokens = len(answer.prompt_token_ids)
         if isinstance(llm, LLM):
@@ -385,7 +387,9 @@ def main() -> None:
         # Above 1: faster than the other engine.
         other = beside.get(what, value)
         ratio = value / other if "/s" in what else other / value
-        print(f"{what:>20} {value:10.2f}", f"{ratio:8.2f}x" if beside else "", flush=True)
+        least, most = min(rounds[what]), max(rounds[what])
+        print(f"{what:>20} {value:10.2f}  ({least:.2f} to {most:.2f})", end="")
+        print(f"{ratio:8.2f}x" if beside else "", flush=True)
     if arguments.save:
         arguments.save.write_text(json.dumps(found))
 

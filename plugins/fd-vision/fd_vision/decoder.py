@@ -99,18 +99,20 @@ class VisionLM(GroupedQueryLM):
 
 
 def plain_rotary(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json as the decoder's family reads it: its rotation is the plain one, on three
-    axes."""
+    """config.json as the decoder's family reads it: its rotation is that of one axis, the same on
+    all three. Older folders have the type mrope, which is the plain one, and name a rule for longer
+    contexts (yarn) in its place."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type", "default")) not in (
-        *("default", "mrope"),
-    ):
+    if not isinstance(rope, Mapping):
         raise ConfigError(
-            f"config.json of this {_name(config)} has rope parameters {rope!r:.80}; possible: the "
-            "types default and mrope, with mrope_section"
+            f"config.json of this {_name(config)} has rope parameters {rope!r:.80}; possible: an "
+            "object with mrope_section"
         )
-    theta = rope.get("rope_theta", config.get("rope_theta"))
-    plain = {"rope_type": "default"} | ({} if theta is None else {"rope_theta": theta})
+    kind = rope.get("rope_type", rope.get("type")) or "default"
+    plain = {k: v for k, v in rope.items() if k not in ("type", "mrope_section")}
+    plain["rope_type"] = "default" if kind == "mrope" else kind
+    if "rope_theta" not in plain and config.get("rope_theta") is not None:
+        plain["rope_theta"] = config["rope_theta"]
     without = {k: v for k, v in config.items() if k not in ("rope_scaling", "rope_parameters")}
     return {**without, "rope_parameters": plain}
 
@@ -128,6 +130,11 @@ def axis_of_columns(config: Mapping[str, Any], axes: str) -> np.ndarray:
         raise ConfigError(
             f"config.json of this {_name(config)} has mrope_section={section!r}; expected three "
             f"numbers that sum to {half}, half of a head"
+        )
+    if axes == "pairs" and section[0] != section[1]:
+        raise ConfigError(
+            f"config.json of this {_name(config)} has mrope_section={section!r}; rows and columns "
+            "take turns and need as many"
         )
     number = np.arange(half)
     if axes == "sections":

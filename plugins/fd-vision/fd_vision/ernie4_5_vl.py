@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.models.ernie import Ernie4_5_MoeForCausalLM
 from fastdeploy_core.models.reading import ConfigReader
 
-from .decoder import VisionLM
+from .decoder import VisionLM, plain_rotary
 from .positions import Run
 from .processor import GridProcessor, Made, Place, Written, image_rule
 from .qwen3_vl import Swapped
@@ -167,12 +167,18 @@ class ModalityExperts:
 class Ernie4_5_VLMoeForConditionalGeneration(VisionLM, Ernie4_5_MoeForCausalLM):
     """One instance per rank."""
 
+    head_bias: ClassVar[str | bool] = False  # unlike the text family, whatever use_bias says
     vision = ErnieTower
     axes = "pairs"
 
     @classmethod
     def shapes(cls, config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
         """Shapes of one rank's decoder, with its text experts."""
+        rope = plain_rotary(config)["rope_parameters"]
+        if rope["rope_type"] != "default":
+            raise ConfigError(
+                f"config.json of this ERNIE has rope_type={rope['rope_type']!r}; possible: default"
+            )
         return super().shapes(one_set(config), tp_size, dtype)
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:

@@ -72,15 +72,15 @@ def read_image_rule(folder: Path, patch: int, merge: int, *, enlarges: bool = Fa
 def read_rule(path: Path, found: Any, patch: int, merge: int) -> PatchRule:
     """The rule in a file of the model's folder."""
     try:
-        size = found.get("size") or {}
         rule = PatchRule(
             patch=int(found.get("patch_size", patch)),
             merge=int(found.get("merge_size", merge)),
-            min_pixels=int(found["min_pixels"] if "min_pixels" in found else size["shortest_edge"]),
-            max_pixels=int(found["max_pixels"] if "max_pixels" in found else size["longest_edge"]),
-            mean=tuple(map(float, found["image_mean"])),
-            std=tuple(map(float, found["image_std"])),
+            min_pixels=_pixels(found, "min_pixels", "shortest_edge"),
+            max_pixels=_pixels(found, "max_pixels", "longest_edge"),
+            mean=_channels(found["image_mean"]),
+            std=_channels(found["image_std"]),
         )
+        is_scaled = abs(float(found.get("rescale_factor", 1 / 255)) * 255 - 1) < 1e-6
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} does not say how pictures are prepared: {error!r}") from None
     # Bicubic is 3 in Pillow.
@@ -88,14 +88,38 @@ def read_rule(path: Path, found: Any, patch: int, merge: int) -> PatchRule:
     for name, expected in others:
         if found.get(name, expected) not in (expected, None):
             raise ConfigError(f"{path} has {name}={found[name]!r}; possible: {expected}")
+    if not is_scaled:
+        raise ConfigError(f"{path} has rescale_factor={found['rescale_factor']}; possible: 1/255")
     if (rule.patch, rule.merge) != (patch, merge) or len(rule.mean) != 3 or len(rule.std) != 3:
         raise ConfigError(
             f"{path} has patches of {rule.patch} merged by {rule.merge} and {len(rule.mean)} "
             f"channels; config.json asks for {patch}, {merge} and 3"
         )
+    if not all(map(math.isfinite, (*rule.mean, *rule.std))) or min(rule.std) <= 0:
+        raise ConfigError(
+            f"{path} has image_mean={rule.mean} and image_std={rule.std}; possible: numbers, and "
+            "of image_std above 0"
+        )
     if not 0 < rule.min_pixels <= rule.max_pixels:
         raise ConfigError(f"{path} has pixels from {rule.min_pixels} to {rule.max_pixels}")
     return rule
+
+
+def _pixels(found: Any, old: str, new: str) -> int:
+    """A limit, by its name in older files or newer ones."""
+    size = found.get("size") or {}
+    if not isinstance(size, dict):
+        raise TypeError(f"size is {size!r:.40}")
+    asked = (found.get(old), size.get(new), size.get(old))
+    for value in asked:
+        if value is not None:
+            return int(value)
+    raise KeyError(f"size.{new}")
+
+
+def _channels(value: Any) -> tuple[float, ...]:
+    """One number of each channel, or of all."""
+    return tuple(map(float, value if isinstance(value, list) else [value] * 3))
 
 
 def target_size(width: int, height: int, rule: PatchRule, frames: int = 0) -> tuple[int, int]:

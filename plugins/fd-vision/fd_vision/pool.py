@@ -29,9 +29,10 @@ _ENVIRONMENT = frozenset({"LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH"}
 
 @dataclass(slots=True)
 class _Place:
-    """One process, started when it is first needed."""
+    """One process."""
 
     child: subprocess.Popen[bytes] | None = None
+    is_ready: bool = False  # it has said that it can work
 
 
 class QuickSwitches(contextlib.ContextDecorator):
@@ -57,7 +58,8 @@ class QuickSwitches(contextlib.ContextDecorator):
 
 
 class DecodingPool:
-    """Runs jobs in child processes. Thread safe; a caller waits for a free process."""
+    """Runs jobs in child processes, each started when it is first needed, or by start(). Thread
+    safe; a caller waits for a free process."""
 
     def __init__(self, num_children: int = 0, memory_bytes: int = MEMORY_BYTES) -> None:
         """num_children: 0 for half of this machine's processors, 2 to 8."""
@@ -70,6 +72,13 @@ class DecodingPool:
             self._places.put(place)
         self.num_deaths = 0  # children that were killed or ended by themselves
         self._is_closed = False
+
+    def start(self) -> None:
+        """Start all processes and do not wait: they import what they need while others load a
+        model, and the first pictures need not wait for that."""
+        for place in self._all:
+            if place.child is None:
+                place.child = self._start()
 
     def run(self, job: Job) -> Answer:
         """The patches; InvalidRequest if there are none."""
@@ -99,7 +108,12 @@ class DecodingPool:
             raise InvalidRequest("the server is shutting down")
         child = place.child
         if child is None or child.poll() is not None:
-            child = place.child = self._start()
+            child, place.is_ready = self._start(), False
+            place.child = child
+        if not place.is_ready and child.stdout is not None:
+            with _killed_after(child, START_LIMIT_S):
+                read_frame(child.stdout)
+            place.is_ready = True
         try:
             with _killed_after(child, job.time_limit_s):
                 if child.stdin is not None:
@@ -129,9 +143,6 @@ class DecodingPool:
             if pipe is not None and hasattr(fcntl, "F_SETPIPE_SZ"):
                 with contextlib.suppress(OSError):  # more than the system allows
                     fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        with _killed_after(child, START_LIMIT_S):
-            if child.stdout is not None:
-                read_frame(child.stdout)  # it can work now
         return child
 
 

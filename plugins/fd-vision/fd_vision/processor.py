@@ -136,6 +136,8 @@ class GridProcessor:
             self._prepared["video"] = video
         self.kinds: Sequence[str] = tuple(self._prepared)
         self._pool, self._kept = DecodingPool(), KeptAnswers()
+        if not rules.is_trusted:  # a server; a program that holds an LLM may never show it anything
+            self._pool.start()
 
     @QUICK_SWITCHES
     def prepare(

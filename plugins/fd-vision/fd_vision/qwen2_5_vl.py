@@ -11,6 +11,7 @@ from fastdeploy_core.contracts.model import MediaRules
 from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.layers import Linear, LinearPart, LinearShape
 from fastdeploy_core.models.qwen import Qwen2ForCausalLM
+from fastdeploy_core.models.reading import ConfigReader
 
 from .decoder import VisionLM
 from .patches import PatchRule
@@ -75,7 +76,7 @@ class Qwen2_5Tower(VisionTower):
     def read(config: Mapping[str, Any]) -> TowerShape:
         """See VisionTower."""
         read = vision_reader(config)
-        check_width(read.config.get("out_hidden_size"), config)
+        check_sizes(read, config)
         cell = read.size("patch_size") * read.size("spatial_merge_size", default=2)
         window = read.size("window_size", default=112) // cell
         if window < 1:
@@ -114,8 +115,15 @@ class Qwen2_5Tower(VisionTower):
         return self._merge(self._norm(x).reshape([-1, self._cell]))
 
 
-def check_width(width: int | None, config: Mapping[str, Any]) -> None:
-    """ConfigError if vectors of a tower are not as wide as the decoder."""
+def check_sizes(read: ConfigReader, config: Mapping[str, Any]) -> None:
+    """ConfigError if a tower's patches are not of two frames, or its vectors are not as wide as the
+    decoder. read: of vision_config."""
+    if read.config.get("temporal_patch_size") not in (None, 2):
+        raise ConfigError(
+            f"vision_config has temporal_patch_size={read.config['temporal_patch_size']!r}; "
+            "possible: 2"
+        )
+    width = read.config.get("out_hidden_size")
     if width not in (None, config.get("hidden_size")):
         raise ConfigError(
             f"vision_config makes vectors of {width}, and the decoder's hidden_size is "

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 
 from fastdeploy_core.contracts.model import MediaRules, StoredTensor
+from fastdeploy_core.contracts.moe import MoESpec
 from fastdeploy_core.errors import ConfigError, WeightError
 from fastdeploy_core.models.qwen import Qwen3ForCausalLM, Qwen3MoeForCausalLM
+from fastdeploy_core.models.reading import ConfigReader
 
 from .decoder import VisionLM
 from .patches import PatchRule
 from .processor import GridProcessor, Made, Place, Written, image_rule, media_tokens
-from .qwen2_5_vl import check_width
+from .qwen2_5_vl import check_sizes
 from .tower import (
     Block,
     LearnedPositions,
@@ -47,7 +49,7 @@ class Qwen3Tower(VisionTower):
     def read(config: Mapping[str, Any]) -> TowerShape:
         """See VisionTower."""
         read = vision_reader(config)
-        check_width(read.config.get("out_hidden_size"), config)
+        check_sizes(read, config)
         shape = tower_shape(read, frames=2, activation="gelu_pytorch_tanh")
         taps = read.config.get("deepstack_visual_indexes") or []
         if sorted(set(taps)) != taps or any(not 0 <= n < shape.depth for n in taps):
@@ -166,6 +168,12 @@ class Qwen3VLForConditionalGeneration(Qwen3Vision, Qwen3ForCausalLM):
 class Qwen3VLMoeForConditionalGeneration(Qwen3Vision, Qwen3MoeForCausalLM):
     """One instance per rank. Checkpoints have all experts of a layer in one tensor: released ones
     [experts, in, out], those that transformers 5 writes [experts, out, in]."""
+
+    @classmethod
+    def moe(cls, read: ConfigReader, dtype: str) -> MoESpec:
+        """One rank's experts. Their weights sum to 1, unless config.json says otherwise."""
+        said = {"norm_topk_prob": True, **read.config}
+        return super().moe(ConfigReader(said, read.tp_size), dtype)
 
     def load_weights(self, tensors: Iterable[tuple[str, StoredTensor]]) -> list[str]:
         """See DecoderLM; stacked experts in either layout."""

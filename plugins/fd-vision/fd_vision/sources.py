@@ -34,6 +34,8 @@ MAX_BYTES = 20 * 2**20  # of one picture or video as it comes
 MAX_GIVEN_FRAMES = 768  # of a video whose frames are given one by one
 FETCH_LIMIT_S = 10.0  # for all of a fetch
 CHUNK_BYTES = 64 * 1024
+UNKNOWN_TYPE = "application/octet-stream"  # what clients say of a file whose name says nothing
+_STANDARD = bytes.maketrans(b"-_", b"+/")
 # A URL has no others; an unusual character is where two parsers differ.
 _URL = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+(/[A-Za-z0-9\-._~!$&'()*+,;=:@%/?]*)?", re.ASCII)
 
@@ -54,9 +56,9 @@ def read_source(value: Any, kind: str, rules: MediaRules) -> Source:
     malformed or not allowed."""
     word = _word(kind)
     if isinstance(value, str):
+        if value.lstrip()[:5].lower() == "data:":
+            return _from_data(value.strip(), kind)
         scheme = value[:8].partition(":")[0].lower()
-        if scheme == "data":
-            return _from_data(value, kind)
         if scheme in ("http", "https"):
             return Source(fetch(value, rules.allowed_domains, kind))
         if scheme == "file":
@@ -81,7 +83,7 @@ def _from_data(url: str, kind: str) -> Source:
     if not comma or not head.lower().endswith(";base64"):
         raise InvalidRequest(f"a data: URL of a {_word(kind)} reads data:{kind}/...;base64,...")
     given = head[5:].partition(";")[0].lower()
-    if given and not given.startswith(f"{kind}/"):
+    if given not in ("", UNKNOWN_TYPE) and not given.startswith(f"{kind}/"):
         raise InvalidRequest(f"the data: URL is of {given:.40}; possible: {kind}/...")
     if len(body) * 3 // 4 > MAX_BYTES + 2:
         raise InvalidRequest(_too_large())
@@ -90,13 +92,23 @@ def _from_data(url: str, kind: str) -> Source:
     if is_list and body.count(",") >= MAX_GIVEN_FRAMES:
         raise InvalidRequest(f"a video has at most {MAX_GIVEN_FRAMES} frames")
     try:
-        files = [
-            base64.b64decode(part, validate=True)
-            for part in (body.split(",") if is_list else [body])
-        ]
+        files = [_from_base64(part) for part in (body.split(",") if is_list else [body])]
     except (binascii.Error, ValueError):
         raise InvalidRequest("the data: URL is not valid base64") from None
     return Source(b"".join(files), lengths=tuple(map(len, files)) if is_list else ())
+
+
+def _from_base64(text: str) -> bytes:
+    """As browsers read it (https://infra.spec.whatwg.org/#forgiving-base64): with line breaks, with
+    or without the = at its end; in the alphabet of URLs, too. ValueError for anything else."""
+    if "%" in text:
+        text = unquote(text)
+    found = text.encode("ascii").translate(_STANDARD, b" \t\n\f\r")
+    if len(found) % 4 == 0:
+        found = found.removesuffix(b"=").removesuffix(b"=")
+    if b"=" in found:
+        raise ValueError("= is not at the end")
+    return base64.b64decode(found + b"=" * (-len(found) % 4), validate=True)
 
 
 def _from_file(url: str, rules: MediaRules) -> bytes:
@@ -140,7 +152,8 @@ def _from_object(value: Any) -> Source:
         return Source(bytes(value))
     if isinstance(value, Path):
         return Source(_read(value))
-    if isinstance(value, np.ndarray):
+    if _is_array(value):
+        value = _as_array(value)
         if value.dtype != np.uint8 or value.ndim != 3 or value.shape[2] != 3:
             raise InvalidRequest(
                 f"an array of {value.dtype} {list(value.shape)} is no picture; possible: uint8 "
@@ -156,23 +169,46 @@ def _from_object(value: Any) -> Source:
     )
 
 
+def _is_array(value: Any) -> bool:
+    """NumPy's arrays, and the tensors of other libraries."""
+    return hasattr(value, "__array__") and not isinstance(value, Image.Image)
+
+
+def _as_array(value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value)
+    except (TypeError, RuntimeError) as error:
+        raise InvalidRequest(f"the {type(value).__name__} is not in host memory: {error}") from None
+
+
 def _video_from_object(value: Any) -> Source:
     """Of a program that holds an LLM: frames, or (frames, {"fps": 2.0})."""
-    fps: Any = 0.0
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
-        value, fps = value[0], value[1].get("fps") or 0.0
+    fps, said = 0.0, dict[str, Any]()
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping | None):
+        value, said = value[0], dict(value[1] or {})
+        fps = said.get("fps") or 0.0
     if not isinstance(fps, int | float) or not 0 <= fps < math.inf:
         raise InvalidRequest(f"a video has fps={fps!r}; possible: a number above 0")
     if isinstance(value, bytes | bytearray | Path):
         return _from_object(value)
     frames = value if isinstance(value, list | tuple) else ()
-    if isinstance(value, np.ndarray) and value.ndim == 4:
-        frames = list(value)
+    if _is_array(value):
+        array = _as_array(value)
+        frames = list(array) if array.ndim else []
     if not 0 < len(frames) <= MAX_GIVEN_FRAMES:
         raise InvalidRequest(
             f"a {type(value).__name__} is no video; possible: an array [frames, height, width, 3] "
             f"of uint8, a list of up to {MAX_GIVEN_FRAMES} pictures of one size, either in a pair "
             'with {"fps": number}, bytes of a file, a path, a URL'
+        )
+    whole = list(range(count := len(frames)))
+    numbers = said.get("frames_indices")
+    numbers = whole if numbers is None else np.ravel(numbers).tolist()
+    if said.get("total_num_frames") not in (None, count) or numbers != whole:
+        raise InvalidRequest(
+            f"a video is given as {count} frames of more (total_num_frames, frames_indices); "
+            "possible: fps of the frames that are given, or all of them and num_frames in "
+            "mm_processor_kwargs"
         )
     made = [_from_object(frame) for frame in frames]
     if made[0].size is None or any(frame.size != made[0].size for frame in made):

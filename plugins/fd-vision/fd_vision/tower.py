@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     Rows = Callable[[Tensor], Tensor]  # a norm, a product, or some of them: [n, a] to [n, b]
 
-ROPE_THETA = 10000.0
+ROPE_THETA = 10000.0  # unless vision_config says otherwise
 MAX_SCORES = 2**26  # attention logits held at a time
 Grid = tuple[int, int, int]
 
@@ -49,6 +49,7 @@ class TowerShape:
     # Cells of a window's side, a cell being the patches of one vector; 0: no windows.
     window: int = 0
     full: frozenset[int] = frozenset()  # layers that see beyond their window
+    theta: float = ROPE_THETA
 
     @property
     def head(self) -> int:
@@ -88,6 +89,7 @@ def tower_shape(read: ConfigReader, *, frames: int, activation: str, **more: Any
         merge=read.size("spatial_merge_size", default=2),
         frames=frames,
         activation=str(read.config.get("hidden_act", activation)),
+        theta=_theta(read),
         **more,
     )
     if shape.hidden % shape.heads or shape.head % 4:
@@ -95,7 +97,25 @@ def tower_shape(read: ConfigReader, *, frames: int, activation: str, **more: Any
             f"vision_config has {shape.heads} heads of {shape.hidden} together; a head's size has "
             "to be a multiple of 4"
         )
+    if read.config.get("head_dim") not in (None, shape.head):
+        raise ConfigError(
+            f"vision_config has head_dim={read.config['head_dim']!r}; possible: {shape.head}, its "
+            "hidden_size divided by its heads"
+        )
     return shape
+
+
+def _theta(read: ConfigReader) -> float:
+    """The base of a tower's rotary frequencies, which are of rows and columns ("axial")."""
+    rope = read.config.get("rope_parameters") or {}
+    kind = rope.get("rope_type", "axial") if isinstance(rope, Mapping) else None
+    if kind not in ("axial", "default") or rope.get("partial_rotary_factor", 1) != 1:
+        raise ConfigError(
+            f"vision_config has rope_parameters={rope!r:.80}; possible: the type axial, over whole "
+            "heads"
+        )
+    inner = ConfigReader({**read.config, **rope})
+    return inner.number("rope_theta", default=ROPE_THETA)
 
 
 def activation(xp: Any, name: str) -> Callable[[Any], Any]:
@@ -198,8 +218,11 @@ class LearnedPositions:
     ) -> None:
         self._xp, self._to_device, self._corners = build.xp, build.device.to_device, corners
         self._side = int(count**0.5)
-        if self._side**2 != count:
-            raise ConfigError(f"{name} has {count} positions; expected a square number")
+        if self._side**2 != count or not count:
+            raise ConfigError(
+                f"{name} has {count} positions by num_position_embeddings or image_size of "
+                "vision_config; expected a square number"
+            )
         self._table = _place(build, name, (count, hidden), (count, hidden))
 
     def __call__(self, layout: Layout) -> Tensor:
@@ -367,7 +390,7 @@ class Trunk:
         self._patch = _place(build, weight, weight_shape, matrix, is_linear=is_linear)
         self._bias = _place(build, bias, (shape.hidden,), (shape.hidden,)) if bias else None
         exponents = np.arange(0, shape.head // 2, 2, dtype=np.float32) / (shape.head // 2)
-        self._frequencies = (1.0 / ROPE_THETA**exponents).astype(np.float32)
+        self._frequencies = (1.0 / shape.theta**exponents).astype(np.float32)
 
     def __call__(self, items: Sequence[MediaItem], after: Sequence[int] = ()) -> list[Tensor]:
         """[patches, hidden] after these layers, and at the end after the last one; in the order

@@ -17,10 +17,12 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import fd_vision.sources as sources
 import numpy as np
 import pytest
+import torch
 from fd_vision.child import Answer, Job, prepare
 from fd_vision.patches import WHITE, PatchRule, as_rgb, patches_of
 from fd_vision.pool import SWITCH_S, DecodingPool
@@ -56,6 +58,88 @@ def png(width: int, height: int, pixels: bytes, *extra: bytes) -> bytes:
     header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
     parts = [chunk(b"IHDR", header), *extra, chunk(b"IDAT", zlib.compress(pixels, 9))]
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts) + chunk(b"IEND", b"")
+
+
+SPELLINGS = {
+    "lines": lambda data: base64.encodebytes(data).decode(),
+    "windows": lambda data: base64.encodebytes(data).decode().replace("\n", "\r\n"),
+    "alphabet of urls": lambda data: base64.urlsafe_b64encode(data).decode(),
+    "no padding": lambda data: base64.b64encode(data).decode().rstrip("="),
+    "escaped": lambda data: quote(base64.b64encode(data).decode(), safe=""),
+    "blanks around": lambda data: f" {base64.b64encode(data).decode()} ",
+}
+NO_BASE64 = ("A", "AAA=A", "AA===", "AAAA=", "AAA!", "AAé=", "=AAA", "A\0AA", "%ZZAA", "data:,AAAA")
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_base64_is_read_as_clients_write_it(spelling: str) -> None:
+    for size in (57, 58, 59, 1000):
+        data = np.random.default_rng(size).integers(0, 256, size, np.uint8).tobytes()
+        for head in ("data:image/png;base64", "DATA:;name=a.png;BASE64"):
+            url = f"{head},{SPELLINGS[spelling](data)}"
+            assert read_source(url, "image", NOTHING).data == data
+    frames = ",".join(SPELLINGS[spelling](bytes([n]) * 20) for n in range(3))
+    video = read_source(f"data:video/jpeg;base64,{frames}", "video", NOTHING)
+    assert video.data == b"\0" * 20 + b"\1" * 20 + b"\2" * 20 and video.lengths == (20,) * 3
+
+
+@pytest.mark.parametrize("text", NO_BASE64)
+def test_what_is_no_base64_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="not valid base64"):
+        read_source(f"data:image/png;base64,{text}", "image", NOTHING)
+
+
+def test_what_a_data_url_says_it_is() -> None:
+    """Many clients only know that it is bytes; what it is shows in them."""
+    data = encoded(picture(9, 9, 1))
+    for kind in ("", "image/*", "image/jpg", "application/octet-stream"):
+        assert read_source(f"  {url_of(data, kind)}\n", "image", NOTHING).data == data
+    for kind in ("text/plain", "application/pdf", "video/mp4"):
+        with pytest.raises(InvalidRequest, match=f"of {kind}; possible: image/"):
+            read_source(url_of(data, kind), "image", NOTHING)
+
+
+class Elsewhere:
+    """As a tensor on a GPU."""
+
+    def __array__(self, *_: Any) -> np.ndarray:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+
+HELD = np.zeros((4, 8, 9, 3), np.uint8)
+OBJECTS: dict[str, tuple[str, Any, str]] = {
+    "a tensor": ("image", torch.zeros(8, 9, 3, dtype=torch.uint8), ""),
+    "channels first": ("image", torch.zeros(3, 8, 9, dtype=torch.uint8), "height, width, 3"),
+    "shares": ("image", np.zeros((8, 9, 3)), "uint8"),
+    "vectors": ("image", torch.zeros(20, 64), "height, width, 3"),
+    "vectors by name": ("image", {"image_embeds": torch.zeros(20, 64)}, "a dict is no picture"),
+    "elsewhere": ("image", Elsewhere(), "host memory"),
+    "frames": ("video", HELD, ""),
+    "frames in a tensor": ("video", torch.tensor(HELD), ""),
+    "a number": ("video", np.float32(3), "no video"),
+    "with nothing said": ("video", (HELD, None), ""),
+    "all that was said": (
+        "video",
+        (HELD, {"fps": 2, "total_num_frames": 4, "frames_indices": np.arange(4), "duration": 2.0}),
+        "",
+    ),
+    "some of more": ("video", (HELD, {"fps": 30, "total_num_frames": 120}), "frames of more"),
+    "chosen": ("video", (HELD, {"fps": 30, "frames_indices": [0, 9, 18, 27]}), "frames of more"),
+    "one number": ("video", (HELD, {"frames_indices": 7}), "frames of more"),
+    "no rate": ("video", (HELD, {"fps": "30"}), "fps='30'"),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_what_programs_hold_is_taken_or_refused_by_name(name: str) -> None:
+    kind, value, reason = OBJECTS[name]
+    trusted = MediaRules(is_trusted=True)
+    if not reason:
+        source = read_source(value, kind, trusted)
+        assert source.size == (9, 8) and len(source.data) % (9 * 8 * 3) == 0
+        return
+    with pytest.raises(InvalidRequest, match=reason):
+        read_source(value, kind, trusted)
 
 
 FRAMES = [picture(20, 20, n) for n in range(3)]
@@ -426,6 +510,25 @@ def test_a_picture_that_comes_again_is_not_decoded_again() -> None:
         processor.close()
 
 
+def test_a_server_starts_its_processes_before_the_first_picture() -> None:
+    tokens = {"image": PLACE}
+    server, program = (
+        GridProcessor(MediaRules(is_trusted=trusted), RULE, None, tokens)
+        for trusted in (False, True)
+    )
+    try:
+        started = [place.child for place in server._pool._all]
+        assert all(child is not None and child.poll() is None for child in started)
+        assert not any(place.child for place in program._pool._all)
+        for _ in range(3):
+            ask(server, url_of(GOOD))
+        assert [place.child for place in server._pool._all] == started
+    finally:
+        server.close()
+        program.close()
+    assert all(child is not None and child.poll() is not None for child in started)
+
+
 def test_a_process_has_no_more_memory_than_it_may() -> None:
     pool = DecodingPool(1, memory_bytes=16 * 2**20)
     try:
@@ -441,9 +544,9 @@ def test_threads_switch_as_before_once_nobody_prepares(processor: GridProcessor)
     before, within = sys.getswitchinterval(), []
 
     class Seen(str):
-        def partition(self, sep: str) -> tuple[str, str, str]:
+        def lstrip(self, chars: str | None = None) -> str:
             within.append(sys.getswitchinterval())
-            return super().partition(sep)
+            return super().lstrip(chars)
 
     for _ in range(2):
         with pytest.raises(InvalidRequest):

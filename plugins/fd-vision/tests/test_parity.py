@@ -97,7 +97,10 @@ def test_pictures_of_one_batch_do_not_mix(llm: LLM, oracle: Oracle) -> None:
 
 
 def test_features_are_transformers(llm: LLM, oracle: Oracle) -> None:
-    images = [picture(*case) for cases in CASES.values() for case in cases]
+    assert_features(llm, oracle, [picture(*case) for cases in CASES.values() for case in cases])
+
+
+def assert_features(llm: LLM, oracle: Oracle, images: Sequence[Image.Image]) -> None:
     ids = oracle.tokenizer(oracle.family.place, add_special_tokens=False)["input_ids"]
     rows = []
     for image in images:
@@ -110,7 +113,9 @@ def test_features_are_transformers(llm: LLM, oracle: Oracle) -> None:
         rows.append(found[places])
     found, theirs = np.concatenate(rows), oracle.features(images)
     assert found.shape == theirs.shape
-    assert np.abs(found - theirs).max() <= 1e-4 * np.abs(theirs).max()
+    assert np.abs(found - theirs).max() <= 1e-4 * np.abs(theirs).max(), [
+        image.size for image in images
+    ]
 
 
 def sizes(count: int) -> list[tuple[int, int]]:
@@ -136,12 +141,12 @@ def assert_patches(llm: LLM, oracle: Oracle, image: Image.Image, size: tuple[int
     theirs = oracle.pixels([image])
     assert tuple(theirs["image_grid_thw"][0].tolist()) == grid, size
     mean, std = (np.array(x, np.float32).reshape(3, 1, 1) for x in (rule.mean, rule.std))
-    own = np.frombuffer(data, np.uint8).reshape(-1, 3, 1, family.patch**2)
-    back = theirs["pixel_values"].numpy().reshape(-1, 3, family.frames, family.patch**2)
+    own = np.frombuffer(data, np.uint8).reshape(-1, 3, 1, oracle.patch**2)
+    back = theirs["pixel_values"].numpy().reshape(-1, 3, family.frames, oracle.patch**2)
     back = back * std + mean
     if family.is_raster:  # the same patches, row by row
-        rows, columns = grid[1:]
-        cells = np.arange(rows * columns).reshape(rows // 2, 2, columns // 2, 2)
+        (rows, columns), merge = grid[1:], oracle.merge
+        cells = np.arange(rows * columns).reshape(rows // merge, merge, columns // merge, merge)
         inside = cells.transpose(0, 2, 1, 3).reshape(-1)
         back = back[inside]
     levels = np.rint(back * 255)

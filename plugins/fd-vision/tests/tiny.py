@@ -70,7 +70,6 @@ def _qwen3(ids: dict[str, int]) -> Any:
 def _qwen3_moe(ids: dict[str, int]) -> Any:
     moe = {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-        "norm_topk_prob": True,
     }  # fmt: skip
     return hf.Qwen3VLMoeConfig(**_qwen3_parts(**moe), tie_word_embeddings=False, **ids)
 
@@ -175,10 +174,15 @@ def template_of(family: Family) -> str:
 
 
 def make(
-    folder: Path, name: str = "qwen2_5_vl", seed: int = 0, more: dict[str, Any] | None = None
+    folder: Path,
+    name: str = "qwen2_5_vl",
+    seed: int = 0,
+    more: dict[str, Any] | None = None,
+    prepared: dict[str, Any] | None = None,
 ) -> Path:
     """Write a family's checkpoint, its tokenizer and its preprocessor file. more: what its
-    config.json says otherwise."""
+    config.json says otherwise, part by part ("" is the outermost). prepared: what its preprocessor
+    file says otherwise, of pictures and of videos; None takes a key away."""
     family = FAMILIES[name]
     core = Tokenizer.from_file(str(BASE))
     core.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in family.tokens])
@@ -191,7 +195,7 @@ def make(
     config = family.config(dict(zip(family.keys, ids, strict=False)))
     for part, values in (more or {}).items():
         for key, value in values.items():
-            setattr(getattr(config, part), key, value)
+            setattr(getattr(config, part) if part else config, key, value)
     model = getattr(hf, family.model)(config).float().eval()
     with torch.no_grad():
         for tensor, weight in model.named_parameters():
@@ -217,6 +221,12 @@ def make(
         "do_sample_frames": True,
         "draw_on_frames": False,
     }
+    for said in (image, video):
+        said |= {"patch_size": config.vision_config.patch_size}
+        said |= {"merge_size": config.vision_config.spatial_merge_size}
+        said |= prepared or {}
+        for key in [key for key, value in said.items() if value is None]:
+            del said[key]
     (folder / "processor_config.json").write_text(
         json.dumps({"image_processor": image, "video_processor": video})
     )
@@ -270,10 +280,17 @@ class Oracle:
         self.model.eval()
         self.own_positions = self.model.model.get_rope_index  # before greedy() sets another rule
         kept = json.loads((folder / "processor_config.json").read_text())["image_processor"]
+        # Its class for ERNIE takes the older spelling for nothing.
+        size = {"shortest_edge": kept.get("min_pixels"), "longest_edge": kept.get("max_pixels")}
+        kept = {**kept, "size": kept.get("size", size)}
         self.processor = getattr(hf, self.family.processor)(**kept)
         self.tokenizer = hf.AutoTokenizer.from_pretrained(folder)
         self.ids = [self.tokenizer.convert_tokens_to_ids(t) for t in self.family.tokens]
         self.image = self.ids[2]
+        vision = self.model.config.vision_config
+        self.patch, self.merge = vision.patch_size, vision.spatial_merge_size
+        self.norm = [np.array(kept[key], np.float32) for key in ("image_mean", "image_std")]
+        self.per_second = getattr(vision, "tokens_per_second", 0)
 
     def pixels(self, images: Sequence[Image.Image]) -> Any:
         """pixel_values and image_grid_thw."""
@@ -306,7 +323,10 @@ class Oracle:
         given, grids = dict[str, Any](), {1: [], 2: []}
         if images:
             made = self.pixels(images)
-            grids[1] = [(1, h // 2, w // 2, 1.0) for _, h, w in made["image_grid_thw"].tolist()]
+            grids[1] = [
+                (1, h // self.merge, w // self.merge, 1.0)
+                for _, h, w in made["image_grid_thw"].tolist()
+            ]
             given |= made
         if videos:
             given |= self._videos(videos, grids[2])
@@ -340,19 +360,18 @@ class Oracle:
         pixels, shapes, family = [], [], self.family
         for frames, fps in videos:
             frames = frames if len(frames) % 2 == 0 else np.concatenate((frames, frames[-1:]))
-            mean, std = (np.array(v, np.float32) for v in family.norm.values())
-            x = (frames.astype(np.float32) / 255 - mean) / std
-            n, p = family.frames, family.patch
+            x = (frames.astype(np.float32) / 255 - self.norm[0]) / self.norm[1]
+            n, p, m = family.frames, self.patch, self.merge
             time, tall, wide = len(x) // n, x.shape[1] // p, x.shape[2] // p
-            x = x.transpose(0, 3, 1, 2).reshape(time, n, 3, tall // 2, 2, p, wide // 2, 2, p)
+            x = x.transpose(0, 3, 1, 2).reshape(time, n, 3, tall // m, m, p, wide // m, m, p)
             x = x.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
             pixels.append(torch.tensor(x.reshape(time * tall * wide, -1)))
             shapes.append((time, tall, wide))
             if family.model.startswith("Qwen3"):
-                grids += [(1, tall // 2, wide // 2, 1.0)] * time
+                grids += [(1, tall // m, wide // m, 1.0)] * time
             else:
-                step = 2 / fps * 2 if family.model.startswith("Qwen2_5") else 1.0
-                grids.append((len(frames) // 2, tall // 2, wide // 2, step))
+                step = 2 / fps * self.per_second if self.per_second else 1.0
+                grids.append((len(frames) // 2, tall // m, wide // m, step))
         return {"pixel_values_videos": torch.cat(pixels), "video_grid_thw": torch.tensor(shapes)}
 
     def _stamped(self, prompt: str, count: int, fps: float) -> str:

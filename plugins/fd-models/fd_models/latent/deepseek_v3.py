@@ -86,6 +86,14 @@ class DeepseekV3ForCausalLM(DecoderLM):
     """Latent attention; experts with shared ones after the first dense blocks."""
 
     attention_layer: ClassVar[type[LatentAttention]] = LatentAttention
+    # What transformers takes where config.json does not say.
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "topk_group": 4,
+    }
 
     @classmethod
     def attention_spec(cls, read: ConfigReader, dtype: str) -> AttentionSpec:
@@ -95,13 +103,13 @@ class DeepseekV3ForCausalLM(DecoderLM):
     @classmethod
     def shapes(cls, config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
         """Shapes of one rank."""
-        read = ConfigReader(config, tp_size)
+        read = ConfigReader({**cls.defaults, **config}, tp_size)
         read.require_activation("silu", "swish")
         read.divided("intermediate_size", read.size("intermediate_size"))
         return read.shapes(cls.attention_spec(read, dtype), _moe(read, dtype))
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
-        read = ConfigReader(config, build.tp_size)
+        read = ConfigReader({**self.defaults, **config}, build.tp_size)
         latent, rotary = latent_shape(read), _rotary(read)
         spec = self.attention_spec(read, build.dtype)
         moe, width = _moe(read, build.dtype), read.size("moe_intermediate_size")

@@ -7,7 +7,7 @@ Up to index_topk tokens that is all of them, so that shorter contexts are those 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from fastdeploy_core.contracts.model import AttentionSpec, IndexSpec
 from fastdeploy_core.layers import ForwardContext, Linear, LinearPart, LinearShape, RMSNorm
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 class SparseLatentAttention(LatentAttention):
     """Every rank has the whole indexer, and so chooses the same keys."""
+
+    index_interleaved: ClassVar[bool] = False  # which pairs of the indexer's channels turn
 
     def __init__(
         self,
@@ -86,13 +88,13 @@ class SparseLatentAttention(LatentAttention):
 
     def _indexed(self, x: Tensor, low: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The indexer's queries [num_tokens, heads, dim], keys [num_tokens, 1, dim] and weights
-        [num_tokens, heads] float32. Its halves turn, and not neighbours as in the attention."""
+        [num_tokens, heads] float32."""
         xp, (heads, dim) = self._xp, self._heads_and_dim
         q = self._queries(low).reshape([x.shape[0], heads, dim])
         k = self._key_norm(self._key(x)).reshape([x.shape[0], 1, dim])
         end = self._turning
-        turned = (q[:, :, :end], k[:, :, :end], positions, self._paged.cos_sin, False)
-        q_turned, k_turned = self._rotate(*turned)
+        turned = (q[:, :, :end], k[:, :, :end], positions, self._paged.cos_sin)
+        q_turned, k_turned = self._rotate(*turned, self.index_interleaved)
         weights = self._scores(x, self._weights.weight) * (heads * dim) ** -0.5
         both = (xp.cat([q_turned, q[:, :, end:]], -1), xp.cat([k_turned, k[:, :, end:]], -1))
         return (*both, weights)

@@ -91,6 +91,7 @@ class KimiLinearForCausalLM(HybridLM, Glm4MoeForCausalLM):
         "mla_use_nope": (True,),
         "moe_layer_freq": (1,),
         "moe_router_activation_func": ("sigmoid",),
+        "tie_word_embeddings": (False,),
         "use_grouped_topk": (True,),
     }
     reads = (
@@ -180,4 +181,4 @@ def _usual(config: Mapping[str, Any]) -> Mapping[str, Any]:
                 "supported; possible: dense blocks in front of sparse ones"
             )
         named["first_k_dense_replace"] = first
-    return {**config, **named}
+    return {"routed_scaling_factor": 2.446, **config, **named}

@@ -208,7 +208,8 @@ class HybridLM(StrictLM):
         rotary: RotarySpec,
     ) -> AttentionLayer:
         """The attention of one block."""
-        return build.gqa(prefix, read.heads(), spec, rotary)
+        bias = read.flag("attention_bias", default=False)
+        return build.gqa(prefix, read.heads(), spec, rotary, qkv_bias=bias, output_bias=bias)
 
     def recur(
         self, read: ConfigReader, build: ModelBuilder, prefix: str, spec: StateSpec

@@ -192,14 +192,15 @@ class MixerAlone:
 class NemotronHForCausalLM(HybridLM):
     """One mixer a block."""
 
-    qkv_bias = output_bias = "attention_bias"
     activations = ("relu2",)
     other_layers = HybridLM.recurrent | {"mlp", "moe"}
     recurrent_name = "mixer"
     only = {  # noqa: RUF012 - never changed
+        "attention_bias": (False,),
         "mamba_hidden_act": ("silu", "swish"),
         "residual_in_fp32": (False,),
         "sliding_window": (0,),
+        "tie_word_embeddings": (False,),
         "time_step_limit": ([0.0, inf], [0.0, {"__float__": "Infinity"}], [0, inf]),
     }
     reads = frozenset(
@@ -297,9 +298,8 @@ class NemotronHForCausalLM(HybridLM):
         rotary: RotarySpec,
     ) -> AttentionLayer:
         """Attention, which has the name of every mixer."""
-        bias, name = read.flag("attention_bias", default=False), self.recurrent_name
-        prefix = prefix.removesuffix("self_attn") + name
-        return build.gqa(prefix, read.heads(), spec, rotary, qkv_bias=bias, output_bias=bias)
+        prefix = prefix.removesuffix("self_attn") + self.recurrent_name
+        return build.gqa(prefix, read.heads(), spec, rotary)
 
     def recur(
         self, read: ConfigReader, build: ModelBuilder, prefix: str, spec: StateSpec

@@ -78,7 +78,8 @@ class Qwen3_5MoeForCausalLM(_Text, Qwen3NextForCausalLM):
 def _plain(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Without what concerns positions of pictures. Models with experts name no width of dense
     blocks, since they have none."""
-    rope = dict(config.get("rope_parameters") or {})
+    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = dict(config.get(key) or {})
     width = config.get("intermediate_size") or config.get("moe_intermediate_size")
-    plain = {key: value for key, value in rope.items() if key not in _MROPE}
-    return {**config, "rope_parameters": plain or None, "intermediate_size": width}
+    plain = {name: value for name, value in rope.items() if name not in _MROPE}
+    return {**config, key: plain or None, "intermediate_size": width}

@@ -62,7 +62,7 @@ class MyGrammarBackend:
     matcher_class: type[MyGrammarMatcher] = MyGrammarMatcher
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._tokenizer = Tokenizer.from_str(tokenizer_json)
+        self._tokenizer = Tokenizer.from_file(tokenizer_json)
         words = [self._tokenizer.id_to_token(token) or "" for token in range(vocab_size)]
         # Special tokens have no text of their own, so they never fit.
         self._spelled = ["" if w.startswith("<") and len(w) > 2 else w for w in words]
