@@ -112,5 +112,3 @@ async def _chat(
     if http.state.num_body_bytes > BIG_BODY_BYTES:
         return await state.threads.run(tenant_of(http), make)
     return make()
-
-
