@@ -538,7 +538,7 @@ _OLDER = {
     "Qwen3Moe": {"num_local_experts": "num_experts"},
 }
 # Sizes, and what says who wrote it, are in every config.json.
-_KEPT = ("transformers_version", "model_type", "dtype", "moe_k")
+_KEPT = ("transformers_version", "model_type", "dtype", "moe_k", "n_routed_experts")
 _LETTERS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
 
 
