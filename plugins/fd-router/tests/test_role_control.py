@@ -106,6 +106,22 @@ def test_roles_change_one_by_one_and_never_within_the_dwell(
     assert len(directions) <= 1, "back and forth"
 
 
+@pytest.mark.parametrize("step_s", [0.02, 0.6, 5.0])
+def test_answers_need_instances_even_where_none_is_as_quick_as_asked(step_s: float) -> None:
+    """Eight answers at once on the one instance that writes: a slow machine generates few tokens
+    a second, which is no sign of little to do."""
+    costs = (step_s, 0.01, 0.0001)
+    steps = GOALS.interval_s / (step_s + 8 * 0.01)
+
+    def answers(is_prefill: bool) -> Work:
+        return Work() if is_prefill else work(steps, 8 * steps, 0, costs)
+
+    fleet = Steady("pd", answers)
+    for _ in range(40):
+        fleet.interval()
+    assert [one.is_prefill for one in fleet.members] == [False, False]
+
+
 def test_the_share_moves_before_a_role_does() -> None:
     fleet = Steady("pddd", much_prompt)
     seen: list[Decision] = []

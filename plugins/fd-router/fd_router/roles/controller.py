@@ -4,7 +4,8 @@ answered, so that both sides have as much to do as they can do: without any inpu
 Every interval the counters of all instances say what they did and how long it took. From that comes
 a cost of a step, of a token generated in it, and of a prompt token. Little's law then gives the
 instances that prompts and answers need: prompt tokens a second times the cost of one; tokens
-generated a second times the longest allowed time between two, over the largest batch that keeps it.
+generated a second times the longest allowed time between two, over the largest batch that keeps it;
+where even one answer alone takes longer, times what it takes.
 
 Two levers: the share of prompts computed where they are answered, in mixed steps, is changed at
 once. The role of an instance is changed only when the share has been too little for a while: one
@@ -111,6 +112,11 @@ class StepCost:
         fits = (goals.tpot_s - step_s) / token_s if token_s else goals.max_batch
         return min(float(goals.max_batch), max(1.0, fits))
 
+    def tpot(self, goals: Goals) -> float:
+        """Seconds between two tokens of an answer: those allowed, or the least there can be."""
+        step_s, token_s, _ = self.values
+        return max(goals.tpot_s, step_s + token_s)
+
 
 class RoleController:
     """One fleet's. `decide` is called once an interval."""
@@ -171,7 +177,7 @@ class RoleController:
         goals = self._goals
         now = (
             computed / passed_s * self._cost.values[2],
-            generated / passed_s * goals.tpot_s / self._cost.batch(goals),
+            generated / passed_s * self._cost.tpot(goals) / self._cost.batch(goals),
         )
         prompts, answers = self._demand or now
         self._demand = (
