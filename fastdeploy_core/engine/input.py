@@ -63,7 +63,7 @@ class RequestLimits:
         """The limits of a configured engine, and of its KV pool once it has started."""
         model = config.model
         asked = model.generation_config.get("eos_token_id", model.hf_config.get("eos_token_id"))
-        eos = as_id_list(asked)
+        eos = as_id_list(asked, "the model's configuration")
         if tokenizer is not None:
             eos = [*tokenizer.eos_token_ids, *eos]
         length, width = model.max_model_len, int(model.hf_config.get("vocab_size", 0))

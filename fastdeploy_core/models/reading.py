@@ -129,7 +129,10 @@ class ConfigReader:
         else:
             raise self._wrong(("layer_types",), kinds, "a word for each layer")
         if kind not in words:
-            raise self._wrong(("layer_types",), kind, " or ".join(words))
+            raise UnsupportedModel(
+                f"config.json of this {self.architecture} has layer_types {kind!r}, which is not "
+                f"supported; possible: {', '.join(words)}"
+            )
         return self.size("sliding_window") if kind == words[1] else 0
 
     def shapes(self, attention: AttentionSpec, moe: MoESpec | None = None) -> ModelShapes:

@@ -55,18 +55,18 @@ def read_files(path: str | Path) -> TokenizerFiles:
             files.named_tokens[name] = text
     files.extra_tokens = _extra_tokens(config) or _extra_tokens(special_map)
     files.chat_templates = _chat_templates(folder, config)
-    generation = _read_json(folder / "generation_config.json").get("eos_token_id")
-    if generation is None:
-        generation = _read_json(folder / "config.json").get("eos_token_id")
-    files.eos_token_ids = as_id_list(generation)
+    source = folder / "generation_config.json"
+    if (value := _read_json(source).get("eos_token_id")) is None:
+        value = _read_json(source := folder / "config.json").get("eos_token_id")
+    files.eos_token_ids = as_id_list(value, str(source))
     return files
 
 
-def as_id_list(value: Any) -> list[int]:
+def as_id_list(value: Any, where: str) -> list[int]:
     """eos_token_id as a list; it may be absent, one id or several."""
     values = [] if value is None else value if isinstance(value, list) else [value]
     if any(not isinstance(v, int) or isinstance(v, bool) for v in values):
-        raise ConfigError(f"eos_token_id is {value!r:.60}; expected a token's number, or a list")
+        raise ConfigError(f"{where} has eos_token_id {value!r:.60}; expected a number or a list")
     return values
 
 

@@ -35,7 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_steps(folder: Path, library: str, graphs: GraphConfig) -> Steps:
-    config = engine_config(folder, library, max_num_seqs=6)
+    processors = ("LogitBiasLogitsProcessor",)  # which some of Life's requests ask for
+    config = engine_config(folder, library, max_num_seqs=6, logits_processors=processors)
     worker = make_worker(dataclasses.replace(config, graphs=graphs))
     worker.resolved = WithPrompts(worker.resolved)  # type: ignore[assignment]
     worker.load()
