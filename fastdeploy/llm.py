@@ -33,7 +33,7 @@ _NOT_HERE: Final = {
     "wait_for_completion": "generate(..., stream=True) gives outputs as they come",
 }
 _OF_PLUGINS: Final = {
-    **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), 'runner="pooling"'),
+    **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), "runner='pooling'"),
     **dict.fromkeys(("sleep", "wake_up", "update_weights"), "enable_rollout=True (fd-rollout)"),
 }
 _FORMATS: Final = ("auto", "string", "openai")  # templates here take either kind of content

@@ -81,7 +81,7 @@ def test_what_there_is_not_says_what_there_is(llm: LLM) -> None:
         ("collective_rpc", "hooks"),
         ("start_profile", "profiler"),
         ("llm_engine", "LLM.config"),
-        ("embed", 'runner="pooling"'),
+        ("embed", "runner='pooling'"),
         ("sleep", "enable_rollout=True"),
     ]:
         assert not hasattr(llm, name)
