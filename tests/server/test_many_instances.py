@@ -25,6 +25,7 @@ from tests.server_support import slowly, wait_for, write_null_model
 
 local_server = pytest.importorskip("fd_sched_redis.local_server", reason="needs fd-sched-redis")
 scheduler = pytest.importorskip("fd_sched_redis.scheduler", reason="as above")
+front = pytest.importorskip("fd_sched_redis.front", reason="as above")
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, local_server.SERVERS)),
     reason="neither redis-server nor valkey-server is installed",
@@ -215,7 +216,8 @@ def test_streams_go_on_without_redis(model: Path, redis: local_server.RedisProce
     offline = ("--scheduler-config.offline", "15")
     with on_redis(model, redis, *offline) as server, ThreadPoolExecutor(4) as threads:
         url = server.url
-        assert ask(url, 4, 2) == expected([1, 2, 4], 2)  # the front end has seen its instance
+        assert ask(url, 4, 2) == expected([1, 2, 4], 2)
+        time.sleep(3 * front.MAX_BEAT_S)  # the front end has a view in which its instance is
         with slowly(model):
             stream = threads.submit(ask, url, 5, 480)
             wait_for(lambda: number(url, "num_requests_running") == 1, "the stream to run")
