@@ -172,7 +172,7 @@ class _Writer:
         triggers = [t for t in _list(node, "triggers", where) if isinstance(t, str) and t]
         tags = _list(node, "tags", where)
         excluded = self._excluded(node, where)
-        behind: dict[str, list[str]] = {}  # what may follow each trigger
+        rests: dict[str, list[str]] = {}  # what may follow each trigger
         for number, tag in enumerate(tags):
             at = f"{where}.tags[{number}]"
             begin = _text(tag, "begin", at)
@@ -181,11 +181,11 @@ class _Writer:
                 raise refuse(KIND, f"no trigger starts {at}.begin {begin[:60]!r}")
             trigger = self._literals.whole(begin, len(trigger))
             rest = self._literals.expression(begin[len(trigger) :])
-            behind.setdefault(trigger, []).append(f"{rest} {self._inside(tag, None, at)}")
+            rests.setdefault(trigger, []).append(f"{rest} {self._inside(tag, None, at)}")
         self._count(len(tags))
         called = " | ".join(
-            f"{self._until([trigger], excluded)} {self._rule(' | '.join(rests))}"
-            for trigger, rests in behind.items()
+            f"{self._until([trigger], excluded)} {self._rule(' | '.join(ways))}"
+            for trigger, ways in rests.items()
         )
         first = ""
         if node.get("at_least_one"):  # it comes at once

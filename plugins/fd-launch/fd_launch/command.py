@@ -61,11 +61,9 @@ class _Launch:
 
     def run(self) -> int:
         """Until SIGTERM, SIGINT or SIGHUP, or until something does not stay alive."""
-        hangup = (
-            [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
-        )  # nohup
-        for number in (signal.SIGTERM, signal.SIGINT, *hangup):
-            signal.signal(number, self._stop)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                signal.signal(number, self._stop)
         try:
             addresses = self._launcher.start(self._specs)
             names = [spec.name for spec in self._specs]
