@@ -289,7 +289,8 @@ class ProcessorContext:
 
 @runtime_checkable
 class LogitsProcessor(Protocol):
-    """Changes logits before sampling; constructed once per worker as `Driver(ProcessorContext)`."""
+    """Changes logits before sampling; constructed once per worker as `Driver(ProcessorContext)`.
+    An attribute `arguments`, a set, names the keys of logits_processors_args that it takes."""
 
     def validate(self, params: SamplingParams) -> None:
         """Raise InvalidRequest if logits_processors_args is wrong for this processor."""

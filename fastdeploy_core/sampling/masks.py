@@ -30,6 +30,14 @@ ONES = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32))
 OutputTokens = Callable[[int], np.ndarray]
 
 
+def note_failure(error: BaseException, what: str) -> None:
+    """Log what a plugin's code raised, its own exit or a library's panic among it: that ends one
+    request. What the operator interrupts goes on."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    logger.error(what, exc_info=error)
+
+
 class Histories:
     """The tokens before each row of a plan: generated tokens, then the drafts before its position.
 
@@ -163,8 +171,8 @@ class TokenMasks:
         """Advance the slot's grammar; False when a token does not fit."""
         try:
             return self.matchers[slot].accept(token_ids) == len(token_ids)
-        except Exception:  # an error of a grammar plugin ends its request only
-            logger.exception("a grammar matcher failed in accept()")
+        except BaseException as error:  # of a grammar plugin: it ends its request only
+            note_failure(error, "a grammar matcher failed in accept()")
             return False
 
     def begin(self, slot: int) -> None:
@@ -183,8 +191,8 @@ class TokenMasks:
         try:
             taken = matcher.accept(token_ids)
             matcher.rollback(taken)
-        except Exception:
-            logger.exception("a grammar matcher failed over drafts")
+        except BaseException as error:
+            note_failure(error, "a grammar matcher failed over drafts")
             return 0
         self.begin(slot)
         return taken
@@ -223,8 +231,8 @@ class TokenMasks:
     def _roll_back(self, slot: int, row: int, num_tokens: int, errors: dict[int, str]) -> None:
         try:
             self.matchers[slot].rollback(num_tokens)
-        except Exception:
-            logger.exception("a grammar matcher failed in rollback()")
+        except BaseException as error:
+            note_failure(error, "a grammar matcher failed in rollback()")
             errors[row - num_tokens] = GRAMMAR_FAILED
 
     def _grammar(self, slot: int, mask: np.ndarray) -> tuple[bool, str]:
@@ -236,8 +244,8 @@ class TokenMasks:
             return matcher.is_finished(), ""
         except InvalidRequest as error:
             return False, f"InvalidRequest:{error.param or ''}: {error}"
-        except Exception:
-            logger.exception("a grammar matcher failed in fill_mask()")
+        except BaseException as error:
+            note_failure(error, "a grammar matcher failed in fill_mask()")
             return False, GRAMMAR_FAILED
 
     def _forbid_bad_words(self, slot: int, mask: np.ndarray, output: np.ndarray) -> None:

@@ -7,7 +7,6 @@ its tokens are sampled, or in where its rows lie."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from dataclasses import replace
@@ -21,6 +20,7 @@ from fastdeploy_core.memory.transfers import wait_for
 from fastdeploy_core.models.media import SequenceMedia
 from fastdeploy_core.sampling.captured import CAPTURED, CapturedSampling
 from fastdeploy_core.sampling.columns import FILTER, SamplingColumns
+from fastdeploy_core.sampling.masks import note_failure
 from fastdeploy_core.sampling.processors import has_processors, is_simple
 from fastdeploy_core.sampling.state import SamplingState
 from fastdeploy_core.types import ModelRunnerOutput, NewSequence, SchedulerOutput
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from fastdeploy_core.loading.drafters import Drafters
     from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.tensor import Tensor
-
-
-logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -425,8 +422,8 @@ class ModelRunner:
                 self.state.add(slot, new)
         except RequestError as error:
             self._refused[new.seq_id] = f"InvalidRequest:{error.param or ''}: {error}"
-        except Exception as error:  # a plugin's own failure costs its request only
-            logger.exception("sequence %s cannot be sampled as asked", new.seq_id)
+        except BaseException as error:  # a plugin's own failure costs its request only
+            note_failure(error, f"sequence {new.seq_id} cannot be sampled as asked")
             self._refused[new.seq_id] = f"sampling_setup_failed: {type(error).__name__}"
 
     def _read(self, launched: Launched) -> None:
