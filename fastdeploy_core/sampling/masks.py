@@ -178,12 +178,21 @@ class TokenMasks:
     def begin(self, slot: int) -> None:
         """The slot's next mask may be computed beside the steps."""
         if slot in self._beside:
-            self._beside[slot][1].begin_mask()
+            self._ask(slot, self._beside[slot][1].begin_mask)
 
     def most_steps(self) -> dict[int, int]:
         """By seq_id, steps that may be in flight: 0 until the next mask is there, then 1."""
-        ready = {seq_id: matcher.is_ready() for seq_id, matcher in list(self._beside.values())}
-        return {n: int(made) for n, made in ready.items() if made is not None} if ready else {}
+        beside = [*self._beside.items()]
+        ready = {seq_id: self._ask(slot, one.is_ready) for slot, (seq_id, one) in beside}
+        return {seq_id: int(made) for seq_id, made in ready.items() if made is not None}
+
+    def _ask(self, slot: int, ask: Callable[[], bool | None]) -> bool | None:
+        try:
+            return ask()
+        except BaseException as error:  # from now on its masks are computed in the steps
+            note_failure(error, "a grammar matcher failed beside the steps")
+            self._beside.pop(slot, None)
+            return None
 
     def allowed(self, slot: int, token_ids: list[int]) -> int:
         """How many of these tokens the slot's grammar could accept now; its state stays."""
