@@ -14,6 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from tqdm import tqdm
 
 from fastdeploy_core import envs
@@ -105,12 +106,15 @@ def load_model(
     the chosen one. ConfigError, UnsupportedModel or WeightError say what is wrong."""
     limits = device.limits
     model_config, report = fit_dtype(config.model, limits.dtypes, limits.preferred_dtype)
+    checkpoint = _checkpoint(model_config, load_driver)
     hf_config = model_config.hf_config
+    if checkpoint is None and _has_own_head(model_config, device):  # as transformers has it
+        hf_config = {**hf_config, "tie_word_embeddings": False}
+        report.append("lm_head.weight differs from the embedding, so they are not tied")
     family = load_driver("model", model_config.architecture)
     shapes = family.shapes(hf_config, tp_size, model_config.dtype)
     settings = quantization_of(config)
     report += settings.notes
-    checkpoint = _checkpoint(model_config, load_driver)
     fitted = replace(config, model=model_config)
     keeping = _weight_cache(fitted, settings, device, tp_rank, checkpoint, load_driver)
     experts = _expert_ranks(config, shapes, device, tp_rank, communicator, load_driver)
@@ -151,6 +155,19 @@ def load_model(
         weight_bytes=build.weight_bytes + (0 if cache is None else cache.num_bytes),
         report=report,
     )
+
+
+def _has_own_head(model: ModelConfig, device: DeviceBackend) -> bool:
+    """Whether a head is stored that differs from the embedding, whatever config.json says."""
+    if model.load_format == "dummy" or model.hf_config.get("tie_word_embeddings") is False:
+        return False
+    stored = dict(pair for file in open_files(model.path, device) for pair in file.tensors())
+    head, table = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
+    if head is None or table is None or (head.shape, head.dtype) != (table.shape, table.dtype):
+        return False
+    mine, its = head.bits(), table.bits()
+    parts = (slice(n, n + 4096) for n in range(0, len(mine), 4096))
+    return not all(np.array_equal(mine[part], its[part]) for part in parts)
 
 
 def _with_kept(spec: Any, config: EngineConfig) -> Any:
