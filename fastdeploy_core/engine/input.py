@@ -85,8 +85,7 @@ class Truncation:
     side: str = "left"  # which end is cut off: "left" keeps the last tokens
 
     def room(self, limits: RequestLimits, max_answer: int | None) -> int:
-        """How many tokens are kept; InvalidRequest if a prompt of that length could never be
-        served."""
+        """How many tokens are kept; InvalidRequest if so long a prompt could never be served."""
         longest = limits.max_model_len
         if self.max_tokens > longest:
             raise InvalidRequest(

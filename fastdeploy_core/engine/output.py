@@ -282,8 +282,7 @@ class OutputProcessor:
         return state
 
     def collect(self, tokens: TokenDeltas) -> list[RequestOutputDelta]:
-        """Store tokens that need no text yet; returns deltas of the other requests, for
-        `process`."""
+        """Store tokens that need no text yet; returns deltas of other requests, for `process`."""
         now, states, others = time.time(), self._states, []
         columns = zip(tokens.request_ids, tokens.positions, tokens.pieces(), strict=True)
         for number, (request_id, position, piece) in enumerate(columns):

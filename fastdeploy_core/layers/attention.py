@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 
 class PagedAttention:
-    """The part between the projections, for any unit that a driver claims; "gqa" and "mla" share
-    it."""
+    """The part between the projections, for any unit that a driver claims, such as "gqa", "mla"."""
 
     def __init__(
         self,

@@ -194,8 +194,7 @@ class Linear:
         self._activation = other._activated
 
     def _activated(self, x: Tensor) -> Any:
-        """silu_and_mul of x [num_tokens, 2 * in_features], in the form that this layer's product
-        takes."""
+        """silu_and_mul of x [num_tokens, 2 * in_features], in the form that this product takes."""
         packed = self._packed
         if packed is None or packed.after_silu is None:
             return self._silu(x)

@@ -51,8 +51,7 @@ class Histories:
         self._plan, self._output_tokens, self._drafts = plan, output_tokens, drafts
 
     def __call__(self, row: int) -> np.ndarray:
-        """Generated tokens before the row's position; after a missing draft, only those up to
-        it."""
+        """Generated tokens before the row's position; after a missing draft, those up to it."""
         output = self._output_tokens(int(self._plan.slots[row]))
         if self._drafts is None or not self._plan.depths[row]:
             return output
@@ -66,8 +65,7 @@ class Histories:
 
 @dataclass(frozen=True, slots=True)
 class Forbidden:
-    """A set of tokens in the form that clears them in a mask: words to change, and the bits that
-    stay."""
+    """A set of tokens in the form that clears them in a mask: words to change, bits that stay."""
 
     words: np.ndarray
     keep: np.ndarray

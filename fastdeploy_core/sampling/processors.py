@@ -159,8 +159,7 @@ def find_processor(name: str) -> ProcessorDriver:
 
 
 class LogitBiasLogitsProcessor:
-    """logits_processors_args={"logit_bias": {token id: bias}}: FastDeploy's spelling of
-    logit_bias."""
+    """logits_processors_args={"logit_bias": {token id: bias}}, as FastDeploy spells logit_bias."""
 
     arguments = frozenset({"logit_bias"})
 
@@ -239,8 +238,7 @@ def has_processors(config: EngineConfig) -> bool:
 
 
 def is_simple(new: NewSequence, config: EngineConfig) -> bool:
-    """Whether a sequence wants its likeliest tokens and nothing else, by what every rank knows of
-    it."""
+    """Whether a sequence wants its likeliest tokens only, by what every rank knows of it."""
     params = new.sampling
     return (
         params.is_greedy

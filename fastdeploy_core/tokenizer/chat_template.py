@@ -70,13 +70,11 @@ _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class TemplateRefusal(Exception):
-    """A template that cannot be used, or that refuses the conversation; the message is for the
-    client."""
+    """A template that cannot be used or refuses the conversation; the message is for clients."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's part for training; in serving it only shows its
-    body."""
+    """{% generation %} marks the assistant's part for training; here it only shows its body."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it this way)
 

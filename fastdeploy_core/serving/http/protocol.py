@@ -59,8 +59,7 @@ class Cycle(RequestResponseCycle):
         await self.flow.drain()
 
     def watch(self, on_left: Callable[[], None] | None) -> None:
-        """Call on_left once if the client leaves before its answer is complete; None: stop
-        watching."""
+        """Call on_left once if the client leaves before its answer is complete; None: no more."""
         self._on_left = on_left
         self.flow.resume_reading()  # a paused reader would not notice that the client leaves
         if self.disconnected and on_left is not None:

@@ -198,8 +198,7 @@ class SamplingFields(ApiModel):
         return Truncation(self.truncate_prompt_tokens, self.truncation_side or "left")
 
     def chunk_tokens(self, default: int) -> int:
-        """New tokens that each chunk of a stream waits for (vLLM's or FastDeploy 2.x's
-        spelling)."""
+        """New tokens that each chunk of a stream waits for, as vLLM or FastDeploy 2.x spell it."""
         asked = [n for n in (self.stream_interval, self.max_streaming_response_tokens) if n]
         return max(asked, default=default)
 
