@@ -189,8 +189,7 @@ def build_request(
 
 
 def are_integers(values: Iterable[Any]) -> bool:
-    """Whether all are plain integers (True is none), without a Python-level loop over a long
-    prompt."""
+    """Whether all are plain integers (True is none), without a loop of Python over them."""
     return set(map(type, values)) <= {int}
 
 

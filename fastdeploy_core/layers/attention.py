@@ -77,8 +77,7 @@ class PagedAttention:
         return turned
 
     def select(self, rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The rows of each [num_tokens, width] that the layers after the attention read; None: all
-        rows."""
+        """The rows of each [num_tokens, width] that layers behind the attention read; None: all."""
         if rows is None:
             return tensors
         return tuple(self._select_rows(x, rows) for x in tensors)

@@ -201,8 +201,7 @@ class Linear:
         return packed.after_silu(x, packed.weight)
 
     def add_to(self, total: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Two addends of total + y; the second is None if they were added already. total may be
-        overwritten."""
+        """Two addends of total + y; None: they were added already. total may be overwritten."""
         if self._is_plain and self._reduce is None and not self._gated:
             return self._add_product(x, self.weight, self.bias, total), None
         return self(x), total

@@ -133,8 +133,7 @@ class Sampler:
         return self._sample_tokens(logits, plan, positions, False)[0]
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
-        """The values that prompt_logprobs report, in the configured mode; prompts are never
-        processed."""
+        """The values that prompt_logprobs report, in the configured mode, without processing."""
         return logits if self._mode.endswith("logits") else self._log_softmax(logits)
 
     # -- stages -----------------------------------------------------------------------------------

@@ -321,8 +321,7 @@ class PaddleLibrary(SameNames, module=paddle):
         tune_malloc()
 
     def _swap(self, width: int, interleaved: bool, place: Any) -> Any:
-        """[width, width]: for each pair (a, b), x @ swap holds -b in a's place and a in b's
-        place."""
+        """[width, width]: for each pair (a, b), x @ swap holds -b in a's place, a in b's."""
         key = (width, interleaved, str(place))
         swap = self._swaps.get(key)
         if swap is None:

@@ -235,8 +235,7 @@ class SamplingFields(ApiModel):
         return StructuredOutputsParams(**options)
 
     def sampling(self, defaults: Mapping[str, Any], **decided: Any) -> SamplingParams:
-        """Sampling parameters: the model's defaults, overridden by the request's fields, then by
-        `decided`."""
+        """Sampling parameters: the model's defaults, then the request's fields, then `decided`."""
         names = self.model_fields_set & _SAME_NAME
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.reasoning_max_tokens is not None:  # FastDeploy 2.x's name
