@@ -28,6 +28,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory, tensor_library: str) -> Iterat
         device="cpu",
         tensor_library=tensor_library,
         load_format="dummy",
+        disable_log_stats=True,
         dtype="float32",
         block_size=16,
         num_gpu_blocks_override=64,
