@@ -332,7 +332,7 @@ def test_a_yaml_file_lies_below_the_flags(tmp_path: Path) -> None:
     file = tmp_path / "fd.yaml"
     file.write_text(
         "model: from-file\nmax-num-seqs: 4\nmax_model_len: 64\nenable-prefix-caching: false\n"
-        "api-key: [a, b]\nspeculative-config: {method: mtp, k: 1}\n"
+        "api-key: [a, b]\nspeculative-config: {method: mtp, k: 1}\nno-async-scheduling: true\n"
     )
     values = parse(
         *("--config", str(file), "--max-num-seqs", "8", "--speculative-config.method", "ngram")
@@ -344,6 +344,7 @@ def test_a_yaml_file_lies_below_the_flags(tmp_path: Path) -> None:
         "enable_prefix_caching": False,
         "api_key": ["a", "b"],
         "speculative_config": {"method": "ngram", "k": 1},
+        "async_scheduling": False,  # as vLLM's files spell it
     }
 
 
