@@ -342,8 +342,7 @@ class GrammarMatcher(Protocol):
 
 @runtime_checkable
 class BesideMatcher(GrammarMatcher, Protocol):
-    """A matcher that may compute masks beside the steps, in threads of its own. Added in contract
-    1.5."""
+    """A matcher that may compute masks beside the steps, in own threads. Added in contract 1.5."""
 
     def begin_mask(self) -> None:
         """The next fill_mask will be asked for here; it may wait for what begins now."""
@@ -365,8 +364,7 @@ class GrammarBackend(Protocol):
     contract: tuple[int, int]
 
     def compile(self, params: StructuredOutputsParams, options: Mapping[str, Any]) -> bytes:
-        """Check and compile, in a process of its own with a time limit; InvalidRequest if
-        impossible."""
+        """Check and compile, in a process of its own with a time limit; else InvalidRequest."""
         ...
 
     def matcher(self, compiled: bytes) -> GrammarMatcher:
