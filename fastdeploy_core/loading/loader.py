@@ -107,10 +107,7 @@ def load_model(
     limits = device.limits
     model_config, report = fit_dtype(config.model, limits.dtypes, limits.preferred_dtype)
     checkpoint = _checkpoint(model_config, load_driver)
-    hf_config = model_config.hf_config
-    if checkpoint is None and _has_own_head(model_config, device):  # as transformers has it
-        hf_config = {**hf_config, "tie_word_embeddings": False}
-        report.append("lm_head.weight differs from the embedding, so they are not tied")
+    hf_config = _tied_or_not(model_config, checkpoint, device, report)
     family = load_driver("model", model_config.architecture)
     shapes = family.shapes(hf_config, tp_size, model_config.dtype)
     settings = quantization_of(config)
@@ -157,17 +154,22 @@ def load_model(
     )
 
 
-def _has_own_head(model: ModelConfig, device: DeviceBackend) -> bool:
-    """Whether a head is stored that differs from the embedding, whatever config.json says."""
-    if model.load_format == "dummy" or model.hf_config.get("tie_word_embeddings") is False:
-        return False
+def _tied_or_not(
+    model: ModelConfig, checkpoint: Any, device: DeviceBackend, report: list[str]
+) -> Mapping[str, Any]:
+    """config.json, which ties no stored head that differs from the embedding: as transformers."""
+    config, is_dummy = model.hf_config, model.load_format == "dummy"
+    if checkpoint is not None or is_dummy or config.get("tie_word_embeddings") is False:
+        return config
     stored = dict(pair for file in open_files(model.path, device) for pair in file.tensors())
     head, table = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
     if head is None or table is None or (head.shape, head.dtype) != (table.shape, table.dtype):
-        return False
-    mine, its = head.bits(), table.bits()
-    parts = (slice(n, n + 4096) for n in range(0, len(mine), 4096))
-    return not all(np.array_equal(mine[part], its[part]) for part in parts)
+        return config
+    parts = (slice(n, n + 4096) for n in range(0, head.shape[0], 4096))
+    if all(np.array_equal(head.bits()[part], table.bits()[part]) for part in parts):
+        return config
+    report.append("lm_head.weight differs from the embedding, so they are not tied")
+    return {**config, "tie_word_embeddings": False}
 
 
 def _with_kept(spec: Any, config: EngineConfig) -> Any:

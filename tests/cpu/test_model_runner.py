@@ -384,7 +384,7 @@ def test_parameters_the_worker_cannot_serve_fail_their_request_only(steps: Steps
         assert row.error is not None and row.error.startswith("InvalidRequest:")
         assert not row.token_ids
     assert str(rows[2].error).startswith("InvalidRequest:logits_processors_args: ")
-    assert "logits_processors_args.logit_bais; they take: logit_bias;" in str(rows[5].error)
+    assert "logits_processors_args.logit_bais; they take: logit_bias" in str(rows[5].error)
     clear(steps)
     steps.add(2, [5, 6])
     assert steps.step([steps.row(2)])[0].token_ids == truth, "the slot is clean again"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import logging
 import signal
 import subprocess
@@ -14,7 +13,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from fastdeploy_core.cli.parsing import parse_table
 from fastdeploy_core.contracts.small import InstanceSpec, Launcher
 from fastdeploy_core.errors import ConfigError, WorkerError
 from fastdeploy_core.plugins import lookup
@@ -32,7 +30,6 @@ RESTARTS, RESTARTS_WITHIN_S = 3, 600.0  # of all servers together
 def main(arguments: Sequence[str]) -> int:
     """`fastdeploy launch`."""
     given, serve = _parser().parse_known_args(arguments)
-    _check(serve)
     if "--uds" in serve:
         raise ConfigError("--uds: where servers listen is for the launcher to say")
     if given.instances < 1:
@@ -142,18 +139,6 @@ def _options(given: argparse.Namespace) -> Mapping[str, str]:
         if getattr(given, key) is not None:
             options[key] = getattr(given, key)
     return options
-
-
-def _check(serve: Sequence[str]) -> None:
-    """A mistake ends the command here, not each of the servers again and again."""
-    try:
-        parse_table(serve, "fastdeploy launch", "", ("engine", "server"))
-    except ConfigError:
-        own = [flag for action in _parser()._actions for flag in action.option_strings]
-        for word in (word.partition("=")[0] for word in serve if word.startswith("--")):
-            if near := difflib.get_close_matches(word, own, n=1, cutoff=0.8):
-                raise ConfigError(f"unknown argument {word!r}; did you mean {near[0]}?") from None
-        raise
 
 
 def _parser() -> argparse.ArgumentParser:
