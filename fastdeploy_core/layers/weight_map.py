@@ -27,8 +27,7 @@ _FLOATS = ("float32", "float16", "bfloat16")
 
 @dataclass(slots=True)
 class Placement:
-    """One checkpoint tensor. Shape and region are in the model's own layout: linear is [out,
-    in]."""
+    """One checkpoint tensor. Shape and region in the model's own layout: linear is [out, in]."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor

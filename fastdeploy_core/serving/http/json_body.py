@@ -163,8 +163,7 @@ _CAREFUL = json.JSONDecoder(
 
 
 def _check_tree(value: Any, check_text: bool) -> None:
-    """Check the depth; with check_text also check every string for characters that UTF-8 cannot
-    encode."""
+    """Check the depth; with check_text also strings for characters that UTF-8 cannot encode."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH + 1):
         below: list[Any] = []

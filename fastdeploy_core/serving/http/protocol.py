@@ -246,8 +246,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def check_head(version: str, url: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-    """Refuse heads that the parser accepts but that other programs on the way may read
-    differently."""
+    """Refuse heads that the parser accepts but other programs on the way may read otherwise."""
     num_hosts, num_bytes = 0, len(url)
     for name, value in headers:
         num_bytes += len(name) + len(value) + 4
