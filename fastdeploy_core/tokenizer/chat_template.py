@@ -363,6 +363,7 @@ def _parts(parts: list[Any], where: str, kinds: Sequence[str]) -> Iterator[dict[
             yield {"type": part["type"]}
         else:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            kind = "text without text" if kind == "text" else kind
             raise InvalidRequest(
                 f"{where}.content[{number}] is a part of type {kind!r:.40}; this model takes "
                 f"{', '.join(('text', *kinds))}",

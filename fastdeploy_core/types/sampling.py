@@ -46,8 +46,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
         ]
         if len(given) != 1:
             raise InvalidRequest(
-                f"structured_outputs needs exactly one constraint; given: {given or 'none'}; "
-                f"possible: {list(self.__struct_fields__)}",
+                f"structured_outputs needs exactly one constraint; given: "
+                f"{', '.join(given) or 'none'}; possible: {', '.join(self.__struct_fields__)}",
                 param="structured_outputs",
             )
 
