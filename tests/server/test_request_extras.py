@@ -257,3 +257,13 @@ def test_times_of_one_answer_are_told_where_the_operator_wants(
     assert metrics["time_to_first_token_ms"] >= 0
     assert short["mean_itl_ms"] is None and short["generation_time_ms"] == 0
     assert not any("metrics" in chunk for chunk in chunks[:-1]) and "metrics" not in two
+
+
+@pytest.mark.parametrize("route", [CHAT, TEXT])
+def test_arguments_of_logits_processors_have_vllms_name_too(
+    client: httpx.Client, engine: ScriptedEngine, route: str
+) -> None:
+    both = {"vllm_xargs": {"a": 1, "b": 1}, "logits_processors_args": {"b": 2}}
+    response = client.post(route, json={**BODIES[route], **both})
+    assert response.status_code == 200, response.text
+    assert engine.requests[-1].sampling.logits_processors_args == {"a": 1, "b": 2}
