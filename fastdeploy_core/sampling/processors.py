@@ -66,7 +66,7 @@ class ProcessorSet:
         taken: set[str] | None = set()
         for member in self._members:
             keys = getattr(member.processor, "arguments", None)  # None: it may take any
-            taken = None if keys is None or taken is None else taken | keys
+            taken = None if keys is None or taken is None else taken.union(keys)
         unknown = (params.logits_processors_args or {}).keys() - (taken or ())
         if taken is not None and unknown:
             raise InvalidRequest(

@@ -90,6 +90,12 @@ def test_a_request_is_taken_however_it_arrives(server: LiveServer, name: str, pi
     assert b'"text":"fin"' in answer
 
 
+@pytest.mark.parametrize("path", ["/v1/models/http://x/y", "/versionhttp://x", "/loadHTTPS://x"])
+def test_an_address_within_a_path_is_part_of_it(server: LiveServer, path: str) -> None:
+    head = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close".encode()
+    assert raw_request(server.port, head)[0] == 404
+
+
 REFUSED = {
     "no Host": b"POST /v1/completions HTTP/1.1\r\n"
     b"Content-Type: application/json\r\n" + with_length(BODY),

@@ -29,7 +29,7 @@ LAST_LOOK_S = 0.05
 MAX_HEAD_BYTES = 64 * 1024
 NO_MORE = getattr(select, "POLLRDHUP", 0)  # Linux
 PEEK_BYTES = 4096
-_AUTHORITY = re.compile(rb"https?://[^/?]*", re.IGNORECASE)
+_AUTHORITY = re.compile(rb"^https?://[^/?]*", re.IGNORECASE)
 UNTIL_CLOSED = sys.maxsize  # the length of a body that ends when its connection closes
 
 
@@ -180,7 +180,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_head = False
         version = self.parser.get_http_version()
         check_head(version, self.url, self.headers)
-        url = _AUTHORITY.sub(b"", self.url, 1) or b"/"  # as to a proxy: RFC 9112, 3.2.2
+        url = _AUTHORITY.sub(b"", self.url) or b"/"  # as to a proxy: RFC 9112, 3.2.2
         path, _, query = url.partition(b"?")
         scope = cast("dict[str, Any]", self.scope)
         scope["method"] = self._method.decode("ascii")

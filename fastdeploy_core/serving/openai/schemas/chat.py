@@ -71,7 +71,7 @@ class ChatCompletionRequest(SamplingFields):
             return None
         if len(value) > MAX_TOOLS:
             raise InvalidRequest(
-                f"tools may have {MAX_TOOLS} entries, got {len(value)}", param="tools"
+                f"tools may have up to {MAX_TOOLS} entries, got {len(value)}", param="tools"
             )
         for index, tool in enumerate(value):
             _check_tool(tool, f"tools[{index}]")
