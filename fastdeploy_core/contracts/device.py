@@ -300,8 +300,7 @@ class DeviceBackend(Protocol):
         ...
 
     def to_device(self, array: np.ndarray) -> Tensor:
-        """Copy a host array to the device; may be asynchronous, the array may then not be
-        changed."""
+        """Copy a host array to the device; perhaps later, so it may not be changed."""
         ...
 
     def to_host(self, x: Tensor) -> np.ndarray:

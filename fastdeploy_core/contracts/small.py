@@ -368,8 +368,7 @@ class GrammarBackend(Protocol):
         ...
 
     def matcher(self, compiled: bytes) -> GrammarMatcher:
-        """A fresh state; cheap when asked again. The first call comes from another thread than
-        steps'."""
+        """A fresh state; cheap when asked again. The first call comes from a thread of its own."""
         ...
 
 

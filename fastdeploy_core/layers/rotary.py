@@ -20,8 +20,7 @@ from fastdeploy_core.errors import ConfigError, UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """What is rotated, and how fast. `dim` counts the rotated dimensions, which are the first of
-    each head."""
+    """What is rotated, and how fast. `dim`: so many dimensions, the first of each head."""
 
     dim: int
     theta: float

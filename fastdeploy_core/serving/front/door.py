@@ -162,7 +162,7 @@ class FrontDoor:
         path = request.target.decode("ascii", "replace")
         if path not in self._open_paths:
             return None
-        status, body = answer_probe(path, self._health(), self._occupancy.is_draining)
+        status, body = answer_probe(path, self._health(), self._occupancy)
         content = msgspec.json.encode(body)
         given = next((value for name, value in request.headers if name == b"x-request-id"), b"")
         head = (

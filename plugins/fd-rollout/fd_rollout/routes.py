@@ -161,6 +161,8 @@ async def _ask(state: ServerState, action: dict[str, Any]) -> dict[str, Any]:
         if answer is None:
             await asyncio.sleep(LOOK_S)
             continue
+        is_running = now["state"] == "running"  # else /health/ready is 503
+        state.occupancy.table.pause(-1 if is_running else state.engine.health().num_restarts)
         if "error" in answer:
             raise ApiError(answer["status"], answer["error"])
         return answer
