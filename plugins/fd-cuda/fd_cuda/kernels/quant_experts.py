@@ -133,7 +133,7 @@ def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | Blocks:
     if each > _MANY_EACH and slabs.kind != CCQ:
         return persistent(persistent_rows(each), slabs.kind)
     if each <= 16 and slabs.block_scales is not None and slabs.out_features <= _SMALL:
-        return Gemv(1, 2, 4, 2, 6) if each <= 2 else RowGemm(32, 1, 1, 4)
+        return Gemv(1, 2, 4, 2, 6) if each <= 2 else RowGemm(32, 2, 1, 4)
     if each <= 16:
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
     if slabs.kind == CCQ:
