@@ -177,6 +177,7 @@ class CudaStates:
             units, block = 2 * spec.num_key_heads, self._key_pad
             num_blocks = units + cdiv(channels - units * spec.key_dim, block)
         num_items = batch.num_seqs if chunks is None else chunks.shape[0]
+        tokens = pad2(metadata.short) if chunks is None else _TOKENS
         parts = 1 if chunks is None else CHUNK // _TOKENS
         convolve[(num_items, num_blocks, parts)](
             *(x, weights.conv, weights.conv_bias, out, kept),
@@ -194,9 +195,10 @@ class CudaStates:
             BLOCK_SIZE=self._block_size,
             KEPT=self._kept,
             CHUNK=0 if chunks is None else CHUNK,
-            TOKENS=pad2(metadata.short) if chunks is None else _TOKENS,
+            TOKENS=tokens,
             BLOCK=block,
-            **launch_options(num_warps=4),
+            # A warp reads several channels of one token at a time.
+            **launch_options(num_warps=min(4, tokens)),
         )
 
     def _step(
