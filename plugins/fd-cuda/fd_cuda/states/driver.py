@@ -54,6 +54,7 @@ STEP = Launch(4096, 4)
 _DELTAS = ("delta", "channel_delta")
 SCAN = {"space": Launch(4096, 4, 2)} | dict.fromkeys(_DELTAS, Launch(4096, 8, 2))
 SCAN_FLOAT32 = {"space": Launch(2048, 4)} | dict.fromkeys(_DELTAS, Launch(2048, 8))
+WITHIN_WARPS = 8
 _PART = 16  # tokens of a chunk among which products of "channel_delta" are taken column by column
 
 
@@ -279,7 +280,7 @@ class CudaStates:
                 *(x.stride(0), dt.stride(0), 0 if beta is None else beta.stride(0)),
                 **sizes,
                 DELTA=self._is_delta,
-                **options,
+                **launch_options(num_warps=WITHIN_WARPS),
             )
             return inner, wanted, read, None
         sums = x.new_empty((tokens, heads, spec.key_dim), dtype=torch.float32)
