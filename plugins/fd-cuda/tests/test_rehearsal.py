@@ -3,6 +3,7 @@ is zero."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -50,7 +51,7 @@ def test_a_native_launch_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded == [kernel]
     native.load_met()  # at the end, what nothing has launched
     assert loaded == [kernel] * 2
-    kernel.handle = native.ctypes.c_void_p(1)
+    kernel.handle = ctypes.c_void_p(1)
     native.load_met()
     assert len(loaded) == 2
 
