@@ -322,9 +322,10 @@ def function(name: str, defines: dict[str, int]) -> Function:
 
 
 def load_met() -> None:
-    """Load what was met while nothing was to run, so that serving finds it loaded."""
+    """Load what was met on this device while nothing was to run, so that serving finds it."""
+    device = torch.cuda.current_device()
     for kernel in list(_functions.values()):
-        if kernel.handle is None:
+        if kernel.device == device and kernel.handle is None:
             with suppress(Exception):  # whoever launches it hears why it cannot be
                 _load(kernel)
 
