@@ -214,6 +214,8 @@ def main() -> None:
             probe.bind(("127.0.0.1", 0))
         ports = {name: probe.getsockname()[1] for name, probe in sockets.items()}
     started = commands(options, ports)
+    settings = (f"{k}={v}" for k, v in os.environ.items() if k.startswith(("FD_", "VLLM_")))
+    print("environment:", *sorted(settings))
     servers = []
     try:
         for name in (VLLM, OURS):
