@@ -71,7 +71,7 @@ class ModelRunner:
         # Ranks other than 0 only need the tokens that rank 0 samples.
         made_of = (config, device, kernels, self._columns, loaded.load_driver)
         self.state = None if rank else SamplingState(*made_of)
-        media = self._media = self._make_media(loaded.model)
+        media = self.media = self._make_media(loaded.model)
         self._bring: list[Any] = [*([media] if media else []), *loaded.builder.parts]
         self._features = loaded.model.features & {"pooling"}
         self._features |= {name for part in self._bring for name in part.features}
