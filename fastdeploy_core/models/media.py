@@ -108,8 +108,8 @@ class SequenceMedia:
         rules = MediaRules(asked.limit_mm_per_prompt, is_trusted=True)
         processor = self._model.media(model.hf_config, model.path, rules)
         make = getattr(processor, "largest", None)
-        most = asked.max_encode_tokens or config.batch.max_num_batched_tokens
-        items: list[MediaItem] = [] if make is None else make(most)
+        rows = asked.max_encode_tokens or config.batch.max_num_batched_tokens
+        items: list[MediaItem] = [] if make is None else make(rows, model.max_model_len)
         for new in prompts if items else ():
             spans, own, end, length = list[EmbeddedSpan](), list[MediaItem](), 0, len(new.token_ids)
             while items and (not end or end + items[-1].num_rows <= length):
