@@ -170,12 +170,15 @@ class ModelRunner:
                 self._graphs.capture(self.caches.tensors, is_first_rank=self._rank == 0)
 
     def rehearse(self, with_prompts: list[SchedulerOutput]) -> None:
-        """Run what capture_graphs() will capture, and these steps where none with prompts are."""
-        if self._graphs is None or not self._graphs.plan.prompt_sizes:
+        """Run what capture_graphs() will capture, and these steps where none with prompts are, or
+        none with pictures."""
+        graphs = self._graphs
+        sees = self.media is not None and (graphs is None or graphs.vectors is None)
+        if graphs is None or not graphs.plan.prompt_sizes or sees:
             self.run_largest(with_prompts)
-        if self._graphs is not None:
+        if graphs is not None:
             with self._xp.no_grad():
-                self._graphs.rehearse(self.caches.tensors)
+                graphs.rehearse(self.caches.tensors)
 
     def graph_bytes(self) -> int:
         """What capture_graphs() will take, measured over the caches there are."""

@@ -14,7 +14,7 @@ CUDA = torch.cuda.is_available()
 LENGTHS = [1, 64, 7, 0, 150, 33]
 
 
-@pytest.mark.parametrize("width", [64, 72, 80, 128])
+@pytest.mark.parametrize("width", [64, 72, 80, 96, 112, 120, 128])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_every_run_attends_within_itself(width: int, dtype: torch.dtype) -> None:
     """Keys and values are parts of one matrix, as towers have them; a run of NaN spoils no other
@@ -27,6 +27,7 @@ def test_every_run_attends_within_itself(width: int, dtype: torch.dtype) -> None
     spoilt = slice(ends[2], ends[3])
     qkv[spoilt] = float("nan")
     starts = torch.tensor(ends, dtype=torch.int32, device=device)
+    assert packed.serves(q, k, v)
     found = packed.attend(q, k, v, starts, max(LENGTHS)).float()
     assert found[spoilt].isnan().all()
     for first, end in itertools.pairwise(ends):

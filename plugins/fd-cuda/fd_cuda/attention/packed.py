@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROWS, KEYS, WARPS, STAGES = 128, 64, 8, 3  # the fastest on an H200
-LOG2_E = 1.4426950408889634
+_ALIGNED = 8  # numbers of 16 bits, in rows that the copy engine reads
+_LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -101,6 +102,18 @@ def packed_attention(
         tl.store(of_out + more, made, of_run & (more < WIDTH))
 
 
+def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether heads are of a size that was measured, and lie as the copy engine reads them."""
+    width = q.shape[2]
+    return 64 <= width <= 128 and all(
+        x.stride(2) == 1
+        and x.stride(1) == width
+        and x.stride(0) % _ALIGNED == 0
+        and x.data_ptr() % (2 * _ALIGNED) == 0
+        for x in (q, k, v)
+    )
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Tensor:
     """See AttendingDevice; where `serves` says so."""
     tokens, heads, width = q.shape
@@ -109,7 +122,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int) -> Ten
     right = pad2(max(16, width - left)) if width > left else 0
     grid = cdiv(longest, ROWS), heads, starts.shape[0] - 1
     packed_attention[grid](
-        q, out, *_tiles(k, left, right), *_tiles(v, left, right), starts, width**-0.5 * LOG2_E,
+        q, out, *_tiles(k, left, right), *_tiles(v, left, right), starts, width**-0.5 * _LOG2_E,
         q.stride(0), out.stride(0), WIDTH=width, LEFT=left, RIGHT=right, M=ROWS, N=KEYS,
         STAGES=STAGES, num_warps=WARPS,
     )  # fmt: skip
