@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_mixes import engine
 from tiny import FAMILIES, picture, prompt_of, runner_of
 
 from fastdeploy_core.api.llm import LLM
@@ -45,3 +46,22 @@ def test_first_steps_have_pictures_of_the_largest_size(
         runner.run_largest(steps)
         assert runner.media.num_encoded == len(brought)
         runner.free_cache()
+
+
+@pytest.mark.parametrize(("name", "is_captured"), [("qwen3_vl", True), ("ernie4_5_vl", False)])
+def test_steps_that_no_graph_takes_are_rehearsed(
+    checkpoint: Callable[[str], Path],
+    fd_tensor: str,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    is_captured: bool,
+) -> None:
+    """ERNIE's steps with pictures run operation by operation, where those with text are captured:
+    their kernels were compiled beside requests, a few seconds in the first large batches."""
+    settings = {"tensor_library": fd_tensor, "device": "cpu", "max_num_seqs": 4}
+    with engine(checkpoint(name), captures="prompts", **settings) as llm:
+        runner, ran = runner_of(llm), list[object]()
+        monkeypatch.setattr(runner, "run_largest", ran.extend)
+        monkeypatch.setattr(runner._graphs, "rehearse", lambda caches: None)
+        runner.rehearse(["a step"])
+    assert ran == ([] if is_captured else ["a step"])
