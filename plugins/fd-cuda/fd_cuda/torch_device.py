@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 _ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _OLDEST_WITH_BFLOAT16: Final = (8, 0)
 _HOPPER: Final = (9, 0)
-_LONG_RUN: Final = 2048  # shorter ones take a GPU less time than a host needs to launch the kernel
+# Queries times keys from which on our kernel saves a GPU more time than the host needs to launch it.
+_LONG_ATTENTION: Final = 2048**2
 
 
 class TorchCudaDevice(CudaDevice):
@@ -135,11 +136,11 @@ class TorchCudaDevice(CudaDevice):
     def attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int
     ) -> Tensor | None:
-        """For 16 bits: a kernel of this plugin for long runs on Hopper, or FlashAttention of
-        torch."""
+        """For 16 bits: on Hopper a kernel of this plugin where there is much to do, else
+        FlashAttention of torch."""
         if q.dtype == torch.float32 or q.shape[-1] % 8 or q.shape[-1] > 256:
             return None
-        if self._is_hopper and longest >= _LONG_RUN:
+        if self._is_hopper and q.shape[0] * longest >= _LONG_ATTENTION:
             from .attention import packed
 
             if packed.serves(q, k, v):
