@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _OLDEST_WITH_BFLOAT16: Final = (8, 0)
 _HOPPER: Final = (9, 0)
-# Queries times keys from which on our kernel saves a GPU more time than the host needs to launch it.
+# Queries times keys from which on our kernel saves the GPU more than the host needs to launch it.
 _LONG_ATTENTION: Final = 2048**2
 
 
