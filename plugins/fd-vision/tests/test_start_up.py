@@ -26,7 +26,7 @@ def test_first_steps_have_pictures_of_the_largest_size(
 ) -> None:
     """As the processor makes them of a picture that is larger; as many as a step encodes."""
     room = {"max_model_len": 512, "num_gpu_blocks_override": 256, "block_size": 16}
-    settings = {**room, "max_num_batched_tokens": MOST, "dtype": "float32"}
+    settings = {**room, "max_num_batched_tokens": MOST, "dtype": "float32", "device": "cpu"}
     with LLM(checkpoint(name), tensor_library=fd_tensor, **settings) as llm:
         runner, worker = runner_of(llm), llm._engine._core._executor._worker
         ids = llm.get_tokenizer().encode(prompt_of(1, place=FAMILIES[name].place))
