@@ -236,7 +236,9 @@ class MediaPart:
 @runtime_checkable
 class MediaProcessor(Protocol):
     """What a front end asks of a multimodal family; made by small.MultimodalLM.media, one per front
-    end. Thread safe; it needs no tensor library. Added in contract 1.1."""
+    end. Thread safe; it needs no tensor library. A method `largest(num_vectors, most)` makes up
+    items of the largest size, with at most so many vectors in all, or one item, and `most` in each,
+    for the first steps of a worker (contract 1.6). Added in contract 1.1."""
 
     kinds: Sequence[str]  # of parts that it takes: "image", "video"
 

@@ -11,12 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastdeploy_core.contracts.quantizer import (
-    LayerPart,
-    LayerSpec,
-    PackingQuantizer,
-    Quantizer,
-)
+from fastdeploy_core.contracts.quantizer import LayerPart, LayerSpec, PackingQuantizer, Quantizer
 
 from .stored import WHOLE, Piece, StoredLayer, StoredPart
 from .weight_map import FusedPart, Placement

@@ -127,11 +127,7 @@ def _tojson(
 ) -> str:
     # jinja's own filter escapes for HTML, but models were trained on plain JSON.
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

@@ -68,7 +68,7 @@ class ModelRunner:
         # Ranks other than 0 only need the tokens that rank 0 samples.
         made_of = (config, device, kernels, self._columns, loaded.load_driver)
         self.state = None if rank else SamplingState(*made_of)
-        media = self._media = self._make_media(loaded.model)
+        media = self.media = self._make_media(loaded.model)
         self._bring: list[Any] = [*([media] if media else []), *loaded.builder.parts]
         self._features = loaded.model.features & {"pooling"}
         self._features |= {name for part in self._bring for name in part.features}
@@ -167,12 +167,15 @@ class ModelRunner:
                 self._graphs.capture(self.caches.tensors, is_first_rank=self._rank == 0)
 
     def rehearse(self, with_prompts: list[SchedulerOutput]) -> None:
-        """Run what capture_graphs() will capture, and these steps where none with prompts are."""
-        if self._graphs is None or not self._graphs.plan.prompt_sizes:
+        """Run what capture_graphs() will capture, and these steps where none with prompts are, or
+        none with pictures."""
+        graphs = self._graphs
+        sees = self.media is not None and (graphs is None or graphs.vectors is None)
+        if graphs is None or not graphs.plan.prompt_sizes or sees:
             self.run_largest(with_prompts)
-        if self._graphs is not None:
+        if graphs is not None:
             with self._xp.no_grad():
-                self._graphs.rehearse(self.caches.tensors)
+                graphs.rehearse(self.caches.tensors)
 
     def graph_bytes(self) -> int:
         """What capture_graphs() will take, measured over the caches there are."""
