@@ -106,7 +106,8 @@ def _picture(source: bytes, job: Job, rule: PatchRule) -> tuple[Image.Image, int
         raise InvalidRequest(_unknown(source)) from None
     width, height = opened.size
     _check_size(width, height, job, rule)  # the header's, before anything is decoded
-    if getattr(opened, "is_animated", False):
+    # MPO is how cameras keep a smaller picture, or a map of brightness, behind a JPEG.
+    if opened.format != "MPO" and getattr(opened, "is_animated", False):
         raise InvalidRequest("an animated picture is not taken; send one of its frames")
     return as_rgb(opened), width * height
 

@@ -441,6 +441,22 @@ def test_exif_turns_a_picture_before_it_is_measured(turn: int) -> None:
     assert (answer.grid[1] > answer.grid[2]) == (turn >= 5)
 
 
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "JPEG"])
+@pytest.mark.parametrize("exif", [b"garbage!", b"Exif\0\0II*\0\xff\xff\xff\xff"])
+def test_metadata_that_cannot_be_read_turns_nothing(kind: str, exif: bytes) -> None:
+    base = picture(60, 40, 3)
+    assert (decoded(encoded(base, kind, exif=exif)) == decoded(encoded(base, kind))).all()
+
+
+def test_of_what_a_camera_keeps_in_a_jpeg_the_picture_is_shown() -> None:
+    """A smaller picture, or a map of brightness, behind it: MPO."""
+    base = picture(60, 40, 3)
+    file = encoded(base, "MPO", save_all=True, append_images=[picture(30, 20, 4)])
+    asked = Job(source=file, rule=RULE, max_pixels=10**6, time_limit_s=5)
+    assert prepare(asked).patches == patches_of(as_rgb(Image.open(io.BytesIO(file))), RULE)[0]
+    assert np.abs(decoded(file).astype(int) - np.asarray(base)).mean() < 9
+
+
 # -- processes ------------------------------------------------------------------------------------
 
 
