@@ -75,7 +75,7 @@ NO_BASE64 = ("A", "AAA=A", "AA===", "AAAA=", "AAA!", "AAé=", "=AAA", "A\0AA", "
 def test_base64_is_read_as_clients_write_it(spelling: str) -> None:
     for size in (57, 58, 59, 1000):
         data = np.random.default_rng(size).integers(0, 256, size, np.uint8).tobytes()
-        for head in ("data:image/png;base64", "DATA:;name=a.png;BASE64"):
+        for head in ("data:image/png;base64", "DATA:;name=a.png;BASE64", "data:; base64"):
             url = f"{head},{SPELLINGS[spelling](data)}"
             assert read_source(url, "image", NOTHING).data == data
     frames = ",".join(SPELLINGS[spelling](bytes([n]) * 20) for n in range(3))
