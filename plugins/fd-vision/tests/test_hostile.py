@@ -144,6 +144,7 @@ def test_what_programs_hold_is_taken_or_refused_by_name(name: str) -> None:
 
 FRAMES = [picture(20, 20, n) for n in range(3)]
 GOOD = encoded(picture(60, 40, 1))
+SCANS = encoded(picture(90, 90, 1), "JPEG", progressive=True)
 REFUSED: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "no picture"),
     "text": (b"hello", "no picture"),
@@ -161,6 +162,9 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "a text bomb": (
         png(8, 8, bytes(16), chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(200 * 2**20), 9))),
         "damaged|memory|no picture",
+    ),
+    "a jpeg that passes over itself for long": (
+        SCANS[:-2] + SCANS[SCANS.rindex(b"\xff\xda") : -2] * 50 + SCANS[-2:], "50 scans"
     ),
     "an animated gif": (
         encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), "animated"
