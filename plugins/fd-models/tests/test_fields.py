@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from fd_pooling.family import PoolingLM
 
 from fastdeploy_core.contracts.model import StateSpec
 from fastdeploy_core.errors import ConfigError, UnsupportedModel
@@ -321,6 +323,15 @@ def config(architecture: str, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("architecture", RELEASED)
 def test_released_fields_are_known(architecture: str) -> None:
     assert read_shapes(config(architecture)).num_layers == 4
+
+
+@pytest.mark.parametrize("architecture", RELEASED)
+def test_prompts_of_every_family_can_be_pooled(architecture: str, tmp_path: Path) -> None:
+    released = config(architecture)
+    if "model_max_length" in released:
+        del released["max_position_embeddings"]
+    adapted = PoolingLM.adapt(tmp_path, tmp_path, released, {"convert": "embed"})
+    assert PoolingLM.shapes(adapted, 1, "float32").num_layers == 4
 
 
 @pytest.mark.parametrize("architecture", RELEASED)
