@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from fastdeploy_core.errors import ConfigError, WeightError
+from fastdeploy_core.errors import ConfigError, UnsupportedModel, WeightError
 from fastdeploy_core.loading.weights import INDEX_NAME, dummy_tensors
+from fastdeploy_core.models.qwen import Qwen2ForCausalLM
 from tests.checkpoints import ask, build, paddle_copy, reference, to_bfloat16, write_safetensors
 from tests.paged import PagedModel
 
@@ -110,6 +112,17 @@ def test_a_head_that_differs_is_not_tied_as_with_transformers(
 def test_an_untied_head_is_required(copied: Any, tensor_library: str) -> None:
     with pytest.raises(WeightError, match=r"lacks 1 weights.*lm_head\.weight"):
         PagedModel(copied("qwen2", tie_word_embeddings=False), tensor_library)
+
+
+def test_a_family_turns_heads_as_its_shapes_say(
+    checkpoints: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drivers that turn heads themselves read the one, the layers here the other."""
+    plain = Qwen2ForCausalLM.rotary
+    other = staticmethod(lambda read: replace(plain(read), interleaved=True))
+    monkeypatch.setattr(Qwen2ForCausalLM, "rotary", other)
+    with pytest.raises(UnsupportedModel, match=r"interleaved=False.*builds.*interleaved=True"):
+        PagedModel(checkpoints / "qwen2", tensor_library)
 
 
 def test_a_config_of_another_model_is_told_by_shapes(copied: Any, tensor_library: str) -> None:
