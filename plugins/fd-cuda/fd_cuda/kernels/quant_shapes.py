@@ -180,8 +180,30 @@ class Blocks:
         return f"blocks {self.rows}x{self.columns} /{self.split} {self.stages}st"
 
 
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """How quant_grouped.cu is specialized."""
+
+    rows: int  # of x, of a block, at most
+    groups: int  # of four warps, each of which has two slabs
+    stages: int
+
+    @property
+    def slabs(self) -> int:
+        """Of a tile."""
+        return self.groups * 8
+
+    @property
+    def threads(self) -> int:
+        """Those that multiply, and four warps of which one feeds."""
+        return self.groups * 128 + 128
+
+    def __str__(self) -> str:
+        return f"grouped {self.rows}x{self.slabs * 16} {self.stages}st"
+
+
 Shape = Gemv | Gemm | Pipe | Tile
-Chosen = Shape | RowGemm | Persistent | Blocks | None  # None: the library
+Chosen = Shape | RowGemm | Persistent | Blocks | Grouped | None  # None: the library
 
 
 def slab_bytes(kind: int) -> int:
@@ -281,6 +303,13 @@ def persistent(rows: int, kind: int) -> Persistent:
         if persistent_shared(shape, kind) <= MOST_DYNAMIC:
             return shape
     raise ValueError(f"no three turns of {rows} rows find a place in {MOST_DYNAMIC} bytes")
+
+
+def grouped_shared(shape: Grouped, kind: int, *, is_int8: bool) -> int:
+    """Bytes of shared memory of a block of quant_grouped.cu: barriers, a ring of steps of two
+    turns, what warps are about to store."""
+    step = shape.rows * 128 * (1 if is_int8 else 2) + shape.slabs * 2 * slab_bytes(kind)
+    return 16 * shape.stages + 1024 + shape.stages * step + shape.groups * 4 * shape.rows * 32
 
 
 def blocks_shared(shape: Blocks) -> int:

@@ -1,0 +1,347 @@
+// y = x W^T of experts with packed W and few rows each: as many blocks as there are multiprocessors take one tile of an
+// expert after the other, SLABS slabs of its W times up to ROWS of its rows, and compute as many eights of rows as it has.
+//
+// One warp feeds: the copy engine brings two turns of 64 inputs, as far ahead as STAGES such steps, those of the next tiles
+// while one is stored. GROUPS of four warps unpack a slab of quant.cuh into registers while wgmma multiplies the slab
+// before; a warp has two, with PAIRED gates and what belongs to them. NUMBERS: x is int8, its inputs by sixteens in the
+// order of the bytes of a slab's words, and int4 becomes int8.
+// x lies by blocks of ROWS rows, each of one expert, those that are there first. PAIRED: so does y; else `slots` says where
+// rows of y go.
+// A row of x comes out the same whatever stands beside it.
+
+#include "common.cuh"
+#include "quant.cuh"
+#define SPLIT 1
+#define ROWS BN
+#include "wide.cuh"
+#include "feed.cuh"
+
+#define MULTIPLIERS (GROUPS * 4)  // warps; four more have the feeder, and give it their registers
+#define SLABS (MULTIPLIERS * 2)
+#define OUT (SLABS * 16 / (1 + PAIRED))
+#define TILE_X (ROWS * 128 * (2 - NUMBERS))
+#define STAGE (TILE_X + SLABS * 2 * SLAB_BYTES)
+#define UNITS (NUMBERS ? 2 : 4)  // of a step: what a warp unpacks at a time, 64 inputs of a slab, or as NUMBERS 128
+#define STEP_INPUTS 128
+
+#if NUMBERS
+typedef int Sum;
+#else
+typedef float Sum;
+#endif
+
+// INSTRUCTIONS: emulated.h of the tests has C++ in the place of what follows.
+
+#if NUMBERS
+#define WORDS "k32.s32.s8.s8 "
+#define AFTER ", 1;"
+#define SUM "+r"
+#else
+#define WORDS "k16.f32." TYPE "." TYPE " "
+#define AFTER ", 1, 1, 1, 0;"
+#define SUM "+f"
+#endif
+#define D12 D8 ",%8,%9,%10,%11"
+#define D24 D16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define MULTIPLY(size, list, operands, ...)                                                       \
+  if constexpr (rows == size)                                                                     \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #size WORDS "{" list "}, " operands AFTER      \
+               : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+template <int rows>
+__device__ __forceinline__ void multiply_rows(Sum* d, const u32* a, u64 b) {
+  MULTIPLY(8, D4, "{%4,%5,%6,%7}, %8", R4(SUM, d, 0));
+  MULTIPLY(16, D8, "{%8,%9,%10,%11}, %12", R8(SUM, d, 0));
+  MULTIPLY(24, D12, "{%12,%13,%14,%15}, %16", R8(SUM, d, 0), R4(SUM, d, 8));
+  MULTIPLY(32, D16, "{%16,%17,%18,%19}, %20", R16(SUM, d, 0));
+  MULTIPLY(48, D24, "{%24,%25,%26,%27}, %28", R16(SUM, d, 0), R8(SUM, d, 16));
+  MULTIPLY(64, D32, "{%32,%33,%34,%35}, %36", R32(SUM, d, 0));
+}
+
+#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 40;")
+#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 232;")
+
+// END OF INSTRUCTIONS
+
+#ifndef GIVE_REGISTERS
+#define GIVE_REGISTERS()
+#define TAKE_REGISTERS()
+#endif
+
+struct Problem {
+  const u32* groups;
+  const float *scales, *x_scales;
+  u16* y;
+  const int *slots, *experts;
+  int M, N, slabs, turns, per_group, scale_width, blocks, across;
+};
+
+struct Ring {
+  u32 full, empty, base;
+  const unsigned char* tiles;
+};
+
+// What all lanes of a warp have alike, so that the compiler knows it.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
+// A tile, and of two rows of its block where they go, M and more: nowhere. A block without expert has no rows.
+struct Tile {
+  int block, nth, expert, count, slot[2];
+};
+
+__device__ __forceinline__ Tile tile_of(const Problem& of, int id, int lane) {
+  Tile tile = {id / of.across, id % of.across, -1, 0, {of.M, of.M}};
+  if (tile.block >= of.blocks) return tile;
+  tile.expert = of.experts[tile.block];
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    if (lane + i * 32 < ROWS) tile.slot[i] = of.slots[tile.block * ROWS + lane + i * 32];
+  return tile;
+}
+
+__device__ __forceinline__ Tile known(const Problem& of, Tile tile) {
+  tile.expert = uniform(tile.expert);
+  const int own = (tile.slot[0] < of.M) + (tile.slot[1] < of.M);
+  tile.count = tile.expert < 0 ? 0 : uniform(__reduce_add_sync(~0u, own));
+  return tile;
+}
+
+__device__ __forceinline__ int first_slab(const Problem& of, const Tile& tile, int half) {
+  return PAIRED ? tile.nth * (SLABS / 2) + half * (of.slabs / 2) : tile.nth * SLABS + half * (SLABS / 2);
+}
+
+// What one warp does. Its lanes stay together; one of them asks.
+__device__ __forceinline__ void feed(const TensorMap& x, const TensorMap& w, const Problem& of, const Ring& ring, int lane) {
+  const int steps = (of.turns + 1) / 2, num_tiles = of.blocks * of.across;
+  Place at = {0, 1};  // the phase before the first one counts as ended
+  const auto ask_w = [&](const Tile& tile, int step, int stage, u32 full) {
+    expect(full, SLABS * 2 * SLAB_BYTES + (tile.count + 7) / 8 * 1024 * (2 - NUMBERS));
+    const u32 to = ring.base + stage * STAGE + TILE_X;
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      copy_box(to + half * SLABS * SLAB_BYTES, w, step * 2 * SLAB_BYTES / 8,
+               tile.expert * of.slabs + first_slab(of, tile, half), full);
+  };
+  const auto ask_x = [&](const Tile& tile, int step, int stage, u32 full) {
+    for (int eight = 0; eight < (tile.count + 7) / 8; eight++) {
+      const u32 to = ring.base + stage * STAGE + eight * 1024;
+      copy_box(to, x, step * STEP_INPUTS, tile.block * ROWS + eight * 8, full);
+      if (!NUMBERS) copy_box(to + ROWS * 128, x, step * STEP_INPUTS + 64, tile.block * ROWS + eight * 8, full);
+    }
+  };
+  Tile next = tile_of(of, blockIdx.x, lane);
+  int begun = 0;  // steps whose weights are asked for: of the second product the order is older than the kernel before
+#if !PAIRED
+  const Tile first = known(of, next);
+  if (first.count && lane == 0)
+    for (; begun < min(steps, STAGES); begun++) ask_w(first, begun, begun, ring.full + 8 * begun);
+  wait_for_previous();
+#endif
+  for (int id = blockIdx.x; id < num_tiles; id += gridDim.x) {
+    const Tile tile = known(of, next);
+    next = tile_of(of, id + gridDim.x, lane);
+    if (!tile.count || lane) continue;
+    for (int step = 0; step < steps; step++, advance<STAGES>(at)) {
+      const u32 full = ring.full + 8 * at.stage;
+      if (begun > 0) {
+        begun--;
+      } else {
+        await_phase(ring.empty + 8 * at.stage, at.parity);
+        ask_w(tile, step, at.stage, full);
+      }
+      ask_x(tile, step, at.stage, full);
+    }
+  }
+}
+
+// What a warp holds of a slab, and unpacked: four operands of wgmma.
+#if NUMBERS
+__device__ __forceinline__ void unpack_unit(u32 (*a)[4], const unsigned char* slab, const Group&, int lane) {
+#pragma unroll
+  for (int turn = 0; turn < 2; turn++) {
+    const Slab held = slab_at(slab + turn * SLAB_BYTES, lane);
+#pragma unroll
+    for (int s = 0; s < 4; s++) {
+      const u32 both = word(held, s);  // sixteen times what they are, of a row and of the row + 8
+      a[turn * 2 + s / 2][s % 2 * 2] = masked_xor(both << 4, 0xf0f0f0f0u, 0x80808080u);
+      a[turn * 2 + s / 2][s % 2 * 2 + 1] = masked_xor(both, 0xf0f0f0f0u, 0x80808080u);
+    }
+  }
+}
+#define UNIT_SCALE 0.0625f
+#else
+__device__ __forceinline__ void unpack_unit(u32 (*a)[4], const unsigned char* slab, const Group& group, int lane) {
+  const Slab held = slab_at(slab, lane);
+#pragma unroll
+  for (int s = 0; s < 4; s++) {
+    unpack(held, s, Code{}, a[s]);
+    apply_group(a[s], group);
+  }
+}
+#define UNIT_SCALE 1.f
+#endif
+
+template <int rows>
+struct Rows {
+  static constexpr int value = rows;
+};
+
+// Sums of two slabs, as wgmma gives them, times `rows` rows.
+template <int rows>
+__device__ __forceinline__ void add_up(Sum (&sum)[2][ROWS / 2], const Problem& of, const Tile& tile, const Ring& ring,
+                                       Place& at, int warp, int lane) {
+  const int steps = (of.turns + 1) / 2, num_groups = (of.turns + of.per_group - 1) / of.per_group;
+  const u32* entries[2];
+#pragma unroll
+  for (int m = 0; m < 2; m++) {
+    const int slab = min(first_slab(of, tile, m) + warp, of.slabs - 1);
+    entries[m] = of.groups + ((u64)tile.expert * of.slabs + slab) * num_groups * 8 * SCALED + (lane >> 2);
+  }
+  // Where the nth unit of a step is, and its scales.
+  const auto slab_of = [&](int stage, int n) {
+    return ring.tiles + stage * STAGE + TILE_X + ((n % 2 * MULTIPLIERS + warp) * 2 + n / 2) * SLAB_BYTES;
+  };
+  const auto group_of = [&](int step, int n) {
+    return load_group(entries[n % 2], min(step * 2 + n / 2, of.turns - 1) / of.per_group);
+  };
+  u32 a[2][4][4];  // of the unit that is multiplied, and of the next one
+  const Group first = group_of(0, 0);
+  await_phase(ring.full + 8 * at.stage, at.parity);
+  unpack_unit(a[0], slab_of(at.stage, 0), first, lane);
+  int last = 0;
+  for (int step = 0; step < steps; step++) {
+    const int stage = at.stage;
+    const u64 tile_x = descriptor(ring.base + stage * STAGE);
+    advance<STAGES>(at);
+#pragma unroll
+    for (int n = 0; n < UNITS; n++) {
+      const bool goes_on = n + 1 < UNITS || step + 1 < steps;
+      const Group group = group_of(n + 1 < UNITS ? step : step + 1, (n + 1) % UNITS);  // long before it is looked at
+      begin_products();
+#pragma unroll
+      for (int s = 0; s < 4; s++) multiply_rows<rows>(sum[n % 2], a[n % 2][s], tile_x + n / 2 * (ROWS * 8) + s * 2);
+      end_products();
+      if (n + 1 == UNITS && goes_on) await_phase(ring.full + 8 * at.stage, at.parity);
+      await_products<1>();  // those of the unit before: its operands are free
+      if (n == 0 && step > 0 && lane == 0) arrive_at(ring.empty + 8 * last);
+      if (goes_on) unpack_unit(a[(n + 1) % 2], slab_of(n + 1 < UNITS ? stage : at.stage, (n + 1) % UNITS), group, lane);
+    }
+    last = stage;
+  }
+  await_products<0>();
+  if (lane == 0) arrive_at(ring.empty + 8 * last);
+}
+
+// Sixteen outputs of all rows, from `column` on, through a piece of shared memory that is the warp's own.
+template <class Values>
+__device__ __forceinline__ void store_outputs(const Problem& of, const Tile& tile, unsigned char* stage, int column,
+                                              int lane, const Values& values_of) {
+  const int width = PAIRED ? of.N / 2 : of.N;
+  const u32 place = shared_address(stage) + (lane & 7) * 32 + ((lane >> 3 & 1 ^ lane >> 2 & 1) << 4);
+#pragma unroll
+  for (int eight = 0; eight < ROWS / 8; eight++) {
+    if (eight * 8 >= tile.count) break;
+    const float4 v = values_of(eight);
+    store_transposed(place + eight * 256, narrow_y(v.x, v.y), narrow_y(v.z, v.w));
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < ROWS / 16; i++) {
+    if (i * 16 >= tile.count) break;
+    const int n = i * 16 + lane / 2, half = lane % 2;
+    const int slot = __shfl_sync(~0u, tile.slot[i / 2], n % 32);
+    if (n >= tile.count) continue;
+    const uint4 v = *(const uint4*)(stage + n * 32 + ((half ^ n >> 2 & 1) << 4));
+    store_piece(of.y, PAIRED ? tile.block * ROWS + n : slot, PAIRED ? of.blocks * ROWS : of.M, column + half * 8, width, v);
+  }
+  __syncwarp();
+}
+
+__device__ __forceinline__ void compute(const Problem& of, const Tile& tile, const Ring& ring, Place& at,
+                                        unsigned char* stage, int warp, int lane) {
+  const int width = PAIRED ? of.N / 2 : of.N;
+  const float* scales = of.scales + (u64)tile.expert * of.scale_width;
+  int column[2];  // the first output of a slab, gates and what belongs to them together
+  float scale[2][2], of_row[2] = {1.f, 1.f};
+#pragma unroll
+  for (int m = 0; m < 2; m++) {
+    column[m] = PAIRED ? (tile.nth * (SLABS / 2) + warp) * 16 : (first_slab(of, tile, m) + warp) * 16;
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+      scale[m][h] = scales[min(column[m] + (lane >> 2) + h * 8, width - 1) + (PAIRED && m ? width : 0)] * UNIT_SCALE;
+    if (of.x_scales != nullptr && lane + m * 32 < ROWS) of_row[m] = of.x_scales[tile.block * ROWS + lane + m * 32];
+  }
+  Sum sum[2][ROWS / 2];
+#pragma unroll
+  for (int m = 0; m < 2; m++) {
+#pragma unroll
+    for (int i = 0; i < ROWS / 2; i++) sum[m][i] = 0;
+    fence_registers(sum[m]);
+  }
+  const auto add = [&](auto rows) { add_up<decltype(rows)::value>(sum, of, tile, ring, at, warp, lane); };
+  if (tile.count <= 8) add(Rows<8>{});
+  else if (tile.count <= 16) add(Rows<16>{});
+  else if (tile.count <= 24) add(Rows<24>{});
+  else if (tile.count <= 32) add(Rows<32>{});
+  else if (tile.count <= 48) add(Rows<48>{});
+  else add(Rows<64>{});
+#pragma unroll
+  for (int m = 0; m < 2; m++) fence_registers(sum[m]);
+  const auto scaled_four = [&](int m, int eight) {
+    const int row = eight * 8 + (lane & 3) * 2;
+    const float first = __shfl_sync(~0u, of_row[eight / 4], row % 32), second = __shfl_sync(~0u, of_row[eight / 4], row % 32 + 1);
+    const float4 v = four_of(sum[m], eight);
+    return make_float4(v.x * scale[m][0] * first, v.y * scale[m][0] * second, v.z * scale[m][1] * first,
+                       v.w * scale[m][1] * second);
+  };
+#if PAIRED
+  store_outputs(of, tile, stage, column[0], lane, [&](int eight) {
+    const float4 v = scaled_four(0, eight), up = scaled_four(1, eight);
+    return make_float4(silu(v.x) * up.x, silu(v.y) * up.y, silu(v.z) * up.z, silu(v.w) * up.w);
+  });
+#else
+#pragma unroll
+  for (int m = 0; m < 2; m++)
+    store_outputs(of, tile, stage, column[m], lane, [&](int eight) { return scaled_four(m, eight); });
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+quant_grouped(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const u32* __restrict__ groups,
+              const float* __restrict__ scales, const float* x_scales, u16* y, const int* slots, const int* experts, int M,
+              int N, int slabs, int turns, int per_group, int scale_width, int blocks, int across) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5);
+  const Problem of{groups, scales, x_scales, y, slots, experts, M, N, slabs, turns, per_group, scale_width, blocks, across};
+  const u32 full = shared_address(memory), empty = full + 8 * STAGES, base = (empty + 8 * STAGES + 1023) & ~1023u;
+  const Ring ring = {full, empty, base, memory + (base - full)};
+  if (threadIdx.x == 0) {
+    prefetch(x);
+    prefetch(w);
+#pragma unroll
+    for (int s = 0; s < STAGES; s++) {
+      make_barrier(full + 8 * s, 1);
+      make_barrier(empty + 8 * s, MULTIPLIERS);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+  // The next kernel starts when this one knows the order, which it reads without waiting for this one.
+  if (PAIRED || warp < MULTIPLIERS) wait_for_previous();
+  let_next_start();
+  if (warp >= MULTIPLIERS) {
+    GIVE_REGISTERS();
+    if (warp == MULTIPLIERS) feed(x, w, of, ring, lane);
+    return;
+  }
+  TAKE_REGISTERS();
+  unsigned char* stage = memory + (base - full) + STAGES * STAGE + warp * ROWS * 32;
+  Place at = {0, 0};
+  Tile next = tile_of(of, blockIdx.x, lane);
+  for (int id = blockIdx.x; id < blocks * across; id += gridDim.x) {
+    const Tile tile = known(of, next);
+    next = tile_of(of, id + gridDim.x, lane);
+    if (!tile.count) continue;
+    compute(of, tile, ring, at, stage, warp, lane);
+  }
+}
