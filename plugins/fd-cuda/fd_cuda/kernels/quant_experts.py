@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from . import quant_any, quant_blocks, quant_persistent
+from . import quant_any, quant_blocks, quant_grouped, quant_persistent
 from .common import batch_invariant
 from .experts import combined, grouped
 from .experts import moe_experts as experts_in_halves
@@ -23,7 +23,18 @@ from .quant_linear import TILE_ENDS, native_runs, with_copies
 from .quant_native import Grouping, as_numbers, product, rows_product, unpack
 from .quant_order import gathered
 from .quant_round import FP8_BLOCK
-from .quant_shapes import Blocks, Gemm, Gemv, Persistent, RowGemm, Shape, Tile, blocks, persistent
+from .quant_shapes import (
+    Blocks,
+    Gemm,
+    Gemv,
+    Grouped,
+    Persistent,
+    RowGemm,
+    Shape,
+    Tile,
+    blocks,
+    persistent,
+)
 from .quant_weights import Weights
 from .routing import order_by_expert
 
@@ -74,6 +85,10 @@ def moe_experts(
         order = order_by_expert(topk_ids, first.num_experts, shape.rows)
         y = quant_blocks.experts(shape, x, order, slots, first, second)
         return combined(y, topk_weights)
+    if isinstance(shape, Grouped):
+        order = order_by_expert(topk_ids, first.num_experts, shape.rows)
+        y = quant_grouped.experts(shape, x, order, slots, top_k, (gate_up, first), (down, second))
+        return combined(y, topk_weights)
     if isinstance(shape, Persistent):
         order, of = order_by_expert(topk_ids, first.num_experts, shape.rows), (gate_up, first)
         y = quant_persistent.experts(shape, x, order, slots, top_k, of, (down, second))
@@ -114,7 +129,7 @@ def _product(
     )
 
 
-def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | Blocks:
+def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | Blocks | Grouped:
     """The kernel for so many rows an expert, as measured on an H200 with 64 experts of 2560 x
     1536."""
     by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)

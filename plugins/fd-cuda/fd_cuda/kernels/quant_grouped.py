@@ -31,7 +31,7 @@ def grouped_product(
     *,
     paired: bool,
 ) -> torch.Tensor:
-    """Rows of x, half floats or int8 numbers of by_words(), in the order of the blocks, times the
+    """Rows of x, half floats or int8 numbers by words, in the order of the blocks, times the
     weight of the block's expert. What comes out lies like x where it is `paired`, else by slots."""
     blocks, width = len(order.experts), weight.out_features // (1 + paired)
     num_rows = blocks * shape.rows if paired else num_slots
@@ -78,12 +78,6 @@ def grouped_product(
     return y
 
 
-def by_words(numbers: torch.Tensor) -> torch.Tensor:
-    """int8 [T, K], K in whole sixteens, in the order in which a slab's words have their inputs."""
-    inputs = numbers.view(len(numbers), -1, 2, 4, 2)  # far, q, odd
-    return inputs.permute(0, 1, 3, 4, 2).reshape(numbers.shape)
-
-
 def experts(
     shape: Grouped,
     x: torch.Tensor,
@@ -96,13 +90,12 @@ def experts(
     """[num_slots, H]: the gated MLPs of the experts that rows slot // top_k of x go to in this
     order."""
     (weight, first), (other, second) = gate_up, down
+    scales = None
     if weight.rounding:
-        numbers, scales = weight.numbers(x, into=order)
-        given = by_words(numbers)
+        given, scales = weight.numbers(x, into=order, by_words=True)
     else:
-        given, scales = gathered(x, order, num_slots, top_k), None
+        given = gathered(x, order, num_slots, top_k)
     hidden = grouped_product(shape, given, scales, first, x.dtype, order, num_slots, paired=True)
     if other.rounding:
-        numbers, scales = other.numbers(hidden, order)
-        hidden = by_words(numbers)
+        hidden, scales = other.numbers(hidden, order, by_words=True)
     return grouped_product(shape, hidden, scales, second, x.dtype, order, num_slots, paired=False)
