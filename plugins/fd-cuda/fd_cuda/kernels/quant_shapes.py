@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, TRELLIS
+from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, MXFP4, TRELLIS
 
 MOST_SHARED: Final = 224 << 10  # bytes of a block, beside its table of up to 256 rows (wide.cuh)
 MOST_DYNAMIC: Final = 227 << 10  # of a block without such a table
@@ -208,7 +208,7 @@ Chosen = Shape | RowGemm | Persistent | Blocks | Grouped | None  # None: the lib
 
 def slab_bytes(kind: int) -> int:
     """Of 16 outputs by 64 inputs; of the trellis code 64 outputs."""
-    return 512 if kind == INT4 else 256 if kind == CCQ else 1024
+    return 512 if kind in (INT4, MXFP4) else 256 if kind == CCQ else 1024
 
 
 def group_bytes(kind: int, scaled: int) -> int:
@@ -308,7 +308,8 @@ def persistent(rows: int, kind: int) -> Persistent:
 def grouped_shared(shape: Grouped, kind: int, *, is_int8: bool) -> int:
     """Bytes of shared memory of a block of quant_grouped.cu: barriers, a ring of steps of two
     turns, what warps are about to store."""
-    step = shape.rows * 128 * (1 if is_int8 else 2) + shape.slabs * 2 * slab_bytes(kind)
+    weights = 2 * slab_bytes(kind) + (64 if kind == MXFP4 else 0)
+    step = shape.rows * 128 * (1 if is_int8 else 2) + shape.slabs * weights
     return 16 * shape.stages + 1024 + shape.stages * step + shape.groups * 4 * shape.rows * 32
 
 

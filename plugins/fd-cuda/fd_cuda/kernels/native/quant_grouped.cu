@@ -20,7 +20,8 @@
 #define SLABS (MULTIPLIERS * 2)
 #define OUT (SLABS * 16 / (1 + PAIRED))
 #define TILE_X (ROWS * 128 * (2 - NUMBERS))
-#define STAGE (TILE_X + SLABS * 2 * SLAB_BYTES)
+#define TILE_W (SLABS * 2 * SLAB_BYTES)
+#define STAGE (TILE_X + TILE_W + (FORMAT == MXFP4 ? SLABS * 64 : 0))
 #define UNITS (NUMBERS ? 2 : 4)  // of a step: what a warp unpacks at a time, 64 inputs of a slab, or as NUMBERS 128
 #define STEP_INPUTS 128
 
@@ -71,9 +72,13 @@ __device__ __forceinline__ void multiply_rows(Sum* d, const u32* a, u64 b) {
 struct Problem {
   const u32* groups;
   const float *scales, *x_scales;
+  const u16* bias;
   u16* y;
   const int *slots, *experts;
   int M, N, slabs, turns, per_group, scale_width, blocks, across;
+  float alpha, limit;  // of MXFP4's activation
+
+  __device__ __forceinline__ int steps() const { return (turns + 1) / 2; }
 };
 
 struct Ring {
@@ -112,11 +117,19 @@ __device__ __forceinline__ int first_slab(const Problem& of, const Tile& tile, i
 
 // What one warp does. Its lanes stay together; one of them asks.
 __device__ __forceinline__ void feed(const TensorMap& x, const TensorMap& w, const Problem& of, const Ring& ring, int lane) {
-  const int steps = (of.turns + 1) / 2, num_tiles = of.blocks * of.across;
+  const int steps = of.steps(), num_tiles = of.blocks * of.across;
   Place at = {0, 1};  // the phase before the first one counts as ended
   const auto ask_w = [&](const Tile& tile, int step, int stage, u32 full) {
-    expect(full, SLABS * 2 * SLAB_BYTES + (tile.count + 7) / 8 * 1024 * (2 - NUMBERS));
+    const int bytes_x = (tile.count + 7) / 8 * 1024 * (2 - NUMBERS);
     const u32 to = ring.base + stage * STAGE + TILE_X;
+#if FORMAT == MXFP4
+    const int row = tile.nth * SLABS * 16, powers = min(of.N - row, SLABS * 16) * 4;
+    expect(full, TILE_W + powers + bytes_x);
+    copy_box(to, w, step * 8, tile.expert * of.N + row, full);
+    copy_line(to + TILE_W, of.groups + ((u64)tile.expert * steps + step) * of.N + row, powers, full);
+    return;
+#endif
+    expect(full, TILE_W + bytes_x);
 #pragma unroll
     for (int half = 0; half < 2; half++)
       copy_box(to + half * SLABS * SLAB_BYTES, w, step * 2 * SLAB_BYTES / 8,
@@ -154,31 +167,91 @@ __device__ __forceinline__ void feed(const TensorMap& x, const TensorMap& w, con
   }
 }
 
-// What a warp holds of a slab, and unpacked: four operands of wgmma.
-#if NUMBERS
-__device__ __forceinline__ void unpack_unit(u32 (*a)[4], const unsigned char* slab, const Group&, int lane) {
+// What a warp holds of a slab, and a unit of it unpacked to four operands of wgmma.
+#if FORMAT == MXFP4
+#define UNIT_SCALE 1.f
+// A lane has 32 inputs of two rows, which share a power of two each. Eight of them are a word; "inputs 2 q, 2 q + 1, 8 + 2 q
+// and 9 + 2 q of step s" are 0, 4, 1 and 5 of word s / 2, or 2, 6, 3 and 7 where s is odd (gathered() and hidden outputs).
+struct Held {
+  uint4 row[2];
+  u32 power[2];
+};
+
+// Of a tile, the first row of W that lanes have of a slab; the other one is eight after it. PAIRED: gates and what belongs
+// to them take turns in W. Output n of a tile comes out at the place that it has as an input: bits 6 to 0 of a place are
+// bits 4, 3, 1, 0, 6, 5, 2 of n. Eight places are a slab's.
+__device__ __forceinline__ int first_output(int warp, int m, int lane) {
+  return lane >> 3 << 5 | warp >> 1 << 3 | (warp & 1) << 1 | m;
+}
+
+__device__ __forceinline__ int row_of(int warp, int m, int lane) {
+  return PAIRED ? first_output(warp, m, lane) * 2 + (lane >> 2 & 1) : (m * MULTIPLIERS + warp) * 16 + (lane >> 2);
+}
+
+__device__ __forceinline__ void hold(Held& held, const unsigned char* stage, int n, int warp, int lane) {
+  if (n % 2) return;
 #pragma unroll
-  for (int turn = 0; turn < 2; turn++) {
-    const Slab held = slab_at(slab + turn * SLAB_BYTES, lane);
+  for (int i = 0; i < 2; i++) {
+    const int row = row_of(warp, n / 2, lane) + i * 8;
+    held.row[i] = *(const uint4*)(stage + TILE_X + row * 64 + (lane & 3) * 16);
+    held.power[i] = __byte_perm(stage[TILE_X + TILE_W + row * 4 + (lane & 3)], 0, 0x0404u) >> 1;
+  }
+}
+
+// Sign and magnitude of a pair of numbers stand where those of bfloat16 are: they are 2^-126 of what they should be.
+__device__ __forceinline__ void unpack_unit(u32 (*a)[4], const Held& held, int n) {
 #pragma unroll
-    for (int s = 0; s < 4; s++) {
-      const u32 both = word(held, s);  // sixteen times what they are, of a row and of the row + 8
-      a[turn * 2 + s / 2][s % 2 * 2] = masked_xor(both << 4, 0xf0f0f0f0u, 0x80808080u);
-      a[turn * 2 + s / 2][s % 2 * 2 + 1] = masked_xor(both, 0xf0f0f0f0u, 0x80808080u);
+  for (int i = 0; i < 2; i++) {
+#pragma unroll
+    for (int v = 0; v < 2; v++) {
+      const uint4& all = held.row[i];
+      const u32 word = n % 2 ? (v ? all.w : all.z) : (v ? all.y : all.x);
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const u32 size = (k < 2 ? word << (6 - 4 * k) : word >> (4 * k - 6)) & 0x01c001c0u;
+        const u32 bits = masked_or(word << (12 - 4 * k), 0x80008000u, size);
+        a[v * 2 + k / 2][k % 2 * 2 + i] = fma2(bits, held.power[i], 0x80008000u);
+      }
     }
   }
 }
+#elif NUMBERS
 #define UNIT_SCALE 0.0625f
-#else
-__device__ __forceinline__ void unpack_unit(u32 (*a)[4], const unsigned char* slab, const Group& group, int lane) {
-  const Slab held = slab_at(slab, lane);
+struct Held {
+  Slab slab[2];
+};
+
+__device__ __forceinline__ void hold(Held& held, const unsigned char* stage, int n, int warp, int lane) {
+  const unsigned char* slab = stage + TILE_X + (n * MULTIPLIERS + warp) * 2 * SLAB_BYTES;
+  held.slab[0] = slab_at(slab, lane), held.slab[1] = slab_at(slab + SLAB_BYTES, lane);
+}
+
+__device__ __forceinline__ void unpack_unit(u32 (*a)[4], const Held& held, int) {
 #pragma unroll
-  for (int s = 0; s < 4; s++) {
-    unpack(held, s, Code{}, a[s]);
-    apply_group(a[s], group);
+  for (int s = 0; s < 8; s++) {
+    const u32 both = word(held.slab[s / 4], s % 4);  // sixteen times what they are, of a row and of the row + 8
+    a[s / 2][s % 2 * 2] = masked_xor(both << 4, 0xf0f0f0f0u, 0x80808080u);
+    a[s / 2][s % 2 * 2 + 1] = masked_xor(both, 0xf0f0f0f0u, 0x80808080u);
   }
 }
+#else
 #define UNIT_SCALE 1.f
+struct Held {
+  Slab slab;
+  Group group;
+};
+
+__device__ __forceinline__ void hold(Held& held, const unsigned char* stage, int n, int warp, int lane) {
+  held.slab = slab_at(stage + TILE_X + ((n / 2 * MULTIPLIERS + warp) * 2 + n % 2) * SLAB_BYTES, lane);
+}
+
+__device__ __forceinline__ void unpack_unit(u32 (*a)[4], const Held& held, int) {
+#pragma unroll
+  for (int s = 0; s < 4; s++) {
+    unpack(held.slab, s, Code{}, a[s]);
+    apply_group(a[s], held.group);
+  }
+}
 #endif
 
 template <int rows>
@@ -190,24 +263,28 @@ struct Rows {
 template <int rows>
 __device__ __forceinline__ void add_up(Sum (&sum)[2][ROWS / 2], const Problem& of, const Tile& tile, const Ring& ring,
                                        Place& at, int warp, int lane) {
-  const int steps = (of.turns + 1) / 2, num_groups = (of.turns + of.per_group - 1) / of.per_group;
+  const int steps = of.steps();
+#if SCALED
+  const int num_groups = (of.turns + of.per_group - 1) / of.per_group;
   const u32* entries[2];
 #pragma unroll
   for (int m = 0; m < 2; m++) {
     const int slab = min(first_slab(of, tile, m) + warp, of.slabs - 1);
     entries[m] = of.groups + ((u64)tile.expert * of.slabs + slab) * num_groups * 8 * SCALED + (lane >> 2);
   }
-  // Where the nth unit of a step is, and its scales.
-  const auto slab_of = [&](int stage, int n) {
-    return ring.tiles + stage * STAGE + TILE_X + ((n % 2 * MULTIPLIERS + warp) * 2 + n / 2) * SLAB_BYTES;
-  };
+  // Scales of the nth unit of a step.
   const auto group_of = [&](int step, int n) {
-    return load_group(entries[n % 2], min(step * 2 + n / 2, of.turns - 1) / of.per_group);
+    return load_group(entries[n / 2], min(step * 2 + n % 2, of.turns - 1) / of.per_group);
   };
+#endif
   u32 a[2][4][4];  // of the unit that is multiplied, and of the next one
-  const Group first = group_of(0, 0);
+  Held held;
+#if SCALED
+  held.group = group_of(0, 0);
+#endif
   await_phase(ring.full + 8 * at.stage, at.parity);
-  unpack_unit(a[0], slab_of(at.stage, 0), first, lane);
+  hold(held, ring.tiles + at.stage * STAGE, 0, warp, lane);
+  unpack_unit(a[0], held, 0);
   int last = 0;
   for (int step = 0; step < steps; step++) {
     const int stage = at.stage;
@@ -215,16 +292,22 @@ __device__ __forceinline__ void add_up(Sum (&sum)[2][ROWS / 2], const Problem& o
     advance<STAGES>(at);
 #pragma unroll
     for (int n = 0; n < UNITS; n++) {
-      const bool goes_on = n + 1 < UNITS || step + 1 < steps;
-      const Group group = group_of(n + 1 < UNITS ? step : step + 1, (n + 1) % UNITS);  // long before it is looked at
+      const int m = n / (UNITS / 2), half = n % (UNITS / 2), next = (n + 1) % UNITS;
+      const bool goes_on = next || step + 1 < steps;
+#if SCALED
+      held.group = group_of(next ? step : step + 1, next);  // long before it is looked at
+#endif
       begin_products();
 #pragma unroll
-      for (int s = 0; s < 4; s++) multiply_rows<rows>(sum[n % 2], a[n % 2][s], tile_x + n / 2 * (ROWS * 8) + s * 2);
+      for (int s = 0; s < 4; s++) multiply_rows<rows>(sum[m], a[n % 2][s], tile_x + half * (ROWS * 8) + s * 2);
       end_products();
-      if (n + 1 == UNITS && goes_on) await_phase(ring.full + 8 * at.stage, at.parity);
+      if (goes_on) {
+        if (!next) await_phase(ring.full + 8 * at.stage, at.parity);
+        hold(held, ring.tiles + (next ? stage : at.stage) * STAGE, next, warp, lane);
+      }
       await_products<1>();  // those of the unit before: its operands are free
       if (n == 0 && step > 0 && lane == 0) arrive_at(ring.empty + 8 * last);
-      if (goes_on) unpack_unit(a[(n + 1) % 2], slab_of(n + 1 < UNITS ? stage : at.stage, (n + 1) % UNITS), group, lane);
+      if (goes_on) unpack_unit(a[(n + 1) % 2], held, next);
     }
     last = stage;
   }
@@ -236,13 +319,13 @@ __device__ __forceinline__ void add_up(Sum (&sum)[2][ROWS / 2], const Problem& o
 template <class Values>
 __device__ __forceinline__ void store_outputs(const Problem& of, const Tile& tile, unsigned char* stage, int column,
                                               int lane, const Values& values_of) {
-  const int width = PAIRED ? of.N / 2 : of.N;
+  const int width = PAIRED && FORMAT == MXFP4 ? of.across * OUT : of.N / (1 + PAIRED);
   const u32 place = shared_address(stage) + (lane & 7) * 32 + ((lane >> 3 & 1 ^ lane >> 2 & 1) << 4);
 #pragma unroll
   for (int eight = 0; eight < ROWS / 8; eight++) {
     if (eight * 8 >= tile.count) break;
-    const float4 v = values_of(eight);
-    store_transposed(place + eight * 256, narrow_y(v.x, v.y), narrow_y(v.z, v.w));
+    const uint2 pairs = values_of(eight);
+    store_transposed(place + eight * 256, pairs.x, pairs.y);
   }
   __syncwarp();
 #pragma unroll
@@ -259,16 +342,21 @@ __device__ __forceinline__ void store_outputs(const Problem& of, const Tile& til
 
 __device__ __forceinline__ void compute(const Problem& of, const Tile& tile, const Ring& ring, Place& at,
                                         unsigned char* stage, int warp, int lane) {
-  const int width = PAIRED ? of.N / 2 : of.N;
   const float* scales = of.scales + (u64)tile.expert * of.scale_width;
-  int column[2];  // the first output of a slab, gates and what belongs to them together
-  float scale[2][2], of_row[2] = {1.f, 1.f};
+  // Of a lane's two outputs of each slab, with PAIRED of gates and of what belongs to them; and of its own two rows.
+  float scale[2][2], bias[2][2] = {}, of_row[2] = {1.f, 1.f};
 #pragma unroll
   for (int m = 0; m < 2; m++) {
-    column[m] = PAIRED ? (tile.nth * (SLABS / 2) + warp) * 16 : (first_slab(of, tile, m) + warp) * 16;
 #pragma unroll
-    for (int h = 0; h < 2; h++)
-      scale[m][h] = scales[min(column[m] + (lane >> 2) + h * 8, width - 1) + (PAIRED && m ? width : 0)] * UNIT_SCALE;
+    for (int h = 0; h < 2; h++) {
+#if FORMAT == MXFP4
+      const int output = min(tile.nth * SLABS * 16 + row_of(warp, m, lane) + h * 8, of.N - 1);
+      if (of.bias != nullptr) bias[m][h] = widen_y(of.bias[(u64)tile.expert * of.N + output]);
+#else
+      const int output = min((first_slab(of, tile, m) + warp) * 16 + (lane >> 2) + h * 8, of.N - 1);
+#endif
+      scale[m][h] = scales[output] * UNIT_SCALE;
+    }
     if (of.x_scales != nullptr && lane + m * 32 < ROWS) of_row[m] = of.x_scales[tile.block * ROWS + lane + m * 32];
   }
   Sum sum[2][ROWS / 2];
@@ -287,32 +375,57 @@ __device__ __forceinline__ void compute(const Problem& of, const Tile& tile, con
   else add(Rows<64>{});
 #pragma unroll
   for (int m = 0; m < 2; m++) fence_registers(sum[m]);
+  // Outputs of two rows each.
   const auto scaled_four = [&](int m, int eight) {
-    const int row = eight * 8 + (lane & 3) * 2;
-    const float first = __shfl_sync(~0u, of_row[eight / 4], row % 32), second = __shfl_sync(~0u, of_row[eight / 4], row % 32 + 1);
+    float first = 1.f, second = 1.f;
+    if (NUMBERS) {
+      const int row = eight * 8 + (lane & 3) * 2;
+      first = __shfl_sync(~0u, of_row[eight / 4], row % 32), second = __shfl_sync(~0u, of_row[eight / 4], row % 32 + 1);
+    }
     const float4 v = four_of(sum[m], eight);
-    return make_float4(v.x * scale[m][0] * first, v.y * scale[m][0] * second, v.z * scale[m][1] * first,
-                       v.w * scale[m][1] * second);
+    return make_float4(v.x * scale[m][0] * first + bias[m][0], v.y * scale[m][0] * second + bias[m][0],
+                       v.z * scale[m][1] * first + bias[m][1], v.w * scale[m][1] * second + bias[m][1]);
   };
-#if PAIRED
-  store_outputs(of, tile, stage, column[0], lane, [&](int eight) {
+#if PAIRED && FORMAT == MXFP4
+  // One lane of two has gates, of its own output and of the other one's, the other one what belongs to them.
+  const bool is_up = lane >> 2 & 1;
+  const auto clamped = [&](int m, int eight) {
+    const float4 v = scaled_four(m, eight);
+    const float x = __shfl_xor_sync(~0u, is_up ? v.x : v.z, 4), y = __shfl_xor_sync(~0u, is_up ? v.y : v.w, 4);
+    const bool is_there = tile.nth * OUT + first_output(warp, m, lane) + is_up * 4 < of.N / 2;
+    const auto gated = [&](float gate, float up) {
+      gate = gate > of.limit ? of.limit : gate;  // what is no number stays so
+      up = up > of.limit ? of.limit : up < -of.limit ? -of.limit : up;
+      return is_there ? (up + 1.f) * gate / (1.f + __expf(-of.alpha * gate)) : 0.f;
+    };
+    return narrow_y(is_up ? gated(x, v.z) : gated(v.x, x), is_up ? gated(y, v.w) : gated(v.y, y));
+  };
+  store_outputs(of, tile, stage, (tile.nth * (SLABS / 2) + warp) * 16, lane,
+                [&](int eight) { return make_uint2(clamped(0, eight), clamped(1, eight)); });
+#elif PAIRED
+  store_outputs(of, tile, stage, (tile.nth * (SLABS / 2) + warp) * 16, lane, [&](int eight) {
     const float4 v = scaled_four(0, eight), up = scaled_four(1, eight);
-    return make_float4(silu(v.x) * up.x, silu(v.y) * up.y, silu(v.z) * up.z, silu(v.w) * up.w);
+    return make_uint2(narrow_y(silu(v.x) * up.x, silu(v.y) * up.y), narrow_y(silu(v.z) * up.z, silu(v.w) * up.w));
   });
 #else
 #pragma unroll
   for (int m = 0; m < 2; m++)
-    store_outputs(of, tile, stage, column[m], lane, [&](int eight) { return scaled_four(m, eight); });
+    store_outputs(of, tile, stage, (tile.nth * SLABS + m * MULTIPLIERS + warp) * 16, lane, [&](int eight) {
+      const float4 v = scaled_four(m, eight);
+      return make_uint2(narrow_y(v.x, v.y), narrow_y(v.z, v.w));
+    });
 #endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 quant_grouped(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const u32* __restrict__ groups,
-              const float* __restrict__ scales, const float* x_scales, u16* y, const int* slots, const int* experts, int M,
-              int N, int slabs, int turns, int per_group, int scale_width, int blocks, int across) {
+              const float* __restrict__ scales, const float* x_scales, const u16* __restrict__ bias, u16* y,
+              const int* slots, const int* experts, int M, int N, int slabs, int turns, int per_group, int scale_width,
+              int blocks, int across, float alpha, float limit) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int lane = threadIdx.x & 31, warp = uniform(threadIdx.x >> 5);
-  const Problem of{groups, scales, x_scales, y, slots, experts, M, N, slabs, turns, per_group, scale_width, blocks, across};
+  const Problem of{groups, scales, x_scales, bias, y, slots, experts, M, N, slabs, turns, per_group, scale_width, blocks,
+                   across, alpha, limit};
   const u32 full = shared_address(memory), empty = full + 8 * STAGES, base = (empty + 8 * STAGES + 1023) & ~1023u;
   const Ring ring = {full, empty, base, memory + (base - full)};
   if (threadIdx.x == 0) {
