@@ -42,8 +42,14 @@ def in_blocks(counts: tuple[int, ...], rows: int, experts: int) -> Order:
 
 @pytest.mark.parametrize(
     ("name", "group", "inputs"),
-    [("wint4", 0, 208), ("w4a8", 0, 336), ("wint8_zp", 64, 192), ("wint4", 64, 192), ("wfp8", 0, 72)],
-)  # fmt: skip
+    [
+        ("wint4", 0, 208),
+        ("w4a8", 0, 336),
+        ("wint8_zp", 64, 192),
+        ("wint4", 64, 192),
+        ("wfp8", 0, 72),
+    ],
+)
 def test_products_of_every_number_of_rows(name: str, group: int, inputs: int) -> None:
     """Outputs that fill no tile, inputs that fill no step."""
     torch.manual_seed(inputs)
@@ -103,6 +109,6 @@ def test_experts_of_mxfp4_with_biases(hidden: int, inner: int, has_down_bias: bo
 def test_blocks_have_the_shared_memory_that_steps_take() -> None:
     for kind in (INT4, INT8, MXFP4):
         for is_int8 in (False, True):
-            shape = quant_grouped.shape_for(kind, is_int8=is_int8)
+            shape = quant_grouped.grouped_shape(kind, rounds=is_int8)
             assert shape.stages > 3
             assert grouped_shared(shape, kind, is_int8=is_int8) <= MOST_DYNAMIC

@@ -18,6 +18,7 @@ from .experts import combined, grouped
 from .experts import moe_experts as experts_in_halves
 from .experts import tiles_for as tiles_of_experts
 from .norm import silu_and_mul
+from .quant_grouped import grouped_shape
 from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
 from .quant_linear import TILE_ENDS, native_runs, with_copies
 from .quant_native import Grouping, as_numbers, product, rows_product, unpack
@@ -25,7 +26,6 @@ from .quant_order import gathered
 from .quant_round import FP8_BLOCK
 from .quant_shapes import (
     Blocks,
-    Gemm,
     Gemv,
     Grouped,
     Persistent,
@@ -67,10 +67,11 @@ def moe_experts(
     first, second = gate_up.slabs, down.slabs
     if first is None or second is None:
         return _in_triton(x, topk_ids, topk_weights, gate_up, down)
-    if not native_runs(x) or first.out_features % 32:
+    is_odd = first.out_features % 32 or (gate_up.rounding and first.in_features % 16)
+    if not native_runs(x) or is_odd:
         return _dequantized(x, topk_ids, topk_weights, gate_up, down)
     each = tokens * top_k / first.num_experts
-    shape = choose(first, each)
+    shape = choose(first, each, rounds=bool(gate_up.rounding))
     sizes = [(s.num_experts, s.out_features, s.in_features) for s in (first, second)]
     if not batch_invariant() and may_unpack(*sizes):
         if first.kind == CCQ and each > _MANY_CODES:
@@ -129,14 +130,16 @@ def _product(
     )
 
 
-def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | Blocks | Grouped:
+def choose(
+    slabs: Slabs, each: float, *, rounds: bool = False
+) -> Shape | RowGemm | Persistent | Blocks | Grouped:
     """The kernel for so many rows an expert, as measured on an H200 with 64 experts of 2560 x
-    1536."""
+    1536. `rounds`: of int4, whether activations are rounded."""
     by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
     if batch_invariant():
         if slabs.kind == CCQ:
             return Gemv(4, 2, 8, 4, 1)
-        return RowGemm(64, 2, 1, 5) if by_rows else Gemm(64, 2, 1, 5, 4)
+        return RowGemm(64, 2, 1, 5) if by_rows else grouped_shape(slabs.kind, rounds=rounds)
     if each > _MANY_EACH and slabs.block_scales is not None:
         # What two products of the matrix units make of gates and what belongs to them is rounded as
         # one block.
@@ -152,7 +155,7 @@ def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | Blocks |
         return persistent(64 if each <= 64 else 128, slabs.kind)
     if by_rows:
         return RowGemm(32 if each <= 28 else 64, 2, 1, 4)
-    return Gemm(32 if each <= 28 else 64 if each <= 64 else 128, 1, 1, 5, 4, 2)
+    return grouped_shape(slabs.kind, rounds=rounds)
 
 
 def persistent_rows(each: float) -> int:

@@ -176,8 +176,9 @@ def clamped_experts(
     return grouped_product(shape, hidden, None, second, x.dtype, order, num_slots, paired=False)
 
 
-def shape_for(kind: int, *, is_int8: bool) -> Grouped:
-    """With as many steps ahead, to eight, as there is shared memory for."""
+def grouped_shape(kind: int, *, rounds: bool = False) -> Grouped:
+    """With as many steps ahead, to eight, as there is shared memory for. `rounds`: activations are
+    int8."""
     shapes = (Grouped(64, 2, stages) for stages in range(8, 2, -1))
-    fits = (s for s in shapes if grouped_shared(s, kind, is_int8=is_int8) <= MOST_DYNAMIC)
+    fits = (s for s in shapes if grouped_shared(s, kind, is_int8=rounds) <= MOST_DYNAMIC)
     return next(fits)

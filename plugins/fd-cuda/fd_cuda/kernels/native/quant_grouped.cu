@@ -254,11 +254,6 @@ __device__ __forceinline__ void unpack_unit(u32 (*a)[4], const Held& held, int) 
 }
 #endif
 
-template <int rows>
-struct Rows {
-  static constexpr int value = rows;
-};
-
 // Sums of two slabs, as wgmma gives them, times `rows` rows.
 template <int rows>
 __device__ __forceinline__ void add_up(Sum (&sum)[2][ROWS / 2], const Problem& of, const Tile& tile, const Ring& ring,
@@ -366,13 +361,12 @@ __device__ __forceinline__ void compute(const Problem& of, const Tile& tile, con
     for (int i = 0; i < ROWS / 2; i++) sum[m][i] = 0;
     fence_registers(sum[m]);
   }
-  const auto add = [&](auto rows) { add_up<decltype(rows)::value>(sum, of, tile, ring, at, warp, lane); };
-  if (tile.count <= 8) add(Rows<8>{});
-  else if (tile.count <= 16) add(Rows<16>{});
-  else if (tile.count <= 24) add(Rows<24>{});
-  else if (tile.count <= 32) add(Rows<32>{});
-  else if (tile.count <= 48) add(Rows<48>{});
-  else add(Rows<64>{});
+  if (tile.count <= 8) add_up<8>(sum, of, tile, ring, at, warp, lane);
+  else if (tile.count <= 16) add_up<16>(sum, of, tile, ring, at, warp, lane);
+  else if (tile.count <= 24) add_up<24>(sum, of, tile, ring, at, warp, lane);
+  else if (tile.count <= 32) add_up<32>(sum, of, tile, ring, at, warp, lane);
+  else if (tile.count <= 48) add_up<48>(sum, of, tile, ring, at, warp, lane);
+  else add_up<64>(sum, of, tile, ring, at, warp, lane);
 #pragma unroll
   for (int m = 0; m < 2; m++) fence_registers(sum[m]);
   // Outputs of two rows each.
