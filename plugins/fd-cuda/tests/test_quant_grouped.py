@@ -40,6 +40,7 @@ def in_blocks(counts: tuple[int, ...], rows: int, experts: int) -> Order:
     return Order(slots.view(-1).to(DEVICE), torch.tensor([*of, -1], dtype=torch.int32).to(DEVICE))
 
 
+@pytest.mark.parametrize("counts", [COUNTS, (64, 65, 128)])
 @pytest.mark.parametrize(
     ("name", "group", "inputs"),
     [
@@ -50,14 +51,16 @@ def in_blocks(counts: tuple[int, ...], rows: int, experts: int) -> Order:
         ("wfp8", 0, 72),
     ],
 )
-def test_products_of_every_number_of_rows(name: str, group: int, inputs: int) -> None:
+def test_products_of_every_number_of_rows(
+    name: str, group: int, inputs: int, counts: tuple[int, ...]
+) -> None:
     """Outputs that fill no tile, inputs that fill no step."""
     torch.manual_seed(inputs)
-    inner, experts, shape = 144, 4, Grouped(64, 2, 3)
+    inner, experts, shape = 144, 4, Grouped(128 if max(counts) > 64 else 64, 2, 3)
     weight = quant_weights.prepare(packed(name, 2 * inner, inputs, group, experts, DEVICE))
     slabs = weight.slabs
     assert slabs is not None
-    order, num_slots = in_blocks(COUNTS, shape.rows, experts), sum(COUNTS)
+    order, num_slots = in_blocks(counts, shape.rows, experts), sum(counts)
     scales, dtype = None, torch.bfloat16
     given = torch.randn(len(order.slots), inputs, device=DEVICE).to(dtype)
     meant = given.double()

@@ -57,6 +57,10 @@ __device__ __forceinline__ void multiply_rows(Sum* d, const u32* a, u64 b) {
   MULTIPLY(32, D16, "{%16,%17,%18,%19}, %20", R16(SUM, d, 0));
   MULTIPLY(48, D24, "{%24,%25,%26,%27}, %28", R16(SUM, d, 0), R8(SUM, d, 16));
   MULTIPLY(64, D32, "{%32,%33,%34,%35}, %36", R32(SUM, d, 0));
+#if ROWS == 128
+  MULTIPLY(96, D48, "{%48,%49,%50,%51}, %52", R32(SUM, d, 0), R16(SUM, d, 32));
+  MULTIPLY(128, D64, "{%64,%65,%66,%67}, %68", R32(SUM, d, 0), R32(SUM, d, 32));
+#endif
 }
 
 #define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 40;")
@@ -91,22 +95,23 @@ __device__ __forceinline__ int uniform(int value) { return __shfl_sync(~0u, valu
 
 // A tile, and of two rows of its block where they go, M and more: nowhere. A block without expert has no rows.
 struct Tile {
-  int block, nth, expert, count, slot[2];
+  int block, nth, expert, count, slot[ROWS / 32];
 };
 
 __device__ __forceinline__ Tile tile_of(const Problem& of, int id, int lane) {
-  Tile tile = {id / of.across, id % of.across, -1, 0, {of.M, of.M}};
-  if (tile.block >= of.blocks) return tile;
-  tile.expert = of.experts[tile.block];
+  Tile tile = {id / of.across, id % of.across, -1, 0};
+  const bool is_there = tile.block < of.blocks;
+  if (is_there) tile.expert = of.experts[tile.block];
 #pragma unroll
-  for (int i = 0; i < 2; i++)
-    if (lane + i * 32 < ROWS) tile.slot[i] = of.slots[tile.block * ROWS + lane + i * 32];
+  for (int i = 0; i < ROWS / 32; i++) tile.slot[i] = is_there ? of.slots[tile.block * ROWS + lane + i * 32] : of.M;
   return tile;
 }
 
 __device__ __forceinline__ Tile known(const Problem& of, Tile tile) {
   tile.expert = uniform(tile.expert);
-  const int own = (tile.slot[0] < of.M) + (tile.slot[1] < of.M);
+  int own = 0;
+#pragma unroll
+  for (int i = 0; i < ROWS / 32; i++) own += tile.slot[i] < of.M;
   tile.count = tile.expert < 0 ? 0 : uniform(__reduce_add_sync(~0u, own));
   return tile;
 }
@@ -339,7 +344,9 @@ __device__ __forceinline__ void compute(const Problem& of, const Tile& tile, con
                                         unsigned char* stage, int warp, int lane) {
   const float* scales = of.scales + (u64)tile.expert * of.scale_width;
   // Of a lane's two outputs of each slab, with PAIRED of gates and of what belongs to them; and of its own two rows.
-  float scale[2][2], bias[2][2] = {}, of_row[2] = {1.f, 1.f};
+  float scale[2][2], bias[2][2] = {}, of_row[ROWS / 32];
+#pragma unroll
+  for (int i = 0; i < ROWS / 32; i++) of_row[i] = NUMBERS ? of.x_scales[tile.block * ROWS + lane + i * 32] : 1.f;
 #pragma unroll
   for (int m = 0; m < 2; m++) {
 #pragma unroll
@@ -352,7 +359,6 @@ __device__ __forceinline__ void compute(const Problem& of, const Tile& tile, con
 #endif
       scale[m][h] = scales[output] * UNIT_SCALE;
     }
-    if (of.x_scales != nullptr && lane + m * 32 < ROWS) of_row[m] = of.x_scales[tile.block * ROWS + lane + m * 32];
   }
   Sum sum[2][ROWS / 2];
 #pragma unroll
@@ -361,12 +367,18 @@ __device__ __forceinline__ void compute(const Problem& of, const Tile& tile, con
     for (int i = 0; i < ROWS / 2; i++) sum[m][i] = 0;
     fence_registers(sum[m]);
   }
+#if ROWS == 128  // more sizes would need more registers than there are
+  if (tile.count <= 64) add_up<64>(sum, of, tile, ring, at, warp, lane);
+  else if (tile.count <= 96) add_up<96>(sum, of, tile, ring, at, warp, lane);
+  else add_up<128>(sum, of, tile, ring, at, warp, lane);
+#else
   if (tile.count <= 8) add_up<8>(sum, of, tile, ring, at, warp, lane);
   else if (tile.count <= 16) add_up<16>(sum, of, tile, ring, at, warp, lane);
   else if (tile.count <= 24) add_up<24>(sum, of, tile, ring, at, warp, lane);
   else if (tile.count <= 32) add_up<32>(sum, of, tile, ring, at, warp, lane);
   else if (tile.count <= 48) add_up<48>(sum, of, tile, ring, at, warp, lane);
   else add_up<64>(sum, of, tile, ring, at, warp, lane);
+#endif
 #pragma unroll
   for (int m = 0; m < 2; m++) fence_registers(sum[m]);
   // Outputs of two rows each.
