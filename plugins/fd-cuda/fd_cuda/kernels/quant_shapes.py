@@ -241,10 +241,10 @@ def end_shared(rows: int, outputs: int, split: int) -> int:
     return share * outputs * (4 * (split - 1) + 3)
 
 
-def gemm_shared(shape: Gemm, *, paired: bool) -> int:
+def gemm_shared(shape: Gemm) -> int:
     """Bytes of shared memory of a block: tiles of x, what the end takes, what aligning takes."""
     tiles = shape.stages * shape.rows * 128
-    end = end_shared(shape.rows, shape.groups * (1 + paired) * 64, shape.split)
+    end = end_shared(shape.rows, shape.groups * 64, shape.split)
     return 1024 + (tiles + end if shape.split > 1 else max(tiles, end))
 
 
