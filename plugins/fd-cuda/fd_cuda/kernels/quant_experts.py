@@ -44,6 +44,8 @@ _ALONE: Final = 2
 _MANY_CODES: Final = 192
 # Rows an expert from which quant_persistent.cu is faster, and rows of its blocks.
 _MANY_EACH: Final = 80
+# Rows an expert from which blocks of quant_grouped.cu have 128.
+_SOME_EACH: Final = 48
 _PERSISTENT_ROWS: Final = (128, 160, 192, 208)
 # Rows an expert from which int4 with rounded activations is unpacked to int8.
 _MANY_NUMBERS: Final = 256
@@ -145,6 +147,8 @@ def choose(
         # one block.
         has_blocks = slabs.out_features % (2 * FP8_BLOCK) == 0
         return blocks() if has_blocks else RowGemm(64, 2, 1, 4)
+    if rounds and slabs.kind == INT4 and each > _SOME_EACH:
+        return grouped_shape(INT4, 128, rounds=True)
     if each > _MANY_EACH and slabs.kind != CCQ:
         return persistent(persistent_rows(each), slabs.kind)
     if each <= 16:

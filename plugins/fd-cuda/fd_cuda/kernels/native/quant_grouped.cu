@@ -63,8 +63,22 @@ __device__ __forceinline__ void multiply_rows(Sum* d, const u32* a, u64 b) {
 #endif
 }
 
-#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 40;")
-#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 232;")
+#if HMMA
+__device__ __forceinline__ void load_matrices(u32* b, u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
+}
+
+// Not volatile: the compiler may place it where it waits least.
+__device__ __forceinline__ void multiply(float* c, const u32* a, const u32* b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+#endif
+
+#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 32 : 40))
+#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 160 : 232))
 
 // END OF INSTRUCTIONS
 
@@ -259,6 +273,87 @@ __device__ __forceinline__ void unpack_unit(u32 (*a)[4], const Held& held, int) 
 }
 #endif
 
+#if HMMA
+// The operand of 16 inputs of a unit.
+__device__ __forceinline__ void unpack_sixteen(u32* a, const Held& held, int n, int s) {
+#if FORMAT == MXFP4
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint4& all = held.row[i];
+    const u32 word = n % 2 ? (s / 2 ? all.w : all.z) : (s / 2 ? all.y : all.x);
+#pragma unroll
+    for (int far = 0; far < 2; far++) {
+      const int k = s % 2 * 2 + far;
+      const u32 size = (k < 2 ? word << (6 - 4 * k) : word >> (4 * k - 6)) & 0x01c001c0u;
+      a[far * 2 + i] = fma2(masked_or(word << (12 - 4 * k), 0x80008000u, size), held.power[i], 0x80008000u);
+    }
+  }
+#else
+  unpack(held.slab, s, Code{}, a);
+  apply_group(a, held.group);
+#endif
+}
+
+template <int rows>
+__device__ __forceinline__ void add_up(Sum (&sum)[2][ROWS / 2], const Problem& of, const Tile& tile, const Ring& ring,
+                                       Place& at, int warp, int lane) {
+  const int steps = of.steps();
+#if SCALED
+  const int num_groups = (of.turns + of.per_group - 1) / of.per_group;
+  const u32* entries[2];
+#pragma unroll
+  for (int m = 0; m < 2; m++) {
+    const int slab = min(first_slab(of, tile, m) + warp, of.slabs - 1);
+    entries[m] = of.groups + ((u64)tile.expert * of.slabs + slab) * num_groups * 8 * SCALED + (lane >> 2);
+  }
+#endif
+  Held held[2];  // of a turn's two slabs
+  const auto take = [&](int step, int stage, int half) {
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+      hold(held[m], ring.tiles + stage * STAGE, m * 2 + half, warp, lane);
+#if SCALED
+      held[m].group = load_group(entries[m], min(step * 2 + half, of.turns - 1) / of.per_group);
+#endif
+    }
+  };
+  const u32 own_x = ring.base + (lane & 7) * 128;
+  await_phase(ring.full + 8 * at.stage, at.parity);
+  take(0, at.stage, 0);
+  for (int step = 0; step < steps; step++) {
+    const int stage = at.stage;
+    const u32 tile_x = own_x + stage * STAGE;
+    advance<STAGES>(at);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      u32 a[2][4][4];
+#pragma unroll
+      for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int s = 0; s < 4; s++) unpack_sixteen(a[m][s], held[m], half, s);
+      if (half == 0) take(step, stage, 1);
+#pragma unroll
+      for (int s = 0; s < 4; s += 2) {
+#pragma unroll
+        for (int j = 0; j < rows / 8; j++) {
+          u32 b[4];
+          load_matrices(b, tile_x + half * (ROWS * 128) + j * 1024 + ((s * 2 + (lane >> 3) ^ lane & 7) << 4));
+#pragma unroll
+          for (int e = 0; e < 2; e++)
+#pragma unroll
+            for (int m = 0; m < 2; m++) multiply(sum[m] + j * 4, a[m][s + e], b + e * 2);
+        }
+      }
+    }
+    __syncwarp();
+    if (lane == 0) arrive_at(ring.empty + 8 * stage);
+    if (step + 1 < steps) {
+      await_phase(ring.full + 8 * at.stage, at.parity);
+      take(step + 1, at.stage, 0);
+    }
+  }
+}
+#else
 // Sums of two slabs, as wgmma gives them, times `rows` rows.
 template <int rows>
 __device__ __forceinline__ void add_up(Sum (&sum)[2][ROWS / 2], const Problem& of, const Tile& tile, const Ring& ring,
@@ -278,13 +373,17 @@ __device__ __forceinline__ void add_up(Sum (&sum)[2][ROWS / 2], const Problem& o
   };
 #endif
   u32 a[2][4][4];  // of the unit that is multiplied, and of the next one
-  Held held;
+  Held held;       // of the one after these, asked for long before it is looked at
+  const auto take = [&](int step, int stage, int n) {
+    hold(held, ring.tiles + stage * STAGE, n, warp, lane);
 #if SCALED
-  held.group = group_of(0, 0);
+    held.group = group_of(step, n);
 #endif
+  };
   await_phase(ring.full + 8 * at.stage, at.parity);
-  hold(held, ring.tiles + at.stage * STAGE, 0, warp, lane);
+  take(0, at.stage, 0);
   unpack_unit(a[0], held, 0);
+  take(0, at.stage, 1);
   int last = 0;
   for (int step = 0; step < steps; step++) {
     const int stage = at.stage;
@@ -292,28 +391,29 @@ __device__ __forceinline__ void add_up(Sum (&sum)[2][ROWS / 2], const Problem& o
     advance<STAGES>(at);
 #pragma unroll
     for (int n = 0; n < UNITS; n++) {
-      const int m = n / (UNITS / 2), half = n % (UNITS / 2), next = (n + 1) % UNITS;
-      const bool goes_on = next || step + 1 < steps;
-#if SCALED
-      held.group = group_of(next ? step : step + 1, next);  // long before it is looked at
-#endif
+      const int m = n / (UNITS / 2), half = n % (UNITS / 2), next = (n + 1) % UNITS, after = (n + 2) % UNITS;
+      const bool is_last = step + 1 == steps;
       begin_products();
 #pragma unroll
       for (int s = 0; s < 4; s++) multiply_rows<rows>(sum[m], a[n % 2][s], tile_x + half * (ROWS * 8) + s * 2);
       end_products();
-      if (goes_on) {
-        if (!next) await_phase(ring.full + 8 * at.stage, at.parity);
-        hold(held, ring.tiles + (next ? stage : at.stage) * STAGE, next, warp, lane);
-      }
       await_products<1>();  // those of the unit before: its operands are free
       if (n == 0 && step > 0 && lane == 0) arrive_at(ring.empty + 8 * last);
-      if (goes_on) unpack_unit(a[(n + 1) % 2], held, next);
+      if (next || !is_last) unpack_unit(a[(n + 1) % 2], held, next);
+      if (n + 2 < UNITS) {
+        take(step, stage, after);
+      } else if (!is_last) {
+        if (!after) await_phase(ring.full + 8 * at.stage, at.parity);
+        take(step + 1, at.stage, after);
+      }
     }
     last = stage;
   }
   await_products<0>();
   if (lane == 0) arrive_at(ring.empty + 8 * last);
 }
+
+#endif
 
 // Sixteen outputs of all rows, from `column` on, through a piece of shared memory that is the warp's own.
 template <class Values>
