@@ -14,11 +14,11 @@ from quant_emulation import use_kernels
 from test_clamped import matrices
 from test_quant_native import DEVICE, HAS_GPU, check
 
-from fd_cuda.kernels import quant_grouped, quant_weights
+from fd_cuda.kernels import quant_any, quant_grouped, quant_weights
 from fd_cuda.kernels.quant_grouped import grouped_product, of_slabs
 from fd_cuda.kernels.quant_layout import INT4, INT8, MXFP4
 from fd_cuda.kernels.quant_shapes import MOST_DYNAMIC, Grouped, grouped_shared
-from fd_cuda.kernels.routing import Order, order_by_expert
+from fd_cuda.kernels.routing import Order
 
 pytestmark = pytest.mark.skipif(not HAS_GPU and shutil.which("g++") is None, reason="needs g++")
 # Rows of each block: every size that is computed, whole eights and not.
@@ -87,26 +87,36 @@ def test_products_of_every_number_of_rows(
 
 @pytest.mark.parametrize(("hidden", "inner"), [(224, 160), (256, 96)])
 @pytest.mark.parametrize("has_down_bias", [True, False])
-def test_experts_of_mxfp4_with_biases(hidden: int, inner: int, has_down_bias: bool) -> None:
+def test_experts_of_mxfp4_with_biases(
+    hidden: int, inner: int, has_down_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(hidden)
-    experts, tokens, shape, clamp = 4, 40, Grouped(64, 2, 3), (1.702, 1.5)
+    experts, tokens, clamp = 4, 40, (1.702, 1.5)
+    monkeypatch.setattr(quant_any.native, "available", lambda: True)
+    monkeypatch.setattr(quant_any.native, "has_wgmma", lambda: True)
+    launched, function = [], quant_any.native.function
+
+    def noted(name: str, defines: dict[str, int]) -> Any:
+        launched.append(name)
+        return function(name, defines)
+
+    monkeypatch.setattr(quant_any.native, "function", noted)
     weights = matrices((experts, hidden, inner), True, torch.bfloat16)
     x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
     biases = [torch.randn(experts, n, device=DEVICE).bfloat16() for n in (2 * inner, hidden)]
     ids = torch.rand(tokens, experts, device=DEVICE).topk(2, 1).indices
     shares = torch.rand(tokens, 2, device=DEVICE)
-    order = order_by_expert(ids, experts, shape.rows)
-    gate_up, down = (quant_grouped.prepare_mxfp4(weight) for weight in weights)
+    gate_up, down = (quant_any.prepare(weight) for weight in weights)
     own = biases[1] if has_down_bias else None
-    y = quant_grouped.clamped_experts(
-        shape, x, order, 2 * tokens, 2, (gate_up, biases[0]), (down, own), clamp
-    )
-    got = (y.view(tokens, 2, hidden).double() * shares.double()[:, :, None]).sum(1)
+    got = quant_any.moe_experts_clamped(
+        x, ids, shares, gate_up, biases[0], down, own, *clamp
+    ).double()
     wide = None if own is None else own.double()
     wanted = moe_experts_clamped(
         x.double(), ids, shares, weights[0], biases[0].double(), weights[1], wide, *clamp
     )
     assert (got - wanted).norm() / wanted.norm() < 5e-3
+    assert launched == ["quant_grouped"] * 2
 
 
 def test_blocks_have_the_shared_memory_that_steps_take() -> None:
