@@ -105,7 +105,7 @@ def grouped_product(
         "GROUPS": shape.groups,
         "STAGES": shape.stages,
         "THREADS": shape.threads,
-        "HMMA": 0 if is_int8 else int(__import__("os").environ.get("HMMA", "1")),
+        "HMMA": int(__import__("os").environ.get("HMMA8" if is_int8 else "HMMA", "01"[not is_int8])),
     }
     arguments = [
         tensor_map.boxes(x, _EIGHT),

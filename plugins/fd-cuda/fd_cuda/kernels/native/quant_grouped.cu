@@ -69,10 +69,16 @@ __device__ __forceinline__ void load_matrices(u32* b, u32 address) {
                : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
 }
 
+#if NUMBERS
+#define MMA "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32"
+#else
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32"
+#endif
+
 // Not volatile: the compiler may place it where it waits least.
-__device__ __forceinline__ void multiply(float* c, const u32* a, const u32* b) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+__device__ __forceinline__ void multiply(Sum* c, const u32* a, const u32* b) {
+  asm(MMA " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : SUM(c[0]), SUM(c[1]), SUM(c[2]), SUM(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 #endif
@@ -274,26 +280,6 @@ __device__ __forceinline__ void unpack_unit(u32 (*a)[4], const Held& held, int) 
 #endif
 
 #if HMMA
-// The operand of 16 inputs of a unit.
-__device__ __forceinline__ void unpack_sixteen(u32* a, const Held& held, int n, int s) {
-#if FORMAT == MXFP4
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const uint4& all = held.row[i];
-    const u32 word = n % 2 ? (s / 2 ? all.w : all.z) : (s / 2 ? all.y : all.x);
-#pragma unroll
-    for (int far = 0; far < 2; far++) {
-      const int k = s % 2 * 2 + far;
-      const u32 size = (k < 2 ? word << (6 - 4 * k) : word >> (4 * k - 6)) & 0x01c001c0u;
-      a[far * 2 + i] = fma2(masked_or(word << (12 - 4 * k), 0x80008000u, size), held.power[i], 0x80008000u);
-    }
-  }
-#else
-  unpack(held.slab, s, Code{}, a);
-  apply_group(a, held.group);
-#endif
-}
-
 template <int rows>
 __device__ __forceinline__ void add_up(Sum (&sum)[2][ROWS / 2], const Problem& of, const Tile& tile, const Ring& ring,
                                        Place& at, int warp, int lane) {
@@ -311,7 +297,7 @@ __device__ __forceinline__ void add_up(Sum (&sum)[2][ROWS / 2], const Problem& o
   const auto take = [&](int step, int stage, int half) {
 #pragma unroll
     for (int m = 0; m < 2; m++) {
-      hold(held[m], ring.tiles + stage * STAGE, m * 2 + half, warp, lane);
+      hold(held[m], ring.tiles + stage * STAGE, m * (UNITS / 2) + half, warp, lane);
 #if SCALED
       held[m].group = load_group(entries[m], min(step * 2 + half, of.turns - 1) / of.per_group);
 #endif
@@ -325,13 +311,11 @@ __device__ __forceinline__ void add_up(Sum (&sum)[2][ROWS / 2], const Problem& o
     const u32 tile_x = own_x + stage * STAGE;
     advance<STAGES>(at);
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
+    for (int half = 0; half < UNITS / 2; half++) {
       u32 a[2][4][4];
 #pragma unroll
-      for (int m = 0; m < 2; m++)
-#pragma unroll
-        for (int s = 0; s < 4; s++) unpack_sixteen(a[m][s], held[m], half, s);
-      if (half == 0) take(step, stage, 1);
+      for (int m = 0; m < 2; m++) unpack_unit(a[m], held[m], half);
+      if (half + 1 < UNITS / 2) take(step, stage, half + 1);
 #pragma unroll
       for (int s = 0; s < 4; s += 2) {
 #pragma unroll
