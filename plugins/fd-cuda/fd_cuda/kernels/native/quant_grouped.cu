@@ -486,7 +486,7 @@ __device__ __forceinline__ void compute(const Problem& of, const Tile& tile, con
     const auto gated = [&](float gate, float up) {
       gate = gate > of.limit ? of.limit : gate;  // what is no number stays so
       up = up > of.limit ? of.limit : up < -of.limit ? -of.limit : up;
-      return is_there ? (up + 1.f) * gate / (1.f + __expf(-of.alpha * gate)) : 0.f;
+      return is_there ? (up + 1.f) * __fdividef(gate, 1.f + __expf(-of.alpha * gate)) : 0.f;
     };
     return narrow_y(is_up ? gated(x, v.z) : gated(v.x, x), is_up ? gated(y, v.w) : gated(v.y, y));
   };
@@ -495,7 +495,8 @@ __device__ __forceinline__ void compute(const Problem& of, const Tile& tile, con
 #elif PAIRED
   store_outputs(of, tile, stage, (tile.nth * (SLABS / 2) + warp) * 16, lane, [&](int eight) {
     const float4 v = scaled_four(0, eight), up = scaled_four(1, eight);
-    return make_uint2(narrow_y(silu(v.x) * up.x, silu(v.y) * up.y), narrow_y(silu(v.z) * up.z, silu(v.w) * up.w));
+    return make_uint2(narrow_y(quick_silu(v.x) * up.x, quick_silu(v.y) * up.y),
+                      narrow_y(quick_silu(v.z) * up.z, quick_silu(v.w) * up.w));
   });
 #else
 #pragma unroll
