@@ -107,20 +107,6 @@ inline void multiply(int* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     }
   }
 }
-inline void multiply(int* c, const u32* a, const u32* b) {
-  struct Operands {
-    u32 a[4], b[2];
-  };
-  const Lanes<Operands> all(Operands{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
-  for (int i = 0; i < 4; ++i) {
-    const int row = lane_of() / 4 + i / 2 * 8, column = lane_of() % 4 * 2 + i % 2;
-    for (int k = 0; k < 32; ++k) {
-      const u32 own = all.value[row % 8 * 4 + k / 4 % 4].a[row / 8 + k / 16 * 2] >> k % 4 * 8;
-      const u32 x = all.value[column * 4 + k / 4 % 4].b[k / 16] >> k % 4 * 8;
-      c[i] += (int)(signed char)own * (signed char)x;
-    }
-  }
-}
 inline u32 __funnelshift_r(u32 first, u32 second, int by) { return (u32)(((u64)second << 32 | first) >> by); }
 inline float silu(float x) { return x / (1.f + std::exp(-x)); }
 inline float __expf(float x) { return std::exp(x); }

@@ -206,15 +206,15 @@ def moe_experts_clamped(
         return torch.empty_like(x)
     each, clamp, is_free = slots / num_experts, (alpha, limit), not batch_invariant()
     if is_free and is_whole(gate_up) and is_whole(down):
-        if tokens <= _ALONE:
-            hidden = alone(x, gate_up, topk_ids, top_k, gate_up_bias, clamp)
-            return combined(alone(hidden, down, topk_ids, 1, down_bias), topk_weights)
-        if each <= GROUPED_TO and _is_grouped(x, gate_up, down):
+        if 1 < tokens and each <= GROUPED_TO and _is_grouped(x, gate_up, down):
             shape = quant_grouped.grouped_shape(MXFP4)
             order = order_by_expert(topk_ids, num_experts, shape.rows)
             own = (gate_up, gate_up_bias), (down, down_bias)
             y = quant_grouped.clamped_experts(shape, x, order, slots, top_k, *own, clamp)
             return combined(y, topk_weights)
+        if tokens <= _ALONE:
+            hidden = alone(x, gate_up, topk_ids, top_k, gate_up_bias, clamp)
+            return combined(alone(hidden, down, topk_ids, 1, down_bias), topk_weights)
         if each >= UNPACKED_FROM and _may_unpack(x, gate_up, down):
             order = order_by_expert(topk_ids, num_experts, many_rows.ROWS)
             wide = unpacked(gate_up, x.dtype)

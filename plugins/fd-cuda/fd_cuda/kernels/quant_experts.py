@@ -19,7 +19,7 @@ from .experts import moe_experts as experts_in_halves
 from .experts import tiles_for as tiles_of_experts
 from .norm import silu_and_mul
 from .quant_grouped import grouped_shape
-from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
+from .quant_layout import CCQ, FP8, FP8_ROWS, INT4, INT8, INT8_ROWS, Slabs
 from .quant_linear import TILE_ENDS, native_runs, with_copies
 from .quant_native import Grouping, as_numbers, product, rows_product, unpack
 from .quant_order import gathered
@@ -151,7 +151,7 @@ def choose(
         return grouped_shape(INT4, 128, rounds=True)
     if each > _MANY_EACH and slabs.kind != CCQ:
         return persistent(persistent_rows(each), slabs.kind)
-    if each <= 16:
+    if each <= (4 if slabs.kind == INT4 else 8 if slabs.kind in (INT8, FP8) else 16):
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
     if slabs.kind == CCQ:
         return grouped_tile(32 if each <= 28 else 64 if each <= 60 else 128, CCQ)
@@ -159,7 +159,8 @@ def choose(
         return persistent(64 if each <= 64 else 128, slabs.kind)
     if by_rows:
         return RowGemm(32 if each <= 28 else 64, 2, 1, 4)
-    return grouped_shape(slabs.kind, rounds=rounds)
+    rows = 128 if slabs.kind == INT4 and each > _SOME_EACH else 64
+    return grouped_shape(slabs.kind, rows, rounds=rounds)
 
 
 def persistent_rows(each: float) -> int:

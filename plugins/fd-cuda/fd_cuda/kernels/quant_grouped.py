@@ -105,7 +105,6 @@ def grouped_product(
         "GROUPS": shape.groups,
         "STAGES": shape.stages,
         "THREADS": shape.threads,
-        "HMMA": int(__import__("os").environ.get("HMMA8" if is_int8 else "HMMA", "01"[not is_int8])),
     }
     arguments = [
         tensor_map.boxes(x, _EIGHT),

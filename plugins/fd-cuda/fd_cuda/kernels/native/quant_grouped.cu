@@ -63,28 +63,8 @@ __device__ __forceinline__ void multiply_rows(Sum* d, const u32* a, u64 b) {
 #endif
 }
 
-#if HMMA
-__device__ __forceinline__ void load_matrices(u32* b, u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
-}
-
-#if NUMBERS
-#define MMA "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32"
-#else
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32"
-#endif
-
-// Not volatile: the compiler may place it where it waits least.
-__device__ __forceinline__ void multiply(Sum* c, const u32* a, const u32* b) {
-  asm(MMA " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : SUM(c[0]), SUM(c[1]), SUM(c[2]), SUM(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-#endif
-
-#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 32 : 40))
-#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 3 ? 160 : 232))
+#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 40;")
+#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 232;")
 
 // END OF INSTRUCTIONS
 
@@ -279,65 +259,6 @@ __device__ __forceinline__ void unpack_unit(u32 (*a)[4], const Held& held, int) 
 }
 #endif
 
-#if HMMA
-template <int rows>
-__device__ __forceinline__ void add_up(Sum (&sum)[2][ROWS / 2], const Problem& of, const Tile& tile, const Ring& ring,
-                                       Place& at, int warp, int lane) {
-  const int steps = of.steps();
-#if SCALED
-  const int num_groups = (of.turns + of.per_group - 1) / of.per_group;
-  const u32* entries[2];
-#pragma unroll
-  for (int m = 0; m < 2; m++) {
-    const int slab = min(first_slab(of, tile, m) + warp, of.slabs - 1);
-    entries[m] = of.groups + ((u64)tile.expert * of.slabs + slab) * num_groups * 8 * SCALED + (lane >> 2);
-  }
-#endif
-  Held held[2];  // of a turn's two slabs
-  const auto take = [&](int step, int stage, int half) {
-#pragma unroll
-    for (int m = 0; m < 2; m++) {
-      hold(held[m], ring.tiles + stage * STAGE, m * (UNITS / 2) + half, warp, lane);
-#if SCALED
-      held[m].group = load_group(entries[m], min(step * 2 + half, of.turns - 1) / of.per_group);
-#endif
-    }
-  };
-  const u32 own_x = ring.base + (lane & 7) * 128;
-  await_phase(ring.full + 8 * at.stage, at.parity);
-  take(0, at.stage, 0);
-  for (int step = 0; step < steps; step++) {
-    const int stage = at.stage;
-    const u32 tile_x = own_x + stage * STAGE;
-    advance<STAGES>(at);
-#pragma unroll
-    for (int half = 0; half < UNITS / 2; half++) {
-      u32 a[2][4][4];
-#pragma unroll
-      for (int m = 0; m < 2; m++) unpack_unit(a[m], held[m], half);
-      if (half + 1 < UNITS / 2) take(step, stage, half + 1);
-#pragma unroll
-      for (int s = 0; s < 4; s += 2) {
-#pragma unroll
-        for (int j = 0; j < rows / 8; j++) {
-          u32 b[4];
-          load_matrices(b, tile_x + half * (ROWS * 128) + j * 1024 + ((s * 2 + (lane >> 3) ^ lane & 7) << 4));
-#pragma unroll
-          for (int e = 0; e < 2; e++)
-#pragma unroll
-            for (int m = 0; m < 2; m++) multiply(sum[m] + j * 4, a[m][s + e], b + e * 2);
-        }
-      }
-    }
-    __syncwarp();
-    if (lane == 0) arrive_at(ring.empty + 8 * stage);
-    if (step + 1 < steps) {
-      await_phase(ring.full + 8 * at.stage, at.parity);
-      take(step + 1, at.stage, 0);
-    }
-  }
-}
-#else
 // Sums of two slabs, as wgmma gives them, times `rows` rows.
 template <int rows>
 __device__ __forceinline__ void add_up(Sum (&sum)[2][ROWS / 2], const Problem& of, const Tile& tile, const Ring& ring,
@@ -396,8 +317,6 @@ __device__ __forceinline__ void add_up(Sum (&sum)[2][ROWS / 2], const Problem& o
   await_products<0>();
   if (lane == 0) arrive_at(ring.empty + 8 * last);
 }
-
-#endif
 
 // Sixteen outputs of all rows, from `column` on, through a piece of shared memory that is the warp's own.
 template <class Values>
