@@ -249,13 +249,14 @@ inline void multiply(float* d, u64 a, u64 b) {
               half_at(first_b + n * 128 + (((chunk_b + k / 8) ^ (n & 7)) << 4) + k % 8 * 2);
   }
 }
-inline void multiply(float* d, const u32* a, u64 b) {
+template <int rows>
+inline void multiply_rows(float* d, const u32* a, u64 b) {
   struct Operands {
     u32 a[4];
   };
   const Lanes<Operands> all(Operands{{a[0], a[1], a[2], a[3]}});
   const u32 address = (u32)b << 4, first = address & ~127u, chunk = address % 128 / 16;
-  for (int i = 0; i < BN / 2; ++i) {
+  for (int i = 0; i < rows / 2; ++i) {
     const int row = lane_of() / 4 + i / 2 % 2 * 8, n = i / 4 * 8 + lane_of() % 4 * 2 + i % 2;
     for (int k = 0; k < 16; ++k) {
       const u32 pair = all.value[row % 8 * 4 + k / 2 % 4].a[row / 8 + k / 8 * 2];
@@ -263,6 +264,24 @@ inline void multiply(float* d, const u32* a, u64 b) {
       u16 x;
       std::memcpy(&x, (char*)shared + at, 2);
       d[i] += (k % 2 ? high(pair) : low(pair)) * widen(x);
+    }
+  }
+}
+inline void multiply(float* d, const u32* a, u64 b) { multiply_rows<BN>(d, a, b); }
+// Of int8 numbers.
+template <int rows>
+inline void multiply_rows(int* d, const u32* a, u64 b) {
+  struct Operands {
+    u32 a[4];
+  };
+  const Lanes<Operands> all(Operands{{a[0], a[1], a[2], a[3]}});
+  const u32 address = (u32)b << 4, first = address & ~127u, chunk = address % 128 / 16;
+  for (int i = 0; i < rows / 2; ++i) {
+    const int row = lane_of() / 4 + i / 2 % 2 * 8, n = i / 4 * 8 + lane_of() % 4 * 2 + i % 2;
+    for (int k = 0; k < 32; ++k) {
+      const u32 own = all.value[row % 8 * 4 + k / 4 % 4].a[row / 8 + k / 16 * 2] >> k % 4 * 8;
+      const u32 at = first + n * 128 + (((chunk + k / 16) ^ (n & 7)) << 4) + k % 16;
+      d[i] += (int)(signed char)own * ((signed char*)shared)[at];
     }
   }
 }

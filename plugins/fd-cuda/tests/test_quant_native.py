@@ -33,6 +33,7 @@ from fd_cuda.kernels.quant_shapes import (
     Few,
     Gemm,
     Gemv,
+    Grouped,
     Persistent,
     Pipe,
     RowGemm,
@@ -40,6 +41,7 @@ from fd_cuda.kernels.quant_shapes import (
     Tile,
     gemm_shared,
     gemv_shared,
+    grouped_shared,
     persistent_shared,
     pipe_shared,
     rows_shared,
@@ -310,7 +312,7 @@ def test_chosen_kernels_fit_into_shared_memory(room: Any, monkeypatch: pytest.Mo
                     assert shared <= most
                     assert paired or rows <= shape.rows  # a block has all rows
                 elif isinstance(shape, Gemm):
-                    assert gemm_shared(shape, paired=paired) <= most
+                    assert gemm_shared(shape) <= most
                 elif isinstance(shape, Pipe):
                     assert pipe_shared(shape, kind, slabs.scaled) <= most
                 elif isinstance(shape, Tile):
@@ -320,6 +322,8 @@ def test_chosen_kernels_fit_into_shared_memory(room: Any, monkeypatch: pytest.Mo
                     assert rows_shared(shape, by_block=kind == FP8_ROWS) <= most
                 elif isinstance(shape, Persistent):
                     assert persistent_shared(shape, kind) <= 227 << 10
+                elif isinstance(shape, Grouped):
+                    assert grouped_shared(shape, kind, is_int8=False) <= 227 << 10
 
 
 def test_kernels_chosen_for_experts_by_rows_can_pair_gate_and_up() -> None:

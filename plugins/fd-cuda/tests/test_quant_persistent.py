@@ -13,8 +13,9 @@ from packed_weights import packed as packed_on
 from quant_emulation import use_kernels
 from test_quant_native import DEVICE, HAS_GPU, check, rounded
 
-from fd_cuda.kernels import quant_experts, quant_linear, quant_weights
+from fd_cuda.kernels import quant_experts, quant_grouped, quant_linear, quant_weights
 from fd_cuda.kernels.experts import combined
+from fd_cuda.kernels.quant_grouped import grouped_shape
 from fd_cuda.kernels.quant_layout import FP8_ROWS, INT4, INT8, INT8_ROWS
 from fd_cuda.kernels.quant_native import Grouping
 from fd_cuda.kernels.quant_persistent import experts as layer_of
@@ -115,9 +116,12 @@ def test_experts_pair_gate_and_up(name: str, group: int) -> None:
         check(plain[slot], y, torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["wint4", "wfp8afp8", "w8a8"])
-def test_layer_of_experts(name: str) -> None:
-    """Both products of every assignment, and their weighted sum."""
+@pytest.mark.parametrize(
+    ("name", "is_grouped"),
+    [("wint4", False), ("wfp8afp8", False), ("w8a8", False), ("wint4", True), ("w4a8", True)],
+)
+def test_layer_of_experts(name: str, is_grouped: bool) -> None:
+    """Both products of every assignment, and their weighted sum, here or by quant_grouped.cu."""
     experts, inner, hidden, tokens = 3, 128, 256, 40
     gate_up, down = (
         quant_weights.prepare(made(name, *shape, 0, experts))
@@ -127,16 +131,22 @@ def test_layer_of_experts(name: str) -> None:
     x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
     ids = torch.stack([torch.randperm(experts)[:2] for _ in range(tokens)]).to(DEVICE)
     shares = torch.rand(tokens, 2, device=DEVICE)
-    shape = persistent(16, gate_up.slabs.kind)
-    order = order_by_expert(ids, experts, shape.rows)
-    y = layer_of(shape, x, order, 2 * tokens, 2, (gate_up, gate_up.slabs), (down, down.slabs))
+    both = (gate_up, gate_up.slabs), (down, down.slabs)
+    if is_grouped:
+        grouped = grouped_shape(INT4, rounds=name == "w4a8")
+        order = order_by_expert(ids, experts, grouped.rows)
+        y = quant_grouped.experts(grouped, x, order, 2 * tokens, 2, *both)
+    else:
+        shape = persistent(16, gate_up.slabs.kind)
+        order = order_by_expert(ids, experts, shape.rows)
+        y = layer_of(shape, x, order, 2 * tokens, 2, *both)
     got = combined(y, shares)
     first, second = (w.dequantized(torch.float32).double() for w in (gate_up, down))
     expected = torch.zeros(tokens, hidden, dtype=torch.float64, device=DEVICE)
     for token in range(tokens):
         for nth, expert in enumerate(ids[token].tolist()):
-            both = gate_up.seen(x[token : token + 1]).double() @ first[expert].T
-            inside = (torch.nn.functional.silu(both[:, :inner]) * both[:, inner:]).bfloat16()
+            wide = gate_up.seen(x[token : token + 1]).double() @ first[expert].T
+            inside = (torch.nn.functional.silu(wide[:, :inner]) * wide[:, inner:]).bfloat16()
             y = down.seen(inside).double() @ second[expert].T
             expected[token] += shares[token, nth] * y[0]
     # What lies between the products is rounded by formats: a number on the edge may go to either

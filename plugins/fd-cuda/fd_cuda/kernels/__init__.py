@@ -91,6 +91,6 @@ TABLE: Final = {
 TABLE["moe_experts_clamped"] = Kernel(
     "fd_cuda.kernels.quant_any:moe_experts_clamped",
     "fd_cuda.kernels:runs_here",
-    "fd_cuda.kernels.quant_any:as_it_is",
+    "fd_cuda.kernels.quant_any:prepare",
     formats=("mxfp4",),
 )

@@ -17,9 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from . import many_rows
+from . import many_rows, native, quant_grouped
 from .common import INTERPRETED, batch_invariant, cdiv, join_chain, options
 from .experts import combined
+from .quant_layout import MXFP4
 from .quant_mxfp4 import alone, clamped, is_whole, scaled_mxfp4, unpacked
 from .routing import Order, order_by_expert
 
@@ -55,6 +56,8 @@ CLAMPED: Final = (
     (64.0, Tiles(64, 128, 64, 4, 3)),
     (math.inf, Tiles(128, 128, 64, 8, 3)),
 )
+# Rows an expert to which quant_grouped.cu is faster.
+GROUPED_TO: Final = 64
 # Rows an expert from which MXFP4 is unpacked for the call, for the products of many_rows.py.
 UNPACKED_FROM: Final = 384
 _MOST_UNPACKED: Final = 1 << 30  # numbers of all experts' gates and ups, or downs
@@ -203,6 +206,12 @@ def moe_experts_clamped(
         return torch.empty_like(x)
     each, clamp, is_free = slots / num_experts, (alpha, limit), not batch_invariant()
     if is_free and is_whole(gate_up) and is_whole(down):
+        if 1 < tokens and each <= GROUPED_TO and _is_grouped(x, gate_up, down):
+            shape = quant_grouped.grouped_shape(MXFP4)
+            order = order_by_expert(topk_ids, num_experts, shape.rows)
+            own = (gate_up, gate_up_bias), (down, down_bias)
+            y = quant_grouped.clamped_experts(shape, x, order, slots, top_k, *own, clamp)
+            return combined(y, topk_weights)
         if tokens <= _ALONE:
             hidden = alone(x, gate_up, topk_ids, top_k, gate_up_bias, clamp)
             return combined(alone(hidden, down, topk_ids, 1, down_bias), topk_weights)
@@ -230,9 +239,20 @@ def _may_unpack(x: torch.Tensor, *weights: PackedWeight) -> bool:
     return few and many_rows.can_clamp(x, *weights)
 
 
-def as_it_is(weight: PackedWeight | torch.Tensor) -> PackedWeight | torch.Tensor:
-    """moe_experts_clamped reads the internal format, and plain matrices row by row."""
-    return weight.contiguous() if isinstance(weight, torch.Tensor) else weight
+def _is_grouped(x: torch.Tensor, *weights: PackedWeight) -> bool:
+    """Whether quant_grouped.cu reads them."""
+    return x.dtype == torch.bfloat16 and all("powers" in weight.tensors for weight in weights)
+
+
+def prepare(weight: PackedWeight | torch.Tensor) -> PackedWeight | torch.Tensor:
+    """For moe_experts_clamped, which reads the internal format, with scales as quant_grouped.cu
+    wants them where it runs, and plain matrices row by row."""
+    if isinstance(weight, torch.Tensor):
+        return weight.contiguous()
+    reads = weight.dtype in ("", "bfloat16") and weight.out_features % 4 == 0
+    if reads and is_whole(weight) and native.available() and native.has_wgmma():
+        return quant_grouped.prepare_mxfp4(weight)
+    return weight
 
 
 def _launch(

@@ -12,18 +12,29 @@ from typing import Final
 
 import torch
 
-from . import quant_any, quant_blocks, quant_persistent
+from . import quant_any, quant_blocks, quant_grouped, quant_persistent
 from .common import batch_invariant
 from .experts import combined, grouped
 from .experts import moe_experts as experts_in_halves
 from .experts import tiles_for as tiles_of_experts
 from .norm import silu_and_mul
-from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, Slabs
+from .quant_grouped import grouped_shape
+from .quant_layout import CCQ, FP8, FP8_ROWS, INT4, INT8, INT8_ROWS, Slabs
 from .quant_linear import TILE_ENDS, native_runs, with_copies
 from .quant_native import Grouping, as_numbers, product, rows_product, unpack
 from .quant_order import gathered
 from .quant_round import FP8_BLOCK
-from .quant_shapes import Blocks, Gemm, Gemv, Persistent, RowGemm, Shape, Tile, blocks, persistent
+from .quant_shapes import (
+    Blocks,
+    Gemv,
+    Grouped,
+    Persistent,
+    RowGemm,
+    Shape,
+    Tile,
+    blocks,
+    persistent,
+)
 from .quant_weights import Weights
 from .routing import order_by_expert
 
@@ -36,6 +47,8 @@ _SMALL: Final = 1024
 _MANY_CODES: Final = 192
 # Rows an expert from which quant_persistent.cu is faster, and rows of its blocks.
 _MANY_EACH: Final = 80
+# Rows an expert from which blocks of quant_grouped.cu have 128.
+_SOME_EACH: Final = 48
 _PERSISTENT_ROWS: Final = (128, 160, 192, 208)
 # Rows an expert from which int4 with rounded activations is unpacked to int8.
 _MANY_NUMBERS: Final = 256
@@ -59,10 +72,11 @@ def moe_experts(
     first, second = gate_up.slabs, down.slabs
     if first is None or second is None:
         return _in_triton(x, topk_ids, topk_weights, gate_up, down)
-    if not native_runs(x) or first.out_features % 32:
+    is_odd = first.out_features % 32 or (gate_up.rounding and first.in_features % 16)
+    if not native_runs(x) or is_odd:
         return _dequantized(x, topk_ids, topk_weights, gate_up, down)
     each = tokens * top_k / first.num_experts
-    shape = choose(first, each)
+    shape = choose(first, each, rounds=bool(gate_up.rounding))
     sizes = [(s.num_experts, s.out_features, s.in_features) for s in (first, second)]
     if not batch_invariant() and may_unpack(*sizes):
         if first.kind == CCQ and each > _MANY_CODES:
@@ -76,6 +90,10 @@ def moe_experts(
     if isinstance(shape, Blocks):
         order = order_by_expert(topk_ids, first.num_experts, shape.rows)
         y = quant_blocks.experts(shape, x, order, slots, first, second)
+        return combined(y, topk_weights)
+    if isinstance(shape, Grouped):
+        order = order_by_expert(topk_ids, first.num_experts, shape.rows)
+        y = quant_grouped.experts(shape, x, order, slots, top_k, (gate_up, first), (down, second))
         return combined(y, topk_weights)
     if isinstance(shape, Persistent):
         order, of = order_by_expert(topk_ids, first.num_experts, shape.rows), (gate_up, first)
@@ -117,24 +135,28 @@ def _product(
     )
 
 
-def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | Blocks:
+def choose(
+    slabs: Slabs, each: float, *, rounds: bool = False
+) -> Shape | RowGemm | Persistent | Blocks | Grouped:
     """The kernel for so many rows an expert, as measured on an H200 with 64 experts of 2560 x
-    1536."""
+    1536. `rounds`: of int4, whether activations are rounded."""
     by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
     if batch_invariant():
         if slabs.kind == CCQ:
             return Gemv(4, 2, 8, 4, 1)
-        return RowGemm(64, 2, 1, 5) if by_rows else Gemm(64, 2, 1, 5, 4)
+        return RowGemm(64, 2, 1, 5) if by_rows else grouped_shape(slabs.kind, rounds=rounds)
     if each > _MANY_EACH and slabs.block_scales is not None:
         # What two products of the matrix units make of gates and what belongs to them is rounded as
         # one block.
         has_blocks = slabs.out_features % (2 * FP8_BLOCK) == 0
         return blocks() if has_blocks else RowGemm(64, 2, 1, 4)
+    if rounds and slabs.kind == INT4 and each > _SOME_EACH:
+        return grouped_shape(INT4, 128, rounds=True)
     if each > _MANY_EACH and slabs.kind != CCQ:
         return persistent(persistent_rows(each), slabs.kind)
     if each <= 16 and slabs.block_scales is not None and slabs.out_features <= _SMALL:
         return Gemv(1, 2, 4, 2, 6) if each <= 2 else RowGemm(32, 2, 1, 4)
-    if each <= 16:
+    if each <= (4 if slabs.kind == INT4 else 8 if slabs.kind in (INT8, FP8) else 16):
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
     if slabs.kind == CCQ:
         return grouped_tile(32 if each <= 28 else 64 if each <= 60 else 128, CCQ)
@@ -142,7 +164,8 @@ def choose(slabs: Slabs, each: float) -> Shape | RowGemm | Persistent | Blocks:
         return persistent(64 if each <= 64 else 128, slabs.kind)
     if by_rows:
         return RowGemm(32 if each <= 28 else 64, 2, 1, 4)
-    return Gemm(32 if each <= 28 else 64 if each <= 64 else 128, 1, 1, 5, 4, 2)
+    rows = 128 if slabs.kind == INT4 and each > _SOME_EACH else 64
+    return grouped_shape(slabs.kind, rows, rounds=rounds)
 
 
 def persistent_rows(each: float) -> int:

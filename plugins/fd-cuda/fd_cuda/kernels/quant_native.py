@@ -119,19 +119,12 @@ def product(
             blocks,
         )
         return y
-    arguments = [
-        x,
-        x.stride(0) // 8,
-        *operands,
-        ids,
-        num_rows,
-        weight.out_features,
-        x.shape[1],
-        *sizes,
-    ]
+    ends = (num_rows, weight.out_features, x.shape[1])
     if isinstance(shape, Gemv):
+        arguments = [x, x.stride(0) // 8, *operands, ids, *ends, *sizes]
         _gemv(shape, defines, arguments, slabs, blocks)
     else:
+        arguments = [x, x.stride(0) // 8, *operands[:6], *ends, *sizes[:3]]
         _gemm(shape, defines, arguments, slabs, blocks)
     return y
 
@@ -182,12 +175,13 @@ def _gemm(
         "STAGES": shape.stages,
         "AHEAD": shape.ahead,
         "RESIDENT": shape.resident,
-        "MT": 1 + defines["PAIRED"],
     }
     kernel = native.function("quant_gemm", {**defines, **sizes})
     grid = (-(-slabs // (4 * shape.groups)), blocks, shape.split)
-    shared = gemm_shared(shape, paired=bool(defines["PAIRED"]))
-    native.launch(kernel, grid, shape.groups * 128, arguments, shared=shared, cluster=shape.split)
+    native.launch(
+        kernel, grid, shape.groups * 128, arguments,
+        shared=gemm_shared(shape), cluster=shape.split,
+    )  # fmt: skip
 
 
 def fed(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, TRELLIS
+from .quant_layout import CCQ, FP8_ROWS, INT4, INT8_ROWS, MXFP4, TRELLIS
 
 MOST_SHARED: Final = 224 << 10  # bytes of a block, beside its table of up to 256 rows (wide.cuh)
 MOST_DYNAMIC: Final = 227 << 10  # of a block without such a table
@@ -180,13 +180,35 @@ class Blocks:
         return f"blocks {self.rows}x{self.columns} /{self.split} {self.stages}st"
 
 
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """How quant_grouped.cu is specialized."""
+
+    rows: int  # of x, of a block, at most
+    groups: int  # of four warps, each of which has two slabs
+    stages: int
+
+    @property
+    def slabs(self) -> int:
+        """Of a tile."""
+        return self.groups * 8
+
+    @property
+    def threads(self) -> int:
+        """Those that multiply, and four warps of which one feeds."""
+        return self.groups * 128 + 128
+
+    def __str__(self) -> str:
+        return f"grouped {self.rows}x{self.slabs * 16} {self.stages}st"
+
+
 Shape = Gemv | Gemm | Pipe | Tile
-Chosen = Shape | RowGemm | Persistent | Blocks | None  # None: the library
+Chosen = Shape | RowGemm | Persistent | Blocks | Grouped | None  # None: the library
 
 
 def slab_bytes(kind: int) -> int:
     """Of 16 outputs by 64 inputs; of the trellis code 64 outputs."""
-    return 512 if kind == INT4 else 256 if kind == CCQ else 1024
+    return 512 if kind in (INT4, MXFP4) else 256 if kind == CCQ else 1024
 
 
 def group_bytes(kind: int, scaled: int) -> int:
@@ -219,10 +241,10 @@ def end_shared(rows: int, outputs: int, split: int) -> int:
     return share * outputs * (4 * (split - 1) + 3)
 
 
-def gemm_shared(shape: Gemm, *, paired: bool) -> int:
+def gemm_shared(shape: Gemm) -> int:
     """Bytes of shared memory of a block: tiles of x, what the end takes, what aligning takes."""
     tiles = shape.stages * shape.rows * 128
-    end = end_shared(shape.rows, shape.groups * (1 + paired) * 64, shape.split)
+    end = end_shared(shape.rows, shape.groups * 64, shape.split)
     return 1024 + (tiles + end if shape.split > 1 else max(tiles, end))
 
 
@@ -281,6 +303,14 @@ def persistent(rows: int, kind: int) -> Persistent:
         if persistent_shared(shape, kind) <= MOST_DYNAMIC:
             return shape
     raise ValueError(f"no three turns of {rows} rows find a place in {MOST_DYNAMIC} bytes")
+
+
+def grouped_shared(shape: Grouped, kind: int, *, is_int8: bool) -> int:
+    """Bytes of shared memory of a block of quant_grouped.cu: barriers, a ring of steps of two
+    turns, what warps are about to store."""
+    weights = 2 * slab_bytes(kind) + (64 if kind == MXFP4 else 0)
+    step = shape.rows * 128 * (1 if is_int8 else 2) + shape.slabs * weights
+    return 16 * shape.stages + 1024 + shape.stages * step + shape.groups * 4 * shape.rows * 32
 
 
 def blocks_shared(shape: Blocks) -> int:

@@ -116,16 +116,23 @@ class Weights:
         return round_rows(x, dtype, self.input_scale, is_fp8=is_fp8, into=into)
 
     def numbers(
-        self, x: torch.Tensor, order: Order | None = None, into: Order | None = None
+        self,
+        x: torch.Tensor,
+        order: Order | None = None,
+        into: Order | None = None,
+        *,
+        by_words: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x as int8 or fp8 numbers, with scales [T], or [T, blocks of 128 inputs] with tokens
-        fastest. `order`: that of the rows, of which blocks without an expert may be left out;
-        `into`: the one in which they come out."""
+        fastest. `order`: that of the rows, of which those without a slot may be left out; `into`:
+        the one in which they come out; `by_words`: their inputs as round_rows() says."""
         if self.rounding == "block":
             return fp8_blocks(x, into=into)
         is_fp8 = self.rounding == "fp8"
         dtype = torch.float8_e4m3fn if is_fp8 else torch.int8
-        return round_rows(x, dtype, self.input_scale, is_fp8=is_fp8, order=order, into=into)
+        return round_rows(
+            x, dtype, self.input_scale, is_fp8=is_fp8, order=order, into=into, by_words=by_words
+        )
 
     def see(self, x: torch.Tensor, shape: Chosen) -> Seen:
         """x as this kernel takes it."""

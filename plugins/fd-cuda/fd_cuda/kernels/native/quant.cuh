@@ -16,7 +16,9 @@
 #define CCQ 5
 // The trellis code (trellis.cuh), of which quant_tile.cu alone knows: 64 outputs by 64 inputs in two pieces.
 #define TRELLIS 6
-#define PIECES (FORMAT == INT4 ? 1 : 2)
+// Four bits of a float and powers of two of 32 inputs, row by row, of which quant_grouped.cu alone knows.
+#define MXFP4 7
+#define PIECES (FORMAT == INT4 || FORMAT == MXFP4 ? 1 : 2)
 #define SLAB_BYTES (FORMAT == CCQ ? 256 : PIECES * 512)
 #define GROUP_BYTES (FORMAT == CCQ ? 16 : SCALED * 32)  // of a slab's scales; CCQ: of two turns, as copies are 16 bytes
 #define BY_ROWS (FORMAT == INT8_ROWS || FORMAT == FP8_ROWS)

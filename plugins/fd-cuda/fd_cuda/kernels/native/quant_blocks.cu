@@ -64,9 +64,6 @@ __device__ __forceinline__ float quotient(float x, float y, float inverse) {
   return __fmaf_rn(__fmaf_rn(-near, y, x), inverse, near);
 }
 
-// The division is not rounded correctly, what becomes of it is rounded to fewer bits.
-__device__ __forceinline__ float quick_silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
-
 #include "block_sums.cuh"
 
 // What a group does with a tile in which it has no rows.

@@ -1,10 +1,10 @@
-// y[M, N] = x[M, K] W[N, K]^T with packed W, for tens to hundreds of rows, or of rows an expert.
+// y[M, N] = x[M, K] W[N, K]^T with packed W, for tens to hundreds of rows.
 //
 // wgmma with W from registers: the slabs of quant.cuh are what its lanes hold, so weights go from memory to
 // registers AHEAD turns of 64 inputs ahead and are unpacked while the matrix units work on the slab
 // before. x is the other operand: BN rows by 64 inputs in shared memory, by cp.async, STAGES turns.
 // A block computes 64 * GROUPS outputs of BN rows; the SPLIT blocks of a cluster divide K (wide.cuh).
-// GROUPED, PAIRED and SCALED as in quant_gemv.cu; PAIRED: MT is 2, a warp has gate rows and their up rows, else 1.
+// SCALED as in quant_gemv.cu.
 // A row of x comes out the same whatever M is.
 
 #include "common.cuh"
@@ -27,12 +27,6 @@ __device__ __forceinline__ void multiply(float* d, const u32* a, u64 b) {
 
 // END OF INSTRUCTIONS
 
-// Where a lane's slabs come from, and the scales of their groups.
-struct Source {
-  const uint4* slab[MT];
-  const u32* groups[MT];
-};
-
 __device__ __forceinline__ void unpack_slab(u32 (*a)[4], const Slab& held, const Group& group) {
 #pragma unroll
   for (int s = 0; s < 4; s++) {
@@ -44,8 +38,7 @@ __device__ __forceinline__ void unpack_slab(u32 (*a)[4], const Slab& held, const
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32* __restrict__ groups,
            const float* __restrict__ scales, const float* x_scales, const u16* __restrict__ bias, u16* y,
-           const int* slots, const int* experts, const long long* ids, int M, int N, int K, int slabs,
-           int turns, int per_group, int divisor) {
+           int M, int N, int K, int slabs, int turns, int per_group) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31, rank = blockIdx.z;
   const int tile = blockIdx.x, first_row = blockIdx.y * BN;
@@ -55,44 +48,24 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   unsigned char* tiles = memory + (base - shared_address(memory));
   float* parts = (float*)(tiles + (SPLIT > 1 ? STAGES * STAGE : 0));
-#if GROUPED
-  let_next_start();
-  wait_for_previous();
-  const int expert = experts[blockIdx.y];
-  if (expert < 0) return;  // the whole cluster: it has one blockIdx.y
-  w += (u64)expert * slabs * turns * 32 * PIECES;
-  groups += (u64)expert * slabs * num_groups * 8 * SCALED;
-  scales += (u64)expert * slabs * 16;
-#endif
   announce_start();
-  Source from;
-#pragma unroll
-  for (int m = 0; m < MT; m++) {
-    // Slabs after the last repeat it; nothing of theirs is stored.
-    const int half = slabs / 2;
-    const int slab = PAIRED ? min(tile * GROUPS * 4 + warp, half - 1) + m * half
-                            : min(tile * GROUPS * 4 + warp, slabs - 1);
-    from.slab[m] = w + ((u64)slab * turns + first) * 32 * PIECES + lane;
-    from.groups[m] = groups + (u64)slab * num_groups * 8 * SCALED + (lane >> 2);
-  }
+  // A slab after the last repeats it; nothing of its is stored.
+  const int slab = min(tile * GROUPS * 4 + warp, slabs - 1);
+  w += ((u64)slab * turns + first) * 32 * PIECES + lane;
+  groups += (u64)slab * num_groups * 8 * SCALED + (lane >> 2);
   // Scales are counted from the first turn of all, slabs from the first of the share.
-  Slab held[AHEAD][MT];
-  Group held_groups[AHEAD][MT];
+  Slab held[AHEAD];
+  Group held_groups[AHEAD];
   const auto ask = [&](int i, int t) {
 #pragma unroll
-    for (int m = 0; m < MT; m++) {
-#pragma unroll
-      for (int p = 0; p < PIECES; p++) held[i][m].piece[p] = load_once(from.slab[m] + (t * PIECES + p) * 32);
-      held_groups[i][m] = load_group(from.groups[m], (first + t) / per_group);
-    }
+    for (int p = 0; p < PIECES; p++) held[i].piece[p] = load_once(w + (t * PIECES + p) * 32);
+    held_groups[i] = load_group(groups, (first + t) / per_group);
   };
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
     if (i < count) ask(i, i);
-#if !GROUPED
   let_next_start();
   wait_for_previous();
-#endif
 
   u32 x_from[PIECES_X], present = 0, place;
   {
@@ -101,10 +74,9 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
 #pragma unroll
     for (int i = 0; i < PIECES_X; i++) {
       const int row = r + i * STEP;
-      int at = M;
-      if (WHOLE || row < BN) at = GROUPED ? slots[first_row + row] : first_row + row;
+      const int at = WHOLE || row < BN ? first_row + row : M;
       const bool is_there = at < M;
-      x_from[i] = is_there ? (u32)(GROUPED ? at / divisor : at) * x_stride + first * 8 + c : 0;
+      x_from[i] = is_there ? (u32)at * x_stride + first * 8 + c : 0;
       present |= (u32)is_there << i;
     }
   }
@@ -124,15 +96,12 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
     commit();
   }
 
-  float sum[MT][BN / 2];
+  float sum[1][BN / 2];
 #pragma unroll
-  for (int m = 0; m < MT; m++) {
-#pragma unroll
-    for (int i = 0; i < BN / 2; i++) sum[m][i] = 0.f;
-    fence_registers(sum[m]);
-  }
+  for (int i = 0; i < BN / 2; i++) sum[0][i] = 0.f;
+  fence_registers(sum[0]);
   u32 a[2][4][4];  // of the slab that is multiplied, and of the next one
-  if (count > 0) unpack_slab(a[0], held[0][0], held_groups[0][0]);
+  if (count > 0) unpack_slab(a[0], held[0], held_groups[0]);
   for (int begin = 0; begin < count; begin += AHEAD) {
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
@@ -144,30 +113,24 @@ quant_gemm(const uint4* x, int x_stride, const uint4* __restrict__ w, const u32*
       if (t + STAGES - 2 < count) ask_x(t + STAGES - 2);
       commit();
       const u64 tile_x = descriptor(base + (t % STAGES) * STAGE);
+      begin_products();
 #pragma unroll
-      for (int m = 0; m < MT; m++) {
-        begin_products();
-#pragma unroll
-        for (int s = 0; s < 4; s++) multiply(sum[m], a[(i * MT + m) & 1][s], tile_x + s * 2);
-        end_products();
-        if (m == MT - 1 && t + AHEAD < count) ask(i, t + AHEAD);
-        await_products<1>();  // of the slab before: its operands are free
-        u32(*next)[4] = a[(i * MT + m + 1) & 1];
-        if (m + 1 < MT) unpack_slab(next, held[i][m + 1], held_groups[i][m + 1]);
-        else if (t + 1 < count) unpack_slab(next, held[(i + 1) % AHEAD][0], held_groups[(i + 1) % AHEAD][0]);
-      }
+      for (int s = 0; s < 4; s++) multiply(sum[0], a[i & 1][s], tile_x + s * 2);
+      end_products();
+      if (t + AHEAD < count) ask(i, t + AHEAD);
+      await_products<1>();  // of the slab before: its operands are free
+      if (t + 1 < count) unpack_slab(a[(i + 1) & 1], held[(i + 1) % AHEAD], held_groups[(i + 1) % AHEAD]);
     }
   }
   await_products<0>();
-#pragma unroll
-  for (int m = 0; m < MT; m++) fence_registers(sum[m]);
+  fence_registers(sum[0]);
 
 #if SPLIT > 1
   await_start();
 #endif
   constexpr bool is_apart = SPLIT > 1;
   if (!is_apart) await_copies<0>();
-  const Ending ending{parts, scales, x_scales, nullptr, bias, y, GROUPED ? slots : nullptr, divisor, first_row, rank, M, N};
+  const Ending ending{parts, scales, x_scales, nullptr, bias, y, nullptr, 0, first_row, rank, M, N};
   const int column = tile * OUT + warp * 16;
-  finish<THREADS, is_apart>(ending, find_factors<THREADS, MT>(ending, column, thread), sum, column, thread);
+  finish<THREADS, is_apart>(ending, find_factors<THREADS, 1>(ending, column, thread), sum, column, thread);
 }

@@ -49,9 +49,6 @@ __device__ __forceinline__ void meet_group(int group) {
 #define TAKE_REGISTERS()
 #endif
 
-// The division is not rounded correctly, what becomes of it is rounded to fewer bits.
-__device__ __forceinline__ float quick_silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
-
 // The outputs whose sums a thread has: of elements 0 and 1 of four, and of 2 and 3. Without PAIRED eight apart, with it a
 // gate and what belongs to it. After the last they repeat it.
 struct Outputs {

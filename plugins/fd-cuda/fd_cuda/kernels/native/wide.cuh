@@ -170,6 +170,9 @@ __device__ __forceinline__ void fence_registers(int* d) {
 
 // END OF INSTRUCTIONS
 
+// The division is not rounded correctly, what becomes of it is rounded to fewer bits.
+__device__ __forceinline__ float quick_silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
+
 #ifdef SPLIT
 #define FINISHERS (SPLIT < BN / 8 ? SPLIT : BN / 8)  // blocks of a cluster that finish rows, whole eights
 #define SHARE (BN / FINISHERS)                       // rows of such a block
