@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import struct
 from dataclasses import dataclass, replace
 
@@ -11,9 +12,9 @@ import torch
 from .common import num_processors
 from .plans import MOST_SHARED, Plan, Product, shared_bytes, tiles_of
 
-HELPERS = 128  # threads of a block that fetch what adapters add
 _MOST_SLOTS = 32  # a bit each; all are multiplied with
-_MOST_DEPTHS, _DEEP = 16, 4  # parts of K that sums are made of, and tiles of one
+EARLY = int(os.environ.get("X_EARLY", "1"))
+_MOST_DEPTHS, _DEEP = int(os.environ.get("X_MOST", "8")), int(os.environ.get("X_DEEP", "4"))  # parts of K that sums are made of, and tiles of one
 _NO_END = 2**31 - 1
 _RECORD = struct.Struct("@5P3i4x")
 _SHARED_OF_ALL = 227 * 1024  # blocks on one multiprocessor
@@ -46,17 +47,19 @@ class Adapters:
     def record(self, plan: Plan, product: Product, num_rows: int) -> bytes:
         """As native/gemm.cu reads it, with room for what its blocks leave each other."""
         device = self.a.device
-        sizes = (_depths(plan, product), num_rows, self.a.shape[1])
-        inner = torch.empty(sizes, dtype=torch.float32, device=device)
-        tensors = (self.a, self.b, self.slots, inner, _meeting(device))
+        inner, meeting = _place(self.a.data_ptr(), self.a.shape[1], _depths(plan, product), num_rows, device)
+        tensors = (self.a, self.b, self.slots, inner, meeting)
         ends = (*self.ends[:-1], _NO_END, _NO_END)[:2]
         sums = _sums(plan, product, num_rows, self.shape)
         return _RECORD.pack(*(t.data_ptr() for t in tensors), sums, *ends)
 
 
 @functools.cache
-def _meeting(device: torch.device) -> torch.Tensor:
-    return torch.zeros(2, dtype=torch.int32, device=device)
+def _place(at: int, each: int, depths: int, rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    if torch.cuda.is_current_stream_capturing():
+        print("LORA PLACE IN CAPTURE", flush=True)
+    inner = torch.zeros((depths, rows, each), dtype=torch.float32, device=device)
+    return inner, torch.full((1,), 1 << 32, dtype=torch.int64, device=device)
 
 
 def defines(plan: Plan, product: Product, shape: Shape) -> dict[str, int]:
@@ -67,6 +70,7 @@ def defines(plan: Plan, product: Product, shape: Shape) -> dict[str, int]:
         "RANK": shape.rank,
         "PARTS": len(shape.ends),
         "DEPTHS": _depths(plan, product),
+        "EARLY": EARLY,
     }
 
 
@@ -85,10 +89,9 @@ def _sums(plan: Plan, product: Product, num_rows: int, shape: Shape) -> int:
 
 def all_shared_bytes(plan: Plan, shape: Shape) -> int:
     """What a block keeps in shared memory."""
-    slots, inner = plan.rows * 4, plan.rows // plan.split * len(shape.ends) * shape.rank * 4
-    b = shape.slots * plan.columns * shape.rank * 2
     of_product = shared_bytes(plan.rows, plan.columns, plan.stages, plan.split)
-    return of_product + slots + inner + b
+    own = -(-shape.slots // plan.split) * shape.rank
+    return of_product + -(-own // 64) * plan.columns * 128 + 16
 
 
 def num_blocks(plan: Plan, product: Product, num_rows: int, shape: Shape | None) -> int:
@@ -103,11 +106,11 @@ def num_blocks(plan: Plan, product: Product, num_rows: int, shape: Shape | None)
 def choose(alone: Plan, product: Product, num_rows: int, shape: Shape) -> Plan | None:
     """How it is cut, given the plan of the product alone; None where native/gemm.cu does not
     compute it."""
-    if product.depth % 64 or shape.rank % 8 or shape.slots > _MOST_SLOTS or len(shape.ends) > 3:
-        return None
-    if any(end % 4 for end in shape.ends):
+    if product.depth % 64 or shape.rank % 16 or shape.slots > _MOST_SLOTS or len(shape.ends) > 3:
         return None
     plan = alone if alone.kind == "gemm" else tiles_of(product, num_rows)
+    if product.epilogue != "gated" and any(end % plan.columns for end in shape.ends[:-1]):
+        return None
     return fitted(plan, product, num_rows, shape) if plan.kind == "gemm" else None
 
 
