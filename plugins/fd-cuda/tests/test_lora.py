@@ -125,7 +125,7 @@ def test_products_with_adapters(shape: tuple[Any, ...], has_norm: bool, dtype: s
     bias = random(width)
     cuda = build_kernel_table("cuda", {"tensor_library": "torch"})
     plain = build_kernel_table("cpu")
-    slots = torch.empty(num_rows, dtype=torch.int32, device=DEVICE)
+    slots, kept = torch.empty(num_rows, dtype=torch.int32, device=DEVICE), {}
     for turn in range(3):
         chosen = torch.randint(-1, num_slots, (num_rows,), generator=draw, dtype=torch.int32)
         slots.copy_(chosen if turn < 2 else torch.full_like(chosen, -1))
@@ -137,7 +137,7 @@ def test_products_with_adapters(shape: tuple[Any, ...], has_norm: bool, dtype: s
         if epilogue == "gated":
             wanted = plain["silu_and_mul"](wanted)
         found = cuda["adapted_product"](
-            epilogue, x, norm, 1e-5, weight, bias, residual, a, b, ends, slots
+            epilogue, x, norm, 1e-5, weight, bias, residual, a, b, ends, slots, kept
         )
         bound = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
         difference = float((found.float() - wanted).abs().max())

@@ -6,11 +6,12 @@ import functools
 import os
 import struct
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from .common import num_processors
-from .plans import MOST_SHARED, Plan, Product, shared_bytes, tiles_of
+from .plans import MOST_SHARED, ROWS, Plan, Product, shared_bytes, tiles_of
 
 _MOST_SLOTS = 32  # a bit each; all are multiplied with
 EARLY = int(os.environ.get("X_EARLY", "1"))
@@ -32,12 +33,13 @@ class Shape:
 @dataclass(frozen=True, slots=True)
 class Adapters:
     """What rows add to a product, see lora.py: a [slots, parts * rank, K], b [slots, N, rank] in
-    x's dtype, slots [T] int32."""
+    x's dtype, slots [T] int32. kept: of an engine."""
 
     a: torch.Tensor
     b: torch.Tensor
     ends: tuple[int, ...]
     slots: torch.Tensor
+    kept: dict[Any, tuple[torch.Tensor, torch.Tensor]]
 
     @property
     def shape(self) -> Shape:
@@ -46,20 +48,23 @@ class Adapters:
 
     def record(self, plan: Plan, product: Product, num_rows: int) -> bytes:
         """As native/gemm.cu reads it, with room for what its blocks leave each other."""
-        device = self.a.device
-        inner, meeting = _place(self.a.data_ptr(), self.a.shape[1], _depths(plan, product), num_rows, device)
-        tensors = (self.a, self.b, self.slots, inner, meeting)
+        tensors = (self.a, self.b, self.slots, *self._place(_depths(plan, product, self.shape)))
         ends = (*self.ends[:-1], _NO_END, _NO_END)[:2]
         sums = _sums(plan, product, num_rows, self.shape)
         return _RECORD.pack(*(t.data_ptr() for t in tensors), sums, *ends)
 
-
-@functools.cache
-def _place(at: int, each: int, depths: int, rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    if torch.cuda.is_current_stream_capturing():
-        print("LORA PLACE IN CAPTURE", flush=True)
-    inner = torch.zeros((depths, rows, each), dtype=torch.float32, device=device)
-    return inner, torch.full((1,), 1 << 32, dtype=torch.int64, device=device)
+    def _place(self, depths: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where blocks leave sums with the launch's number, and that number, which begins with 1:
+        no other engine's launches may use them, for they may run at the same time."""
+        if (self.shape, depths) not in self.kept:
+            if torch.cuda.is_current_stream_capturing():
+                print("LORA PLACE IN CAPTURE", flush=True)
+            device, shape = self.a.device, self.shape
+            size = (depths, ROWS[-1], len(shape.ends), -(-shape.rank // 16) * 16)
+            sums = torch.zeros(size, dtype=torch.float32, device=device)
+            number = torch.full((1,), 1 << 32, dtype=torch.int64, device=device)
+            self.kept[self.shape, depths] = sums, number
+        return self.kept[self.shape, depths]
 
 
 def defines(plan: Plan, product: Product, shape: Shape) -> dict[str, int]:
@@ -69,28 +74,29 @@ def defines(plan: Plan, product: Product, shape: Shape) -> dict[str, int]:
         "SLOTS": shape.slots,
         "RANK": shape.rank,
         "PARTS": len(shape.ends),
-        "DEPTHS": _depths(plan, product),
+        "DEPTHS": _depths(plan, product, shape),
         "EARLY": EARLY,
     }
 
 
-def _depths(plan: Plan, product: Product) -> int:
-    """Parts of K that sums are made of: a whole number for each block of a cluster."""
-    tiles = product.depth // 64
-    wanted = min(_MOST_DEPTHS, -(-tiles // _DEEP))
+def _depths(plan: Plan, product: Product, shape: Shape) -> int:
+    """Parts of K that sums are made of: a whole number for each block of a cluster. A thread holds
+    its rows' sums of all of them, so that there are fewer of a large rank."""
+    most = max(1, _MOST_DEPTHS // -(-shape.rank // 16) // (1 + (product.epilogue == "gated")))
+    wanted = min(most, -(-product.depth // 64 // _DEEP))
     return -(-wanted // plan.split) * plan.split
 
 
 def _sums(plan: Plan, product: Product, num_rows: int, shape: Shape) -> int:
     """Blocks along x that make sums."""
     tiles = -(-shape.slots * len(shape.ends) * shape.rank // plan.columns)
-    return tiles * -(-num_rows // plan.rows) * (_depths(plan, product) // plan.split)
+    return tiles * -(-num_rows // plan.rows) * (_depths(plan, product, shape) // plan.split)
 
 
 def all_shared_bytes(plan: Plan, shape: Shape) -> int:
     """What a block keeps in shared memory."""
     of_product = shared_bytes(plan.rows, plan.columns, plan.stages, plan.split)
-    own = -(-shape.slots // plan.split) * shape.rank
+    own = -(-shape.slots // plan.split) * -(-shape.rank // 16) * 16
     return of_product + -(-own // 64) * plan.columns * 128 + 16
 
 
@@ -106,12 +112,19 @@ def num_blocks(plan: Plan, product: Product, num_rows: int, shape: Shape | None)
 def choose(alone: Plan, product: Product, num_rows: int, shape: Shape) -> Plan | None:
     """How it is cut, given the plan of the product alone; None where native/gemm.cu does not
     compute it."""
-    if product.depth % 64 or shape.rank % 16 or shape.slots > _MOST_SLOTS or len(shape.ends) > 3:
+    if product.depth % 64 or shape.slots > _MOST_SLOTS or len(shape.ends) > 3:
+        return None
+    if shape.rank % 16 and shape.rank != 8:
         return None
     plan = alone if alone.kind == "gemm" else tiles_of(product, num_rows)
+    if plan.kind != "gemm":
+        return None
+    share = -(-product.depth // 64 // plan.split)
+    if share * (plan.split - 1) >= product.depth // 64:  # a block without a share asks for no B
+        return None
     if product.epilogue != "gated" and any(end % plan.columns for end in shape.ends[:-1]):
         return None
-    return fitted(plan, product, num_rows, shape) if plan.kind == "gemm" else None
+    return fitted(plan, product, num_rows, shape)
 
 
 def fitted(plan: Plan, product: Product, num_rows: int, shape: Shape) -> Plan | None:

@@ -117,7 +117,8 @@ __device__ __forceinline__ void multiply_tile(float* sum, u32 tile, int warp) {
 
 #if LORA
 #define EACH (PARTS * RANK)  // rows of an adapter's A
-#define GROUPS (RANK / 16)   // of 16 ranks: what is multiplied at once
+#define GROUPS ((RANK + 15) / 16)  // of ranks: what is multiplied at once
+#define UNITS (PARTS * GROUPS * 4)  // of 16 bytes: sums of a row
 #define OWN ((SLOTS + SPLIT - 1) / SPLIT)  // adapters of a block of the cluster
 #define TILE_B (BN * 128)
 #define TILES_B ((OWN * GROUPS + 3) / 4)
@@ -126,7 +127,7 @@ __device__ __forceinline__ void multiply_tile(float* sum, u32 tile, int warp) {
 struct Adapters {
   const u16 *a, *b;  // [SLOTS, EACH, K], [SLOTS, N, RANK]
   const int* slots;  // of the rows; -1: none
-  uint4* inner;      // [DEPTHS, M, EACH / 16, 4]: A x of each row's own adapter, over parts of K
+  uint4* inner;      // [DEPTHS, M, UNITS]: A x of each row's own adapter, over parts of K
   u64* meeting;      // the number of the launch, and how many of its blocks have asked for it
   int sums;          // blocks that make sums, along x
   int end0, end1;    // first output of the next part
@@ -154,6 +155,9 @@ __device__ __forceinline__ bool is_of(const uint4& v, u32 number) {
 }
 
 __device__ __forceinline__ float untagged(u32 v) { return __uint_as_float(v & ~255u); }
+
+// A bit for each of these adapters.
+__device__ __forceinline__ u32 between(int first, int last) { return (u32)((2ull << last) - (1ull << first)); }
 
 // The number of this launch; others: whether all blocks have asked for it.
 __device__ __forceinline__ u32 ask_for_number(u64* meeting, u32 blocks, bool& is_last) {
@@ -183,12 +187,12 @@ struct Outputs {
 // B of this block's adapters that its rows need, as tiles like those of W.
 __device__ __forceinline__ void ask_for_second_halves(const Adapters& of, const Outputs& outputs, int rank, u32 needed,
                                                       u32 to) {
-  constexpr int PIECES = RANK / 8, ALL = OWN * PIECES;
+  constexpr int PIECES = GROUPS * 2, ALL = OWN * PIECES;
   for (int e = threadIdx.x; e < BN * ALL; e += THREADS) {
     const int row = e / ALL, piece = e % ALL, slot = rank * OWN + piece / PIECES;
     bool inside;
     const int n = outputs.of(row, inside);
-    inside = inside && slot < SLOTS && (needed >> slot & 1);
+    inside = inside && slot < SLOTS && (needed >> slot & 1) && piece % PIECES * 8 < RANK;
     copy_async(to + piece / 8 * TILE_B + row * 128 + ((piece % 8 ^ (row & 7)) << 4),
                of.b + (inside ? ((u64)slot * outputs.N + n) * RANK + piece % PIECES * 8 : 0), inside);
   }
@@ -202,11 +206,11 @@ struct Sums {
   uint4 seen[GROUPS][SIDES][2][DEPTHS];
 
   __device__ __forceinline__ void look_for(const Adapters& of, const int (&slots)[2], int rank, int row, int M, int part) {
-    next = (u64)M * (EACH / 4);
+    next = (u64)M * UNITS;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       is_own[half] = slots[half] >= 0 && slots[half] / OWN == rank;
-      at[half] = of.inner + (u64)(row + half * 8) * (EACH / 4) + part * (RANK / 4) + (threadIdx.x & 3);
+      at[half] = of.inner + (u64)(row + half * 8) * UNITS + part * GROUPS * 4 + (threadIdx.x & 3);
     }
 #pragma unroll
     for (int g = 0; g < GROUPS; g++)
@@ -216,7 +220,7 @@ struct Sums {
         for (int half = 0; half < 2; half++)
 #pragma unroll
           for (int d = 0; d < DEPTHS; d++)
-            if (is_own[half]) seen[g][side][half][d] = look(at[half] + side * (RANK / 4) + g * 4 + d * next);
+            if (is_own[half]) seen[g][side][half][d] = look(at[half] + (side * GROUPS + g) * 4 + d * next);
   }
 
   // Of 16 ranks, once they are all there: two pairs.
@@ -226,7 +230,7 @@ struct Sums {
 #pragma unroll
       for (int d = 0; d < DEPTHS; d++) {
         uint4& v = seen[g][side][half][d];
-        while (!is_of(v, number)) v = look(at[half] + side * (RANK / 4) + g * 4 + d * next);
+        while (!is_of(v, number)) v = look(at[half] + (side * GROUPS + g) * 4 + d * next);
         all.x += untagged(v.x), all.y += untagged(v.y), all.z += untagged(v.z), all.w += untagged(v.w);
       }
     }
@@ -291,7 +295,8 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   const int nth = blockIdx.x, depth = rank, share = (all + SPLIT - 1) / SPLIT;
 #endif
   const int first_row = nth % tiles_m * BM, first_column = nth / tiles_m * (makes_sums ? BN : OUT);
-  const int begin = min(depth * share, all), count = min(all - begin, share);
+  const int begin = min(depth * share, all);
+  int count = min(all - begin, share);
 
   // Tiles, those of B, then the parts that the cluster sends here.
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
@@ -362,7 +367,9 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
     if (slot >= 0) needed |= 1u << slot;
   }
   needed = __reduce_or_sync(~0u, needed);
-  needed &= (OWN < 32 ? (1u << OWN % 32) - 1 : ~0u) << rank * OWN;  // of this block's own
+  // That are this block's.
+  needed &= makes_sums ? between(first_column / EACH, (first_column + BN - 1) / EACH) : between(rank * OWN, rank * OWN + OWN - 1);
+  if (makes_sums && !needed) count = 0;
   Sums sums;
   const int part = EPILOGUE == GATED ? 0 : (first_column >= adapters.end0) + (first_column >= adapters.end1);
 #endif
@@ -424,12 +431,14 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   if (makes_sums) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      uint4* to = adapters.inner + ((u64)depth * M + first_row + r + half * 8) * (EACH / 4) + (lane & 3);
+      uint4* to = adapters.inner + ((u64)depth * M + first_row + r + half * 8) * UNITS + (lane & 3);
 #pragma unroll
-      for (int j = 0; j < BN / 8; j += 2) {
-        const int n = first_column + j * 8;
+      for (int j = 0; j < BN / 8; j += RANK == 8 ? 1 : 2) {
+        const int n = first_column + j * 8, part = n % EACH / RANK;
         const float* of = sum + j * 4 + half * 2;
-        if (n / EACH == slots[half]) leave(to + n % EACH / 4, of[0], of[1], of[4], of[5], number);
+        if (n / EACH != slots[half]) continue;
+        leave(to + (part * GROUPS + n % RANK / 16) * 4, of[0], of[1], RANK == 8 ? 0.f : of[4], RANK == 8 ? 0.f : of[5],
+              number);
       }
     }
     if (is_last) *adapters.meeting = (u64)(number + 1) << 32;
