@@ -142,3 +142,28 @@ def test_products_with_adapters(shape: tuple[Any, ...], has_norm: bool, dtype: s
         bound = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
         difference = float((found.float() - wanted).abs().max())
         assert difference < bound * float(wanted.abs().max())
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU, on which launches run at the same time")
+def test_engines_may_step_at_once() -> None:
+    """Two engines' products on two streams: bit for bit what each is alone."""
+    product = build_kernel_table("cuda", {"tensor_library": "torch"})["adapted_product"]
+    dtype, rows, depth, width = torch.bfloat16, 64, 1024, 1024
+    engines = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        sizes = ((rows, depth), (width, depth), (8, 16, depth), (8, width, 16))
+        x, weight, a, b = (torch.randn(size, device=DEVICE).to(dtype) for size in sizes)
+        slots = torch.randint(-1, 8, (rows,), device=DEVICE, dtype=torch.int32)
+        more = (None, 0.0, weight, None, None, a, b, (width,), slots, {})
+        engines.append((torch.cuda.Stream(), partial(product, "plain", x, *more)))
+    wanted = [run() for _, run in engines]
+    torch.cuda.synchronize()
+    found: list[list[torch.Tensor]] = [[], []]
+    for _ in range(200):
+        for (stream, run), ys in zip(engines, found, strict=True):
+            with torch.cuda.stream(stream):
+                ys.append(run())
+    torch.cuda.synchronize()
+    for y, ys in zip(wanted, found, strict=True):
+        assert all(torch.equal(y, other) for other in ys)
