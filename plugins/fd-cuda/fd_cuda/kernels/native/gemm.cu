@@ -159,12 +159,12 @@ __device__ __forceinline__ float untagged(u32 v) { return __uint_as_float(v & ~2
 // A bit for each of these adapters.
 __device__ __forceinline__ u32 between(int first, int last) { return (u32)((2ull << last) - (1ull << first)); }
 
-// The number of this launch; others: whether all blocks have asked for it.
-__device__ __forceinline__ u32 ask_for_number(u64* meeting, u32 blocks, bool& is_last) {
-  u64 before;
-  asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(meeting) : "memory");
-  is_last = (u32)before == blocks - 1;
-  return (u32)(before >> 32);
+// Thread 0: the number of this launch, above how many blocks have asked before. Nobody waits for it here.
+__device__ __forceinline__ u64 ask_for_number(u64* meeting) {
+  u64 before = 0;
+  asm volatile("{.reg .pred p; setp.eq.u32 p, %2, 0; @p atom.relaxed.gpu.global.add.u64 %0, [%1], 1;}"
+               : "+l"(before) : "l"(meeting), "r"(threadIdx.x) : "memory");
+  return before;
 }
 
 // 16 rows of sums of 16 ranks with B of eight outputs: sums and result lie in registers as those of wgmma do.
@@ -295,8 +295,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   const int nth = blockIdx.x, depth = rank, share = (all + SPLIT - 1) / SPLIT;
 #endif
   const int first_row = nth % tiles_m * BM, first_column = nth / tiles_m * (makes_sums ? BN : OUT);
-  const int begin = min(depth * share, all);
-  int count = min(all - begin, share);
+  const int begin = min(depth * share, all), count = min(all - begin, share);
 
   // Tiles, those of B, then the parts that the cluster sends here.
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
@@ -351,25 +350,18 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
 
   const int r = warp * 16 + (lane >> 2);
 #if LORA
-  bool is_last = false;
-  u32 number = 0;
-  if (thread == 0) number = ask_for_number(adapters.meeting, gridDim.x * SPLIT, is_last);
+  const u64 before = ask_for_number(adapters.meeting);
   int slots[2] = {-1, -1};  // of this thread's rows
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int m = first_row + warp * 16 + (lane >> 2) + half * 8;
     if (m < M) slots[half] = __ldcg(adapters.slots + m);
   }
-  u32 needed = 0;  // by rows of this block
+  int slots_of_block[BM / 32];
 #pragma unroll
-  for (int i = 0; i < BM; i += 32) {
-    const int slot = first_row + i + lane < M ? __ldcg(adapters.slots + first_row + i + lane) : -1;
-    if (slot >= 0) needed |= 1u << slot;
-  }
-  needed = __reduce_or_sync(~0u, needed);
-  // That are this block's.
-  needed &= makes_sums ? between(first_column / EACH, (first_column + BN - 1) / EACH) : between(rank * OWN, rank * OWN + OWN - 1);
-  if (makes_sums && !needed) count = 0;
+  for (int i = 0; i < BM / 32; i++)
+    slots_of_block[i] = first_row + i * 32 + lane < M ? __ldcg(adapters.slots + first_row + i * 32 + lane) : -1;
+  u32 needed = 0;  // by rows of this block, of its own
   Sums sums;
   const int part = EPILOGUE == GATED ? 0 : (first_column >= adapters.end0) + (first_column >= adapters.end1);
 #endif
@@ -414,7 +406,14 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
     asm volatile("cp.async.commit_group;" ::: "memory");
     multiply_tile(sum, base + (t % STAGES) * STAGE, warp);
 #if LORA
-    if (makes_sums || !needed) continue;
+    if (makes_sums) continue;
+    if (t == 0) {
+#pragma unroll
+      for (int i = 0; i < BM / 32; i++)
+        if (slots_of_block[i] >= 0) needed |= 1u << slots_of_block[i];
+      needed = __reduce_or_sync(~0u, needed) & between(rank * OWN, rank * OWN + OWN - 1);
+    }
+    if (!needed) continue;
     if (t == 0) ask_for_second_halves(adapters, {first_column, width, N}, rank, needed, base + STAGES * STAGE);
     if (t == max(0, count - EARLY)) sums.look_for(adapters, slots, rank, first_row + r, M, part);
 #endif
@@ -425,9 +424,10 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
 #if LORA
   asm volatile("cp.async.wait_all;" ::: "memory");
   u32* number_of_all = (u32*)(tiles + AFTER + (SPLIT > 1 ? BM * PITCH * 4 : 0));
-  if (thread == 0) *number_of_all = number;
+  if (thread == 0) *number_of_all = (u32)(before >> 32);
   __syncthreads();  // B is there, and the number
-  number = *number_of_all;
+  const u32 number = *number_of_all;
+  const bool is_last = thread == 0 && (u32)before == gridDim.x * SPLIT - 1;
   if (makes_sums) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
