@@ -48,23 +48,26 @@ class Adapters:
 
     def record(self, plan: Plan, product: Product, num_rows: int) -> bytes:
         """As native/gemm.cu reads it, with room for what its blocks leave each other."""
-        tensors = (self.a, self.b, self.slots, *self._place(_depths(plan, product, self.shape)))
+        depths = _depths(plan, product, self.shape)
+        blocks = num_blocks(plan, product, num_rows, self.shape) * plan.split
+        tensors = (self.a, self.b, self.slots, *self._place(depths, blocks))
         ends = (*self.ends[:-1], _NO_END, _NO_END)[:2]
         sums = _sums(plan, product, num_rows, self.shape)
         return _RECORD.pack(*(t.data_ptr() for t in tensors), sums, *ends)
 
-    def _place(self, depths: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where blocks leave sums with the launch's number, and that number, which begins with 1:
-        no other engine's launches may use them, for they may run at the same time."""
-        if (self.shape, depths) not in self.kept:
+    def _place(self, depths: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where so many blocks leave sums with the launch's number, and where they are counted, for
+        launches are told apart by that. No other engine's launches may use it: they may run at
+        the same time."""
+        key = (self.shape, depths, blocks)
+        if key not in self.kept:
             if torch.cuda.is_current_stream_capturing():
                 print("LORA PLACE IN CAPTURE", flush=True)
             device, shape = self.a.device, self.shape
             size = (depths, ROWS[-1], len(shape.ends), -(-shape.rank // 16) * 16)
             sums = torch.zeros(size, dtype=torch.float32, device=device)
-            number = torch.full((1,), 1 << 32, dtype=torch.int64, device=device)
-            self.kept[self.shape, depths] = sums, number
-        return self.kept[self.shape, depths]
+            self.kept[key] = sums, torch.zeros(1, dtype=torch.int64, device=device)
+        return self.kept[key]
 
 
 def defines(plan: Plan, product: Product, shape: Shape) -> dict[str, int]:

@@ -128,7 +128,7 @@ struct Adapters {
   const u16 *a, *b;  // [SLOTS, EACH, K], [SLOTS, N, RANK]
   const int* slots;  // of the rows; -1: none
   uint4* inner;      // [DEPTHS, M, UNITS]: A x of each row's own adapter, over parts of K
-  u64* meeting;      // the number of the launch, and how many of its blocks have asked for it
+  u64* meeting;      // blocks that have read it, of this launch and all before it, which had as many
   int sums;          // blocks that make sums, along x
   int end0, end1;    // first output of the next part
 };
@@ -158,14 +158,6 @@ __device__ __forceinline__ float untagged(u32 v) { return __uint_as_float(v & ~2
 
 // A bit for each of these adapters.
 __device__ __forceinline__ u32 between(int first, int last) { return (u32)((2ull << last) - (1ull << first)); }
-
-// Thread 0: the number of this launch, above how many blocks have asked before. Nobody waits for it here.
-__device__ __forceinline__ u64 ask_for_number(u64* meeting) {
-  u64 before = 0;
-  asm volatile("{.reg .pred p; setp.eq.u32 p, %2, 0; @p atom.relaxed.gpu.global.add.u64 %0, [%1], 1;}"
-               : "+l"(before) : "l"(meeting), "r"(threadIdx.x) : "memory");
-  return before;
-}
 
 // 16 rows of sums of 16 ranks with B of eight outputs: sums and result lie in registers as those of wgmma do.
 __device__ __forceinline__ void add_product(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
@@ -350,7 +342,8 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
 
   const int r = warp * 16 + (lane >> 2);
 #if LORA
-  const u64 before = ask_for_number(adapters.meeting);
+  u64 before = 0;
+  if (thread == 0) before = __ldcg(adapters.meeting);
   int slots[2] = {-1, -1};  // of this thread's rows
 #pragma unroll
   for (int half = 0; half < 2; half++) {
@@ -424,10 +417,12 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
 #if LORA
   asm volatile("cp.async.wait_all;" ::: "memory");
   u32* number_of_all = (u32*)(tiles + AFTER + (SPLIT > 1 ? BM * PITCH * 4 : 0));
-  if (thread == 0) *number_of_all = (u32)(before >> 32);
+  if (thread == 0) {
+    *number_of_all = (u32)(before / (gridDim.x * SPLIT)) + 1;
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0], 1;" ::"l"(adapters.meeting) : "memory");
+  }
   __syncthreads();  // B is there, and the number
   const u32 number = *number_of_all;
-  const bool is_last = thread == 0 && (u32)before == gridDim.x * SPLIT - 1;
   if (makes_sums) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -441,11 +436,9 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
               number);
       }
     }
-    if (is_last) *adapters.meeting = (u64)(number + 1) << 32;
     return;
   }
   if (needed) add_adapters(sum, sums, slots, rank, number, tiles + STAGES * STAGE);
-  if (is_last) *adapters.meeting = (u64)(number + 1) << 32;
 #endif
 
   await_start();
