@@ -13,7 +13,8 @@ are in float32; a x is rounded to y's dtype.
 
 A device may have, too, for plain weights [N, K] that no cell prepares:
 
-    adapted_product(epilogue, x, norm_weight, eps, weight, bias, residual, a, b, ends, slots, kept) -> y
+    adapted_product(
+        epilogue, x, norm_weight, eps, weight, bias, residual, a, b, ends, slots, kept) -> y
 
 linear, norm_linear, linear_add (epilogue "add") or gated_linear ("gated": ends [N / 2, N]) with
 what lora adds to the product, before the activation. kept: a dict of the engine's own, in which

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-import os
 import struct
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from .common import num_processors
-from .plans import MOST_SHARED, ROWS, Plan, Product, shared_bytes, tiles_of
+from .plans import MOST_SHARED, Plan, Product, shared_bytes, tiles_of
 
+HELPERS = 128  # threads of a block that fetch what adapters add
 _MOST_SLOTS = 32  # a bit each; all are multiplied with
-EARLY = int(os.environ.get("X_EARLY", "1"))
-_MOST_DEPTHS, _DEEP = int(os.environ.get("X_MOST", "8")), int(os.environ.get("X_DEEP", "4"))  # parts of K that sums are made of, and tiles of one
+_MOST_DEPTHS, _DEEP = 16, 4  # parts of K that sums are made of, and tiles of one
 _NO_END = 2**31 - 1
 _RECORD = struct.Struct("@5P3i4x")
 _SHARED_OF_ALL = 227 * 1024  # blocks on one multiprocessor
@@ -33,13 +31,13 @@ class Shape:
 @dataclass(frozen=True, slots=True)
 class Adapters:
     """What rows add to a product, see lora.py: a [slots, parts * rank, K], b [slots, N, rank] in
-    x's dtype, slots [T] int32. kept: of an engine."""
+    x's dtype, slots [T] int32. kept: of their engine, whose launches follow one another."""
 
     a: torch.Tensor
     b: torch.Tensor
     ends: tuple[int, ...]
     slots: torch.Tensor
-    kept: dict[Any, tuple[torch.Tensor, torch.Tensor]]
+    kept: dict[str, torch.Tensor]
 
     @property
     def shape(self) -> Shape:
@@ -48,26 +46,15 @@ class Adapters:
 
     def record(self, plan: Plan, product: Product, num_rows: int) -> bytes:
         """As native/gemm.cu reads it, with room for what its blocks leave each other."""
-        depths = _depths(plan, product, self.shape)
-        blocks = num_blocks(plan, product, num_rows, self.shape) * plan.split
-        tensors = (self.a, self.b, self.slots, *self._place(depths, blocks))
+        device = self.a.device
+        sizes = (_depths(plan, product), num_rows, self.a.shape[1])
+        inner = torch.empty(sizes, dtype=torch.float32, device=device)
+        if "meeting" not in self.kept:
+            self.kept["meeting"] = torch.zeros(2, dtype=torch.int32, device=device)
+        tensors = (self.a, self.b, self.slots, inner, self.kept["meeting"])
         ends = (*self.ends[:-1], _NO_END, _NO_END)[:2]
         sums = _sums(plan, product, num_rows, self.shape)
         return _RECORD.pack(*(t.data_ptr() for t in tensors), sums, *ends)
-
-    def _place(self, depths: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where so many blocks leave sums with the launch's number, and where they are counted, for
-        launches are told apart by that. No other engine's launches may use it: they may run at
-        the same time."""
-        key = (self.shape, depths, blocks)
-        if key not in self.kept:
-            if torch.cuda.is_current_stream_capturing():
-                print("LORA PLACE IN CAPTURE", flush=True)
-            device, shape = self.a.device, self.shape
-            size = (depths, ROWS[-1], len(shape.ends), -(-shape.rank // 16) * 16)
-            sums = torch.zeros(size, dtype=torch.float32, device=device)
-            self.kept[key] = sums, torch.zeros(1, dtype=torch.int64, device=device)
-        return self.kept[key]
 
 
 def defines(plan: Plan, product: Product, shape: Shape) -> dict[str, int]:
@@ -77,30 +64,29 @@ def defines(plan: Plan, product: Product, shape: Shape) -> dict[str, int]:
         "SLOTS": shape.slots,
         "RANK": shape.rank,
         "PARTS": len(shape.ends),
-        "DEPTHS": _depths(plan, product, shape),
-        "EARLY": EARLY,
+        "DEPTHS": _depths(plan, product),
     }
 
 
-def _depths(plan: Plan, product: Product, shape: Shape) -> int:
-    """Parts of K that sums are made of: a whole number for each block of a cluster. A thread holds
-    its rows' sums of all of them, so that there are fewer of a large rank."""
-    most = max(1, _MOST_DEPTHS // -(-shape.rank // 16) // (1 + (product.epilogue == "gated")))
-    wanted = min(most, -(-product.depth // 64 // _DEEP))
+def _depths(plan: Plan, product: Product) -> int:
+    """Parts of K that sums are made of: a whole number for each block of a cluster."""
+    tiles = product.depth // 64
+    wanted = min(_MOST_DEPTHS, -(-tiles // _DEEP))
     return -(-wanted // plan.split) * plan.split
 
 
 def _sums(plan: Plan, product: Product, num_rows: int, shape: Shape) -> int:
     """Blocks along x that make sums."""
     tiles = -(-shape.slots * len(shape.ends) * shape.rank // plan.columns)
-    return tiles * -(-num_rows // plan.rows) * (_depths(plan, product, shape) // plan.split)
+    return tiles * -(-num_rows // plan.rows) * (_depths(plan, product) // plan.split)
 
 
 def all_shared_bytes(plan: Plan, shape: Shape) -> int:
     """What a block keeps in shared memory."""
+    slots, inner = plan.rows * 4, plan.rows // plan.split * len(shape.ends) * shape.rank * 4
+    b = shape.slots * plan.columns * shape.rank * 2
     of_product = shared_bytes(plan.rows, plan.columns, plan.stages, plan.split)
-    own = -(-shape.slots // plan.split) * -(-shape.rank // 16) * 16
-    return of_product + -(-own // 64) * plan.columns * 128 + 16
+    return of_product + slots + inner + b
 
 
 def num_blocks(plan: Plan, product: Product, num_rows: int, shape: Shape | None) -> int:
@@ -115,19 +101,12 @@ def num_blocks(plan: Plan, product: Product, num_rows: int, shape: Shape | None)
 def choose(alone: Plan, product: Product, num_rows: int, shape: Shape) -> Plan | None:
     """How it is cut, given the plan of the product alone; None where native/gemm.cu does not
     compute it."""
-    if product.depth % 64 or shape.slots > _MOST_SLOTS or len(shape.ends) > 3:
+    if product.depth % 64 or shape.rank % 8 or shape.slots > _MOST_SLOTS or len(shape.ends) > 3:
         return None
-    if shape.rank % 16 and shape.rank != 8:
+    if any(end % 4 for end in shape.ends):
         return None
     plan = alone if alone.kind == "gemm" else tiles_of(product, num_rows)
-    if plan.kind != "gemm":
-        return None
-    share = -(-product.depth // 64 // plan.split)
-    if share * (plan.split - 1) >= product.depth // 64:  # a block without a share asks for no B
-        return None
-    if product.epilogue != "gated" and any(end % plan.columns for end in shape.ends[:-1]):
-        return None
-    return fitted(plan, product, num_rows, shape)
+    return fitted(plan, product, num_rows, shape) if plan.kind == "gemm" else None
 
 
 def fitted(plan: Plan, product: Product, num_rows: int, shape: Shape) -> Plan | None:

@@ -281,4 +281,5 @@ def _prepared(
         shared = shared_bytes(plan.rows, plan.columns, plan.stages, plan.split)
     else:
         shared = adapted.all_shared_bytes(plan, adapters)
+        threads += adapted.HELPERS
     return _Launch(kernel, (blocks, 1, plan.split), threads, shared)

@@ -8,10 +8,9 @@
 // GATED: the first half of a tile are gate rows, the second the up rows that belong to them.
 // A row of x comes out the same whatever M is.
 // LORA: the first blocks multiply x with the first halves A of all adapters, over a small part of K each, so
-// that they end early, and leave the sums with the launch's number in each 16 bytes. The others fetch B, the
-// second halves, while they multiply, look for the sums behind their last tile, and multiply them with B: zeros
-// stand in the place of rows with other adapters. The blocks of a cluster divide the adapters among themselves.
-// Blocks that make sums are the first to be given a place, and wait for nobody.
+// that they end early. In the others a second group of warps waits for these sums and fetches, while the
+// first one multiplies, what its rows need of them and of the second halves B. Blocks that make sums are the
+// first to be given a place, and wait for nobody.
 
 #include "common.cuh"
 #include "cluster.cuh"
@@ -20,7 +19,9 @@
 #ifndef LORA
 #define LORA 0
 #endif
-#define THREADS (BM * 2)
+#define THREADS (BM * 2)  // that multiply
+#define ALL (LORA ? THREADS + HELPERS : THREADS)
+#define HELPERS 128
 #define TILE_X (BM * 128)
 #define TILE_W (BN * 128)
 #define STAGE (TILE_X + TILE_W)
@@ -29,6 +30,15 @@
 #define W_PIECES (BN * 8 / THREADS)  // of 16 bytes, of a tile, that one thread asks for
 #define X_PIECES (BM * 8 / THREADS)
 #define ASKED (RESIDENT ? STAGES : STAGES - 2)
+
+// Of those that multiply.
+__device__ __forceinline__ void sync_group() {
+#if LORA
+  asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
+#else
+  __syncthreads();
+#endif
+}
 
 __device__ __forceinline__ u32 shared_address(const void* p) {
   return (u32)__cvta_generic_to_shared(p);
@@ -117,52 +127,55 @@ __device__ __forceinline__ void multiply_tile(float* sum, u32 tile, int warp) {
 
 #if LORA
 #define EACH (PARTS * RANK)  // rows of an adapter's A
-#define GROUPS ((RANK + 15) / 16)  // of ranks: what is multiplied at once
-#define UNITS (PARTS * GROUPS * 4)  // of 16 bytes: sums of a row
-#define OWN ((SLOTS + SPLIT - 1) / SPLIT)  // adapters of a block of the cluster
-#define TILE_B (BN * 128)
-#define TILES_B ((OWN * GROUPS + 3) / 4)
-#define SIDES (EPILOGUE == GATED ? 2 : 1)  // parts of a tile of W
+#define PIECES_B (RANK / 8)  // of 16 bytes, of an output's B
 
 struct Adapters {
   const u16 *a, *b;  // [SLOTS, EACH, K], [SLOTS, N, RANK]
   const int* slots;  // of the rows; -1: none
-  uint4* inner;      // [DEPTHS, M, UNITS]: A x of each row's own adapter, over parts of K
-  u64* meeting;      // blocks that have read it, of this launch and all before it, which had as many
+  float* inner;      // [DEPTHS, M, EACH]: A x of each row's own adapter, over parts of K
+  int* meeting;      // zeros: blocks that have left sums there, and blocks that have seen all of them
   int sums;          // blocks that make sums, along x
   int end0, end1;    // first output of the next part
 };
 
-// A sum, cut to 15 bits of mantissa, and eight bits of the launch's number.
-__device__ __forceinline__ u32 tagged(float sum, u32 number) {
-  return (__float_as_uint(sum) & ~255u) | (number & 255);
+__device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+
+__device__ __forceinline__ void arrive(int* count) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(count) : "memory");
 }
 
-__device__ __forceinline__ void leave(uint4* at, float a, float b, float c, float d, u32 number) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(tagged(a, number)),
-               "r"(tagged(b, number >> 8)), "r"(tagged(c, number >> 16)), "r"(tagged(d, number >> 24)) : "memory");
+__device__ __forceinline__ void await_sums(const int* count, int wanted) {
+  int seen;
+  do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(count) : "memory");
+  while (seen < wanted);
 }
 
-__device__ __forceinline__ uint4 look(const uint4* at) {
-  uint4 v;
-  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
-  return v;
+// How many blocks had seen all sums before this one.
+__device__ __forceinline__ int count_in(int* meeting) {
+  int before;
+  asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(meeting + 1) : "memory");
+  return before;
 }
 
-__device__ __forceinline__ bool is_of(const uint4& v, u32 number) {
-  return __byte_perm(__byte_perm(v.x, v.y, 0x0040), __byte_perm(v.z, v.w, 0x0040), 0x5410) == number;
+__device__ __forceinline__ int part_of(const Adapters& of, int column) {
+  return (column >= of.end0) + (column >= of.end1);
 }
 
-__device__ __forceinline__ float untagged(u32 v) { return __uint_as_float(v & ~255u); }
+// Where a piece of B stands in shared memory: threads that read at once read from different banks.
+__device__ __forceinline__ int place_of(int piece) { return piece ^ (piece >> 3 & 7); }
 
-// A bit for each of these adapters.
-__device__ __forceinline__ u32 between(int first, int last) { return (u32)((2ull << last) - (1ull << first)); }
-
-// 16 rows of sums of 16 ranks with B of eight outputs: sums and result lie in registers as those of wgmma do.
-__device__ __forceinline__ void add_product(float* d, const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};" : R4(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+// What an adapter adds to four outputs, of which b has pieces from the first one's on.
+__device__ __forceinline__ void add_adapter(float* v, const uint4* b, int piece, const float* inner) {
+#pragma unroll
+  for (int r = 0; r < PIECES_B; r++) {
+    const float4 p = ((const float4*)inner)[r * 2], q = ((const float4*)inner)[r * 2 + 1];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const uint4 w = b[place_of(piece + j * PIECES_B + r)];
+      v[j] += low(w.x) * p.x + high(w.x) * p.y + low(w.y) * p.z + high(w.y) * p.w;
+      v[j] += low(w.z) * q.x + high(w.z) * q.y + low(w.w) * q.z + high(w.w) * q.w;
+    }
+  }
 }
 
 // A block's outputs.
@@ -174,98 +187,63 @@ struct Outputs {
     inside = n < width;
     return n + (EPILOGUE == GATED && row >= BN / 2 ? N / 2 : 0);
   }
+  __device__ __forceinline__ int first_part(const Adapters& of) const {
+    return EPILOGUE == GATED ? 0 : part_of(of, first_column);
+  }
+  __device__ __forceinline__ int last_part(const Adapters& of) const {
+    return EPILOGUE == GATED ? 1 : part_of(of, min(first_column + BN, width) - 1);
+  }
 };
 
-// B of this block's adapters that its rows need, as tiles like those of W.
-__device__ __forceinline__ void ask_for_second_halves(const Adapters& of, const Outputs& outputs, int rank, u32 needed,
-                                                      u32 to) {
-  constexpr int PIECES = GROUPS * 2, ALL = OWN * PIECES;
-  for (int e = threadIdx.x; e < BN * ALL; e += THREADS) {
-    const int row = e / ALL, piece = e % ALL, slot = rank * OWN + piece / PIECES;
+// The second group of warps: the slots of this block's rows, A x of their adapters, and B of these.
+__device__ __forceinline__ void fetch_adapters(const Adapters& of, const Outputs& outputs, int first_row, int M,
+                                               int* slots_of, float* inner_of, uint4* b, int wanted, int blocks) {
+  const int thread = threadIdx.x - THREADS, lane = thread & 31;
+  constexpr int LINES = BN * RANK * 2 / 128;
+  for (int e = thread; e < SLOTS * LINES; e += HELPERS) {
     bool inside;
-    const int n = outputs.of(row, inside);
-    inside = inside && slot < SLOTS && (needed >> slot & 1) && piece % PIECES * 8 < RANK;
-    copy_async(to + piece / 8 * TILE_B + row * 128 + ((piece % 8 ^ (row & 7)) << 4),
-               of.b + (inside ? ((u64)slot * outputs.N + n) * RANK + piece % PIECES * 8 : 0), inside);
+    const int row = e % LINES * 64 / RANK, n = outputs.of(row, inside);
+    if (inside) prefetch(of.b + ((u64)(e / LINES) * outputs.N + n) * RANK);
   }
-}
-
-// A x of this thread's rows, as far as their adapters are this block's.
-struct Sums {
-  const uint4* at[2];
-  bool is_own[2];
-  u64 next;  // part of K
-  uint4 seen[GROUPS][SIDES][2][DEPTHS];
-
-  __device__ __forceinline__ void look_for(const Adapters& of, const int (&slots)[2], int rank, int row, int M, int part) {
-    next = (u64)M * UNITS;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      is_own[half] = slots[half] >= 0 && slots[half] / OWN == rank;
-      at[half] = of.inner + (u64)(row + half * 8) * UNITS + part * GROUPS * 4 + (threadIdx.x & 3);
-    }
-#pragma unroll
-    for (int g = 0; g < GROUPS; g++)
-#pragma unroll
-      for (int side = 0; side < SIDES; side++)
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-#pragma unroll
-          for (int d = 0; d < DEPTHS; d++)
-            if (is_own[half]) seen[g][side][half][d] = look(at[half] + (side * GROUPS + g) * 4 + d * next);
+  wait_for_previous();
+  u32 needed = 0;
+  for (int m = lane; m < ROWS; m += 32) {
+    const int slot = first_row + m < M ? __ldcg(of.slots + first_row + m) : -1;
+    slots_of[m] = slot;  // by each warp, alike
+    if (slot >= 0) needed |= 1u << slot;
   }
-
-  // Of 16 ranks, once they are all there: two pairs.
-  __device__ __forceinline__ void pairs(u32 (&to)[2], int g, int side, int half, u32 number) {
-    float4 all = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (is_own[half]) {
-#pragma unroll
-      for (int d = 0; d < DEPTHS; d++) {
-        uint4& v = seen[g][side][half][d];
-        while (!is_of(v, number)) v = look(at[half] + (side * GROUPS + g) * 4 + d * next);
-        all.x += untagged(v.x), all.y += untagged(v.y), all.z += untagged(v.z), all.w += untagged(v.w);
-      }
-    }
-    to[0] = pack(all.x, all.y), to[1] = pack(all.z, all.w);
+  needed = __reduce_or_sync(~0u, needed);
+  for (int e = thread; e < SLOTS * BN * PIECES_B; e += HELPERS) {
+    const int slot = e / (BN * PIECES_B);
+    if (!(needed >> slot & 1)) continue;
+    bool inside;
+    const int n = outputs.of(e / PIECES_B % BN, inside);
+    copy_async(shared_address(b + place_of(e)),
+               of.b + ((u64)slot * outputs.N + (inside ? n : 0)) * RANK + e % PIECES_B * 8, inside);
   }
-};
-
-// What adapters add to a tile. b: this block's part of B.
-__device__ __forceinline__ void add_adapters(float* sum, Sums& sums, const int (&slots)[2], int rank, u32 number,
-                                             const unsigned char* b) {
-  constexpr int COLUMNS = BN / SIDES;
-  const int lane = threadIdx.x & 31;
-  u32 own[GROUPS][SIDES][2][2];
+  int before = -1;
+  if (thread == 0) await_sums(of.meeting, wanted), before = count_in(of.meeting);
+  asm volatile("bar.sync 2, %0;" ::"n"(HELPERS) : "memory");
+  if (needed) {
+    const int first = outputs.first_part(of), quarters = (outputs.last_part(of) - first + 1) * (RANK / 4);
+    for (int e = thread; e < ROWS * quarters; e += HELPERS) {
+      const int row = e / quarters, c = first * RANK + e % quarters * 4;
+      if (slots_of[row] < 0) continue;
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f), v[DEPTHS];
 #pragma unroll
-  for (int g = 0; g < GROUPS; g++)
+      for (int d = 0; d < DEPTHS; d++)
+        v[d] = __ldcg((const float4*)(of.inner + ((u64)d * M + first_row + row) * EACH + c));
 #pragma unroll
-    for (int side = 0; side < SIDES; side++)
-#pragma unroll
-      for (int half = 0; half < 2; half++) sums.pairs(own[g][side][half], g, side, half, number);
-#pragma unroll 1
-  for (int i = 0; i < OWN; i++) {
-    const bool is_first = slots[0] == rank * OWN + i, is_second = slots[1] == rank * OWN + i;
-    if (!__any_sync(~0u, is_first || is_second)) continue;
-#pragma unroll
-    for (int g = 0; g < GROUPS; g++) {
-      const int step = i * GROUPS + g, piece = step % 4 * 2, row = lane >> 2;
-      const unsigned char* line = b + step / 4 * TILE_B + row * 128 + (lane & 3) * 4;
-      const int low = (piece ^ row) << 4, high = (piece + 1 ^ row) << 4;
-#pragma unroll
-      for (int side = 0; side < SIDES; side++) {
-        const u32(&of)[2][2] = own[g][side];
-        const u32 a[4] = {is_first ? of[0][0] : 0, is_second ? of[1][0] : 0, is_first ? of[0][1] : 0,
-                          is_second ? of[1][1] : 0};
-#pragma unroll
-        for (int j = side * COLUMNS / 8; j < (side + 1) * COLUMNS / 8; j++)
-          add_product(sum + j * 4, a, *(const u32*)(line + j * 1024 + low), *(const u32*)(line + j * 1024 + high));
-      }
+      for (int d = 0; d < DEPTHS; d++) sum.x += v[d].x, sum.y += v[d].y, sum.z += v[d].z, sum.w += v[d].w;
+      *(float4*)(inner_of + row * EACH + c) = sum;
     }
   }
+  if (before == blocks - 1) of.meeting[0] = of.meeting[1] = 0;  // the last one, for the next launch
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(ALL)
 gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, const u16* __restrict__ bias,
      const u16* residual, u16* y, int M, int N, int K
 #if LORA
@@ -282,6 +260,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   const int nth = makes_sums ? blockIdx.x / (DEPTHS / SPLIT) : blockIdx.x - adapters.sums;
   const int depth = makes_sums ? blockIdx.x % (DEPTHS / SPLIT) * SPLIT + rank : rank;
   const int share = (all + (makes_sums ? DEPTHS : SPLIT) - 1) / (makes_sums ? DEPTHS : SPLIT);
+  if (makes_sums && thread >= THREADS) return;
 #else
   constexpr bool makes_sums = false;
   const int nth = blockIdx.x, depth = rank, share = (all + SPLIT - 1) / SPLIT;
@@ -289,15 +268,25 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   const int first_row = nth % tiles_m * BM, first_column = nth / tiles_m * (makes_sums ? BN : OUT);
   const int begin = min(depth * share, all), count = min(all - begin, share);
 
-  // Tiles, those of B, then the parts that the cluster sends here.
+  // Tiles, then the parts that the cluster sends here.
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   unsigned char* tiles = memory + (base - shared_address(memory));
+  float* parts = (float*)(tiles + (SPLIT > 1 ? STAGES * STAGE : 0));
 #if LORA
-  constexpr int AFTER = STAGES * STAGE + TILES_B * TILE_B;
-#else
-  constexpr int AFTER = STAGES * STAGE;
+  int* slots_of = (int*)(tiles + STAGES * STAGE + (SPLIT > 1 ? BM * PITCH * 4 : 0));  // [ROWS]
+  float* inner_of = (float*)(slots_of + BM);                                       // [ROWS][EACH]
+  uint4* b = (uint4*)(inner_of + ROWS * EACH);                                     // [SLOTS][BN][PIECES_B]
+  if (thread >= THREADS) {
+    announce_start();
+    let_next_start();
+    const Outputs outputs = {first_column, width, N};
+    const int blocks = (gridDim.x - adapters.sums) * SPLIT;
+    fetch_adapters(adapters, outputs, first_row + rank * ROWS, M, slots_of, inner_of, b, adapters.sums * SPLIT, blocks);
+    await_start();
+    meet();
+    return;
+  }
 #endif
-  float* parts = (float*)(tiles + (SPLIT > 1 ? AFTER : 0));
 
   Pieces p;
   {
@@ -340,23 +329,15 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-  const int r = warp * 16 + (lane >> 2);
 #if LORA
-  u64 before = 0;
-  if (thread == 0) before = __ldcg(adapters.meeting);
   int slots[2] = {-1, -1};  // of this thread's rows
+  if (makes_sums) {
 #pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int m = first_row + warp * 16 + (lane >> 2) + half * 8;
-    if (m < M) slots[half] = __ldcg(adapters.slots + m);
+    for (int half = 0; half < 2; half++) {
+      const int m = first_row + warp * 16 + (lane >> 2) + half * 8;
+      if (m < M) slots[half] = __ldcg(adapters.slots + m);
+    }
   }
-  int slots_of_block[BM / 32];
-#pragma unroll
-  for (int i = 0; i < BM / 32; i++)
-    slots_of_block[i] = first_row + i * 32 + lane < M ? __ldcg(adapters.slots + first_row + i * 32 + lane) : -1;
-  u32 needed = 0;  // by rows of this block, of its own
-  Sums sums;
-  const int part = EPILOGUE == GATED ? 0 : (first_column >= adapters.end0) + (first_column >= adapters.end1);
 #endif
   // What this thread will finish: four columns each. Their residuals are asked for now.
   constexpr int QUADS = OUT / 4, TURNS = (ROWS * QUADS + THREADS - 1) / THREADS;
@@ -388,7 +369,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   for (int t = 0; t < count; t++) {
     asm volatile("cp.async.wait_group %0;" ::"n"(ASKED - 1) : "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();
+    sync_group();
     // All have finished with the tile before the previous one.
     const int next = t + STAGES - 2;
     if (!RESIDENT && next < count) {
@@ -398,53 +379,33 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
     multiply_tile(sum, base + (t % STAGES) * STAGE, warp);
-#if LORA
-    if (makes_sums) continue;
-    if (t == 0) {
-#pragma unroll
-      for (int i = 0; i < BM / 32; i++)
-        if (slots_of_block[i] >= 0) needed |= 1u << slots_of_block[i];
-      needed = __reduce_or_sync(~0u, needed) & between(rank * OWN, rank * OWN + OWN - 1);
-    }
-    if (!needed) continue;
-    if (t == 0) ask_for_second_halves(adapters, {first_column, width, N}, rank, needed, base + STAGES * STAGE);
-    if (t == max(0, count - EARLY)) sums.look_for(adapters, slots, rank, first_row + r, M, part);
-#endif
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   fence_registers(sum);
 
+  const int r = warp * 16 + (lane >> 2);
 #if LORA
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  u32* number_of_all = (u32*)(tiles + AFTER + (SPLIT > 1 ? BM * PITCH * 4 : 0));
-  if (thread == 0) {
-    *number_of_all = (u32)(before / (gridDim.x * SPLIT)) + 1;
-    asm volatile("red.relaxed.gpu.global.add.u64 [%0], 1;" ::"l"(adapters.meeting) : "memory");
-  }
-  __syncthreads();  // B is there, and the number
-  const u32 number = *number_of_all;
   if (makes_sums) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-      uint4* to = adapters.inner + ((u64)depth * M + first_row + r + half * 8) * UNITS + (lane & 3);
+      float* to = adapters.inner + ((u64)depth * M + first_row + r + half * 8) * EACH;
 #pragma unroll
-      for (int j = 0; j < BN / 8; j += RANK == 8 ? 1 : 2) {
-        const int n = first_column + j * 8, part = n % EACH / RANK;
-        const float* of = sum + j * 4 + half * 2;
-        if (n / EACH != slots[half]) continue;
-        leave(to + (part * GROUPS + n % RANK / 16) * 4, of[0], of[1], RANK == 8 ? 0.f : of[4], RANK == 8 ? 0.f : of[5],
-              number);
+      for (int j = 0; j < BN / 8; j++) {
+        const int n = first_column + j * 8 + (lane & 3) * 2;
+        if (n / EACH == slots[half])
+          *(float2*)(to + n % EACH) = make_float2(sum[j * 4 + half * 2], sum[j * 4 + half * 2 + 1]);
       }
     }
+    sync_group();
+    if (thread == 0) arrive(adapters.meeting);  // releases what all of them stored
     return;
   }
-  if (needed) add_adapters(sum, sums, slots, rank, number, tiles + STAGES * STAGE);
 #endif
 
   await_start();
 #if SPLIT == 1
   asm volatile("cp.async.wait_group 0;" ::: "memory");
-  __syncthreads();  // parts stand where tiles were
+  sync_group();  // parts stand where tiles were
 #endif
   // Every row goes to the block that finishes it: row r of rank d is there row (own rank, r % ROWS).
 #pragma unroll
@@ -474,6 +435,15 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
         u[0] += h.x; u[1] += h.y; u[2] += h.z; u[3] += h.w;
       }
     }
+#if LORA
+    const int slot = slots_of[row];
+    if (slot >= 0) {
+      const int part = EPILOGUE == GATED ? 0 : part_of(adapters, column);
+      const float* inner = inner_of + row * EACH;
+      add_adapter(v, b, (slot * BN + c) * PIECES_B, inner + part * RANK);
+      if (EPILOGUE == GATED) add_adapter(u, b, (slot * BN + BN / 2 + c) * PIECES_B, inner + RANK);
+    }
+#endif
 #pragma unroll
     for (int j = 0; j < 4; j++) {
       float value = v[j], other = u[j];
