@@ -149,7 +149,7 @@ def test_products_with_adapters(shape: tuple[Any, ...], has_norm: bool, dtype: s
 
 
 def test_engines_leave_their_sums_in_different_places() -> None:
-    """The counter of a launch's blocks, which are zeros between launches, is one for an engine."""
+    """Blocks of a launch count themselves in memory of their engine."""
     x, slots = torch.zeros(2, 8, 64, device=DEVICE), torch.zeros(4, dtype=torch.int32)
     plan, product = Plan("gemm"), Product("plain", False, 64, 64, "bfloat16")
     first: dict[str, torch.Tensor] = {}
@@ -172,7 +172,7 @@ def test_engines_may_step_at_once() -> None:
         sizes = ((rows, depth), (width, depth), (8, 16, depth), (8, width, 16))
         x, weight, a, b = (torch.randn(size, device=DEVICE).bfloat16() for size in sizes)
         slots = torch.randint(-1, 8, (rows,), device=DEVICE, dtype=torch.int32)
-        more = (None, 0.0, weight, None, None, a, b, (width,), slots, {})
+        more: tuple[Any, ...] = (None, 0.0, weight, None, None, a, b, (width,), slots, {})
         wanted.append(product("plain", x, *more))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
