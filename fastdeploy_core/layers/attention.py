@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 
 class PagedAttention:
-    """The part between the projections, for any unit that a driver claims; "gqa" and "mla" share
-    it."""
+    """The part between the projections, for any unit that a driver claims, such as "gqa", "mla"."""
 
     def __init__(
         self,
@@ -78,8 +77,7 @@ class PagedAttention:
         return turned
 
     def select(self, rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The rows of each [num_tokens, width] that the layers after the attention read; None: all
-        rows."""
+        """The rows of each [num_tokens, width] that layers behind the attention read; None: all."""
         if rows is None:
             return tensors
         return tuple(self._select_rows(x, rows) for x in tensors)

@@ -130,8 +130,7 @@ class DecoderLM:
 
     @property
     def mtp_weights(self) -> dict[str, StoredTensor]:
-        """Weights of multi-token-prediction layers by checkpoint name, kept unread for a
-        drafter."""
+        """Weights of multi-token-prediction layers by checkpoint name, unread, for a drafter."""
         return self.weights.kept
 
     def forward(self, input_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:

@@ -26,7 +26,8 @@ from fd_models.blocks.granite import (
     GraniteMoeForCausalLM,
 )
 
-from .layers import HybridLM, RecurrentLayer, gated_norm
+from .gates import cell, gated_norm
+from .layers import HybridLM, RecurrentLayer
 
 if TYPE_CHECKING:
     from fastdeploy_core.layers import ModelBuilder
@@ -60,6 +61,7 @@ class Mamba2(RecurrentLayer):
         region = (slice(0, self._width),)
         place = Placement(f"{prefix}.norm.weight", (self._width,), region, self._accept, fill=1.0)
         build.weights.add(place)
+        self._gated_norm = cell(build, gated_norm)
         self._output = build.linear(f"{prefix}.out_proj", self._width, hidden, bias=bias)
 
     def _accept(self, tensor: Tensor) -> None:
@@ -72,9 +74,7 @@ class Mamba2(RecurrentLayer):
         groups = self.spec.num_key_heads
         shape = [x.shape[0], groups, self._width // groups]
         weight = self._norm.reshape(shape[1:])
-        y = gated_norm(
-            self._xp, y.reshape(shape), z.reshape(shape), weight, self._eps, gate_first=True
-        )
+        y = self._gated_norm(y.reshape(shape), z.reshape(shape), weight, self._eps, True)
         return self._output(y.reshape([x.shape[0], self._width]))
 
 
