@@ -172,14 +172,14 @@ def test_engines_may_step_at_once() -> None:
         sizes = ((rows, depth), (width, depth), (8, 16, depth), (8, width, 16))
         x, weight, a, b = (torch.randn(size, device=DEVICE).bfloat16() for size in sizes)
         slots = torch.randint(-1, 8, (rows,), device=DEVICE, dtype=torch.int32)
-        more: tuple[Any, ...] = (None, 0.0, weight, None, None, a, b, (width,), slots, {})
-        wanted.append(product("plain", x, *more))
+        run = partial(product, "plain", x, None, 0.0, weight, None, None, a, b, (width,), slots, {})
+        wanted.append(run())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found.append([product("plain", x, *more) for _ in range(100)])
-        replays.append((graph, torch.cuda.Stream()))
+            found.append([run() for _ in range(100)])
+        replays.append((graph, torch.cuda.Stream(), run))  # whose memory the graph reads
     for _ in range(10):
-        for graph, stream in replays:
+        for graph, stream, _ in replays:
             with torch.cuda.stream(stream):
                 graph.replay()
     torch.cuda.synchronize()
