@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fastdeploy_core.contracts.quant_formats import PackedWeight
 from fd_models.clamped import moe_experts_clamped
 from packed_weights import packed
 from quant_emulation import use_kernels
@@ -107,6 +108,7 @@ def test_experts_of_mxfp4_with_biases(
     ids = torch.rand(tokens, experts, device=DEVICE).topk(2, 1).indices
     shares = torch.rand(tokens, 2, device=DEVICE)
     gate_up, down = (quant_any.prepare(weight) for weight in weights)
+    assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
     own = biases[1] if has_down_bias else None
     got = quant_any.moe_experts_clamped(
         x, ids, shares, gate_up, biases[0], down, own, *clamp
