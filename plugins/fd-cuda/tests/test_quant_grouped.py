@@ -15,7 +15,7 @@ from quant_emulation import use_kernels
 from test_clamped import matrices
 from test_quant_native import DEVICE, HAS_GPU, check
 
-from fd_cuda.kernels import quant_any, quant_grouped, quant_weights
+from fd_cuda.kernels import native, quant_any, quant_grouped, quant_weights
 from fd_cuda.kernels.quant_grouped import grouped_product, of_slabs
 from fd_cuda.kernels.quant_layout import INT4, INT8, MXFP4
 from fd_cuda.kernels.quant_shapes import MOST_DYNAMIC, Grouped, grouped_shared
@@ -93,15 +93,15 @@ def test_experts_of_mxfp4_with_biases(
 ) -> None:
     torch.manual_seed(hidden)
     experts, tokens, clamp = 4, 40, (1.702, 1.5)
-    monkeypatch.setattr(quant_any.native, "available", lambda: True)
-    monkeypatch.setattr(quant_any.native, "has_wgmma", lambda: True)
-    launched, function = [], quant_any.native.function
+    monkeypatch.setattr(native, "available", lambda: True)
+    monkeypatch.setattr(native, "has_wgmma", lambda: True)
+    launched, function = [], native.function
 
     def noted(name: str, defines: dict[str, int]) -> Any:
         launched.append(name)
         return function(name, defines)
 
-    monkeypatch.setattr(quant_any.native, "function", noted)
+    monkeypatch.setattr(native, "function", noted)
     weights = matrices((experts, hidden, inner), True, torch.bfloat16)
     x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
     biases = [torch.randn(experts, n, device=DEVICE).bfloat16() for n in (2 * inner, hidden)]
