@@ -32,6 +32,7 @@ from launches import copy_plainly, count_launches, never_launched
 from packed_weights import packed
 from ranks_in_turn import RanksInTurn
 from state_steps import cases
+from test_clamped import matrices
 
 from fastdeploy_testing.drivers import build_kernel_table, lookup
 from fd_cuda.attention.gqa import PagedAttention
@@ -44,6 +45,7 @@ from fd_cuda.kernels import (
     linear,
     matmul,
     native,
+    quant_any,
     quant_blocks,
     quant_cache,
     quant_experts,
@@ -350,10 +352,21 @@ def packed_pipe() -> None:
 
 
 def chosen_experts(room: Any, hidden: int, gate_up: Any, down: Any) -> None:
-    for tokens in (1, 5, 60, 90, 300):
+    for tokens in (1, 5, 60, 90, 130, 300):
         ids, shares = integers(4, tokens, 2), torch.rand(tokens, 2, device=DEVICE)
         x = random(tokens, hidden, dtype=torch.bfloat16)
         room.moe_experts(x, ids, shares, gate_up, down)
+
+
+def clamped() -> None:
+    """Experts of gpt-oss in MXFP4: of one token, of few rows each, of more."""
+    weights = [quant_any.prepare(own) for own in matrices((4, 96, 160), True, torch.bfloat16)]
+    biases = [random(4, n, dtype=torch.bfloat16) for n in (320, 96)]
+    for tokens in (1, 5, 90, 300):
+        ids, shares = integers(4, tokens, 2), torch.rand(tokens, 2, device=DEVICE)
+        x, own = random(tokens, 96, dtype=torch.bfloat16), zip(weights, biases, strict=True)
+        (gate_up, up_bias), (down, down_bias) = own
+        quant_any.moe_experts_clamped(x, ids, shares, gate_up, up_bias, down, down_bias, 1.702, 7.0)
 
 
 def trellis() -> None:
@@ -422,7 +435,7 @@ PARTS: dict[str, Callable[[], None]] = {
     part.__name__: part
     for part in (
         native_products, adapters, native_filter, triton_filter, body, steps, sampling, experts,
-        many_rows, drafting, attention, states, streams, packed_pipe, trellis,
+        many_rows, drafting, attention, states, streams, packed_pipe, clamped, trellis,
         quantized_caches, moved_blocks, one_shot,
     )
 } | {name: functools.partial(packed_products, name) for name in (*FORMATS, "ccq2")}  # fmt: skip

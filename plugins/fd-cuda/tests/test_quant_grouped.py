@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from fastdeploy_core.contracts.quant_formats import PackedWeight
 from fd_models.clamped import moe_experts_clamped
 from packed_weights import packed
 from quant_emulation import use_kernels
 from test_clamped import matrices
 from test_quant_native import DEVICE, HAS_GPU, check
 
-from fd_cuda.kernels import quant_any, quant_grouped, quant_weights
+from fd_cuda.kernels import native, quant_any, quant_grouped, quant_weights
 from fd_cuda.kernels.quant_grouped import grouped_product, of_slabs
 from fd_cuda.kernels.quant_layout import INT4, INT8, MXFP4
 from fd_cuda.kernels.quant_shapes import MOST_DYNAMIC, Grouped, grouped_shared
@@ -92,21 +93,22 @@ def test_experts_of_mxfp4_with_biases(
 ) -> None:
     torch.manual_seed(hidden)
     experts, tokens, clamp = 4, 40, (1.702, 1.5)
-    monkeypatch.setattr(quant_any.native, "available", lambda: True)
-    monkeypatch.setattr(quant_any.native, "has_wgmma", lambda: True)
-    launched, function = [], quant_any.native.function
+    monkeypatch.setattr(native, "available", lambda: True)
+    monkeypatch.setattr(native, "has_wgmma", lambda: True)
+    launched, function = [], native.function
 
     def noted(name: str, defines: dict[str, int]) -> Any:
         launched.append(name)
         return function(name, defines)
 
-    monkeypatch.setattr(quant_any.native, "function", noted)
+    monkeypatch.setattr(native, "function", noted)
     weights = matrices((experts, hidden, inner), True, torch.bfloat16)
     x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
     biases = [torch.randn(experts, n, device=DEVICE).bfloat16() for n in (2 * inner, hidden)]
     ids = torch.rand(tokens, experts, device=DEVICE).topk(2, 1).indices
     shares = torch.rand(tokens, 2, device=DEVICE)
     gate_up, down = (quant_any.prepare(weight) for weight in weights)
+    assert isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)
     own = biases[1] if has_down_bias else None
     got = quant_any.moe_experts_clamped(
         x, ids, shares, gate_up, biases[0], down, own, *clamp

@@ -241,7 +241,12 @@ def _each(order: Order | None, rows: int) -> int:
 
 
 def _num_slots(order: Order | None) -> int:
-    return 0 if order is None or order.places is None else len(order.places)
+    """Slots from it on are nobody's."""
+    if order is None:
+        return 0
+    if order.places is None:
+        raise TypeError("rows are in an order that does not say how many there are")
+    return len(order.places)
 
 
 def _copies(into: Order | None, rows: int) -> int:
