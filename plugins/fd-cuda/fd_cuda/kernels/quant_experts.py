@@ -151,7 +151,7 @@ def choose(
         return grouped_shape(INT4, 128, rounds=True)
     if each > _MANY_EACH and slabs.kind != CCQ:
         return persistent(persistent_rows(each), slabs.kind)
-    if each <= (4 if slabs.kind == INT4 else 8 if slabs.kind in (INT8, FP8) else 16):
+    if each <= (3 if slabs.kind == INT4 else 4 if slabs.kind in (INT8, FP8) else 16):
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
     if slabs.kind == CCQ:
         return grouped_tile(32 if each <= 28 else 64 if each <= 60 else 128, CCQ)
