@@ -6,10 +6,11 @@ Starts both servers of MODEL (a folder, with config.json and a tokenizer at leas
 weights, N(0, 0.02) on both sides, and waits until both are ready. Then each number of streams is
 measured in a closed loop: so many clients send `--per-stream` requests each, one after the other;
 ours, then vLLM's, `--rounds` times. Prompts are random ids, answers have a fixed length, prefix
-caches are off; both answer all streams once before. Arguments after -- go to both servers. vLLM is
-taken from this Python's packages, or from `--vllm-path`. With `--wait`, several of these can start
-beside each other: ours starts after a line on standard input, and after a second one, when "ready"
-was printed, it measures.
+caches are off; both answer all streams once before. The last columns are processors that a server's
+processes take together, and what the busiest client process takes of one: near 1 the client is what
+is measured. Arguments after -- go to both servers. vLLM is taken from this Python's packages, or
+from `--vllm-path`. With `--wait`, several of these can start beside each other: ours starts after a
+line on standard input, and after a second one, when "ready" was printed, it measures.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from start_up import processor_s
+
 HERE = Path(__file__).resolve().parent
 OURS, VLLM = "FastDeploy", "vLLM"
 READY = {OURS: "/health/ready", VLLM: "/health"}
@@ -41,6 +44,8 @@ COLUMNS = {
     "p50_itl_ms": "ITL p50",
     "p90_itl_ms": "p90",
     "p99_itl_ms": "p99",
+    "processors": "server",
+    "client_busy": "client",
 }
 
 
@@ -67,7 +72,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("model", type=Path, help="folder")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 256])
-    parser.add_argument("--per-stream", type=int, default=4, help="requests of a stream")
+    parser.add_argument(
+        "--per-stream", type=int, nargs="+", default=[4], help="requests; one, or one by --streams"
+    )
     parser.add_argument("--input-len", type=int, default=256)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=1)
@@ -81,6 +88,8 @@ def parse_arguments() -> argparse.Namespace:
     words = [*sys.argv[1:], "--"]
     end = words.index("--")
     options = parser.parse_args(words[:end])
+    if len(options.per_stream) not in (1, len(options.streams)):
+        parser.error("--per-stream: one number, or as many as --streams")
     options.serve = words[end + 1 : -1]
     return options
 
@@ -158,6 +167,10 @@ class Server:
         except OSError:
             return False
 
+    def processor_s(self) -> float:
+        """Of all its processes so far."""
+        return processor_s(self._process.pid)
+
     def signal(self, kind: signal.Signals) -> None:
         """To all of its processes."""
         with contextlib.suppress(ProcessLookupError):
@@ -170,7 +183,7 @@ class Server:
 
 
 def measure(
-    server: Server, streams: int, options: argparse.Namespace, output_len: int = 0
+    server: Server, streams: int, per_stream: int, output_len: int, options: argparse.Namespace
 ) -> dict[str, Any]:
     """What clients saw."""
     from fd_bench import serve
@@ -180,13 +193,15 @@ def measure(
         file = Path(folder) / "result.json"
         asked = {
             "url": server.url, "max-concurrency": streams, "num-warmup": 1,
-            "num-prompts": streams * options.per_stream, "input-len": options.input_len,
-            "output-len": output_len or options.output_len, "vocab-size": vocabulary,
+            "num-prompts": streams * per_stream, "input-len": options.input_len,
+            "output-len": output_len, "vocab-size": vocabulary,
             "num-clients": min(streams, options.clients), "save-result": file,
         }  # fmt: skip
+        spent_s = server.processor_s()
         serve.run([word for k, v in asked.items() for word in (f"--{k}", str(v))])
+        spent_s = server.processor_s() - spent_s
         (result,) = json.loads(file.read_text())
-    return dict(result)
+    return {**result, "processors": spent_s / result["duration_s"]}
 
 
 def main() -> None:
@@ -199,6 +214,8 @@ def main() -> None:
             probe.bind(("127.0.0.1", 0))
         ports = {name: probe.getsockname()[1] for name, probe in sockets.items()}
     started = commands(options, ports)
+    settings = (f"{k}={v}" for k, v in os.environ.items() if k.startswith(("FD_", "VLLM_")))
+    print("environment:", *sorted(settings))
     servers = []
     try:
         for name in (VLLM, OURS):
@@ -213,17 +230,18 @@ def main() -> None:
             sys.stdin.readline()
         print(
             f"{options.model.name}: {options.input_len} tokens in, {options.output_len} out, "
-            f"{options.per_stream} requests of each stream, {len(os.sched_getaffinity(0))} cores, "
-            f"medians of {options.rounds}, {time.strftime('%Y-%m-%d')}; ms"
+            f"{' '.join(map(str, options.per_stream))} requests of each stream, medians of "
+            f"{options.rounds}, {len(os.sched_getaffinity(0))} cores, "
+            f"{time.strftime('%Y-%m-%d')}; ms"
         )
         print(
             f"{'streams':>7} {'':10}" + "".join(f"{x:>10}" for x in COLUMNS.values()) + "  failed"
         )
         running = [server for server in servers if not server.error]
         for server in running:
-            measure(server, max(options.streams), options, output_len=4)
-        for streams in options.streams:
-            compare(running, streams, options)
+            measure(server, max(options.streams), 1, 4, options)
+        for number, streams in enumerate(options.streams):
+            compare(running, streams, options.per_stream[number % len(options.per_stream)], options)
     finally:
         for kind, within in ((signal.SIGTERM, 4.0), (signal.SIGKILL, 1.0)):
             for server in servers:
@@ -232,12 +250,15 @@ def main() -> None:
                 server.ended(within)
 
 
-def compare(servers: list[Server], streams: int, options: argparse.Namespace) -> None:
+def compare(
+    servers: list[Server], streams: int, per_stream: int, options: argparse.Namespace
+) -> None:
     """One number of streams: a row for each server, and how they relate."""
     seen: dict[str, list[dict[str, Any]]] = {server.name: [] for server in servers}
     for _ in range(options.rounds):
         for server in servers:
-            seen[server.name].append(measure(server, streams, options))
+            result = measure(server, streams, per_stream, options.output_len, options)
+            seen[server.name].append(result)
     rows = {
         name: {key: statistics.median(r[key] for r in results) for key in COLUMNS}
         for name, results in seen.items()

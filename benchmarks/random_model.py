@@ -1,5 +1,5 @@
-"""Makes a model folder to measure with: a published model's shape, the demo model's tokenizer,
-random weights.
+"""Makes a model folder to measure with: a published model's shape, the demo model's tokenizer with
+a word for every further id, random weights.
 
     python benchmarks/random_model.py ernie-0.3b /tmp/m                 # for --load-format dummy
     python benchmarks/random_model.py ernie-21b-a3b /tmp/m --weights    # with safetensors files
@@ -245,7 +245,11 @@ def make_folder(shape: str, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     for file in (ROOT / "models" / "ernie-tiny").glob("*token*"):
         shutil.copy(file, folder)
-    config = SHAPES[shape]
+    config, file = SHAPES[shape], folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    words = tokenizer["model"]["vocab"]
+    words |= {f"Ġw{number}": number for number in range(len(words), config["vocab_size"])}
+    file.write_text(json.dumps(tokenizer))  # whatever is generated is text, as in real answers
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return config
 

@@ -21,6 +21,8 @@ MODEL = sys.argv[1] if len(sys.argv) > 1 else DEMO
 class NeverTwice:
     """Forbids a token that the answer already has: logits_processors_args={"never_twice": true}."""
 
+    arguments = frozenset({"never_twice"})  # others are refused
+
     def __init__(self, context: ProcessorContext) -> None:
         self.vocab_size = context.vocab_size
 

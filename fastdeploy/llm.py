@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fastdeploy_core.api import llm as core
@@ -13,6 +15,8 @@ from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.types import RequestOutput
 
 from .sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 # Names of vLLM's class that have no counterpart, and what there is instead.
 _NOT_HERE: Final = {
@@ -45,6 +49,11 @@ class LLM(core.LLM):
     `engine_args` are the server's engine arguments as keywords, in FastDeploy's or vLLM's spelling;
     an unknown one raises ConfigError with the nearest valid name. Not thread safe.
     """
+
+    def __init__(self, model: str | Path, **engine_args: Any) -> None:
+        if engine_args.pop("disable_log_stats", True) is False:  # nobody logs them here anyway
+            logger.warning("disable_log_stats has no effect: LLM.get_metrics() has the counters")
+        super().__init__(model, **engine_args)
 
     def generate(
         self,

@@ -139,6 +139,12 @@ _LONGROPE = {
     "long_factor": [2.0, 3.0, 4.0],
     "original_max_position_embeddings": 128,
 }
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
 # Saved when asked for by name: families of fd-models.
 FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
     "deepseek-v32": {
@@ -295,6 +301,24 @@ FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
             "partial_rotary_factor": 0.5,
         },
     },
+    "cohere2": {
+        "architecture": "Cohere2",
+        "num_hidden_layers": 5,
+        "sliding_window": 7,
+        "logit_scale": 0.25,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+    },
+    "exaone4": {
+        "architecture": "Exaone4",
+        "head_dim": 16,
+        "num_hidden_layers": 5,
+        "sliding_window": 9,
+        "rope_parameters": _LLAMA3,
+    },
+    "glm": {"architecture": "Glm", "head_dim": 16, "num_key_value_heads": 1},
+    "glm4": {"architecture": "Glm4", "head_dim": 16},
+    "granite3": {**_MULTIPLIERS, "architecture": "Granite", "mlp_bias": True},
+    "granite3-moe": {**_MULTIPLIERS, "architecture": "GraniteMoe", **_EXPERTS},
     "llama4": {
         "architecture": "Llama4",
         "config": "Llama4TextConfig",
@@ -355,10 +379,7 @@ _GRANITE: dict[str, Any] = {
     "mamba_d_head": 12,
     "mamba_d_state": 16,
     "mamba_chunk_size": 16,
-    "embedding_multiplier": 3.0,
-    "attention_multiplier": 0.2,
-    "residual_multiplier": 0.5,
-    "logits_scaling": 2.0,
+    **_MULTIPLIERS,
 }
 _NEMOTRON: dict[str, Any] = {
     "architecture": "NemotronH",

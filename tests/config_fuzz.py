@@ -379,6 +379,42 @@ def _mamba(draw: Draw) -> tuple[int, int, int]:
     return groups, groups * draw.choice((1, 2, 4)), draw.choice((8, 12))
 
 
+_MULTIPLIERS: dict[str, tuple[Any, ...]] = {
+    "embedding_multiplier": (3.0, 12),
+    "attention_multiplier": (0.2, 0.0078125),
+    "residual_multiplier": (0.5, 0.22),
+    "logits_scaling": (2.0, 16),
+}
+
+
+def _granite3(draw: Draw) -> Fields:
+    return _dense(draw, 0.0, attention_bias=_BOTH, mlp_bias=_BOTH, **_MULTIPLIERS)
+
+
+def _granite3_moe(draw: Draw) -> Fields:
+    fields = _dense(draw, 0.0, attention_bias=_BOTH, **_MULTIPLIERS)
+    return fields | draw.experts("num_local_experts")
+
+
+def _glm4(draw: Draw) -> Fields:
+    fields = {**draw.common(), **draw.heads(explicit=1.0), **draw.some(attention_bias=_BOTH)}
+    return fields | {"rope_parameters": draw.rope(fields, share=True)}
+
+
+def _exaone4(draw: Draw) -> Fields:
+    fields = _dense(draw, 1.0) | draw.windows(draw.randint(2, 5))
+    if kinds := fields.get("layer_types"):
+        return fields | {"num_hidden_layers": len(kinds)}
+    return fields | draw.some(sliding_window_pattern=(2, 3))
+
+
+def _cohere2(draw: Draw) -> Fields:
+    fields = _dense(draw, 0.0, attention_bias=_BOTH, logit_scale=(0.25, 0.0625))
+    fields.pop("rms_norm_eps", None)
+    fields |= draw.some(layer_norm_eps=(1e-6, 1e-3))
+    return fields | draw.windows(fields["num_hidden_layers"])
+
+
 def _granite(draw: Draw) -> Fields:
     fields = _dense(draw, 0.0, attention_bias=_BOTH)
     groups, heads, _ = _mamba(draw)
@@ -403,10 +439,7 @@ def _granite(draw: Draw) -> Fields:
             mamba_conv_bias=_BOTH,
             mamba_proj_bias=_BOTH,
             position_embedding_type=("rope", "nope", None),
-            embedding_multiplier=(3.0, 12),
-            attention_multiplier=(0.2, 0.0078125),
-            residual_multiplier=(0.5, 0.22),
-            logits_scaling=(2.0, 16),
+            **_MULTIPLIERS,
         ),
     }
 
@@ -479,16 +512,22 @@ def _lfm2(draw: Draw) -> Fields:
 
 # How a text architecture's fields are drawn, by its name without ForCausalLM.
 FAMILIES: dict[str, Callable[[Draw], Fields]] = {
+    "Cohere2": _cohere2,
     "DeepseekV3": _deepseek,
     "DeepseekV32": _deepseek_v32,
     "Ernie4_5": _ernie,
     "Ernie4_5_Moe": _ernie_moe,
+    "Exaone4": _exaone4,
     "Gemma2": _gemma2,
     "Gemma3": _gemma3,
+    "Glm": _glm4,
+    "Glm4": _glm4,
     "Glm4Moe": _glm4_moe,
     "Glm4MoeLite": _glm_lite,
     "GlmMoeDsa": _deepseek_v32,
     "GptOss": _gpt_oss,
+    "Granite": _granite3,
+    "GraniteMoe": _granite3_moe,
     "GraniteMoeHybrid": _granite,
     "KimiLinear": _kimi_linear,
     "Lfm2": _lfm2,

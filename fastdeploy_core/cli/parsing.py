@@ -15,6 +15,7 @@ from typing import Any
 
 from fastdeploy_core.config.argument_table import PART_SPELLINGS, Argument
 from fastdeploy_core.config.argument_values import (
+    ARGUMENTS,
     BY_SPELLING,
     NEGATIVE,
     normalise,
@@ -28,6 +29,8 @@ from fastdeploy_core.contracts.command import CommandParser
 from fastdeploy_core.errors import ConfigError
 
 _FLAG = re.compile(r"--|-[A-Za-z]")  # and not a negative number
+_LEVEL = re.compile(r"^-O(?=\d)")  # vLLM's -O2
+_SHORT = SHORT | {short: row.name for row in ARGUMENTS.values() for short in row.short}
 _DOTTED = re.compile(r"--([A-Za-z][\w-]*)\.([\w.-]+)")
 
 
@@ -140,14 +143,18 @@ def _prepare(argv: Sequence[str], own: set[str]) -> tuple[list[str], dict[str, d
         index += 1
         if token == "--":  # noqa: S105 - the separator, not a secret
             return rest + list(argv[index - 1 :]), dotted
-        flag, equals, value = token.partition("=")
-        flag = "--" + SHORT[flag].replace("_", "-") if flag in SHORT else flag
+        flag, equals, value = _LEVEL.sub("-O=", token).partition("=")
+        short, dot, part = flag.partition(".")
+        if short in _SHORT:
+            flag = "--" + _SHORT[short].replace("_", "-") + dot + part
         if not flag.startswith("--"):
             rest.append(token)
             continue
         name = spelling(flag)
         following = argv[index] if index < len(argv) and not argv[index].startswith("--") else None
         match = _DOTTED.fullmatch(flag)
+        if match is not None and spelling(match[1]) in OTHER_FLAGS:
+            name = spelling(match[1])
         is_dotted = match is not None and spelling(match[1]) in BY_SPELLING
         if is_dotted or name in PART_SPELLINGS:
             if not equals:

@@ -20,6 +20,7 @@ from .other_flags import OTHER_FLAGS, answer
 ARGUMENTS: dict[str, Argument] = {row.name: row for row in ROWS}
 BY_SPELLING: dict[str, Argument] = {s: row for row in ROWS for s in row.spellings}
 NEGATIVE: dict[str, Argument] = {s: row for row in ROWS for s in row.negative}
+NEGATIVE |= {f"no_{name}": row for name, row in BY_SPELLING.items() if row.type == "bool"}
 
 _SUFFIXES = {"k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2, "g": 1000**3, "G": 1024**3}
 

@@ -4,6 +4,7 @@ module of the core contains another project's spelling that names a vendor."""
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -12,16 +13,13 @@ from fastdeploy_core.errors import ConfigError
 
 from .engine import GraphConfig
 
+logger = logging.getLogger(__name__)
+
 MAX_SIZE = 65536
 _TABLE: Final = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
-# Options of the two sections that change nothing here: the values they may have, and why only
-# these.
-_FIXED: dict[str, tuple[list[Any], str]] = {
-    name: (values, _TABLE["reasons"][why])
-    for why, options in _TABLE["fixed"].items()
-    for name, values in options.items()
-}
-_MODES = {"NONE": False, "FULL": True, "FULL_DECODE_ONLY": True}
+# Options of the two sections that change no answer and nothing here, and why.
+_TAKEN = {name: group["reason"] for group in _TABLE.values() for name in group["names"]}
+_CAPTURING = ("FULL", "FULL_DECODE_ONLY", "PIECEWISE", "FULL_AND_PIECEWISE")
 
 
 def read_graphs(v: Mapping[str, Any]) -> GraphConfig:
@@ -76,27 +74,20 @@ def _section(flag: str, given: Any) -> GraphConfig:
     for key, value in given.items():
         if key == "use_cudagraph" and isinstance(value, bool):
             values["enabled"] = value
-        elif key == "cudagraph_mode" and str(value).upper() in _MODES:
-            values["enabled"] = _MODES[str(value).upper()]
+        elif key == "cudagraph_mode" and str(value).upper() in ("NONE", *_CAPTURING):
+            values["enabled"] = str(value).upper() != "NONE"
         elif key == "cudagraph_capture_sizes":
             values["sizes"] = _sizes(value) if value is not None else None
         elif key == "max_cudagraph_capture_size":
             values["max_size"] = _sizes([value])[0]
-        elif key in _FIXED and value in _FIXED[key][0]:
-            continue
+        elif key in _TAKEN:
+            logger.warning("%s: %s has no effect: %s", flag, key, _TAKEN[key])
         else:
-            raise ConfigError(f"{flag}: {key} = {value!r:.60} is not possible: {_why(key)}")
+            known = (
+                f"use_cudagraph, cudagraph_capture_sizes, cudagraph_mode (NONE, {_CAPTURING[0]})"
+            )
+            raise ConfigError(f"{flag}: {key} = {value!r:.60} is unknown; possible: {known}")
     return GraphConfig(**values)
-
-
-def _why(key: str) -> str:
-    if key == "cudagraph_mode":
-        return f"{_TABLE['reasons']['prefill']}; possible: {', '.join(_MODES)}"
-    if key in _FIXED:
-        allowed, reason = _FIXED[key]
-        return f"{reason}; possible: {', '.join(map(repr, allowed))}"
-    options = ["use_cudagraph", "cudagraph_capture_sizes", "cudagraph_mode"]
-    return f"unknown, or an option of a compiler that is not used; possible: {', '.join(options)}"
 
 
 def _sizes(values: Any) -> tuple[int, ...]:

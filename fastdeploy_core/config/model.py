@@ -254,8 +254,7 @@ def _max_model_len(hf_config: Mapping[str, Any], asked: Any) -> int:
 
 
 def _longest(hf_config: Mapping[str, Any]) -> int | None:
-    """The context length that config.json promises; YaRN and linear scaling extend the trained
-    length."""
+    """The context that config.json promises; YaRN and linear scaling extend the trained one."""
     trained = hf_config.get("max_position_embeddings")
     if not isinstance(trained, int) or isinstance(trained, bool) or trained < 1:
         return None

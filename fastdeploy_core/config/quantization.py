@@ -152,8 +152,7 @@ def _of_checkpoint(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _declared_kv(config: Mapping[str, Any], stored: Mapping[str, Any]) -> str:
-    """The cache format that the configuration itself names, as FastDeploy or compressed-tensors
-    do."""
+    """The cache format that the configuration names, as FastDeploy or compressed-tensors do."""
     declared = str(config.get("kv_cache_quant_type") or "")
     scheme = stored.get("kv_cache_scheme")
     if declared or not isinstance(scheme, Mapping):

@@ -43,6 +43,7 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = False
     stream_interval: int = 1  # tokens per chunk, unless the request says otherwise
     force_include_usage: bool = False
+    enable_per_request_metrics: bool = False
     log_requests: bool = False
     log_stats: bool = True
     stats_interval_s: float = 10.0

@@ -33,6 +33,19 @@ class CommandParser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """The arguments; ConfigError names the first that is unknown."""
         found, unknown = self.parse_known_args(args, namespace)
+        self._refuse(unknown)
+        return found
+
+    def _parse_known_args(self, words: list[str], *more: Any) -> Any:
+        """argparse's. What is missing is told after what is unknown: it may be misspelt."""
+        try:
+            return super()._parse_known_args(words, *more)
+        except (ConfigError, argparse.ArgumentError):
+            given = [word.partition("=")[0] for word in words if word.startswith("--")]
+            self._refuse([w for w in given if not any(f.startswith(w) for f in self._flags())])
+            raise
+
+    def _refuse(self, unknown: list[str]) -> None:
         if unknown:
             import difflib
 
@@ -40,7 +53,6 @@ class CommandParser(argparse.ArgumentParser):
             near = difflib.get_close_matches(given, self._flags(), n=1)
             hint = f"did you mean {near[0]}?" if near else f"see `{self.prog} --help`"
             raise ConfigError(f"unknown argument {given!r}; {hint}")
-        return found
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse for every other mistake."""

@@ -109,8 +109,7 @@ class DeviceQuestion:
 
 
 class DeviceEvent(Protocol):
-    """A point in the device's work queue. Polled, never waited on while holding the interpreter
-    lock."""
+    """A point in the device's work queue. Polled, never waited on with the interpreter lock."""
 
     def query(self) -> bool:
         """Whether all work queued before the event has finished."""
@@ -203,8 +202,7 @@ class ReportingDevice(Protocol):
 
 @runtime_checkable
 class FallbackDevice(Protocol):
-    """A device whose library detours over the CPU where it has no kernel, and can be told not
-    to."""
+    """A device whose library detours over the CPU where it has no kernel, unless told not to."""
 
     def without_fallback(self) -> AbstractContextManager[None]:
         """Inside, such an operation is an error."""
@@ -302,8 +300,7 @@ class DeviceBackend(Protocol):
         ...
 
     def to_device(self, array: np.ndarray) -> Tensor:
-        """Copy a host array to the device; may be asynchronous, the array may then not be
-        changed."""
+        """Copy a host array to the device; perhaps later, so it may not be changed."""
         ...
 
     def to_host(self, x: Tensor) -> np.ndarray:

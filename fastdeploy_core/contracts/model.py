@@ -214,8 +214,7 @@ class StepPart(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MediaRules:
-    """What an operator, or the program that holds an LLM, lets requests bring. Added in contract
-    1.1."""
+    """What an operator, or the program with an LLM, lets requests bring. Added in contract 1.1."""
 
     limits: Mapping[str, int] = field(default_factory=dict)  # items of a prompt by kind
     allowed_domains: tuple[str, ...] = ()  # hosts that http(s) URLs may name; empty: none
@@ -225,8 +224,7 @@ class MediaRules:
 
 @dataclass(frozen=True, slots=True)
 class MediaPart:
-    """A part of a message, or an entry of multi_modal_data, that is no text. Added in contract
-    1.1."""
+    """A part of a message or entry of multi_modal_data that is no text. Added in contract 1.1."""
 
     kind: str  # "image", "video"
     value: Any  # a URL; of a trusted program also bytes, a path, or an object of a library
@@ -238,7 +236,9 @@ class MediaPart:
 @runtime_checkable
 class MediaProcessor(Protocol):
     """What a front end asks of a multimodal family; made by small.MultimodalLM.media, one per front
-    end. Thread safe; it needs no tensor library. Added in contract 1.1."""
+    end. Thread safe; it needs no tensor library. A method `largest(num_vectors, most)` makes up
+    items of the largest size, with at most so many vectors in all, or one item, and `most` in each,
+    for the first steps of a worker (contract 1.6). Added in contract 1.1."""
 
     kinds: Sequence[str]  # of parts that it takes: "image", "video"
 

@@ -160,8 +160,7 @@ class DividedMoEBackend(MoEBackend, Protocol):
 
 @runtime_checkable
 class GatedMoEBackend(MoEBackend, Protocol):
-    """A driver of unit "gate": it computes the router's logits, too. Its forward() is not
-    called."""
+    """A driver of unit "gate": it computes router logits, too. Its forward() is not called."""
 
     def forward_gate(
         self, x: Tensor, weights: Any, router: Tensor, correction_bias: Tensor | None
@@ -271,8 +270,7 @@ class ExpertCommunicator(Protocol):
         ...
 
     def combine(self, y: Tensor, handle: Any) -> Tensor:
-        """Bring expert results home, weighted and summed: [num_tokens, hidden], token order
-        kept."""
+        """Bring expert results home, weighted and summed: [num_tokens, hidden], in token order."""
         ...
 
     def cost_s(self, tokens_per_rank: int) -> float:

@@ -147,8 +147,7 @@ def dequantize_block_fp8(weight: PackedWeight) -> Tensor:
 
 
 def activate_int8(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x [T, K] rounded to int8 times a scale: of the layer where there is one, else of the
-    token."""
+    """x [T, K] rounded to int8 times a scale: of the layer if it has one, else of the token."""
     wide = x.float()
     scale = weight.tensors.get("input_scale")
     if scale is None:

@@ -78,8 +78,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationQuestion:
-    """Asked of `fd_quantizer_for`: who reads this checkpoint's quantization_config, or this
-    name?"""
+    """Asked of `fd_quantizer_for`: who reads this quantization_config, or this name?"""
 
     name: str  # the method asked for: of config (quantization, quant_method) or of --quantization
     config: Mapping[str, Any]  # quantization_config of config.json, or what --quantization says
@@ -111,8 +110,7 @@ class Quantizer(Protocol):
         ...
 
     def joins(self, layer: LayerSpec) -> bool:
-        """Whether the layer's parts can be one tensor. If not, each is loaded and multiplied
-        alone."""
+        """Whether the layer's parts can be one tensor; else each is loaded and multiplied alone."""
         ...
 
     def is_stored(self, layer: LayerSpec) -> bool:
@@ -124,8 +122,7 @@ class Quantizer(Protocol):
         ...
 
     def quantize(self, layer: LayerSpec, weight: Tensor) -> dict[str, Tensor]:
-        """Online: full-precision weight [out, in] to the tensors stored, as parameters() has
-        them."""
+        """Online: full-precision weight [out, in] to stored tensors, as parameters() has them."""
         ...
 
     def prepare(self, layer: LayerSpec, tensors: dict[str, Tensor]) -> Any:

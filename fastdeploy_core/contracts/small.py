@@ -289,7 +289,8 @@ class ProcessorContext:
 
 @runtime_checkable
 class LogitsProcessor(Protocol):
-    """Changes logits before sampling; constructed once per worker as `Driver(ProcessorContext)`."""
+    """Changes logits before sampling; constructed once per worker as `Driver(ProcessorContext)`.
+    An attribute `arguments`, a set, names the keys of logits_processors_args that it takes."""
 
     def validate(self, params: SamplingParams) -> None:
         """Raise InvalidRequest if logits_processors_args is wrong for this processor."""
@@ -341,8 +342,7 @@ class GrammarMatcher(Protocol):
 
 @runtime_checkable
 class BesideMatcher(GrammarMatcher, Protocol):
-    """A matcher that may compute masks beside the steps, in threads of its own. Added in contract
-    1.5."""
+    """A matcher that may compute masks beside the steps, in own threads. Added in contract 1.5."""
 
     def begin_mask(self) -> None:
         """The next fill_mask will be asked for here; it may wait for what begins now."""
@@ -364,13 +364,11 @@ class GrammarBackend(Protocol):
     contract: tuple[int, int]
 
     def compile(self, params: StructuredOutputsParams, options: Mapping[str, Any]) -> bytes:
-        """Check and compile, in a process of its own with a time limit; InvalidRequest if
-        impossible."""
+        """Check and compile, in a process of its own with a time limit; else InvalidRequest."""
         ...
 
     def matcher(self, compiled: bytes) -> GrammarMatcher:
-        """A fresh state; cheap when asked again. The first call comes from another thread than
-        steps'."""
+        """A fresh state; cheap when asked again. The first call comes from a thread of its own."""
         ...
 
 

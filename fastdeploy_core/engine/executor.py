@@ -139,8 +139,7 @@ class Executor:
         return getattr(self._worker, "experts", None) if is_shared else None
 
     def submit(self, step: SchedulerOutput) -> StepResult:
-        """Queue a step. It may start before earlier steps have finished, but never before they
-        started."""
+        """Queue a step. It may start before earlier ones have finished, not before they started."""
         if self._is_direct:
             return _Launched(lambda: self._worker.launch(step))
         if self._peers is None:

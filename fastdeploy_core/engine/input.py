@@ -85,8 +85,7 @@ class Truncation:
     side: str = "left"  # which end is cut off: "left" keeps the last tokens
 
     def room(self, limits: RequestLimits, max_answer: int | None) -> int:
-        """How many tokens are kept; InvalidRequest if a prompt of that length could never be
-        served."""
+        """How many tokens are kept; InvalidRequest if so long a prompt could never be served."""
         longest = limits.max_model_len
         if self.max_tokens > longest:
             raise InvalidRequest(
@@ -190,8 +189,7 @@ def build_request(
 
 
 def are_integers(values: Iterable[Any]) -> bool:
-    """Whether all are plain integers (True is none), without a Python-level loop over a long
-    prompt."""
+    """Whether all are plain integers (True is none), without a loop of Python over them."""
     return set(map(type, values)) <= {int}
 
 

@@ -23,8 +23,7 @@ MEDIA_THREADS = 8  # that wait for processes which decode
 def media_processor(
     config: EngineConfig, resolved: ResolvedPlugins, *, is_trusted: bool = False
 ) -> MediaProcessor | None:
-    """The processor of this model's family; None: it takes text only. is_trusted: see
-    MediaRules."""
+    """The processor of this model's family; None: it takes text. is_trusted: see MediaRules."""
     family = resolved.load("model", config.model.architecture)
     make = getattr(family, "media", None)
     if make is None:

@@ -68,8 +68,7 @@ class _Sequence:
         return self._matcher is None and self.output.logprobs is None
 
     def take(self, delta: SequenceDelta) -> tuple[int, str]:
-        """Take a delta; returns how many tokens were taken (none after a stop string) and the new
-        text."""
+        """Take a delta; returns the number of tokens taken (0 after a stop string) and new text."""
         token_ids, known = delta.token_ids, self.output.token_ids
         first, stop = len(known), None
         pieces: list[str] = []
@@ -282,8 +281,7 @@ class OutputProcessor:
         return state
 
     def collect(self, tokens: TokenDeltas) -> list[RequestOutputDelta]:
-        """Store tokens that need no text yet; returns deltas of the other requests, for
-        `process`."""
+        """Store tokens that need no text yet; returns deltas of other requests, for `process`."""
         now, states, others = time.time(), self._states, []
         columns = zip(tokens.request_ids, tokens.positions, tokens.pieces(), strict=True)
         for number, (request_id, position, piece) in enumerate(columns):

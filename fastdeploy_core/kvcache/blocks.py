@@ -122,8 +122,7 @@ class BlockPool:
             self._free.append(block)
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """Withhold blocks: free ones now, referenced ones as soon as their last reference is
-        dropped."""
+        """Withhold blocks: free ones now, referenced ones when their last reference is dropped."""
         for block in blocks:
             if block in self._quarantined:
                 continue
@@ -150,8 +149,7 @@ class BlockPool:
         return block in self._quarantined
 
     def check(self) -> None:
-        """Raise AssertionError unless every block is in exactly one state; for tests and idle
-        time."""
+        """Raise AssertionError unless each block is in exactly one state; for tests, idle time."""
         free, cached = set(self._free), set(self._cached_free)
         assert len(free) == len(self._free), "a block is twice in the free list"
         assert not free & cached, "a block is both empty and cached"

@@ -248,8 +248,7 @@ class KVCacheManager:
         table.reset()
 
     def hold(self, table: BlockTable, num_tokens: int) -> ForkSource:
-        """Keep the blocks of the first num_tokens tokens for `fork`, even after the owner releases
-        them."""
+        """Keep blocks of the first num_tokens tokens for `fork` when the owner releases them."""
         blocks = table.blocks[: self.num_blocks_for(num_tokens)]
         for block in blocks:
             self.pool.share(block)

@@ -143,8 +143,7 @@ def _budget(worker: WorkerInfo, cache: CacheConfig) -> int:
 def _host_blocks(
     worker: WorkerInfo, num_ranks: int, cache: CacheConfig, counts: list[int], report: list[str]
 ) -> list[int]:
-    """Of each group what one prefix needs at its end, and the same share of its blocks. counts: on
-    the device."""
+    """Of each group what a prefix needs at its end, and its share of `counts` on the device."""
     is_cached = cache.enable_prefix_caching and worker.block_sharing
     for applies, why in (
         (not worker.host_tier, "the device cannot move blocks to host memory"),

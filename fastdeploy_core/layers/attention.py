@@ -6,7 +6,7 @@ head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.contracts.attention import AttentionSpec, HeadNorms, Projections
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 
 class PagedAttention:
-    """The part between the projections, for any unit that a driver claims; "gqa" and "mla" share
-    it."""
+    """The part between the projections, for any unit that a driver claims, such as "gqa", "mla"."""
 
     def __init__(
         self,
@@ -41,11 +40,12 @@ class PagedAttention:
         kv_piece: Piece = WHOLE,
     ) -> None:
         spec = build.cache_spec(spec)
+        if rotary.kind != "none":  # drivers read it in the spec; the loader compares both
+            spec = replace(spec, rotary_interleaved=rotary.interleaved)
         self.spec, self.index = spec, build.add_kv_layer(spec)
         self.backend: AttentionBackend = build.attention(spec)
         self.cos_sin = build.cos_sin(rotary)
-        self._rotary = build.kernels["rotary_embedding"]
-        self._interleaved = rotary.interleaved
+        self._rotary, self._interleaved = build.kernels["rotary_embedding"], rotary.interleaved
         self.rotates = self.backend.unit != "core"
         self.norms_heads = self.rotates and getattr(self.backend, "norms_heads", False)
         kind = kv_format(spec.kv_format)
@@ -65,8 +65,7 @@ class PagedAttention:
             sinks[:] = tensor.float()
 
         whole = self.spec.num_heads * build.piece.count
-        region = (build.piece.of(whole),)
-        build.weights.add(Placement(f"{prefix}.sinks", (whole,), region, accept))
+        build.weights.add(Placement(f"{prefix}.sinks", (whole,), (build.piece.of(whole),), accept))
         return sinks
 
     def rotate(
@@ -78,8 +77,7 @@ class PagedAttention:
         return turned
 
     def select(self, rows: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The rows of each [num_tokens, width] that the layers after the attention read; None: all
-        rows."""
+        """The rows of each [num_tokens, width] that layers behind the attention read; None: all."""
         if rows is None:
             return tensors
         return tuple(self._select_rows(x, rows) for x in tensors)

@@ -164,8 +164,7 @@ class VocabMatrix:
         self._value = build.keep(self._name, prepared) if self._like is None else prepared
 
     def _is_likes(self, rows: Tensor) -> bool:
-        """Whether these rows equal the shared ones; weights in another layout cannot be
-        compared."""
+        """Whether these rows equal the shared ones; those in another layout are not compared."""
         value: Any = None if self._like is None else self._like.value
         is_tensor = isinstance(value, self._build.xp.tensor_type)
         return is_tensor and bool((rows == value[: rows.shape[0]]).all())
@@ -209,8 +208,7 @@ class Embedding:
 
 
 class LMHead:
-    """hidden [num_rows, hidden] to logits [num_rows, vocab_size] float32, all of them on every
-    rank."""
+    """hidden [num_rows, hidden] to logits [num_rows, vocab_size] float32, all on every rank."""
 
     def __init__(
         self,

@@ -150,8 +150,7 @@ def make_experts(
 
 
 class DenseExperts:
-    """gate_up [E, 2I, H] and down [E, H, I] in the model's dtype, shared experts after the
-    others."""
+    """gate_up [E, 2I, H] and down [E, H, I] in the model's dtype, shared experts last."""
 
     def __init__(
         self,
@@ -287,8 +286,7 @@ def _place(
     share: ExpertShare,
     accept: Accept,
 ) -> None:
-    """Announce full-precision experts in each form: one by one, gate and up joined, or all in one
-    tensor."""
+    """Announce full-precision experts in each form: one by one, gate and up joined, all in one."""
     hidden, width = spec.hidden_size, spec.intermediate_size
     held = share.held
     mine, whole = share.piece.of(intermediate), slice(0, hidden)
@@ -326,8 +324,7 @@ def _place(
 def _place_shared(
     build: ModelBuilder, prefix: str, spec: MoESpec, intermediate: int, accept: Accept
 ) -> None:
-    """Announce shared experts, which checkpoints hold as one wide block: cut to the width of the
-    others."""
+    """Announce shared experts, one wide block in checkpoints: cut to the width of the others."""
     first, count = spec.routing.num_experts, spec.num_shared_experts
     hidden, width, full = spec.hidden_size, spec.intermediate_size, count * intermediate
     mine, whole, weights = build.piece.of(full), slice(0, hidden), build.weights

@@ -11,12 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastdeploy_core.contracts.quantizer import (
-    LayerPart,
-    LayerSpec,
-    PackingQuantizer,
-    Quantizer,
-)
+from fastdeploy_core.contracts.quantizer import LayerPart, LayerSpec, PackingQuantizer, Quantizer
 
 from .stored import WHOLE, Piece, StoredLayer, StoredPart
 from .weight_map import FusedPart, Placement
@@ -194,16 +189,14 @@ class Linear:
         self._activation = other._activated
 
     def _activated(self, x: Tensor) -> Any:
-        """silu_and_mul of x [num_tokens, 2 * in_features], in the form that this layer's product
-        takes."""
+        """silu_and_mul of x [num_tokens, 2 * in_features], in the form that this product takes."""
         packed = self._packed
         if packed is None or packed.after_silu is None:
             return self._silu(x)
         return packed.after_silu(x, packed.weight)
 
     def add_to(self, total: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Two addends of total + y; the second is None if they were added already. total may be
-        overwritten."""
+        """Two addends of total + y; None: they were added already. total may be overwritten."""
         if self._is_plain and self._reduce is None and not self._gated:
             return self._add_product(x, self.weight, self.bias, total), None
         return self(x), total

@@ -31,8 +31,7 @@ class RMSNorm:
         return self._norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); both [num_tokens, size]. residual None: nothing to
-        add."""
+        """(norm(x + residual), x + residual); both [num_tokens, size]. None: nothing to add."""
         if residual is None:
             return self._norm(x, self.weight, self.eps), x
         both: tuple[Tensor, Tensor] = self._add_norm(x, residual, self.weight, self.eps)

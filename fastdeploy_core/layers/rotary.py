@@ -20,8 +20,7 @@ from fastdeploy_core.errors import ConfigError, UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """What is rotated, and how fast. `dim` counts the rotated dimensions, which are the first of
-    each head."""
+    """What is rotated, and how fast. `dim`: so many dimensions, the first of each head."""
 
     dim: int
     theta: float
@@ -83,8 +82,7 @@ def _linear(spec: RotarySpec) -> tuple[np.ndarray, float]:
 
 
 def _llama3(spec: RotarySpec) -> tuple[np.ndarray, float]:
-    """Long wavelengths are stretched by `factor`, short ones are kept, those in between are
-    blended."""
+    """Long wavelengths are stretched by `factor`, short ones kept, those in between blended."""
     factor = spec.number("factor")
     low, high = spec.number("low_freq_factor"), spec.number("high_freq_factor")
     original = spec.number("original_max_position_embeddings", spec.max_position_embeddings)
@@ -95,8 +93,7 @@ def _llama3(spec: RotarySpec) -> tuple[np.ndarray, float]:
 
 
 def _factors(spec: RotarySpec) -> tuple[np.ndarray, float]:
-    """Every frequency is divided by a number of its own, for files that store the result of a
-    rule."""
+    """Each frequency is divided by its own number, for files that store the result of a rule."""
     factors = np.asarray(spec.parameters.get("factors"), np.float32)
     if factors.shape != (spec.dim // 2,):
         raise ConfigError(f"rope scaling 'factors' has no list of {spec.dim // 2} numbers")

@@ -92,8 +92,7 @@ class StoredLayer:
         )
 
     def _offer_joined(self, parts: Sequence[StoredPart], suffix: str, names: Sequence[str]) -> None:
-        """A checkpoint may hold the parts joined along the dimension that ranks divide, or share
-        one tensor."""
+        """A checkpoint may join parts along the dimension that ranks divide, or share a tensor."""
         dim, offset, fused = self._dims[suffix], 0, []
         shape: list[int] = []
         for part in parts:

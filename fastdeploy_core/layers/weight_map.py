@@ -27,8 +27,7 @@ _FLOATS = ("float32", "float16", "bfloat16")
 
 @dataclass(slots=True)
 class Placement:
-    """One checkpoint tensor. Shape and region are in the model's own layout: linear is [out,
-    in]."""
+    """One checkpoint tensor. Shape and region in the model's own layout: linear is [out, in]."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
@@ -204,8 +203,7 @@ class WeightMap:
         del self._finishers[mark[1] :]
 
     def when_loaded(self, call: Callable[[], None]) -> None:
-        """Register a function for finish(): layers with optional tensors only know then that none
-        will arrive."""
+        """Register a function for finish(): only then layers know that no optional tensor comes."""
         self._finishers.append(call)
 
     def finish(self) -> None:
@@ -215,8 +213,7 @@ class WeightMap:
         self._finishers.clear()
 
     def parts_of(self, name: str) -> list[str]:
-        """Placements that a checkpoint tensor fills, by its canonical name; empty if it is
-        unknown."""
+        """Placements that a checkpoint tensor fills, by its canonical name; empty if unknown."""
         if name in self.placements:
             return [name]
         return [part.name for part in self._fused[name][1]] if name in self._fused else []

@@ -14,6 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from tqdm import tqdm
 
 from fastdeploy_core import envs
@@ -105,12 +106,12 @@ def load_model(
     the chosen one. ConfigError, UnsupportedModel or WeightError say what is wrong."""
     limits = device.limits
     model_config, report = fit_dtype(config.model, limits.dtypes, limits.preferred_dtype)
-    hf_config = model_config.hf_config
+    checkpoint = _checkpoint(model_config, load_driver)
+    hf_config = _tied_or_not(model_config, checkpoint, device, report)
     family = load_driver("model", model_config.architecture)
     shapes = family.shapes(hf_config, tp_size, model_config.dtype)
     settings = quantization_of(config)
     report += settings.notes
-    checkpoint = _checkpoint(model_config, load_driver)
     fitted = replace(config, model=model_config)
     keeping = _weight_cache(fitted, settings, device, tp_rank, checkpoint, load_driver)
     experts = _expert_ranks(config, shapes, device, tp_rank, communicator, load_driver)
@@ -151,6 +152,24 @@ def load_model(
         weight_bytes=build.weight_bytes + (0 if cache is None else cache.num_bytes),
         report=report,
     )
+
+
+def _tied_or_not(
+    model: ModelConfig, checkpoint: Any, device: DeviceBackend, report: list[str]
+) -> Mapping[str, Any]:
+    """config.json, which ties no stored head that differs from the embedding: as transformers."""
+    config, is_dummy = model.hf_config, model.load_format == "dummy"
+    if checkpoint is not None or is_dummy or config.get("tie_word_embeddings") is False:
+        return config
+    stored = dict(pair for file in open_files(model.path, device) for pair in file.tensors())
+    head, table = stored.get("lm_head.weight"), stored.get("model.embed_tokens.weight")
+    if head is None or table is None or (head.shape, head.dtype) != (table.shape, table.dtype):
+        return config
+    parts = (slice(n, n + 4096) for n in range(0, head.shape[0], 4096))
+    if all(np.array_equal(head.bits()[part], table.bits()[part]) for part in parts):
+        return config
+    report.append("lm_head.weight differs from the embedding, so they are not tied")
+    return {**config, "tie_word_embeddings": False}
 
 
 def _with_kept(spec: Any, config: EngineConfig) -> Any:

@@ -98,8 +98,7 @@ class ReadAhead:
     def over(
         self, tensors: Iterable[tuple[str, SafetensorsTensor]]
     ) -> Iterator[tuple[str, SafetensorsTensor | _Read]]:
-        """The same tensors in the same order; the regions that placements will ask for are read
-        ahead."""
+        """The same tensors in the same order; regions that placements want are read ahead."""
         waiting: deque[tuple[str, SafetensorsTensor | _Read]] = deque()
         ahead = 0
         for name, stored in tensors:

@@ -184,8 +184,7 @@ class SafetensorsTensor:
         return self._file.array(self._entry)
 
     def fill(self, region: tuple[slice | int, ...], first: int, buffer: np.ndarray) -> None:
-        """Copy bits of the region's rows, from row `first` on, into a uint8 buffer of whole
-        rows."""
+        """Copy bits of the region's rows, from `first` on, into a uint8 buffer of whole rows."""
         whole = self.bits()
         part = whole[region]
         rows = part[first : first + buffer.nbytes // part[0].nbytes]
@@ -204,8 +203,7 @@ class SafetensorsTensor:
 
 
 def _parse_header(path: Path, raw: bytes, data_bytes: int) -> dict[str, _Entry]:
-    """Parse the header; offsets are checked to lie inside the file, to match the shapes and not to
-    overlap."""
+    """Parse the header; offsets must lie inside the file, match the shapes and not overlap."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]

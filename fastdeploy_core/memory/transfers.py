@@ -92,8 +92,7 @@ class Uploads:
 
 
 class Downloads:
-    """Host memory for results on their way; taken when a step is launched, given back when it is
-    read."""
+    """Host memory for results on their way; taken when a step is launched, given back when read."""
 
     def __init__(self, device: DeviceBackend) -> None:
         self._device, self._xp = device, device.xp

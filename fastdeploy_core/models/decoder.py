@@ -86,6 +86,7 @@ class DecoderLM:
 
     features = frozenset[str]()
     norm_eps: ClassVar[float] = 1e-6  # if config.json does not say, as transformers has it
+    last_norm: ClassVar[Callable[..., Any]] = RMSNorm  # called as this is
 
     def __init__(
         self,
@@ -98,9 +99,8 @@ class DecoderLM:
         head_bias: bool = False,
     ) -> None:
         hidden, vocab = read.size("hidden_size"), read.size("vocab_size")
-        eps = read.number("rms_norm_eps", default=self.norm_eps)
-        self._hidden, self._eps = hidden, eps
-        self._attention, self._feed_forward = attention, feed_forward
+        self._hidden, self._attention, self._feed_forward = hidden, attention, feed_forward
+        self._eps = read.number("rms_norm_eps", "layer_norm_eps", default=self.norm_eps)
         self.weights = build.weights
         self.weights.ignore("rotary_emb.inv_freq")  # computed here; old checkpoints contain it
         self.embedding = build.embedding("model.embed_tokens", vocab, hidden)
@@ -108,7 +108,7 @@ class DecoderLM:
             self.block(build, f"model.layers.{number}", number)
             for number in range(read.size("num_hidden_layers"))
         ]
-        self.norm = build.norm("model.norm", hidden, eps)
+        self.norm = self.last_norm(build, "model.norm", hidden, self._eps)
         is_tied = read.flag("tie_word_embeddings", default=tied)
         self.lm_head = build.lm_head(
             "lm_head", vocab, hidden, tied=self.embedding if is_tied else None, bias=head_bias
@@ -130,8 +130,7 @@ class DecoderLM:
 
     @property
     def mtp_weights(self) -> dict[str, StoredTensor]:
-        """Weights of multi-token-prediction layers by checkpoint name, kept unread for a
-        drafter."""
+        """Weights of multi-token-prediction layers by checkpoint name, unread, for a drafter."""
         return self.weights.kept
 
     def forward(self, input_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:

@@ -8,16 +8,19 @@ cut. Every rank encodes by itself, and all decide alike: the step's message deci
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastdeploy_core.contracts.model import MediaRules
 from fastdeploy_core.errors import WorkerError
 from fastdeploy_core.layers.context import EmbeddedRows
-from fastdeploy_core.types import EmbeddedSpan, MediaItem, SequenceExtras
+from fastdeploy_core.types import EmbeddedSpan, MediaItem, NewSequence, SequenceExtras
 
 if TYPE_CHECKING:
+    from fastdeploy_core.config import EngineConfig
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.tensor import Tensor
 
@@ -95,6 +98,28 @@ class SequenceMedia:
         width, axes = getattr(self._model, "vector_width", 0), self.offsets is not None
         made_of = self._device, dtype, width, hidden, most
         return CapturedVectors(*made_of, axes=axes) if width else None
+
+    def bring_largest(self, prompts: Sequence[NewSequence], config: EngineConfig) -> None:
+        """These made-up prompts bring as many pictures of the largest size as a step encodes, if
+        the family makes them up, and the device is not this processor, which would take minutes."""
+        if self._device.limits.shares_host_memory:
+            return
+        asked, model = config.media, config.model
+        rules = MediaRules(asked.limit_mm_per_prompt, is_trusted=True)
+        processor = self._model.media(model.hf_config, model.path, rules)
+        make = getattr(processor, "largest", None)
+        rows = asked.max_encode_tokens or config.batch.max_num_batched_tokens
+        items: list[MediaItem] = [] if make is None else make(rows, model.max_model_len)
+        for new in prompts if items else ():
+            spans, own, end, length = list[EmbeddedSpan](), list[MediaItem](), 0, len(new.token_ids)
+            while items and (not end or end + items[-1].num_rows <= length):
+                own.append(items.pop())
+                spans.append(EmbeddedSpan(end, min(own[-1].num_rows, length), own[-1].digest))
+                end += spans[-1].count
+            # Not the same on all axes, as those of pictures.
+            places = np.arange(length, dtype=np.int32) // np.array([[1], [2], [3]], dtype=np.int32)
+            positions = places.tobytes() if "positions" in self.features else b""
+            new.extras = SequenceExtras(embeddings=spans, media=own, positions=positions)
 
     def add(self, slot: int, extras: SequenceExtras) -> None:
         """A sequence has got this slot, and brings something."""

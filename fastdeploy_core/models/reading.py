@@ -14,8 +14,7 @@ from fastdeploy_core.layers.rotary import RotarySpec
 
 
 class ConfigReader:
-    """One model's config.json, read key by key. `keys` are spellings of one setting, the preferred
-    one first."""
+    """One model's config.json, read key by key. `keys` spell one setting, the preferred first."""
 
     def __init__(self, config: Mapping[str, Any], tp_size: int = 1) -> None:
         self.config = config

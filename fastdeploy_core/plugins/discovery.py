@@ -70,8 +70,7 @@ class PluginEntry:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """All entries, sorted by kind, name and distribution, and the problems found while reading
-    them."""
+    """All entries, sorted by kind, name and distribution, and the problems found reading them."""
 
     entries: tuple[PluginEntry, ...]
     problems: tuple[str, ...] = ()

@@ -228,8 +228,7 @@ def _preflight(entries: Sequence[PluginEntry]) -> list[Outcome]:
 
 
 def import_soon(entries: Iterable[PluginEntry]) -> None:
-    """The next child process imports those of these that none has imported yet; none for the
-    core's own."""
+    """The next child process imports those of these that none has yet; none of the core's."""
     limit_s = envs.read("FD_PLUGIN_DRIVER_TIMEOUT_S")
     strangers = (e for e in entries if not e.is_core and e.target not in _outcomes)
     new = {e.target: e.distribution for e in strangers}

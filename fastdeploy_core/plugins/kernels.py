@@ -160,8 +160,7 @@ class ChosenKernels:
         return self._activations.get(operation, "")
 
     def behind(self, operation: str, before: str) -> Callable[..., Any] | None:
-        """A function that fuses the operation `before` with what the chosen cell does to its x
-        first."""
+        """A function that fuses operation `before` with what the cell does to its x first."""
         return self._behind.get(operation, {}).get(before)
 
     def __contains__(self, operation: object) -> bool:

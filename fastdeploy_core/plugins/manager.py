@@ -245,8 +245,7 @@ class HookManager:
         implementation: pluggy.HookImpl,
         arguments: dict[str, Any],
     ) -> Any:
-        """One plugin's answer. Failures are counted and logged; the third one disables the hook for
-        this plugin."""
+        """One plugin's answer. Failures are counted and logged; the third disables its hook."""
         key = (_key(plugin), hook)
         if self._strikes[key] >= _MAX_STRIKES:
             return None

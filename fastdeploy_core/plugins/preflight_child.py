@@ -200,8 +200,7 @@ def _is_there(parent: socket.socket) -> bool:
 
 
 def _work(jobs: list[dict[str, Any]], channel: int, parent: socket.socket) -> None:
-    """In the fork: the jobs, up to the first that fails; its leftovers must not be blamed on the
-    next."""
+    """In the fork: the jobs, up to the first that fails, whose leftovers would blame the next."""
     for job in jobs:
         started = time.perf_counter()
         result: dict[str, Any] = {"id": job["id"], "event": "done", "error": "", "answers": {}}

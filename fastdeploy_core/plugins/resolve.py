@@ -268,8 +268,7 @@ class _Resolver:
         )
 
     def quantizer(self) -> None:
-        """The quantizer that reads the checkpoint's quantization_config, or makes the format asked
-        for."""
+        """The quantizer that reads the checkpoint's quantization_config or makes the format."""
         self._expert_formats = self._quantizer(self._quantization, "quantizer")
 
     def _quantizer(self, settings: QuantizationSettings, place: str) -> str:

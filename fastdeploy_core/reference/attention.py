@@ -363,8 +363,7 @@ class ReferenceAttention:
         return out.reshape([heads, group, count, values.shape[2]])
 
     def _mask(self, xp: Any, count: int, num_keys: int) -> Tensor | None:
-        """[count, num_keys]: the last query sees every key, the one before it all but one, and so
-        on."""
+        """[count, num_keys]: the last query sees all keys, the one before all but one, ..."""
         if count == 1:
             return None
         triangle = self._triangle[:count, :count]

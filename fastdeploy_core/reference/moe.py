@@ -70,8 +70,7 @@ class ReferenceMoE:
     def forward_routed(
         self, x: Tensor, weights: Any, topk_ids: Tensor, topk_weights: Tensor
     ) -> Tensor:
-        """Treats every valid choice as a token of its own, so that any device's experts can compute
-        it."""
+        """Treats each valid choice as a token of its own, for the experts of any device."""
         xp, (experts, gate_up, down) = namespace(x), weights
         total = xp.zeros(list(x.shape), dtype=xp.float32, device=x.device)
         flat = topk_ids.reshape([-1])

@@ -157,8 +157,7 @@ class SamplingPlan:
 
     @property
     def depths(self) -> np.ndarray:
-        """[rows] rows of the same slot before each row, which is the number of drafts before its
-        position."""
+        """[rows] rows of the same slot before each row: the drafts before its position."""
         if self._depths is None:
             slots, rows = self.slots, np.arange(self.num_rows)
             begins = np.ones(self.num_rows, dtype=bool)

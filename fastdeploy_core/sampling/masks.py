@@ -30,6 +30,14 @@ ONES = np.left_shift(np.uint32(1), np.arange(32, dtype=np.uint32))
 OutputTokens = Callable[[int], np.ndarray]
 
 
+def note_failure(error: BaseException, what: str) -> None:
+    """Log what a plugin's code raised, its own exit or a library's panic among it: that ends one
+    request. What the operator interrupts goes on."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    logger.error(what, exc_info=error)
+
+
 class Histories:
     """The tokens before each row of a plan: generated tokens, then the drafts before its position.
 
@@ -43,8 +51,7 @@ class Histories:
         self._plan, self._output_tokens, self._drafts = plan, output_tokens, drafts
 
     def __call__(self, row: int) -> np.ndarray:
-        """Generated tokens before the row's position; after a missing draft, only those up to
-        it."""
+        """Generated tokens before the row's position; after a missing draft, those up to it."""
         output = self._output_tokens(int(self._plan.slots[row]))
         if self._drafts is None or not self._plan.depths[row]:
             return output
@@ -58,8 +65,7 @@ class Histories:
 
 @dataclass(frozen=True, slots=True)
 class Forbidden:
-    """A set of tokens in the form that clears them in a mask: words to change, and the bits that
-    stay."""
+    """A set of tokens in the form that clears them in a mask: words to change, bits that stay."""
 
     words: np.ndarray
     keep: np.ndarray
@@ -163,19 +169,28 @@ class TokenMasks:
         """Advance the slot's grammar; False when a token does not fit."""
         try:
             return self.matchers[slot].accept(token_ids) == len(token_ids)
-        except Exception:  # an error of a grammar plugin ends its request only
-            logger.exception("a grammar matcher failed in accept()")
+        except BaseException as error:  # of a grammar plugin: it ends its request only
+            note_failure(error, "a grammar matcher failed in accept()")
             return False
 
     def begin(self, slot: int) -> None:
         """The slot's next mask may be computed beside the steps."""
         if slot in self._beside:
-            self._beside[slot][1].begin_mask()
+            self._ask(slot, self._beside[slot][1].begin_mask)
 
     def most_steps(self) -> dict[int, int]:
         """By seq_id, steps that may be in flight: 0 until the next mask is there, then 1."""
-        ready = {seq_id: matcher.is_ready() for seq_id, matcher in list(self._beside.values())}
-        return {n: int(made) for n, made in ready.items() if made is not None} if ready else {}
+        beside = [*self._beside.items()]
+        ready = {seq_id: self._ask(slot, one.is_ready) for slot, (seq_id, one) in beside}
+        return {seq_id: int(made) for seq_id, made in ready.items() if made is not None}
+
+    def _ask(self, slot: int, ask: Callable[[], bool | None]) -> bool | None:
+        try:
+            return ask()
+        except BaseException as error:  # from now on its masks are computed in the steps
+            note_failure(error, "a grammar matcher failed beside the steps")
+            self._beside.pop(slot, None)
+            return None
 
     def allowed(self, slot: int, token_ids: list[int]) -> int:
         """How many of these tokens the slot's grammar could accept now; its state stays."""
@@ -183,8 +198,8 @@ class TokenMasks:
         try:
             taken = matcher.accept(token_ids)
             matcher.rollback(taken)
-        except Exception:
-            logger.exception("a grammar matcher failed over drafts")
+        except BaseException as error:
+            note_failure(error, "a grammar matcher failed over drafts")
             return 0
         self.begin(slot)
         return taken
@@ -223,8 +238,8 @@ class TokenMasks:
     def _roll_back(self, slot: int, row: int, num_tokens: int, errors: dict[int, str]) -> None:
         try:
             self.matchers[slot].rollback(num_tokens)
-        except Exception:
-            logger.exception("a grammar matcher failed in rollback()")
+        except BaseException as error:
+            note_failure(error, "a grammar matcher failed in rollback()")
             errors[row - num_tokens] = GRAMMAR_FAILED
 
     def _grammar(self, slot: int, mask: np.ndarray) -> tuple[bool, str]:
@@ -236,8 +251,8 @@ class TokenMasks:
             return matcher.is_finished(), ""
         except InvalidRequest as error:
             return False, f"InvalidRequest:{error.param or ''}: {error}"
-        except Exception:
-            logger.exception("a grammar matcher failed in fill_mask()")
+        except BaseException as error:
+            note_failure(error, "a grammar matcher failed in fill_mask()")
             return False, GRAMMAR_FAILED
 
     def _forbid_bad_words(self, slot: int, mask: np.ndarray, output: np.ndarray) -> None:

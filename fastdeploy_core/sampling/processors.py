@@ -6,7 +6,6 @@ A processor that raises fails the sequences it was working on and no other.
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,13 +21,11 @@ from fastdeploy_core.types import NewSequence, SamplingParams
 from fastdeploy_core.types.sampling import MAX_LOGIT_BIAS
 
 from .columns import PROCESSOR, SamplingColumns, SamplingPlan
-from .masks import Histories
+from .masks import Histories, note_failure
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.device import DeviceBackend
     from fastdeploy_core.tensor import Tensor
-
-logger = logging.getLogger(__name__)
 
 FAILED = "logits_processor_failed"
 BUDGET = "ThinkingBudgetLogitsProcessor"  # of fd-parsers; made for the first request that asks
@@ -66,9 +63,15 @@ class ProcessorSet:
             except PluginError as error:
                 raise InvalidRequest(str(error), param="thinking_token_budget") from None
             self._members.append(_Member(BUDGET, driver(self._context)))
-        if params.logits_processors_args and not self._members:
+        taken: set[str] | None = set()
+        for member in self._members:
+            keys = getattr(member.processor, "arguments", None)  # None: it may take any
+            taken = None if keys is None or taken is None else taken.union(keys)
+        unknown = (params.logits_processors_args or {}).keys() - (taken or ())
+        if taken is not None and unknown:
             raise InvalidRequest(
-                "no logits processor is loaded to take logits_processors_args: --logits-processors",
+                f"no loaded logits processor takes logits_processors_args.{min(unknown)}; "
+                f"they take: {', '.join(sorted(taken)) or 'nothing'}; see --logits-processors",
                 param="logits_processors_args",
             )
         for member in self._members:
@@ -84,8 +87,8 @@ class ProcessorSet:
             if seq_id is not None:
                 try:
                     member.processor.remove(seq_id)
-                except Exception:
-                    logger.exception("logits processor %s failed in remove()", member.name)
+                except BaseException as error:
+                    note_failure(error, f"logits processor {member.name} failed in remove()")
 
     def apply(
         self, logits: Tensor, plan: SamplingPlan, histories: Histories, errors: dict[int, str]
@@ -105,8 +108,8 @@ class ProcessorSet:
                 made = member.processor.apply(own, seq_ids, [histories(row) for row in rows])
                 if made.shape != own.shape:
                     raise ValueError(f"it returned shape {made.shape} for rows of {own.shape}")
-            except Exception:
-                logger.exception("logits processor %s failed in apply()", member.name)
+            except BaseException as error:
+                note_failure(error, f"logits processor {member.name} failed in apply()")
                 errors.update((row, FAILED) for row in rows)
                 continue
             if every:
@@ -156,8 +159,9 @@ def find_processor(name: str) -> ProcessorDriver:
 
 
 class LogitBiasLogitsProcessor:
-    """logits_processors_args={"logit_bias": {token id: bias}}: FastDeploy's spelling of
-    logit_bias."""
+    """logits_processors_args={"logit_bias": {token id: bias}}, as FastDeploy spells logit_bias."""
+
+    arguments = frozenset({"logit_bias"})
 
     def __init__(self, context: ProcessorContext) -> None:
         self._context = context
@@ -234,8 +238,7 @@ def has_processors(config: EngineConfig) -> bool:
 
 
 def is_simple(new: NewSequence, config: EngineConfig) -> bool:
-    """Whether a sequence wants its likeliest tokens and nothing else, by what every rank knows of
-    it."""
+    """Whether a sequence wants its likeliest tokens only, by what every rank knows of it."""
     params = new.sampling
     return (
         params.is_greedy

@@ -57,8 +57,7 @@ class SamplingStep:
 
 
 class Sampler:
-    """Owns no state of sequences, only references to it; worker/model_runner.py names the
-    owners."""
+    """Owns no state of sequences but references to it; worker/model_runner.py names owners."""
 
     def __init__(
         self,
@@ -134,8 +133,7 @@ class Sampler:
         return self._sample_tokens(logits, plan, positions, False)[0]
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
-        """The values that prompt_logprobs report, in the configured mode; prompts are never
-        processed."""
+        """The values that prompt_logprobs report, in the configured mode, without processing."""
         return logits if self._mode.endswith("logits") else self._log_softmax(logits)
 
     # -- stages -----------------------------------------------------------------------------------
@@ -175,8 +173,7 @@ class Sampler:
         return logits
 
     def _penalty_rows(self, plan: SamplingPlan, drafts: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Counts and marks of the rows with penalties, with the drafts before each row counted
-        in."""
+        """Counts and marks of rows with penalties, with the drafts before each row counted in."""
         counts, seen = self._penalties.rows(plan.slots_with(bits.PENALTY))
         if drafts is not None:
             base, holders = plan.pairs_dev(bits.PENALTY)

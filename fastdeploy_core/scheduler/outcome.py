@@ -83,8 +83,7 @@ class Outcome:
                 self._roster.settle(seq)
 
     def _apply_cohort(self, step: ScheduledStep, results: StepResults) -> None:
-        """Rows that decoded. Nearly all of them only get longer; the others are taken one by
-        one."""
+        """Rows that decoded. Nearly all only get longer; the others are taken one by one."""
         columns, cohort = self._roster.columns, step.cohort
         places, num_rows = cohort.places, len(cohort.seqs)
         known, counts = columns.known[places], results.leading_counts(num_rows)
@@ -265,8 +264,7 @@ class Outcome:
     def _count_drafts_of(
         self, seq: Sequence, drafts: Iterable[tuple[int, int]], num_kept: int | None
     ) -> None:
-        """num_kept: tokens of a sequence that ended; drafts after its end were neither right nor
-        wrong."""
+        """num_kept: of a sequence that ended; drafts after its end were neither right nor wrong."""
         for drafted, right in drafts:
             left = drafted if num_kept is None else max(0, num_kept)
             seq.columns.tally.add(seq.place, min(drafted, left), min(right, left))

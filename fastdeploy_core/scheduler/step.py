@@ -67,8 +67,7 @@ NO_DECODES = even_decodes(0, 0, 1)
 
 
 class ScheduledStep(NamedTuple):
-    """A step: the message for the workers, and what belongs to its rows: the cohort's come
-    first."""
+    """A step: the message for the workers, and what belongs to its rows, the cohort's first."""
 
     output: SchedulerOutput
     cohort: Cohort

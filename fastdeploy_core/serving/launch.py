@@ -78,8 +78,7 @@ def serve(values: Mapping[str, Any]) -> int:
 def _serve_by_many(
     engine_config: EngineConfig, server_config: ServerConfig, listener: socket.socket
 ) -> int:
-    """Run API servers in processes of their own; this process only supervises them and the
-    engines."""
+    """Run API servers in processes of their own; this one only supervises them and engines."""
     front_ends = part("api-servers", "--api-server-count above 1")
     _log_model(engine_config)
     _each_parser(server_config, find)  # PluginNotFound, before a model is loaded

@@ -141,8 +141,7 @@ class ApiServer(uvicorn.Server):
                 await asyncio.wait_for(self._leaving.wait(), TICK_S)
 
     def engine_died(self, reason: str) -> None:
-        """The engine has ended for good: no request can be answered, so the process ends with an
-        error."""
+        """The engine has ended for good: nothing can be answered, so the process ends in error."""
         logger.error("engine is dead: %s", reason)
         self.exit_code = 1
         self.leave()

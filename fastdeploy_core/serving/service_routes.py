@@ -33,8 +33,8 @@ def service_router(state: ServerState) -> APIRouter:
     router = APIRouter()
 
     async def probe(http: Request) -> Response:
-        draining = state.occupancy.table.is_draining
-        status, body = answer_probe(http.scope["path"], state.engine.health(), draining)
+        table = state.occupancy.table
+        status, body = answer_probe(http.scope["path"], state.engine.health(), table)
         return json_response(body, status)
 
     for path in sorted(OPEN_PATHS):

@@ -52,8 +52,7 @@ class Admission:
         return self._occupancy.table.in_flight()
 
     def enter(self, count: int) -> None:
-        """Let `count` requests in, until `leave`; 429 when there is no room, 503 when there is no
-        engine."""
+        """Let `count` requests in, until `leave`; 429 without room, 503 without an engine."""
         try:
             self._check(count)
         except ApiError as error:

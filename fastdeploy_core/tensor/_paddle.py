@@ -247,22 +247,12 @@ class PaddleLibrary(SameNames, module=paddle):
         return values, indices
 
     def sort(
-        self,
-        x: Any,
-        dim: int = -1,
-        descending: bool = False,
-        stable: bool = False,
+        self, x: Any, dim: int = -1, descending: bool = False, stable: bool = False
     ) -> tuple[Any, Any]:
         order = paddle.argsort(x, dim, descending, stable)
         return paddle.take_along_axis(x, order, dim), order
 
-    def argsort(
-        self,
-        x: Any,
-        dim: int = -1,
-        descending: bool = False,
-        stable: bool = False,
-    ) -> Any:
+    def argsort(self, x: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
         return paddle.argsort(x, dim, descending, stable)
 
     def searchsorted(self, sorted_values: Any, values: Any, right: bool = False) -> Any:
@@ -321,8 +311,7 @@ class PaddleLibrary(SameNames, module=paddle):
         tune_malloc()
 
     def _swap(self, width: int, interleaved: bool, place: Any) -> Any:
-        """[width, width]: for each pair (a, b), x @ swap holds -b in a's place and a in b's
-        place."""
+        """[width, width]: for each pair (a, b), x @ swap holds -b in a's place, a in b's."""
         key = (width, interleaved, str(place))
         swap = self._swaps.get(key)
         if swap is None:

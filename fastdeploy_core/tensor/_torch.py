@@ -162,22 +162,12 @@ class TorchLibrary(SameNames, module=torch):
         return values, indices
 
     def sort(
-        self,
-        x: Any,
-        dim: int = -1,
-        descending: bool = False,
-        stable: bool = False,
+        self, x: Any, dim: int = -1, descending: bool = False, stable: bool = False
     ) -> tuple[Any, Any]:
         values, indices = torch.sort(x, dim=dim, descending=descending, stable=stable)
         return values, indices
 
-    def argsort(
-        self,
-        x: Any,
-        dim: int = -1,
-        descending: bool = False,
-        stable: bool = False,
-    ) -> Any:
+    def argsort(self, x: Any, dim: int = -1, descending: bool = False, stable: bool = False) -> Any:
         return torch.argsort(x, dim=dim, descending=descending, stable=stable)
 
     def searchsorted(self, sorted_values: Any, values: Any, right: bool = False) -> Any:

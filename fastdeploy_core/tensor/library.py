@@ -149,8 +149,7 @@ class TensorLibrary(Protocol):
         ...
 
     def to_numpy(self, x: Any) -> np.ndarray:
-        """A host array that may share memory. bfloat16 is returned as uint16 bits, float8 as uint8
-        bits."""
+        """A host array that may share memory: bfloat16 as uint16 bits, float8 as uint8 bits."""
         ...
 
     def from_buffer(self, buffer: Any, dtype: str, shape: Shape) -> Any:
@@ -413,6 +412,5 @@ class TensorLibrary(Protocol):
         ...
 
     def tune_allocator(self) -> None:
-        """Keep freed host memory in the process: mapping new pages costs more than small
-        operations."""
+        """Keep freed host memory: mapping new pages costs more than small operations."""
         ...

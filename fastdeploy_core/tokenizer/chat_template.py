@@ -70,13 +70,11 @@ _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class TemplateRefusal(Exception):
-    """A template that cannot be used, or that refuses the conversation; the message is for the
-    client."""
+    """A template that cannot be used or refuses the conversation; the message is for clients."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's part for training; in serving it only shows its
-    body."""
+    """{% generation %} marks the assistant's part for training; here it only shows its body."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it this way)
 
@@ -129,11 +127,7 @@ def _tojson(
 ) -> str:
     # jinja's own filter escapes for HTML, but models were trained on plain JSON.
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
@@ -365,6 +359,7 @@ def _parts(parts: list[Any], where: str, kinds: Sequence[str]) -> Iterator[dict[
             yield {"type": part["type"]}
         else:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            kind = "text without text" if kind == "text" else kind
             raise InvalidRequest(
                 f"{where}.content[{number}] is a part of type {kind!r:.40}; this model takes "
                 f"{', '.join(('text', *kinds))}",

@@ -20,8 +20,7 @@ CACHED_TOKENS = 1 << 15  # tokens with cached spellings; nearly all tokens of a 
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's visible characters for the 256 bytes: printable Latin-1 as itself, the rest from 256
-    up."""
+    """GPT-2's visible characters for bytes: printable Latin-1 as itself, the rest from 256 up."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     alphabet = {chr(byte): byte for byte in kept}
     others = (byte for byte in range(256) if byte not in set(kept))

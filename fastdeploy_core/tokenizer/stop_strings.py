@@ -19,16 +19,7 @@ class StopStringMatcher:
     longest. So the result does not depend on how the text was cut.
     """
 
-    __slots__ = (
-        "_depths",
-        "_fail",
-        "_first",
-        "_goto",
-        "_held",
-        "_include",
-        "_node",
-        "_word",
-    )
+    __slots__ = ("_depths", "_fail", "_first", "_goto", "_held", "_include", "_node", "_word")
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
         self._include = include_stop

@@ -127,8 +127,7 @@ class SequenceDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class RequestOutputDelta(msgspec.Struct, kw_only=True, omit_defaults=True, tag="delta"):
-    """What one engine step adds to one request. Deltas of a request carry consecutive
-    `position`s."""
+    """What one engine step adds to one request; a request's carry consecutive `position`s."""
 
     request_id: str
     position: int = 0  # number of this delta within its request, from 0: shows repeats and gaps

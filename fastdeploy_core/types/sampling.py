@@ -46,8 +46,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
         ]
         if len(given) != 1:
             raise InvalidRequest(
-                f"structured_outputs needs exactly one constraint; given: {given or 'none'}; "
-                f"possible: {list(self.__struct_fields__)}",
+                f"structured_outputs needs exactly one constraint; given: "
+                f"{', '.join(given) or 'none'}; possible: {', '.join(self.__struct_fields__)}",
                 param="structured_outputs",
             )
 
@@ -256,8 +256,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise InvalidRequest("allowed_token_ids must not be empty", param="allowed_token_ids")
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise InvalidRequest if a token id named anywhere lies outside the model's output
-        width."""
+        """Raise InvalidRequest if a token id lies outside the model's output width."""
         named: list[tuple[str, list[int]]] = [
             ("stop_token_ids", self.stop_token_ids or []),
             ("allowed_token_ids", self.allowed_token_ids or []),

@@ -370,8 +370,7 @@ class CapturedDecode:
         return self._drafts[key]
 
     def repeat(self, times: int) -> None:
-        """Queue so many times more what was replayed since `replay`, each time over what the one
-        before left."""
+        """Queue again what was replayed since `replay`, so many times, each over what was left."""
         device, postbox = self._graphs.device, self._graphs.slots.postbox
         if postbox is None and isinstance(device, RepeatingDevice):
             device.replay_times(self._replayed, times)

@@ -7,7 +7,6 @@ its tokens are sampled, or in where its rows lie."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from dataclasses import replace
@@ -21,6 +20,7 @@ from fastdeploy_core.memory.transfers import wait_for
 from fastdeploy_core.models.media import SequenceMedia
 from fastdeploy_core.sampling.captured import CAPTURED, CapturedSampling
 from fastdeploy_core.sampling.columns import FILTER, SamplingColumns
+from fastdeploy_core.sampling.masks import note_failure
 from fastdeploy_core.sampling.processors import has_processors, is_simple
 from fastdeploy_core.sampling.state import SamplingState
 from fastdeploy_core.types import ModelRunnerOutput, NewSequence, SchedulerOutput
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from fastdeploy_core.loading.drafters import Drafters
     from fastdeploy_core.loading.loader import LoadedModel
     from fastdeploy_core.tensor import Tensor
-
-
-logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -71,7 +68,7 @@ class ModelRunner:
         # Ranks other than 0 only need the tokens that rank 0 samples.
         made_of = (config, device, kernels, self._columns, loaded.load_driver)
         self.state = None if rank else SamplingState(*made_of)
-        media = self._media = self._make_media(loaded.model)
+        media = self.media = self._make_media(loaded.model)
         self._bring: list[Any] = [*([media] if media else []), *loaded.builder.parts]
         self._features = loaded.model.features & {"pooling"}
         self._features |= {name for part in self._bring for name in part.features}
@@ -170,12 +167,15 @@ class ModelRunner:
                 self._graphs.capture(self.caches.tensors, is_first_rank=self._rank == 0)
 
     def rehearse(self, with_prompts: list[SchedulerOutput]) -> None:
-        """Run what capture_graphs() will capture, and these steps where none with prompts are."""
-        if self._graphs is None or not self._graphs.plan.prompt_sizes:
+        """Run what capture_graphs() will capture, and these steps where none with prompts are, or
+        none with pictures."""
+        graphs = self._graphs
+        sees = self.media is not None and (graphs is None or graphs.vectors is None)
+        if graphs is None or not graphs.plan.prompt_sizes or sees:
             self.run_largest(with_prompts)
-        if self._graphs is not None:
+        if graphs is not None:
             with self._xp.no_grad():
-                self._graphs.rehearse(self.caches.tensors)
+                graphs.rehearse(self.caches.tensors)
 
     def graph_bytes(self) -> int:
         """What capture_graphs() will take, measured over the caches there are."""
@@ -425,8 +425,8 @@ class ModelRunner:
                 self.state.add(slot, new)
         except RequestError as error:
             self._refused[new.seq_id] = f"InvalidRequest:{error.param or ''}: {error}"
-        except Exception as error:  # a plugin's own failure costs its request only
-            logger.exception("sequence %s cannot be sampled as asked", new.seq_id)
+        except BaseException as error:  # a plugin's own failure costs its request only
+            note_failure(error, f"sequence {new.seq_id} cannot be sampled as asked")
             self._refused[new.seq_id] = f"sampling_setup_failed: {type(error).__name__}"
 
     def _read(self, launched: Launched) -> None:

@@ -329,8 +329,7 @@ class Results:
 
     @staticmethod
     def _logprob_parts(launched: Launched) -> Sequence[tuple[int | None, LogprobTensors]]:
-        """What is copied after tokens and drafts: of the sampled tokens (None), then of prompts by
-        batch row."""
+        """What is copied after tokens and drafts: sampled tokens' (None), then prompts' by row."""
         if launched.sampling is None or launched.sampling.logprobs is None:
             return launched.prompt_logprobs
         return [(None, launched.sampling.logprobs), *launched.prompt_logprobs]

@@ -248,13 +248,21 @@ class Worker:
         if not isinstance(device, CompilingDevice):
             return False
         runner = self._ready()[0]
-        steps, num_blocks = largest_steps(self.config, shapes=runner.shapes)
+        steps, num_blocks = self._largest_steps()
         with device.compile_only(), _beside(weight_bytes):
             runner.allocate_cache(num_blocks, 0)
             runner.run_largest(steps)
             runner.rehearse(unlike_steps(self.config, steps[1]))
             runner.free_cache()
         return True
+
+    def _largest_steps(self, part: int = 1) -> tuple[list[SchedulerOutput], int]:
+        """Those of largest_steps(); prompts bring pictures, if the model takes any."""
+        runner = self._ready()[0]
+        steps, num_blocks = largest_steps(self.config, part, runner.shapes)
+        if runner.media is not None:
+            runner.media.bring_largest(steps[0].new_sequences, self.config)
+        return steps, num_blocks
 
     def _profile(self, weight_bytes: int) -> MemoryProfile:
         """What the largest step takes. Where memory is the host's and there is plenty, a small step
@@ -271,7 +279,7 @@ class Worker:
         With `part` they are so many times shorter; nothing grows faster than the square of the
         length."""
         runner, device = self._ready()
-        steps, num_blocks = largest_steps(self.config, part, runner.shapes)
+        steps, num_blocks = self._largest_steps(part)
         before, look = device.memory(), probe(device)
         untouched = look().free_bytes
         with _beside(weight_bytes):

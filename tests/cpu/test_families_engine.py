@@ -15,7 +15,7 @@ from tests.mxfp4_checkpoints import build_mxfp4
 # One of each family.
 VARIANTS = (
     *("mistral", "mixtral", "qwen2-moe", "olmo2", "phi3-longrope", "glm4-moe", "minimax-m2"),
-    *("llama4", "deepseek-v32", "gemma2", "gemma3", "olmo3"),
+    *("llama4", "deepseek-v32", "gemma2", "gemma3", "olmo3", "cohere2"),
 )
 
 

@@ -138,6 +138,30 @@ def test_what_cannot_be_built_fails_its_own_request(bench: SpeculativeBench) -> 
     assert len(collector.answers("other")[0]) == 4
 
 
+class Panic(BaseException):
+    """As what pyo3 raises for a panic of Rust's."""
+
+
+@pytest.mark.parametrize("method", ["accept", "fill_mask", "is_finished", "begin_mask", "is_ready"])
+@pytest.mark.parametrize("kind", [ValueError, SystemExit, Panic])
+def test_a_matcher_that_ends_the_process_ends_its_own_request(
+    bench: SpeculativeBench,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    kind: type[BaseException],
+) -> None:
+    def fail(*_: object) -> None:
+        raise kind("bye")
+
+    broken = constrained(bench, "broken", regex="[a-g]+")
+    other = make_request("other", [5, 9], max_tokens=4)
+    monkeypatch.setattr(module.LLGuidanceMatcher, method, fail)
+    _, collector = bench.run(Settings(max_num_seqs=8), [(0, broken), (0, other)])
+    is_beside = method in ("begin_mask", "is_ready")  # what they say costs time, not the answer
+    assert set(collector.errors) == (set() if is_beside else {"broken"})
+    assert len(collector.answers("other")[0]) == 4
+
+
 def test_masks_beside_change_no_token(
     bench: SpeculativeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from fastdeploy_core.errors import ConfigError, WeightError
+from fastdeploy_core.errors import ConfigError, UnsupportedModel, WeightError
 from fastdeploy_core.loading.weights import INDEX_NAME, dummy_tensors
-from tests.checkpoints import build, paddle_copy, reference, to_bfloat16, write_safetensors
+from fastdeploy_core.models.qwen import Qwen2ForCausalLM
+from tests.checkpoints import ask, build, paddle_copy, reference, to_bfloat16, write_safetensors
 from tests.paged import PagedModel
 
 VARIANTS = ["qwen2", "qwen3-moe", "ernie-moe", "deepseek"]
@@ -78,21 +80,49 @@ def test_unexpected_weights_are_named(copied: Any, tensor_library: str) -> None:
         PagedModel(copied("qwen2", more), tensor_library)
 
 
-def test_a_tied_head_needs_no_weight_and_ignores_one(
+def test_a_tied_head_needs_no_weight_and_ignores_an_equal_one(
     checkpoints: Path, copied: Any, tensor_library: str
 ) -> None:
     def more(weights: dict[str, Any]) -> dict[str, Any]:
-        return {**weights, "lm_head.weight": np.ones((131, 48), np.float32)}
+        return {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
 
     folder = checkpoints / "qwen2"
-    expected = logits(PagedModel(folder, tensor_library), folder)
-    found = logits(PagedModel(copied("qwen2", more), tensor_library), folder)
-    np.testing.assert_array_equal(expected, found)
+    expected = PagedModel(folder, tensor_library)
+    found = PagedModel(copied("qwen2", more), tensor_library)
+    np.testing.assert_array_equal(logits(expected, folder), logits(found, folder))
+    assert found.loaded.weight_bytes == expected.loaded.weight_bytes
+
+
+def test_a_head_that_differs_is_not_tied_as_with_transformers(
+    copied: Any, tensor_library: str, tmp_path: Path
+) -> None:
+    def more(weights: dict[str, Any]) -> dict[str, Any]:
+        head = weights["model.embed_tokens.weight"].copy()
+        head[-1] += 1
+        return {**weights, "lm_head.weight": head}
+
+    folder = copied("qwen2", more)
+    told = ask(folder, tmp_path)[1]
+    model = PagedModel(folder, tensor_library)
+    found = model.step([("a", told["prompt"].tolist())])[0]
+    np.testing.assert_allclose(found, told["logits"], atol=2e-4)
+    assert any("not tied" in line for line in model.loaded.report)
 
 
 def test_an_untied_head_is_required(copied: Any, tensor_library: str) -> None:
     with pytest.raises(WeightError, match=r"lacks 1 weights.*lm_head\.weight"):
         PagedModel(copied("qwen2", tie_word_embeddings=False), tensor_library)
+
+
+def test_a_family_turns_heads_as_its_shapes_say(
+    checkpoints: Path, tensor_library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drivers that turn heads themselves read the one, the layers here the other."""
+    plain = Qwen2ForCausalLM.rotary
+    other = staticmethod(lambda read: replace(plain(read), interleaved=True))
+    monkeypatch.setattr(Qwen2ForCausalLM, "rotary", other)
+    with pytest.raises(UnsupportedModel, match=r"interleaved=False.*builds.*interleaved=True"):
+        PagedModel(checkpoints / "qwen2", tensor_library)
 
 
 def test_a_config_of_another_model_is_told_by_shapes(copied: Any, tensor_library: str) -> None:

@@ -376,12 +376,15 @@ def test_parameters_the_worker_cannot_serve_fail_their_request_only(steps: Steps
     steps.add(3, [5, 6], SamplingParams(logits_processors_args={"logit_bias": {"x": 1}}))
     steps.add(4, [5, 6], SamplingParams(thinking_token_budget=3))  # this model has no tokenizer
     steps.add(5, [5, 6], grammar=b"broken", grammar_backend="llguidance")
-    rows = steps.step([steps.row(n) for n in (1, 2, 3, 4, 5)])
+    unknown = {"logit_bias": {"5": 1}, "logit_bais": {"5": 1}}
+    steps.add(6, [5, 6], SamplingParams(logits_processors_args=unknown))
+    rows = steps.step([steps.row(n) for n in (1, 2, 3, 4, 5, 6)])
     assert rows[0].token_ids == truth
     for row in rows[1:]:
         assert row.error is not None and row.error.startswith("InvalidRequest:")
         assert not row.token_ids
     assert str(rows[2].error).startswith("InvalidRequest:logits_processors_args: ")
+    assert "logits_processors_args.logit_bais; they take: logit_bias" in str(rows[5].error)
     clear(steps)
     steps.add(2, [5, 6])
     assert steps.step([steps.row(2)])[0].token_ids == truth, "the slot is clean again"

@@ -53,6 +53,8 @@ class Exploding:
     def apply(self, logits: Any, seq_ids: Sequence[int], output_token_ids: Any) -> Any:
         if self.how == "boom":
             raise RuntimeError("boom")
+        if self.how == "exit":
+            raise SystemExit("bye")
         return None if self.how == "nothing" else logits[:, :-1]
 
 
@@ -271,7 +273,7 @@ def test_processors_see_every_token_before_the_one_they_shape(steps: Steps, ahea
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("boom", "boom"), ("nothing", "NoneType"), ("narrow", "it returned shape")],
+    [("boom", "boom"), ("exit", "bye"), ("nothing", "NoneType"), ("narrow", "it returned shape")],
 )
 def test_a_processor_that_fails_fails_its_rows_only(
     steps: Steps, ahead: bool, how: str, said: str, caplog: pytest.LogCaptureFixture

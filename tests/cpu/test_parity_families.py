@@ -22,9 +22,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # Norms over heads of several ranks, of which two hold the same key head; a gated shared expert;
 # joined weights in the checkpoint; a routing bias; norms stored as w - 1; sinks, and biases that
-# are added once; experts whose input is scaled; an indexer that every rank has.
+# are added once; experts whose input is scaled; an indexer that every rank has; branches whose
+# sums over ranks are added to one input.
 ON_TWO_RANKS = (
     *("olmo2", "qwen2-moe", "phi3", "minimax-m2", "gemma3", "gpt-oss", "llama4", "deepseek-v32"),
+    "cohere2",
 )
 SLOW = ("phi3", "minimax-m2")  # divided as what the others have, too
 

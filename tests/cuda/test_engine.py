@@ -141,9 +141,15 @@ def test_each_kind_of_layer_comes_back_from_a_store(tmp_path: Path, family: str)
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("family", ["gpt-oss", "gemma3", "qwen3-next", "nemotron-h"])
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        *((family, None) for family in ("gpt-oss", "gemma3", "qwen3-next", "nemotron-h")),
+        ("qwen3-next", "block_wise_fp8"),
+    ],
+)
 def test_serving_meets_no_kernel_that_start_up_has_not_met(
-    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, family: str, quantization: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of many lengths, alone and together, beside decodes and in chunks of few tokens."""
     from fd_cuda.kernels import native
@@ -164,7 +170,7 @@ def test_serving_meets_no_kernel_that_start_up_has_not_met(
     with LLM(
         folder, device="cuda", tensor_library="torch", dtype="bfloat16", max_model_len=256,
         max_num_seqs=40, max_num_batched_tokens=1024, num_gpu_blocks_override=256, block_size=16,
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=True, quantization=quantization,
     ) as llm:  # fmt: skip
         monkeypatch.setattr(knobs.compilation, "listener", note)
         monkeypatch.setattr(native, "_load", loading)

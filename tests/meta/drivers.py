@@ -61,6 +61,10 @@ from fd_lora.layers import AdapterLayers
 from fd_lora.served import ServedAdapters
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
+from fd_models.blocks.cohere2 import Cohere2ForCausalLM
+from fd_models.blocks.exaone4 import Exaone4ForCausalLM
+from fd_models.blocks.glm4 import Glm4ForCausalLM, GlmForCausalLM
+from fd_models.blocks.granite import GraniteForCausalLM, GraniteMoeForCausalLM
 from fd_models.gemma2 import Gemma2ForCausalLM
 from fd_models.gemma3 import Gemma3ForCausalLM
 from fd_models.glm4_moe import Glm4MoeForCausalLM
@@ -343,12 +347,18 @@ models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     DeepseekV32ForCausalLM,
     Ernie4_5ForCausalLM,
     Ernie4_5_MoeForCausalLM,
+    Cohere2ForCausalLM,
+    Exaone4ForCausalLM,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Glm4ForCausalLM,
     Glm4MoeForCausalLM,
     Glm4MoeLiteForCausalLM,
+    GlmForCausalLM,
     GlmMoeDsaForCausalLM,
     GptOssForCausalLM,
+    GraniteForCausalLM,
+    GraniteMoeForCausalLM,
     Llama4ForCausalLM,
     LlamaForCausalLM,
     MiniMaxM2ForCausalLM,

@@ -232,6 +232,9 @@ def test_template_switches_of_a_request_reach_the_template(
     assert prompt().endswith("<think>\n")
     chat(client, metadata={"enable_thinking": True})
     assert prompt().endswith("<think>\n")
+    for choice in (None, "auto", "none"):  # agents without tools say so in each of these ways
+        chat(client, tools=[], tool_choice=choice)
+        assert prompt() == "<|user|>Hi<|assistant|>"
     final = [*ASK["messages"], {"role": "assistant", "content": "So"}]
     chat(client, messages=final, continue_final_message=True)
     assert prompt() == "<|user|>Hi<|assistant|>So"
@@ -243,8 +246,8 @@ def test_template_switches_of_a_request_reach_the_template(
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
-        ({"tools": []}, "tools"),
-        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tools": [{}] * 129}, "tools"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),

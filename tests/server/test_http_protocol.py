@@ -71,6 +71,8 @@ TAKEN = {
     "a wish for HTTP/2, in chunks": POST + b"Connection: close, Upgrade\r\nUpgrade: h2c\r\n"
     + CHUNKED + b"\r\n" + chunks(BODY),
     "HTTP/1.0": POST.replace(b"1.1", b"1.0") + with_length(BODY),
+    "a URL, as to a proxy": POST.replace(b"/v1", b"HTTP://x:80/v1") + CLOSE + with_length(BODY),
+    "a byte order mark": POST + CLOSE + with_length(b"\xef\xbb\xbf" + BODY),
     "empty lines in front": b"\r\n\r\n" + POST + CLOSE + with_length(BODY),
     "a large header": POST + CLOSE + b"X-A: " + b"a" * 40_000 + b"\r\n" + with_length(BODY),
 }  # fmt: skip
@@ -86,6 +88,12 @@ def test_a_request_is_taken_however_it_arrives(server: LiveServer, name: str, pi
     answer = talk(server.port, *parts)
     assert answer.startswith(b"HTTP/1.1 200 "), answer
     assert b'"text":"fin"' in answer
+
+
+@pytest.mark.parametrize("path", ["/v1/models/http://x/y", "/versionhttp://x", "/loadHTTPS://x"])
+def test_an_address_within_a_path_is_part_of_it(server: LiveServer, path: str) -> None:
+    head = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close".encode()
+    assert raw_request(server.port, head)[0] == 404
 
 
 REFUSED = {
@@ -167,11 +175,15 @@ def test_a_stream_for_http_1_0_ends_with_its_connection(server: LiveServer) -> N
     assert body.startswith(b"data: ") and body.endswith(b"data: [DONE]\n\n")
 
 
-def test_an_answer_to_HEAD_has_no_body(server: LiveServer) -> None:
-    status, body = raw_request(
-        server.port, b"HEAD /version HTTP/1.1\r\nHost: x\r\nConnection: close"
-    )
-    assert (status, body) == (405, b"")
+@pytest.mark.parametrize(
+    ("path", "status"), [("/version", 200), ("/v1/models", 200), ("/v1/completions", 405)]
+)
+def test_HEAD_is_answered_as_GET_without_a_body(server: LiveServer, path: str, status: int) -> None:
+    head = f"HEAD {path} HTTP/1.1\r\nHost: x\r\nConnection: close".encode()
+    assert raw_request(server.port, head) == (status, b"")
+    got = httpx.get(f"http://127.0.0.1:{server.port}{path}").headers
+    headers = httpx.head(f"http://127.0.0.1:{server.port}{path}").headers
+    assert headers["content-length"] == got["content-length"]
 
 
 def test_a_client_that_leaves_behind_a_large_body_ends_its_request(

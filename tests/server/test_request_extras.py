@@ -230,3 +230,40 @@ def test_a_request_id_names_the_answer_and_nothing_else(
     body = client.post(TEXT, json={**BODIES[TEXT], "request_id": "mine-1"}).json()
     assert body["id"] == "cmpl-mine-1"
     assert "mine-1" not in {request.request_id for request in engine.requests}
+
+
+@pytest.mark.parametrize("route", [CHAT, TEXT])
+def test_times_of_one_answer_are_told_where_the_operator_wants(
+    engine: ScriptedEngine, tokenizer: Tokenizer, client: httpx.Client, route: str
+) -> None:
+    names = {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms"}
+    body = {**BODIES[route], "max_tokens": 3}
+    assert "metrics" not in client.post(route, json=body).json()
+    shown = {"stream": True, "stream_options": {"include_usage": True}}
+    with (
+        live(engine, tokenizer, enable_per_request_metrics=True) as server,
+        httpx.Client(base_url=server.url) as http,
+    ):
+        whole = http.post(route, json=body).json()
+        chunks = events_of(http.post(route, json={**body, **shown}))
+        two = http.post(route, json={**body, "n": 2, "temperature": 1}).json()
+        short = http.post(route, json={**body, "max_tokens": 1}).json()["metrics"]
+        if route == TEXT:
+            both = http.post(route, json={**body, "prompt": ["Hi", "Ho"]}).json()
+            assert "metrics" not in both
+    metrics = whole["metrics"]
+    assert set(metrics) == set(chunks[-1]["metrics"]) == {*names, "tokens_per_second"}
+    assert metrics["generation_time_ms"] == pytest.approx(2 * metrics["mean_itl_ms"])
+    assert metrics["time_to_first_token_ms"] >= 0
+    assert short["mean_itl_ms"] is None and short["generation_time_ms"] == 0
+    assert not any("metrics" in chunk for chunk in chunks[:-1]) and "metrics" not in two
+
+
+@pytest.mark.parametrize("route", [CHAT, TEXT])
+def test_arguments_of_logits_processors_have_vllms_name_too(
+    client: httpx.Client, engine: ScriptedEngine, route: str
+) -> None:
+    both = {"vllm_xargs": {"a": 1, "b": 1}, "logits_processors_args": {"b": 2}}
+    response = client.post(route, json={**BODIES[route], **both})
+    assert response.status_code == 200, response.text
+    assert engine.requests[-1].sampling.logits_processors_args == {"a": 1, "b": 2}

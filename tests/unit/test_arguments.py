@@ -332,7 +332,7 @@ def test_a_yaml_file_lies_below_the_flags(tmp_path: Path) -> None:
     file = tmp_path / "fd.yaml"
     file.write_text(
         "model: from-file\nmax-num-seqs: 4\nmax_model_len: 64\nenable-prefix-caching: false\n"
-        "api-key: [a, b]\nspeculative-config: {method: mtp, k: 1}\n"
+        "api-key: [a, b]\nspeculative-config: {method: mtp, k: 1}\nno-async-scheduling: true\n"
     )
     values = parse(
         *("--config", str(file), "--max-num-seqs", "8", "--speculative-config.method", "ngram")
@@ -344,6 +344,7 @@ def test_a_yaml_file_lies_below_the_flags(tmp_path: Path) -> None:
         "enable_prefix_caching": False,
         "api_key": ["a", "b"],
         "speculative_config": {"method": "ngram", "k": 1},
+        "async_scheduling": False,  # as vLLM's files spell it
     }
 
 
@@ -574,3 +575,25 @@ def test_every_row_has_a_place_in_help() -> None:
     text = build_parser("fastdeploy serve", "test", SCOPES).format_help()
     for name in ARGUMENTS:
         assert "--" + name.replace("_", "-") in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["-O3"], {}),
+        (["-O", "2"], {}),
+        (["-O=1"], {}),
+        (["--attention-config.backend", "FLASH_ATTN"], {}),
+        (["-ac.backend=FLASH_ATTN"], {}),
+        (["-cc.cudagraph_mode=NONE"], {"compilation_config": {"cudagraph_mode": "NONE"}}),
+        (
+            ["-cc.mode", "3", "-tp=1"],
+            {"compilation_config": {"mode": 3}, "tensor_parallel_size": 1},
+        ),
+        (["--nnodes", "1", "--node-rank", "0", "--master-addr", "10.0.0.1"], {}),
+    ],
+)
+def test_short_and_dotted_spellings_of_vllm_are_read(
+    argv: list[str], expected: dict[str, Any]
+) -> None:
+    assert parse(*argv) == expected

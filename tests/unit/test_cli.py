@@ -107,6 +107,9 @@ def test_version_in_three_spellings(capsys: pytest.CaptureFixture[str]) -> None:
         (["serv"], "did you mean 'serve'"),
         (["serve"], "no model given"),
         (["serve", "/nowhere"], "is not a folder"),
+        (["run-batch", "--inptu-file", "x"], "did you mean --input-file?"),
+        (["router", "--instnces", "x"], "did you mean --instances?"),
+        (["quantize", "x", "--methd", "y"], "did you mean --method?"),
     ],
 )
 def test_mistakes_are_one_line_and_an_exit_code(

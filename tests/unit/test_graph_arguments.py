@@ -41,7 +41,11 @@ def read(**values: Any) -> GraphConfig:
         ({"compilation_config": {"cudagraph_mode": "none"}}, GraphConfig(enabled=False)),
         ({"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}, GraphConfig()),
         ({"compilation_config": {"max_cudagraph_capture_size": 16}}, GraphConfig(max_size=16)),
-        ({"compilation_config": 0}, GraphConfig()),
+        ({"compilation_config": 3}, GraphConfig()),
+        ({"compilation_config": {"mode": 3, "cudagraph_mode": "PIECEWISE"}}, GraphConfig()),
+        ({"compilation_config": {"pass_config": {"fuse_norm_quant": True}}}, GraphConfig()),
+        ({"graph_optimization_config": {"graph_opt_level": 2}}, GraphConfig()),
+        ({"graph_optimization_config": {"cudagraph_only_prefill": True}}, GraphConfig()),
         ({"use_warmup": 1}, GraphConfig()),
         (
             {
@@ -60,11 +64,8 @@ def test_every_spelling_is_read(values: dict[str, Any], expected: GraphConfig) -
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"graph_optimization_config": {"graph_opt_level": 2}}, "no compiler"),
-        ({"compilation_config": 3}, "no compiler"),
-        ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, "FULL_DECODE_ONLY"),
-        ({"compilation_config": {"pass_config": {}}}, "unknown"),
-        ({"graph_optimization_config": {"cudagraph_only_prefill": True}}, "both captured"),
+        ({"compilation_config": {"cudagraph_mode": "HALF"}}, "NONE, FULL"),
+        ({"compilation_config": {"cudagraph_mod": "NONE"}}, "unknown"),
         ({"graph_optimization_config": {"use_cudagraph": "yes"}}, "use_cudagraph"),
         ({"cudagraph_capture_sizes": ["0"]}, "from 1 to"),
         ({"cudagraph_capture_sizes": ["two"]}, "list of integers"),

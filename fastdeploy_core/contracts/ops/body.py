@@ -16,8 +16,7 @@ class BodyOperations(Protocol):
     def embedding(
         self, input_ids: Annotated[Tensor, "T", "int64"], weight: Annotated[Tensor, "V H"], /
     ) -> Annotated[Tensor, "T H"]:
-        """Row input_ids[i] of the weight as row i. The weight is prepared where embedding and head
-        share it."""
+        """Row input_ids[i] of the weight as row i; prepared where embedding and head share it."""
         ...
 
     def linear(

@@ -31,8 +31,7 @@ class CacheOperations(Protocol):
         target: Annotated[Tensor, "M", "int64"],
         /,
     ) -> None:
-        """Block target[i] becomes block source[i]; every source is read before any target is
-        written."""
+        """Block target[i] becomes block source[i]; sources are read before targets are written."""
         ...
 
     def kv_read_blocks(

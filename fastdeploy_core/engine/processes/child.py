@@ -201,8 +201,7 @@ def run_child(target: str) -> None:
 
 
 def _import_early(modules: Sequence[str]) -> None:
-    """Import modules. A module that fails is imported again by the code that needs it, which
-    raises."""
+    """Import modules. One that fails is imported again by the code that needs it, which raises."""
     tolerate_damage()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -212,8 +211,7 @@ def _import_early(modules: Sequence[str]) -> None:
 
 
 def _take_standard_input() -> int:
-    """Move the pipe to another descriptor, so that libraries which read standard input find it
-    empty."""
+    """Move the pipe to another descriptor: libraries which read standard input find it empty."""
     pipe = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

@@ -18,8 +18,7 @@ _prepared: list[tuple[str, subprocess.Popen[bytes]]] = []
 
 
 def prepare(tensor_library: str) -> None:
-    """Start one process. The calling thread must live as long as the engine may: see
-    child.spawn."""
+    """Start one process. The calling thread must live as long as it may: see child.spawn."""
     _prepared.append((tensor_library, _start(tensor_library)))
 
 

@@ -114,8 +114,7 @@ class _Life:
         self.is_ready = False
 
     def has_spoken(self) -> bool:
-        """Whether there is output; waits a while for output, for the process's end or for
-        `waker`."""
+        """Whether there is output; waits a while for it, for the process's end or for `waker`."""
         wait_ms = POLL_MS if self._exit is None else LOOK_MS
         return self.output in dict(self._sources.poll(wait_ms))
 
@@ -272,8 +271,7 @@ class Supervisor:
         return as_error(life.failure, self._reason)
 
     def _attend(self, life: _Life) -> str:
-        """Receive the engine's messages until it ends or is asked to; says why, if it was
-        killed."""
+        """Receive the engine's messages until it ends or is asked to; says why if killed."""
         watchdog = self._config.watchdog
         while not self._stopping.is_set():
             if life.has_spoken():
@@ -319,8 +317,7 @@ class Supervisor:
             self._listener.on_message(message)
 
     def _may_restart(self, ending: FastDeployError) -> bool:
-        """Whether to start again: not after a configuration error, else a few times in ten
-        minutes."""
+        """Whether to start again: not after a ConfigError, else a few times in ten minutes."""
         if isinstance(ending, errors.ConfigError | errors.PluginError) or not self._has_lived:
             return False
         now = time.monotonic()

@@ -26,8 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum s = x + residual, normed: (rms_norm(s), s), both [T, H]. x and residual are not
-    changed."""
+    """The sum s = x + residual, normed: (rms_norm(s), s), both [T, H]. x and residual stay."""
     total = x + residual
     return namespace(x).rms_norm(total, weight, eps), total
 

@@ -63,8 +63,7 @@ def kv_read_blocks(cache: tuple[Tensor, ...], blocks: Tensor) -> tuple[Tensor, .
 
 
 def kv_write_blocks(cache: tuple[Tensor, ...], blocks: Tensor, data: tuple[Tensor, ...]) -> None:
-    """Overwrite the blocks with data, [n, ...] for each cache tensor; blocks [n] int64,
-    distinct."""
+    """Overwrite blocks with data, [n, ...] for each cache tensor; blocks [n] int64, distinct."""
     xp = namespace(blocks)
     for pool, part in zip(cache, data, strict=True):
         xp.index_copy_(pool, 0, blocks, part)

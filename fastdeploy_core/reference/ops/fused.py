@@ -74,8 +74,7 @@ def concat_rms_norm(kernels: KernelTable) -> Composed:
 
 
 def linear_float32(kernels: KernelTable) -> Composed:
-    """linear in float32 for every dtype of x, because small differences decide which experts
-    run."""
+    """linear in float32 for any dtype of x: small differences decide which experts run."""
     linear = kernels["linear"]
 
     def run(x: Tensor, weight: Tensor) -> Tensor:

@@ -73,8 +73,7 @@ class QuantizedRows:
         scales: Tensor | None,
         tables: tuple[Tensor, Tensor | None] | None = None,
     ) -> None:
-        """`scales`: the pool of dynamic scales; `tables`: static scales and minimums, [heads,
-        dim]."""
+        """`scales`: pool of dynamic scales; `tables`: static scales and minimums, [heads, dim]."""
         self._kind, self._heads, self._dim = kind, heads, dim
         self._numbers = numbers.view([-1, kind.width(dim)])
         self._scales = None if scales is None else scales.view([-1, kind.scale_width])

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 
 def linear_packed(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """x [T, K], rounded as the format says, times the dequantized weight [N, K] transposed, plus
-    bias."""
+    """x [T, K], rounded as the format says, times the dequantized weight [N, K].T, plus bias."""
     xp = namespace(x)
     if x.shape[0] == 0:
         return xp.zeros([0, weight.out_features], dtype=x.dtype, device=x.device)

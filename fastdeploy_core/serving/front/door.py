@@ -63,8 +63,7 @@ class FrontDoor:
         self._thread = threading.Thread(target=self._run, name="fd-front-door", daemon=True)
 
     def add(self, number: int, hand_over: HandOver) -> None:
-        """An API server takes connections from now on; its count of ended connections begins at
-        0."""
+        """An API server takes connections from now on; its count of ended ones begins at 0."""
         with self._lock:
             self._servers[number] = (hand_over, 0)
         self._wake.send(b"+")
@@ -149,8 +148,7 @@ class FrontDoor:
         connection.close()
 
     def _answer(self, data: bytes) -> bytes | None:
-        """The complete answer to a probe; None for any other request, even a slightly different
-        one."""
+        """The complete answer to a probe; None for any request that differs, even slightly."""
         if not data.endswith(b"\r\n\r\n"):
             return None
         http = h11.Connection(h11.SERVER)
@@ -164,7 +162,7 @@ class FrontDoor:
         path = request.target.decode("ascii", "replace")
         if path not in self._open_paths:
             return None
-        status, body = answer_probe(path, self._health(), self._occupancy.is_draining)
+        status, body = answer_probe(path, self._health(), self._occupancy)
         content = msgspec.json.encode(body)
         given = next((value for name, value in request.headers if name == b"x-request-id"), b"")
         head = (

@@ -1,5 +1,5 @@
-"""How busy each API server of one port is, and whether all of them drain: a few numbers in memory
-that they share with the front door.
+"""How busy each API server of one port is, and whether all of them drain or are paused: a few
+numbers in memory that they share with the front door.
 
 Each API server writes its own row and reads all rows, without locks. Sums may lag by a moment, so a
 limit may be exceeded by the requests that arrive in that moment.
@@ -19,7 +19,7 @@ class Occupancy:
 
     def __init__(self, count: int = 1, path: Path | None = None, *, create: bool = False) -> None:
         self.count, self.path = count, path
-        size = count * _ROW.size + 1
+        size = count * _ROW.size + 2
         self._memory: mmap.mmap | bytearray = bytearray(size)
         if path is None:
             return
@@ -39,12 +39,20 @@ class Occupancy:
 
     def in_flight(self) -> int:
         """Requests in flight in all API servers."""
-        rows = memoryview(self._memory)[:-1]
+        rows = memoryview(self._memory)[:-2]
         return sum(in_flight for in_flight, _ in _ROW.iter_unpack(rows))
 
     def drain(self) -> None:
         """Take no new requests, for good: the port belongs to servers that will end."""
         self._memory[-1] = 1
+
+    def pause(self, epoch: int) -> None:
+        """The engine that was started again so often is paused or asleep; -1: it is not."""
+        self._memory[-2] = (epoch + 1) % 256
+
+    def is_paused(self, epoch: int) -> bool:
+        """Whether that engine is; one that was started again since is not."""
+        return 0 != self._memory[-2] == (epoch + 1) % 256
 
     @property
     def is_draining(self) -> bool:

@@ -61,7 +61,9 @@ def _to_model(raw: bytes, model: type[Model]) -> tuple[Model, list[str]]:
     """The body, and the names of its fields that have no effect here."""
     value = parse_json(raw)
     if not isinstance(value, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {raw[:40]!r}")
+        raise ApiError(
+            400, f"the body must be a JSON object, got {raw[:40].decode(errors='replace')}"
+        )
     unknown = sorted(value.keys() - _known_fields(model))
     return model.model_validate(value), unknown
 
@@ -75,7 +77,7 @@ def parse_json(raw: bytes) -> Any:
     """The value of a JSON document; ApiError 400 says what is wrong with it."""
     is_suspect, is_nested = _look(raw)
     try:
-        value = (_CAREFUL if is_suspect else _PLAIN).decode(raw.decode("utf-8"))
+        value = (_CAREFUL if is_suspect else _PLAIN).decode(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ApiError(400, "the body is not valid UTF-8") from error
     except RecursionError as error:
@@ -161,8 +163,7 @@ _CAREFUL = json.JSONDecoder(
 
 
 def _check_tree(value: Any, check_text: bool) -> None:
-    """Check the depth; with check_text also check every string for characters that UTF-8 cannot
-    encode."""
+    """Check the depth; with check_text also strings for characters that UTF-8 cannot encode."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH + 1):
         below: list[Any] = []

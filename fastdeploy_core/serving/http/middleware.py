@@ -90,6 +90,8 @@ class Guard:
         given = _header(scope, b"x-request-id") or b""
         scope.setdefault("state", {})["request_id"] = shown_id(given, secrets.token_hex(16))
         scope["state"]["error_body"] = self.shapes.get(route_path(scope))
+        if scope["method"] == "HEAD":  # of what GET answers, uvicorn sends the head
+            scope = {**scope, "method": "GET"}
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -99,6 +101,8 @@ class Guard:
                     *message.get("headers", []),
                     (b"x-request-id", scope["state"]["request_id"].encode("ascii")),
                 ]
+                if scope["state"]["error_body"]:  # of Anthropic's clients
+                    message["headers"].append((b"request-id", message["headers"][-1][1]))
                 if ignored := scope["state"].get("ignored_fields"):
                     message["headers"].append((IGNORED_HEADER, _name_list(ignored)))
             await send(message)

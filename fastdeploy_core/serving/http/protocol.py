@@ -29,6 +29,7 @@ LAST_LOOK_S = 0.05
 MAX_HEAD_BYTES = 64 * 1024
 NO_MORE = getattr(select, "POLLRDHUP", 0)  # Linux
 PEEK_BYTES = 4096
+_AUTHORITY = re.compile(rb"^https?://[^/?]*", re.IGNORECASE)
 UNTIL_CLOSED = sys.maxsize  # the length of a body that ends when its connection closes
 
 
@@ -59,8 +60,7 @@ class Cycle(RequestResponseCycle):
         await self.flow.drain()
 
     def watch(self, on_left: Callable[[], None] | None) -> None:
-        """Call on_left once if the client leaves before its answer is complete; None: stop
-        watching."""
+        """Call on_left once if the client leaves before its answer is complete; None: no more."""
         self._on_left = on_left
         self.flow.resume_reading()  # a paused reader would not notice that the client leaves
         if self.disconnected and on_left is not None:
@@ -180,7 +180,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_in_head = False
         version = self.parser.get_http_version()
         check_head(version, self.url, self.headers)
-        path, _, query = self.url.partition(b"?")
+        url = _AUTHORITY.sub(b"", self.url) or b"/"  # as to a proxy: RFC 9112, 3.2.2
+        path, _, query = url.partition(b"?")
         scope = cast("dict[str, Any]", self.scope)
         scope["method"] = self._method.decode("ascii")
         scope["http_version"] = version
@@ -245,8 +246,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def check_head(version: str, url: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-    """Refuse heads that the parser accepts but that other programs on the way may read
-    differently."""
+    """Refuse heads that the parser accepts but other programs on the way may read otherwise."""
     num_hosts, num_bytes = 0, len(url)
     for name, value in headers:
         num_bytes += len(name) + len(value) + 4

@@ -203,7 +203,9 @@ class ChatJob:
         num = self._engine_request().sampling.n
         max_calls = 1 if self._body.parallel_tool_calls is False else None
         answers = {index: Answer(self._parser(), max_calls) for index in range(num)}
-        return Usage(len(self._prompt_ids()), num_media_tokens(self._engine_request())), answers
+        timed = self._state.config.enable_per_request_metrics and num == 1
+        media = num_media_tokens(self._engine_request())
+        return Usage(len(self._prompt_ids()), media, timed=timed), answers
 
     def _parser(self) -> TextParser:
         body, state = self._body, self._state

@@ -152,7 +152,9 @@ class CompletionJob:
         return merge([run(self._state, r, chunk_tokens=size) for r in self._requests])
 
     def _usage(self) -> Usage:
-        return Usage(sum(len(request.prompt_token_ids) for request in self._requests))
+        one = len(self._requests) == self._requests[0].sampling.n == 1
+        timed = self._state.config.enable_per_request_metrics and one
+        return Usage(sum(len(r.prompt_token_ids) for r in self._requests), timed=timed)
 
     def _new_choices(self, count: int) -> list[_Choice]:
         top = -1 if self._body.logprob_token_ids else self._body.logprobs or 0

@@ -22,8 +22,7 @@ _MERGE_BUFFER = 4  # outputs per prompt that may wait for a reader
 async def run(
     state: ServerState, request: Request, visible_tokens: Sequence[str] = (), chunk_tokens: int = 1
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Outputs of one request, each with what is new, as Engine.generate. Close the generator to
-    abort."""
+    """Outputs of one request, each with what is new, as Engine.generate. Closing aborts it."""
     state.outputs.add(request, visible_tokens=visible_tokens)
     deltas: Any = state.engine.generate(request, chunk_tokens)
     if search := getattr(request.sampling, "search", None):  # of beams, by fd-beam-search

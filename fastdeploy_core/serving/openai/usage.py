@@ -11,20 +11,24 @@ from fastdeploy_core.engine.input import RequestOptions
 from fastdeploy_core.plugins import drivers
 from fastdeploy_core.serving.openai.schemas.common import SamplingFields
 from fastdeploy_core.serving.state import ServerState
-from fastdeploy_core.types import RequestOutput, SpeculateMetrics
+from fastdeploy_core.types import RequestMetrics, RequestOutput, SpeculateMetrics
 
 
 class Usage:
     """Counts tokens as outputs arrive."""
 
-    def __init__(self, num_prompt_tokens: int, media: Mapping[str, int] | None = None) -> None:
-        self.num_prompt_tokens = num_prompt_tokens
+    def __init__(
+        self, num_prompt_tokens: int, media: Mapping[str, int] | None = None, *, timed: bool = False
+    ) -> None:
+        """timed: times are shown too, of the one answer to the one prompt."""
+        self.num_prompt_tokens, self.timed = num_prompt_tokens, timed
         self.media = media or {}  # of these, in whose places pictures and videos stand
         self.num_completion_tokens = 0
         self.num_reasoning_tokens = 0
         # by request, because each output repeats the request's own number
         self._cached: dict[str, int] = {}
         self._drafts: dict[str, SpeculateMetrics] = {}  # by request, for the same reason
+        self._finished: RequestMetrics | None = None
 
     def add(self, output: RequestOutput) -> None:
         """New output of one of the call's requests."""
@@ -32,6 +36,7 @@ class Usage:
             self.num_completion_tokens += len(part.token_ids)
         if output.num_cached_tokens is not None:
             self._cached[output.request_id] = output.num_cached_tokens
+        self._finished = output.metrics if output.finished else None
         if output.metrics.speculate_metrics is not None:
             self._drafts[output.request_id] = output.metrics.speculate_metrics
 
@@ -39,6 +44,22 @@ class Usage:
     def num_cached_tokens(self) -> int:
         """Prompt tokens that the prefix cache held."""
         return sum(self._cached.values())
+
+    def times(self) -> dict[str, float | None] | None:
+        """vLLM's metrics of a finished answer, if its times are shown."""
+        told = self._finished
+        if not self.timed or told is None or not told.first_token_time or not told.last_token_time:
+            return None
+        begun = told.arrival_time + (told.queue_s or 0.0)
+        decode_s, all_s = told.last_token_time - told.first_token_time, told.last_token_time - begun
+        num_later = self.num_completion_tokens - 1
+        return {
+            "time_to_first_token_ms": 1e3 * max(0.0, told.first_token_time - begun),
+            "generation_time_ms": 1e3 * decode_s,
+            "queue_time_ms": None if told.queue_s is None else 1e3 * told.queue_s,
+            "mean_itl_ms": 1e3 * decode_s / num_later if num_later > 0 else None,
+            "tokens_per_second": self.num_completion_tokens / all_s if all_s > 0 else None,
+        }
 
     def render(self) -> dict[str, Any]:
         """OpenAI's usage object."""
@@ -94,6 +115,8 @@ class Envelope:
         }
         if usage is not None:
             body["usage"] = usage.render()
+            if times := usage.times():
+                body["metrics"] = times
         return body
 
 

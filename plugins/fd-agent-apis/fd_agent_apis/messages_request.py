@@ -56,6 +56,7 @@ class CountRequest(ApiModel):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None  # of older clients: output_config.format
     mcp_servers: list[Any] | None = None
 
 
@@ -103,7 +104,7 @@ def read(
         fields.update(tools=list(tools.functions.values()), tool_choice=choice)
         fields["parallel_tool_calls"] = is_parallel
     config = body.output_config or {}
-    wanted = _response_format(config.get("format"))
+    wanted = _response_format(config.get("format") or body.output_format)
     if choice in ("auto", "none"):  # a forced call has the form of its own schema
         fields["response_format"] = wanted
     if config.get("effort") is not None:

@@ -62,6 +62,8 @@ class ResponseWriter:
         if self.is_cut:
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
         self._response.update(status=status, output=self._items, usage=_usage(last.usage))
+        if times := last.usage.times():
+            self._response["metrics"] = times
         yield self._event(status, response=self._response)
 
     def failed(self, error: ApiError) -> Event:

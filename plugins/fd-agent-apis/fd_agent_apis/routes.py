@@ -1,4 +1,4 @@
-"""POST /v1/responses, /v1/messages and /v1/messages/count_tokens."""
+"""POST /v1/responses and /v1/messages, and below them the routes that count tokens."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from .responses_request import ResponsesRequest
 from .tools import Tools
 
 Body = TypeVar("Body", bound=BaseModel)
+Reader = Callable[[Body, bool, bool], tuple[dict[str, Any], Conversation, Tools]]
 
 
 def responses_routes() -> ApiRoutes:
@@ -42,6 +43,12 @@ def responses_routes() -> ApiRoutes:
         call, chat, tools = await _chat(http, body, responses_request.read, responses_request.NAMES)
         writer = ResponseWriter(body, tools, call.id, state.check_model(body.model))
         return await answer(http, state, AgentJob(state, call.tenant, chat, writer), frames)
+
+    @router.post("/v1/responses/input_tokens", openapi_extra=_body_of(ResponsesRequest))
+    async def input_tokens(http: Request) -> Response:
+        body = await read_model(http, ResponsesRequest, _state(http).parsers)
+        count = await _count(http, body, responses_request.read, responses_request.NAMES)
+        return json_response({"object": "response.input_tokens", "input_tokens": count})
 
     return ApiRoutes(router)
 
@@ -57,20 +64,13 @@ def messages_routes() -> ApiRoutes:
         call, chat, tools = await _chat(http, body, messages_request.read, messages_request.NAMES)
         model = state.check_model(body.model)
         writer = MessageWriter(tools, call.id, model, body.max_tokens)
-        response = await answer(http, state, AgentJob(state, call.tenant, chat, writer), frames)
-        response.headers["request-id"] = call.id
-        return response
+        return await answer(http, state, AgentJob(state, call.tenant, chat, writer), frames)
 
     @router.post("/v1/messages/count_tokens", openapi_extra=_body_of(CountRequest))
     async def count_tokens(http: Request) -> Response:
-        """Neither the engine nor a queue is asked: agents send dozens of these at once."""
-        state = _state(http)
-        body = await read_model(http, CountRequest, state.parsers)
-        _, chat, _ = await _chat(http, body, messages_request.read, messages_request.NAMES)
-        with named_as(messages_request.NAMES):
-            threads = state.threads if state.media is None else state.media_threads
-            ids = await threads.run(tenant_of(http), chat.token_ids)
-        return json_response({"input_tokens": len(ids)})
+        body = await read_model(http, CountRequest, _state(http).parsers)
+        count = await _count(http, body, messages_request.read, messages_request.NAMES)
+        return json_response({"input_tokens": count})
 
     return ApiRoutes(router, error_body)
 
@@ -86,10 +86,19 @@ def _state(http: Request) -> ServerState:
     return state
 
 
+async def _count(http: Request, body: Body, read: Reader[Body], names: Mapping[str, str]) -> int:
+    """Neither the engine nor a queue is asked: agents send dozens of these at once."""
+    state = _state(http)
+    _, chat, _ = await _chat(http, body, read, names)
+    with named_as(names):
+        threads = state.threads if state.media is None else state.media_threads
+        return len(await threads.run(tenant_of(http), chat.token_ids))
+
+
 async def _chat(
     http: Request,
     body: Body,
-    read: Callable[[Body, bool, bool], tuple[dict[str, Any], Conversation, Tools]],
+    read: Reader[Body],
     names: Mapping[str, str],
 ) -> tuple[Call, ChatJob, Tools]:
     """The chat job that a body asks for. A large one is read beside the event loop, as it was

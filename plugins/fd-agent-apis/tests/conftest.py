@@ -21,7 +21,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
     options = ("--tensor-library", library, "--dtype", "float32", "--num-threads", "1")
     parsers = ("--reasoning-parser", "qwen3", "--tool-call-parser", "hermes")
     limits = ("--max-model-len", "2048", "--num-gpu-blocks-override", "256")
-    grammar = ("--guided-decoding-disable-any-whitespace",)
+    grammar = ("--guided-decoding-disable-any-whitespace", "--enable-per-request-metrics")
     with serving(MODEL, *options, *parsers, *limits, *grammar) as process:
         yield process
 

@@ -233,7 +233,7 @@ def test_messages_name_the_field(
     whole = answer.json()
     assert whole["type"] == "error" and whole["error"]["type"] == "invalid_request_error"
     assert field in whole["error"]["message"]
-    assert whole["request_id"] == answer.headers["x-request-id"]
+    assert whole["request_id"] == answer.headers["x-request-id"] == answer.headers["request-id"]
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])

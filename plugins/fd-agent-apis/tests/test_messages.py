@@ -179,3 +179,13 @@ def test_many_small_counts_at_once(server: Any) -> None:
 
 def test_the_probe_at_start_is_harmless(http: httpx.Client) -> None:
     assert http.head("/api/hello").status_code == 404
+
+
+def test_a_schema_binds_under_its_older_name_too(http: httpx.Client) -> None:
+    word = {"type": "string", "enum": ["certainly"]}
+    form = {"type": "json_schema", "schema": {"type": "array", "items": word, "maxItems": 1}}
+    body = {"messages": HI, "max_tokens": 40, "thinking": {"type": "disabled"}}
+    for asked in ({"output_format": form}, {"output_config": {"format": form}}):
+        answer = http.post("/v1/messages", json={**body, **asked})
+        assert "x-ignored-fields" not in answer.headers
+        assert json.loads(answer.json()["content"][0]["text"]) in ([], ["certainly"])

@@ -40,6 +40,9 @@ def test_an_answer(oai: openai.OpenAI) -> None:
     (item,) = response.output
     assert item.type == "message" and item.status == "completed"
     assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
+    assert set(response.model_extra["metrics"]) > {"queue_time_ms", "tokens_per_second"}
+    counted = oai.responses.input_tokens.count(model="any", input=QUESTION)
+    assert counted.input_tokens == response.usage.input_tokens
 
 
 def test_a_stream_leads_to_the_same_answer(oai: openai.OpenAI, http: httpx.Client) -> None:

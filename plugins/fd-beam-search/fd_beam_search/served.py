@@ -13,6 +13,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.types import (
@@ -21,6 +22,7 @@ from fastdeploy_core.types import (
     RequestOutputDelta,
     SamplingParams,
     SequenceDelta,
+    SequenceExtras,
     TokenLogprobs,
 )
 
@@ -117,6 +119,7 @@ class BeamSampling(SamplingParams, kw_only=True, omit_defaults=True):
             request,
             request_id=f"{request.request_id}-{len(after)}-{number}",
             prompt_token_ids=[*request.prompt_token_ids, *after],
+            extras=_longer(request.extras, len(after)),
             sampling=SamplingParams(
                 max_tokens=1,
                 ignore_eos=True,
@@ -158,6 +161,19 @@ def sampling(body: SamplingFields, values: Mapping[str, Any]) -> BeamSampling:
         length_penalty=penalty,
         early_stopping=body.early_stopping or False,
         **given,
+    )
+
+
+def _longer(extras: SequenceExtras | None, count: int) -> SequenceExtras | None:
+    """Those of a prompt with `count` tokens of an answer behind it: of positions on three axes, all
+    go on as they do in decode steps."""
+    if extras is None or not extras.positions:
+        return extras
+    given = np.frombuffer(extras.positions, np.int32).reshape(3, -1)
+    first = given.shape[1] + extras.position_offset
+    more = np.broadcast_to(np.arange(first, first + count, dtype=np.int32), (3, count))
+    return msgspec.structs.replace(
+        extras, positions=np.concatenate((given, more), axis=1).tobytes()
     )
 
 

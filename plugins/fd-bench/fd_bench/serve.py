@@ -135,10 +135,12 @@ async def _measure(
             raise ConfigError(f"the server does not answer the benchmark's requests: {warm.error}")
     results = []
     for rate in rates:
-        measured, started = await _send_all(client, calls, rate, arguments)
+        measured, started, busy_s = await _send_all(client, calls, rate, arguments)
         elapsed = max(m.started_at + m.e2e_s for m in measured) - started
         percents = [float(p) for p in arguments.percentiles.split(",")]
         result = summary(measured, elapsed, rate, slo, percents)
+        # Near 1 the client is what was measured.
+        result["client_busy"] = busy_s / elapsed
         show(f"request rate {rate:g}/s", result)
         for message in sorted({m.error for m in measured if m.error})[:5]:
             print(f"error: {message}")
@@ -167,8 +169,9 @@ def _call(prompt: BenchPrompt, model: str, arguments: argparse.Namespace) -> Cal
 
 async def _send_all(
     client: BenchClient, calls: Sequence[Call], rate: float, arguments: argparse.Namespace
-) -> tuple[list[Measured], float]:
-    """Measurements of every call, and when the first one was due."""
+) -> tuple[list[Measured], float, float]:
+    """Measurements of every call, when the first one was due, and processor time of the busiest
+    client process."""
     draw = random.Random(arguments.dataset_seed)  # noqa: S311 - arrival times, not secrets
     due_s = 0.0
     for call in calls:
@@ -186,8 +189,9 @@ async def _send_all(
             most,
             min(arguments.num_clients, len(calls)),
         )
-    start_at = time.perf_counter()
-    return await client.send(calls, start_at, most), start_at
+    start_at, began_s = time.perf_counter(), time.process_time()
+    measured = await client.send(calls, start_at, most)
+    return measured, start_at, time.process_time() - began_s
 
 
 def summary(

@@ -30,8 +30,9 @@ class Work(msgspec.Struct):
 
 def run_in_processes(
     url: str, api_key: str, calls: Sequence[Call], max_concurrency: int, count: int
-) -> tuple[list[Measured], float]:
-    """Distribute the calls over client processes; returns all measurements, and when they began."""
+) -> tuple[list[Measured], float, float]:
+    """Distribute the calls over client processes; returns all measurements, when they began, and
+    the processor time of the process that took most of it."""
     start_at = time.perf_counter() + START_DELAY_S
     share = -(-max_concurrency // count) if max_concurrency else 0
     processes = []
@@ -47,20 +48,25 @@ def run_in_processes(
         stdin.close()
         processes.append(process)
     measured: list[Measured] = []
+    busy_s = 0.0
     for process in processes:
         answer = cast("IO[bytes]", process.stdout).read()
         if process.wait():
             raise FastDeployError("a client process of the benchmark failed; see above")
-        measured += msgspec.msgpack.decode(answer, type=list[Measured])
-    return measured, start_at
+        part, spent_s = msgspec.msgpack.decode(answer, type=tuple[list[Measured], float])
+        measured += part
+        busy_s = max(busy_s, spent_s)
+    return measured, start_at, busy_s
 
 
 def main() -> None:
     """Entry point of a client process."""
     work = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Work)
     client = BenchClient(work.url, work.api_key)
+    began_s = time.process_time()
     measured = asyncio.run(client.send(work.calls, work.start_at, work.max_concurrency))
-    sys.stdout.buffer.write(msgspec.msgpack.encode(measured))
+    spent_s = time.process_time() - began_s
+    sys.stdout.buffer.write(msgspec.msgpack.encode((measured, spent_s)))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from fd_bench.client import BenchClient, Measured
+import pytest
+from fd_bench import worker
+from fd_bench.client import BenchClient, Call, Measured
 
 EVENT = b'data: {"choices": [{"text": "a", "token_ids": [1, 2]}]}\n\n'
 USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}\n\n'
@@ -113,3 +115,26 @@ def test_a_call_that_is_cancelled_closes_its_connection() -> None:
         server.close()
 
     asyncio.run(main())
+
+
+def test_client_processes_send_all_calls_and_count_their_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker, "START_DELAY_S", 0.0)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}")
+        writer.write(STREAM)
+        writer.close()
+
+    async def main() -> tuple[list[Measured], float, float]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        calls = [Call(0.0, "/v1/completions", {"prompt": "x"})] * 3
+        async with server:
+            return await asyncio.to_thread(worker.run_in_processes, url, "", calls, 2, 2)
+
+    measured, started, busy_s = asyncio.run(main())
+    assert [(m.error, m.output_tokens) for m in measured] == [("", 2)] * 3
+    assert all(m.started_at > started for m in measured)
+    assert busy_s > 0

@@ -10,7 +10,8 @@ routing spreads; prompts are random token ids, all requests at once, greedy, pre
 
 prompts  seconds of LLM.generate for one token of each request
 decode   (seconds of --output tokens - seconds of one token) / (--output - 1), a step of all rows
-kernels  of Triton that FastDeploy met for the first time while it served
+kernels  that FastDeploy met for the first time while it served
+memory   the most that FastDeploy's tensors took of the GPU, with what torch kept free for them
 
 --wait: once started, print "ready" and wait for a line of standard input, so that engines that
 share a GPU are measured in turn. vLLM gets --kv-gb of memory for keys, values and states;
@@ -222,15 +223,23 @@ def end_profile(place: Any, num_steps: int) -> str:
 
 
 def watch_compilers() -> list[str]:
-    """Names of kernels that are met for the first time from now on."""
+    """Names of kernels, Triton's and native ones, that are met for the first time from now on."""
     from triton import knobs
 
+    from fd_cuda.kernels import native
+
     met: list[str] = []
+    load = native._load
 
     def note(**told: Any) -> None:
         met.append(told["src"].name)
 
+    def loading(kernel: native.Function) -> None:
+        met.append(kernel.name)
+        load(kernel)
+
     knobs.compilation.listener = note
+    native._load = loading
     return met
 
 
@@ -275,7 +284,10 @@ def main() -> None:
         met = watch_compilers() if is_ours and options.device == "cuda" else None
         found = measure(asker, options)
         if met is not None:
+            import torch
+
             print(f"  kernels first met after start-up: {len(met)} {' '.join(sorted(set(met)))}")
+            print(f"  memory: {torch.cuda.max_memory_reserved() / 1e9:.1f} GB")
         if options.profile:
             profile(asker, options, None if is_ours else llm)
         if is_ours:

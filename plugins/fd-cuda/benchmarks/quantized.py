@@ -46,6 +46,7 @@ KINDS = ("wint8", "wint4", "wint4/128", "w8a8", "w4a8", "wfp8afp8", "block_fp8",
 EXPERTS = {
     "64 top 6, 2560 x 1536": (64, 6, 2560, 1536),
     "64 top 8, 8192 x 3584": (64, 8, 8192, 3584),
+    "512 top 10, 2048 x 512": (512, 10, 2048, 512),
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 4096)
 LARGE_KINDS = ("wint4", "tet2")  # of experts that fill gigabytes

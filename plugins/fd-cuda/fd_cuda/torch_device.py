@@ -22,6 +22,7 @@ from fastdeploy_core.errors import ConfigError, WorkerError
 from fastdeploy_core.tensor import load
 
 from .device import CudaDevice, wait
+from .probe import why_not_triton
 from .settings import setting
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 _ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _OLDEST_WITH_BFLOAT16: Final = (8, 0)
+_HOPPER: Final = (9, 0)
+# Queries times keys from which on our kernel saves the GPU more than the host needs to launch it.
+_LONG_ATTENTION: Final = 2048**2
 
 
 class TorchCudaDevice(CudaDevice):
@@ -60,7 +64,9 @@ class TorchCudaDevice(CudaDevice):
         torch.cuda.manual_seed(options.seed)
         if options.num_threads:
             torch.set_num_threads(options.num_threads)
-        new_enough = torch.cuda.get_device_capability(self.index) >= _OLDEST_WITH_BFLOAT16
+        capability = torch.cuda.get_device_capability(self.index)
+        new_enough = capability >= _OLDEST_WITH_BFLOAT16
+        self._is_hopper = capability == _HOPPER and not why_not_triton()
         self.limits = DeviceLimits(
             dtypes=("float32", "float16", "bfloat16") if new_enough else ("float32", "float16"),
             graph_capture=True,
@@ -130,9 +136,15 @@ class TorchCudaDevice(CudaDevice):
     def attend_packed(
         self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int
     ) -> Tensor | None:
-        """FlashAttention of torch, for 16 bits."""
+        """For 16 bits: on Hopper a kernel of this plugin where there is much to do, else
+        FlashAttention of torch."""
         if q.dtype == torch.float32 or q.shape[-1] % 8 or q.shape[-1] > 256:
             return None
+        if self._is_hopper and q.shape[0] * longest >= _LONG_ATTENTION:
+            from .attention import packed
+
+            if packed.serves(q, k, v):
+                return packed.attend(q, k, v, starts, longest)
         # What torch.nn.attention.varlen calls after an operator written in Python, which takes the
         # host longer than a tower's layer takes the GPU.
         attend = torch.ops.aten._flash_attention_forward
@@ -177,10 +189,12 @@ class TorchCudaDevice(CudaDevice):
         if not has_triton():
             yield
             return
+        from .kernels.native import load_met
         from .kernels.rehearsal import compile_only
 
         with compile_only():
             yield
+        load_met()
         gc.collect()
         torch.cuda.empty_cache()  # the following steps are measured
 

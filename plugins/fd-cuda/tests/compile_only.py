@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -108,6 +109,16 @@ def products(capability: int) -> Iterator[Callable[[], Any]]:
         yield clamped
 
 
+def towers(capability: int) -> Iterator[Callable[[], Any]]:
+    """Packed attention, where it is served: heads in one part and in two."""
+    from fd_cuda.attention import packed
+
+    for width in (64, 72, 80, 128) if capability == 90 else ():
+        q = torch.zeros((200, 2, width), dtype=torch.bfloat16)
+        starts = torch.tensor([0, 100, 200], dtype=torch.int32)
+        yield partial(packed.attend, q, q, q, starts, 100)
+
+
 def compile_share(capability: int, part: int, parts: int) -> tuple[Counter[str], list[str]]:
     """Every `parts`th case from `part` on: kernels by name, and what is wrong with some."""
     knobs.runtime.interpret = False
@@ -115,7 +126,7 @@ def compile_share(capability: int, part: int, parts: int) -> tuple[Counter[str],
     from attention_steps import compile_cases
     from state_steps import cases
 
-    every = (*compile_cases(capability), *cases(), *products(capability))
+    every = (*compile_cases(capability), *cases(), *products(capability), *towers(capability))
     for case in every[part::parts]:
         case()
     wrong = []

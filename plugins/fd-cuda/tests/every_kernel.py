@@ -137,6 +137,11 @@ def body() -> None:
         table["embedding"](integers(31, 7), random(31, 1100, dtype=dtype))
         qkv = random(5, 9 * 40, dtype=dtype).view(5, 9, 40)
         q, k = qkv[:, :5], qkv[:, 5:7]
+        for first in (False, True):
+            table["gated_norm"](qkv[:, :4], qkv[:, 5:], random(40, dtype=dtype), EPS, first)
+        table["add_gated"](None, qkv[:, 1:], random(5, 320, dtype=dtype))
+        table["add_gated"](x, qkv[:, :1, :1], random(5, 264, dtype=dtype))
+        table["regroup"](x, 4, (32, 16, 8, 10))
         table["qk_norm"](q, k, random(40, dtype=dtype), random(40, dtype=dtype), EPS)
         for interleaved in (False, True):
             table["rotary_embedding"](q, k, integers(50, 5), random(50, 24), interleaved)
@@ -272,7 +277,7 @@ def adapters() -> None:
             weight = random(width, depth, dtype=dtype)
             a, b = random(3, 16, depth, dtype=dtype), random(3, width, 8, dtype=dtype)
             slots = integers(4, rows, dtype=torch.int32) - 1
-            more = (a, b, (width // 2, width), slots)
+            more = (a, b, (width // 2, width), slots, {})
             product = table["adapted_product"]
             product("plain", x, norm, EPS, weight, None, None, *more)
             product("gated", x, norm, EPS, weight, None, None, *more)

@@ -129,6 +129,19 @@ class TestBatchInvariance:
             assert torch.equal(alone, crowd[:rows]), f"{rows} rows"
 
 
+@pytest.mark.parametrize(("rows", "experts"), [(17, 100), (130, 384), (70, 512), (520, 8)])
+def test_scores_of_many_rows_come_in_parts(rows: int, experts: int) -> None:
+    """By small tiles, and by large ones where these are many or the rows are."""
+    from fd_cuda.kernels import matmul
+
+    torch.manual_seed(rows)
+    x = torch.randn(rows, 88, device=DEVICE).to(torch.bfloat16 if HAS_GPU else torch.float32)
+    weight = torch.randn(experts, 88, device=DEVICE)
+    wanted = x.double() @ weight.double().T
+    assert matmul.scores_in_parts(x, weight).shape[0] > 1
+    assert (matmul.linear_float32(x, weight).double() - wanted).norm() < 1e-5 * wanted.norm()
+
+
 def test_draws_equal_the_references() -> None:
     from fastdeploy_core.reference.ops import sampling as ops_sampling
 

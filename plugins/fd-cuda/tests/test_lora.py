@@ -3,6 +3,7 @@ Triton's interpreter elsewhere."""
 
 from __future__ import annotations
 
+import struct
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from fastdeploy_testing.drivers import build_kernel_table
+from fd_cuda.kernels.adapted import Adapters
+from fd_cuda.kernels.plans import Plan, Product
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = ["float32", "float16", "bfloat16"] if DEVICE == "cuda" else ["float32"]
@@ -126,6 +129,7 @@ def test_products_with_adapters(shape: tuple[Any, ...], has_norm: bool, dtype: s
     cuda = build_kernel_table("cuda", {"tensor_library": "torch"})
     plain = build_kernel_table("cpu")
     slots = torch.empty(num_rows, dtype=torch.int32, device=DEVICE)
+    kept: dict[str, torch.Tensor] = {}
     for turn in range(3):
         chosen = torch.randint(-1, num_slots, (num_rows,), generator=draw, dtype=torch.int32)
         slots.copy_(chosen if turn < 2 else torch.full_like(chosen, -1))
@@ -137,8 +141,47 @@ def test_products_with_adapters(shape: tuple[Any, ...], has_norm: bool, dtype: s
         if epilogue == "gated":
             wanted = plain["silu_and_mul"](wanted)
         found = cuda["adapted_product"](
-            epilogue, x, norm, 1e-5, weight, bias, residual, a, b, ends, slots
+            epilogue, x, norm, 1e-5, weight, bias, residual, a, b, ends, slots, kept
         )
         bound = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
         difference = float((found.float() - wanted).abs().max())
         assert difference < bound * float(wanted.abs().max())
+
+
+def test_engines_leave_their_sums_in_different_places() -> None:
+    """Blocks of a launch count themselves in memory of their engine."""
+    x, slots = torch.zeros(2, 8, 64, device=DEVICE), torch.zeros(4, dtype=torch.int32)
+    plan, product = Plan("gemm"), Product("plain", False, 64, 64, "bfloat16")
+    first: dict[str, torch.Tensor] = {}
+    second: dict[str, torch.Tensor] = {}
+    counters = [
+        struct.unpack_from("@5P", Adapters(x, x, (64,), slots, kept).record(plan, product, 4))[4]
+        for kept in (first, second, first)
+    ]
+    assert counters[0] == counters[2] != counters[1]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU, on which launches run at the same time")
+def test_engines_may_step_at_once() -> None:
+    """Captured products of two engines on two streams: bit for bit what each is alone."""
+    product = build_kernel_table("cuda", {"tensor_library": "torch"})["adapted_product"]
+    rows, depth, width = 64, 1024, 1024
+    wanted, found, replays = [], [], []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        sizes = ((rows, depth), (width, depth), (8, 16, depth), (8, width, 16))
+        x, weight, a, b = (torch.randn(size, device=DEVICE).bfloat16() for size in sizes)
+        slots = torch.randint(-1, 8, (rows,), device=DEVICE, dtype=torch.int32)
+        run = partial(product, "plain", x, None, 0.0, weight, None, None, a, b, (width,), slots, {})
+        wanted.append(run())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found.append([run() for _ in range(100)])
+        replays.append((graph, torch.cuda.Stream(), run))  # whose memory the graph reads
+    for _ in range(10):
+        for graph, stream, _ in replays:
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for y, ys in zip(wanted, found, strict=True):
+        assert all(torch.equal(y, other) for other in ys)

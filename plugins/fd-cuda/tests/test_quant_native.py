@@ -326,6 +326,17 @@ def test_chosen_kernels_fit_into_shared_memory(room: Any, monkeypatch: pytest.Mo
                     assert grouped_shared(shape, kind, is_int8=False) <= 227 << 10
 
 
+def test_kernels_chosen_for_experts_by_rows_can_pair_gate_and_up() -> None:
+    """quant_rows.cu does with two groups of warps alone."""
+    none = torch.empty(0)
+    for width in (256, 1024, 1536, 8192):
+        groups = none.reshape(0, 16, 0, 0)
+        slabs = Slabs(FP8_ROWS, width, 2048, 8, none, none, groups, 128, block_scales=none)
+        chosen = [quant_experts.choose(slabs, each / 4) for each in range(1, 400)]
+        rows = {shape.groups for shape in chosen if isinstance(shape, RowGemm)}
+        assert rows == {2}
+
+
 @pytest.mark.parametrize("is_alone", [False, True])
 def test_experts_pair_gate_and_up(is_alone: bool) -> None:
     experts, inner, hidden = 3, 32, 128

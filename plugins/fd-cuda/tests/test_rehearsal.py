@@ -3,6 +3,7 @@ is zero."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -48,6 +49,11 @@ def test_a_native_launch_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with rehearsal.suspended():
         assert native.function("gemv", {"K": 64}) is kernel
     assert loaded == [kernel]
+    native.load_met()  # at the end, what nothing has launched
+    assert loaded == [kernel] * 2
+    kernel.handle = ctypes.c_void_p(1)
+    native.load_met()
+    assert len(loaded) == 2
 
 
 def test_an_older_triton_compiles_what_it_meets(monkeypatch: pytest.MonkeyPatch) -> None:

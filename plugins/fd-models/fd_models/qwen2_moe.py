@@ -8,6 +8,7 @@ from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
 from fastdeploy_core.models.reading import ConfigReader
 
 from .fields import StrictLM
+from .recurrent.gates import add_gated, cell
 
 if TYPE_CHECKING:
     from fastdeploy_core.layers import ModelBuilder
@@ -19,18 +20,19 @@ class GatedSharedExpert:
     """sigmoid(gate(x)) * expert(x), one gate for each token."""
 
     def __init__(self, build: ModelBuilder, prefix: str, hidden: int, width: int) -> None:
-        self._xp = build.xp
+        self._add_gated = cell(build, add_gated)
         # As the router: too small to round.
         self._gate = build.linear(f"{prefix}.shared_expert_gate", hidden, 1, quantize=False)
         self._expert = build.mlp(f"{prefix}.shared_expert", hidden, width, reduce=False)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x: [num_tokens, hidden] to this rank's part of the sum over ranks, as wide."""
-        return self._xp.sigmoid(self._gate(x)) * self._expert(x)
+        gated: Tensor = self._add_gated(None, self._gate(x).unsqueeze(-1), self._expert(x))
+        return gated
 
     def add_to(self, total: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """total + self(x), as SharedExperts wants it."""
-        return total, self(x)
+        return self._add_gated(total, self._gate(x).unsqueeze(-1), self._expert(x)), None
 
 
 class Qwen2MoeForCausalLM(StrictLM):

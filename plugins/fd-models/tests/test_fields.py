@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from fd_pooling.family import PoolingLM
 
 from fastdeploy_core.contracts.model import StateSpec
 from fastdeploy_core.errors import ConfigError, UnsupportedModel
@@ -20,6 +22,12 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
     "num_experts_per_tok": 2,
+}
+MULTIPLIERS = {
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 16.0,
+    "residual_multiplier": 0.22,
 }
 # Fields as released folders have them.
 RELEASED: dict[str, dict[str, Any]] = {
@@ -235,6 +243,51 @@ RELEASED: dict[str, dict[str, Any]] = {
         "rope_theta": 10000,
         "shared_intermediate_size": 48,
     },
+    "GraniteForCausalLM": {
+        **MULTIPLIERS,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_scaling": None,
+        "rope_theta": 10000000.0,
+    },
+    "GraniteMoeForCausalLM": {
+        **MULTIPLIERS,
+        "attention_bias": False,
+        "num_local_experts": 40,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.0,
+    },
+    "GlmForCausalLM": {"attention_bias": True, "head_dim": 8, "rms_norm_eps": 1.5625e-07},
+    "Glm4ForCausalLM": {"attention_bias": True, "head_dim": 8, "partial_rotary_factor": 0.5},
+    "Exaone4ForCausalLM": {
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "rope_scaling": {
+            "factor": 16.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "sliding_window": 4096,
+        "sliding_window_pattern": "LLLG",
+    },
+    "Cohere2ForCausalLM": {
+        "attention_bias": False,
+        "cache_implementation": "hybrid",
+        "layer_norm_eps": 1e-05,
+        "layer_switch": 4,
+        "logit_scale": 0.25,
+        "order_of_interleaved_layers": "local_attn_first",
+        "position_embedding_type": "rope_gptj",
+        "rope_theta": 50000,
+        "rotary_pct": 1.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+        "use_embedding_sharing": True,
+        "use_gated_activation": True,
+        "use_parallel_block": True,
+        "use_parallel_embedding": True,
+    },
     "SmolLM3ForCausalLM": {
         "attention_bias": False,
         "max_window_layers": 28,
@@ -270,6 +323,15 @@ def config(architecture: str, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("architecture", RELEASED)
 def test_released_fields_are_known(architecture: str) -> None:
     assert read_shapes(config(architecture)).num_layers == 4
+
+
+@pytest.mark.parametrize("architecture", RELEASED)
+def test_prompts_of_every_family_can_be_pooled(architecture: str, tmp_path: Path) -> None:
+    released = config(architecture)
+    if "model_max_length" in released:
+        del released["max_position_embeddings"]
+    adapted = PoolingLM.adapt(tmp_path, tmp_path, released, {"convert": "embed"})
+    assert PoolingLM.shapes(adapted, 1, "float32").num_layers == 4
 
 
 @pytest.mark.parametrize("architecture", RELEASED)
@@ -411,6 +473,13 @@ def test_a_share_of_a_head_is_a_number_up_to_1(share: Any) -> None:
         ("SmolLM3ForCausalLM", {"use_sliding_window": True, "sliding_window": 64}, [0, 0, 0, 64]),
         ("Gemma2ForCausalLM", {}, [128, 0, 128, 0]),
         ("Olmo3ForCausalLM", {}, [4096, 4096, 4096, 0]),
+        ("Cohere2ForCausalLM", {}, [4096, 4096, 4096, 0]),
+        ("Exaone4ForCausalLM", {"layer_types": None, "sliding_window_pattern": 2}, [4096, 0] * 2),
+        (
+            "Exaone4ForCausalLM",
+            {"layer_types": ["full_attention"] * 4, "sliding_window": None},
+            [0] * 4,
+        ),
         ("Gemma3ForCausalLM", {}, [128, 128, 128, 128]),
         ("Gemma3ForCausalLM", {"sliding_window_pattern": 2}, [128, 0, 128, 0]),
         ("GptOssForCausalLM", {}, [128, 0, 128, 0]),

@@ -41,6 +41,8 @@ class _State:
 class ThinkingBudgetLogitsProcessor:
     """Applies budgets; reads the tokenizer when the first sequence with a budget arrives."""
 
+    arguments = frozenset({"thinking_budget", "think_stop_sentence"})
+
     def __init__(self, context: ProcessorContext) -> None:
         self._context = context
         self._states: dict[int, _State] = {}

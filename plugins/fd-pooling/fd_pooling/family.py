@@ -48,12 +48,13 @@ class PoolingLM:
         if settings.needs_whole_prompts:
             arguments |= WHOLE_PROMPTS
         sentence = SentenceFiles(folder)
-        lengths = [settings.max_position_embeddings, sentence.max_tokens]
+        longest = settings.max_position_embeddings
         if settings.is_encoder:
-            lengths[0] -= family_of(settings).first_position(config)
+            longest -= family_of(settings).first_position(config)
+        lengths = [length for length in (longest, sentence.max_tokens) if length]
         changed = {
             "architectures": [PoolingLM.__name__],
-            "max_position_embeddings": min(length for length in lengths if length),
+            **({"max_position_embeddings": min(lengths)} if lengths else {}),
             "pooling": {**settings.as_config(), "prompts": sentence.prompts},
             "engine_arguments": arguments,
         }
@@ -83,7 +84,9 @@ class PoolingLM:
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
         self._settings = settings = _settings(config)
         self._xp, self._build = build.xp, build
-        self._model = family_of(settings)(_inner(config, settings), build)
+        # A head of its own is only built where it is used.
+        tied = {} if settings.head == "tokens" else {"tie_word_embeddings": True}
+        self._model = family_of(settings)({**_inner(config, settings), **tied}, build)
         self._head = make_head(settings, build, self._model, config)
 
     def forward(self, input_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
@@ -152,15 +155,13 @@ def _settings(config: Mapping[str, Any]) -> PoolingSettings:
 
 
 def _inner(config: Mapping[str, Any], settings: PoolingSettings) -> dict[str, Any]:
-    """config.json of the model inside. Its own head is only built where it is used."""
+    """config.json of the model inside."""
     changed: dict[str, Any] = {
         "architectures": [settings.architecture],
-        "max_position_embeddings": settings.max_position_embeddings,
+        "max_position_embeddings": settings.max_position_embeddings or None,
     }
     if settings.head == "bert":
         changed["pair_separator"] = settings.token_ids[0]
-    if settings.head != "tokens":
-        changed["tie_word_embeddings"] = True
     return {**config, **changed}
 
 

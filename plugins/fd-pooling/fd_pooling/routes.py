@@ -280,7 +280,10 @@ async def _answer_pairs(
         def make(prompter: Prompter) -> list[list[int]]:
             kept = [prompter.beginning(text, most_asked) for text in queries]
             kept += [prompter.beginning(text, most_told) for text in documents]
-            return [prompter.text(text, True, cut) for text in kept]
+            ids = [prompter.text(text, True, cut) for text in kept]
+            for one in ids[: len(queries)]:  # the others are checked by the name of documents
+                prompter.check(one, "query" if isinstance(body, RerankRequest) else "queries")
+            return ids
 
         def scores(vectors: Vectors, num_tokens: int) -> dict[str, Any]:
             one, two = vectors[: len(queries)], vectors[len(queries) :]

@@ -64,7 +64,7 @@ class PoolingSettings:
     template: str = ""  # of scored pairs: "qwen3_reranker"; empty: the tokenizer's own pairs
     # Numbers of first dimensions that are an embedding of their own; (0,): any.
     dimensions: tuple[int, ...] = ()
-    max_position_embeddings: int = 0  # config.json's
+    max_position_embeddings: int = 0  # config.json's; 0: it does not say, or in another word
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> PoolingSettings:
@@ -122,7 +122,8 @@ def read_settings(
             f"config.json says is_causal false: tokens of this {family} see those after them, "
             f"which is served for {', '.join(ENCODERS)} alone"
         )
-    sentence = SentenceFiles(folder)
+    sentence, name = SentenceFiles(folder), "max_position_embeddings"
+    longest = _whole(config, name) if is_encoder or config.get(name) is not None else 0
     found = PoolingSettings(
         task=task,
         architecture=f"{family}{'Model' if is_encoder else 'ForCausalLM'}",
@@ -130,7 +131,7 @@ def read_settings(
         head=_head(family, ending, task, is_encoder),
         width=_whole(config, "hidden_size"),
         normalize=task == "embed",
-        max_position_embeddings=_whole(config, "max_position_embeddings"),
+        max_position_embeddings=longest,
     )
     if task == "embed":
         if sentence.is_there:

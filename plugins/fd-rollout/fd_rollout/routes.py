@@ -121,19 +121,18 @@ def _change(name: str, kind: type[_Body]) -> Any:
 
 
 async def _options(http: Request, kind: type[_Body]) -> _Body:
-    """Of the body, or of the query."""
-    if await http.body():
-        state: ServerState = http.app.state.server
-        return await read_model(http, kind, state.parsers)
+    """Of the query and of the body, which wins."""
     query: dict[str, Any] = dict(http.query_params)
     if "tags" in query:
         query["tags"] = [t for text in http.query_params.getlist("tags") for t in text.split(",")]
     if "level" in query and query["level"].isdigit():
         query["level"] = int(query["level"])
-    try:
-        return kind.model_validate(query)
-    except ValueError as error:
-        raise ApiError(400, f"the query of {http.url.path}: {error}"[:400]) from None
+    unknown, given = query.keys() - kind.model_fields.keys(), dict[str, Any]()
+    if await http.body():
+        body = await read_model(http, kind, _server(http).parsers)
+        given = body.model_dump(exclude_unset=True)
+    http.state.ignored_fields = sorted({*getattr(http.state, "ignored_fields", ()), *unknown})
+    return kind.model_validate({**query, **given})
 
 
 def _server(http: Request) -> ServerState:
@@ -162,6 +161,8 @@ async def _ask(state: ServerState, action: dict[str, Any]) -> dict[str, Any]:
         if answer is None:
             await asyncio.sleep(LOOK_S)
             continue
+        is_running = now["state"] == "running"  # else /health/ready is 503
+        state.occupancy.table.pause(-1 if is_running else state.engine.health().num_restarts)
         if "error" in answer:
             raise ApiError(answer["status"], answer["error"])
         return answer

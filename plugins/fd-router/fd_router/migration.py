@@ -35,7 +35,7 @@ _REFUSED = (
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
     *("guided_grammar", "guided_json_object", "structural_tag", "thinking_token_budget"),
     *("reasoning_max_tokens", "logits_processors_args", "logprobs", "top_logprobs", "echo"),
-    *("prompt_logprobs", "best_of", "suffix", "truncate_prompt_tokens"),
+    *("prompt_logprobs", "best_of", "suffix", "truncate_prompt_tokens", "vllm_xargs"),
 )
 MOST_TOKENS = 2**31 - 1
 SEAM_TOKENS = 8  # so many tokens may be delivered without their text, as parts of a character

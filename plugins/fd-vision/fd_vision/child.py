@@ -30,6 +30,9 @@ from .video import VideoRule
 
 HEADER = struct.Struct(">I")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF")
+# Of a JPEG, each of which passes over the whole picture; encoders make up to about ten. MPO has
+# several pictures.
+MAX_SCANS, SCAN = 50, b"\xff\xda"
 
 
 class Job(msgspec.Struct, kw_only=True):
@@ -106,7 +109,10 @@ def _picture(source: bytes, job: Job, rule: PatchRule) -> tuple[Image.Image, int
         raise InvalidRequest(_unknown(source)) from None
     width, height = opened.size
     _check_size(width, height, job, rule)  # the header's, before anything is decoded
-    if getattr(opened, "is_animated", False):
+    if opened.format in ("JPEG", "MPO") and source.count(SCAN) > MAX_SCANS:
+        raise InvalidRequest(f"a JPEG of more than {MAX_SCANS} scans is not taken")
+    # MPO is how cameras keep a smaller picture, or a map of brightness, behind a JPEG.
+    if opened.format != "MPO" and getattr(opened, "is_animated", False):
         raise InvalidRequest("an animated picture is not taken; send one of its frames")
     return as_rgb(opened), width * height
 

@@ -403,6 +403,11 @@ class ErnieProcessor(GridProcessor):
             at = stop
         return found
 
+    def largest(self, num_vectors: int, most: int) -> list[MediaItem]:
+        """See GridProcessor; without tokens of start and end."""
+        items = super().largest(num_vectors, most)
+        return [msgspec.structs.replace(i, numbers=[*i.numbers, -1, -1]) for i in items]
+
     def write(self, written: Written, made: Made, ids: list[int]) -> None:
         """See GridProcessor."""
         start, end = self.marks[made.kind]

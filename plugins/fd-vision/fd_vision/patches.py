@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from fastdeploy_core.errors import ConfigError, InvalidRequest
 
@@ -23,6 +23,8 @@ FILES = ("processor_config.json", "preprocessor_config.json")  # transformers 5,
 MAX_RATIO = 200  # of the longer side to the shorter one, as the families' processors have it
 # What a picture with transparency is laid on, as transformers does.
 WHITE = (255, 255, 255, 255)
+ORIENTATION = 0x0112  # of EXIF, and how a picture with it is turned
+TURNS: dict[object, int] = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # numbers of Image.Transpose
 
 
 class PatchRule(msgspec.Struct, frozen=True, tag=True):
@@ -151,10 +153,23 @@ def target_size(width: int, height: int, rule: PatchRule, frames: int = 0) -> tu
     return w, h
 
 
+def upright(image: Image.Image) -> Image.Image:
+    """The picture as its EXIF data turns it. Data that cannot be read turns nothing, as browsers
+    have it; pixels that cannot be read are an error."""
+    image.load()
+    try:
+        turn = TURNS.get(image.getexif().get(ORIENTATION))
+    except MemoryError:
+        raise
+    except Exception:  # Pillow's readers of metadata raise of all kinds
+        return image
+    return image if turn is None else image.transpose(Image.Transpose(turn))
+
+
 def as_rgb(image: Image.Image) -> Image.Image:
     """Upright by its EXIF data, in RGB, on white where it is transparent. 16 bits a channel become
     8 by dropping the lower ones."""
-    image = ImageOps.exif_transpose(image)
+    image = upright(image)
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if image.mode == "I" or image.mode.startswith("I;16"):

@@ -178,6 +178,17 @@ class GridProcessor:
             media=list(written.items.values()),
         )
 
+    def largest(self, num_vectors: int, most: int) -> list[MediaItem]:
+        """Square black pictures, for start-up. See contracts.model.MediaProcessor."""
+        rule = self.image
+        pixels = min(rule.max_pixels, most * rule.step**2)
+        side = max(1, int(pixels**0.5) // rule.step) * rule.merge
+        grid, numbers = (1, side, side), [*rule.mean, *rule.std]
+        rows, patches = self.item_rows(grid), bytes(3 * (side * rule.patch) ** 2)
+        count = max(1, num_vectors // rows) if self._limit("image") else 0
+        digests = (hashlib.sha256(b"start-up %d" % n).digest() for n in range(count))
+        return [MediaItem(digest, rows, grid, patches, numbers) for digest in digests]
+
     def close(self) -> None:
         """End the decoding processes."""
         self._pool.close()

@@ -80,9 +80,10 @@ def _word(kind: str) -> str:
 
 def _from_data(url: str, kind: str) -> Source:
     head, comma, body = url.partition(",")
-    if not comma or not head.lower().endswith(";base64"):
+    head = head.lower().replace(" ", "")  # browsers allow them before "base64"
+    if not comma or not head.endswith(";base64"):
         raise InvalidRequest(f"a data: URL of a {_word(kind)} reads data:{kind}/...;base64,...")
-    given = head[5:].partition(";")[0].lower()
+    given = head[5:].partition(";")[0]
     if given not in ("", UNKNOWN_TYPE) and not given.startswith(f"{kind}/"):
         raise InvalidRequest(f"the data: URL is of {given:.40}; possible: {kind}/...")
     if len(body) * 3 // 4 > MAX_BYTES + 2:

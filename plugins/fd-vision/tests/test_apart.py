@@ -78,7 +78,7 @@ def test_a_prompt_with_a_picture_is_handed_over(
         engine(folder, fd_tensor, splitwise_role="prefill", **role) as prefill,
         engine(folder, fd_tensor, splitwise_role="decode", **role) as decode,
     ):
-        counts = [runner_of(llm)._media for llm in (prefill, decode)]
+        counts = [runner_of(llm).media for llm in (prefill, decode)]
         for number, (image, one) in enumerate(zip(images, wanted, strict=True), 1):
             tokens, num_cached = answer(hand_over(prefill, decode, image))
             assert tokens == one.outputs[0].token_ids
@@ -98,7 +98,7 @@ def test_a_store_keeps_blocks_of_pictures(folder: Path, fd_tensor: str, tmp_path
     length = len(one.prompt_token_ids)
     with engine(folder, fd_tensor, **settings) as second:
         place = one.prompt_token_ids.index(second.config.model.hf_config["image_token_id"])
-        media = runner_of(second)._media
+        media = runner_of(second).media
         (other,) = second.generate(asked(near(image)), PARAMS, use_tqdm=False)
         assert other.num_cached_tokens == place // 16 * 16
         assert media.num_encoded == 1

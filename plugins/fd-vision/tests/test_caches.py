@@ -129,13 +129,13 @@ def test_a_picture_is_encoded_once_however_its_prompt_is_cut(
     images = [picture(*WIDE), picture(90, 60, 1), picture(*WIDE)]  # two are the same
     settings = {"max_num_batched_tokens": budget, "max_num_seqs": 4, "max_encoder_cache": 0}
     with engine(folder, fd_tensor, **settings, enable_prefix_caching=False) as llm:
-        media = runner_of(llm)._media
+        media = runner_of(llm).media
         ask(llm, [(prompt_of(3), images)])
         first = media.num_encoded
         # Without a place for later, the second of two equal pictures may come after the first left.
         assert first <= 3 and not media._vectors and not media._used_by and not media._brought
     with engine(folder, fd_tensor, **settings | {"max_encoder_cache": 4096}) as llm:
-        media = runner_of(llm)._media
+        media = runner_of(llm).media
         ask(llm, [(prompt_of(3), images)])
         assert media.num_encoded == 2
         ask(llm, [(prompt_of(3, "Otherwise, again"), images)])  # another prefix, the same pictures
@@ -186,7 +186,7 @@ def test_one_of_two_that_share_a_picture_may_leave_in_the_middle_of_it(
     with engine(folder, fd_tensor, **parts) as llm:
         wanted = tokens(ask(llm, shared))
         llm.reset_prefix_cache()
-        local, media, waiting = llm._engine, runner_of(llm)._media, list[int]()
+        local, media, waiting = llm._engine, runner_of(llm).media, list[int]()
         step = local.step
 
         def stepping() -> Any:
@@ -228,7 +228,7 @@ def test_answers_of_one_request_share_its_pictures(
 
     with engine(folder, fd_tensor, **settings) as llm:
         four = answers(4, 5)
-        assert runner_of(llm)._media.num_encoded == 2
+        assert runner_of(llm).media.num_encoded == 2
         assert answers(4, 5) == four
         assert len({tuple(ids) for ids, _ in four}) == 4
         assert answers(1, 5)[0] == four[0]
@@ -236,7 +236,7 @@ def test_answers_of_one_request_share_its_pictures(
 
 def test_kept_vectors_stay_within_their_limit(folder: Path, fd_tensor: str) -> None:
     with engine(folder, fd_tensor, max_encoder_cache=60) as llm:
-        media = runner_of(llm)._media
+        media = runner_of(llm).media
         for seed in range(4):
             ask(llm, [(prompt_of(1), [picture(230, 170, seed)])], 1)
             assert sum(v.shape[0] for v in media._vectors.values()) <= 60
@@ -348,7 +348,7 @@ def test_a_thousand_pictures_leave_nothing(folder: Path, fd_tensor: str) -> None
         return len(list(Path("/proc/self/fd").iterdir())), shared, memory * page
 
     with engine(folder, fd_tensor, max_encoder_cache=600) as llm:
-        media, before = runner_of(llm)._media, (0, 0, 0)
+        media, before = runner_of(llm).media, (0, 0, 0)
         llm._media._kept = KeptAnswers(2**23)  # full of the first 100; by default of 1,200 such
         for seed in range(1000):
             ask(llm, [(prompt_of(1), [picture(230, 170, seed)])], 2)

@@ -75,7 +75,7 @@ NO_BASE64 = ("A", "AAA=A", "AA===", "AAAA=", "AAA!", "AAé=", "=AAA", "A\0AA", "
 def test_base64_is_read_as_clients_write_it(spelling: str) -> None:
     for size in (57, 58, 59, 1000):
         data = np.random.default_rng(size).integers(0, 256, size, np.uint8).tobytes()
-        for head in ("data:image/png;base64", "DATA:;name=a.png;BASE64"):
+        for head in ("data:image/png;base64", "DATA:;name=a.png;BASE64", "data:; base64"):
             url = f"{head},{SPELLINGS[spelling](data)}"
             assert read_source(url, "image", NOTHING).data == data
     frames = ",".join(SPELLINGS[spelling](bytes([n]) * 20) for n in range(3))
@@ -144,6 +144,7 @@ def test_what_programs_hold_is_taken_or_refused_by_name(name: str) -> None:
 
 FRAMES = [picture(20, 20, n) for n in range(3)]
 GOOD = encoded(picture(60, 40, 1))
+SCANS = encoded(picture(90, 90, 1), "JPEG", progressive=True)
 REFUSED: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "no picture"),
     "text": (b"hello", "no picture"),
@@ -161,6 +162,9 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "a text bomb": (
         png(8, 8, bytes(16), chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(200 * 2**20), 9))),
         "damaged|memory|no picture",
+    ),
+    "a jpeg that passes over itself for long": (
+        SCANS[:-2] + SCANS[SCANS.rindex(b"\xff\xda") : -2] * 50 + SCANS[-2:], "50 scans"
     ),
     "an animated gif": (
         encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), "animated"
@@ -439,6 +443,23 @@ def test_exif_turns_a_picture_before_it_is_measured(turn: int) -> None:
         answer.patches == patches_of(ImageOps.exif_transpose(Image.open(io.BytesIO(data))), RULE)[0]
     )
     assert (answer.grid[1] > answer.grid[2]) == (turn >= 5)
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")  # as in the processes that decode
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "JPEG"])
+@pytest.mark.parametrize("exif", [b"garbage!", b"Exif\0\0II*\0\xff\xff\xff\xff"])
+def test_metadata_that_cannot_be_read_turns_nothing(kind: str, exif: bytes) -> None:
+    base = picture(60, 40, 3)
+    assert (decoded(encoded(base, kind, exif=exif)) == decoded(encoded(base, kind))).all()
+
+
+def test_of_what_a_camera_keeps_in_a_jpeg_the_picture_is_shown() -> None:
+    """A smaller picture, or a map of brightness, behind it: MPO."""
+    base = picture(60, 40, 3)
+    file = encoded(base, "MPO", save_all=True, append_images=[picture(30, 20, 4)])
+    asked = Job(source=file, rule=RULE, max_pixels=10**6, time_limit_s=5)
+    assert prepare(asked).patches == patches_of(as_rgb(Image.open(io.BytesIO(file))), RULE)[0]
+    assert np.abs(decoded(file).astype(int) - np.asarray(base)).mean() < 9
 
 
 # -- processes ------------------------------------------------------------------------------------

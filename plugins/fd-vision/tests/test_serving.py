@@ -82,6 +82,15 @@ def test_pictures_in_a_message_and_over_turns(api: openai.OpenAI, oracle: Oracle
     assert "".join(pieces) == more.choices[0].message.content
 
 
+def test_a_beam_of_one_behind_pictures_says_what_greedy_decoding_does(api: openai.OpenAI) -> None:
+    """Each step is a request of its own, with the positions that decode steps have."""
+    messages = [user(text("Look: "), part(picture(230, 170, 5)), text("What is it?"))]
+    body = {"ignore_eos": True, "use_beam_search": True}
+    one, two = (create(api, messages, n=n, extra_body=body).choices for n in (1, 2))
+    assert one[0].message.content == create(api, messages).choices[0].message.content
+    assert two[0].message.content != two[1].message.content
+
+
 def test_a_video_file_and_how_it_is_prepared(api: openai.OpenAI) -> None:
     """The frames that are asked for, as large as they are asked for."""
     frames = film(12, 84, 56, 3)

@@ -116,7 +116,7 @@ def test_a_video_is_encoded_piece_by_piece(
             for _ in range(2):
                 (output,) = llm.generate(given, GREEDY, use_tqdm=False)
                 found.append(output.outputs[0].token_ids)
-            assert runner_of(llm)._media.num_encoded == 8
+            assert runner_of(llm).media.num_encoded == 8
     assert all(each == found[0] for each in found)
 
 

@@ -67,11 +67,11 @@ class ChatCompletionRequest(SamplingFields):
     @field_validator("tools")
     @classmethod
     def _check_tools(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        if value is None:
+        if not value:  # agents send an empty list, too
             return None
-        if not 1 <= len(value) <= MAX_TOOLS:
+        if len(value) > MAX_TOOLS:
             raise InvalidRequest(
-                f"tools must have 1 to {MAX_TOOLS} entries, got {len(value)}", param="tools"
+                f"tools may have up to {MAX_TOOLS} entries, got {len(value)}", param="tools"
             )
         for index, tool in enumerate(value):
             _check_tool(tool, f"tools[{index}]")
@@ -97,7 +97,7 @@ class ChatCompletionRequest(SamplingFields):
 
     def _check_tool_choice(self) -> None:
         choice = self.tool_choice
-        if choice is None or choice == "none":
+        if choice in (None, "none") or (choice == "auto" and not self.tools):
             return
         if not self.tools:
             raise InvalidRequest("tool_choice needs tools", param="tool_choice")

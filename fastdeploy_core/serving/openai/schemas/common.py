@@ -128,6 +128,7 @@ class SamplingFields(ApiModel):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     logits_processors_args: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None  # vLLM's name for these
     thinking_token_budget: int | None = None
     reasoning_max_tokens: int | None = None
     use_beam_search: bool | None = None
@@ -172,7 +173,7 @@ class SamplingFields(ApiModel):
             raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
         return self
 
-    @field_validator("logits_processors_args")
+    @field_validator("logits_processors_args", "vllm_xargs")
     @classmethod
     def _is_small(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         if value is not None and len(_json_text(value)) > MAX_ARGS_CHARS:
@@ -198,8 +199,7 @@ class SamplingFields(ApiModel):
         return Truncation(self.truncate_prompt_tokens, self.truncation_side or "left")
 
     def chunk_tokens(self, default: int) -> int:
-        """New tokens that each chunk of a stream waits for (vLLM's or FastDeploy 2.x's
-        spelling)."""
+        """New tokens that each chunk of a stream waits for, as vLLM or FastDeploy 2.x spell it."""
         asked = [n for n in (self.stream_interval, self.max_streaming_response_tokens) if n]
         return max(asked, default=default)
 
@@ -236,12 +236,13 @@ class SamplingFields(ApiModel):
         return StructuredOutputsParams(**options)
 
     def sampling(self, defaults: Mapping[str, Any], **decided: Any) -> SamplingParams:
-        """Sampling parameters: the model's defaults, overridden by the request's fields, then by
-        `decided`."""
+        """Sampling parameters: the model's defaults, then the request's fields, then `decided`."""
         names = self.model_fields_set & _SAME_NAME
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.reasoning_max_tokens is not None:  # FastDeploy 2.x's name
             given.setdefault("thinking_token_budget", self.reasoning_max_tokens)
+        if self.vllm_xargs:
+            given["logits_processors_args"] = self.vllm_xargs | (self.logits_processors_args or {})
         values = {**defaults, **given, **decided}
         if self.use_beam_search:
             found: SamplingParams = part("beam-sampling", "use_beam_search")(self, values)

@@ -31,12 +31,13 @@ class Shape:
 @dataclass(frozen=True, slots=True)
 class Adapters:
     """What rows add to a product, see lora.py: a [slots, parts * rank, K], b [slots, N, rank] in
-    x's dtype, slots [T] int32."""
+    x's dtype, slots [T] int32. kept: of their engine, whose launches follow one another."""
 
     a: torch.Tensor
     b: torch.Tensor
     ends: tuple[int, ...]
     slots: torch.Tensor
+    kept: dict[str, torch.Tensor]
 
     @property
     def shape(self) -> Shape:
@@ -48,15 +49,12 @@ class Adapters:
         device = self.a.device
         sizes = (_depths(plan, product), num_rows, self.a.shape[1])
         inner = torch.empty(sizes, dtype=torch.float32, device=device)
-        tensors = (self.a, self.b, self.slots, inner, _meeting(device))
+        if "meeting" not in self.kept:
+            self.kept["meeting"] = torch.zeros(2, dtype=torch.int32, device=device)
+        tensors = (self.a, self.b, self.slots, inner, self.kept["meeting"])
         ends = (*self.ends[:-1], _NO_END, _NO_END)[:2]
         sums = _sums(plan, product, num_rows, self.shape)
         return _RECORD.pack(*(t.data_ptr() for t in tensors), sums, *ends)
-
-
-@functools.cache
-def _meeting(device: torch.device) -> torch.Tensor:
-    return torch.zeros(2, dtype=torch.int32, device=device)
 
 
 def defines(plan: Plan, product: Product, shape: Shape) -> dict[str, int]:

@@ -18,6 +18,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import triton
@@ -177,11 +178,12 @@ def adapted_product(
     b: torch.Tensor,
     ends: Sequence[int],
     slots: torch.Tensor,
+    kept: dict[Any, Any],
 ) -> torch.Tensor:
     """A plain product of x, or of rms_norm(x), with what adapters add to it: "plain"; "add", on top
     of the residual, which may be overwritten; or "gated", silu(gate) * up. In one launch for few
     rows, see native/gemm.cu."""
-    adapters = Adapters(a, b, tuple(ends), slots)
+    adapters = Adapters(a, b, tuple(ends), slots, kept)
     has_norm = norm_weight is not None
     plan = linear.plan_with_adapters(epilogue, x, weight, adapters, has_norm=has_norm)
     if plan is not None:

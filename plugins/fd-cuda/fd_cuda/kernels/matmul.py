@@ -10,7 +10,8 @@ import triton.language as tl
 from .common import INTERPRETED, batch_invariant, cdiv, join_chain, options, pad2
 
 _FEW = 16  # rows that are scored one by one
-_SOME = 512  # rows that make small tiles
+_SOME = 512  # rows that make small tiles, unless there are this many large ones
+_LARGE_TILES = 16
 _PARTS, _PROGRAMS = 8, 160  # at most, and of large tiles in all parts together
 
 
@@ -95,9 +96,10 @@ def scores_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     num_rows, (width, depth) = x.shape[0], weight.shape
     is_alone = num_rows <= _FEW or batch_invariant()
-    tile = (16, 32, 64) if num_rows <= _SOME else (64, 64, 32)
-    tiles = max(1, cdiv(num_rows, tile[0]) * cdiv(width, tile[1]))
-    parts = _PARTS if num_rows <= _SOME else max(1, min(_PARTS, _PROGRAMS // tiles))
+    large = cdiv(num_rows, 64) * cdiv(width, 64)
+    is_small = num_rows <= _SOME and large < _LARGE_TILES
+    tile = (16, 32, 64) if is_small else (64, 64, 32)
+    parts = _PARTS if is_small else max(1, min(_PARTS, _PROGRAMS // max(1, large)))
     y = x.new_empty((1 if is_alone else parts, num_rows, width), dtype=torch.float32)
     if not num_rows:
         return y[:1]

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .common import cdiv, join_chain, options, pad2
-from .sampling import ordered
+from .sampling import ordered, unordered
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.moe import RoutingSpec
@@ -79,7 +79,11 @@ def _route(
         best = tl.max(rank)
         chosen = rank == best
         ids = tl.where(nth == j, 0x7FFFFFFF - (best & 0x7FFFFFFF), ids)
-        weights = tl.where(nth == j, tl.sum(tl.where(chosen, scores, 0.0)), weights)
+        if HAS_BIAS:
+            weight = tl.sum(tl.where(chosen, scores, 0.0))
+        else:  # its score is in its rank
+            weight = unordered(best >> 32)
+        weights = tl.where(nth == j, weight, weights)
         rank = tl.where(chosen, _TAKEN, rank)
     if RENORMALIZE:
         weights = weights / tl.maximum(tl.sum(weights, 0), floor)

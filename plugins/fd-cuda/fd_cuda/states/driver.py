@@ -54,6 +54,7 @@ STEP = Launch(4096, 4)
 _DELTAS = ("delta", "channel_delta")
 SCAN = {"space": Launch(4096, 4, 2)} | dict.fromkeys(_DELTAS, Launch(4096, 8, 2))
 SCAN_FLOAT32 = {"space": Launch(2048, 4)} | dict.fromkeys(_DELTAS, Launch(2048, 8))
+WITHIN_WARPS = 8
 _PART = 16  # tokens of a chunk among which products of "channel_delta" are taken column by column
 
 
@@ -177,6 +178,7 @@ class CudaStates:
             units, block = 2 * spec.num_key_heads, self._key_pad
             num_blocks = units + cdiv(channels - units * spec.key_dim, block)
         num_items = batch.num_seqs if chunks is None else chunks.shape[0]
+        tokens = pad2(metadata.short) if chunks is None else _TOKENS
         parts = 1 if chunks is None else CHUNK // _TOKENS
         convolve[(num_items, num_blocks, parts)](
             *(x, weights.conv, weights.conv_bias, out, kept),
@@ -194,9 +196,10 @@ class CudaStates:
             BLOCK_SIZE=self._block_size,
             KEPT=self._kept,
             CHUNK=0 if chunks is None else CHUNK,
-            TOKENS=pad2(metadata.short) if chunks is None else _TOKENS,
+            TOKENS=tokens,
             BLOCK=block,
-            **launch_options(num_warps=4),
+            # A warp reads several channels of one token at a time.
+            **launch_options(num_warps=min(4, tokens)),
         )
 
     def _step(
@@ -277,7 +280,7 @@ class CudaStates:
                 *(x.stride(0), dt.stride(0), 0 if beta is None else beta.stride(0)),
                 **sizes,
                 DELTA=self._is_delta,
-                **options,
+                **launch_options(num_warps=WITHIN_WARPS),
             )
             return inner, wanted, read, None
         sums = x.new_empty((tokens, heads, spec.key_dim), dtype=torch.float32)

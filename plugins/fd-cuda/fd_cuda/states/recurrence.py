@@ -233,25 +233,27 @@ def within_chunks(
     tl.store(places, y.to(inner.dtype.element_ty), mask=real[:, None])
     if DELTA:
         pairs = product(k, tl.trans(k), None) * fade
-        grown = tl.exp(c)[:, None] * k.to(tl.float32)
-        of_value = real[:, None] & (values < VALUE)[None, :]
-        rows = x + at[:, None] * stride_x + V_AT + head * VALUE + values[None, :]
-        v = tl.load(rows, mask=of_value, other=0.0).to(tl.float32)
         b = tl.load(beta + at * stride_beta + head, mask=real, other=0.0).to(tl.float32)
-        own, reads = solved(pairs, tl.sigmoid(b)[:, None], v, grown, x.dtype.element_ty, CHUNK)
+        b = tl.sigmoid(b)[:, None]
+        whole = solved(pairs, b, x.dtype.element_ty, CHUNK)
+        # Loaded only now: beside the inverse there is no room in registers.
+        of_value = real[:, None] & (values < VALUE)[None, :]
+        v_rows = x + at[:, None] * stride_x + V_AT + head * VALUE + values[None, :]
+        v = tl.load(v_rows, mask=of_value, other=0.0).to(tl.float32)
+        own = product(whole, (b * v).to(x.dtype.element_ty), None)
         places = wanted + (at * HEADS + head)[:, None] * VALUE + values[None, :]
         tl.store(places, own.to(wanted.dtype.element_ty), mask=of_value)
+        k = tl.load(rows + K_AT, mask=of_key, other=0.0).to(tl.float32)
+        reads = product(whole, (b * tl.exp(c)[:, None] * k).to(x.dtype.element_ty), None)
         places = read + (at * HEADS + head)[:, None] * KEY + keys[None, :]
         tl.store(places, reads.to(read.dtype.element_ty), mask=of_key)
 
 
 @triton.jit
-def solved(pairs, b, v, grown, KIND: tl.constexpr, CHUNK: tl.constexpr):
-    """(1 + A)^-1 b v and (1 + A)^-1 b grown, with A = b pairs below the diagonal."""
+def solved(pairs, b, KIND: tl.constexpr, CHUNK: tl.constexpr):
+    """(1 + A)^-1 with A = b pairs below the diagonal."""
     i = tl.arange(0, CHUNK)
-    lower = tl.where(i[:, None] > i[None, :], b * pairs, 0.0)
-    whole = inverse(lower, CHUNK).to(KIND)
-    return product(whole, (b * v).to(KIND), None), product(whole, (b * grown).to(KIND), None)
+    return inverse(tl.where(i[:, None] > i[None, :], b * pairs, 0.0), CHUNK).to(KIND)
 
 
 @triton.jit(do_not_specialize_on_alignment=["chunks"])
@@ -368,7 +370,10 @@ def within_chunks_by_channel(
     rows = x + at[:, None] * stride_x + V_AT + head * VALUE + values[None, :]
     v = tl.load(rows, mask=of_value, other=0.0).to(tl.float32)
     b = tl.load(beta + at * stride_beta + head, mask=real, other=0.0).to(tl.float32)
-    own, reads = solved(pairs, tl.sigmoid(b)[:, None], v, tl.exp(c) * k, kind, CHUNK)
+    b = tl.sigmoid(b)[:, None]
+    whole = solved(pairs, b, kind, CHUNK)
+    own = product(whole, (b * v).to(kind), None)
+    reads = product(whole, (b * tl.exp(c) * k).to(kind), None)
     places = wanted + (at * HEADS + head)[:, None] * VALUE + values[None, :]
     tl.store(places, own.to(wanted.dtype.element_ty), mask=of_value)
     places = read + (at * HEADS + head)[:, None] * KEY + keys[None, :]

@@ -4,13 +4,11 @@ in some blocks; experts beside a shared block, or that alone."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.model import StateSpec
-from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
+from fastdeploy_core.contracts.moe import MoESpec
 from fastdeploy_core.errors import ConfigError, UnsupportedModel
 from fastdeploy_core.layers import (
     ForwardContext,
@@ -18,27 +16,23 @@ from fastdeploy_core.layers import (
     LinearPart,
     LinearShape,
     Placement,
-    RMSNorm,
     RotarySpec,
 )
 from fastdeploy_core.models.reading import ConfigReader
-from fd_models.gemma2 import ScaledEmbedding
+from fd_models.blocks.granite import (
+    EXPERTS,
+    MULTIPLIERS,
+    GraniteForCausalLM,
+    GraniteMoeForCausalLM,
+)
 
-from .layers import HybridLM, RecurrentLayer, gated_norm
+from .gates import cell, gated_norm
+from .layers import HybridLM, RecurrentLayer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fastdeploy_core.layers import ModelBuilder
-    from fastdeploy_core.models.decoder import AttentionLayer, Block, FeedForward, MakeFeedForward
+    from fastdeploy_core.models.decoder import AttentionLayer, FeedForward, MakeFeedForward
     from fastdeploy_core.tensor import Tensor
-
-# Names of the checkpoint, and those of other families for the same parts.
-_EXPERTS = {
-    "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
-    "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
-    "block_sparse_moe.router.layer": "mlp.gate",
-}
 
 
 class Mamba2(RecurrentLayer):
@@ -67,6 +61,7 @@ class Mamba2(RecurrentLayer):
         region = (slice(0, self._width),)
         place = Placement(f"{prefix}.norm.weight", (self._width,), region, self._accept, fill=1.0)
         build.weights.add(place)
+        self._gated_norm = cell(build, gated_norm)
         self._output = build.linear(f"{prefix}.out_proj", self._width, hidden, bias=bias)
 
     def _accept(self, tensor: Tensor) -> None:
@@ -79,9 +74,7 @@ class Mamba2(RecurrentLayer):
         groups = self.spec.num_key_heads
         shape = [x.shape[0], groups, self._width // groups]
         weight = self._norm.reshape(shape[1:])
-        y = gated_norm(
-            self._xp, y.reshape(shape), z.reshape(shape), weight, self._eps, gate_first=True
-        )
+        y = self._gated_norm(y.reshape(shape), z.reshape(shape), weight, self._eps, True)
         return self._output(y.reshape([x.shape[0], self._width]))
 
 
@@ -94,38 +87,9 @@ def refuse_ranks(read: ConfigReader) -> None:
         )
 
 
-@dataclass(slots=True)
-class ScaledLayer:
-    """One block whose branches are multiplied by a constant before they are added."""
+class GraniteMoeHybridForCausalLM(GraniteForCausalLM, HybridLM):
+    """Mamba-2 in most blocks; the constants of Granite 3."""
 
-    input_norm: RMSNorm
-    mixer: AttentionLayer
-    post_norm: RMSNorm
-    feed_forward: FeedForward
-    scale: float
-    select_rows: Callable[[Tensor, Tensor], Tensor]
-
-    def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        positions: Tensor,
-        context: ForwardContext,
-        rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As DecoderLayer; the sums are made here, because a factor stands before them."""
-        x = x if residual is None else x + residual
-        mixed = self.mixer(self.input_norm(x), positions, context)
-        if rows is not None:
-            mixed, x = self.select_rows(mixed, rows), self.select_rows(x, rows)
-        x = x + mixed * self.scale
-        return x + self.feed_forward(self.post_norm(x)) * self.scale, None
-
-
-class GraniteMoeHybridForCausalLM(HybridLM):
-    """Mamba-2 in most blocks; constants multiply embeddings, branches, attention and logits."""
-
-    qkv_bias = output_bias = "attention_bias"
     recurrent = frozenset({"linear_attention", "mamba"})
     other_layers = recurrent | {"attention"}
     recurrent_name = "mamba"
@@ -133,14 +97,11 @@ class GraniteMoeHybridForCausalLM(HybridLM):
         "normalization_function": ("rmsnorm",),
         "time_step_limit": ([0.0, inf], [0.0, {"__float__": "Infinity"}]),
     }
-    reads = frozenset(
-        {
-            *("attention_multiplier", "embedding_multiplier", "logits_scaling", "mamba_chunk_size"),
-            *("mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_expand"),
-            *("mamba_n_groups", "mamba_n_heads", "mamba_proj_bias", "position_embedding_type"),
-            *("residual_multiplier", "shared_intermediate_size"),
-        }
-    )
+    reads = MULTIPLIERS | {
+        *("mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state"),
+        *("mamba_expand", "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias"),
+        *("position_embedding_type", "shared_intermediate_size"),
+    }
 
     @classmethod
     def check(cls, read: ConfigReader) -> None:
@@ -174,12 +135,6 @@ class GraniteMoeHybridForCausalLM(HybridLM):
         )
 
     @classmethod
-    def attention(cls, read: ConfigReader, dtype: str) -> AttentionSpec:
-        """With a scale of its own."""
-        scale = read.number("attention_multiplier", default=1.0)
-        return replace(super().attention(read, dtype), scale=scale)
-
-    @classmethod
     def rotary(cls, read: ConfigReader) -> RotarySpec:
         """Without positions nothing turns."""
         turning = super().rotary(read)
@@ -190,29 +145,18 @@ class GraniteMoeHybridForCausalLM(HybridLM):
     @classmethod
     def moe(cls, read: ConfigReader, dtype: str) -> MoESpec | None:
         """One rank's experts, if there are any."""
-        if not read.count("num_local_experts", default=0):
-            return None
-        routing = RoutingSpec(
-            num_experts=read.size("num_local_experts"),
-            top_k=read.size("num_experts_per_tok"),
-            scoring="softmax",
-            renormalize=True,
-        )
-        return read.experts(routing, dtype, width_key="intermediate_size")
+        has_any = read.count("num_local_experts", default=0)
+        return GraniteMoeForCausalLM.moe(read, dtype) if has_any else None
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
         read = ConfigReader(config, build.tp_size)
-        self._scale = read.number("residual_multiplier", default=1.0)
-        self._logits_scale = read.number("logits_scaling", default=1.0)
         has_experts = self.moe(read, build.dtype) is not None
         shared = "mlp.shared_experts" if has_experts else "mlp"
-        names = _EXPERTS if has_experts else {}
+        names = EXPERTS if has_experts else {}
         names = {**names, "shared_mlp.input_linear": f"{shared}.gate_up_proj"}
         for old, new in {**names, "shared_mlp.output_linear": f"{shared}.down_proj"}.items():
             build.weights.rename(old, new)
         super().__init__(config, build)
-        factor = read.number("embedding_multiplier", default=1.0)
-        self.embedding: Any = ScaledEmbedding(build, self.embedding, factor)
 
     def make_feed_forward(self, read: ConfigReader, dtype: str) -> MakeFeedForward:
         """Experts with shared ones, or the shared ones alone."""
@@ -236,19 +180,3 @@ class GraniteMoeHybridForCausalLM(HybridLM):
             read.flag("mamba_proj_bias", default=False),
         )
         return Mamba2(build, prefix, self._hidden, spec, self._eps, biases=biases)
-
-    def block(self, build: ModelBuilder, prefix: str, number: int) -> Block:
-        """One block with that checkpoint prefix."""
-        size, eps = self._hidden, self._eps
-        return ScaledLayer(
-            input_norm=build.norm(f"{prefix}.input_layernorm", size, eps),
-            mixer=self._attention(build, f"{prefix}.self_attn", number),
-            post_norm=build.norm(f"{prefix}.post_attention_layernorm", size, eps),
-            feed_forward=self._feed_forward(build, f"{prefix}.mlp", number),
-            scale=self._scale,
-            select_rows=build.kernels["select_rows"],
-        )
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Divided by a constant; the likeliest token is the same."""
-        return super().compute_logits(hidden) / self._logits_scale

@@ -136,19 +136,6 @@ def _copy(held: Tensor, tensor: Tensor) -> None:
     held[:] = tensor.float()
 
 
-def gated_norm(
-    xp: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, gate_first: bool
-) -> Tensor:
-    """x over its root mean square along the last dimension, times weight, and silu(gate) before or
-    after that; in float32, but for the normed x, which is rounded where the weight follows. x,
-    gate: [..., n], weight: n of them in its last dimension."""
-    wide, opened = x.float(), xp.silu(gate.float())
-    wide = wide * opened if gate_first else wide
-    normed = wide * xp.rsqrt((wide * wide).mean(dim=-1, keepdim=True) + eps)
-    y = weight * normed.to(x.dtype)
-    return y if gate_first else (y.float() * opened).to(x.dtype)
-
-
 class HybridLM(StrictLM):
     """A family in which some blocks have a recurrent layer in place of attention."""
 

@@ -22,7 +22,8 @@ from fastdeploy_core.layers import (
 from fastdeploy_core.models.reading import ConfigReader
 from fd_models.qwen2_moe import Qwen2MoeForCausalLM
 
-from .layers import HybridLM, RecurrentLayer, gated_norm
+from .gates import add_gated, cell, gated_norm, regroup
+from .layers import HybridLM, RecurrentLayer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,7 +72,7 @@ class GatedAttention:
         self._k_norm = build.norm(f"{prefix}.k_norm", dim, eps)
         self._norm = build.kernels["qk_norm"]
         self._paged = PagedAttention(build, prefix, spec, rotary)
-        self._xp, self._spec = build.xp, spec
+        self._add_gated, self._spec = cell(build, add_gated), spec
 
     def __call__(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         """x: [num_tokens, hidden], model dtype; positions: [num_tokens] int64."""
@@ -104,7 +105,8 @@ class GatedAttention:
         if not self._paged.rotates:
             q, k = self._paged.rotate(q, k, positions, context.rotary)
         y = self._paged.attend(q, k, v, (k, v), context)
-        return y * self._xp.sigmoid(gate).reshape([tokens, heads * dim])
+        opened: Tensor = self._add_gated(None, gate, y)
+        return opened
 
 
 class DeltaNet(RecurrentLayer):
@@ -119,6 +121,7 @@ class DeltaNet(RecurrentLayer):
         self._norm = build.norm(
             f"{prefix}.norm", spec.value_dim, read.number("rms_norm_eps", default=1e-6)
         )
+        self._gated_norm, self._regroup = cell(build, gated_norm), cell(build, regroup)
         self._output = build.linear(f"{prefix}.out_proj", values, hidden, parallel="row")
 
     def _place_products(self, build: ModelBuilder, prefix: str, hidden: int) -> None:
@@ -132,24 +135,20 @@ class DeltaNet(RecurrentLayer):
 
     def _products(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of each token q|k|v, z, b and a: one head after the other."""
-        spec, xp, tokens = self.spec, self._xp, x.shape[0]
+        spec = self.spec
         keys, each = spec.num_key_heads, spec.num_heads // spec.num_key_heads
-        sizes = [spec.key_dim, spec.key_dim, each * spec.value_dim, each * spec.value_dim]
-        q, k, v, z = (
-            part.reshape([tokens, -1])
-            for part in xp.split(self._qkvz(x).reshape([tokens, keys, sum(sizes)]), sizes, -1)
-        )
-        gates = self._ba(x).reshape([tokens, keys, 2 * each])
-        b, a = gates[:, :, :each], gates[:, :, each:]
-        heads = [tokens, spec.num_heads]
-        return xp.cat([q, k, v], -1), z, b.reshape(heads), a.reshape(heads)
+        sizes = (spec.key_dim, spec.key_dim, each * spec.value_dim, each * spec.value_dim)
+        wide = self._regroup(self._qkvz(x), keys, sizes)
+        gates, channels = self._regroup(self._ba(x), keys, (each, each)), sum(spec.conv_parts)
+        b, a = gates[:, : spec.num_heads], gates[:, spec.num_heads :]
+        return wide[:, :channels], wide[:, channels:], b, a
 
     def __call__(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         """x: [num_tokens, hidden], normed; so wide is the result."""
         qkv, z, b, a = self._products(x)
-        y, shape = self.recur(qkv, a, b, context), [x.shape[0], -1, self.spec.value_dim]
-        norm = (self._norm.weight, self._norm.eps)
-        y = gated_norm(self._xp, y.reshape(shape), z.reshape(shape), *norm, gate_first=False)
+        shape = [x.shape[0], self.spec.num_heads, self.spec.value_dim]
+        y = self.recur(qkv, a, b, context).reshape(shape)
+        y = self._gated_norm(y, z.reshape(shape), self._norm.weight, self._norm.eps, False)
         return self._output(y.reshape([x.shape[0], -1]))
 
 

@@ -21,6 +21,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -318,6 +319,15 @@ def function(name: str, defines: dict[str, int]) -> Function:
         else:
             _load(found)
     return found
+
+
+def load_met() -> None:
+    """Load what was met on this device while nothing was to run, so that serving finds it."""
+    device = torch.cuda.current_device()
+    for kernel in list(_functions.values()):
+        if kernel.device == device and kernel.handle is None:
+            with suppress(Exception):  # whoever launches it hears why it cannot be
+                _load(kernel)
 
 
 def _load(kernel: Function) -> None:

@@ -20,6 +20,8 @@ NEVER = -1e30  # finite, so that a row with nothing else keeps a meaning
 class MyBiasProcessor:
     """One instance per worker, for all its sequences."""
 
+    arguments = frozenset({"mybias"})  # of logits_processors_args; keys that no processor has are refused
+
     def __init__(self, context: ProcessorContext) -> None:
         self._context = context
         # By sequence: the tokens, and which of them its prompt has.

@@ -1,0 +1,1 @@
+"""Families whose blocks are put together in another way: where norms, sums and factors stand."""
