@@ -156,7 +156,7 @@ def choose(
         return persistent(persistent_rows(each), slabs.kind)
     if each <= 16 and slabs.block_scales is not None and slabs.out_features <= _SMALL:
         return Gemv(1, 2, 4, 2, 6) if each <= 2 else RowGemm(32, 2, 1, 4)
-    if each <= (4 if slabs.kind == INT4 else 8 if slabs.kind in (INT8, FP8) else 16):
+    if each <= (3 if slabs.kind == INT4 else 4 if slabs.kind in (INT8, FP8) else 16):
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
     if slabs.kind == CCQ:
         return grouped_tile(32 if each <= 28 else 64 if each <= 60 else 128, CCQ)
