@@ -33,6 +33,6 @@ def test_every_run_attends_within_itself(width: int, dtype: torch.dtype) -> None
     for first, end in itertools.pairwise(ends):
         if first == spoilt.start or first == end:
             continue
-        parts = (x[first:end].float().transpose(0, 1) for x in (q, k, v))
-        wanted = scaled_dot_product_attention(*parts).transpose(0, 1)
+        one, keys, values = (x[first:end].float().transpose(0, 1) for x in (q, k, v))
+        wanted = scaled_dot_product_attention(one, keys, values).transpose(0, 1)
         torch.testing.assert_close(found[first:end], wanted, atol=2e-2, rtol=1e-2)

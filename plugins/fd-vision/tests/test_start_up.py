@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_mixes import engine
@@ -26,12 +27,19 @@ def test_first_steps_have_pictures_of_the_largest_size(
 ) -> None:
     """As the processor makes them of a picture that is larger; as many as a step encodes."""
     room = {"max_model_len": 512, "num_gpu_blocks_override": 256, "block_size": 16}
-    settings = {**room, "max_num_batched_tokens": MOST, "dtype": "float32", "device": "cpu"}
+    settings: dict[str, Any] = {
+        **room,
+        "max_num_batched_tokens": MOST,
+        "dtype": "float32",
+        "device": "cpu",
+    }
     with LLM(checkpoint(name), tensor_library=fd_tensor, **settings) as llm:
-        runner, worker = runner_of(llm), llm._engine._core._executor._worker
+        engine_of: Any = llm._engine
+        runner, worker = runner_of(llm), engine_of._core._executor._worker
         ids = llm.get_tokenizer().encode(prompt_of(1, place=FAMILIES[name].place))
         part = MediaPart("image", picture(2000, 2000, 1), "")
-        (wanted,) = llm._media.prepare(ids, [part], "")[1].media
+        processor: Any = llm._media
+        (wanted,) = processor.prepare(ids, [part], "")[1].media
         assert not any(new.extras for new in worker._largest_steps()[0][0].new_sequences)
         with monkeypatch.context() as patch:  # a processor would compute for too long
             elsewhere = SimpleNamespace(limits=SimpleNamespace(shares_host_memory=False))
@@ -58,7 +66,7 @@ def test_steps_that_no_graph_takes_are_rehearsed(
 ) -> None:
     """ERNIE's steps with pictures run operation by operation, where those with text are captured:
     their kernels were compiled beside requests, a few seconds in the first large batches."""
-    settings = {"tensor_library": fd_tensor, "device": "cpu", "max_num_seqs": 4}
+    settings: dict[str, Any] = {"tensor_library": fd_tensor, "device": "cpu", "max_num_seqs": 4}
     with engine(checkpoint(name), captures="prompts", **settings) as llm:
         runner, ran = runner_of(llm), list[object]()
         monkeypatch.setattr(runner, "run_largest", ran.extend)
