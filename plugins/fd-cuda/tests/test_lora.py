@@ -159,29 +159,3 @@ def test_engines_leave_their_sums_in_different_places() -> None:
         for kept in (first, second, first)
     ]
     assert counters[0] == counters[2] != counters[1]
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU, on which launches run at the same time")
-def test_engines_may_step_at_once() -> None:
-    """Captured products of two engines on two streams: bit for bit what each is alone."""
-    product = build_kernel_table("cuda", {"tensor_library": "torch"})["adapted_product"]
-    rows, depth, width = 64, 1024, 1024
-    wanted, found, replays = [], [], []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        sizes = ((rows, depth), (width, depth), (8, 16, depth), (8, width, 16))
-        x, weight, a, b = (torch.randn(size, device=DEVICE).bfloat16() for size in sizes)
-        slots = torch.randint(-1, 8, (rows,), device=DEVICE, dtype=torch.int32)
-        run = partial(product, "plain", x, None, 0.0, weight, None, None, a, b, (width,), slots, {})
-        wanted.append(run())
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found.append([run() for _ in range(100)])
-        replays.append((graph, torch.cuda.Stream(), run))  # whose memory the graph reads
-    for _ in range(10):
-        for graph, stream, _ in replays:
-            with torch.cuda.stream(stream):
-                graph.replay()
-    torch.cuda.synchronize()
-    for y, ys in zip(wanted, found, strict=True):
-        assert all(torch.equal(y, other) for other in ys)
