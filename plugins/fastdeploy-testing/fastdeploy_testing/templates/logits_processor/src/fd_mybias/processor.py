@@ -20,7 +20,7 @@ NEVER = -1e30  # finite, so that a row with nothing else keeps a meaning
 class MyBiasProcessor:
     """One instance per worker, for all its sequences."""
 
-    arguments = frozenset({"mybias"})  # of logits_processors_args; keys that no processor has are refused
+    arguments = frozenset({"mybias"})  # of logits_processors_args; others are refused
 
     def __init__(self, context: ProcessorContext) -> None:
         self._context = context
@@ -63,8 +63,6 @@ class MyBiasProcessor:
         size = self._context.vocab_size
         is_list = isinstance(given, list | tuple)
         if not is_list or not all(type(t) is int and 0 <= t < size for t in given):
-            raise InvalidRequest(
-                f"logits_processors_args.mybias is a list of token ids below {size}",
-                param="logits_processors_args",
-            )
+            wanted = f"logits_processors_args.mybias is a list of token ids below {size}"
+            raise InvalidRequest(wanted, param="logits_processors_args")
         return np.unique(np.array(given, dtype=np.int64))
