@@ -97,6 +97,8 @@ class StrictLM(GroupedQueryLM):
     defaults: ClassVar[Mapping[str, Any]] = {}
     other_layers: ClassVar[frozenset[str]] = frozenset()  # words of layer_types beside attention's
     uses_window: ClassVar[bool] = True  # what a config.json without use_sliding_window means
+    # Without layer_types: of so many blocks the last has no window; 0: every block has one.
+    sliding_window_pattern: ClassVar[int] = 0
 
     @classmethod
     def check(cls, read: ConfigReader) -> None:
@@ -127,7 +129,9 @@ class StrictLM(GroupedQueryLM):
     @classmethod
     def has_window(cls, read: ConfigReader, number: int) -> bool:
         """Whether a block sees the window alone, where config.json has no layer_types."""
-        return True
+        if not (pattern := cls.sliding_window_pattern):
+            return True
+        return (number + 1) % read.size("sliding_window_pattern", default=pattern) != 0
 
     @classmethod
     def layer(

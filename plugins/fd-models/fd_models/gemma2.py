@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.layers import ForwardContext, RMSNorm
@@ -56,7 +56,7 @@ class FourNormLayer:
     attention: AttentionLayer
     post_attention_norm: RMSNorm
     pre_feed_forward_norm: RMSNorm
-    feed_forward: GeluMLP
+    feed_forward: Callable[[Tensor], Tensor]
     post_feed_forward_norm: RMSNorm
     select_rows: Callable[[Tensor, Tensor], Tensor]
 
@@ -83,13 +83,39 @@ def _accept_less_one(accept: Callable[[Tensor], None], stored: Tensor) -> None:
     accept(stored.float() + 1.0)
 
 
-class Gemma2ForCausalLM(StrictLM):
+class FourNormLM(StrictLM):
+    """Norms before and after both branches of a block."""
+
+    # Behind attention, before the feed-forward block, behind it: names of checkpoints.
+    norm_names: ClassVar[tuple[str, str, str]]
+
+    def block(self, build: ModelBuilder, prefix: str, number: int) -> Block:
+        """One block with that checkpoint prefix."""
+        behind, before, last = (
+            build.norm(f"{prefix}.{name}", self._hidden, self._eps) for name in self.norm_names
+        )
+        return FourNormLayer(
+            input_norm=build.norm(f"{prefix}.input_layernorm", self._hidden, self._eps),
+            attention=self._attention(build, f"{prefix}.self_attn", number),
+            post_attention_norm=behind,
+            pre_feed_forward_norm=before,
+            feed_forward=self._feed_forward(build, f"{prefix}.mlp", number),
+            post_feed_forward_norm=last,
+            select_rows=build.kernels["select_rows"],
+        )
+
+
+class Gemma2ForCausalLM(FourNormLM):
     """Windows in every other block, capped logits, norms stored as w - 1, scaled embeddings."""
 
+    norm_names = (
+        "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    )  # fmt: skip
     activations = ("gelu_pytorch_tanh",)
     tied = True
     qkv_bias = output_bias = False
     defaults = {"sliding_window": 4096}  # noqa: RUF012 - never changed
+    sliding_window_pattern = 2
     only = {"attention_bias": (False,), "use_bidirectional_attention": (False,)}  # noqa: RUF012
     reads = frozenset(
         {
@@ -98,11 +124,6 @@ class Gemma2ForCausalLM(StrictLM):
         }
     )
     default_caps = (50.0, 30.0)  # of attention and of the head, where config.json names none
-
-    @classmethod
-    def has_window(cls, read: ConfigReader, number: int) -> bool:
-        """Every other block, the first included."""
-        return number % 2 == 0
 
     @classmethod
     def attention(cls, read: ConfigReader, dtype: str) -> AttentionSpec:
@@ -133,20 +154,6 @@ class Gemma2ForCausalLM(StrictLM):
         make: MakeFeedForward
         make = lambda build, prefix, _: cast("Any", GeluMLP(build, prefix, hidden, width))  # noqa: E731
         return make
-
-    def block(self, build: ModelBuilder, prefix: str, number: int) -> Block:
-        """One block with that checkpoint prefix."""
-        size, eps = self._hidden, self._eps
-        feed_forward: Any = self._feed_forward(build, f"{prefix}.mlp", number)
-        return FourNormLayer(
-            input_norm=build.norm(f"{prefix}.input_layernorm", size, eps),
-            attention=self._attention(build, f"{prefix}.self_attn", number),
-            post_attention_norm=build.norm(f"{prefix}.post_attention_layernorm", size, eps),
-            pre_feed_forward_norm=build.norm(f"{prefix}.pre_feedforward_layernorm", size, eps),
-            feed_forward=feed_forward,
-            post_feed_forward_norm=build.norm(f"{prefix}.post_feedforward_layernorm", size, eps),
-            select_rows=build.kernels["select_rows"],
-        )
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Capped, if they are; the likeliest token is the same."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from fastdeploy_core.models.reading import ConfigReader
-
 from .fields import LOCAL_BASE, LocalRopeLM
 from .gemma2 import Gemma2ForCausalLM
 
@@ -15,13 +13,9 @@ class Gemma3ForCausalLM(LocalRopeLM, Gemma2ForCausalLM):
     head_norms = True
     rope_theta = 1_000_000.0
     local_theta = 10_000.0
+    sliding_window_pattern = 6
     default_caps = (0.0, 0.0)
     only = Gemma2ForCausalLM.only | {"attn_logit_softcapping": (None,)}
     reads = Gemma2ForCausalLM.reads | {
         *(LOCAL_BASE, "sliding_window_pattern", "_sliding_window_pattern"),
     }
-
-    @classmethod
-    def has_window(cls, read: ConfigReader, number: int) -> bool:
-        """All but every sixth block."""
-        return bool((number + 1) % read.size("sliding_window_pattern", default=6))

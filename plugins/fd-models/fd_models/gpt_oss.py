@@ -151,12 +151,8 @@ class GptOssForCausalLM(StrictLM):
     rope_theta = 150_000.0
     qkv_bias = output_bias = "attention_bias"
     defaults = {"attention_bias": True, "sliding_window": 128}  # noqa: RUF012 - never changed
+    sliding_window_pattern = 2
     reads = frozenset({"experts_per_token", "swiglu_alpha", "swiglu_limit", "use_sliding_window"})
-
-    @classmethod
-    def has_window(cls, read: ConfigReader, number: int) -> bool:
-        """Every other block, the first included."""
-        return number % 2 == 0
 
     @classmethod
     def attention(cls, read: ConfigReader, dtype: str) -> AttentionSpec:

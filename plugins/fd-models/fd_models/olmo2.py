@@ -13,7 +13,6 @@ from .fields import LOCAL_BASE, LocalRopeLM, StrictLM
 if TYPE_CHECKING:
     from fastdeploy_core.layers import ModelBuilder
     from fastdeploy_core.models.decoder import AttentionLayer, Block, FeedForward
-    from fastdeploy_core.models.reading import ConfigReader
     from fastdeploy_core.tensor import Tensor
 
 
@@ -68,9 +67,5 @@ class Olmo3ForCausalLM(LocalRopeLM, Olmo2ForCausalLM):
 
     rope_theta = 500_000.0
     defaults = {"sliding_window": 4096}  # noqa: RUF012 - never changed
+    sliding_window_pattern = 4
     reads = frozenset({LOCAL_BASE})
-
-    @classmethod
-    def has_window(cls, read: ConfigReader, number: int) -> bool:
-        """All but every fourth block."""
-        return bool((number + 1) % 4)

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 
 SLAB_ROWS: Final = 16
 TURN: Final = 64  # inputs of a slab
-INT4, INT8, FP8, INT8_ROWS, FP8_ROWS, CCQ, TRELLIS, MXFP4 = range(
-    8
-)  # as native/quant.cuh numbers them
+# As native/quant.cuh numbers them.
+INT4, INT8, FP8, INT8_ROWS, FP8_ROWS, CCQ, TRELLIS, MXFP4 = range(8)
 _LINES_AT_ONCE: Final = 1 << 14
 _SLOPES: Final = 8  # to either side that are tried for a line
 _MIDDLE: Final = {INT4: 8, INT8: 128, FP8: 0}

@@ -63,6 +63,7 @@ class Cohere2ForCausalLM(StrictLM):
     interleaved = True
     tied = True
     defaults = {"sliding_window": 4096}  # noqa: RUF012 - never changed
+    sliding_window_pattern = 4
     # Released folders name much that the published model computes in one way only.
     only = {  # noqa: RUF012 - never changed
         "order_of_interleaved_layers": ("local_attn_first",),
@@ -73,11 +74,6 @@ class Cohere2ForCausalLM(StrictLM):
         "use_qk_norm": (False,),
     }
     reads = frozenset({"layer_norm_eps", "logit_scale", "sliding_window_pattern"})
-
-    @classmethod
-    def has_window(cls, read: ConfigReader, number: int) -> bool:
-        """All but every fourth block."""
-        return bool((number + 1) % read.size("sliding_window_pattern", default=4))
 
     @classmethod
     def layer(

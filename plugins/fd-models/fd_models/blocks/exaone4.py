@@ -21,12 +21,8 @@ class Exaone4ForCausalLM(Olmo2ForCausalLM):
     qkv_bias = output_bias = False
     only = {"attention_bias": (False,)}  # noqa: RUF012 - never changed
     defaults = {"sliding_window": 4096}  # noqa: RUF012 - never changed
+    sliding_window_pattern = 4
     reads = frozenset({"sliding_window_pattern"})
-
-    @classmethod
-    def has_window(cls, read: ConfigReader, number: int) -> bool:
-        """All but every fourth block."""
-        return bool((number + 1) % read.size("sliding_window_pattern", default=4))
 
     @classmethod
     def layer(
