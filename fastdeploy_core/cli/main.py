@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] in (["-v"], ["-V"], ["--version"]):
         arguments = ["version"]
     name, rest = commands.split(arguments)
-    from fastdeploy_core.errors import FastDeployError
+    from fastdeploy_core.errors import ConfigError, FastDeployError, PluginError
 
     try:
         if name == "" or name in GROUPS:
@@ -32,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return commands.find(name)(rest)
     except FastDeployError as error:
         print(f"fastdeploy: error: {error}", file=sys.stderr)
-        return EXIT_ERROR
+        # What keeps servers running learns that a start as asked fails each time.
+        never = name == "serve" and isinstance(error, ConfigError | PluginError)
+        return EXIT_USAGE if never else EXIT_ERROR
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output left; there is nobody to tell
         return EXIT_ERROR

@@ -141,7 +141,7 @@ def test_fd_gguf_is_asked_for_and_once_installed_serves(
     refused = run(*chat)
     assert missing in refused.stderr and refused.stderr.rstrip().endswith(install_it)
     served = stranger.fastdeploy("serve", str(file))
-    assert served.returncode == 1 and served.stderr.startswith(f"fastdeploy: error: {missing}")
+    assert served.returncode == 2 and served.stderr.startswith(f"fastdeploy: error: {missing}")
     assert served.stderr.rstrip().endswith(install_it)
     for distribution in ("fd-gguf", "fd-quant-formats"):  # the second: what the first depends on
         stranger.install(build(REPOSITORY / "plugins" / distribution, tmp_path))

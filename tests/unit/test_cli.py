@@ -102,22 +102,22 @@ def test_version_in_three_spellings(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "code", "words"),
     [
-        (["serv"], "did you mean 'serve'"),
-        (["serve"], "no model given"),
-        (["serve", "/nowhere"], "is not a folder"),
-        (["run-batch", "--inptu-file", "x"], "did you mean --input-file?"),
-        (["router", "--instnces", "x"], "did you mean --instances?"),
-        (["quantize", "x", "--methd", "y"], "did you mean --method?"),
+        (["serv"], 1, "did you mean 'serve'"),
+        (["serve"], 2, "no model given"),
+        (["serve", "/nowhere"], 2, "is not a folder"),
+        (["run-batch", "--inptu-file", "x"], 1, "did you mean --input-file?"),
+        (["router", "--instnces", "x"], 1, "did you mean --instances?"),
+        (["quantize", "x", "--methd", "y"], 1, "did you mean --method?"),
     ],
 )
 def test_mistakes_are_one_line_and_an_exit_code(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logging.disable(logging.CRITICAL)
     try:
-        assert main(arguments) == 1
+        assert main(arguments) == code
     finally:
         logging.disable(logging.NOTSET)
     error = capsys.readouterr().err.strip().splitlines()
@@ -151,7 +151,7 @@ def test_environment_variables_with_bad_values_are_one_line() -> None:
         text=True,
         check=False,
     )
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert "FD_LOG_LEVEL" in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
     assert os.environ.get("FD_LOG_LEVEL") != "shouting"
@@ -163,6 +163,6 @@ def test_a_machine_without_a_temporary_folder_is_one_line(
     """A container whose file systems are all read-only, say."""
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
-    assert main(["serve", "/nowhere"]) == 1
+    assert main(["serve", "/nowhere"]) == 2
     said = capsys.readouterr().err.strip().splitlines()
     assert "No usable temporary directory" in said[-1] and "set TMPDIR" in said[-1], said

@@ -107,7 +107,7 @@ def test_a_folder_that_cannot_be_made_ends_the_command_with_one_line(
         text=True,
         check=False,
     )
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert "FD_LOG_DIR" in ended.stderr and len(ended.stderr.splitlines()) == 1
 
 

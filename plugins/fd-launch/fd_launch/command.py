@@ -25,6 +25,7 @@ FASTDEPLOY = ("-m", "fastdeploy_core.cli.main")
 LOOK_EVERY_S = 0.5
 ROUTER_ENDS_S = 5.0  # what a router needs beyond the time that answers get
 RESTARTS, RESTARTS_WITHIN_S = 3, 600.0  # of all servers together
+CANNOT_START = 2  # exit code of `fastdeploy serve` for what a restart does not mend
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -58,6 +59,7 @@ class _Launch:
         self._restarts: deque[float] = deque(maxlen=RESTARTS + 1)
         self._addresses: dict[str, str] = {}
         self._router: subprocess.Popen[bytes] | None = None
+        self._failed = 1  # exit code of a launch that fails
 
     def run(self) -> int:
         """Until SIGTERM, SIGINT or SIGHUP, or until something does not stay alive."""
@@ -74,7 +76,7 @@ class _Launch:
                 self._look()
         except WorkerError as error:
             logger.error("%s", error)
-            return 1
+            return self._failed
         finally:
             # The router first: it lets running answers end, which servers still have to give.
             if self._router is not None:
@@ -102,6 +104,9 @@ class _Launch:
             code = self._launcher.exit_code(name)
             if code is None:
                 continue
+            if code == CANNOT_START and not self._restarts:
+                self._failed = code
+                raise WorkerError(f"{name} cannot start as it was asked to; see its error above")
             self._restarts.append(time.monotonic())
             if len(self._restarts) > RESTARTS and (
                 self._restarts[-1] - self._restarts[0] < RESTARTS_WITHIN_S

@@ -210,8 +210,21 @@ def test_what_cannot_work_is_said_at_once(command: Callable[..., Command]) -> No
         assert said in one.log, one.log
 
 
-def test_servers_that_never_start_end_the_launch(command: Callable[..., Command]) -> None:
-    one = command("launch", str(MODEL), "--port", str(free_port()), "--no-such-option")
-    assert one.process.wait(100) == 1
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--max-num-seq", "4"), "did you mean --max-num-seqs"),
+        (("--device", "nowhere"), "nowhere"),
+        (("--reasoning-parser", "nope"), "no reasoning parser 'nope'"),
+        (("--load-format", "dummy", "--max-model-len", "9999999"), "9999999"),
+    ],
+)
+def test_servers_that_can_never_start_end_the_launch_at_once(
+    command: Callable[..., Command], words: tuple[str, ...], said: str
+) -> None:
+    one = command("launch", str(MODEL), "--port", str(free_port()), *words)
+    assert one.process.wait(60) == 2
     one.stop()
-    assert "started again 3 times" in one.log, one.log
+    assert said in one.log
+    assert "cannot start as it was asked to" in one.log
+    assert "starting it again" not in one.log
