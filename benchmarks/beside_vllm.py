@@ -10,14 +10,15 @@ caches are off; both answer all streams once before. The last columns are proces
 processes take together, and what the busiest client process takes of one: near 1 the client is what
 is measured. Arguments after -- go to both servers. vLLM is taken from this Python's packages, or
 from `--vllm-path`. With `--wait`, several of these can start beside each other: ours starts after a
-line on standard input, and after a second one, when "ready" was printed, it measures.
+line on standard input, and after a second one, when "ready" was printed, it measures. A side that
+does not start, ends, or takes longer than `--measured-within` is left out from then on, with a line
+that says so; the other's figures come all the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import json
 import os
 import signal
@@ -83,6 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vllm-path", default="", help="folder that holds the package vllm")
     parser.add_argument("--vllm-options", default="", help="further ones of its server")
     parser.add_argument("--ready-within", type=float, default=600.0, help="seconds")
+    parser.add_argument("--measured-within", type=float, default=300.0, help="seconds, each time")
     parser.add_argument("--logs", type=Path, help="folder for what both servers print")
     parser.add_argument("--wait", action="store_true")
     words = [*sys.argv[1:], "--"]
@@ -184,12 +186,10 @@ class Server:
 
 def measure(
     server: Server, streams: int, per_stream: int, output_len: int, options: argparse.Namespace
-) -> dict[str, Any]:
-    """What clients saw."""
-    from fd_bench import serve
-
+) -> dict[str, Any] | None:
+    """What clients saw. None if the server does not answer; its `error` says why then."""
     vocabulary = json.loads((options.model / "config.json").read_text())["vocab_size"]
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+    with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
         asked = {
             "url": server.url, "max-concurrency": streams, "num-warmup": 1,
@@ -197,11 +197,28 @@ def measure(
             "output-len": output_len, "vocab-size": vocabulary,
             "num-clients": min(streams, options.clients), "save-result": file,
         }  # fmt: skip
+        words = [word for k, v in asked.items() for word in (f"--{k}", str(v))]
+        command = [sys.executable, "-m", "fastdeploy_core.cli.main", "bench", "serve", *words]
         spent_s = server.processor_s()
-        serve.run([word for k, v in asked.items() for word in (f"--{k}", str(v))])
-        spent_s = server.processor_s() - spent_s
-        (result,) = json.loads(file.read_text())
-    return {**result, "processors": spent_s / result["duration_s"]}
+        try:
+            # In a session of its own, so that a client that hangs is ended with its processes.
+            client = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            )
+            said = client.communicate(timeout=options.measured_within)[1]
+            (result,) = json.loads(file.read_text())
+        except subprocess.TimeoutExpired:
+            os.killpg(client.pid, signal.SIGKILL)
+            server.error = f"not measured within {options.measured_within:g} s"
+        except OSError:
+            server.error = " ".join(said.decode().splitlines()[-1:]) or "the client failed"
+        else:
+            if result["completed"]:
+                spent_s = server.processor_s() - spent_s
+                return {**result, "processors": spent_s / result["duration_s"]}
+            server.error = "it answered none of the requests"
+    print(f"{server.name}, {streams} streams: {server.error}", flush=True)
+    return None
 
 
 def main() -> None:
@@ -237,11 +254,11 @@ def main() -> None:
         print(
             f"{'streams':>7} {'':10}" + "".join(f"{x:>10}" for x in COLUMNS.values()) + "  failed"
         )
-        running = [server for server in servers if not server.error]
-        for server in running:
-            measure(server, max(options.streams), 1, 4, options)
+        for server in servers:
+            if not server.error:
+                measure(server, max(options.streams), 1, 4, options)
         for number, streams in enumerate(options.streams):
-            compare(running, streams, options.per_stream[number % len(options.per_stream)], options)
+            compare(servers, streams, options.per_stream[number % len(options.per_stream)], options)
     finally:
         for kind, within in ((signal.SIGTERM, 4.0), (signal.SIGKILL, 1.0)):
             for server in servers:
@@ -255,18 +272,21 @@ def compare(
 ) -> None:
     """One number of streams: a row for each server, and how they relate."""
     seen: dict[str, list[dict[str, Any]]] = {server.name: [] for server in servers}
-    for _ in range(options.rounds):
+    rows: dict[str, dict[str, float]] = {}
+    for left in reversed(range(options.rounds)):
         for server in servers:
-            result = measure(server, streams, per_stream, options.output_len, options)
-            seen[server.name].append(result)
-    rows = {
-        name: {key: statistics.median(r[key] for r in results) for key in COLUMNS}
-        for name, results in seen.items()
-    }
-    for name, row in rows.items():
-        failed = sum(r["failed"] for r in seen[name])
-        cells = "".join(f"{value:>10.4g}" for value in row.values())
-        print(f"{streams:>7} {name:10}{cells}{failed:>8}", flush=True)
+            result = None
+            if not server.error:
+                result = measure(server, streams, per_stream, options.output_len, options)
+            results = seen[server.name]
+            results += [result] if result else []
+            if left or not results:
+                continue
+            row = {key: statistics.median(r[key] for r in results) for key in COLUMNS}
+            rows[server.name] = row
+            failed = sum(r["failed"] for r in results)
+            cells = "".join(f"{value:>10.4g}" for value in row.values())
+            print(f"{streams:>7} {server.name:10}{cells}{failed:>8}", flush=True)
     if len(rows) == 2:
         ratios = (rows[OURS][key] / max(1e-9, rows[VLLM][key]) for key in COLUMNS)
         print(f"{'':7} {'ours / its':10}" + "".join(f"{x:>10.3g}" for x in ratios), flush=True)

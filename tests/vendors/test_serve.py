@@ -141,5 +141,5 @@ def test_engines_of_one_server_take_one_chip_each(
     # there are two chips, so the third engine is refused, and with it the start
     three = (*SMALL, "--data-parallel-size", "3")
     with server_on("dcu", folder, *three, **environment) as server:
-        assert server.wait(120) == 1
+        assert server.wait(120) == 2
         assert "engine 2: device 'dcu' has no chip 2: 2 visible" in server.log
