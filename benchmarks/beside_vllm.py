@@ -233,7 +233,7 @@ def main() -> None:
     started = commands(options, ports)
     settings = (f"{k}={v}" for k, v in os.environ.items() if k.startswith(("FD_", "VLLM_")))
     print("environment:", *sorted(settings))
-    servers = []
+    servers: list[Server] = []
     try:
         for name in (VLLM, OURS):
             if name == OURS and options.wait:
