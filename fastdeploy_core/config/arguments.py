@@ -234,15 +234,11 @@ def _batch_config(v: Mapping[str, Any], max_model_len: int) -> BatchConfig:
     tokens = v["max_num_batched_tokens"]
     if tokens is None:
         tokens = max(DEFAULT_BATCHED_TOKENS, num_seqs, v["block_size"])
-        tokens = min(tokens, max(max_model_len * num_seqs, v["block_size"]))
         if not chunked:
             tokens = max(tokens, max_model_len)
+    tokens = min(tokens, max(max_model_len * num_seqs, v["block_size"]))  # no step can have more
     rules = [
         (tokens < num_seqs, f"be at least --max-num-seqs ({num_seqs})"),
-        (
-            tokens > max(max_model_len * num_seqs, v["block_size"]),
-            f"not exceed --max-model-len times --max-num-seqs ({max_model_len * num_seqs})",
-        ),
         (
             chunked and tokens < v["block_size"],
             f"be at least --block-size ({v['block_size']}) with chunked prefill",
