@@ -37,7 +37,7 @@ Render = Callable[[Vectors, int], dict[str, Any]]
 
 # Which routes answer for a model of each task.
 ANSWERED = {
-    "embed": "/v1/embeddings, /v2/embed, /pooling, /score, /rerank",
+    "embed": "/v1/embeddings, /v1/embed, /v2/embed, /pooling, /score, /rerank",
     "classify": "/classify, /pooling, and /score and /rerank where it has one label",
     "reward": "/v1/reward, /pooling",
 }
@@ -68,19 +68,28 @@ async def _embeddings(http: Request) -> Response:
 
 
 async def _embed(http: Request) -> Response:
+    return await _cohere(http, "2")
+
+
+async def _older_embed(http: Request) -> Response:
+    return await _cohere(http, "1")
+
+
+async def _cohere(http: Request, version: str) -> Response:
     state, settings, body = await _read(http, EmbedRequest)
     _only(settings, "embed")
     given, call_id = body.as_input(state.config.pooling.get("prompts", {})), _id(http, body)
+    is_plain = version == "1" and not body.embedding_types
 
     def render(vectors: Vectors, num_tokens: int) -> dict[str, Any]:
         asked = body.embedding_types or ["float"]
         kinds = {kind: [encoded(v, kind) for v in vectors] for kind in asked}
         return {
             "id": call_id,
-            "response_type": "embeddings_by_type",
-            "embeddings": kinds,
-            "texts": body.texts,
-            "meta": {"api_version": {"version": "2"}, "billed_units": _units(num_tokens)},
+            "response_type": "embeddings_floats" if is_plain else "embeddings_by_type",
+            "embeddings": kinds["float"] if is_plain else kinds,
+            "texts": body.items(),
+            "meta": {"api_version": {"version": version}, "billed_units": _units(num_tokens)},
         }
 
     return await _answer_input(http, state, given, render, "texts")
@@ -165,6 +174,7 @@ async def _rerank(http: Request) -> Response:
 _ROUTES: dict[Callable[..., Any], tuple[type[PoolingFields], tuple[str, ...]]] = {
     _embeddings: (InputRequest, ("/v1/embeddings",)),
     _embed: (EmbedRequest, ("/v2/embed",)),
+    _older_embed: (EmbedRequest, ("/v1/embed",)),
     _pooling: (PoolingRequest, ("/pooling",)),
     _reward: (InputRequest, ("/v1/reward", "/v1/chat/reward")),
     _classify: (InputRequest, ("/classify", "/v1/classify")),

@@ -182,14 +182,24 @@ class RerankRequest(PairFields):
 
 
 class EmbedRequest(PoolingFields):
-    """Of /v2/embed, Cohere's."""
+    """Of /v1/embed and /v2/embed, Cohere's."""
 
-    texts: list[str]
+    texts: list[str] | None = None
+    inputs: list[Document] | None = None
+    images: list[str] | None = None
     input_type: str | None = None
     embedding_types: list[Literal["float", "base64", "binary", "ubinary"]] | None = None
     output_dimension: int | None = None
     truncate: Literal["NONE", "START", "END"] = "END"
     max_tokens: int | None = Field(default=None, ge=1)
+
+    def items(self) -> list[str]:
+        """What is embedded."""
+        if self.images is not None:
+            raise InvalidRequest("pictures have no embeddings here; give texts", param="images")
+        if (self.texts is None) == (self.inputs is None):
+            raise InvalidRequest("the body needs either texts or inputs", param="texts")
+        return self.texts or [text_of(item, "inputs") for item in self.inputs or ()]
 
     def as_input(self, prompts: Mapping[str, str]) -> InputRequest:
         """The same as a body of /v1/embeddings. prompts: what the model's authors write before
@@ -201,7 +211,7 @@ class EmbedRequest(PoolingFields):
             side = "left" if self.truncate == "START" else "right"
             cut = {"truncate_prompt_tokens": self.max_tokens or -1, "truncation_side": side}
         same = self.model_dump(include={"model", "priority", "request_id", "cache_salt"})
-        texts = [before + text for text in self.texts]
+        texts = [before + text for text in self.items()]
         return InputRequest(input=texts, dimensions=self.output_dimension, **same, **cut)
 
 

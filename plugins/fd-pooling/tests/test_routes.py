@@ -121,12 +121,27 @@ def test_the_cohere_clients_embed_and_rerank(server: Server, answers: dict[str, 
         embedding_types=["float"],
     )
     assert close(found.embeddings.float_, answers["qwen3-embedding"]["texts"])
+    older = cohere.Client("x", base_url=embeds)
+    # In several calls, since the client sends 96 texts at a time.
+    plain = older.embed(texts=TEXTS * 40, model="qwen3-embedding", input_type="search_document")
+    assert plain.response_type == "embeddings_floats" and plain.texts == TEXTS * 40
+    assert close(plain.embeddings, answers["qwen3-embedding"]["texts"] * 40)
+    typed = older.embed(texts=TEXTS, embedding_types=["float", "binary"])
+    assert close(typed.embeddings.float_, answers["qwen3-embedding"]["texts"])
+    given = [{"content": [{"type": "text", "text": text}]} for text in TEXTS]
+    parts = client.embed(model="qwen3-embedding", inputs=given, input_type="search_document")
+    assert close(parts.embeddings.float_, answers["qwen3-embedding"]["texts"])
+    picture = {"content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]}
+    for wrong in ({"images": ["data:image/png;base64,"]}, {"inputs": [picture]}):
+        with pytest.raises(cohere.errors.BadRequestError, match="texts|no text"):
+            client.embed(model="qwen3-embedding", input_type="image", **wrong)
     scores = answers["bert-cross"]["pairs"]
     order = np.argsort(-np.array(scores)).tolist()
     newer, older = cohere.ClientV2(api_key="x", base_url=cross), cohere.Client("x", base_url=cross)
+    asked: dict[str, Any] = {"model": "bert-cross", "query": QUERY, "documents": TEXTS, "top_n": 3}
     for ranked in (
-        newer.rerank(model="bert-cross", query=QUERY, documents=TEXTS, top_n=3),
-        older.rerank(model="bert-cross", query=QUERY, documents=TEXTS, top_n=3),
+        newer.rerank(**asked, max_tokens_per_doc=4096, priority=1),
+        older.rerank(**asked, return_documents=False, max_chunks_per_doc=10),
     ):
         assert [each.index for each in ranked.results] == order[:3]
         expected = [scores[number] for number in order[:3]]
