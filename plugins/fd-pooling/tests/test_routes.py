@@ -127,13 +127,15 @@ def test_the_cohere_clients_embed_and_rerank(server: Server, answers: dict[str, 
     assert plain.response_type == "embeddings_floats" and plain.texts == TEXTS * 40
     assert close(plain.embeddings, answers["qwen3-embedding"]["texts"] * 40)
     typed = older.embed(texts=TEXTS, embedding_types=["float", "binary"])
+    assert typed.response_type == "embeddings_by_type"
     assert close(typed.embeddings.float_, answers["qwen3-embedding"]["texts"])
-    given = [{"content": [{"type": "text", "text": text}]} for text in TEXTS]
+    given: Any = [{"content": [{"type": "text", "text": text}]} for text in TEXTS]
     parts = client.embed(model="qwen3-embedding", inputs=given, input_type="search_document")
     assert close(parts.embeddings.float_, answers["qwen3-embedding"]["texts"])
     picture = {"content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]}
-    for wrong in ({"images": ["data:image/png;base64,"]}, {"inputs": [picture]}):
-        with pytest.raises(cohere.errors.BadRequestError, match="texts|no text"):
+    wrongs: list[dict[str, Any]] = [{"images": ["data:image/png;base64,"]}, {"inputs": [picture]}]
+    for wrong in wrongs:
+        with pytest.raises(cohere.errors.BadRequestError, match=r"give texts|no text"):
             client.embed(model="qwen3-embedding", input_type="image", **wrong)
     scores = answers["bert-cross"]["pairs"]
     order = np.argsort(-np.array(scores)).tolist()
