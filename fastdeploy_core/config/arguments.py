@@ -74,6 +74,8 @@ def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder
         if ARGUMENTS[name].scope != "engine":
             raise ConfigError(f"{name} is an argument of the server, not of the engine")
     v = with_defaults(values)
+    if v["language_model_only"]:  # families build no tower where config.json describes none
+        v["hf_overrides"] = {**_mapping(v, "hf_overrides"), "vision_config": None}
     model = _model_config(v, find)
     v |= model.hf_config.get("engine_arguments", {})  # see contracts.small.PoolingLM
     return _record(

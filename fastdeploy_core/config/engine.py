@@ -167,6 +167,7 @@ class RequestSchedulerConfig:
 class MediaConfig:
     """Pictures in requests, for a model that takes them."""
 
+    language_model_only: bool = False  # no picture is taken, and nothing loaded that sees
     limit_mm_per_prompt: Mapping[str, int] = field(default_factory=dict)  # by kind
     allowed_media_domains: tuple[str, ...] = ()
     allowed_local_media_path: Path | None = None

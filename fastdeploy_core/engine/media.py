@@ -24,18 +24,13 @@ def media_processor(
     config: EngineConfig, resolved: ResolvedPlugins, *, is_trusted: bool = False
 ) -> MediaProcessor | None:
     """The processor of this model's family; None: it takes text. is_trusted: see MediaRules."""
-    family = resolved.load("model", config.model.architecture)
-    make = getattr(family, "media", None)
-    if make is None:
+    asked, model = config.media, config.model
+    make = getattr(resolved.load("model", model.architecture), "media", None)
+    if make is None or asked.language_model_only:
         return None
-    asked = config.media
-    rules = MediaRules(
-        asked.limit_mm_per_prompt,
-        asked.allowed_media_domains,
-        asked.allowed_local_media_path,
-        is_trusted,
-    )
-    processor: MediaProcessor = make(config.model.hf_config, config.model.path, rules)
+    places = asked.allowed_media_domains, asked.allowed_local_media_path
+    rules = MediaRules(asked.limit_mm_per_prompt, *places, is_trusted)
+    processor: MediaProcessor = make(model.hf_config, model.path, rules)
     return processor
 
 

@@ -110,7 +110,7 @@ class ModelRunner:
         """Where pictures of sequences are kept; None: they bring none."""
         batch, media = self._config.batch, self._config.media
         # Steps of fixed shapes have no place for vectors.
-        if not hasattr(model, "encode") or self._device.limits.step_buckets is not None:
+        if "embeddings" not in model.features or self._device.limits.step_buckets is not None:
             return None
         return SequenceMedia(self._device, model, batch.max_num_seqs, media.max_encoder_cache)
 

@@ -23,10 +23,13 @@ if TYPE_CHECKING:
 
 
 class VisionLM(GroupedQueryLM):
-    """Stands before the decoder's family among a class' bases. One instance per rank."""
+    """Stands before the decoder's family among a class' bases. One instance per rank. Without a
+    vision_config in config.json (--language-model-only) it has no tower and reads text."""
 
     features = frozenset({"embeddings", "positions"})
     vision: ClassVar[type[VisionTower]]
+    # What names of the tower's tensors contain, and those of the decoder that only pictures need.
+    tower_names: ClassVar[tuple[str, ...]] = ("visual.",)
     # How mrope_section deals rotary frequencies to the axes (0 time, 1 row, 2 column). "sections":
     # as many as it says, axis after axis. "interleaved": in turn as far as rows and columns have
     # some, then time. "pairs" (its numbers are of rows, columns, time): rows and columns in turn,
@@ -42,7 +45,8 @@ class VisionLM(GroupedQueryLM):
     def shapes(cls, config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
         """Shapes of one rank's decoder."""
         plain = plain_rotary(config)
-        cls.vision.read(plain)
+        if sees(config):
+            cls.vision.read(plain)
         axis_of_columns(config, cls.axes)
         return super().shapes(plain, tp_size, dtype)
 
@@ -52,7 +56,13 @@ class VisionLM(GroupedQueryLM):
         build.weights.rename("model.language_model.", "model.")
         build.weights.rename("model.visual.", "visual.")
         super().__init__(plain, build)
-        self._xp, self._tower = build.xp, self.vision(build, plain)
+        self._xp = build.xp
+        if not sees(config):
+            self.features = frozenset()
+            for name in self.tower_names:
+                build.weights.ignore(name)
+            return
+        self._tower = self.vision(build, plain)
         if self._tower.levels >= len(self.layers):
             raise ConfigError(
                 f"vision_config has vectors for {self._tower.levels} layers of the decoder, which "
@@ -96,6 +106,11 @@ class VisionLM(GroupedQueryLM):
         rows = rows.reshape([3, count, -1])
         axis = self._axis_of_column.reshape([1, 1, -1]).expand([1, count, -1])
         return xp.gather(rows, 0, axis).squeeze(0)
+
+
+def sees(config: Mapping[str, Any]) -> bool:
+    """Whether the model is asked for with its tower."""
+    return config.get("vision_config", ...) is not None
 
 
 def plain_rotary(config: Mapping[str, Any]) -> dict[str, Any]:

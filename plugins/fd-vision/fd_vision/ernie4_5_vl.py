@@ -24,7 +24,7 @@ from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.models.ernie import Ernie4_5_MoeForCausalLM
 from fastdeploy_core.models.reading import ConfigReader
 
-from .decoder import VisionLM, plain_rotary
+from .decoder import VisionLM, plain_rotary, sees
 from .positions import Run
 from .processor import GridProcessor, Made, Place, Written, image_rule
 from .qwen3_vl import Swapped
@@ -169,6 +169,7 @@ class Ernie4_5_VLMoeForConditionalGeneration(VisionLM, Ernie4_5_MoeForCausalLM):
 
     head_bias: ClassVar[str | bool] = False  # unlike the text family, whatever use_bias says
     vision = ErnieTower
+    tower_names = (".vision_model.", ".resampler_model.", ".mlp.vision.")
     axes = "pairs"
 
     @classmethod
@@ -202,6 +203,7 @@ class Ernie4_5_VLMoeForConditionalGeneration(VisionLM, Ernie4_5_MoeForCausalLM):
         ]
         shared_width = widths[0] * read.count("moe_num_shared_experts", default=0)
         bias = read.flag("use_bias", default=False)
+        kinds = ("", ".vision") if sees(read.config) else ("",)
 
         def make(build: ModelBuilder, prefix: str, number: int) -> Any:
             if number not in sparse:
@@ -212,7 +214,7 @@ class Ernie4_5_VLMoeForConditionalGeneration(VisionLM, Ernie4_5_MoeForCausalLM):
                     f"{prefix}.shared_experts", read.size("hidden_size"), shared_width, bias=bias,
                     reduce=False,
                 )  # fmt: skip
-            text, vision = (
+            text, *vision = (
                 build.moe_block(
                     name,
                     spec,
@@ -223,9 +225,9 @@ class Ernie4_5_VLMoeForConditionalGeneration(VisionLM, Ernie4_5_MoeForCausalLM):
                     else "",
                     bias_shape=(1, spec.routing.num_experts),
                 )
-                for name, (spec, width) in zip((prefix, f"{prefix}.vision"), sets, strict=True)
+                for name, (spec, width) in zip([prefix + k for k in kinds], sets, strict=False)
             )
-            return ModalityExperts(build, text, vision, self._routes)
+            return ModalityExperts(build, text, vision[0], self._routes) if vision else text
 
         return make
 

@@ -102,6 +102,7 @@ class PaddleOCRVLForConditionalGeneration(VisionLM, Ernie4_5ForCausalLM):
     interleaved = False
     tied = False
     vision = PaddleOCRTower
+    tower_names = ("visual.", "mlp_AR.")
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
         # Released checkpoints have them, and the model has no use for them.

@@ -20,7 +20,7 @@ from tiny import FAMILIES, Oracle, make, picture, prompt_of, runner_of
 
 from fastdeploy_core.api.llm import LLM
 from fastdeploy_core.contracts.model import MediaPart
-from fastdeploy_core.errors import ConfigError
+from fastdeploy_core.errors import ConfigError, InvalidRequest
 from fastdeploy_core.types import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
@@ -76,6 +76,21 @@ def test_greedy_tokens_are_transformers(llm: LLM, oracle: Oracle, case: str) -> 
     given = asked(oracle, CASES[case])
     (output,) = llm.generate(given, GREEDY, use_tqdm=False)
     assert output.outputs[0].token_ids == wanted(oracle, given)
+
+
+def test_the_text_half_alone_is_transformers_and_loads_no_tower(
+    llm: LLM, oracle: Oracle, family_folder: Path, fd_tensor: str
+) -> None:
+    given = asked(oracle, [])
+    options: dict[str, Any] = {"tensor_library": fd_tensor, "language_model_only": True}
+    with LLM(family_folder, **options, **ROOM) as half:
+        (output,) = half.generate(given["prompt"], GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == wanted(oracle, given)
+        placed, all_placed = (set(runner_of(one)._model.weights.placements) for one in (half, llm))
+        assert placed < all_placed
+        assert not [name for name in placed if "vision" in name or "visual" in name]
+        with pytest.raises(InvalidRequest, match="takes text only"):
+            half.generate(asked(oracle, CASES["one"]), GREEDY, use_tqdm=False)
 
 
 def test_far_behind_pictures_tokens_are_transformers(llm: LLM, oracle: Oracle) -> None:
