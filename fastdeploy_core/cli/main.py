@@ -32,9 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return commands.find(name)(rest)
     except FastDeployError as error:
         print(f"fastdeploy: error: {error}", file=sys.stderr)
-        # What keeps servers running learns that a start as asked fails each time.
         never = name == "serve" and isinstance(error, ConfigError | PluginError)
-        return EXIT_USAGE if never else EXIT_ERROR
+        return EXIT_USAGE if never else EXIT_ERROR  # EXIT_USAGE: nobody has to try again
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output left; there is nobody to tell
         return EXIT_ERROR

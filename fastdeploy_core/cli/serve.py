@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 
@@ -17,13 +18,10 @@ def main(argv: Sequence[str]) -> int:
     from .logs import setup_logging
 
     setup_logging(envs.read("FD_LOG_LEVEL"))  # arguments without effect are lines of the log, too
-    values, _ = parse_table(
-        argv,
-        "fastdeploy serve",
-        "Serve a model through an OpenAI-compatible API.",
-        ("engine", "server"),
-    )
+    about = "Serve a model through an OpenAI-compatible API."
+    values, _ = parse_table(argv, "fastdeploy serve", about, ("engine", "server"))
     if level := values.get("log_level"):
+        os.environ["FD_LOG_LEVEL"] = level  # of the processes that are started, too
         setup_logging(level)
     try:
         tempfile.gettempdir()  # sockets of the server's processes are made there

@@ -115,12 +115,8 @@ def _media_config(v: Mapping[str, Any]) -> MediaConfig:
     folder = v["allowed_local_media_path"]
     if folder is not None and not Path(folder).is_dir():
         raise ConfigError(f"--allowed-local-media-path {folder!r} is not a folder on this machine")
-    return _record(
-        MediaConfig,
-        v,
-        limit_mm_per_prompt=limits,
-        allowed_local_media_path=None if folder is None else Path(folder),
-    )
+    path = None if folder is None else Path(folder)
+    return _record(MediaConfig, v, limit_mm_per_prompt=limits, allowed_local_media_path=path)
 
 
 def _parallel_config(v: Mapping[str, Any]) -> ParallelConfig:
@@ -218,7 +214,7 @@ def _handover_config(v: Mapping[str, Any]) -> HandoverConfig:
 
 def _kv_events(v: Mapping[str, Any]) -> KVEventsConfig | None:
     flag, given = "--kv-events-config", _mapping(v, "kv_events_config")
-    events: KVEventsConfig = _from_section(KVEventsConfig, flag, given, {})
+    events = _from_section(KVEventsConfig, flag, given, {})
     if not events.enable_kv_cache_events or events.publisher == "null":
         return None
     if not events.endpoint.startswith(("tcp://", "ipc://")) or events.publisher != "zmq":
@@ -285,9 +281,11 @@ def _scheduler_config(v: Mapping[str, Any]) -> RequestSchedulerConfig:
     )
 
 
-def _from_section(section: Any, flag: str, given: Mapping[str, Any], start: dict[str, Any]) -> Any:
+def _from_section(
+    section: type[T], flag: str, given: Mapping[str, Any], start: dict[str, Any]
+) -> T:
     """A frozen section from its defaults and the JSON given, unknown keys refused."""
-    known = section.__dataclass_fields__
+    known = {field.name: field for field in fields(section)}  # type: ignore[arg-type]
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
@@ -308,11 +306,9 @@ def _structured_config(v: Mapping[str, Any]) -> StructuredOutputsConfig:
         "disable_any_whitespace": v["guided_decoding_disable_any_whitespace"],
     }
     given = _mapping(v, "structured_outputs_config")
-    flag = "--structured-outputs-config"
     if given.get("backend") == "guidance":  # vLLM's name, as for the flag
         given = {**given, "backend": "llguidance"}
-    section: StructuredOutputsConfig = _from_section(StructuredOutputsConfig, flag, given, start)
-    return section
+    return _from_section(StructuredOutputsConfig, "--structured-outputs-config", given, start)
 
 
 def _own_name(asked: str | None, path: Path) -> str:
@@ -335,9 +331,6 @@ def build_server_config(
             raise ConfigError("a key sha256:HEX must have 64 digits of 0-9a-f: SHA-256 of the key")
     if bool(v["ssl_keyfile"]) != bool(v["ssl_certfile"]):
         raise ConfigError("--ssl-keyfile and --ssl-certfile go together; give both or none")
-    for name in ("ssl_keyfile", "ssl_certfile"):
-        if v[name] and not Path(v[name]).is_file():
-            raise ConfigError(f"{ARGUMENTS[name].flag} {v[name]!r} is not a file")
     origins = v["allowed_origins"] or []
     if not isinstance(origins, list) or not all(isinstance(o, str) for o in origins):
         raise ConfigError("--allowed-origins must be a JSON list of strings")

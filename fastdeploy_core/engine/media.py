@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fastdeploy_core.config import EngineConfig
 from fastdeploy_core.contracts.model import MediaPart, MediaProcessor, MediaRules
@@ -30,8 +30,7 @@ def media_processor(
         return None
     places = asked.allowed_media_domains, asked.allowed_local_media_path
     rules = MediaRules(asked.limit_mm_per_prompt, *places, is_trusted)
-    processor: MediaProcessor = make(model.hf_config, model.path, rules)
-    return processor
+    return cast("MediaProcessor", make(model.hf_config, model.path, rules))
 
 
 def take_media(

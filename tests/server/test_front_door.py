@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -25,7 +26,7 @@ class Door:
     def __init__(self, count: int = 1, **config: object) -> None:
         self.health = EngineHealth(alive=True, ready=True)
         settings = server_config(**config)
-        self.listener = bind_socket(settings)
+        self.listener = bind_socket(replace(settings, ssl_certfile=None))  # no test reads a file
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.table = Occupancy(count)

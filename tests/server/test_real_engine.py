@@ -308,6 +308,10 @@ def test_broken_logits_fail_their_own_request_only(tmp_path: Path) -> None:
         (("--max-num-batched-tokens", "4", *NULL), "--max-num-batched-tokens 4"),
         (("--host", "256.1.1.1", *NULL), "cannot listen on"),
         (("--ssl-keyfile", "x", *NULL), "--ssl-certfile"),
+        (("--ssl-keyfile", "/x", "--ssl-certfile", "/y", *NULL), "cannot be used: No such file"),
+        (("--ssl-keyfile", __file__, "--ssl-certfile", __file__, *NULL), "cannot be used: [SSL"),
+        (("--uds", "/nowhere/socket", *NULL), "choose another with --uds"),
+        (("--uds", "x" * 120, *NULL), "path too long"),
     ],
 )
 def test_a_bad_start_is_one_line_and_an_error_code(

@@ -12,7 +12,7 @@ import tempfile
 
 import pytest
 
-from fastdeploy_core import __version__
+from fastdeploy_core import __version__, envs
 from fastdeploy_core.cli.main import main
 from fastdeploy_core.engine.processes.log_format import LineFormatter
 from fastdeploy_core.plugins.core_commands import CORE_COMMANDS
@@ -155,6 +155,15 @@ def test_environment_variables_with_bad_values_are_one_line() -> None:
     assert "FD_LOG_LEVEL" in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
     assert os.environ.get("FD_LOG_LEVEL") != "shouting"
+
+
+def test_the_level_of_the_log_is_that_of_all_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FD_LOG_LEVEL", "info")
+    assert main(["serve", "/nowhere", "--log-level", "error"]) == 2
+    assert envs.read("FD_LOG_LEVEL") == "error"  # which the engine's process reads
+    assert "is not a folder" in capsys.readouterr().err
 
 
 def test_a_machine_without_a_temporary_folder_is_one_line(
