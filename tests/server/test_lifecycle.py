@@ -252,7 +252,9 @@ def test_an_operator_drains_a_server_that_goes_on(
                 assert http.post(path, headers=headers).status_code == 401
         assert http.get("/drain", headers=operator).status_code == 405
         assert http.post("/tokenize", json={"prompt": "x"}, headers=operator).status_code == 401
-        assert http.get("/health/ready").status_code == 200
+        for path in ("/health/ready", "/behind/health/ready"):
+            assert http.get(path).status_code == 200
+        assert http.get("/behind/v1/models").status_code == 401
         for _ in range(2):
             answer = http.post("/drain", headers=operator)
             assert answer.json() == {"status": "draining", "server_load": 1}

@@ -140,7 +140,7 @@ class Hosts:
 
 
 def _is_open(scope: Scope) -> bool:
-    path, is_read = scope["path"], scope["method"] in ("GET", "HEAD")
+    path, is_read = route_path(scope), scope["method"] in ("GET", "HEAD")
     return path in OPEN_PATHS or (is_read and _PAGE.fullmatch(path) is not None)
 
 

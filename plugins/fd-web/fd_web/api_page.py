@@ -13,12 +13,12 @@ _HEAD: Final = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>FastDeploy's API</title>
-<link rel="icon" href="/ui/icon.svg">
-<link rel="stylesheet" href="/ui/docs.css">
+<link rel="icon" href="ui/icon.svg">
+<link rel="stylesheet" href="ui/docs.css">
 </head>
 <body>
 <h1>FastDeploy's API</h1>
-<p>Version {version}. The same for programs: <a href="/openapi.json">/openapi.json</a>.
+<p>Version {version}. The same for programs: <a href="openapi.json">/openapi.json</a>.
 A server with --api-key wants the key as <code>Authorization: Bearer KEY</code>.</p>
 """
 

@@ -21,11 +21,11 @@ ROOM = ("--num-gpu-blocks-override", "64", "--max-model-len", "1024", "--device"
 
 @pytest.fixture(scope="session")
 def server(fd_tensor: str) -> Iterator[ServerProcess]:
-    """Its key is "sesame"."""
+    """Its key is "sesame"; a proxy may have it below a path."""
     from tests.server_process import REPOSITORY, serving
 
     with serving(
         *(REPOSITORY / "models" / "ernie-tiny", *ROOM, "--tensor-library", fd_tensor),
-        *("--api-key", "sesame", "--served-model-name", "tiny"),
+        *("--api-key", "sesame", "--served-model-name", "tiny", "--root-path", "/below"),
     ) as process:
         yield process

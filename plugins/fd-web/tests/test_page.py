@@ -42,11 +42,11 @@ def open_page(browser: Any, server: ServerProcess) -> Iterator[Open]:
     asked: list[str] = []
     problems: list[str] = []
 
-    def opened(key: str = "sesame") -> Any:
+    def opened(key: str = "sesame", at: str = "/") -> Any:
         page = context.new_page()
         page.on("request", lambda request: asked.append(request.url))
         page.on("pageerror", lambda error: problems.append(str(error)))
-        page.goto(server.url + "/")
+        page.goto(server.url + at)
         page.get_by_label("API key").fill(key)
         page.get_by_role("button", name="Continue").click()
         return page
@@ -89,6 +89,21 @@ def test_an_answer_of_the_model_arrives_and_is_counted(open_page: Open) -> None:
     sync_api.expect(requests).not_to_have_text("0", timeout=20_000)
     first = page.get_by_role("row", name="First token")
     sync_api.expect(first).to_contain_text("s", timeout=20_000)
+
+
+def test_behind_a_proxy_all_is_asked_below_its_path(open_page: Open) -> None:
+    page, asked = open_page(at="/below/"), []
+    page.on("request", lambda request: asked.append(request.url))
+    page.reload()
+    page.locator(".health.ready").wait_for()
+    ask(page, "How many legs does a cat have?")
+    page.locator(".message.assistant footer").wait_for(timeout=60_000)
+    page.get_by_text("Installed plugins").click()
+    page.locator(".lines li", has_text="fd-web").wait_for()
+    asked += page.goto(page.url + "docs") and [page.locator("a").first.evaluate("a => a.href")]
+    paths = {url.partition("://")[2].partition("/")[2] for url in asked}
+    assert all(path.startswith("below/") for path in paths), paths
+    assert {"below/v1/chat/completions", "below/ui/docs.css", "below/openapi.json"} <= paths
 
 
 def test_the_state_says_why_each_plugin_was_chosen(open_page: Open) -> None:

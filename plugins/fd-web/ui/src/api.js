@@ -1,4 +1,4 @@
-// Requests to the server that this page came from. The key stays in this tab.
+// Requests to the server that this page came from, whose paths are below the page's own. The key stays in this tab.
 
 const KEY = 'fastdeploy-key'
 
@@ -34,7 +34,7 @@ export const json = async (path) =>
 // The chunks of a streamed chat completion.
 export async function* chat(body, signal) {
   const answer = await checked(
-    await fetch('/v1/chat/completions', {
+    await fetch('v1/chat/completions', {
       method: 'POST',
       headers: { ...headers(), 'content-type': 'application/json' },
       body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),

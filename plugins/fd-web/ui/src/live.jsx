@@ -22,7 +22,7 @@ export function Live({ state }) {
   useEffect(() => {
     const look = async () => {
       try {
-        history.current.add(parse(await text('/metrics')))
+        history.current.add(parse(await text('metrics')))
         setTurn((turn) => turn + 1)
       } catch {
         // the header says that the server cannot be reached
@@ -111,7 +111,7 @@ function Spark({ values }) {
 function Installed() {
   const [plugins, setPlugins] = useState(null)
   const open = async (event) => {
-    if (event.target.open && !plugins) setPlugins((await json('/plugins')).plugins)
+    if (event.target.open && !plugins) setPlugins((await json('plugins')).plugins)
   }
   const owners = Object.groupBy(plugins ?? [], ({ distribution }) => distribution)
   return (

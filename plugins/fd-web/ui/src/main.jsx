@@ -11,7 +11,7 @@ function App() {
 
   const look = useCallback(async () => {
     try {
-      setState(await json('/state'))
+      setState(await json('state'))
       setProblem(null)
     } catch (error) {
       setProblem(error)
