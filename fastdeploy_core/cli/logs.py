@@ -11,6 +11,8 @@ from fastdeploy_core.engine.processes.log_format import handlers
 def setup_logging(level: str = "info") -> None:
     """Send everything of this level and above to where logs go."""
     root = logging.getLogger()
+    for handler in root.handlers:
+        handler.close()
     root.handlers[:] = handlers()
     root.setLevel(level.upper())
     for noisy in ("uvicorn.error", "uvicorn.access", "asyncio", "httpx", "httpx2"):

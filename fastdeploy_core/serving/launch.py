@@ -174,10 +174,8 @@ async def running_app(
     _each_parser(server_config, find_soon)  # PluginNotFound, before a model is loaded
     plugins = Plugins(engine_config)
     starting = AsyncEngine.start(engine_config, plugins.resolved)
-    async with app_around(starting, engine_config, server_config, plugins.resolved) as (
-        app,
-        engine,
-    ):
+    made = app_around(starting, engine_config, server_config, plugins.resolved)
+    async with made as (app, engine):
         num_engines = engine_config.parallel.data_parallel_size
         _log_engine(engine.info, num_engines, time.monotonic() - started_at)
         yield app, engine
@@ -261,14 +259,8 @@ def _each_parser(config: ServerConfig, use: Callable[[str, str], object]) -> Non
 
 def _log_model(config: EngineConfig) -> None:
     model = config.model
-    logger.info(
-        "fastdeploy %s: model %s (%s, %s), context %d tokens",
-        __version__,
-        model.path.name,
-        model.architecture,
-        model.dtype,
-        model.max_model_len,
-    )
+    what = model.path.name, model.architecture, model.dtype, model.max_model_len
+    logger.info("fastdeploy %s: model %s (%s, %s), context %d tokens", __version__, *what)
 
 
 def _prepare_app(
@@ -276,9 +268,8 @@ def _prepare_app(
 ) -> tuple[Tokenizer, list[PluginRoutes], MediaProcessor | None]:
     """The slow parts of an app that need no engine."""
     model = config.model
-    importlib.import_module(".app", __package__)
-    importlib.import_module(".server", __package__)
-    importlib.import_module("fastdeploy_core.grammar.compiler")
+    for module in (".app", ".server", "..grammar.compiler"):
+        importlib.import_module(module, __package__)
     from fastdeploy_core.tokenizer import Tokenizer
 
     from .plugin_routes import plugin_routes
@@ -302,10 +293,8 @@ def _log_engine(info: EngineInfo, num_engines: int, seconds: float) -> None:
 
 
 def _log_ready(listener: socket.socket, config: ServerConfig) -> None:
-    if config.api_keys:
-        logger.info(
-            "%d api keys are accepted; every route but the probes needs one", len(config.api_keys)
-        )
+    if count := len(config.api_keys):
+        logger.info("%d api keys are accepted; every route but the probes needs one", count)
     elif config.uds is None and not config.host.startswith(_LOOPBACK):
         logger.warning(
             "no --api-key is set and the server listens on %s: everyone who reaches it may use it",
@@ -313,5 +302,4 @@ def _log_ready(listener: socket.socket, config: ServerConfig) -> None:
         )
     elif config.uds is None:
         logger.info("only this machine can connect; --api-key or --host opens the server to others")
-    names = ", ".join(config.served_names)
-    logger.info("serving %s at %s", names, url_of(listener, config))
+    logger.info("serving %s at %s", ", ".join(config.served_names), url_of(listener, config))

@@ -148,12 +148,9 @@ class ApiServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         self._occupancy.table.drain()
-        count = self._admission.in_flight
-        logger.info(
-            "shutting down: %d requests in flight get up to %g s, new ones are refused",
-            count,
-            self._grace_s,
-        )
+        count, grace_s = self._admission.in_flight, self._grace_s
+        said = "shutting down: %d requests in flight get up to %g s, new ones are refused"
+        logger.info(said, count, grace_s)
         await self._until_idle(self._grace_s)
         # The engine fails what still runs, so every stream ends with an error event.
         await self._engine.drain(0.0)

@@ -269,10 +269,11 @@ def test_the_unit_is_one_that_systemd_reads(tmp_path: Path) -> None:
     unit.read(DEPLOY / "fastdeploy.service")
     assert set(unit.sections()) == {"Unit", "Service", "Install"}
     words = unit["Service"]["ExecStart"].split()
-    from fd_launch.command import _parser
+    from fd_launch.command import CANNOT_START, _parser
 
     given, rest = _parser().parse_known_args(words[2:])
     assert not rest
+    assert unit["Service"]["RestartPreventExitStatus"] == str(CANNOT_START)
     # The router, then the servers, and a rest for their engines.
     assert int(unit["Service"]["TimeoutStopSec"]) > 2 * given.grace
     analyze = shutil.which("systemd-analyze")

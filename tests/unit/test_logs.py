@@ -49,6 +49,35 @@ def test_each_process_has_a_file_under_its_name(tmp_path: Path, root: logging.Lo
     assert "engine1/root: second" in files["engine1.log"]
 
 
+def test_servers_that_share_a_folder_have_files_of_their_own(
+    tmp_path: Path, root: logging.Logger
+) -> None:
+    """The one that came second would rename the other's file at midnight, over that of the day."""
+    program = (
+        "import logging, sys\n"
+        "from fastdeploy_core.engine.processes.log_format import handlers\n"
+        "logging.basicConfig(handlers=handlers()[1:])\n"
+        "logging.warning('of another server')\n"
+        "print(flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    words = [sys.executable, "-c", program]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        root.handlers[:] = [*handlers()[1:], *handlers("fastdeploy-engine")[1:]]
+        root.info("of this one")
+        root.handlers[0].doRollover()  # type: ignore[attr-defined]
+        root.info("the next day")
+        other.communicate()
+    files = {p.name: p.read_text() for p in (tmp_path / "logs").iterdir()}
+    assert "of another server" in files.pop("server.log")
+    assert "the next day" in files.pop("server.2.log")
+    assert "the next day" in files.pop("engine.log")
+    ((name, text),) = files.items()
+    assert name.startswith("server.2.log.20") and "of this one" in text
+
+
 def test_a_day_has_a_file_and_old_ones_go(
     tmp_path: Path, root: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:

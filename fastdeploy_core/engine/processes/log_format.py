@@ -2,18 +2,19 @@
 
 One line per record, for people or as JSON (FD_LOG_FORMAT): control characters are escaped, so that
 no text of a client can forge a line. They go to standard error and to a file for each process in
-FD_LOG_DIR, a new one every day.
+FD_LOG_DIR, a new one every day. Of several servers with one folder each has files of its own.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import logging.handlers
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from fastdeploy_core import envs
 from fastdeploy_core.errors import ConfigError
@@ -84,7 +85,20 @@ class DailyFile(logging.handlers.TimedRotatingFileHandler):
         kept = int(envs.read("FD_LOG_BACKUP_COUNT"))
         path = folder / f"{process.removeprefix('fastdeploy-') or 'server'}.log"
         super().__init__(path, when="midnight", backupCount=kept, delay=True, encoding="utf-8")
-        self._is_lost = False
+        self._is_lost, self._number = False, 1
+
+    def _open(self) -> TextIO:  # type: ignore[override]
+        """The file. One that another server writes to, and renames at midnight, stays its own."""
+        stream = super()._open()
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stream.close()
+            path, self._number = Path(self.baseFilename), self._number + 1
+            stem = path.name.partition(".")[0]
+            self.baseFilename = str(path.with_name(f"{stem}.{self._number}.log"))
+            return self._open()
+        return stream
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Said once: standard error has every line, and a full disk would fail each of them."""
@@ -95,6 +109,7 @@ class DailyFile(logging.handlers.TimedRotatingFileHandler):
     def name_process(self, name: str) -> None:
         """Later lines go to the file of this process."""
         self.close()
+        self._number = 1
         self.baseFilename = str(Path(self.baseFilename).with_name(f"{name}.log"))
 
 
