@@ -17,7 +17,7 @@ from fastdeploy_core.contracts.small import InstanceSpec, Launcher
 from fastdeploy_core.errors import ConfigError, WorkerError
 from fastdeploy_core.plugins import lookup
 
-from .processes import end_all
+from .processes import end_all, start
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class _Launch:
         urls = ",".join(f"http://{address}" for address in self._addresses.values())
         words = ["router", "--instances", urls, "--host", given.host, "--port", str(given.port)]
         words += ["--policy", given.policy, "--drain-timeout", str(given.grace)]
-        self._router = subprocess.Popen([sys.executable, "-P", *FASTDEPLOY, *words])  # noqa: S603
+        self._router = start([sys.executable, "-P", *FASTDEPLOY, *words])
 
     def _look(self) -> None:
         """Starts again what ended."""

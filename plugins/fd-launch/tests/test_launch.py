@@ -210,6 +210,20 @@ def test_what_cannot_work_is_said_at_once(command: Callable[..., Command]) -> No
         assert said in one.log, one.log
 
 
+def test_nothing_is_left_of_a_launch_that_was_killed(command: Callable[..., Command]) -> None:
+    launched, url, servers = _launch(command)
+    launched.process.kill()
+
+    def is_free(one: str) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", int(one.rpartition(":")[2]))).close()
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    wait_for(lambda: all(map(is_free, (url, *servers))), "all ports to be free", 20)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
