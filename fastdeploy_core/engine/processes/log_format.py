@@ -92,12 +92,13 @@ class DailyFile(logging.handlers.TimedRotatingFileHandler):
         stream = super()._open()
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            stream.close()
-            path, self._number = Path(self.baseFilename), self._number + 1
-            stem = path.name.partition(".")[0]
-            self.baseFilename = str(path.with_name(f"{stem}.{self._number}.log"))
-            return self._open()
+        except OSError as error:
+            if isinstance(error, BlockingIOError):  # and not a file system without locks
+                stream.close()
+                path, self._number = Path(self.baseFilename), self._number + 1
+                stem = path.name.partition(".")[0]
+                self.baseFilename = str(path.with_name(f"{stem}.{self._number}.log"))
+                return self._open()
         return stream
 
     def handleError(self, record: logging.LogRecord) -> None:
