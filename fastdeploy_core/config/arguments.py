@@ -49,7 +49,9 @@ __all__ = [
     "with_defaults",
 ]
 
-DEFAULT_BATCHED_TOKENS = 2048
+# By default a step has so many tokens for each sequence, within these limits. With fewer, prompts
+# queue before a server that is full of answers; with more, answers stand still for longer.
+TOKENS_OF_SEQUENCE, LEAST_TOKENS, MOST_TOKENS = 16, 2048, 8192
 
 T = TypeVar("T")
 
@@ -231,7 +233,8 @@ def _batch_config(v: Mapping[str, Any], max_model_len: int) -> BatchConfig:
     num_seqs, chunked = v["max_num_seqs"], v["enable_chunked_prefill"]
     tokens = v["max_num_batched_tokens"]
     if tokens is None:
-        tokens = max(DEFAULT_BATCHED_TOKENS, num_seqs, v["block_size"])
+        tokens = min(max(TOKENS_OF_SEQUENCE * num_seqs, LEAST_TOKENS), MOST_TOKENS)
+        tokens = max(tokens, num_seqs, v["block_size"])
         if not chunked:
             tokens = max(tokens, max_model_len)
     tokens = min(tokens, max(max_model_len * num_seqs, v["block_size"]))  # no step can have more
@@ -260,13 +263,8 @@ def _batch_config(v: Mapping[str, Any], max_model_len: int) -> BatchConfig:
             f"--long-prefill-token-threshold {threshold} must not exceed --max-model-len "
             f"({max_model_len})"
         )
-    return _record(
-        BatchConfig,
-        v,
-        max_num_batched_tokens=tokens,
-        policy=v["scheduling_policy"],
-        overlap=v["async_scheduling"],
-    )
+    own = {"policy": v["scheduling_policy"], "overlap": v["async_scheduling"]}
+    return _record(BatchConfig, v, max_num_batched_tokens=tokens, **own)
 
 
 def _scheduler_config(v: Mapping[str, Any]) -> RequestSchedulerConfig:
