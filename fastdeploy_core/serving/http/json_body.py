@@ -28,7 +28,8 @@ MAX_INT_CHARS = 20  # sign and 19 digits hold every 64-bit number
 BIG_BODY_BYTES = 64 * 1024  # bodies of more are parsed in a thread
 PIECE_BYTES = 2**16
 _SUSPECT_ESCAPE = re.compile(rb"\\u(?:[dD][89a-fA-F]|0000)")
-_SUSPECT_NUMBER = re.compile(rb"[0-9](?:[eE]|[0-9]{17})")  # all other numbers are within bounds
+_DIGITS = bytes.maketrans(b"123456789E", b"000000000e")
+_SUSPECT_NUMBERS = b"0e", b"0" * 18  # after _DIGITS; all other numbers are within bounds
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -105,7 +106,8 @@ def _look(raw: bytes) -> tuple[bool, bool]:
                 f"the body has too many parts; at most {MAX_KEYS} keys, lists and objects and "
                 f"{MAX_VALUES} values are possible; long texts are",
             )
-        is_suspect = is_suspect or _SUSPECT_NUMBER.search(last + piece) is not None
+        digits = (last + piece).translate(_DIGITS)  # a tenth of a regular expression's time
+        is_suspect = is_suspect or any(number in digits for number in _SUSPECT_NUMBERS)
         last = piece[-18:]
     return is_suspect, num_open > MAX_DEPTH
 
