@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     about = "Serve a model through an OpenAI-compatible API."
     values, _ = parse_table(argv, "fastdeploy serve", about, ("engine", "server"))
     if level := values.get("log_level"):
-        os.environ["FD_LOG_LEVEL"] = level  # of the processes that are started, too
+        os.environ.update(FD_LOG_LEVEL=level)  # of the processes that are started, too
         setup_logging(level)
     try:
         tempfile.gettempdir()  # sockets of the server's processes are made there
