@@ -49,9 +49,7 @@ __all__ = [
     "with_defaults",
 ]
 
-# By default a step has so many tokens for each sequence, within these limits. With fewer, prompts
-# queue before a server that is full of answers; with more, answers stand still for longer.
-TOKENS_OF_SEQUENCE, LEAST_TOKENS, MOST_TOKENS = 16, 2048, 8192
+DEFAULT_BATCHED_TOKENS = 2048
 
 T = TypeVar("T")
 
@@ -233,8 +231,7 @@ def _batch_config(v: Mapping[str, Any], max_model_len: int) -> BatchConfig:
     num_seqs, chunked = v["max_num_seqs"], v["enable_chunked_prefill"]
     tokens = v["max_num_batched_tokens"]
     if tokens is None:
-        tokens = min(max(TOKENS_OF_SEQUENCE * num_seqs, LEAST_TOKENS), MOST_TOKENS)
-        tokens = max(tokens, num_seqs, v["block_size"])
+        tokens = max(DEFAULT_BATCHED_TOKENS, num_seqs, v["block_size"])
         if not chunked:
             tokens = max(tokens, max_model_len)
     tokens = min(tokens, max(max_model_len * num_seqs, v["block_size"]))  # no step can have more
