@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from fastdeploy_core.errors import InvalidRequest
-from fastdeploy_core.serving.openai.schemas.common import ApiModel
 
 from . import checks
 from .conversation import Conversation, Part
@@ -45,13 +44,13 @@ _ROLES = ("user", "assistant", "system", "developer")
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class ResponsesRequest(ApiModel):
+class ResponsesRequest(checks.AgentBody):
     """A conversation to be continued. `input` and others of many forms are read further below."""
 
-    also_known: ClassVar[frozenset[str]] = frozenset(
-        {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier"}
-        | {"service_tier", "client_metadata", "max_tool_calls", "stream_options", "moderation"}
-    )
+    also_known: ClassVar[frozenset[str]] = checks.AgentBody.also_known | {
+        *("prompt_cache_retention", "prompt_cache_options", "service_tier", "client_metadata"),
+        *("stream_options", "moderation"),
+    }
 
     model: str | None = Field(default=None, max_length=256)
     input: Any = None
@@ -69,6 +68,9 @@ class ResponsesRequest(ApiModel):
     include: list[Any] | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    max_tool_calls: int | None = None  # of tools that a vendor's server runs; here are none
     truncation: str | None = None
     store: bool | None = None  # true is taken, and answered with false
     previous_response_id: str | None = None
@@ -100,6 +102,8 @@ def read(
         "top_p": body.top_p,
         "parallel_tool_calls": body.parallel_tool_calls,
     }
+    if checks.one_of(body.truncation or "disabled", ("auto", "disabled"), "truncation") == "auto":
+        fields["truncate_prompt_tokens"] = -1
     choice = _tool_choice(body.tool_choice, tools)
     if tools.functions:
         fields.update(tools=list(tools.functions.values()), tool_choice=choice)

@@ -19,7 +19,7 @@ from fastdeploy_core.serving.respond import answer, json_response
 from fastdeploy_core.serving.state import ServerState
 
 from . import messages_request, responses_request
-from .checks import named_as
+from .checks import AgentBody, named_as
 from .conversation import Conversation, placed, shows_system_in_place
 from .job import AgentJob, frames
 from .messages_answer import MessageWriter, error_body
@@ -28,7 +28,7 @@ from .responses_answer import ResponseWriter
 from .responses_request import ResponsesRequest
 from .tools import Tools
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound=AgentBody)
 Reader = Callable[[Body, bool, bool], tuple[dict[str, Any], Conversation, Tools]]
 
 
@@ -112,9 +112,8 @@ async def _chat(
             known = getattr(http.state, "ignored_fields", [])
             http.state.ignored_fields = [*known, *conversation.ignored]
         messages = placed(conversation.messages, shows_system_in_place(state.tokenizer))
-        given = {name: value for name, value in fields.items() if value is not None}
         with named_as(names):
-            chat = ChatCompletionRequest(messages=messages, **given)
+            chat = ChatCompletionRequest(messages=messages, **body.chat_fields(fields))
             call = call_of(http, chat)
             return call, ChatJob(state, chat, call), tools
 

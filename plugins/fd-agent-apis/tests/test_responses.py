@@ -176,3 +176,26 @@ def test_what_frameworks_send_is_answered(http: httpx.Client) -> None:
     answer = http.post("/v1/responses", json=FRAMEWORK)
     assert answer.status_code == 200, answer.text
     openai.types.responses.Response.model_validate(answer.json())
+
+
+def test_fields_of_vllm_have_their_effect(oai: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "any", "input": QUESTION, "temperature": 0}
+    switch = {"enable_thinking": False}
+    more = {"request_id": "mine", "stop": ["is"], "chat_template_kwargs": switch, "seed": 5}
+    stopped = oai.responses.with_raw_response.create(**asked, extra_body=more)
+    answer = stopped.parse()
+    assert (answer.id, answer.output_text) == ("resp_mine", "The capital of China ")
+    assert "x-ignored-fields" not in stopped.headers
+    with pytest.raises(openai.BadRequestError, match="top_k"):
+        oai.responses.create(**asked, extra_body={"top_k": -2})
+
+
+def test_a_long_input_is_cut_where_it_may_be(oai: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "any", "input": "word " * 3000, "max_output_tokens": 8}
+    with pytest.raises(openai.BadRequestError, match="too long"):
+        oai.responses.create(**asked)
+    answer = oai.responses.create(**asked, truncation="auto", safety_identifier="s")
+    assert answer.usage is not None and answer.usage.input_tokens == 2048 - 8
+    assert (answer.truncation, answer.safety_identifier) == ("auto", "s")
+    with pytest.raises(openai.BadRequestError, match="truncation is 'tail'"):
+        oai.responses.create(**asked, extra_body={"truncation": "tail"})
