@@ -85,6 +85,21 @@ def test_echo_puts_the_last_message_before_the_answer_if_it_is_the_assistants(
     assert "".join(d.get("content") or "" for d in deltas) == expected
 
 
+def test_a_turn_that_a_model_broke_off_does_not_end_the_conversation(client: httpx.Client) -> None:
+    """Agents send back what they got: arguments that max_tokens cut, a turn of thinking alone."""
+    function = {"name": "f", "arguments": '{"city": "Par'}
+    cut = {
+        "role": "assistant",
+        "tool_calls": [{"id": "a", "type": "function", "function": function}],
+    }
+    result = {"role": "tool", "tool_call_id": "a", "content": "no JSON"}
+    thought = {"role": "assistant", "content": None, "reasoning_content": "Hm"}
+    for turns in ([cut, result], [thought, *CHAT["messages"]]):
+        body = {**CHAT, "messages": [*CHAT["messages"], *turns]}
+        answer = client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+
+
 def test_an_idle_connection_outlives_an_agents_tool() -> None:
     assert ServerConfig().keep_alive_s == 900
 
