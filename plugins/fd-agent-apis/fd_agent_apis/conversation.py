@@ -30,6 +30,13 @@ class Conversation:
         self.messages: list[Message] = []
         self.ignored: list[str] = []
 
+    @property
+    def shows_pictures(self) -> bool:
+        """Whether a user or a tool showed one."""
+        contents = (message.get("content") for message in self.messages)
+        parts = (part for content in contents if isinstance(content, list) for part in content)
+        return any(part["type"] != "text" for part in parts)
+
     def system(self, texts: Sequence[str]) -> None:
         """Instructions, at the beginning or later."""
         if any(texts):

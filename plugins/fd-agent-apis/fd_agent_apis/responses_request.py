@@ -30,11 +30,12 @@ NAMES = {
     "response_format": "text.format",
     "structured_outputs": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "logprobs": "top_logprobs",
 }
-_STATELESS = "nothing is stored here; send the whole conversation in input"
+STATELESS = "nothing is stored here; send the whole conversation in input"
 _REFUSED = {
-    "previous_response_id": f"previous_response_id is not possible: {_STATELESS}",
-    "conversation": f"conversation is not possible: {_STATELESS}",
+    "previous_response_id": f"previous_response_id is not possible: {STATELESS}",
+    "conversation": f"conversation is not possible: {STATELESS}",
     "background": "background is not possible: answers are not stored; use stream",
     "prompt": "prompt is not possible: no prompt templates are stored; use instructions and input",
 }
@@ -86,7 +87,6 @@ def read(
     for field, reason in _REFUSED.items():
         if getattr(body, field):
             raise InvalidRequest(reason, param=field)
-    _refuse_logprobs(body)
     conversation, tools = Conversation(takes_pictures), Tools()
     if body.instructions:
         conversation.system([body.instructions])
@@ -101,8 +101,11 @@ def read(
         "temperature": body.temperature,
         "top_p": body.top_p,
         "parallel_tool_calls": body.parallel_tool_calls,
+        "logprobs": bool(body.top_logprobs) or _LOGPROBS in (body.include or ()) or None,
+        "top_logprobs": body.top_logprobs or None,
     }
-    if checks.one_of(body.truncation or "disabled", ("auto", "disabled"), "truncation") == "auto":
+    truncation = checks.one_of(body.truncation or "disabled", ("auto", "disabled"), "truncation")
+    if truncation == "auto" and not conversation.shows_pictures:  # they cannot be cut
         fields["truncate_prompt_tokens"] = -1
     choice = _tool_choice(body.tool_choice, tools)
     if tools.functions:
@@ -112,16 +115,6 @@ def read(
         fields["response_format"] = wanted
     fields.update(_thinking(body.reasoning, has_thinking))
     return fields, conversation, tools
-
-
-def _refuse_logprobs(body: ResponsesRequest) -> None:
-    field = "top_logprobs" if body.top_logprobs else "include"
-    if body.top_logprobs or _LOGPROBS in (body.include or ()):
-        raise InvalidRequest(
-            f"{field} asks for log-probabilities, which only /v1/chat/completions and "
-            "/v1/completions have",
-            param=field,
-        )
 
 
 def _read_input(given: Any, conversation: Conversation, tools: Tools) -> None:
@@ -147,7 +140,7 @@ def _read_input(given: Any, conversation: Conversation, tools: Tools) -> None:
         elif kind == "additional_tools":
             _read_tools(item.get("tools"), f"{where}.tools", tools, conversation)
         elif kind == "item_reference":
-            raise InvalidRequest(f"{where} is an item_reference: {_STATELESS}", param=where)
+            raise InvalidRequest(f"{where} is an item_reference: {STATELESS}", param=where)
         else:
             checks.refuse_what_is_not_text(kind, where)
             checks.name(kind, f"{where}.type")

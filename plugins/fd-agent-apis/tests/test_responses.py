@@ -199,3 +199,30 @@ def test_a_long_input_is_cut_where_it_may_be(oai: openai.OpenAI) -> None:
     assert (answer.truncation, answer.safety_identifier) == ("auto", "s")
     with pytest.raises(openai.BadRequestError, match="truncation is 'tail'"):
         oai.responses.create(**asked, extra_body={"truncation": "tail"})
+
+
+def test_log_probabilities_are_those_of_chat(oai: openai.OpenAI) -> None:
+    user: Any = [{"role": "user", "content": QUESTION}]
+    chat = oai.chat.completions.create(
+        model="any", messages=user, temperature=0, logprobs=True, top_logprobs=2
+    )
+    assert chat.choices[0].logprobs is not None
+    expected = [token.model_dump() for token in chat.choices[0].logprobs.content or ()][:-1]
+    asked: dict[str, Any] = {"model": "any", "input": QUESTION, "temperature": 0, "top_logprobs": 2}
+    asked["include"] = ["message.output_text.logprobs"]
+    part = oai.responses.create(**asked).output[0].content[0]
+    assert [token.model_dump() for token in part.logprobs] == expected  # without the end of text
+    with oai.responses.stream(**asked) as stream:
+        shown = [event for event in stream if event.type == "response.output_text.delta"]
+        whole = stream.get_final_response().output[0].content[0]
+    tokens = [token.token for event in shown for token in event.logprobs]
+    assert "".join(tokens) == ANSWER and tokens == [token["token"] for token in expected]
+    assert whole.logprobs == part.logprobs
+    thinking = oai.responses.create(**asked, reasoning={"effort": "high"}).output[-1].content[0]
+    assert "".join(token.token for token in thinking.logprobs).endswith(ANSWER)
+
+
+def test_what_is_stored_elsewhere_is_not_here(oai: openai.OpenAI) -> None:
+    for ask in (oai.responses.retrieve, oai.responses.delete, oai.responses.cancel):
+        with pytest.raises(openai.NotFoundError, match="nothing is stored here"):
+            ask("resp_1")

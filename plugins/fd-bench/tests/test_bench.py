@@ -55,7 +55,10 @@ def test_each_benchmark_explains_itself(kind: str, capsys: pytest.CaptureFixture
         (["bench", "throughput", "--num-prompts", "many"], "--num-prompts: expected a whole"),
         (["bench", "serve", "--goodput", "speed:3"], "--goodput"),
         (["bench", "latency"], "no model given"),
-        (["bench", "serve", "--base-url", "http://127.0.0.1:9", *VLLM], "the server does not answer"),
+        (
+            ["bench", "serve", "--base-url", "http://127.0.0.1:9", *VLLM],
+            "the server does not answer",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_an_exit_code(
