@@ -367,6 +367,14 @@ def test_a_wrong_yaml_file_is_refused_by_name(tmp_path: Path, text: str, words: 
     assert "fd.yaml" in str(caught.value)
 
 
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name"])
+@pytest.mark.parametrize("value", ["", " "])
+def test_no_key_and_no_name_is_empty(flag: str, value: str) -> None:
+    """As of an unset variable, which would leave the server open."""
+    with pytest.raises(ConfigError, match=f"{flag} must be a list of strings that are not empty"):
+        parse(flag, value)
+
+
 def test_a_secret_is_not_repeated_in_errors() -> None:
     with pytest.raises(ConfigError) as caught:
         normalise({"api_key": 12345})
