@@ -105,8 +105,6 @@ def test_version_in_three_spellings(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "words"),
     [
         (["serv"], "did you mean 'serve'"),
-        (["doctr"], "did you mean 'plugins doctor'"),
-        (["plugins", "serv"], "did you mean 'serve'"),
         (["serve"], "no model given"),
         (["serve", "/nowhere"], "is not a folder"),
         (["run-batch", "--inptu-file", "x"], "did you mean --input-file?"),
@@ -131,6 +129,12 @@ def test_mistakes_are_one_line_and_an_exit_code(
 def test_no_command_shows_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "usage: fastdeploy" in capsys.readouterr().out
+
+
+def test_a_command_of_another_group_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    for asked, found in (("doctor", "plugins doctor"), ("plugins serv", "serve")):
+        assert main(asked.split()) == 1
+        assert f"did you mean '{found}'?" in capsys.readouterr().err
 
 
 def test_a_log_line_cannot_be_forged() -> None:
