@@ -129,6 +129,8 @@ class ResponseWriter:
                 yield self._event(f"{name}.delta", **place, delta=given)
                 yield self._event(f"{name}.done", **place, input=given)
             else:
+                if not block.text:
+                    yield self._event(f"{name}.delta", **place, delta=given)
                 yield self._event(f"{name}.done", **place, name=tool.name, arguments=given)
             yield self._done(block, _call_item(tool, item_id, block.call_id, given))
 

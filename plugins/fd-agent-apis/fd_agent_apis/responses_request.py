@@ -114,7 +114,14 @@ def read(
     if choice in ("auto", "none"):  # a forced call has the form of its own schema
         fields["response_format"] = wanted
     fields.update(_thinking(body.reasoning, has_thinking))
+    if conversation.messages[-1]["role"] == "assistant" and _is_begun(body.input[-1]):
+        fields["continue_final_message"] = True
     return fields, conversation, tools
+
+
+def _is_begun(item: dict[str, Any]) -> bool:
+    """Whether a text of the assistant is to be continued where it ends, as in vLLM."""
+    return "role" in item and item.get("status") in ("in_progress", "incomplete")
 
 
 def _read_input(given: Any, conversation: Conversation, tools: Tools) -> None:

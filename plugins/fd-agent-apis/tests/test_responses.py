@@ -226,3 +226,13 @@ def test_what_is_stored_elsewhere_is_not_here(oai: openai.OpenAI) -> None:
     for ask in (oai.responses.retrieve, oai.responses.delete, oai.responses.cancel):
         with pytest.raises(openai.NotFoundError, match="nothing is stored here"):
             ask("resp_1")
+
+
+def test_an_answer_that_was_begun_is_continued(oai: openai.OpenAI) -> None:
+    begun = {"type": "message", "role": "assistant", "id": "msg_1", "status": "incomplete"}
+    begun["content"] = [{"type": "output_text", "text": "The capital of"}]
+    turns: list[Any] = [{"role": "user", "content": QUESTION}, begun]
+    asked: dict[str, Any] = {"model": "any", "temperature": 0}
+    assert oai.responses.create(**asked, input=turns).output_text == " China is Beijing."
+    turns[1] = {**begun, "status": "completed"}
+    assert oai.responses.create(**asked, input=turns).output_text != " China is Beijing."
