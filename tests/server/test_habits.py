@@ -133,6 +133,16 @@ def test_no_answers_are_refused_on_both_routes(client: httpx.Client, route: str)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
 
 
+def test_a_schema_beside_json_object_binds() -> None:
+    """As clients of llama.cpp spell it; it was ignored."""
+    schema = {"enum": [1]}
+    for more, json in (({"schema": schema}, schema), ({}, None)):
+        asked = {"type": "json_object", **more}
+        constraint = ChatCompletionRequest(**CHAT, response_format=asked).constraint()
+        assert constraint is not None and constraint.json == json
+        assert bool(constraint.json_object) == (json is None)
+
+
 def test_vllms_whole_structured_outputs_object_is_taken() -> None:
     nothing = dict.fromkeys(("regex", "choice", "grammar", "json_object", "structural_tag"))
     switches = dict.fromkeys(("disable_fallback", "disable_any_whitespace"), False)
