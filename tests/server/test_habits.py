@@ -136,7 +136,7 @@ def test_no_answers_are_refused_on_both_routes(client: httpx.Client, route: str)
 def test_a_schema_beside_json_object_binds() -> None:
     """As clients of llama.cpp spell it; it was ignored."""
     schema = {"enum": [1]}
-    for more, json in (({"schema": schema}, schema), ({}, None)):
+    for more, json in (({"schema": schema}, schema), ({"schema": {}}, None), ({}, None)):
         asked = {"type": "json_object", **more}
         constraint = ChatCompletionRequest(**CHAT, response_format=asked).constraint()
         assert constraint is not None and constraint.json == json

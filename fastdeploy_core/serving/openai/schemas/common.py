@@ -255,8 +255,8 @@ def _from_format(wanted: ResponseFormat) -> dict[str, Any] | None:
     if wanted.type == "text":
         return None
     if wanted.type == "json_object":  # with a schema as clients of llama.cpp spell it
-        schema = (wanted.model_extra or {}).get("schema")
-        return {"json": schema} if isinstance(schema, dict) else {"json_object": True}
+        given = (wanted.model_extra or {}).get("schema") or None
+        return {"json": given} if isinstance(given, dict) else {"json_object": True}
     if wanted.type == "json_schema":
         if wanted.json_schema is None or wanted.json_schema.schema_ is None:
             raise InvalidRequest(
