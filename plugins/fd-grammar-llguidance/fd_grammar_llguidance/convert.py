@@ -81,36 +81,62 @@ def _overrides(options: Mapping[str, Any]) -> Any:
 
 
 def _prepared(schema: Any, options: Mapping[str, Any]) -> Any:
-    """Set additionalProperties: false in every object that lists properties and does not set it,
-    and leave out formats that are not known: to JSON Schema they are notes.
+    """The schema as llguidance takes it: formats that it does not know are left out, since to JSON
+    Schema they are notes, and an object that lists its properties takes no others, unless it says
+    so with additionalProperties.
 
     A schema with allOf stays open: its branches describe one object together.
     """
     is_closed = options.get("disable_additional_properties", True)
-    return _node(schema, is_closed and "allOf" not in json.dumps(schema))
+    return _node(schema, schema, is_closed and "allOf" not in json.dumps(schema))
 
 
-def _node(node: Any, is_closed: bool) -> Any:
+def _node(node: Any, root: Any, is_closed: bool) -> Any:
     if not isinstance(node, dict):
         return node
+    node = _with_listed_names(node, root)
     made = dict(node)
     for key in _SCHEMA_KEYS:
         if key in node:
-            made[key] = _node(node[key], is_closed)
+            made[key] = _node(node[key], root, is_closed)
     for key in _LIST_KEYS:
         if isinstance(node.get(key), list):
-            made[key] = [_node(item, is_closed) for item in node[key]]
+            made[key] = [_node(item, root, is_closed) for item in node[key]]
     for key in _MAP_KEYS:
         if isinstance(node.get(key), dict):
-            made[key] = {name: _node(item, is_closed) for name, item in node[key].items()}
+            made[key] = {name: _node(item, root, is_closed) for name, item in node[key].items()}
     if isinstance(node.get("additionalProperties"), dict):
-        made["additionalProperties"] = _node(node["additionalProperties"], is_closed)
+        made["additionalProperties"] = _node(node["additionalProperties"], root, is_closed)
     if isinstance(node.get("format"), str) and node["format"] not in _FORMATS:
         del made["format"]
     open_words = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"}
     if is_closed and "properties" in node and not open_words & node.keys():
         made["additionalProperties"] = False
     return made
+
+
+def _with_listed_names(node: dict[str, Any], root: Any) -> dict[str, Any]:
+    """propertyNames that are listed, as pydantic writes them for dict[Literal[...], ...], become
+    properties, of which none is required."""
+    names = node.get("propertyNames")
+    if isinstance(names, dict) and isinstance(names.get("$ref"), str):
+        names = _target(names["$ref"], root)
+    listed = names.get("enum") if isinstance(names, dict) else None
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        return node
+    if {"properties", "patternProperties"} & node.keys():
+        return node
+    made = {key: value for key, value in node.items() if key != "propertyNames"}
+    made["properties"] = dict.fromkeys(listed, node.get("additionalProperties", {}))
+    return {**made, "additionalProperties": False}
+
+
+def _target(reference: str, root: Any) -> Any:
+    """What a reference such as #/$defs/Color points to; None if it is elsewhere."""
+    found = root if reference.startswith("#/") else None
+    for part in reference.split("/")[1:]:
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
 
 
 def _text_grammar(kind: str, source: str) -> str:
