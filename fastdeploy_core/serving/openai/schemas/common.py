@@ -147,7 +147,7 @@ class SamplingFields(ApiModel):
 
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(
-        default=None, min_length=1, max_length=MAX_CACHE_SALT_CHARS, pattern=r"^[^@/\\\s]+$"
+        default=None, min_length=1, max_length=MAX_CACHE_SALT_CHARS, pattern=r"^[^@\\\s]+$"
     )
     prompt_token_ids: list[int] | None = Field(default=None, max_length=MAX_TOKEN_IDS)
     return_token_ids: bool | None = None
