@@ -331,6 +331,8 @@ def _prepare_message(
         raise InvalidRequest(f"{where} must be an object with a role", param="messages")
     message: dict[str, Any] = given
     content = message.get("content")
+    if content is None and not message.get("tool_calls"):
+        content = message["content"] = ""  # the turn ended in its thinking
     if isinstance(content, list) or (content is None and keep_parts):  # beside calls of tools
         parts = TextParts(_parts(content or [], where, kinds if keep_parts else ()))
         message["content"] = parts if keep_parts else str(parts)
