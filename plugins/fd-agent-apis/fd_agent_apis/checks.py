@@ -43,7 +43,7 @@ class AgentBody(ApiModel):
     def chat_fields(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """The chat request's fields: `own` ones, which this API has, and the others."""
         given = {key: value for key, value in (self.model_extra or {}).items() if key in _OF_CHAT}
-        fields = {**given, **own}
+        fields = {**given, **{key: value for key, value in own.items() if value is not None}}
         switches = given.get("chat_template_kwargs")
         if isinstance(switches, dict):
             fields["chat_template_kwargs"] = {**own.get("chat_template_kwargs", {}), **switches}

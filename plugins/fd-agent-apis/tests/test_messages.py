@@ -216,5 +216,7 @@ def test_fields_of_vllm_have_their_effect(http: httpx.Client) -> None:
     answer = http.post("/v1/messages", json={**body, **off})
     assert answer.json()["content"] == [{"type": "text", "text": "Rome"}]
     assert "x-ignored-fields" not in answer.headers
+    stopped = http.post("/v1/messages", json={"messages": HI, "max_tokens": 40, "stop": ["is"]})
+    assert stopped.json()["stop_sequence"] == "is"
     wrong = http.post("/v1/messages", json={**body, "seed": "1"})
     assert wrong.status_code == 400 and "seed" in wrong.json()["error"]["message"]
