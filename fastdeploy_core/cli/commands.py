@@ -139,11 +139,12 @@ def _unknown(name: str, installed: set[str]) -> Exception:
         )
     group = next((g for g in GROUPS if name.startswith(f"{g}.")), "")
     names = dict.fromkeys([*CORE_COMMANDS, *GROUPS, *sorted(installed), *known])
+    # one of another group may be meant; of two of the same end, that without a group comes last
+    ends = {n.rpartition(".")[2]: n for n in sorted(names, key=lambda n: "." not in n)}
     there = list(_in_group(names, group))
-    near = difflib.get_close_matches(words.split()[-1], there, n=1)
-    hint = (
-        f"did you mean {f'{group} {near[0]}'.strip()!r}?"
-        if near
-        else f"possible: {', '.join(there)}"
-    )
+    near = difflib.get_close_matches(words.split()[-1], [*there, *ends], n=1)
+    hint = f"possible: {', '.join(there)}"
+    if near:
+        meant = f"{group}.{near[0]}".strip(".") if near[0] in there else ends[near[0]]
+        hint = f"did you mean {meant.replace('.', ' ')!r}?"
     return ConfigError(f"unknown command {words!r}; {hint}")

@@ -236,18 +236,17 @@ def read_config_file(path: str | None) -> dict[str, Any]:
 
     try:
         text = Path(path).read_text(encoding="utf-8")
+        content, node = yaml.safe_load(text) or {}, yaml.compose(text, yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path!r} cannot be read: {error}") from error
-    try:
-        content = yaml.safe_load(text)
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         line = f" in line {where.line + 1}" if where is not None else ""
         raise ConfigError(f"--config {path!r} is not valid YAML{line}") from error
-    if content is None:
-        return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"--config {path!r} must map argument names to values")
+    if len(content) < len(node.value if isinstance(node, yaml.MappingNode) else ()):
+        raise ConfigError(f"--config {path!r} gives a name twice")
     try:
         return normalise(content)
     except ConfigError as error:

@@ -122,7 +122,7 @@ _ARTICLE = {
     "float": "a number",
     "bool": "true or false",
     "json": "JSON",
-    "list": "a list of strings",
+    "list": "a list of strings that are not empty",
     "ints": "a list of integers",
 }
 
@@ -176,8 +176,8 @@ def _to_json(value: Any) -> Any:
 
 def _to_list(value: Any) -> list[str]:
     items = [value] if isinstance(value, str) else list(value)
-    if not all(isinstance(item, str) for item in items):
-        raise TypeError(value)
+    if not all(isinstance(item, str) and item.strip() for item in items):
+        raise TypeError(value)  # an empty key would let everybody in
     return items
 
 

@@ -111,6 +111,7 @@ def read_model_config(
         )
     dtype_asked = str(asked.get("dtype", "auto"))
     declared = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
+    override = asked.get("override_generation_config", {})
     return ModelConfig(
         path=found.path,
         tokenizer_path=found.tokenizer_path,
@@ -123,7 +124,8 @@ def read_model_config(
         quantization=str(asked.get("quantization", "")),
         generation_config={
             **_generation_config(found, str(asked.get("generation_config", "auto"))),
-            **asked.get("override_generation_config", {}),
+            **({"do_sample": None} if "temperature" in override else {}),
+            **override,
         },
         hf_config=hf_config,
         chat_template=asked.get("chat_template"),

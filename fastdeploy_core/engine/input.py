@@ -281,8 +281,8 @@ def bad_word_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def _check_salt(salt: str) -> None:
-    if len(salt) > MAX_SALT_CHARS or any(char in salt for char in "@/\\\0"):
+    if len(salt) > MAX_SALT_CHARS or any(char in salt for char in "@\\\0"):
         raise InvalidRequest(
-            f"cache_salt must have at most {MAX_SALT_CHARS} characters and none of @ / \\ NUL",
+            f"cache_salt must have at most {MAX_SALT_CHARS} characters and none of @ \\ NUL",
             param="cache_salt",
         )

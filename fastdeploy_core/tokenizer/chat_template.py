@@ -8,6 +8,7 @@ run in the same sandbox.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -330,6 +331,8 @@ def _prepare_message(
         raise InvalidRequest(f"{where} must be an object with a role", param="messages")
     message: dict[str, Any] = given
     content = message.get("content")
+    if content is None and not message.get("tool_calls"):
+        content = message["content"] = ""  # the turn ended in its thinking
     if isinstance(content, list) or (content is None and keep_parts):  # beside calls of tools
         parts = TextParts(_parts(content or [], where, kinds if keep_parts else ()))
         message["content"] = parts if keep_parts else str(parts)
@@ -372,16 +375,11 @@ def _open_arguments(call: Any, where: str) -> None:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{where}.tool_calls needs function.name", param="messages")
     arguments = function.get("arguments")
-    if arguments is None or arguments == "":
-        function["arguments"] = {}
-    elif isinstance(arguments, str):
-        try:
-            function["arguments"] = json.loads(arguments)
-        except (ValueError, RecursionError):
-            raise InvalidRequest(
-                f"{where}.tool_calls: arguments of {function['name']!r:.60} are not valid JSON",
-                param="messages",
-            ) from None
+    with contextlib.suppress(ValueError, RecursionError):
+        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+    if not isinstance(arguments, dict):  # broken, as a model may write them
+        arguments = {} if arguments is None else {"input": arguments}
+    function["arguments"] = arguments
 
 
 def mark_final_message(messages: list[dict[str, Any]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 from collections.abc import Iterator
 
@@ -122,6 +123,9 @@ def test_only_json_is_taken(client: httpx.Client) -> None:
         response = client.post(CHAT, content=b"{}", headers=headers)
         assert response.status_code == 415
         assert response.json()["error"]["code"] == 415
+    packed = {"content-type": "application/json", "content-encoding": "gzip"}
+    response = client.post("/v1/completions", content=gzip.compress(b"{}"), headers=packed)
+    assert response.status_code == 415 and "compressed" in response.json()["error"]["message"]
     charset = {"Content-Type": "application/json; charset=utf-8"}
     body = MESSAGE + b"}"
     assert client.post(CHAT, content=body, headers=charset).status_code == 200

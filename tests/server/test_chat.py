@@ -213,11 +213,11 @@ def test_sampling_fields_reach_the_engine(engine: ScriptedEngine, client: httpx.
         "skip_special_tokens": False,
         "bad_words_token_ids": [[1, 2]],
     }
-    chat(client, **fields, logit_bias={"3": -5}, priority=4, cache_salt="s")
+    chat(client, **fields, logit_bias={"3": -5}, priority=4, cache_salt="b64+/=")
     request = engine.requests[-1]
     assert {name: getattr(request.sampling, name) for name in fields} == fields
     assert request.sampling.logit_bias == {3: -5.0}
-    assert (request.priority, request.cache_salt) == (4, "s")
+    assert (request.priority, request.cache_salt) == (4, "b64+/=")
 
 
 def test_template_switches_of_a_request_reach_the_template(
@@ -259,7 +259,7 @@ def test_template_switches_of_a_request_reach_the_template(
         ({"kv_transfer_params": {"remote": "10.0.0.1"}}, "kv_transfer_params"),
         ({"use_beam_search": True, "stream": True}, "stream"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-        ({"cache_salt": "a/b"}, "cache_salt"),
+        ({"cache_salt": "a@b"}, "cache_salt"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
     ],

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
 import httpx
 import pytest
+from msgspec import structs
 
 from fastdeploy_core.tokenizer import Tokenizer
-from fastdeploy_core.types import TokenLogprobs
+from fastdeploy_core.types import Request, RequestOutputDelta, TokenLogprobs
 from tests.server_support import ScriptedEngine, events_of
 
 
@@ -114,6 +117,32 @@ def test_logprobs_have_offsets_that_go_on_over_a_stream(client: httpx.Client) ->
         logprobs = chunk["choices"][0]["logprobs"]
         for name in parts:
             parts[name] += logprobs[name] if logprobs else []
+    assert parts == whole
+
+
+def test_each_choice_of_a_stream_echoes_the_prompt_with_its_logprobs(
+    engine: ScriptedEngine, client: httpx.Client
+) -> None:
+    usual = engine._deltas
+
+    async def one_by_one(request: Request) -> AsyncIterator[RequestOutputDelta]:
+        position = 0
+        async for delta in usual(request):
+            for part in delta.sequences:
+                last = delta.finished and part is delta.sequences[-1]
+                logprobs = delta.prompt_logprobs if position == 0 else None
+                changes = {"sequences": [part], "prompt_logprobs": logprobs, "finished": last}
+                yield structs.replace(delta, position=position, **changes)
+                position += 1
+
+    engine._deltas = one_by_one  # type: ignore[method-assign]
+    asked = {"prompt": "ab", "echo": True, "logprobs": 1, "n": 2, "temperature": 1.0}
+    whole = {c["index"]: c["logprobs"] for c in complete(client, **asked)["choices"]}
+    parts: dict[int, dict] = {index: {} for index in whole}
+    for chunk in stream(client, **asked):
+        (choice,) = chunk["choices"]
+        for name, values in (choice["logprobs"] or {}).items():
+            parts[choice["index"]].setdefault(name, []).extend(values)
     assert parts == whole
 
 

@@ -85,6 +85,21 @@ def test_echo_puts_the_last_message_before_the_answer_if_it_is_the_assistants(
     assert "".join(d.get("content") or "" for d in deltas) == expected
 
 
+def test_a_turn_that_a_model_broke_off_does_not_end_the_conversation(client: httpx.Client) -> None:
+    """Agents send back what they got: arguments that max_tokens cut, a turn of thinking alone."""
+    function = {"name": "f", "arguments": '{"city": "Par'}
+    cut = {
+        "role": "assistant",
+        "tool_calls": [{"id": "a", "type": "function", "function": function}],
+    }
+    result = {"role": "tool", "tool_call_id": "a", "content": "no JSON"}
+    thought = {"role": "assistant", "content": None, "reasoning_content": "Hm"}
+    for turns in ([cut, result], [thought, *CHAT["messages"]]):
+        body = {**CHAT, "messages": [*CHAT["messages"], *turns]}
+        answer = client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+
+
 def test_an_idle_connection_outlives_an_agents_tool() -> None:
     assert ServerConfig().keep_alive_s == 900
 
@@ -116,6 +131,16 @@ def test_values_that_vllms_clients_send_mean_the_same_here(
 def test_no_answers_are_refused_on_both_routes(client: httpx.Client, route: str) -> None:
     answer = client.post(f"/v1/{route}", json={**CHAT, "prompt": "a", "n": 0})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "n")
+
+
+def test_a_schema_beside_json_object_binds() -> None:
+    """As clients of llama.cpp spell it; it was ignored."""
+    schema = {"enum": [1]}
+    for more, json in (({"schema": schema}, schema), ({"schema": {}}, None), ({}, None)):
+        asked = {"type": "json_object", **more}
+        constraint = ChatCompletionRequest(**CHAT, response_format=asked).constraint()
+        assert constraint is not None and constraint.json == json
+        assert bool(constraint.json_object) == (json is None)
 
 
 def test_vllms_whole_structured_outputs_object_is_taken() -> None:

@@ -166,20 +166,22 @@ def test_a_batch_file_is_answered_in_order(model: Path, tmp_path: Path) -> None:
         {"custom_id": "four", "url": "/v1/audio/speech", "body": {}},
         {"custom_id": "five", "url": "/v1/chat/completions",
          "body": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}},
+        {"custom_id": "six", "url": "/v1/responses",
+         "body": {"input": "x", "max_output_tokens": 3}},
     ]  # fmt: skip
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
     done = run("run-batch", "-i", str(source), "-o", str(target), str(model), *NULL)
     assert done.returncode == 1, done.stderr  # some lines have an error
     answers = [json.loads(line) for line in target.read_text().splitlines()]
-    assert [a["custom_id"] for a in answers] == ["one", None, "three", "four", "five"]
+    assert [a["custom_id"] for a in answers] == ["one", None, "three", "four", "five", "six"]
     assert answers[0]["response"]["body"]["choices"][0]["token_ids"] == expected(16)
     assert answers[0]["response"]["request_id"]
     assert answers[1]["response"] is None
     assert answers[1]["error"]["message"]
     assert answers[2]["response"]["status_code"] == 400
     assert "url must be one of" in answers[3]["error"]["message"]
-    assert answers[4]["response"]["status_code"] == 200
+    assert [a["response"]["status_code"] for a in answers[4:]] == [200, 200]
     assert not list(tmp_path.glob(".*.part"))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from shutil import copy
 
 import httpx
+import jsonschema
 import pytest
 from fd_parsers import forced
 from tokenizers import Tokenizer as Backend
@@ -226,6 +227,30 @@ def test_required_calls_are_forced_by_a_grammar(
     assert choice["finish_reason"] == "tool_calls"
     assert engine.requests[-1].grammar
     same(choice, streamed(client, tool_choice="required"))
+
+
+def test_forced_tools_may_define_one_name_differently_and_refer_to_themselves(
+    engine: ScriptedEngine, client: httpx.Client
+) -> None:
+    """As pydantic's schemas of two tools whose models have the same name."""
+    unit = {"properties": {"a": {"$ref": "#/$defs/Unit"}}, "required": ["a"]}
+    tree = {"properties": {"next": {"$ref": "#"}}, "additionalProperties": False}
+    schemas = {
+        "f": {"type": "object", **unit, "$defs": {"Unit": {"enum": [1]}}},
+        "g": {"type": "object", **unit, "$defs": {"Unit": {"enum": ["x"]}}},
+        "h": {"type": "object", **tree},
+    }
+    tools = [{"type": "function", "function": {"name": n, "parameters": schemas[n]}} for n in "fgh"]
+    wanted = forced.constraint(tools, None, True).json
+    for name, given, is_good in [
+        *(("f", {"a": 1}, True), ("f", {"a": "x"}, False), ("g", {"a": "x"}, True)),
+        *(("h", {"next": {"next": {}}}, True), ("h", {"next": {"b": 1}}, False)),
+    ]:
+        calls = [{"name": name, "parameters": given}]
+        assert jsonschema.Draft202012Validator(wanted).is_valid(calls) == is_good, (name, given)
+    engine.script = lambda prompt, index: '[{"name": "g", "parameters": {"a": "x"}}]'
+    (call,) = chat(client, tools=tools, tool_choice="required")["message"]["tool_calls"]
+    assert call["function"] == {"name": "g", "arguments": '{"a": "x"}'}
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])

@@ -36,6 +36,7 @@ from fastdeploy_core.config.arguments import (
 )
 from fastdeploy_core.config.other_flags import OTHER_FLAGS, SHORT
 from fastdeploy_core.config.server import ServerConfig
+from fastdeploy_core.engine.input import default_sampling_values
 from fastdeploy_core.errors import ConfigError
 
 SCOPES = ("engine", "server")
@@ -353,6 +354,7 @@ def test_a_yaml_file_lies_below_the_flags(tmp_path: Path) -> None:
     [
         ("max-num-sequences: 4", "did you mean max_num_seqs"),
         ("- 4", "must map argument names"),
+        ("port: 1\nport: 2", "gives a name twice"),
         ("a: [", "not valid YAML"),
         ("max-num-seqs: many", "--max-num-seqs must be an integer"),
         ("data_parallel_rank: 1", "one command starts all engines"),
@@ -365,6 +367,14 @@ def test_a_wrong_yaml_file_is_refused_by_name(tmp_path: Path, text: str, words: 
     with pytest.raises(ConfigError, match=words) as caught:
         parse("--config", str(file))
     assert "fd.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name"])
+@pytest.mark.parametrize("value", ["", " "])
+def test_no_key_and_no_name_is_empty(flag: str, value: str) -> None:
+    """As of an unset variable, which would leave the server open."""
+    with pytest.raises(ConfigError, match=f"{flag} must be a list of strings that are not empty"):
+        parse(flag, value)
 
 
 def test_a_secret_is_not_repeated_in_errors() -> None:
@@ -568,6 +578,19 @@ def test_generation_defaults_are_the_models_and_can_be_changed(model: Path) -> N
     assert defaults(generation_config="none") == {}
     changed = defaults(override_generation_config='{"top_p": 0.1, "top_k": 2}')
     assert changed == {"temperature": 0.5, "top_p": 0.1, "top_k": 2}
+
+
+def test_a_temperature_of_the_operator_makes_a_greedy_model_sample(model: Path) -> None:
+    (model / "generation_config.json").write_text('{"do_sample": false}')
+
+    def temperature(override: str) -> float | None:
+        config = build_engine_config({"model": model, "override_generation_config": override})
+        return default_sampling_values(config.model.generation_config).get("temperature")
+
+    assert temperature('{"top_p": 0.5}') == 0.0
+    assert temperature('{"temperature": 0.7}') == 0.7
+    with pytest.raises(ConfigError, match="temperature"):
+        temperature('{"temperature": 5}')
 
 
 def test_every_row_has_a_place_in_help() -> None:

@@ -131,6 +131,12 @@ def test_no_command_shows_help_and_fails(capsys: pytest.CaptureFixture[str]) -> 
     assert "usage: fastdeploy" in capsys.readouterr().out
 
 
+def test_a_command_of_another_group_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    for asked, found in (("doctor", "plugins doctor"), ("plugins serv", "serve")):
+        assert main(asked.split()) == 1
+        assert f"did you mean '{found}'?" in capsys.readouterr().err
+
+
 def test_a_log_line_cannot_be_forged() -> None:
     formatter = LineFormatter("%(levelname)s %(message)s")
     record = logging.LogRecord("x", logging.INFO, "", 0, "a\nERROR \x1b[2Jb\x9b", (), None)

@@ -133,7 +133,7 @@ def test_bad_words_are_banned_at_the_start_and_after_a_space(tokenizer: Tokenize
     assert bad_word_ids(["!"], tokenizer)[0] == tokenizer.encode("!", add_special_tokens=False)
 
 
-@pytest.mark.parametrize("salt", ["a" * 129, "a/b", "a@b", "a\\b", "a\0b"])
+@pytest.mark.parametrize("salt", ["a" * 129, "a@b", "a\\b", "a\0b"])
 def test_cache_salts_are_checked(tokenizer: Tokenizer, salt: str) -> None:
     with pytest.raises(InvalidRequest, match="cache_salt"):
         salted(tokenizer, cache_salt=salt)
@@ -146,7 +146,7 @@ def salted(tokenizer: Tokenizer, **options: Any) -> str:
 
 
 def test_a_scope_and_a_salt_are_told_apart_from_every_other_salt(tokenizer: Tokenizer) -> None:
-    longest = "a" * 128
+    longest = "a+/=" * 32  # as base64 writes it
     options = [
         {},
         {"cache_salt": "s"},

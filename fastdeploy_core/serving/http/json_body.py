@@ -47,6 +47,8 @@ async def read_model(request: Request, model: type[Model], threads: Threads) -> 
         raise ApiError(
             415, f"the body must be application/json, got {media_type[:60] or 'no content type'}"
         )
+    if request.headers.get("content-encoding", "").lower() not in ("", "identity"):
+        raise ApiError(415, "the body must not be compressed; leave Content-Encoding out")
     raw = await request.body()
     request.state.num_body_bytes = len(raw)
     if len(raw) > BIG_BODY_BYTES:

@@ -36,6 +36,7 @@ class Piece:
     usage: Usage
     finish_reason: str | None
     stop_reason: str | int | None
+    logprobs: dict[str, Any] | None
 
 
 class ChatJob:
@@ -90,12 +91,10 @@ class ChatJob:
         """The engine request, but for its grammar."""
         body, state = self._body, self._state
         self._constraint = self._find_constraint()
-        wanted: dict[str, Any] = {}
+        limit = body.max_completion_tokens or body.max_tokens
+        wanted: dict[str, Any] = {} if limit is None else {"max_tokens": limit}
         if body.logprobs:
             wanted["logprobs"] = body.top_logprobs or 0
-        limit = body.max_completion_tokens or body.max_tokens
-        if limit is not None:
-            wanted["max_tokens"] = limit
         sampling = body.sampling(
             state.default_sampling, structured_outputs=self._constraint, **wanted
         )
@@ -197,7 +196,8 @@ class ChatJob:
                     said = answer.push(part.text, len(part.token_ids), part.finished)
                     usage.num_reasoning_tokens = answer.num_reasoning_tokens
                     reason = answer.finish_reason(part.finish_reason)
-                    yield Piece(said, usage, reason, part.stop_reason)
+                    logprobs = self._logprobs(part.logprobs or [], part.token_ids)
+                    yield Piece(said, usage, reason, part.stop_reason, logprobs)
 
     def _begin(self) -> tuple[Usage, dict[int, Answer]]:
         num = self._engine_request().sampling.n
@@ -288,7 +288,7 @@ class ChatJob:
         return choice
 
     def _logprobs(self, positions: list[Any], token_ids: list[int]) -> dict[str, Any] | None:
-        if not self._body.logprobs:
+        if not self._body.logprobs or not token_ids:
             return None
         top = -1 if self._body.logprob_token_ids else self._body.top_logprobs or 0
         return chat_logprobs(positions, token_ids, top, self._names)
@@ -319,9 +319,7 @@ class ChatJob:
         choice: dict[str, Any] = {
             "index": part.index,
             "delta": delta,
-            "logprobs": self._logprobs(part.logprobs or [], part.token_ids)
-            if part.token_ids
-            else None,
+            "logprobs": self._logprobs(part.logprobs or [], part.token_ids),
             "finish_reason": answer.finish_reason(part.finish_reason),
         }
         if part.finished:

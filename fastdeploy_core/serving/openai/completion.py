@@ -126,14 +126,16 @@ class CompletionJob:
         at_end, continuous = self._body.include_usage(self._state.config.force_include_usage)
         shown = usage if continuous else None
         choices: dict[int, _Choice] = {}
+        prompts: list[Any] = [None] * len(self._requests)
         async with aclosing(self._outputs()) as outputs:
             async for number, output in outputs:
+                prompts[number] = prompts[number] or output.prompt_logprobs
                 for part in output.outputs:
                     index = number * self._n + part.index
                     if index not in choices:
                         (choices[index],) = self._new_choices(1)
                         if self._body.echo:
-                            echo = self._echo_chunk(index, number, output, choices[index])
+                            echo = self._echo_chunk(index, number, prompts[number], choices[index])
                             yield self._envelope(KIND, [echo], shown)
                 usage.add(output)
                 if self._body.max_tokens == 0:
@@ -187,12 +189,12 @@ class CompletionJob:
         return choice
 
     def _echo_chunk(
-        self, index: int, number: int, output: RequestOutput, choice: _Choice
+        self, index: int, number: int, prompt: list[Any] | None, choice: _Choice
     ) -> dict[str, Any]:
         entry = _entry(index, self._prompt_texts[number], None)
-        if self._body.logprobs is not None and output.prompt_logprobs is not None:
+        if self._body.logprobs is not None and prompt is not None:
             prompt_ids = self._requests[number].prompt_token_ids
-            entry["logprobs"] = choice.logprobs.render(output.prompt_logprobs, prompt_ids)
+            entry["logprobs"] = choice.logprobs.render(prompt, prompt_ids)
         return entry
 
     def _chunk(

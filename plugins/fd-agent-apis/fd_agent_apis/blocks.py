@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from fastdeploy_core.contracts.small import ParsedDelta
 
@@ -13,13 +13,15 @@ Kind = Literal["thinking", "text", "call"]
 
 @dataclass(slots=True)
 class Block:
-    """`text` is what there is so far: of a call, its arguments."""
+    """`text` is what there is so far: of a call, its arguments. `logprobs`, if they were asked for,
+    are of the tokens of a text."""
 
     kind: Kind
     index: int
     text: str = ""
     name: str = ""
     call_id: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
 
 
 Step = tuple[Literal["start", "more", "stop"], Block, str]  # the text is that of "more"
@@ -32,10 +34,12 @@ class Blocks:
         self.all: list[Block] = []
         self._open: Block | None = None
         self._call = -1
+        self._logprobs: list[dict[str, Any]] = []  # of tokens that no block has shown
         self._space: tuple[Kind, str] = ("text", "")  # said, but not yet known to belong to a block
 
-    def add(self, said: ParsedDelta) -> Iterator[Step]:
+    def add(self, said: ParsedDelta, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Step]:
         """The next piece of the answer. The rest of a call comes before what follows it."""
+        self._logprobs += logprobs
         open_call = self._call if self._open is not None and self._open.kind == "call" else None
         for call in said.tool_calls:
             if call.index == open_call and call.arguments:
@@ -83,4 +87,7 @@ class Blocks:
     def _more(self, text: str) -> Step:
         block = self.all[-1]
         block.text += text
+        if block.kind == "text":
+            block.logprobs += self._logprobs
+        self._logprobs = []
         return "more", block, text

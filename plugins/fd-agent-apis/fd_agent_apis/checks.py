@@ -1,16 +1,18 @@
-"""Reads parts of a body; an error names the field."""
+"""What bodies of both APIs have in common, and how their parts are read; an error names the
+field."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from fastdeploy_core.errors import InvalidRequest, RequestTooLong
 from fastdeploy_core.serving.http.errors import ApiError, to_api_error
+from fastdeploy_core.serving.openai.schemas.common import ApiModel
 
 _KINDS = {str: "text", dict: "an object", list: "a list", bool: "true or false", int: "a number"}
 # Parts of a conversation that carry more than text, in both APIs' names.
@@ -22,6 +24,30 @@ _NOT_TEXT = {
     "input_file": "a file",
     "input_audio": "sound",
 }
+# Fields of chat that clients of vLLM send to these APIs, too.
+_OF_CHAT = frozenset(
+    {"top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty"}
+    | {"stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"}
+    | {"logit_bias", "bad_words", "allowed_token_ids", "structured_outputs", "vllm_xargs"}
+    | {"skip_special_tokens", "thinking_token_budget", "priority", "cache_salt", "request_id"}
+    | {"mm_processor_kwargs", "chat_template_kwargs"}
+)
+
+
+class AgentBody(ApiModel):
+    """A body of either API. What it has of chat's fields is kept as it is: chat checks it."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    also_known: ClassVar[frozenset[str]] = _OF_CHAT
+
+    def chat_fields(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """The chat request's fields: `own` ones, which this API has, and the others."""
+        given = {key: value for key, value in (self.model_extra or {}).items() if key in _OF_CHAT}
+        fields = {**given, **{key: value for key, value in own.items() if value is not None}}
+        switches = given.get("chat_template_kwargs")
+        if isinstance(switches, dict):
+            fields["chat_template_kwargs"] = {**own.get("chat_template_kwargs", {}), **switches}
+        return {key: value for key, value in fields.items() if value is not None}
 
 
 def _kind_of(value: Any) -> str:

@@ -8,7 +8,6 @@ stays where it is: as a turn of its own if the chat template can show it, else w
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,13 @@ class Conversation:
         self.messages: list[Message] = []
         self.ignored: list[str] = []
 
+    @property
+    def shows_pictures(self) -> bool:
+        """Whether a user or a tool showed one."""
+        contents = (message.get("content") for message in self.messages)
+        parts = (part for content in contents if isinstance(content, list) for part in content)
+        return any(part["type"] != "text" for part in parts)
+
     def system(self, texts: Sequence[str]) -> None:
         """Instructions, at the beginning or later."""
         if any(texts):
@@ -49,14 +55,8 @@ class Conversation:
         self._extend("content", text)
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
-        """A tool call of the assistant's turn; broken JSON is passed on as a text."""
-        try:
-            is_object = isinstance(json.loads(arguments or "{}"), dict)
-        except (ValueError, RecursionError):
-            is_object = False
-        if not is_object:
-            arguments = json.dumps({"input": arguments}, ensure_ascii=False)
-        function = {"name": name, "arguments": arguments or "{}"}
+        """A tool call of the assistant's turn."""
+        function = {"name": name, "arguments": arguments}
         entry = {"id": call_id, "type": "function", "function": function}
         self._turn().setdefault("tool_calls", []).append(entry)
 

@@ -116,7 +116,8 @@ class AgentJob:
                     for event in writer.begin(piece.usage):
                         yield event
                 last, is_idle = piece, True
-                for step in blocks.add(piece.said):
+                logprobs = piece.logprobs["content"] if piece.logprobs else ()
+                for step in blocks.add(piece.said, logprobs):
                     is_idle = False
                     for event in writer.step(step):
                         yield event

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from fastdeploy_core.errors import InvalidRequest
-from fastdeploy_core.serving.openai.schemas.common import ApiModel
 
 from . import checks
 from .conversation import Conversation, Part
@@ -38,16 +37,18 @@ NAMES = {
 # after it would be found in the prefix cache.
 _BILLING = "x-anthropic-billing-header:"
 PICTURE = '{"type": "image", "source": {"type": "base64", "media_type": ..., "data": ...}}'
+# "ctx" and "msg": of releases of Claude Code
+_ROLES = {role: role for role in ("user", "assistant", "system")} | {"ctx": "user", "msg": "user"}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class CountRequest(ApiModel):
+class CountRequest(checks.AgentBody):
     """A conversation to be counted."""
 
-    also_known: ClassVar[frozenset[str]] = frozenset(
-        {"metadata", "context_management", "service_tier", "container", "cache_control"}
-        | {"safeguards", "inference_geo"}
-    )
+    also_known: ClassVar[frozenset[str]] = checks.AgentBody.also_known | {
+        *("metadata", "context_management", "service_tier", "container", "cache_control"),
+        *("safeguards", "inference_geo"),
+    }
 
     model: str | None = Field(default=None, max_length=256)
     messages: Any = None
@@ -68,7 +69,6 @@ class MessagesRequest(CountRequest):
     stop_sequences: list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
 
 
 def read(
@@ -94,7 +94,6 @@ def read(
             stop=body.stop_sequences or None,
             temperature=body.temperature,
             top_p=body.top_p,
-            top_k=body.top_k,
         )
         budget = _thinking_budget(body.thinking, body.max_tokens)
         if has_thinking:
@@ -158,8 +157,29 @@ def _part(block: dict[str, Any], where: str, conversation: Conversation) -> list
             media = checks.name(source.get("media_type"), f"{where}.source.media_type")
             begin = f"data:{media};base64,"
         return [checks.picture(source.get(field), f"{where}.source.{field}", begin)]
+    if kind == "search_result":
+        return _document(block.get("title"), block, where, conversation)
+    if kind == "document":
+        source = checks.record(block.get("source"), f"{where}.source")
+        if source.get("type") in ("text", "content"):
+            return _document(block.get("title"), source, f"{where}.source", conversation)
     _refuse_or_ignore(kind, where, conversation, PICTURE)
     return []
+
+
+def _document(
+    title: Any, source: dict[str, Any], where: str, conversation: Conversation
+) -> list[Part]:
+    """What a document of text or something found says, below its title."""
+    parts: list[Part] = []
+    if source.get("type") == "text":
+        parts.append(checks.text(source.get("data"), f"{where}.data"))
+    else:
+        for place, block in _blocks(source.get("content"), f"{where}.content"):
+            parts += _part(block, place, conversation)
+    texts = [title] if isinstance(title, str) else []
+    texts += [part for part in parts if isinstance(part, str)]
+    return ["\n".join(texts), *(part for part in parts if not isinstance(part, str))]
 
 
 def _refuse_or_ignore(kind: str, where: str, conversation: Conversation, shown: str = "") -> None:
@@ -171,12 +191,11 @@ def _read_messages(given: Any, conversation: Conversation) -> None:
     if not isinstance(given, list) or not given:
         raise InvalidRequest("messages must be a list of messages, not empty", param="messages")
     for where, message in checks.records(given, "messages"):
-        roles = ("user", "assistant", "system")
-        role = checks.one_of(message.get("role"), roles, f"{where}.role")
+        role = checks.one_of(message.get("role"), tuple(_ROLES), f"{where}.role")
         content, place = message.get("content"), f"{where}.content"
         if role == "system":
             conversation.system(_texts(content, place, conversation))
-        elif role == "user":
+        elif _ROLES[role] == "user":
             _user(content, place, conversation)
         else:
             _assistant(content, place, conversation)

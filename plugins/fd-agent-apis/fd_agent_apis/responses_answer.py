@@ -30,6 +30,7 @@ class ResponseWriter:
         self._tools = tools
         self._id = call_id.removeprefix("resp_")
         self._number = 0
+        self._num_logprobs = 0  # of the block that is being shown
         self._items: list[dict[str, Any]] = []
         self._usage: Usage | None = None
         self._response = _echo(body, tools, f"resp_{self._id}", model)
@@ -92,18 +93,21 @@ class ResponseWriter:
     def _text(self, what: str, block: Block, text: str) -> Iterator[Event]:
         is_thinking = block.kind == "thinking"
         name = "reasoning_text" if is_thinking else "output_text"
-        more: dict[str, Any] = {} if is_thinking else {"logprobs": []}
         item_id = self._item_id("rs" if is_thinking else "msg", block)
         place = {"item_id": item_id, "output_index": block.index, "content_index": 0}
         if what == "start":
             item = _text_item(is_thinking, item_id, [])
             item["status"] = "in_progress"
             yield self._event("output_item.added", output_index=block.index, item=item)
-            yield self._event("content_part.added", **place, part=_part(is_thinking, ""))
+            part = _part(Block(block.kind, block.index))
+            yield self._event("content_part.added", **place, part=part)
+            self._num_logprobs = 0
         elif what == "more":
+            more = {} if is_thinking else {"logprobs": block.logprobs[self._num_logprobs :]}
+            self._num_logprobs = len(block.logprobs)
             yield self._event(f"{name}.delta", **place, delta=text, **more)
         else:
-            part = _part(is_thinking, block.text)
+            part, more = _part(block), {} if is_thinking else {"logprobs": block.logprobs}
             yield self._event(f"{name}.done", **place, text=block.text, **more)
             yield self._event("content_part.done", **place, part=part)
             yield self._done(block, _text_item(is_thinking, item_id, [part]))
@@ -125,14 +129,17 @@ class ResponseWriter:
                 yield self._event(f"{name}.delta", **place, delta=given)
                 yield self._event(f"{name}.done", **place, input=given)
             else:
+                if not block.text:
+                    yield self._event(f"{name}.delta", **place, delta=given)
                 yield self._event(f"{name}.done", **place, name=tool.name, arguments=given)
             yield self._done(block, _call_item(tool, item_id, block.call_id, given))
 
 
-def _part(is_thinking: bool, text: str) -> dict[str, Any]:
-    if is_thinking:
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(block: Block) -> dict[str, Any]:
+    if block.kind == "thinking":
+        return {"type": "reasoning_text", "text": block.text}
+    part = {"type": "output_text", "text": block.text, "annotations": []}
+    return {**part, "logprobs": block.logprobs}
 
 
 def _text_item(is_thinking: bool, item_id: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -187,7 +194,7 @@ def _echo(body: ResponsesRequest, tools: Tools, response_id: str, model: str) ->
         "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": None,
+        "max_tool_calls": body.max_tool_calls,
         "model": model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -199,10 +206,12 @@ def _echo(body: ResponsesRequest, tools: Tools, response_id: str, model: str) ->
         "text": {"format": {"type": "text"}, **(body.text or {})},
         "tool_choice": body.tool_choice or "auto",
         "tools": tools.echo(),
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,
+        "safety_identifier": body.safety_identifier,
+        "prompt_cache_key": body.prompt_cache_key,
         "metadata": body.metadata or {},
     }

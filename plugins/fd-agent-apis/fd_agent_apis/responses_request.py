@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from fastdeploy_core.errors import InvalidRequest
-from fastdeploy_core.serving.openai.schemas.common import ApiModel
 
 from . import checks
 from .conversation import Conversation, Part
@@ -31,11 +30,12 @@ NAMES = {
     "response_format": "text.format",
     "structured_outputs": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "logprobs": "top_logprobs",
 }
-_STATELESS = "nothing is stored here; send the whole conversation in input"
+STATELESS = "nothing is stored here; send the whole conversation in input"
 _REFUSED = {
-    "previous_response_id": f"previous_response_id is not possible: {_STATELESS}",
-    "conversation": f"conversation is not possible: {_STATELESS}",
+    "previous_response_id": f"previous_response_id is not possible: {STATELESS}",
+    "conversation": f"conversation is not possible: {STATELESS}",
     "background": "background is not possible: answers are not stored; use stream",
     "prompt": "prompt is not possible: no prompt templates are stored; use instructions and input",
 }
@@ -45,13 +45,13 @@ _ROLES = ("user", "assistant", "system", "developer")
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class ResponsesRequest(ApiModel):
+class ResponsesRequest(checks.AgentBody):
     """A conversation to be continued. `input` and others of many forms are read further below."""
 
-    also_known: ClassVar[frozenset[str]] = frozenset(
-        {"prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "safety_identifier"}
-        | {"service_tier", "client_metadata", "max_tool_calls", "stream_options", "moderation"}
-    )
+    also_known: ClassVar[frozenset[str]] = checks.AgentBody.also_known | {
+        *("prompt_cache_retention", "prompt_cache_options", "service_tier", "client_metadata"),
+        *("stream_options", "moderation"),
+    }
 
     model: str | None = Field(default=None, max_length=256)
     input: Any = None
@@ -69,6 +69,9 @@ class ResponsesRequest(ApiModel):
     include: list[Any] | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    max_tool_calls: int | None = None  # of tools that a vendor's server runs; here are none
     truncation: str | None = None
     store: bool | None = None  # true is taken, and answered with false
     previous_response_id: str | None = None
@@ -84,7 +87,6 @@ def read(
     for field, reason in _REFUSED.items():
         if getattr(body, field):
             raise InvalidRequest(reason, param=field)
-    _refuse_logprobs(body)
     conversation, tools = Conversation(takes_pictures), Tools()
     if body.instructions:
         conversation.system([body.instructions])
@@ -99,7 +101,12 @@ def read(
         "temperature": body.temperature,
         "top_p": body.top_p,
         "parallel_tool_calls": body.parallel_tool_calls,
+        "logprobs": bool(body.top_logprobs) or _LOGPROBS in (body.include or ()) or None,
+        "top_logprobs": body.top_logprobs or None,
     }
+    truncation = checks.one_of(body.truncation or "disabled", ("auto", "disabled"), "truncation")
+    if truncation == "auto" and not conversation.shows_pictures:  # they cannot be cut
+        fields["truncate_prompt_tokens"] = -1
     choice = _tool_choice(body.tool_choice, tools)
     if tools.functions:
         fields.update(tools=list(tools.functions.values()), tool_choice=choice)
@@ -107,17 +114,14 @@ def read(
     if choice in ("auto", "none"):  # a forced call has the form of its own schema
         fields["response_format"] = wanted
     fields.update(_thinking(body.reasoning, has_thinking))
+    if conversation.messages[-1]["role"] == "assistant" and _is_begun(body.input[-1]):
+        fields["continue_final_message"] = True
     return fields, conversation, tools
 
 
-def _refuse_logprobs(body: ResponsesRequest) -> None:
-    field = "top_logprobs" if body.top_logprobs else "include"
-    if body.top_logprobs or _LOGPROBS in (body.include or ()):
-        raise InvalidRequest(
-            f"{field} asks for log-probabilities, which only /v1/chat/completions and "
-            "/v1/completions have",
-            param=field,
-        )
+def _is_begun(item: dict[str, Any]) -> bool:
+    """Whether a text of the assistant is to be continued where it ends, as in vLLM."""
+    return "role" in item and item.get("status") in ("in_progress", "incomplete")
 
 
 def _read_input(given: Any, conversation: Conversation, tools: Tools) -> None:
@@ -143,7 +147,7 @@ def _read_input(given: Any, conversation: Conversation, tools: Tools) -> None:
         elif kind == "additional_tools":
             _read_tools(item.get("tools"), f"{where}.tools", tools, conversation)
         elif kind == "item_reference":
-            raise InvalidRequest(f"{where} is an item_reference: {_STATELESS}", param=where)
+            raise InvalidRequest(f"{where} is an item_reference: {STATELESS}", param=where)
         else:
             checks.refuse_what_is_not_text(kind, where)
             checks.name(kind, f"{where}.type")

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from fastdeploy_core.contracts.base import ApiRoutes
+from fastdeploy_core.serving.http.errors import ApiError
 from fastdeploy_core.serving.http.json_body import BIG_BODY_BYTES, read_model, tenant_of
 from fastdeploy_core.serving.openai.chat import ChatJob
 from fastdeploy_core.serving.openai.routes import call_of
@@ -19,7 +20,7 @@ from fastdeploy_core.serving.respond import answer, json_response
 from fastdeploy_core.serving.state import ServerState
 
 from . import messages_request, responses_request
-from .checks import named_as
+from .checks import AgentBody, named_as
 from .conversation import Conversation, placed, shows_system_in_place
 from .job import AgentJob, frames
 from .messages_answer import MessageWriter, error_body
@@ -28,7 +29,8 @@ from .responses_answer import ResponseWriter
 from .responses_request import ResponsesRequest
 from .tools import Tools
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound=AgentBody)
+_METHODS = ["GET", "POST", "DELETE"]
 Reader = Callable[[Body, bool, bool], tuple[dict[str, Any], Conversation, Tools]]
 
 
@@ -49,6 +51,10 @@ def responses_routes() -> ApiRoutes:
         body = await read_model(http, ResponsesRequest, _state(http).parsers)
         count = await _count(http, body, responses_request.read, responses_request.NAMES)
         return json_response({"object": "response.input_tokens", "input_tokens": count})
+
+    @router.api_route("/v1/responses/{path:path}", methods=_METHODS, include_in_schema=False)
+    async def stored(path: str) -> Response:
+        raise ApiError(404, f"there is no response {path!r:.80}: {responses_request.STATELESS}")
 
     return ApiRoutes(router)
 
@@ -112,9 +118,8 @@ async def _chat(
             known = getattr(http.state, "ignored_fields", [])
             http.state.ignored_fields = [*known, *conversation.ignored]
         messages = placed(conversation.messages, shows_system_in_place(state.tokenizer))
-        given = {name: value for name, value in fields.items() if value is not None}
         with named_as(names):
-            chat = ChatCompletionRequest(messages=messages, **given)
+            chat = ChatCompletionRequest(messages=messages, **body.chat_fields(fields))
             call = call_of(http, chat)
             return call, ChatJob(state, chat, call), tools
 

@@ -189,3 +189,34 @@ def test_a_schema_binds_under_its_older_name_too(http: httpx.Client) -> None:
         answer = http.post("/v1/messages", json={**body, **asked})
         assert "x-ignored-fields" not in answer.headers
         assert json.loads(answer.json()["content"][0]["text"]) in ([], ["certainly"])
+
+
+def test_documents_of_text_are_read_below_their_titles(http: httpx.Client) -> None:
+    def count(*blocks: Any) -> int:
+        body = {"messages": [{"role": "user", "content": list(blocks)}]}
+        return http.post("/v1/messages/count_tokens", json=body).json()["input_tokens"]
+
+    text = {"type": "text", "text": "Paris is cold."}
+    plain = {"type": "text", "media_type": "text/plain", "data": "Paris is cold."}
+    found = {"type": "search_result", "title": "News", "source": "x", "content": [text]}
+    blocks = {"type": "document", "title": "News", "source": {"type": "content", "content": [text]}}
+    shown = count({"type": "text", "text": "News\nParis is cold."})
+    assert count({"type": "document", "title": "News", "source": plain}) == shown
+    assert count(found) == count(blocks) == shown
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [found]}
+    turns = [*HI, {"role": "assistant", "content": [call]}, {"role": "ctx", "content": [result]}]
+    answer = http.post("/v1/messages", json={"messages": turns, "max_tokens": 2})
+    assert answer.status_code == 200 and "x-ignored-fields" not in answer.headers
+
+
+def test_fields_of_vllm_have_their_effect(http: httpx.Client) -> None:
+    body = {"messages": HI, "max_tokens": 40, "structured_outputs": {"choice": ["Rome"]}}
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    answer = http.post("/v1/messages", json={**body, **off})
+    assert answer.json()["content"] == [{"type": "text", "text": "Rome"}]
+    assert "x-ignored-fields" not in answer.headers
+    stopped = http.post("/v1/messages", json={"messages": HI, "max_tokens": 40, "stop": ["is"]})
+    assert stopped.json()["stop_sequence"] == "is"
+    wrong = http.post("/v1/messages", json={**body, "seed": "1"})
+    assert wrong.status_code == 400 and "seed" in wrong.json()["error"]["message"]

@@ -176,3 +176,63 @@ def test_what_frameworks_send_is_answered(http: httpx.Client) -> None:
     answer = http.post("/v1/responses", json=FRAMEWORK)
     assert answer.status_code == 200, answer.text
     openai.types.responses.Response.model_validate(answer.json())
+
+
+def test_fields_of_vllm_have_their_effect(oai: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "any", "input": QUESTION, "temperature": 0}
+    switch = {"enable_thinking": False}
+    more = {"request_id": "mine", "stop": ["is"], "chat_template_kwargs": switch, "seed": 5}
+    stopped = oai.responses.with_raw_response.create(**asked, extra_body=more)
+    answer = stopped.parse()
+    assert (answer.id, answer.output_text) == ("resp_mine", "The capital of China ")
+    assert "x-ignored-fields" not in stopped.headers
+    with pytest.raises(openai.BadRequestError, match="top_k"):
+        oai.responses.create(**asked, extra_body={"top_k": -2})
+
+
+def test_a_long_input_is_cut_where_it_may_be(oai: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "any", "input": "word " * 3000, "max_output_tokens": 8}
+    with pytest.raises(openai.BadRequestError, match="too long"):
+        oai.responses.create(**asked)
+    answer = oai.responses.create(**asked, truncation="auto", safety_identifier="s")
+    assert answer.usage is not None and answer.usage.input_tokens == 2048 - 8
+    assert (answer.truncation, answer.safety_identifier) == ("auto", "s")
+    with pytest.raises(openai.BadRequestError, match="truncation is 'tail'"):
+        oai.responses.create(**asked, extra_body={"truncation": "tail"})
+
+
+def test_log_probabilities_are_those_of_chat(oai: openai.OpenAI) -> None:
+    user: Any = [{"role": "user", "content": QUESTION}]
+    chat = oai.chat.completions.create(
+        model="any", messages=user, temperature=0, logprobs=True, top_logprobs=2
+    )
+    assert chat.choices[0].logprobs is not None
+    expected = [token.model_dump() for token in chat.choices[0].logprobs.content or ()][:-1]
+    asked: dict[str, Any] = {"model": "any", "input": QUESTION, "temperature": 0, "top_logprobs": 2}
+    asked["include"] = ["message.output_text.logprobs"]
+    part = oai.responses.create(**asked).output[0].content[0]
+    assert [token.model_dump() for token in part.logprobs] == expected  # without the end of text
+    with oai.responses.stream(**asked) as stream:
+        shown = [event for event in stream if event.type == "response.output_text.delta"]
+        whole = stream.get_final_response().output[0].content[0]
+    tokens = [token.token for event in shown for token in event.logprobs]
+    assert "".join(tokens) == ANSWER and tokens == [token["token"] for token in expected]
+    assert whole.logprobs == part.logprobs
+    thinking = oai.responses.create(**asked, reasoning={"effort": "high"}).output[-1].content[0]
+    assert "".join(token.token for token in thinking.logprobs).endswith(ANSWER)
+
+
+def test_what_is_stored_elsewhere_is_not_here(oai: openai.OpenAI) -> None:
+    for ask in (oai.responses.retrieve, oai.responses.delete, oai.responses.cancel):
+        with pytest.raises(openai.NotFoundError, match="nothing is stored here"):
+            ask("resp_1")
+
+
+def test_an_answer_that_was_begun_is_continued(oai: openai.OpenAI) -> None:
+    begun = {"type": "message", "role": "assistant", "id": "msg_1", "status": "incomplete"}
+    begun["content"] = [{"type": "output_text", "text": "The capital of"}]
+    turns: list[Any] = [{"role": "user", "content": QUESTION}, begun]
+    asked: dict[str, Any] = {"model": "any", "temperature": 0}
+    assert oai.responses.create(**asked, input=turns).output_text == " China is Beijing."
+    turns[1] = {**begun, "status": "completed"}
+    assert oai.responses.create(**asked, input=turns).output_text != " China is Beijing."

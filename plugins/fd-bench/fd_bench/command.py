@@ -41,10 +41,18 @@ def add_dataset_arguments(
         help='JSONL with "prompt" or "messages" in each line; default: random token ids',
     )
     group.add_argument(
-        "--input-len", type=whole(1), default=64, metavar="N", help="random prompt tokens"
+        *("--input-len", "--random-input-len"),
+        type=whole(1),
+        default=64,
+        metavar="N",
+        help="random prompt tokens",
     )
     group.add_argument(
-        "--output-len", type=whole(1), default=64, metavar="N", help="tokens to generate"
+        *("--output-len", "--random-output-len"),
+        type=whole(1),
+        default=64,
+        metavar="N",
+        help="tokens to generate",
     )
     group.add_argument(
         "--range-ratio",

@@ -41,8 +41,10 @@ def run(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="fastdeploy bench serve", description=__doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:8180", help="with or without /v1")
-    parser.add_argument("--model-name", help="default: the first of /v1/models")
+    parser.add_argument(
+        "--url", "--base-url", default="http://127.0.0.1:8180", help="with or without /v1"
+    )
+    parser.add_argument("--model-name", "--model", help="default: the first of /v1/models")
     parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY", ""))
     parser.add_argument(
         "--request-rate",
@@ -72,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME:MS",
         help="limits a request must meet, such as ttft:200 tpot:50 e2e:3000",
     )
-    parser.add_argument("--percentiles", default="50,90,99", metavar="P[,P...]")
+    parser.add_argument(
+        "--percentiles", "--metric-percentiles", default="50,90,99", metavar="P[,P...]"
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(
         "--stream-interval",

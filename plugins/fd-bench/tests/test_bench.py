@@ -19,6 +19,9 @@ from fastdeploy_core import tensor
 from fastdeploy_core.cli.main import main
 from fastdeploy_testing.tiny_model import CONFIG, write_tiny_model
 
+# Options as `vllm bench serve` spells them.
+VLLM = ("--model", "m", "--random-input-len", "8", "--random-output-len", "2", "--num-prompts", "1")
+
 
 @pytest.fixture(autouse=True)
 def logging_as_it_was() -> Iterator[None]:
@@ -52,6 +55,10 @@ def test_each_benchmark_explains_itself(kind: str, capsys: pytest.CaptureFixture
         (["bench", "throughput", "--num-prompts", "many"], "--num-prompts: expected a whole"),
         (["bench", "serve", "--goodput", "speed:3"], "--goodput"),
         (["bench", "latency"], "no model given"),
+        (
+            ["bench", "serve", "--base-url", "http://127.0.0.1:9", *VLLM],
+            "the server does not answer",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_an_exit_code(

@@ -26,8 +26,11 @@ from .literals import Literals
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,48}"
 
 _SCHEMA_KEYS = ("items", "additionalItems", "contains", "propertyNames", "if", "then", "else")
-_LIST_KEYS = ("anyOf", "oneOf", "prefixItems")
+_LIST_KEYS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _MAP_KEYS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+# Formats of texts that llguidance knows; it refuses others.
+_FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown"}
+_FORMATS |= {"uri", "uuid"}
 
 
 def to_grammar(
@@ -62,12 +65,12 @@ def to_grammar(
 
 
 def _json_grammar(schema: Any, options: Mapping[str, Any]) -> str:
-    schema = _close(schema) if options.get("disable_additional_properties", True) else schema
+    schema = _prepared(schema, options)
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_overrides(options))
 
 
 def _schema_with_options(options: Mapping[str, Any], schema: Any) -> Any:
-    schema = _close(schema) if options.get("disable_additional_properties", True) else schema
+    schema = _prepared(schema, options)
     return {**schema, "x-guidance": _overrides(options)} if isinstance(schema, dict) else schema
 
 
@@ -77,35 +80,63 @@ def _overrides(options: Mapping[str, Any]) -> Any:
     return {"whitespace_pattern": WHITESPACE}
 
 
-def _close(schema: Any) -> Any:
-    """Set additionalProperties: false in every object that lists properties and does not set it.
+def _prepared(schema: Any, options: Mapping[str, Any]) -> Any:
+    """The schema as llguidance takes it: formats that it does not know are left out, since to JSON
+    Schema they are notes, and an object that lists its properties takes no others, unless it says
+    so with additionalProperties.
 
     A schema with allOf stays open: its branches describe one object together.
     """
-    if "allOf" in json.dumps(schema) or not isinstance(schema, dict):
-        return schema
-    return _close_node(schema)
+    is_closed = options.get("disable_additional_properties", True)
+    return _node(schema, schema, is_closed and "allOf" not in json.dumps(schema))
 
 
-def _close_node(node: Any) -> Any:
+def _node(node: Any, root: Any, is_closed: bool) -> Any:
     if not isinstance(node, dict):
         return node
-    closed = dict(node)
+    node = _with_listed_names(node, root)
+    made = dict(node)
     for key in _SCHEMA_KEYS:
         if key in node:
-            closed[key] = _close_node(node[key])
+            made[key] = _node(node[key], root, is_closed)
     for key in _LIST_KEYS:
         if isinstance(node.get(key), list):
-            closed[key] = [_close_node(item) for item in node[key]]
+            made[key] = [_node(item, root, is_closed) for item in node[key]]
     for key in _MAP_KEYS:
         if isinstance(node.get(key), dict):
-            closed[key] = {name: _close_node(item) for name, item in node[key].items()}
+            made[key] = {name: _node(item, root, is_closed) for name, item in node[key].items()}
     if isinstance(node.get("additionalProperties"), dict):
-        closed["additionalProperties"] = _close_node(node["additionalProperties"])
+        made["additionalProperties"] = _node(node["additionalProperties"], root, is_closed)
+    if isinstance(node.get("format"), str) and node["format"] not in _FORMATS:
+        del made["format"]
     open_words = {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"}
-    if "properties" in node and not open_words & node.keys():
-        closed["additionalProperties"] = False
-    return closed
+    if is_closed and "properties" in node and not open_words & node.keys():
+        made["additionalProperties"] = False
+    return made
+
+
+def _with_listed_names(node: dict[str, Any], root: Any) -> dict[str, Any]:
+    """propertyNames that are listed, as pydantic writes them for dict[Literal[...], ...], become
+    properties, of which none is required."""
+    names = node.get("propertyNames")
+    if isinstance(names, dict) and isinstance(names.get("$ref"), str):
+        names = _target(names["$ref"], root)
+    listed = names.get("enum") if isinstance(names, dict) else None
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        return node
+    if {"properties", "patternProperties"} & node.keys():
+        return node
+    made = {key: value for key, value in node.items() if key != "propertyNames"}
+    made["properties"] = dict.fromkeys(listed, node.get("additionalProperties", {}))
+    return {**made, "additionalProperties": False}
+
+
+def _target(reference: str, root: Any) -> Any:
+    """What a reference such as #/$defs/Color points to; None if it is elsewhere."""
+    found = root if reference.startswith("#/") else None
+    for part in reference.split("/")[1:]:
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
 
 
 def _text_grammar(kind: str, source: str) -> str:

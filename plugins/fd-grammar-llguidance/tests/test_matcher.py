@@ -130,6 +130,43 @@ def test_only_valid_json_comes_out_of_random_logits(
     assert finished >= 20, "most of the 30 answers must come to an end"
 
 
+def test_a_format_that_is_not_known_is_a_note(
+    backend: LLGuidanceBackend, tokenizer: Tokenizer
+) -> None:
+    """As in JSON Schema; pydantic writes "path" and "password". A known one is obeyed."""
+    text = {"type": "string", "format": "path", "maxLength": 9}
+    day = {"type": "string", "format": "date"}
+    schema = {
+        "type": "object",
+        "properties": {"format": {"anyOf": [text]}, "day": {"allOf": [day]}, "c": {"$ref": "#/x"}},
+        "required": ["format", "day", "c"],
+        "additionalProperties": False,
+        "x": {"const": {"format": "path"}},
+    }
+    compiled = backend.compile(StructuredOutputsParams(json=schema), {})
+    made = [generate(backend, tokenizer, compiled, seed) for seed in range(8)]
+    answers = [json.loads(answer) for answer in made if answer is not None]
+    assert answers
+    for answer in answers:
+        jsonschema.validate(answer, schema)
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", answer["day"])
+
+
+@pytest.mark.parametrize("names", [{"enum": ["a", "b c"]}, {"$ref": "#/$defs/Name"}])
+def test_names_of_properties_may_be_listed(
+    backend: LLGuidanceBackend, tokenizer: Tokenizer, names: dict
+) -> None:
+    """As pydantic writes dict[Literal["a", "b c"], bool]."""
+    some = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "boolean"}}
+    schema = {**some, "minProperties": 1, "$defs": {"Name": {"enum": ["a", "b c"]}}}
+    compiled = backend.compile(StructuredOutputsParams(json=schema), {})
+    answers = [generate(backend, tokenizer, compiled, seed) for seed in range(12)]
+    found = [json.loads(answer) for answer in answers if answer is not None]
+    for answer in found:
+        jsonschema.validate(answer, schema)
+    assert {name for answer in found for name in answer} == {"a", "b c"}
+
+
 def test_objects_that_list_properties_take_no_others_unless_asked(
     backend: LLGuidanceBackend, tokenizer: Tokenizer
 ) -> None:

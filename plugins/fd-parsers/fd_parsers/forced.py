@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastdeploy_core.contracts.small import ParsedDelta, ToolCallDelta
-from fastdeploy_core.errors import InvalidRequest
 from fastdeploy_core.types import StructuredOutputsParams
 
 MAX_FORCED_CALLS = 16  # ends the answer of a model that would go on calling
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
-_SHARED = ("$defs", "definitions")
 
 
 def constraint(
@@ -27,27 +25,37 @@ def constraint(
     functions = {tool["function"]["name"]: _parameters(tool) for tool in tools}
     if name is not None:
         return StructuredOutputsParams(json=functions[name])
-    shared: dict[str, Any] = {}
-    items = []
-    for function, parameters in functions.items():
-        schema = dict(parameters)
-        for key in _SHARED:
-            for definition, value in dict(schema.pop(key, {})).items():
-                if shared.setdefault(key, {}).setdefault(definition, value) != value:
-                    raise InvalidRequest(
-                        f"two tools define {definition!r:.60} differently", param="tools"
-                    )
-        items.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": function}, "parameters": schema},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-        )
+    items = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": function}, "parameters": {"$ref": _place(function)}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for function in functions
+    ]
     most = MAX_FORCED_CALLS if many else 1
-    array = {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": items}, **shared}
+    array = {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": items}}
+    # Each tool's schema is whole at a place of its own: tools may define one name differently.
+    array["$defs"] = {name: _moved(schema, _place(name)) for name, schema in functions.items()}
     return StructuredOutputsParams(json=array)
+
+
+def _place(function: str) -> str:
+    return f"#/$defs/{function}"
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """The schema with its references as they are when its root is at `place`."""
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: _moved(value, place) for key, value in schema.items()}
+    reference = moved.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:].rstrip("/")
+    return moved
 
 
 def _parameters(tool: dict[str, Any]) -> dict[str, Any]:

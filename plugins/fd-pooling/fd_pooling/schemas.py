@@ -31,7 +31,7 @@ class PoolingFields(ApiModel):
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
     request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     cache_salt: str | None = Field(
-        default=None, min_length=1, max_length=MAX_CACHE_SALT_CHARS, pattern=r"^[^@/\\\s]+$"
+        default=None, min_length=1, max_length=MAX_CACHE_SALT_CHARS, pattern=r"^[^@\\\s]+$"
     )
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     truncation_side: Literal["left", "right"] = "right"

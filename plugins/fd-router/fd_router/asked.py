@@ -58,12 +58,7 @@ def read_request(path: str, headers: Mapping[str, str], body: bytes) -> Asked:
     """Reads a request. ValueError for JSON that nests too deeply."""
     fields = _fields(body)
     session = headers.get("X-Session-Id", "")
-    if "session_id" in fields:  # for routers; instances refuse it
-        session = session or str(fields.pop("session_id"))
-        body = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode(
-            "utf-8", "surrogatepass"
-        )
-    for name in ("prompt_cache_key", "user", "safety_identifier"):
+    for name in ("session_id", "prompt_cache_key", "user", "safety_identifier"):
         session = session or str(fields.get(name) or "")
     prompt = _prompt(fields)
     # Instances share cached prefixes within a key, a model and a salt.

@@ -85,6 +85,8 @@ def parse(arguments: Sequence[str]) -> RouterOptions:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0")
     if given.slo_tpot < 0 or given.role_dwell < 0:
         raise ConfigError("--slo-tpot and --role-dwell must not be negative")
+    if not 0 <= given.port <= 65535:
+        raise ConfigError(f"--port must be between 0 and 65535, got {given.port}")
     if given.max_retries < 0 or given.drain_timeout < 0:
         raise ConfigError("--max-retries and --drain-timeout must not be negative")
     return RouterOptions(

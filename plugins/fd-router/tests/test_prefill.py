@@ -289,3 +289,10 @@ def test_what_a_prefill_instance_is_asked() -> None:
 def test_prefill_options_that_cannot_be(words: list[str]) -> None:
     with pytest.raises(ConfigError, match="prefill"):
         parse(words)
+
+
+@pytest.mark.parametrize("port", ["-1", "99999"])
+def test_a_port_is_a_port(port: str) -> None:
+    """The event loop would take it modulo 65536."""
+    with pytest.raises(ConfigError, match="--port must be between 0 and 65535"):
+        parse(["--instances", "a:1", "--port", port])

@@ -20,8 +20,11 @@ from fastdeploy_core.config.argument_values import of_scope
 from fastdeploy_core.errors import ConfigError
 
 URLS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/pooling", "/classify"),
-    *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v1/reward"),  # those of fd-pooling
+    *("/v1/chat/completions", "/v1/completions"),
+    *("/v1/responses", "/v1/messages"),  # of fd-agent-apis
+    *("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/v1/classify"),  # of fd-pooling
+    *("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/v1/reward"),
+    "/v1/chat/reward",
 )
 IN_FLIGHT_PER_SEQ = 2  # enough to keep the batch full while answers are written
 

@@ -176,10 +176,7 @@ def _check_message(message: Any, where: str) -> None:
             f"{where}.role is {role!r:.40}; possible: {', '.join(ROLES)}", param=f"{where}.role"
         )
     content = message.get("content")
-    if content is None:
-        if role != "assistant" or not (message.get("tool_calls") or message.get("function_call")):
-            raise InvalidRequest(f"{where}.content is missing", param=f"{where}.content")
-    elif not isinstance(content, str | list):
+    if not isinstance(content, str | list) and (content is not None or role != "assistant"):
         raise InvalidRequest(
             f"{where}.content must be text or a list of parts", param=f"{where}.content"
         )

@@ -7,6 +7,7 @@ ranges; limits on size are checked here, before any work.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -146,7 +147,7 @@ class SamplingFields(ApiModel):
 
     priority: int | None = Field(default=None, ge=-(2**31), lt=2**31)
     cache_salt: str | None = Field(
-        default=None, min_length=1, max_length=MAX_CACHE_SALT_CHARS, pattern=r"^[^@/\\\s]+$"
+        default=None, min_length=1, max_length=MAX_CACHE_SALT_CHARS, pattern=r"^[^@\\\s]+$"
     )
     prompt_token_ids: list[int] | None = Field(default=None, max_length=MAX_TOKEN_IDS)
     return_token_ids: bool | None = None
@@ -176,7 +177,7 @@ class SamplingFields(ApiModel):
     @field_validator("logits_processors_args", "vllm_xargs")
     @classmethod
     def _is_small(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value is not None and len(_json_text(value)) > MAX_ARGS_CHARS:
+        if value is not None and len(json.dumps(value, ensure_ascii=False)) > MAX_ARGS_CHARS:
             raise ValueError(f"at most {MAX_ARGS_CHARS} characters of JSON are possible")
         return value
 
@@ -232,7 +233,7 @@ class SamplingFields(ApiModel):
             )
         options = dict(found[0])
         if isinstance(options.get("structural_tag"), dict):
-            options["structural_tag"] = _json_text(options["structural_tag"])
+            options["structural_tag"] = json.dumps(options["structural_tag"], ensure_ascii=False)
         return StructuredOutputsParams(**options)
 
     def sampling(self, defaults: Mapping[str, Any], **decided: Any) -> SamplingParams:
@@ -250,26 +251,21 @@ class SamplingFields(ApiModel):
         return SamplingParams(**values)
 
 
-def _json_text(value: Any) -> str:
-    import json
-
-    return json.dumps(value, ensure_ascii=False)
-
-
 def _from_format(wanted: ResponseFormat) -> dict[str, Any] | None:
     if wanted.type == "text":
         return None
-    if wanted.type == "json_object":
-        return {"json_object": True}
+    if wanted.type == "json_object":  # with a schema as clients of llama.cpp spell it
+        given = (wanted.model_extra or {}).get("schema") or None
+        return {"json": given} if isinstance(given, dict) else {"json_object": True}
     if wanted.type == "json_schema":
         if wanted.json_schema is None or wanted.json_schema.schema_ is None:
             raise InvalidRequest(
                 "response_format json_schema needs json_schema.schema", param="response_format"
             )
         schema = wanted.json_schema.schema_
-        return {"json": schema if isinstance(schema, dict) else _json_text(schema)}
+        return {"json": schema if isinstance(schema, dict) else json.dumps(schema)}
     if wanted.type == "structural_tag":
-        return {"structural_tag": _json_text(wanted.model_dump(exclude_none=True))}
+        return {"structural_tag": wanted.model_dump(exclude_none=True)}
     raise InvalidRequest(
         f"response_format has an unknown type {wanted.type!r:.40}; possible: text, json_object, "
         "json_schema, structural_tag",
