@@ -1,9 +1,9 @@
-"""Command R7B and Command A (transformers: Cohere2ForCausalLM)."""
+"""Command R, R7B and A (transformers: CohereForCausalLM, Cohere2ForCausalLM)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.layers import ForwardContext, LayerNorm, RotarySpec
@@ -12,6 +12,7 @@ from fd_models.fields import StrictLM
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionSpec
+    from fastdeploy_core.contracts.model import ModelShapes
     from fastdeploy_core.layers import ModelBuilder
     from fastdeploy_core.models.decoder import AttentionLayer, Block, FeedForward
     from fastdeploy_core.tensor import Tensor
@@ -55,15 +56,15 @@ class ParallelLayer:
         return x + attended, self.feed_forward(normed)
 
 
-class Cohere2ForCausalLM(StrictLM):
-    """Blocks with a window turn; every fourth sees all and does not. Logits are scaled."""
+class CohereForCausalLM(StrictLM):
+    """LayerNorm, one a block; logits are scaled. Released folders name the context that the model
+    was made for beside the one of its first training."""
 
     norm_eps = 1e-5
     last_norm = PlainLayerNorm
     interleaved = True
     tied = True
-    defaults = {"sliding_window": 4096}  # noqa: RUF012 - never changed
-    sliding_window_pattern = 4
+    rope_theta = 500_000.0
     # Released folders name much that the published model computes in one way only.
     only = {  # noqa: RUF012 - never changed
         "order_of_interleaved_layers": ("local_attn_first",),
@@ -73,15 +74,15 @@ class Cohere2ForCausalLM(StrictLM):
         "use_parallel_embedding": (True,),
         "use_qk_norm": (False,),
     }
-    reads = frozenset({"layer_norm_eps", "logit_scale", "sliding_window_pattern"})
+    reads = frozenset({"layer_norm_eps", "logit_scale"})
 
     @classmethod
-    def layer(
-        cls, read: ConfigReader, number: int, spec: AttentionSpec, rotary: RotarySpec
-    ) -> tuple[AttentionSpec, RotarySpec]:
-        """With the block's window."""
-        spec, rotary = super().layer(read, number, spec, rotary)
-        return spec, rotary if spec.window else RotarySpec(rotary.dim, 1.0, kind="none")
+    def shapes(cls, config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
+        """Shapes of one rank."""
+        shapes = super().shapes(config, tp_size, dtype)
+        first = shapes.max_position_embeddings
+        longest = ConfigReader(config).size("model_max_length", default=first)
+        return replace(shapes, max_position_embeddings=max(first, longest))
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
         self._scale = ConfigReader(config).number("logit_scale", default=0.0625)
@@ -90,7 +91,7 @@ class Cohere2ForCausalLM(StrictLM):
     def block(self, build: ModelBuilder, prefix: str, number: int) -> Block:
         """One block with that checkpoint prefix."""
         return ParallelLayer(
-            norm=PlainLayerNorm(build, f"{prefix}.input_layernorm", self._hidden, self._eps),
+            norm=self.last_norm(build, f"{prefix}.input_layernorm", self._hidden, self._eps),
             attention=self._attention(build, f"{prefix}.self_attn", number),
             feed_forward=self._feed_forward(build, f"{prefix}.mlp", number),
             select_rows=build.kernels["select_rows"],
@@ -99,3 +100,20 @@ class Cohere2ForCausalLM(StrictLM):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Times a constant above 0; the likeliest token is the same."""
         return super().compute_logits(hidden) * self._scale
+
+
+class Cohere2ForCausalLM(CohereForCausalLM):
+    """Blocks with a window turn; every fourth sees all and does not."""
+
+    rope_theta = 10_000.0
+    defaults = {"sliding_window": 4096}  # noqa: RUF012 - never changed
+    sliding_window_pattern = 4
+    reads = CohereForCausalLM.reads | {"sliding_window_pattern"}
+
+    @classmethod
+    def layer(
+        cls, read: ConfigReader, number: int, spec: AttentionSpec, rotary: RotarySpec
+    ) -> tuple[AttentionSpec, RotarySpec]:
+        """With the block's window."""
+        spec, rotary = super().layer(read, number, spec, rotary)
+        return spec, rotary if spec.window else RotarySpec(rotary.dim, 1.0, kind="none")

@@ -1,4 +1,5 @@
-"""LFM2 (transformers: Lfm2ForCausalLM): gated short convolutions, and attention in some blocks."""
+"""LFM2 (transformers: Lfm2ForCausalLM, Lfm2MoeForCausalLM): gated short convolutions, and attention
+in some blocks."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.model import ModelShapes, StateSpec
+from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
 from fastdeploy_core.layers import ForwardContext, Linear, LinearPart, LinearShape
 from fastdeploy_core.models.reading import ConfigReader
 
@@ -14,7 +16,7 @@ from .layers import HybridLM, RecurrentLayer
 
 if TYPE_CHECKING:
     from fastdeploy_core.layers import ModelBuilder, RotarySpec
-    from fastdeploy_core.models.decoder import AttentionLayer
+    from fastdeploy_core.models.decoder import AttentionLayer, FeedForward, MakeFeedForward
     from fastdeploy_core.tensor import Tensor
 
 # Names of the checkpoint, and those of other families for the same parts.
@@ -91,12 +93,12 @@ class Lfm2ForCausalLM(HybridLM):
     @classmethod
     def shapes(cls, config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
         """Shapes of one rank."""
-        return super().shapes(_usual(config), tp_size, dtype)
+        return super().shapes(_usual({**cls.defaults, **config}), tp_size, dtype)
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
         for old, new in _NAMES.items():
             build.weights.rename(old, new)
-        super().__init__(_usual(config), build)
+        super().__init__(_usual({**self.defaults, **config}), build)
 
     def attend(
         self,
@@ -116,6 +118,50 @@ class Lfm2ForCausalLM(HybridLM):
         """A short convolution."""
         bias = read.flag("conv_bias", default=False)
         return ShortConvolution(build, prefix, read.size("hidden_size"), spec, bias)
+
+
+class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
+    """Sigmoid routing with a correction bias behind the first dense blocks."""
+
+    defaults = {"block_auto_adjust_ff_dim": False}  # noqa: RUF012 - never changed
+    reads = Lfm2ForCausalLM.reads | {
+        *("norm_topk_prob", "num_experts", "routed_scaling_factor", "use_expert_bias"),
+    }
+
+    def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
+        build.weights.rename("feed_forward.", "mlp.")
+        for old, new in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+            build.weights.rename(f".{old}.", f".{new}.")
+        super().__init__(config, build)
+
+    @classmethod
+    def moe(cls, read: ConfigReader, dtype: str) -> MoESpec:
+        """One rank's experts."""
+        routing = RoutingSpec(
+            num_experts=read.size("num_experts", default=32),
+            top_k=read.size("num_experts_per_tok", default=4),
+            scoring="sigmoid",
+            renormalize=read.flag("norm_topk_prob", default=True),
+            scaling_factor=read.number("routed_scaling_factor", default=1.0),
+            has_correction_bias=read.flag("use_expert_bias", default=True),
+        )
+        return read.experts(routing, dtype)
+
+    def make_feed_forward(self, read: ConfigReader, dtype: str) -> MakeFeedForward:
+        """Experts, or a dense block."""
+        moe, width = self.moe(read, dtype), read.size("moe_intermediate_size")
+        dense, first = (
+            super().make_feed_forward(read, dtype),
+            read.count("num_dense_layers", default=2),
+        )
+
+        def make(build: ModelBuilder, prefix: str, number: int) -> FeedForward:
+            if number < first:
+                return dense(build, prefix, number)
+            bias = f"{prefix}.expert_bias" if moe.routing.has_correction_bias else ""
+            return build.moe_block(prefix, moe, width, bias_name=bias)
+
+        return make
 
 
 def _usual(config: Mapping[str, Any]) -> Mapping[str, Any]:
