@@ -485,6 +485,7 @@ def _cohere2_moe(draw: Draw) -> Fields:
         norm_topk_prob=_BOTH,
         num_shared_experts=(1, 2),
         prefix_dense_intermediate_size=(24, 56),
+        rms_norm_eps=(1e-5,),
         prefix_dense_sliding_window_pattern=(1, 2),
         shared_expert_combination_strategy=("average", "sum"),
         sliding_window_pattern=(2, 3),

@@ -24,7 +24,8 @@ class SigmoidRoutedLM(StrictLM):
     """Sigmoid routing with a correction bias beside shared experts; dense blocks are the first
     ones, or those that mlp_layer_types names."""
 
-    output_bias = False
+    output_bias: ClassVar[str | bool] = False
+    only = {"scoring_func": ("sigmoid", "noaux_tc")}  # noqa: RUF012 - two words for one
     bias_name: ClassVar[str] = "gate.e_score_correction_bias"  # below the block's prefix
     reads = frozenset(
         {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastdeploy_core.layers import ForwardContext, LayerNorm, RotarySpec
 from fastdeploy_core.models.reading import ConfigReader
@@ -34,7 +34,7 @@ class PlainLayerNorm(LayerNorm):
 class ParallelLayer:
     """One block: x + attention(norm(x)) + feed_forward(norm(x)), with one norm."""
 
-    norm: LayerNorm
+    norm: Callable[[Tensor], Tensor]
     attention: AttentionLayer
     feed_forward: FeedForward
     select_rows: Callable[[Tensor, Tensor], Tensor]
@@ -61,7 +61,7 @@ class CohereForCausalLM(StrictLM):
     was made for beside the one of its first training."""
 
     norm_eps = 1e-5
-    last_norm = PlainLayerNorm
+    last_norm: ClassVar[Callable[..., Any]] = PlainLayerNorm
     interleaved = True
     tied = True
     rope_theta = 500_000.0

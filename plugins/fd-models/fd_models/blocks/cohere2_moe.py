@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
-from fastdeploy_core.errors import UnsupportedModel
+from fastdeploy_core.layers import RMSNorm
 from fastdeploy_core.models.reading import ConfigReader
 from fd_models.glm4_moe import is_dense
 
-from .cohere2 import Cohere2ForCausalLM
+from .cohere2 import Cohere2ForCausalLM, PlainLayerNorm
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionSpec
@@ -49,15 +50,13 @@ class Cohere2MoeForCausalLM(Cohere2ForCausalLM):
         "prefix_dense_sliding_window_pattern",
     }
 
-    @classmethod
-    def check(cls, read: ConfigReader) -> None:
-        """LayerNorm alone."""
-        super().check(read)
-        if read.config.get("rms_norm_eps") is not None:
-            raise UnsupportedModel(
-                f"config.json of this {read.architecture} has rms_norm_eps, norms by the root mean "
-                "square, which are not supported; possible: layer_norm_eps, and rms_norm_eps null"
-            )
+    def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
+        self._is_rms = config.get("rms_norm_eps") is not None
+        super().__init__(config, build)
+
+    def last_norm(self, build: ModelBuilder, name: str, size: int, eps: float) -> Any:
+        """LayerNorm, or by the root mean square where config.json names its epsilon."""
+        return (RMSNorm if self._is_rms else PlainLayerNorm)(build, name, size, eps)
 
     @classmethod
     def has_window(cls, read: ConfigReader, number: int) -> bool:

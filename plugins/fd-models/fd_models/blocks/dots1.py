@@ -56,7 +56,17 @@ class HYV3ForCausalLM(SigmoidRoutedLM):
         "head_dim": 128,
         "router_scaling_factor": 2.826,
     }
-    reads = SigmoidRoutedLM.reads | {"mlp_bias"}
+    only = {  # noqa: RUF012 - never changed
+        **SigmoidRoutedLM.only,
+        "moe_router_enable_expert_bias": (True,),
+        "moe_router_use_sigmoid": (True,),
+        "qk_norm": (True,),
+        "route_norm": (True,),
+    }
+    # What is added in float32 beside what is not, and another word for a width.
+    reads = SigmoidRoutedLM.reads | {
+        *("enable_attention_fp32_softmax", "enable_lm_head_fp32", "expert_hidden_dim", "mlp_bias")
+    }
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
         build.weights.rename(".mlp.router.gate.", ".mlp.gate.")

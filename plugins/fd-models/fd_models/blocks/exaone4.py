@@ -48,6 +48,7 @@ class ExaoneMoeForCausalLM(ExaoneLM, SigmoidRoutedLM):
 
     norm_eps = 1e-5
     bias_name = "e_score_correction_bias"
+    only = {**ExaoneLM.only, **SigmoidRoutedLM.only}  # noqa: RUF012 - never changed
     defaults = {  # noqa: RUF012 - never changed
         "routed_scaling_factor": 2.5,
         "sliding_window": 4096,

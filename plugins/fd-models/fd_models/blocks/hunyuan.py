@@ -95,6 +95,7 @@ class HunYuanMoEV1ForCausalLM(HunYuanDenseV1ForCausalLM):
 
     only = {  # noqa: RUF012 - never changed
         **HunYuanDenseV1ForCausalLM.only,
+        "norm_topk_prob": (True,),
         "use_mixed_mlp_moe": (True,),
     }
     reads = HunYuanDenseV1ForCausalLM.reads | {"num_experts", "num_shared_expert"}

@@ -4,7 +4,7 @@ in some blocks."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.model import ModelShapes, StateSpec
@@ -61,6 +61,7 @@ class Lfm2ForCausalLM(HybridLM):
     rope_theta = 1_000_000.0
     recurrent = other_layers = frozenset({"conv"})
     recurrent_name = "conv"
+    adjusts_width: ClassVar[bool] = True  # where config.json does not say; False: never
     reads = frozenset(
         {
             *("block_auto_adjust_ff_dim", "block_dim", "block_ff_dim", "block_ffn_dim_multiplier"),
@@ -93,12 +94,12 @@ class Lfm2ForCausalLM(HybridLM):
     @classmethod
     def shapes(cls, config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
         """Shapes of one rank."""
-        return super().shapes(_usual({**cls.defaults, **config}), tp_size, dtype)
+        return super().shapes(_usual(config, cls.adjusts_width), tp_size, dtype)
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
         for old, new in _NAMES.items():
             build.weights.rename(old, new)
-        super().__init__(_usual({**self.defaults, **config}), build)
+        super().__init__(_usual(config, self.adjusts_width), build)
 
     def attend(
         self,
@@ -123,7 +124,7 @@ class Lfm2ForCausalLM(HybridLM):
 class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
     """Sigmoid routing with a correction bias behind the first dense blocks."""
 
-    defaults = {"block_auto_adjust_ff_dim": False}  # noqa: RUF012 - never changed
+    adjusts_width = False
     reads = Lfm2ForCausalLM.reads | {
         *("norm_topk_prob", "num_experts", "routed_scaling_factor", "use_expert_bias"),
     }
@@ -164,11 +165,11 @@ class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
         return make
 
 
-def _usual(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _usual(config: Mapping[str, Any], adjusts_width: bool) -> Mapping[str, Any]:
     """config.json in the words of other families, with the width that its rules give."""
     read = ConfigReader(config)
     width = read.size("intermediate_size", "block_ff_dim")
-    if read.flag("block_auto_adjust_ff_dim", default=True):
+    if adjusts_width and read.flag("block_auto_adjust_ff_dim", default=True):
         width = int(2 * width / 3)
         if config.get("block_ffn_dim_multiplier", 1.0) is not None:
             width = int(read.number("block_ffn_dim_multiplier", default=1.0) * width)
