@@ -61,10 +61,15 @@ from fd_lora.layers import AdapterLayers
 from fd_lora.served import ServedAdapters
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
-from fd_models.blocks.cohere2 import Cohere2ForCausalLM
-from fd_models.blocks.exaone4 import Exaone4ForCausalLM
+from fd_models.blocks.cohere2 import Cohere2ForCausalLM, CohereForCausalLM
+from fd_models.blocks.cohere2_moe import Cohere2MoeForCausalLM
+from fd_models.blocks.dots1 import Dots1ForCausalLM, HYV3ForCausalLM, SolarOpenForCausalLM
+from fd_models.blocks.exaone4 import Exaone4ForCausalLM, ExaoneMoeForCausalLM
 from fd_models.blocks.glm4 import Glm4ForCausalLM, GlmForCausalLM
 from fd_models.blocks.granite import GraniteForCausalLM, GraniteMoeForCausalLM
+from fd_models.blocks.hunyuan import HunYuanDenseV1ForCausalLM, HunYuanMoEV1ForCausalLM
+from fd_models.blocks.olmoe import OlmoeForCausalLM
+from fd_models.blocks.seed_oss import SeedOssForCausalLM
 from fd_models.gemma2 import Gemma2ForCausalLM
 from fd_models.gemma3 import Gemma3ForCausalLM
 from fd_models.glm4_moe import Glm4MoeForCausalLM
@@ -82,7 +87,7 @@ from fd_models.phi3 import Phi3ForCausalLM
 from fd_models.qwen2_moe import Qwen2MoeForCausalLM
 from fd_models.recurrent.granite4 import GraniteMoeHybridForCausalLM
 from fd_models.recurrent.kimi_linear import KimiLinearForCausalLM
-from fd_models.recurrent.lfm2 import Lfm2ForCausalLM
+from fd_models.recurrent.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
 from fd_models.recurrent.nemotron_h import NemotronHForCausalLM
 from fd_models.recurrent.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from fd_models.recurrent.qwen3_next import Qwen3NextForCausalLM
@@ -347,8 +352,19 @@ models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     DeepseekV32ForCausalLM,
     Ernie4_5ForCausalLM,
     Ernie4_5_MoeForCausalLM,
+    CohereForCausalLM,
     Cohere2ForCausalLM,
+    Cohere2MoeForCausalLM,
+    Dots1ForCausalLM,
     Exaone4ForCausalLM,
+    ExaoneMoeForCausalLM,
+    HunYuanDenseV1ForCausalLM,
+    HunYuanMoEV1ForCausalLM,
+    HYV3ForCausalLM,
+    Lfm2MoeForCausalLM,
+    OlmoeForCausalLM,
+    SeedOssForCausalLM,
+    SolarOpenForCausalLM,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Glm4ForCausalLM,
