@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastdeploy_core.layers import RotarySpec
 from fd_models.fields import StrictLM
@@ -21,7 +21,8 @@ class ExaoneLM(StrictLM):
     turn."""
 
     head_norms = True
-    qkv_bias = output_bias = False
+    qkv_bias = False
+    output_bias: ClassVar[str | bool] = False
     only = {"attention_bias": (False,)}  # noqa: RUF012 - never changed
     defaults = {"sliding_window": 4096}  # noqa: RUF012 - never changed
     sliding_window_pattern = 4
