@@ -118,22 +118,36 @@ from fd_parsers.gemma import FunctionGemmaToolParser, Gemma4ToolParser
 from fd_parsers.harmony import HarmonyReasoningParser, HarmonyToolParser
 from fd_parsers.hermes import HermesToolParser
 from fd_parsers.kimi import KimiK2ToolParser
-from fd_parsers.lists import GraniteToolParser, Phi4MiniToolParser
-from fd_parsers.llama import Llama3JsonToolParser, PythonicToolParser
+from fd_parsers.lists import (
+    CommandToolParser,
+    GraniteToolParser,
+    HunyuanToolParser,
+    Phi4MiniToolParser,
+)
+from fd_parsers.llama import (
+    Lfm2ToolParser,
+    Llama3JsonToolParser,
+    Olmo3ToolParser,
+    PythonicToolParser,
+)
 from fd_parsers.mistral import MistralToolParser
 from fd_parsers.tags import (
     DeepSeekV32ToolParser,
     GlmToolParser,
     MiniMaxM2ToolParser,
     QwenToolParser,
+    SeedOssToolParser,
     TagToolParser,
 )
 from fd_parsers.think import (
+    CommandThinkParser,
     DeepSeekR1Parser,
     ErnieX1Parser,
     Gemma4ThinkParser,
     GraniteThinkParser,
+    HunyuanThinkParser,
     MistralThinkParser,
+    SeedThinkParser,
     ThinkParser,
 )
 from fd_parsers.thinking_budget import ThinkingBudgetLogitsProcessor
@@ -419,6 +433,9 @@ model_sources: list[Callable[[], ModelSource]] = [
 ]
 reasoning_parsers: list[Callable[[str, Mapping[str, Any]], ReasoningParser]] = [
     MyThoughtsParser,
+    CommandThinkParser,
+    HunyuanThinkParser,
+    SeedThinkParser,
     DeepSeekR1Parser,
     ErnieX1Parser,
     Gemma4ThinkParser,
@@ -433,6 +450,11 @@ tool_parsers: list[Callable[[Sequence[Any]], ToolParser]] = [
     FunctionGemmaToolParser,
     Gemma4ToolParser,
     GlmToolParser,
+    CommandToolParser,
+    HunyuanToolParser,
+    Lfm2ToolParser,
+    Olmo3ToolParser,
+    SeedOssToolParser,
     GraniteToolParser,
     HarmonyToolParser,
     HermesToolParser,
