@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
+from fastdeploy_core.errors import ConfigError
 from fastdeploy_core.models.reading import ConfigReader
 
 from .fields import StrictLM
@@ -79,10 +80,18 @@ class SigmoidRoutedLM(StrictLM):
 
 
 def is_dense(read: ConfigReader, number: int) -> bool:
-    """Whether a block has no experts, by mlp_layer_types or first_k_dense_replace."""
-    if kinds := read.config.get("mlp_layer_types"):
-        return bool(kinds[number] == "dense")
-    return number < read.count("first_k_dense_replace", default=1)
+    """Whether a block has no experts, by mlp_layer_types or first_k_dense_replace. Blocks behind
+    the last one, which drafters have, have them."""
+    kinds = read.config.get("mlp_layer_types")
+    if kinds is None or number >= read.size("num_hidden_layers"):
+        return number < read.count("first_k_dense_replace", default=1)
+    words = ("dense", "sparse")
+    if not isinstance(kinds, list) or number >= len(kinds) or kinds[number] not in words:
+        raise ConfigError(
+            f"config.json of this {read.architecture} has mlp_layer_types={kinds!r}; expected "
+            f"{' or '.join(words)} for each layer"
+        )
+    return bool(kinds[number] == "dense")
 
 
 class Glm4MoeForCausalLM(SigmoidRoutedLM):

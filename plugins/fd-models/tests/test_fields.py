@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fd_models.glm4_moe import is_dense
 from fd_pooling.family import PoolingLM
 
 from fastdeploy_core.contracts.model import StateSpec
 from fastdeploy_core.errors import ConfigError, UnsupportedModel
+from fastdeploy_core.models.reading import ConfigReader
 from fastdeploy_core.models.shapes import read_shapes
 
 SIZES: dict[str, Any] = {
@@ -660,6 +662,19 @@ def test_a_window_that_config_json_leaves_out_is_that_of_transformers(
     fields.pop("sliding_window", None)
     assert [layer.window for layer in read_shapes(fields).layers] == windows
     assert {layer.window for layer in read_shapes({**fields, "sliding_window": None}).layers} == {0}
+
+
+def test_which_blocks_are_dense() -> None:
+    def dense(**fields: Any) -> list[int]:
+        read = ConfigReader(config("ExaoneMoeForCausalLM", **fields))
+        return [number for number in range(6) if is_dense(read, number)]
+
+    kinds = ["sparse", "dense", "sparse", "dense"]
+    assert dense() == [0] and dense(mlp_layer_types=kinds) == [1, 3]  # 4 and 5 are a drafter's
+    assert dense(mlp_layer_types=None, first_k_dense_replace=2) == [0, 1]
+    for wrong in (kinds[:3], ["dense", "moe", "moe", "moe"], "dense"):
+        with pytest.raises(ConfigError, match="mlp_layer_types.*expected dense or sparse"):
+            dense(mlp_layer_types=wrong)
 
 
 def test_which_blocks_of_llama_4_have_chunks() -> None:
