@@ -476,8 +476,8 @@ def _cohere2(draw: Draw) -> Fields:
 
 def _cohere2_moe(draw: Draw) -> Fields:
     fields = _cohere2(draw) | draw.experts("num_experts") | {"head_dim": draw.choice((8, 16))}
-    rule = fields.pop("rope_parameters")  # transformers reads the older words here
-    fields |= {"rope_theta": rule.pop("rope_theta"), "rope_scaling": rule}
+    # transformers has rope_scaling here and does not use it.
+    fields["rope_theta"] = fields.pop("rope_parameters")["rope_theta"]
     if "layer_types" not in fields or draw.maybe():
         fields["first_k_dense_replace"] = draw.randint(0, 2)
     return fields | draw.some(

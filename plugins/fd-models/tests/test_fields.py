@@ -673,7 +673,7 @@ def test_which_blocks_are_dense() -> None:
     assert dense() == [0] and dense(mlp_layer_types=kinds) == [1, 3]  # 4 and 5 are a drafter's
     assert dense(mlp_layer_types=None, first_k_dense_replace=2) == [0, 1]
     for wrong in (kinds[:3], ["dense", "moe", "moe", "moe"], "dense"):
-        with pytest.raises(ConfigError, match="mlp_layer_types.*expected dense or sparse"):
+        with pytest.raises(ConfigError, match=r"mlp_layer_types.*expected dense or sparse"):
             dense(mlp_layer_types=wrong)
 
 
