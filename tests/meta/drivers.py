@@ -70,6 +70,13 @@ from fd_models.blocks.granite import GraniteForCausalLM, GraniteMoeForCausalLM
 from fd_models.blocks.hunyuan import HunYuanDenseV1ForCausalLM, HunYuanMoEV1ForCausalLM
 from fd_models.blocks.olmoe import OlmoeForCausalLM
 from fd_models.blocks.seed_oss import SeedOssForCausalLM
+from fd_models.blocks.text_alone import (
+    Gemma3ForConditionalGeneration,
+    Llama4ForConditionalGeneration,
+    Mistral3ForConditionalGeneration,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForConditionalGeneration,
+)
 from fd_models.gemma2 import Gemma2ForCausalLM
 from fd_models.gemma3 import Gemma3ForCausalLM
 from fd_models.glm4_moe import Glm4MoeForCausalLM
@@ -379,6 +386,11 @@ models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     OlmoeForCausalLM,
     SeedOssForCausalLM,
     SolarOpenForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Llama4ForConditionalGeneration,
+    Mistral3ForConditionalGeneration,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForConditionalGeneration,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Glm4ForCausalLM,

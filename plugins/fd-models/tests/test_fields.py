@@ -428,6 +428,25 @@ RELEASED: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.0,
         "topk_group": 1,
     },
+    "Gemma3ForConditionalGeneration": {
+        "boi_token_index": 255999,
+        "image_token_index": 262144,
+        "mm_tokens_per_image": 256,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+        "text_config": {"model_type": "gemma3_text"},
+        "vision_config": {"model_type": "siglip_vision_model"},
+    },
+    "Mistral3ForConditionalGeneration": {
+        "image_token_index": 10,
+        "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu",
+        "sliding_window": None,
+        "spatial_merge_size": 2,
+        "text_config": {"model_type": "mistral"},
+        "vision_config": {"model_type": "pixtral"},
+        "vision_feature_layer": -1,
+    },
     "SmolLM3ForCausalLM": {
         "attention_bias": False,
         "max_window_layers": 28,
@@ -465,7 +484,7 @@ def test_released_fields_are_known(architecture: str) -> None:
     assert read_shapes(config(architecture)).num_layers == 4
 
 
-@pytest.mark.parametrize("architecture", RELEASED)
+@pytest.mark.parametrize("architecture", [a for a in RELEASED if a.endswith("ForCausalLM")])
 def test_prompts_of_every_family_can_be_pooled(architecture: str, tmp_path: Path) -> None:
     released = config(architecture)
     if "model_max_length" in released:
@@ -532,6 +551,11 @@ def test_a_field_that_changes_the_answers_is_refused_by_name(
         ("KimiLinearForCausalLM", {"tie_word_embeddings": True}, "tie_word_embeddings"),
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ("CohereForCausalLM", {"use_qk_norm": True}, "use_qk_norm"),
+        (
+            "Mistral3ForConditionalGeneration",
+            {"text_config": {"model_type": "ministral3"}},
+            "'ministral3'",
+        ),
         ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv"),
         ("HunYuanMoEV1ForCausalLM", {"num_shared_expert": [2] * 4}, "num_shared_expert"),
         ("HunYuanMoEV1ForCausalLM", {"moe_intermediate_size": 48}, "moe_intermediate_size"),

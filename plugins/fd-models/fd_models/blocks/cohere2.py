@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastdeploy_core.layers import ForwardContext, LayerNorm, RotarySpec
@@ -12,7 +12,6 @@ from fd_models.fields import StrictLM
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.attention import AttentionSpec
-    from fastdeploy_core.contracts.model import ModelShapes
     from fastdeploy_core.layers import ModelBuilder
     from fastdeploy_core.models.decoder import AttentionLayer, Block, FeedForward
     from fastdeploy_core.tensor import Tensor
@@ -57,8 +56,7 @@ class ParallelLayer:
 
 
 class CohereForCausalLM(StrictLM):
-    """LayerNorm, one a block; logits are scaled. Released folders name the context that the model
-    was made for beside the one of its first training."""
+    """LayerNorm, one a block; logits are scaled."""
 
     norm_eps = 1e-5
     last_norm: ClassVar[Callable[..., Any]] = PlainLayerNorm
@@ -75,14 +73,6 @@ class CohereForCausalLM(StrictLM):
         "use_qk_norm": (False,),
     }
     reads = frozenset({"layer_norm_eps", "logit_scale"})
-
-    @classmethod
-    def shapes(cls, config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
-        """Shapes of one rank."""
-        shapes = super().shapes(config, tp_size, dtype)
-        first = shapes.max_position_embeddings
-        longest = ConfigReader(config).size("model_max_length", default=first)
-        return replace(shapes, max_position_embeddings=max(first, longest))
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
         self._scale = ConfigReader(config).number("logit_scale", default=0.0625)
