@@ -188,6 +188,22 @@ FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     },
+    "gemma4": {
+        "architecture": "Gemma4",
+        "config": "Gemma4TextConfig",
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "num_global_key_value_heads": 1,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "sliding_window": 7,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "final_logit_softcapping": 5.0,
+    },
     "gpt-oss": {
         "architecture": "GptOss",
         "hidden_size": 64,
@@ -763,7 +779,7 @@ def _randomize(model: Any) -> None:
     spread = 0.15 * (_COMMON["hidden_size"] / model.config.hidden_size) ** 0.5
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith(("norm.weight", "layernorm.weight")):
+            if name.endswith(("norm.weight", "layernorm.weight", "layer_scalar")):
                 tensor.copy_(1 + 0.2 * torch.randn_like(tensor))
             elif "inv_freq" not in name and "embed_scale" not in name:
                 tensor.copy_(spread * torch.randn_like(tensor))

@@ -230,6 +230,41 @@ def _gemma3(draw: Draw) -> Fields:
     return fields | _two_ropes(draw, fields)
 
 
+def _gemma4(draw: Draw) -> Fields:
+    fields = {**draw.common(), **draw.heads(explicit=1.0)}
+    count = fields["num_hidden_layers"]
+    kinds = [*draw.kinds(count - 1, "full_attention", "sliding_attention"), "full_attention"]
+    shared = [n for n in range(1, count) if set(kinds[: count - n]) == set(kinds)]
+    number = draw.choice(shared) if shared and draw.maybe(0.7) else 0
+    heads = fields["num_attention_heads"]
+    rules: Fields = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": draw.choice((1e4, 5e4))},
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 1e6,
+            "partial_rotary_factor": draw.choice((0.25, 0.5, 1.0)),
+        },
+    }
+    return {
+        **fields,
+        "layer_types": kinds,
+        "sliding_window": draw.choice((4, 7, 12, 300)),
+        "num_kv_shared_layers": number,
+        "vocab_size_per_layer_input": fields["vocab_size"],
+        # transformers wants an input for blocks that share keys.
+        "hidden_size_per_layer_input": 8 if number else draw.choice((0, 8)),
+        "global_head_dim": draw.choice((16, 24, 32)),
+        "num_global_key_value_heads": draw.choice([n for n in (1, 2, 4) if heads % n == 0]),
+        **draw.some(
+            attention_k_eq_v=_BOTH,
+            attention_bias=_BOTH,
+            use_double_wide_mlp=_BOTH,
+            final_logit_softcapping=(None, 5.0, 30.0),
+            rope_parameters=(rules,),
+        ),
+    }
+
+
 def _olmo2(draw: Draw) -> Fields:
     return _dense(draw, 0.0, attention_bias=_BOTH)
 
@@ -612,6 +647,7 @@ FAMILIES: dict[str, Callable[[Draw], Fields]] = {
     "ExaoneMoe": _exaone_moe,
     "Gemma2": _gemma2,
     "Gemma3": _gemma3,
+    "Gemma4": _gemma4,
     "Glm": _glm4,
     "Glm4": _glm4,
     "Glm4Moe": _glm4_moe,
@@ -648,7 +684,7 @@ FAMILIES: dict[str, Callable[[Draw], Fields]] = {
     "SmolLM3": _smollm3,
     "SolarOpen": _solar_open,
 }
-_TEXT_CONFIG = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+_TEXT_CONFIG = ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 
 
 @dataclass(frozen=True, slots=True)

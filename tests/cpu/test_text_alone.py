@@ -16,6 +16,7 @@ from tests.parity import check_prompts_and_greedy
 # Of each text checkpoint: the architecture, what the decoder's names begin with, other names.
 RELEASED = {
     "gemma3": ("Gemma3", "language_model.", ("vision_tower.head.bias", "multi_modal_projector.w")),
+    "gemma4": ("Gemma4", "model.language_model.", ("model.vision_tower.w", "model.embed_audio.w")),
     "mistral": ("Mistral3", "language_model.", ("vision_tower.ln_pre.weight",)),
     "llama4": ("Llama4", "language_model.", ("vision_model.class_embedding",)),
     "qwen3-5": ("Qwen3_5", "model.language_model.", ("model.visual.merger.norm.weight", "mtp.x")),

@@ -65,6 +65,7 @@ from fd_models.blocks.cohere2 import Cohere2ForCausalLM, CohereForCausalLM
 from fd_models.blocks.cohere2_moe import Cohere2MoeForCausalLM
 from fd_models.blocks.dots1 import Dots1ForCausalLM, HYV3ForCausalLM, SolarOpenForCausalLM
 from fd_models.blocks.exaone4 import Exaone4ForCausalLM, ExaoneMoeForCausalLM
+from fd_models.blocks.gemma4 import Gemma4ForCausalLM
 from fd_models.blocks.glm4 import Glm4ForCausalLM, GlmForCausalLM
 from fd_models.blocks.granite import GraniteForCausalLM, GraniteMoeForCausalLM
 from fd_models.blocks.hunyuan import HunYuanDenseV1ForCausalLM, HunYuanMoEV1ForCausalLM
@@ -72,6 +73,7 @@ from fd_models.blocks.olmoe import OlmoeForCausalLM
 from fd_models.blocks.seed_oss import SeedOssForCausalLM
 from fd_models.blocks.text_alone import (
     Gemma3ForConditionalGeneration,
+    Gemma4ForConditionalGeneration,
     Llama4ForConditionalGeneration,
     Mistral3ForConditionalGeneration,
     Qwen3_5ForConditionalGeneration,
@@ -387,12 +389,14 @@ models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     SeedOssForCausalLM,
     SolarOpenForCausalLM,
     Gemma3ForConditionalGeneration,
+    Gemma4ForConditionalGeneration,
     Llama4ForConditionalGeneration,
     Mistral3ForConditionalGeneration,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5MoeForConditionalGeneration,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Gemma4ForCausalLM,
     Glm4ForCausalLM,
     Glm4MoeForCausalLM,
     Glm4MoeLiteForCausalLM,

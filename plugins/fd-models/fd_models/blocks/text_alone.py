@@ -1,6 +1,6 @@
 """Families whose released checkpoints take pictures, too: their text alone.
 
-Gemma 3 from 4B on, Mistral Small 3, Llama 4 and Qwen3.5 (transformers: ...ForConditionalGeneration
+Gemma 3 from 4B on, Gemma 4 without experts, Mistral Small 3, Llama 4 and Qwen3.5 (transformers: ...ForConditionalGeneration
 of each). The decoder's fields stand in config.json's text_config, which the core has read.
 """
 
@@ -17,6 +17,8 @@ from fd_models.llama4 import Llama4ForCausalLM
 from fd_models.mistral import MistralForCausalLM
 from fd_models.recurrent.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 
+from .gemma4 import Gemma4ForCausalLM
+
 if TYPE_CHECKING:
     from fastdeploy_core.layers import ModelBuilder
 
@@ -26,7 +28,10 @@ _DECODER: Final = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-_TOWERS: Final = ("vision_tower.", "vision_model.", "multi_modal_projector.", "model.visual.")
+_TOWERS: Final = (
+    *("vision_tower.", "vision_model.", "multi_modal_projector.", "model.visual."),
+    *("audio_tower.", "model.embed_audio.", "model.embed_vision."),
+)
 
 
 class TextAlone(StrictLM):
@@ -50,6 +55,10 @@ class Gemma3ForConditionalGeneration(TextAlone, Gemma3ForCausalLM):
         "num_key_value_heads": 4,
         "vocab_size": 262208,
     }
+
+
+class Gemma4ForConditionalGeneration(TextAlone, Gemma4ForCausalLM):
+    """Prompts of text; use_bidirectional_attention concerns tokens of pictures."""
 
 
 class Llama4ForConditionalGeneration(TextAlone, Llama4ForCausalLM):
