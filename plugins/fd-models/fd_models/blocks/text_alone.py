@@ -1,7 +1,8 @@
 """Families whose released checkpoints take pictures, too: their text alone.
 
 Gemma 3 from 4B on, Gemma 4 without experts, Mistral Small 3, Llama 4 and Qwen3.5 (transformers:
-...ForConditionalGeneration of each). The decoder's fields stand in config.json's text_config, which the core has read.
+...ForConditionalGeneration of each). The decoder's fields stand in config.json's text_config, which
+the core has read.
 """
 
 from __future__ import annotations
