@@ -437,6 +437,33 @@ RELEASED: dict[str, dict[str, Any]] = {
         "text_config": {"model_type": "gemma3_text"},
         "vision_config": {"model_type": "siglip_vision_model"},
     },
+    "Gemma4ForCausalLM": {
+        "attention_bias": False,
+        "attention_k_eq_v": False,
+        "enable_moe_block": False,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 16,
+        "head_dim": 8,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 16,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "num_experts": None,
+        "num_global_key_value_heads": None,
+        "num_kv_shared_layers": 0,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1000000.0,
+                "rope_type": "proportional",
+            },
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 512,
+        "top_k_experts": None,
+        "use_bidirectional_attention": None,
+        "use_double_wide_mlp": True,
+        "vocab_size_per_layer_input": 1000,
+    },
     "Mistral3ForConditionalGeneration": {
         "image_token_index": 10,
         "multimodal_projector_bias": False,
@@ -551,6 +578,13 @@ def test_a_field_that_changes_the_answers_is_refused_by_name(
         ("KimiLinearForCausalLM", {"tie_word_embeddings": True}, "tie_word_embeddings"),
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ("CohereForCausalLM", {"use_qk_norm": True}, "use_qk_norm"),
+        ("Gemma4ForCausalLM", {"enable_moe_block": True}, "enable_moe_block"),
+        ("Gemma4ForCausalLM", {"use_bidirectional_attention": "all"}, "'all'"),
+        (
+            "Gemma4ForCausalLM",
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            "'yarn'",
+        ),
         (
             "Mistral3ForConditionalGeneration",
             {"text_config": {"model_type": "ministral3"}},
@@ -645,6 +679,8 @@ def test_a_share_of_a_head_is_a_number_up_to_1(share: Any) -> None:
         ("Cohere2ForCausalLM", {}, [4096, 4096, 4096, 0]),
         ("Exaone4ForCausalLM", {"layer_types": None, "sliding_window_pattern": 2}, [4096, 0] * 2),
         ("CohereForCausalLM", {}, [0] * 4),
+        ("Gemma4ForCausalLM", {}, [512, 512, 512, 0]),
+        ("Gemma4ForCausalLM", {"layer_types": ["sliding_attention"] * 4}, [512, 512, 512, 0]),
         ("Cohere2MoeForCausalLM", {"sliding_window_pattern": 2}, [0, 4096, 0, 4096]),
         ("ExaoneMoeForCausalLM", {}, [128, 128, 128, 0]),
         ("Dots1ForCausalLM", {}, [0] * 4),
@@ -699,6 +735,23 @@ def test_which_blocks_are_dense() -> None:
     for wrong in (kinds[:3], ["dense", "moe", "moe", "moe"], "dense"):
         with pytest.raises(ConfigError, match=r"mlp_layer_types.*expected dense or sparse"):
             dense(mlp_layer_types=wrong)
+
+
+def test_blocks_of_gemma_4_without_keys_keep_nothing() -> None:
+    def widths(**fields: Any) -> list[tuple[int, int]]:
+        layers = read_shapes(config("Gemma4ForCausalLM", **fields)).layers
+        return [(layer.num_kv_heads, layer.head_dim) for layer in layers]  # type: ignore[union-attr]
+
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert widths(layer_types=kinds) == [(2, 8), (2, 16)] * 2
+    assert widths(layer_types=kinds, num_kv_shared_layers=2) == [(2, 8), (2, 16)]
+    same = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    assert widths(layer_types=kinds, **same)[:2] == [(2, 8), (1, 16)]
+    # In the words of transformers.
+    newer = {"1": {"head_dim": 24, "num_key_value_heads": 4}}
+    assert widths(layer_types=kinds, per_layer_config=newer)[1] == (4, 24)
+    with pytest.raises(ConfigError, match="num_kv_shared_layers=3"):
+        widths(layer_types=kinds, num_kv_shared_layers=3)
 
 
 def test_which_blocks_of_llama_4_have_chunks() -> None:
