@@ -57,8 +57,8 @@ class SharedKeyAttention:
     ) -> None:
         shape, self._spec, dim = read.heads(), spec, spec.head_dim
         parts = [("q", shape.num_heads)] + [("k", shape.num_kv_heads)] * (source is None)
-        self._has_v = source is None and not (read.flag(_SAME, default=False) and not spec.window)
-        parts += [("v", shape.num_kv_heads)] * self._has_v
+        has_v = source is None and not (read.flag(_SAME, default=False) and not spec.window)
+        parts += [("v", shape.num_kv_heads)] * has_v
         bias = read.flag("attention_bias", default=False)
         column = LinearShape(
             f"{prefix}.qkv_proj",
@@ -87,7 +87,7 @@ class SharedKeyAttention:
                 f"{prefix} has more between them; possible: a driver of another unit; run: "
                 "fastdeploy plugins why attention --model DIR"
             )
-        self._made: Any = None  # of the step: keys, not turned, and values
+        self.made: Any = None  # of the step: keys, not turned, and values
 
     def __call__(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
         """x: [num_tokens, hidden], normed, model dtype; positions: [num_tokens] int64."""
@@ -96,9 +96,9 @@ class SharedKeyAttention:
         q = self._q_norm(heads[:, : spec.num_heads].contiguous())
         if self._source is None:
             k, v = self._keys(heads[:, spec.num_heads :])
-            self._made = k, v
+            self.made = k, v
         else:
-            k, v = self._source._made
+            k, v = self._source.made
         if not self._paged.rotates:
             q, k = self._paged.rotate(q, k, positions, context.rotary)
         # Where keys are another layer's, they are written to its cache once more as they are.
@@ -316,6 +316,14 @@ class Gemma4ForCausalLM(StrictLM):
             layer.projection = build.linear(f"{prefix}.per_layer_projection", width, size)
             layer.norm = norm(f"{prefix}.post_per_layer_input_norm")
         return layer
+
+    def forward(self, input_ids: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
+        """As DecoderLM; what blocks passed to others is not held until the next step."""
+        hidden = super().forward(input_ids, positions, context)
+        for source in (*self._sources.values(), self._inputs):
+            if source is not None:
+                source.made = None
+        return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Capped, if they are; the likeliest token is the same."""
