@@ -188,6 +188,22 @@ FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     },
+    "gemma4": {
+        "architecture": "Gemma4",
+        "config": "Gemma4TextConfig",
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "num_global_key_value_heads": 1,
+        "num_hidden_layers": 6,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "sliding_window": 7,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "final_logit_softcapping": 5.0,
+    },
     "gpt-oss": {
         "architecture": "GptOss",
         "hidden_size": 64,
@@ -308,6 +324,27 @@ FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
         "logit_scale": 0.25,
         "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
     },
+    "cohere2-moe": {
+        "architecture": "Cohere2Moe",
+        "head_dim": 16,
+        "num_hidden_layers": 5,
+        "sliding_window": 7,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "prefix_dense_intermediate_size": 40,
+        "rope_theta": 50000.0,
+    },
+    "exaone-moe": {
+        "architecture": "ExaoneMoe",
+        "head_dim": 16,
+        "num_hidden_layers": 5,
+        "sliding_window": 9,
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+    },
     "exaone4": {
         "architecture": "Exaone4",
         "head_dim": 16,
@@ -319,6 +356,32 @@ FAMILY_VARIANTS: dict[str, dict[str, Any]] = {
     "glm4": {"architecture": "Glm4", "head_dim": 16},
     "granite3": {**_MULTIPLIERS, "architecture": "Granite", "mlp_bias": True},
     "granite3-moe": {**_MULTIPLIERS, "architecture": "GraniteMoe", **_EXPERTS},
+    "hunyuan-moe": {
+        "architecture": "HunYuanMoEV1",
+        "head_dim": 16,
+        "num_experts": 8,
+        "moe_topk": 3,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 10000.0,
+            "alpha": 1000.0,
+            "factor": 1.0,
+        },
+    },
+    "hy3": {
+        "architecture": "HYV3",
+        "head_dim": 16,
+        "moe_intermediate_size": 24,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+    },
+    "olmoe": {"architecture": "Olmoe", "num_experts": 8, "num_experts_per_tok": 3},
+    "seed-oss": {
+        "architecture": "SeedOss",
+        "head_dim": 16,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+    },
     "llama4": {
         "architecture": "Llama4",
         "config": "Llama4TextConfig",
@@ -483,6 +546,14 @@ STATE_VARIANTS: dict[str, dict[str, Any]] = {
         "block_auto_adjust_ff_dim": True,
         "block_multiple_of": 16,
     },
+}
+STATE_VARIANTS["lfm2-moe"] = {
+    **STATE_VARIANTS["lfm2"],
+    "architecture": "Lfm2Moe",
+    "moe_intermediate_size": 24,
+    "num_dense_layers": 1,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
 }
 GGUF_VARIANTS: dict[str, dict[str, Any]] = {
     "gguf-qwen3-moe": {**VARIANTS["qwen3-moe"], "mlp_only_layers": []},
@@ -708,7 +779,7 @@ def _randomize(model: Any) -> None:
     spread = 0.15 * (_COMMON["hidden_size"] / model.config.hidden_size) ** 0.5
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if name.endswith(("norm.weight", "layernorm.weight")):
+            if name.endswith(("norm.weight", "layernorm.weight", "layer_scalar")):
                 tensor.copy_(1 + 0.2 * torch.randn_like(tensor))
             elif "inv_freq" not in name and "embed_scale" not in name:
                 tensor.copy_(spread * torch.randn_like(tensor))

@@ -230,6 +230,41 @@ def _gemma3(draw: Draw) -> Fields:
     return fields | _two_ropes(draw, fields)
 
 
+def _gemma4(draw: Draw) -> Fields:
+    fields = {**draw.common(), **draw.heads(explicit=1.0)}
+    count = fields["num_hidden_layers"]
+    kinds = [*draw.kinds(count - 1, "full_attention", "sliding_attention"), "full_attention"]
+    shared = [n for n in range(1, count) if set(kinds[: count - n]) == set(kinds)]
+    number = draw.choice(shared) if shared and draw.maybe(0.7) else 0
+    heads = fields["num_attention_heads"]
+    rules: Fields = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": draw.choice((1e4, 5e4))},
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 1e6,
+            "partial_rotary_factor": draw.choice((0.25, 0.5, 1.0)),
+        },
+    }
+    return {
+        **fields,
+        "layer_types": kinds,
+        "sliding_window": draw.choice((4, 7, 12, 300)),
+        "num_kv_shared_layers": number,
+        "vocab_size_per_layer_input": fields["vocab_size"],
+        # transformers wants an input for blocks that share keys.
+        "hidden_size_per_layer_input": 8 if number else draw.choice((0, 8)),
+        "global_head_dim": draw.choice((16, 24, 32)),
+        "num_global_key_value_heads": draw.choice([n for n in (1, 2, 4) if heads % n == 0]),
+        **draw.some(
+            attention_k_eq_v=_BOTH,
+            attention_bias=_BOTH,
+            use_double_wide_mlp=_BOTH,
+            final_logit_softcapping=(None, 5.0, 30.0),
+            rope_parameters=(rules,),
+        ),
+    }
+
+
 def _olmo2(draw: Draw) -> Fields:
     return _dense(draw, 0.0, attention_bias=_BOTH)
 
@@ -259,6 +294,61 @@ def _glm4_moe(draw: Draw) -> Fields:
     fields |= draw.some(attention_bias=_BOTH, use_qk_norm=_BOTH)
     fields |= {"first_k_dense_replace": draw.randint(0, 2), "num_nextn_predict_layers": 0}
     return fields | {"rope_parameters": draw.rope(fields, share=True)}
+
+
+def _sparse_kinds(draw: Draw, fields: Fields) -> Fields:
+    """Dense blocks in front, in either way to say so, or anywhere."""
+    count, first = fields["num_hidden_layers"], draw.randint(0, 2)
+    kinds = ["dense"] * min(first, count) + ["sparse"] * max(0, count - first)
+    return draw.some(mlp_layer_types=(kinds, draw.kinds(count, "dense", "sparse")))
+
+
+def _dots1(draw: Draw) -> Fields:
+    fields = {**_dense(draw, 1.0, attention_bias=_BOTH), **_sigmoid_experts(draw)}
+    fields |= {"first_k_dense_replace": draw.randint(0, 2)}
+    if draw.maybe():
+        fields |= draw.windows(fields["num_hidden_layers"]) | {"max_window_layers": 1}
+    return fields
+
+
+def _solar_open(draw: Draw) -> Fields:
+    fields = {**draw.common(), **draw.heads(explicit=1.0), **_sigmoid_experts(draw)}
+    fields |= draw.some(attention_bias=_BOTH)
+    return fields | {"rope_parameters": draw.rope(fields)}
+
+
+def _exaone_moe(draw: Draw) -> Fields:
+    fields = _exaone4(draw) | _sigmoid_experts(draw)
+    fields["num_experts"] = fields.pop("n_routed_experts")
+    fields["num_shared_experts"] = fields.pop("n_shared_experts")
+    return fields | draw.some(first_k_dense_replace=(0, 2)) | _sparse_kinds(draw, fields)
+
+
+def _hy_v3(draw: Draw) -> Fields:
+    fields = _dense(draw, 1.0, attention_bias=_BOTH) | draw.experts("num_experts")
+    fields |= {"moe_intermediate_size": 24, "num_shared_experts": draw.choice((1, 2))}
+    return fields | draw.some(router_scaling_factor=(1.0, 2.5)) | _sparse_kinds(draw, fields)
+
+
+def _seed_oss(draw: Draw) -> Fields:
+    return _dense(draw, 1.0, attention_bias=_BOTH, attention_out_bias=_BOTH, mlp_bias=_BOTH)
+
+
+def _olmoe(draw: Draw) -> Fields:
+    fields = _dense(draw, 0.0, attention_bias=_BOTH, norm_topk_prob=_BOTH)
+    return fields | draw.experts("num_experts")
+
+
+def _hunyuan(draw: Draw) -> Fields:
+    fields = _dense(draw, 1.0, attention_bias=_BOTH)
+    if draw.maybe():
+        rule = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}
+        fields["rope_parameters"] = rule
+    return fields
+
+
+def _hunyuan_moe(draw: Draw) -> Fields:
+    return _hunyuan(draw) | draw.experts("num_experts", "moe_topk")
 
 
 def _latent(draw: Draw) -> Fields:
@@ -408,11 +498,33 @@ def _exaone4(draw: Draw) -> Fields:
     return fields | draw.some(sliding_window_pattern=(2, 3))
 
 
-def _cohere2(draw: Draw) -> Fields:
+def _cohere(draw: Draw) -> Fields:
     fields = _dense(draw, 0.0, attention_bias=_BOTH, logit_scale=(0.25, 0.0625))
     fields.pop("rms_norm_eps", None)
-    fields |= draw.some(layer_norm_eps=(1e-6, 1e-3))
+    return fields | draw.some(layer_norm_eps=(1e-6, 1e-3))
+
+
+def _cohere2(draw: Draw) -> Fields:
+    fields = _cohere(draw)
     return fields | draw.windows(fields["num_hidden_layers"])
+
+
+def _cohere2_moe(draw: Draw) -> Fields:
+    fields = _cohere2(draw) | draw.experts("num_experts") | {"head_dim": draw.choice((8, 16))}
+    # transformers has rope_scaling here and does not use it.
+    fields["rope_theta"] = fields.pop("rope_parameters")["rope_theta"]
+    if "layer_types" not in fields or draw.maybe():
+        fields["first_k_dense_replace"] = draw.randint(0, 2)
+    return fields | draw.some(
+        expert_selection_fn=("softmax", "sigmoid"),
+        norm_topk_prob=_BOTH,
+        num_shared_experts=(1, 2),
+        prefix_dense_intermediate_size=(24, 56),
+        rms_norm_eps=(1e-5,),
+        prefix_dense_sliding_window_pattern=(1, 2),
+        shared_expert_combination_strategy=("average", "sum"),
+        sliding_window_pattern=(2, 3),
+    )
 
 
 def _granite(draw: Draw) -> Fields:
@@ -510,16 +622,32 @@ def _lfm2(draw: Draw) -> Fields:
     )
 
 
+def _lfm2_moe(draw: Draw) -> Fields:
+    fields = {k: v for k, v in _lfm2(draw).items() if not k.startswith("block_")}
+    fields |= draw.experts("num_experts") | {"moe_intermediate_size": 24}
+    return fields | draw.some(
+        norm_topk_prob=_BOTH,
+        num_dense_layers=(0, 1),
+        routed_scaling_factor=(1.0, 2.5),
+        use_expert_bias=_BOTH,
+    )
+
+
 # How a text architecture's fields are drawn, by its name without ForCausalLM.
 FAMILIES: dict[str, Callable[[Draw], Fields]] = {
+    "Cohere": _cohere,
     "Cohere2": _cohere2,
+    "Cohere2Moe": _cohere2_moe,
     "DeepseekV3": _deepseek,
     "DeepseekV32": _deepseek_v32,
+    "Dots1": _dots1,
     "Ernie4_5": _ernie,
     "Ernie4_5_Moe": _ernie_moe,
     "Exaone4": _exaone4,
+    "ExaoneMoe": _exaone_moe,
     "Gemma2": _gemma2,
     "Gemma3": _gemma3,
+    "Gemma4": _gemma4,
     "Glm": _glm4,
     "Glm4": _glm4,
     "Glm4Moe": _glm4_moe,
@@ -529,8 +657,12 @@ FAMILIES: dict[str, Callable[[Draw], Fields]] = {
     "Granite": _granite3,
     "GraniteMoe": _granite3_moe,
     "GraniteMoeHybrid": _granite,
+    "HYV3": _hy_v3,
+    "HunYuanDenseV1": _hunyuan,
+    "HunYuanMoEV1": _hunyuan_moe,
     "KimiLinear": _kimi_linear,
     "Lfm2": _lfm2,
+    "Lfm2Moe": _lfm2_moe,
     "Llama": _llama,
     "Llama4": _llama4,
     "MiniMaxM2": _minimax_m2,
@@ -539,6 +671,7 @@ FAMILIES: dict[str, Callable[[Draw], Fields]] = {
     "NemotronH": _nemotron,
     "Olmo2": _olmo2,
     "Olmo3": _olmo3,
+    "Olmoe": _olmoe,
     "Phi3": _phi3,
     "Qwen2": _qwen2,
     "Qwen2Moe": _qwen2_moe,
@@ -547,9 +680,11 @@ FAMILIES: dict[str, Callable[[Draw], Fields]] = {
     "Qwen3Next": _qwen3_next,
     "Qwen3_5": _qwen3_5,
     "Qwen3_5Moe": _qwen3_5_moe,
+    "SeedOss": _seed_oss,
     "SmolLM3": _smollm3,
+    "SolarOpen": _solar_open,
 }
-_TEXT_CONFIG = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe")
+_TEXT_CONFIG = ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 
 
 @dataclass(frozen=True, slots=True)

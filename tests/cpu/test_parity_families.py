@@ -26,9 +26,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # sums over ranks are added to one input.
 ON_TWO_RANKS = (
     *("olmo2", "qwen2-moe", "phi3", "minimax-m2", "gemma3", "gpt-oss", "llama4", "deepseek-v32"),
-    "cohere2",
+    *("cohere2", "hunyuan-moe"),
 )
-SLOW = ("phi3", "minimax-m2")  # divided as what the others have, too
+SLOW = ("phi3", "minimax-m2", "hunyuan-moe")  # divided as what the others have, too
 
 
 @pytest.fixture(params=FAMILY_VARIANTS)

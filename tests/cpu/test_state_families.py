@@ -34,7 +34,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("states"), list(STATE_VARIANTS))
 
 
-SLOW = ("qwen3-5", "qwen3-5-moe", "granite4-dense")  # made of parts that the others have, too
+SLOW = (
+    "qwen3-5",
+    "qwen3-5-moe",
+    "granite4-dense",
+    "lfm2-moe",
+)  # made of parts that the others have, too
 MARKED = [pytest.param(v, marks=[pytest.mark.slow] if v in SLOW else []) for v in STATE_VARIANTS]
 
 

@@ -61,10 +61,24 @@ from fd_lora.layers import AdapterLayers
 from fd_lora.served import ServedAdapters
 from fd_metax.attention import MetaxAttention
 from fd_metax.device import MetaxDevice
-from fd_models.blocks.cohere2 import Cohere2ForCausalLM
-from fd_models.blocks.exaone4 import Exaone4ForCausalLM
+from fd_models.blocks.cohere2 import Cohere2ForCausalLM, CohereForCausalLM
+from fd_models.blocks.cohere2_moe import Cohere2MoeForCausalLM
+from fd_models.blocks.dots1 import Dots1ForCausalLM, HYV3ForCausalLM, SolarOpenForCausalLM
+from fd_models.blocks.exaone4 import Exaone4ForCausalLM, ExaoneMoeForCausalLM
+from fd_models.blocks.gemma4 import Gemma4ForCausalLM
 from fd_models.blocks.glm4 import Glm4ForCausalLM, GlmForCausalLM
 from fd_models.blocks.granite import GraniteForCausalLM, GraniteMoeForCausalLM
+from fd_models.blocks.hunyuan import HunYuanDenseV1ForCausalLM, HunYuanMoEV1ForCausalLM
+from fd_models.blocks.olmoe import OlmoeForCausalLM
+from fd_models.blocks.seed_oss import SeedOssForCausalLM
+from fd_models.blocks.text_alone import (
+    Gemma3ForConditionalGeneration,
+    Gemma4ForConditionalGeneration,
+    Llama4ForConditionalGeneration,
+    Mistral3ForConditionalGeneration,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForConditionalGeneration,
+)
 from fd_models.gemma2 import Gemma2ForCausalLM
 from fd_models.gemma3 import Gemma3ForCausalLM
 from fd_models.glm4_moe import Glm4MoeForCausalLM
@@ -82,7 +96,7 @@ from fd_models.phi3 import Phi3ForCausalLM
 from fd_models.qwen2_moe import Qwen2MoeForCausalLM
 from fd_models.recurrent.granite4 import GraniteMoeHybridForCausalLM
 from fd_models.recurrent.kimi_linear import KimiLinearForCausalLM
-from fd_models.recurrent.lfm2 import Lfm2ForCausalLM
+from fd_models.recurrent.lfm2 import Lfm2ForCausalLM, Lfm2MoeForCausalLM
 from fd_models.recurrent.nemotron_h import NemotronHForCausalLM
 from fd_models.recurrent.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 from fd_models.recurrent.qwen3_next import Qwen3NextForCausalLM
@@ -113,22 +127,36 @@ from fd_parsers.gemma import FunctionGemmaToolParser, Gemma4ToolParser
 from fd_parsers.harmony import HarmonyReasoningParser, HarmonyToolParser
 from fd_parsers.hermes import HermesToolParser
 from fd_parsers.kimi import KimiK2ToolParser
-from fd_parsers.lists import GraniteToolParser, Phi4MiniToolParser
-from fd_parsers.llama import Llama3JsonToolParser, PythonicToolParser
+from fd_parsers.lists import (
+    CommandToolParser,
+    GraniteToolParser,
+    HunyuanToolParser,
+    Phi4MiniToolParser,
+)
+from fd_parsers.llama import (
+    Lfm2ToolParser,
+    Llama3JsonToolParser,
+    Olmo3ToolParser,
+    PythonicToolParser,
+)
 from fd_parsers.mistral import MistralToolParser
 from fd_parsers.tags import (
     DeepSeekV32ToolParser,
     GlmToolParser,
     MiniMaxM2ToolParser,
     QwenToolParser,
+    SeedOssToolParser,
     TagToolParser,
 )
 from fd_parsers.think import (
+    CommandThinkParser,
     DeepSeekR1Parser,
     ErnieX1Parser,
     Gemma4ThinkParser,
     GraniteThinkParser,
+    HunyuanThinkParser,
     MistralThinkParser,
+    SeedThinkParser,
     ThinkParser,
 )
 from fd_parsers.thinking_budget import ThinkingBudgetLogitsProcessor
@@ -347,10 +375,28 @@ models: list[Callable[[Mapping[str, Any], ModelBuilder], CausalLM]] = [
     DeepseekV32ForCausalLM,
     Ernie4_5ForCausalLM,
     Ernie4_5_MoeForCausalLM,
+    CohereForCausalLM,
     Cohere2ForCausalLM,
+    Cohere2MoeForCausalLM,
+    Dots1ForCausalLM,
     Exaone4ForCausalLM,
+    ExaoneMoeForCausalLM,
+    HunYuanDenseV1ForCausalLM,
+    HunYuanMoEV1ForCausalLM,
+    HYV3ForCausalLM,
+    Lfm2MoeForCausalLM,
+    OlmoeForCausalLM,
+    SeedOssForCausalLM,
+    SolarOpenForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma4ForConditionalGeneration,
+    Llama4ForConditionalGeneration,
+    Mistral3ForConditionalGeneration,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForConditionalGeneration,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Gemma4ForCausalLM,
     Glm4ForCausalLM,
     Glm4MoeForCausalLM,
     Glm4MoeLiteForCausalLM,
@@ -403,6 +449,9 @@ model_sources: list[Callable[[], ModelSource]] = [
 ]
 reasoning_parsers: list[Callable[[str, Mapping[str, Any]], ReasoningParser]] = [
     MyThoughtsParser,
+    CommandThinkParser,
+    HunyuanThinkParser,
+    SeedThinkParser,
     DeepSeekR1Parser,
     ErnieX1Parser,
     Gemma4ThinkParser,
@@ -417,6 +466,11 @@ tool_parsers: list[Callable[[Sequence[Any]], ToolParser]] = [
     FunctionGemmaToolParser,
     Gemma4ToolParser,
     GlmToolParser,
+    CommandToolParser,
+    HunyuanToolParser,
+    Lfm2ToolParser,
+    Olmo3ToolParser,
+    SeedOssToolParser,
     GraniteToolParser,
     HarmonyToolParser,
     HermesToolParser,

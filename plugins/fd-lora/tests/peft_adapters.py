@@ -35,6 +35,12 @@ ADAPTERS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3-moe": {"attention": {"r": 4, "lora_alpha": 9, "target_modules": EVERY[:4]}},
     "olmo2": {"all": {"r": 8, "lora_alpha": 8, "target_modules": "all-linear"}},
     "phi3": {"all": {"r": 8, "lora_alpha": 8, "target_modules": "all-linear"}},
+    "gemma3": {"all": {"r": 8, "lora_alpha": 8, "target_modules": "all-linear"}},
+    "hunyuan-moe": {"attention": {"r": 4, "lora_alpha": 9, "target_modules": EVERY[:4]}},
+    "llama4": {"attention": {"r": 4, "lora_alpha": 9, "target_modules": EVERY[:4]}},
+    "lfm2-moe": {"mixers": {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "out_proj"]}},
+    "nemotron-h": {"mixers": {"r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "q_proj"]}},
+    "qwen3-next": {"mixers": {"r": 4, "lora_alpha": 8, "target_modules": ["o_proj", "out_proj"]}},
     "deepseek": {
         "attention": {"r": 4, "lora_alpha": 8, "target_modules": ["kv_a_proj_with_mqa", "o_proj"]}
     },

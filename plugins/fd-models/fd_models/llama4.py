@@ -10,18 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
 from fastdeploy_core.errors import UnsupportedModel
-from fastdeploy_core.layers import (
-    ForwardContext,
-    Linear,
-    LinearPart,
-    LinearShape,
-    PagedAttention,
-    RMSNorm,
-    RotarySpec,
-)
+from fastdeploy_core.layers import ForwardContext, RMSNorm, RotarySpec
 from fastdeploy_core.models.decoder import DecoderLM
 from fastdeploy_core.models.reading import ConfigReader
 
+from .blocks.projected import ProjectedAttention, whole_heads
 from .fields import StrictLM, has_positions
 
 if TYPE_CHECKING:
@@ -32,7 +25,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.tensor import Tensor
 
 
-class ChunkedAttention:
+class ChunkedAttention(ProjectedAttention):
     """Grouped-query attention. Where heads turn, they are made as long as sqrt(head_dim) first,
     since turning leaves their length alone; where they do not, queries grow with their position."""
 
@@ -44,28 +37,9 @@ class ChunkedAttention:
         spec: AttentionSpec,
         rotary: RotarySpec,
     ) -> None:
-        shape, dim, self._spec, self._xp = read.heads(), spec.head_dim, spec, build.xp
-        parts = [
-            LinearPart(f"{prefix}.{name}_proj", heads * dim, build.piece)
-            for name, heads in (
-                *(("q", shape.num_heads), ("k", shape.num_kv_heads), ("v", shape.num_kv_heads)),
-            )
-        ]
-        bias = read.flag("attention_bias", default=False)
-        column = LinearShape(
-            f"{prefix}.qkv_proj", parts, shape.hidden, parallel="column", bias=bias
-        )
-        self._qkv = Linear(build, column)
-        name, width = f"{prefix}.o_proj", shape.num_heads * dim
-        self._output = build.linear(name, width, shape.hidden, bias=bias, parallel="row")
+        super().__init__(build, prefix, read, spec, rotary)
+        self._xp, dim = build.xp, spec.head_dim
         turns = rotary.kind != "none"
-        self._paged = PagedAttention(build, prefix, spec, rotary)
-        if self._paged.backend.unit == "projections":
-            raise UnsupportedModel(
-                f"attention driver {self._paged.backend.name!r} computes projections itself, but "
-                f"{prefix} has more between them; possible: a driver of another unit; run: "
-                "fastdeploy plugins why attention --model DIR"
-            )
         self._ones: Tensor | None = None
         if turns and read.flag("use_qk_norm", default=True):
             self._ones = build.zeros((dim,), build.xp.dtype(build.dtype)) + 1
@@ -76,39 +50,20 @@ class ChunkedAttention:
         self._floor = read.size("floor_scale", default=8192)
         self._growth = read.number("attn_scale", default=0.1)
 
-    def __call__(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
-        """x: [num_tokens, hidden], model dtype; positions: [num_tokens] int64."""
-        return self._output(self._attend(self._qkv(x), positions, context))
-
-    def after(
-        self,
-        norm: RMSNorm,
-        x: Tensor,
-        residual: Tensor | None,
-        positions: Tensor,
-        context: ForwardContext,
-        rows: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As AttentionLayer.after."""
-        qkv, total = self._qkv.after(norm, x, residual)
-        attended = self._attend(qkv, positions, context)
-        attended, total = self._paged.select(rows, attended, total)
-        return self._output.add_to(total, attended)
-
-    def _attend(self, qkv: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
-        spec, xp = self._spec, self._xp
-        both = spec.num_heads + spec.num_kv_heads
-        heads = qkv.reshape([qkv.shape[0], both + spec.num_kv_heads, spec.head_dim])
-        q, k, v = heads[:, : spec.num_heads], heads[:, spec.num_heads : both], heads[:, both:]
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, context: ForwardContext
+    ) -> Tensor:
+        """As ProjectedAttention.attend."""
+        xp = self._xp
         if self._ones is not None:
             q, k = self._norm(q, k, self._ones, self._ones, self._eps)
         if self._grows:
             steps = (positions + 1) // self._floor
             grown = xp.log1p(steps.float()) * self._growth + 1
             q = (q.float() * grown.reshape([-1, 1, 1])).to(q.dtype)
-        if not self._paged.rotates:
-            q, k = self._paged.rotate(q, k, positions, context.rotary)
-        return self._paged.attend(q, k, v, (k, v), context)
+        if not self.paged.rotates:
+            q, k = self.paged.rotate(q, k, positions, context.rotary)
+        return self.paged.attend(q, k, v, (k, v), context)
 
 
 class ScaledExperts:
@@ -178,8 +133,7 @@ class Llama4ForCausalLM(StrictLM):
                 f"config.json of this {read.architecture} has num_experts_per_tok={chosen}, which "
                 "is not supported; possible: 1"
             )
-        if read.tp_size > read.heads().num_kv_heads:
-            read.divided("num_key_value_heads", read.heads().num_kv_heads)
+        whole_heads(read)
         kind = cls.rotary(read).kind
         if kind not in ("default", "linear", "llama3"):  # others change the length of what turns
             raise UnsupportedModel(

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fd_models.glm4_moe import is_dense
 from fd_pooling.family import PoolingLM
 
 from fastdeploy_core.contracts.model import StateSpec
 from fastdeploy_core.errors import ConfigError, UnsupportedModel
+from fastdeploy_core.models.reading import ConfigReader
 from fastdeploy_core.models.shapes import read_shapes
 
 SIZES: dict[str, Any] = {
@@ -288,6 +290,190 @@ RELEASED: dict[str, dict[str, Any]] = {
         "use_parallel_block": True,
         "use_parallel_embedding": True,
     },
+    "CohereForCausalLM": {
+        "layer_norm_eps": 1e-05,
+        "logit_scale": 0.0625,
+        "model_max_length": 131072,
+        "pretraining_tp": 1,
+        "rope_theta": 8000000.0,
+        "use_qk_norm": False,
+    },
+    "Cohere2MoeForCausalLM": {
+        "expert_selection_fn": "softmax",
+        "first_k_dense_replace": 1,
+        "layer_norm_eps": 1e-05,
+        "logit_scale": 0.25,
+        "norm_topk_prob": True,
+        "num_experts": 8,
+        "num_shared_experts": 1,
+        "prefix_dense_intermediate_size": 128,
+        "prefix_dense_sliding_window_pattern": 1,
+        "rms_norm_eps": None,
+        "rope_scaling": None,
+        "rope_theta": 50000,
+        "shared_expert_combination_strategy": "average",
+        "sliding_window": 4096,
+        "sliding_window_pattern": 4,
+    },
+    "Dots1ForCausalLM": {
+        "attention_bias": False,
+        "first_k_dense_replace": 1,
+        "max_window_layers": 62,
+        "moe_layer_freq": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 2,
+        "norm_topk_prob": True,
+        "rope_theta": 10000000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "noaux_tc",
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    "ExaoneMoeForCausalLM": {
+        "first_k_dense_replace": 1,
+        "first_last_k_dense_replace": 1,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+        "n_group": 1,
+        "norm_topk_prob": True,
+        "num_experts": 8,
+        "num_shared_experts": 1,
+        "num_nextn_predict_layers": 1,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "sliding_window": 128,
+        "sliding_window_pattern": "LLLG",
+        "topk_group": 1,
+    },
+    "HYV3ForCausalLM": {
+        "attention_bias": False,
+        "enable_lm_head_fp32": True,
+        "enable_moe_fp32_combine": False,
+        "expert_hidden_dim": 32,
+        "head_dim": 8,
+        "mlp_bias": False,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_use_sigmoid": True,
+        "num_experts": 8,
+        "num_nextn_predict_layers": 1,
+        "num_shared_experts": 1,
+        "qk_norm": True,
+        "route_norm": True,
+        "router_scaling_factor": 2.826,
+    },
+    "HunYuanDenseV1ForCausalLM": {
+        "attention_head_dim": 8,
+        "cla_share_factor": 2,
+        "dense_list": [64, 0],
+        "norm_type": "rms",
+        "rope_scaling": {
+            "alpha": 1000.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "type": "dynamic",
+        },
+        "use_cla": False,
+        "use_qk_norm": True,
+        "use_rotary_pos_emb": True,
+    },
+    "HunYuanMoEV1ForCausalLM": {
+        "moe_intermediate_size": [96] * 4,
+        "moe_topk": [2] * 4,
+        "norm_topk_prob": True,
+        "num_experts": 8,
+        "num_shared_expert": [1] * 4,
+        "rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"},
+        "use_mixed_mlp_moe": True,
+        "use_qk_norm": True,
+    },
+    "Lfm2MoeForCausalLM": {
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "norm_eps": 1e-05,
+        "norm_topk_prob": True,
+        "num_dense_layers": 2,
+        "num_experts": 8,
+        "rope_theta": 1000000.0,
+        "routed_scaling_factor": 1.0,
+        "use_expert_bias": True,
+        "use_pos_enc": True,
+    },
+    "OlmoeForCausalLM": {"clip_qkv": None, "norm_topk_prob": False, "num_experts": 8},
+    "SeedOssForCausalLM": {
+        "attention_bias": True,
+        "attention_out_bias": False,
+        "head_dim": 16,
+        "mlp_bias": False,
+        "residual_dropout": 0.1,
+        "rope_scaling": {"rope_type": "default"},
+        "rope_theta": 10000000.0,
+    },
+    "SolarOpenForCausalLM": {
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 1.0,
+        "rope_scaling": {
+            "factor": 2.0,
+            "original_max_position_embeddings": 256,
+            "rope_type": "yarn",
+        },
+        "routed_scaling_factor": 1.0,
+        "topk_group": 1,
+    },
+    "Gemma3ForConditionalGeneration": {
+        "boi_token_index": 255999,
+        "image_token_index": 262144,
+        "mm_tokens_per_image": 256,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+        "text_config": {"model_type": "gemma3_text"},
+        "vision_config": {"model_type": "siglip_vision_model"},
+    },
+    "Gemma4ForCausalLM": {
+        "attention_bias": False,
+        "attention_k_eq_v": False,
+        "enable_moe_block": False,
+        "final_logit_softcapping": 30.0,
+        "global_head_dim": 16,
+        "head_dim": 8,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 16,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "num_experts": None,
+        "num_global_key_value_heads": None,
+        "num_kv_shared_layers": 0,
+        "rope_parameters": {
+            "full_attention": {
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1000000.0,
+                "rope_type": "proportional",
+            },
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "sliding_window": 512,
+        "top_k_experts": None,
+        "use_bidirectional_attention": None,
+        "use_double_wide_mlp": True,
+        "vocab_size_per_layer_input": 1000,
+    },
+    "Mistral3ForConditionalGeneration": {
+        "image_token_index": 10,
+        "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu",
+        "sliding_window": None,
+        "spatial_merge_size": 2,
+        "text_config": {"model_type": "mistral"},
+        "vision_config": {"model_type": "pixtral"},
+        "vision_feature_layer": -1,
+    },
     "SmolLM3ForCausalLM": {
         "attention_bias": False,
         "max_window_layers": 28,
@@ -325,7 +511,7 @@ def test_released_fields_are_known(architecture: str) -> None:
     assert read_shapes(config(architecture)).num_layers == 4
 
 
-@pytest.mark.parametrize("architecture", RELEASED)
+@pytest.mark.parametrize("architecture", [a for a in RELEASED if a.endswith("ForCausalLM")])
 def test_prompts_of_every_family_can_be_pooled(architecture: str, tmp_path: Path) -> None:
     released = config(architecture)
     if "model_max_length" in released:
@@ -391,6 +577,23 @@ def test_a_field_that_changes_the_answers_is_refused_by_name(
         ("NemotronHForCausalLM", {"tie_word_embeddings": True}, "tie_word_embeddings"),
         ("KimiLinearForCausalLM", {"tie_word_embeddings": True}, "tie_word_embeddings"),
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("CohereForCausalLM", {"use_qk_norm": True}, "use_qk_norm"),
+        ("Gemma4ForCausalLM", {"enable_moe_block": True}, "enable_moe_block"),
+        ("Gemma4ForCausalLM", {"use_bidirectional_attention": "all"}, "'all'"),
+        (
+            "Gemma4ForCausalLM",
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            "'yarn'",
+        ),
+        (
+            "Mistral3ForConditionalGeneration",
+            {"text_config": {"model_type": "ministral3"}},
+            "'ministral3'",
+        ),
+        ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("HunYuanMoEV1ForCausalLM", {"num_shared_expert": [2] * 4}, "num_shared_expert"),
+        ("HunYuanMoEV1ForCausalLM", {"moe_intermediate_size": 48}, "moe_intermediate_size"),
+        ("HunYuanDenseV1ForCausalLM", {"use_cla": True}, "use_cla"),
     ],
 )
 def test_what_one_family_does_not_compute(
@@ -475,6 +678,12 @@ def test_a_share_of_a_head_is_a_number_up_to_1(share: Any) -> None:
         ("Olmo3ForCausalLM", {}, [4096, 4096, 4096, 0]),
         ("Cohere2ForCausalLM", {}, [4096, 4096, 4096, 0]),
         ("Exaone4ForCausalLM", {"layer_types": None, "sliding_window_pattern": 2}, [4096, 0] * 2),
+        ("CohereForCausalLM", {}, [0] * 4),
+        ("Gemma4ForCausalLM", {}, [512, 512, 512, 0]),
+        ("Gemma4ForCausalLM", {"layer_types": ["sliding_attention"] * 4}, [512, 512, 512, 0]),
+        ("Cohere2MoeForCausalLM", {"sliding_window_pattern": 2}, [0, 4096, 0, 4096]),
+        ("ExaoneMoeForCausalLM", {}, [128, 128, 128, 0]),
+        ("Dots1ForCausalLM", {}, [0] * 4),
         (
             "Exaone4ForCausalLM",
             {"layer_types": ["full_attention"] * 4, "sliding_window": None},
@@ -513,6 +722,36 @@ def test_a_window_that_config_json_leaves_out_is_that_of_transformers(
     fields.pop("sliding_window", None)
     assert [layer.window for layer in read_shapes(fields).layers] == windows
     assert {layer.window for layer in read_shapes({**fields, "sliding_window": None}).layers} == {0}
+
+
+def test_which_blocks_are_dense() -> None:
+    def dense(**fields: Any) -> list[int]:
+        read = ConfigReader(config("ExaoneMoeForCausalLM", **fields))
+        return [number for number in range(6) if is_dense(read, number)]
+
+    kinds = ["sparse", "dense", "sparse", "dense"]
+    assert dense() == [0] and dense(mlp_layer_types=kinds) == [1, 3]  # 4 and 5 are a drafter's
+    assert dense(mlp_layer_types=None, first_k_dense_replace=2) == [0, 1]
+    for wrong in (kinds[:3], ["dense", "moe", "moe", "moe"], "dense"):
+        with pytest.raises(ConfigError, match=r"mlp_layer_types.*expected dense or sparse"):
+            dense(mlp_layer_types=wrong)
+
+
+def test_blocks_of_gemma_4_without_keys_keep_nothing() -> None:
+    def widths(**fields: Any) -> list[tuple[int, int]]:
+        layers = read_shapes(config("Gemma4ForCausalLM", **fields)).layers
+        return [(layer.num_kv_heads, layer.head_dim) for layer in layers]  # type: ignore[union-attr]
+
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert widths(layer_types=kinds) == [(2, 8), (2, 16)] * 2
+    assert widths(layer_types=kinds, num_kv_shared_layers=2) == [(2, 8), (2, 16)]
+    same = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    assert widths(layer_types=kinds, **same)[:2] == [(2, 8), (1, 16)]
+    # In the words of transformers.
+    newer = {"1": {"head_dim": 24, "num_key_value_heads": 4}}
+    assert widths(layer_types=kinds, per_layer_config=newer)[1] == (4, 24)
+    with pytest.raises(ConfigError, match="num_kv_shared_layers=3"):
+        widths(layer_types=kinds, num_kv_shared_layers=3)
 
 
 def test_which_blocks_of_llama_4_have_chunks() -> None:

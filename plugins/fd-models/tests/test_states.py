@@ -8,8 +8,15 @@ from functools import partial
 from typing import Any
 
 import pytest
+from fd_models.recurrent.nemotron_h import SquaredExperts
 from fd_models.recurrent.states import PlainStates
 
+from fastdeploy_core.contracts.device import DeviceOptions
+from fastdeploy_core.layers import DriverFactories, ModelBuilder
+from fastdeploy_core.models.reading import ConfigReader
+from fastdeploy_core.plugins.kernels import build_kernel_table
+from fastdeploy_core.reference.device import CpuDevice
+from fastdeploy_core.tensor import available
 from fastdeploy_testing.conformance.test_state import SPECS, StateConformance
 
 
@@ -73,6 +80,39 @@ class FeedsPadding(PlainStates):
 
     def _captured(self, batch: Any) -> Any:
         return super()._captured(replace(batch, slot_mapping=batch.slot_mapping * 0))
+
+
+class Named:
+    """Adapters that note which layers ask for them."""
+
+    def __init__(self) -> None:
+        self.layers: list[str] = []
+
+    def watch(self, kernels: Any) -> Any:
+        return kernels
+
+    def layer(self, build: Any, spec: Any, *pieces: Any) -> None:
+        self.layers.append(spec.name)
+
+
+def test_experts_that_see_some_rows_of_a_step_take_no_adapters() -> None:
+    device = CpuDevice(DeviceOptions(tensor_library=available()[0]))
+    adapters: Any = Named()
+    kernels, drivers = build_kernel_table("cpu"), DriverFactories(None, None)  # type: ignore[arg-type]
+    build = ModelBuilder(
+        device, kernels, "float32", max_positions=8, drivers=drivers, adapters=adapters
+    )
+    sizes = {
+        "hidden_size": 16,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 8,
+        "moe_shared_expert_intermediate_size": 8,
+    }
+    SquaredExperts(build, "mlp", ConfigReader(sizes))
+    assert adapters.layers == ["mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"]
+    assert build.adapters is adapters
+    device.close()
 
 
 Check = Callable[..., None]

@@ -32,6 +32,8 @@ class ToolCallStream:
     markers: ClassVar[tuple[str, ...]]  # special tokens that the parser reads
     starts: ClassVar[tuple[str, ...]]  # what may begin a call
     silent: ClassVar[tuple[str, ...]] = ()  # markers around a group of calls: not shown
+    name_key: ClassVar[str] = "name"  # of a call that is one JSON object
+    other_keys: ClassVar[tuple[str, ...]] = ("id", "type")  # may stand before its arguments
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
         self.reader = Reader()
@@ -198,9 +200,9 @@ class ToolCallStream:
             if key in ("arguments", "parameters"):
                 return name if (yield from reader.char()) == "{" else ""
             value = yield from self._short_string()
-            if key == "name":
+            if key == self.name_key:
                 name = self.name(value)
-            elif key not in ("id", "type"):
+            elif key not in self.other_keys:
                 return ""
             yield from reader.space()
             if (yield from reader.char()) == "}":

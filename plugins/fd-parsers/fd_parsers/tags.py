@@ -1,11 +1,12 @@
 """Tool calls whose arguments stand between tags of their own, as text: Qwen3-Coder, GLM, MiniMax,
-DeepSeek V3.2.
+Seed-OSS, DeepSeek V3.2.
 
 A value's type is not written, so the function's schema decides: what can only be a string is
 passed on while it arrives; other values when they are complete, as JSON if they are JSON.
 
-Forms: the chat templates of Qwen/Qwen3-Coder-30B-A3B-Instruct, zai-org/GLM-4.5 and GLM-4.6, and
-MiniMaxAI/MiniMax-M2; encoding/README.md of deepseek-ai/DeepSeek-V3.2."""
+Forms: the chat templates of Qwen/Qwen3-Coder-30B-A3B-Instruct, zai-org/GLM-4.5 and GLM-4.6,
+MiniMaxAI/MiniMax-M2 and ByteDance-Seed/Seed-OSS-36B-Instruct; encoding/README.md of
+deepseek-ai/DeepSeek-V3.2."""
 
 from __future__ import annotations
 
@@ -157,6 +158,17 @@ class MiniMaxM2ToolParser(TagToolParser):
     starts: ClassVar[tuple[str, ...]] = (group, start)
     silent: ClassVar[tuple[str, ...]] = (group_end,)
     markers: ClassVar[tuple[str, ...]] = (group, group_end)
+    trims_lines = False
+
+
+class SeedOssToolParser(TagToolParser):
+    """Qwen3-Coder's tags in a group of their own name, each value on the line of its tags."""
+
+    group, group_end = "<seed:tool_call>", "</seed:tool_call>"
+    starts: ClassVar[tuple[str, ...]] = (group, TagToolParser.start)
+    silent: ClassVar[tuple[str, ...]] = (group_end,)
+    markers: ClassVar[tuple[str, ...]] = (group, group_end)
+    trims_lines = False
 
 
 class DeepSeekV32ToolParser(TagToolParser):

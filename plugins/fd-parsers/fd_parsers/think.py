@@ -177,12 +177,9 @@ class DeepSeekR1Parser(ThinkParser):
     begins_thinking = True
 
 
-class ErnieX1Parser(ThinkParser):
-    """ERNIE X1: thinking, </think>, then <response>answer</response> and possibly tool calls."""
-
-    wrappers: ClassVar[tuple[str, ...]] = (RESPONSE, END_RESPONSE)
-    markers: ClassVar[tuple[str, ...]] = (THINK, END_THINK, *wrappers)
-    begins_thinking = True
+class WrappedAnswerParser(ThinkParser):
+    """The answer stands between tags of its own, which belong to neither part. `wrappers` are pairs
+    of them."""
 
     def __init__(self, prompt_text: str, chat_template_kwargs: Mapping[str, Any]) -> None:
         super().__init__(prompt_text, chat_template_kwargs)
@@ -193,14 +190,61 @@ class ErnieX1Parser(ThinkParser):
             return True
         if self._where is not _Where.ANSWER or self._answer is None:
             return False
-        if marker == RESPONSE and not self._wrapped and not self._answer.begun:
+        if marker in self.wrappers[::2] and not self._wrapped and not self._answer.begun:
             self._wrapped, self._answer = True, _Trimmer()
             return True
-        if marker == END_RESPONSE and self._wrapped:
+        if marker in self.wrappers[1::2] and self._wrapped:
             # The line break before the end tag belongs to the tag; a new part follows.
             self._wrapped, self._answer = False, _Trimmer()
             return True
         return False
+
+
+class ErnieX1Parser(WrappedAnswerParser):
+    """ERNIE X1: thinking, </think>, then <response>answer</response> and possibly tool calls."""
+
+    wrappers: ClassVar[tuple[str, ...]] = (RESPONSE, END_RESPONSE)
+    markers: ClassVar[tuple[str, ...]] = (THINK, END_THINK, *wrappers)
+    begins_thinking = True
+
+
+class _TagsAlways(WrappedAnswerParser):
+    """The answer stands between its tags whether the model has thought or not."""
+
+    def __init__(self, prompt_text: str, chat_template_kwargs: Mapping[str, Any]) -> None:
+        super().__init__(prompt_text, chat_template_kwargs)
+        if self._passes_all:
+            self._passes_all, self._answer = False, _Trimmer()
+
+    def _marker(self, marker: str, delta: ParsedDelta) -> bool:
+        if marker in self.wrappers[::2] and self._where is _Where.START:
+            self._end_thinking()
+        return super()._marker(marker, delta)
+
+
+class HunyuanThinkParser(_TagsAlways):
+    """Hunyuan-A13B: the answer stands in <answer>."""
+
+    wrappers: ClassVar[tuple[str, ...]] = ("<answer>", "</answer>")
+    markers: ClassVar[tuple[str, ...]] = (THINK, END_THINK, *wrappers)
+
+
+class CommandThinkParser(_TagsAlways):
+    """Command from R7B on: tokens around the thinking, and around an answer that calls nothing."""
+
+    begin, end = "<|START_THINKING|>", "<|END_THINKING|>"
+    wrappers: ClassVar[tuple[str, ...]] = (
+        *("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        *("<|START_TEXT|>", "<|END_TEXT|>"),
+    )
+    markers: ClassVar[tuple[str, ...]] = (begin, end, *wrappers)
+
+
+class SeedThinkParser(ThinkParser):
+    """Seed-OSS: tags of its own name."""
+
+    begin, end = "<seed:think>", "</seed:think>"
+    markers: ClassVar[tuple[str, ...]] = (begin, end)
 
 
 class MistralThinkParser(ThinkParser):

@@ -15,21 +15,35 @@ from fd_parsers.gemma import FunctionGemmaToolParser, Gemma4ToolParser
 from fd_parsers.harmony import HarmonyReasoningParser, HarmonyToolParser
 from fd_parsers.hermes import HermesToolParser
 from fd_parsers.kimi import KimiK2ToolParser
-from fd_parsers.lists import GraniteToolParser, Phi4MiniToolParser
-from fd_parsers.llama import Llama3JsonToolParser, PythonicToolParser
+from fd_parsers.lists import (
+    CommandToolParser,
+    GraniteToolParser,
+    HunyuanToolParser,
+    Phi4MiniToolParser,
+)
+from fd_parsers.llama import (
+    Lfm2ToolParser,
+    Llama3JsonToolParser,
+    Olmo3ToolParser,
+    PythonicToolParser,
+)
 from fd_parsers.mistral import MistralToolParser
 from fd_parsers.tags import (
     DeepSeekV32ToolParser,
     GlmToolParser,
     MiniMaxM2ToolParser,
     QwenToolParser,
+    SeedOssToolParser,
     TagToolParser,
 )
 from fd_parsers.think import (
+    CommandThinkParser,
     DeepSeekR1Parser,
     Gemma4ThinkParser,
     GraniteThinkParser,
+    HunyuanThinkParser,
     MistralThinkParser,
+    SeedThinkParser,
     ThinkParser,
 )
 from hypothesis import given, settings
@@ -228,6 +242,68 @@ ANSWERS: dict[str, tuple[type[ToolCallStream], str, str, list[tuple[str, Any]]]]
         '<tool_call>[{"arguments": {}, "name": "get_weather"}]',
         [],
     ),
+    "cohere2": (
+        CommandToolParser,
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "get_weather", "parameters": '
+        f'{PARIS}}},\n    {{"tool_call_id": "1", "tool_name": "get_time", '
+        f'"parameters": {TOKYO}}}\n]<|END_ACTION|>',
+        "",
+        TWO,
+    ),
+    "cohere2 without a call": (
+        CommandToolParser,
+        "<|START_RESPONSE|>It is 3 o'clock in Paris.<|END_RESPONSE|>",
+        "It is 3 o'clock in Paris.",
+        [],
+    ),
+    "hunyuan_a13b": (
+        HunyuanToolParser,
+        f'I look.\n<tool_calls>[{{"name": "get_weather", "arguments": {PARIS}}}, '
+        f'{{"name": "get_time", "arguments": {TOKYO}}}]</tool_calls>',
+        "I look.",
+        TWO,
+    ),
+    "lfm2": (
+        Lfm2ToolParser,
+        "<|tool_call_start|>[get_weather(location='Paris, \"FR\"', days=3), "
+        "get_time(location=\"東京\", tags=['a', '<b>'])]<|tool_call_end|>I look.",
+        "I look.",
+        TWO,
+    ),
+    "olmo3": (
+        Olmo3ToolParser,
+        'I look.<function_calls>get_weather(location="Paris, \\"FR\\"", days=3)\n'
+        'get_time(location="東京", tags=["a", "\\u003cb\\u003e"], exact=true, note=null)'
+        "</function_calls>",
+        "I look.",
+        [
+            TWO[0],
+            ("get_time", {"location": "東京", "tags": ["a", "<b>"], "exact": True, "note": None}),
+        ],
+    ),
+    "olmo3 without a call": (
+        Olmo3ToolParser,
+        "<function_calls>look at Paris</function_calls>",
+        "<function_calls>look at Paris",
+        [],
+    ),
+    "seed_oss": (
+        SeedOssToolParser,
+        "I look.\n<seed:tool_call>\n<function=get_weather>\n"
+        '<parameter=location>Paris, "FR"</parameter>\n<parameter=days>3</parameter>\n</function>\n'
+        "</seed:tool_call>\n<seed:tool_call>\n<function=get_time>\n"
+        '<parameter=location>東京</parameter>\n<parameter=tags>["a", "<b>"]</parameter>\n'
+        "</function>\n</seed:tool_call>",
+        "I look.",
+        TWO,
+    ),
+    "minimax_m2, a value's own line breaks": (
+        MiniMaxM2ToolParser,
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="location">\nParis\n\n'
+        '</parameter>\n<parameter name="note">\nlook</parameter>\n</invoke>\n</minimax:tool_call>',
+        "",
+        [("get_weather", {"location": "\nParis\n\n", "note": "\nlook"})],
+    ),
     "phi4_mini_json": (
         Phi4MiniToolParser,
         f'functools[{{"name": "get_weather", "arguments": {PARIS}}}, '
@@ -403,6 +479,17 @@ def test_harmony(text: str, content: str, reasoning: str, calls: list[Any]) -> N
             "so",
         ),
         (GraniteThinkParser, "Here is my answer", "", "Here is my answer"),
+        (SeedThinkParser, "<seed:think>\nwhy</seed:think>\nso", "why", "so"),
+        (HunyuanThinkParser, "<think>\nwhy\n</think>\n<answer>\nso\n</answer>", "why", "so"),
+        (HunyuanThinkParser, "<answer>\nso\n</answer>", "", "so"),
+        (HunyuanThinkParser, "so, no tags", "", "so, no tags"),
+        (
+            CommandThinkParser,
+            "<|START_THINKING|>why<|END_THINKING|><|START_RESPONSE|>so<|END_RESPONSE|>",
+            "why",
+            "so",
+        ),
+        (CommandThinkParser, "<|START_TEXT|>so<|END_TEXT|>", "", "so"),
     ],
 )
 def test_other_marks_of_thinking(kind: Any, text: str, reasoning: str, content: str) -> None:
@@ -415,6 +502,11 @@ THINKING: dict[Any, list[str]] = {
     MistralThinkParser: ["[THINK]", "[/THINK]", "[TOOL_CALLS]"],
     Gemma4ThinkParser: ["<|channel>thought\n", "<|channel>", "<channel|>", "<|tool_call>"],
     GraniteThinkParser: ["Here is my thought process:", "Here is my response:", "Here is"],
+    HunyuanThinkParser: ["<think>", "</think>", "<answer>", "</answer>"],
+    CommandThinkParser: [
+        *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+        *("<|START_TEXT|>", "<|END_TEXT|>", "<|START_ACTION|>"),
+    ],
     HarmonyReasoningParser: [
         *("<|channel|>", "analysis", "commentary", "final", "<|message|>", "<|end|>", "<|return|>"),
         *("<|start|>assistant", " to=functions.get_weather", "<|constrain|>json", "<|call|>"),
@@ -438,6 +530,17 @@ def test_any_split_of_thinking_gives_the_same(kind: Any, tools: Any, data: st.Da
     assert read(cut(text, places)) == whole and read(list(text)) == whole
 
 
+@pytest.mark.parametrize(
+    ("kind", "end"), [(HunyuanThinkParser, "</think>"), (CommandThinkParser, "<|END_THINKING|>")]
+)
+def test_tags_of_an_answer_are_read_where_nobody_thinks(kind: Any, end: str) -> None:
+    opening, closing = kind.wrappers[:2]
+    text = f"{opening}\nso\n{closing}"
+    for pieces in ([text], list(text)):
+        assert run(kind(f"<think>\n\n{end}\n", {}), pieces) == ("so", "", [])
+        assert run(kind("", {"enable_thinking": False}), pieces) == ("so", "", [])
+
+
 @pytest.mark.parametrize("kind", [ThinkParser, DeepSeekR1Parser])
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "minimax_m2", "kimi_k2", "deepseek_v32"])
 def test_a_call_behind_thinking(kind: Any, name: str) -> None:
@@ -448,7 +551,13 @@ def test_a_call_behind_thinking(kind: Any, name: str) -> None:
     assert [(call, json.loads(given)) for _, call, given in found[2]] == calls
 
 
-@pytest.mark.parametrize("kind", [*KINDS, HarmonyReasoningParser])
+# Those that are others with other tags cost what these do.
+TAGS_ALONE = (CommandToolParser, HunyuanToolParser, Lfm2ToolParser, SeedOssToolParser)
+
+
+@pytest.mark.parametrize(
+    "kind", [*(k for k in KINDS if k not in TAGS_ALONE), HarmonyReasoningParser]
+)
 def test_hostile_text_costs_linear_time(kind: Any) -> None:
     make = (lambda: kind("", {})) if kind is HarmonyReasoningParser else (lambda: kind(TOOLS))
     text = next((text for other, text, _, _ in ANSWERS.values() if other is kind), "<|start|>")

@@ -318,6 +318,7 @@ def test_parsers_evaluate_nothing() -> None:
 
 
 REASONING_NAMES = [
+    *("cohere2", "hunyuan_a13b", "lfm2", "olmo3", "seed_oss", "smollm3"),
     "deepseek_r1",
     "deepseek_v3",
     "ernie45",
@@ -336,6 +337,7 @@ REASONING_NAMES = [
     "ernie-45-vl-thinking",
 ]
 TOOL_NAMES = [
+    *("cohere2", "hunyuan_a13b", "lfm2", "olmo3", "seed_oss", "smollm3"),
     "deepseek_v3",
     "deepseek_v31",
     "deepseek_v32",

@@ -1,10 +1,10 @@
-"""Command R7B and Command A (transformers: Cohere2ForCausalLM)."""
+"""Command R, R7B and A (transformers: CohereForCausalLM, Cohere2ForCausalLM)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastdeploy_core.layers import ForwardContext, LayerNorm, RotarySpec
 from fastdeploy_core.models.reading import ConfigReader
@@ -33,7 +33,7 @@ class PlainLayerNorm(LayerNorm):
 class ParallelLayer:
     """One block: x + attention(norm(x)) + feed_forward(norm(x)), with one norm."""
 
-    norm: LayerNorm
+    norm: Callable[[Tensor], Tensor]
     attention: AttentionLayer
     feed_forward: FeedForward
     select_rows: Callable[[Tensor, Tensor], Tensor]
@@ -55,15 +55,14 @@ class ParallelLayer:
         return x + attended, self.feed_forward(normed)
 
 
-class Cohere2ForCausalLM(StrictLM):
-    """Blocks with a window turn; every fourth sees all and does not. Logits are scaled."""
+class CohereForCausalLM(StrictLM):
+    """LayerNorm, one a block; logits are scaled."""
 
     norm_eps = 1e-5
-    last_norm = PlainLayerNorm
+    last_norm: ClassVar[Callable[..., Any]] = PlainLayerNorm
     interleaved = True
     tied = True
-    defaults = {"sliding_window": 4096}  # noqa: RUF012 - never changed
-    sliding_window_pattern = 4
+    rope_theta = 500_000.0
     # Released folders name much that the published model computes in one way only.
     only = {  # noqa: RUF012 - never changed
         "order_of_interleaved_layers": ("local_attn_first",),
@@ -73,15 +72,7 @@ class Cohere2ForCausalLM(StrictLM):
         "use_parallel_embedding": (True,),
         "use_qk_norm": (False,),
     }
-    reads = frozenset({"layer_norm_eps", "logit_scale", "sliding_window_pattern"})
-
-    @classmethod
-    def layer(
-        cls, read: ConfigReader, number: int, spec: AttentionSpec, rotary: RotarySpec
-    ) -> tuple[AttentionSpec, RotarySpec]:
-        """With the block's window."""
-        spec, rotary = super().layer(read, number, spec, rotary)
-        return spec, rotary if spec.window else RotarySpec(rotary.dim, 1.0, kind="none")
+    reads = frozenset({"layer_norm_eps", "logit_scale"})
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
         self._scale = ConfigReader(config).number("logit_scale", default=0.0625)
@@ -90,7 +81,7 @@ class Cohere2ForCausalLM(StrictLM):
     def block(self, build: ModelBuilder, prefix: str, number: int) -> Block:
         """One block with that checkpoint prefix."""
         return ParallelLayer(
-            norm=PlainLayerNorm(build, f"{prefix}.input_layernorm", self._hidden, self._eps),
+            norm=self.last_norm(build, f"{prefix}.input_layernorm", self._hidden, self._eps),
             attention=self._attention(build, f"{prefix}.self_attn", number),
             feed_forward=self._feed_forward(build, f"{prefix}.mlp", number),
             select_rows=build.kernels["select_rows"],
@@ -99,3 +90,20 @@ class Cohere2ForCausalLM(StrictLM):
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Times a constant above 0; the likeliest token is the same."""
         return super().compute_logits(hidden) * self._scale
+
+
+class Cohere2ForCausalLM(CohereForCausalLM):
+    """Blocks with a window turn; every fourth sees all and does not."""
+
+    rope_theta = 10_000.0
+    defaults = {"sliding_window": 4096}  # noqa: RUF012 - never changed
+    sliding_window_pattern = 4
+    reads = CohereForCausalLM.reads | {"sliding_window_pattern"}
+
+    @classmethod
+    def layer(
+        cls, read: ConfigReader, number: int, spec: AttentionSpec, rotary: RotarySpec
+    ) -> tuple[AttentionSpec, RotarySpec]:
+        """With the block's window."""
+        spec, rotary = super().layer(read, number, spec, rotary)
+        return spec, rotary if spec.window else RotarySpec(rotary.dim, 1.0, kind="none")

@@ -1,12 +1,14 @@
-"""LFM2 (transformers: Lfm2ForCausalLM): gated short convolutions, and attention in some blocks."""
+"""LFM2 (transformers: Lfm2ForCausalLM, Lfm2MoeForCausalLM): gated short convolutions, and attention
+in some blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastdeploy_core.contracts.attention import AttentionSpec
 from fastdeploy_core.contracts.model import ModelShapes, StateSpec
+from fastdeploy_core.contracts.moe import MoESpec, RoutingSpec
 from fastdeploy_core.layers import ForwardContext, Linear, LinearPart, LinearShape
 from fastdeploy_core.models.reading import ConfigReader
 
@@ -14,7 +16,7 @@ from .layers import HybridLM, RecurrentLayer
 
 if TYPE_CHECKING:
     from fastdeploy_core.layers import ModelBuilder, RotarySpec
-    from fastdeploy_core.models.decoder import AttentionLayer
+    from fastdeploy_core.models.decoder import AttentionLayer, FeedForward, MakeFeedForward
     from fastdeploy_core.tensor import Tensor
 
 # Names of the checkpoint, and those of other families for the same parts.
@@ -59,6 +61,7 @@ class Lfm2ForCausalLM(HybridLM):
     rope_theta = 1_000_000.0
     recurrent = other_layers = frozenset({"conv"})
     recurrent_name = "conv"
+    adjusts_width: ClassVar[bool] = True  # where config.json does not say; False: never
     reads = frozenset(
         {
             *("block_auto_adjust_ff_dim", "block_dim", "block_ff_dim", "block_ffn_dim_multiplier"),
@@ -91,12 +94,12 @@ class Lfm2ForCausalLM(HybridLM):
     @classmethod
     def shapes(cls, config: Mapping[str, Any], tp_size: int, dtype: str) -> ModelShapes:
         """Shapes of one rank."""
-        return super().shapes(_usual(config), tp_size, dtype)
+        return super().shapes(_usual(config, cls.adjusts_width), tp_size, dtype)
 
     def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
         for old, new in _NAMES.items():
             build.weights.rename(old, new)
-        super().__init__(_usual(config), build)
+        super().__init__(_usual(config, self.adjusts_width), build)
 
     def attend(
         self,
@@ -118,11 +121,55 @@ class Lfm2ForCausalLM(HybridLM):
         return ShortConvolution(build, prefix, read.size("hidden_size"), spec, bias)
 
 
-def _usual(config: Mapping[str, Any]) -> Mapping[str, Any]:
+class Lfm2MoeForCausalLM(Lfm2ForCausalLM):
+    """Sigmoid routing with a correction bias behind the first dense blocks."""
+
+    adjusts_width = False
+    reads = Lfm2ForCausalLM.reads | {
+        *("norm_topk_prob", "num_experts", "routed_scaling_factor", "use_expert_bias"),
+    }
+
+    def __init__(self, config: Mapping[str, Any], build: ModelBuilder) -> None:
+        build.weights.rename("feed_forward.", "mlp.")
+        for old, new in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
+            build.weights.rename(f".{old}.", f".{new}.")
+        super().__init__(config, build)
+
+    @classmethod
+    def moe(cls, read: ConfigReader, dtype: str) -> MoESpec:
+        """One rank's experts."""
+        routing = RoutingSpec(
+            num_experts=read.size("num_experts", default=32),
+            top_k=read.size("num_experts_per_tok", default=4),
+            scoring="sigmoid",
+            renormalize=read.flag("norm_topk_prob", default=True),
+            scaling_factor=read.number("routed_scaling_factor", default=1.0),
+            has_correction_bias=read.flag("use_expert_bias", default=True),
+        )
+        return read.experts(routing, dtype)
+
+    def make_feed_forward(self, read: ConfigReader, dtype: str) -> MakeFeedForward:
+        """Experts, or a dense block."""
+        moe, width = self.moe(read, dtype), read.size("moe_intermediate_size")
+        dense, first = (
+            super().make_feed_forward(read, dtype),
+            read.count("num_dense_layers", default=2),
+        )
+
+        def make(build: ModelBuilder, prefix: str, number: int) -> FeedForward:
+            if number < first:
+                return dense(build, prefix, number)
+            bias = f"{prefix}.expert_bias" if moe.routing.has_correction_bias else ""
+            return build.moe_block(prefix, moe, width, bias_name=bias)
+
+        return make
+
+
+def _usual(config: Mapping[str, Any], adjusts_width: bool) -> Mapping[str, Any]:
     """config.json in the words of other families, with the width that its rules give."""
     read = ConfigReader(config)
     width = read.size("intermediate_size", "block_ff_dim")
-    if read.flag("block_auto_adjust_ff_dim", default=True):
+    if adjusts_width and read.flag("block_auto_adjust_ff_dim", default=True):
         width = int(2 * width / 3)
         if config.get("block_ffn_dim_multiplier", 1.0) is not None:
             width = int(read.number("block_ffn_dim_multiplier", default=1.0) * width)

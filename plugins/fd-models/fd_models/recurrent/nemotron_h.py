@@ -100,10 +100,13 @@ class SquaredExperts:
         if latent:
             self._enter = build.linear(f"{prefix}.fc1_latent_proj", hidden, latent, bias=bias)
             self._leave = build.linear(f"{prefix}.fc2_latent_proj", latent, hidden, bias=bias)
+        # Experts see some of a step's rows, which adapters cannot tell from others.
+        adapters, build.adapters = build.adapters, None
         self._experts = [
             SquaredMLP(build, f"{prefix}.experts.{number}", latent or hidden, width)
             for number in range(count)
         ]
+        build.adapters = adapters
         width = read.size("moe_shared_expert_intermediate_size")
         self._shared = SquaredMLP(build, f"{prefix}.shared_experts", hidden, width, bias=bias)
 
