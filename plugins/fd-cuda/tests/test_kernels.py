@@ -142,6 +142,23 @@ def test_scores_of_many_rows_come_in_parts(rows: int, experts: int) -> None:
     assert (matmul.linear_float32(x, weight).double() - wanted).norm() < 1e-5 * wanted.norm()
 
 
+@pytest.mark.parametrize(("rows", "experts"), [(2050, 100), (300, 700)])
+def test_scores_of_many_bfloat16_rows_keep_the_digits_of_float32(rows: int, experts: int) -> None:
+    """As sums of three bfloat16 numbers, from weights of any size."""
+    from fd_cuda.kernels import matmul
+
+    torch.manual_seed(rows)
+    x = torch.randn(rows, 88, device=DEVICE).to(torch.bfloat16)
+    weight = torch.randn(experts, 88, device=DEVICE) * 10.0 ** torch.randint(
+        -20, 20, (experts, 1), device=DEVICE
+    )
+    wanted = x.double() @ weight.double().T
+    found = matmul.linear_float32(x, weight).double()
+    # Matrix units lose digits of large sums.
+    tolerance = 1e-5 if HAS_GPU else 1e-6
+    assert ((found - wanted).norm(dim=0) < tolerance * wanted.norm(dim=0)).all()
+
+
 def test_draws_equal_the_references() -> None:
     from fastdeploy_core.reference.ops import sampling as ops_sampling
 

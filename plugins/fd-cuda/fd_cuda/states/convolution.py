@@ -89,11 +89,13 @@ def convolve(
         for tap in tl.static_range(WIDTH):
             at = (begin + tokens + tap - before).to(tl.int64)[:, None]
             given = tl.load(rows + at * stride_x, mask=inside & (at >= 0), other=0.0)
-            earlier = tl.load(
-                old + (before + at) * CHANNELS, mask=inside & has_old & (at < 0), other=0.0
-            )
+            wide = given.to(tl.float32)
+            if begin < before:
+                earlier = tl.load(
+                    old + (before + at) * CHANNELS, mask=inside & has_old & (at < 0), other=0.0
+                )
+                wide += earlier.to(tl.float32)
             filters = tl.load(weight + channels * WIDTH + tap, mask=is_channel, other=0.0)
-            wide = given.to(tl.float32) + earlier.to(tl.float32)
             y += wide * filters.to(tl.float32)[None, :]
         if SILU:
             y *= tl.sigmoid(y)
