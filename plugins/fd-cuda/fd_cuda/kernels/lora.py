@@ -4,8 +4,8 @@ with its own or none.
 Few rows of plain weights: the product's own kernel adds it, see native/gemm.cu. Else two launches.
 The first computes A x: a program takes one adapter and a share of the inputs, for all of the
 layer's parts at once, so that x is read once. The second adds these sums up and adds B A x:
-a program takes one adapter and a tile of outputs. Sums are added in one order, so a row does not
-depend on the others.
+of few rows a program takes one adapter and a tile of outputs; for many rows see adapted_rows.py.
+Sums are added in one order, so a row does not depend on the others.
 
 Rows are not sorted: of few rows a program finds those that have its adapter, of many it takes a
 tile and leaves out the others. It ends at once where there are none. So nothing that was captured
@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,11 +25,12 @@ import triton.language as tl
 
 from . import linear
 from .adapted import Adapters
+from .adapted_rows import Sums, finish, product, tiles_of
 from .common import batch_invariant, cdiv, join_chain, options, pad2
-from .norm import silu_and_mul
+from .norm import rms_norm, silu_and_mul
 
 FEW = 256  # rows among which a program looks for its own
-MOST_SPLITS = 16  # parts of the inputs
+MOST_SPLITS, MANY_SPLITS = 16, 4  # parts of the inputs, for few rows and for many
 
 
 @triton.jit
@@ -140,30 +140,57 @@ def lora(
     if not num_rows:
         return y
     y = y if y.stride(1) == 1 else y.contiguous()
-    x = x if x.stride(1) == 1 else x.contiguous()
-    num_slots, ranks, depth = a.shape
+    if _is_many(num_rows):
+        x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
+        return finish(y, _sums_of_many(x, a, b, ends, slots), is_gated=False)
     rank, has_norm = b.shape[2], norm_weight is not None
-    is_many = num_rows > FEW or batch_invariant()
-    plan = choose(is_many, width, depth, ranks, str(y.dtype).removeprefix("torch."))
-    tiles, num_tiles = _tiles(tuple(ends), plan.columns, y.device)
-    splits, groups = cdiv(depth, plan.depth), cdiv(num_rows, plan.rows)
-    inner = torch.empty((splits, num_rows, ranks), dtype=torch.float32, device=y.device)
-    squares = None
-    if has_norm:
-        squares = torch.empty((splits, num_rows), dtype=torch.float32, device=y.device)
-    most = 0 if is_many else max(16, pad2(num_rows))
-    sizes = {"K": depth, "RANKS": ranks, "MOST": most, "BM": plan.rows, "NORM": has_norm}
-    _shrink[(splits, num_slots, groups)](
-        x, norm_weight, a, inner, squares, slots, num_rows, x.stride(0),
-        PADDED=max(16, pad2(ranks)), BK=plan.inner, DEPTH=plan.depth,
-        **sizes, **options(num_warps=plan.warps, num_stages=plan.stages),
-    )  # fmt: skip
-    _expand[(num_tiles, num_slots, groups)](
+    plan = choose(False, width, x.shape[1], a.shape[1], str(y.dtype).removeprefix("torch."))
+    tiles, num_tiles = tiles_of(tuple(ends), plan.columns, y.device)
+    inner, squares = _sums(plan, x, norm_weight, a, slots)
+    splits, _, ranks = inner.shape
+    _expand[(num_tiles, a.shape[0], cdiv(num_rows, plan.rows))](
         y, inner, squares, b, slots, tiles, num_rows, y.stride(0), eps,
-        N=width, R=rank, RANK=max(16, pad2(rank)), SPLITS=splits, BN=plan.columns,
-        **sizes, **options(num_warps=plan.warps),
+        K=x.shape[1], N=width, R=rank, RANKS=ranks, RANK=max(16, pad2(rank)), SPLITS=splits,
+        MOST=max(16, pad2(num_rows)), BM=plan.rows, BN=plan.columns, NORM=has_norm,
+        **options(num_warps=plan.warps),
     )  # fmt: skip
     return y
+
+
+def _is_many(num_rows: int) -> bool:
+    return num_rows > FEW or (num_rows > 0 and batch_invariant())
+
+
+def _sums_of_many(
+    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ends: Sequence[int], slots: torch.Tensor
+) -> Sums:
+    """What adapters need beside x, of many rows."""
+    plan = choose(True, b.shape[1], x.shape[1], a.shape[1], str(x.dtype).removeprefix("torch."))
+    return Sums(_sums(plan, x, None, a, slots)[0], b, tuple(ends), slots)
+
+
+def _sums(
+    plan: Plan,
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    a: torch.Tensor,
+    slots: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A x of each row's own adapter, in parts of the inputs, and with a norm its squares."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    num_rows, (num_slots, ranks, depth) = x.shape[0], a.shape
+    splits = cdiv(depth, plan.depth)
+    inner = torch.empty((splits, num_rows, ranks), dtype=torch.float32, device=x.device)
+    squares = None
+    if norm_weight is not None:
+        squares = torch.empty((splits, num_rows), dtype=torch.float32, device=x.device)
+    _shrink[(splits, num_slots, cdiv(num_rows, plan.rows))](
+        x, norm_weight, a, inner, squares, slots, num_rows, x.stride(0),
+        K=depth, RANKS=ranks, PADDED=max(16, pad2(ranks)), BM=plan.rows, BK=plan.inner,
+        DEPTH=plan.depth, MOST=0 if _is_many(num_rows) else max(16, pad2(num_rows)),
+        NORM=squares is not None, **options(num_warps=plan.warps, num_stages=plan.stages),
+    )  # fmt: skip
+    return inner, squares
 
 
 def adapted_product(
@@ -190,6 +217,8 @@ def adapted_product(
         if residual is not None and not residual.is_contiguous():
             residual = residual.contiguous()
         return linear.compute(plan, epilogue, x, norm_weight, eps, weight, bias, residual, adapters)
+    if _is_many(x.shape[0]):
+        return _of_many(epilogue, x, norm_weight, eps, weight, bias, residual, adapters)
     if residual is not None:
         y = linear.linear_add(x, weight, bias, residual)
     elif norm_weight is not None:
@@ -198,6 +227,27 @@ def adapted_product(
         y = linear.linear(x, weight, bias)
     y = lora(y, x, norm_weight, eps, a, b, ends, slots)
     return silu_and_mul(y) if epilogue == "gated" else y
+
+
+def _of_many(
+    epilogue: str,
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    adapters: Adapters,
+) -> torch.Tensor:
+    """adapted_product of many rows."""
+    x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
+    sums = _sums_of_many(x, adapters.a, adapters.b, adapters.ends, adapters.slots)
+    is_gated = epilogue == "gated"
+    if residual is not None:
+        return finish(linear.linear_add(x, weight, bias, residual), sums, is_gated=False)
+    if bias is None and linear.is_fused(x, weight):
+        return product(x, weight, sums, is_gated=is_gated)
+    return finish(linear.linear(x, weight, bias), sums, is_gated=is_gated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,24 +266,13 @@ class Plan:
 @functools.cache
 def choose(is_many: bool, width: int, depth: int, ranks: int, dtype: str) -> Plan:
     """Few rows: all loads of a program are under way at once. Many, and FD_BATCH_INVARIANT: larger
-    tiles, which read all of their inputs, one part after the other."""
+    tiles, which read a part of their inputs after the other."""
     # Numbers of A in shared memory; what is multiplied in float32 takes twice the room.
     held = 16384 if dtype == "bfloat16" else 8192
     inner = max(16, min(256, pad2(depth), held // max(16, pad2(ranks))))
     if is_many:
         inner = min(64, inner)
-        return Plan(64 if ranks <= 64 else 16, 128, cdiv(depth, inner) * inner, inner, 4, 3)
+        share = cdiv(cdiv(depth, MANY_SPLITS), inner) * inner
+        return Plan(64 if ranks <= 64 else 16, 128, share, inner, 4, 3)
     share = cdiv(cdiv(depth, MOST_SPLITS), inner) * inner
     return Plan(16, 64 if width < 4096 else 128, share, inner, 4, 2)
-
-
-@functools.cache
-def _tiles(ends: tuple[int, ...], columns: int, device: torch.device) -> tuple[torch.Tensor, int]:
-    """[tiles, 3] int32: the part that each tile of outputs belongs to, its first output, and where
-    the part ends."""
-    found = [
-        (part, first, end)
-        for part, (start, end) in enumerate(pairwise((0, *ends)))
-        for first in range(start, end, columns)
-    ]
-    return torch.tensor(found, dtype=torch.int32, device=device), len(found)
