@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Final
 
 import torch
 import triton
@@ -18,6 +19,9 @@ import triton.language as tl
 
 from . import many_rows
 from .common import cdiv, join_chain, options, pad2
+
+_GATED: Final = many_rows.Shape(64, 8, 3)
+_PLAIN: Final = many_rows.Shape(128, 8, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, sums: Sums, *, is_gated: bool
     """x [T, K] times weight [N, K] transposed, and what adapters add; is_gated: silu(gate) * up of
     it. For what many_rows.dense_gated can compute."""
     num_rows, (width, depth) = x.shape[0], weight.shape
-    shape = many_rows.DENSE if is_gated else many_rows.DENSE_PLAIN
+    shape = _GATED if is_gated else _PLAIN
     y = torch.empty((num_rows, width >> is_gated), dtype=x.dtype, device=x.device)
     tiles, num_tiles = tiles_of(_ends(sums, is_gated=is_gated), shape.columns, x.device)
     x_tiles = many_rows.row_tiles(x, many_rows.ROWS)

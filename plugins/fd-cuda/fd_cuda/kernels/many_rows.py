@@ -39,8 +39,7 @@ class Shape:
 
 _GATED: Final = Shape(128, 8, 4)
 _PLAIN: Final = Shape(256, 8, 3)
-DENSE: Final = Shape(64, 4, 3)
-DENSE_PLAIN: Final = Shape(128, 4, 3)  # with what adapters add; else the library is faster
+_DENSE: Final = Shape(64, 4, 3)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -116,7 +115,7 @@ def can_clamp(x: torch.Tensor, *weights: PackedWeight) -> bool:
 
 def can_gate(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """The same of dense_gated."""
-    is_even = weight.shape[0] // 2 % DENSE.columns == 0
+    is_even = weight.shape[0] // 2 % _DENSE.columns == 0
     return is_even and _has_engine(x) and _is_aligned(x) and _is_aligned(weight)
 
 
@@ -213,7 +212,7 @@ def plain(
     return y
 
 
-def dense_gated(x: torch.Tensor, weight: torch.Tensor, shape: Shape = DENSE) -> torch.Tensor:
+def dense_gated(x: torch.Tensor, weight: torch.Tensor, shape: Shape = _DENSE) -> torch.Tensor:
     """[T, I]: silu(gate) * up of x [T, K] times weight [2I, K]."""
     num_rows, (width, depth) = x.shape[0], weight.shape
     width //= 2
