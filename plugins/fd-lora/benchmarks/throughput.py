@@ -112,14 +112,14 @@ def measure(shape: str, options: argparse.Namespace) -> None:
             for seed, name in enumerate(names)
         ]
         some = [LoRARequest(name, 1, str(p)) for name, p in zip(names, paths, strict=True)]
-        batches: dict[str, list[LoRARequest | None]] = {
-            "no adapter": [None], f"{len(some)} adapters": [*some]
-        }  # fmt: skip
+        batches: dict[bool, dict[str, list[LoRARequest | None]]] = {
+            False: {"plain": [None]},
+            True: {"no adapter": [None], f"{len(some)} adapters": [*some]},
+        }
         found: dict[str, list[Times]] = {}
-        for kind in ("plain", "lora"):
+        for has_adapters, cases in batches.items():
             lora = {"enable_lora": True, "max_loras": len(some), "max_lora_rank": options.rank}
-            engine = Engine(folder, options, **(lora if kind == "lora" else {}))
-            cases = batches if kind == "lora" else {"plain": [None]}
+            engine = Engine(folder, options, **(lora if has_adapters else {}))
             for adapters in cases.values():
                 engine.times(adapters, config["vocab_size"])  # loads, compiles
             for _ in range(options.rounds):
