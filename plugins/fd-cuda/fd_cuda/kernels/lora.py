@@ -25,29 +25,24 @@ import triton.language as tl
 
 from . import linear
 from .adapted import Adapters
-from .adapted_rows import Sums, finish, product, tiles_of
+from .adapted_rows import even, finish, product, sums_of, tiles_of
 from .common import batch_invariant, cdiv, join_chain, options, pad2
 from .norm import rms_norm, silu_and_mul
 
 FEW = 256  # rows among which a program looks for its own
-MOST_SPLITS, MANY_SPLITS = 16, 4  # parts of the inputs, for few rows and for many
+MOST_SPLITS = 16  # parts of the inputs
 
 
 @triton.jit
 def _rows_of(slot, slots_p, num_rows, MOST: tl.constexpr, BM: tl.constexpr):
-    """Rows of this program, and which of them have the slot. MOST: few rows, at most so many."""
+    """Rows of this program, and which of them have the slot. MOST: rows, at most so many."""
     nth = tl.program_id(2) * BM + tl.arange(0, BM)
-    if MOST:
-        every = tl.arange(0, MOST)
-        has = tl.load(slots_p + every, mask=every < num_rows, other=-1) == slot
-        place = tl.cumsum(has.to(tl.int32), 0) - 1
-        chosen = has[None, :] & (place[None, :] == nth[:, None])
-        rows = tl.sum(tl.where(chosen, every[None, :], 0), 1)
-        mine = nth < tl.sum(has.to(tl.int32), 0)
-    else:
-        rows = nth
-        mine = tl.load(slots_p + nth, mask=nth < num_rows, other=-1) == slot
-    return rows.to(tl.int64), mine
+    every = tl.arange(0, MOST)
+    has = tl.load(slots_p + every, mask=every < num_rows, other=-1) == slot
+    place = tl.cumsum(has.to(tl.int32), 0) - 1
+    chosen = has[None, :] & (place[None, :] == nth[:, None])
+    rows = tl.sum(tl.where(chosen, every[None, :], 0), 1)
+    return rows.to(tl.int64), nth < tl.sum(has.to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -94,12 +89,13 @@ def _shrink(
 def _expand(
     y_p, inner_p, squares_p, b_p, slots_p, tiles_p, num_rows, y_stride, eps,
     K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
-    SPLITS: tl.constexpr, MOST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, MOST: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile, slot = tl.program_id(0) * 3, tl.program_id(1)
-    part, end = tl.load(tiles_p + tile), tl.load(tiles_p + tile + 2)
-    cols, ranks = tl.load(tiles_p + tile + 1) + tl.arange(0, BN), tl.arange(0, RANK)
+    part, end = tl.load(tiles_p + tile), tl.multiple_of(tl.load(tiles_p + tile + 2), EVEN)
+    cols = tl.multiple_of(tl.load(tiles_p + tile + 1), EVEN) + tl.arange(0, BN)
+    ranks = tl.arange(0, RANK)
     join_chain(PDL)
     rows, mine = _rows_of(slot, slots_p, num_rows, MOST, BM)
     if tl.max(mine.to(tl.int32), 0) > 0:
@@ -142,55 +138,34 @@ def lora(
     y = y if y.stride(1) == 1 else y.contiguous()
     if _is_many(num_rows):
         x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
-        return finish(y, _sums_of_many(x, a, b, ends, slots), is_gated=False)
+        return finish(y, sums_of(x, a, b, tuple(ends), slots), is_gated=False)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    num_slots, ranks, depth = a.shape
     rank, has_norm = b.shape[2], norm_weight is not None
-    plan = choose(False, width, x.shape[1], a.shape[1], str(y.dtype).removeprefix("torch."))
+    plan = choose(width, depth, ranks, str(y.dtype).removeprefix("torch."))
     tiles, num_tiles = tiles_of(tuple(ends), plan.columns, y.device)
-    inner, squares = _sums(plan, x, norm_weight, a, slots)
-    splits, _, ranks = inner.shape
-    _expand[(num_tiles, a.shape[0], cdiv(num_rows, plan.rows))](
+    splits, groups = cdiv(depth, plan.depth), cdiv(num_rows, plan.rows)
+    inner = torch.empty((splits, num_rows, ranks), dtype=torch.float32, device=y.device)
+    squares = None
+    if has_norm:
+        squares = torch.empty((splits, num_rows), dtype=torch.float32, device=y.device)
+    most = max(16, pad2(num_rows))
+    sizes = {"K": depth, "RANKS": ranks, "MOST": most, "BM": plan.rows, "NORM": has_norm}
+    _shrink[(splits, num_slots, groups)](
+        x, norm_weight, a, inner, squares, slots, num_rows, x.stride(0),
+        PADDED=max(16, pad2(ranks)), BK=plan.inner, DEPTH=plan.depth,
+        **sizes, **options(num_warps=plan.warps, num_stages=plan.stages),
+    )  # fmt: skip
+    _expand[(num_tiles, num_slots, groups)](
         y, inner, squares, b, slots, tiles, num_rows, y.stride(0), eps,
-        K=x.shape[1], N=width, R=rank, RANKS=ranks, RANK=max(16, pad2(rank)), SPLITS=splits,
-        MOST=max(16, pad2(num_rows)), BM=plan.rows, BN=plan.columns, NORM=has_norm,
-        **options(num_warps=plan.warps),
+        N=width, R=rank, RANK=max(16, pad2(rank)), SPLITS=splits, EVEN=even(ends),
+        BN=plan.columns, **sizes, **options(num_warps=plan.warps),
     )  # fmt: skip
     return y
 
 
 def _is_many(num_rows: int) -> bool:
     return num_rows > FEW or (num_rows > 0 and batch_invariant())
-
-
-def _sums_of_many(
-    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ends: Sequence[int], slots: torch.Tensor
-) -> Sums:
-    """What adapters need beside x, of many rows."""
-    plan = choose(True, b.shape[1], x.shape[1], a.shape[1], str(x.dtype).removeprefix("torch."))
-    return Sums(_sums(plan, x, None, a, slots)[0], b, tuple(ends), slots)
-
-
-def _sums(
-    plan: Plan,
-    x: torch.Tensor,
-    norm_weight: torch.Tensor | None,
-    a: torch.Tensor,
-    slots: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A x of each row's own adapter, in parts of the inputs, and with a norm its squares."""
-    x = x if x.stride(1) == 1 else x.contiguous()
-    num_rows, (num_slots, ranks, depth) = x.shape[0], a.shape
-    splits = cdiv(depth, plan.depth)
-    inner = torch.empty((splits, num_rows, ranks), dtype=torch.float32, device=x.device)
-    squares = None
-    if norm_weight is not None:
-        squares = torch.empty((splits, num_rows), dtype=torch.float32, device=x.device)
-    _shrink[(splits, num_slots, cdiv(num_rows, plan.rows))](
-        x, norm_weight, a, inner, squares, slots, num_rows, x.stride(0),
-        K=depth, RANKS=ranks, PADDED=max(16, pad2(ranks)), BM=plan.rows, BK=plan.inner,
-        DEPTH=plan.depth, MOST=0 if _is_many(num_rows) else max(16, pad2(num_rows)),
-        NORM=squares is not None, **options(num_warps=plan.warps, num_stages=plan.stages),
-    )  # fmt: skip
-    return inner, squares
 
 
 def adapted_product(
@@ -241,7 +216,7 @@ def _of_many(
 ) -> torch.Tensor:
     """adapted_product of many rows."""
     x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
-    sums = _sums_of_many(x, adapters.a, adapters.b, adapters.ends, adapters.slots)
+    sums = sums_of(x, adapters.a, adapters.b, adapters.ends, adapters.slots)
     is_gated = epilogue == "gated"
     if residual is not None:
         return finish(linear.linear_add(x, weight, bias, residual), sums, is_gated=False)
@@ -264,15 +239,10 @@ class Plan:
 
 
 @functools.cache
-def choose(is_many: bool, width: int, depth: int, ranks: int, dtype: str) -> Plan:
-    """Few rows: all loads of a program are under way at once. Many, and FD_BATCH_INVARIANT: larger
-    tiles, which read a part of their inputs after the other."""
+def choose(width: int, depth: int, ranks: int, dtype: str) -> Plan:
+    """All loads of a program are under way at once."""
     # Numbers of A in shared memory; what is multiplied in float32 takes twice the room.
     held = 16384 if dtype == "bfloat16" else 8192
     inner = max(16, min(256, pad2(depth), held // max(16, pad2(ranks))))
-    if is_many:
-        inner = min(64, inner)
-        share = cdiv(cdiv(depth, MANY_SPLITS), inner) * inner
-        return Plan(64 if ranks <= 64 else 16, 128, share, inner, 4, 3)
     share = cdiv(cdiv(depth, MOST_SPLITS), inner) * inner
     return Plan(16, 64 if width < 4096 else 128, share, inner, 4, 2)
