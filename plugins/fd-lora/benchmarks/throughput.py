@@ -31,6 +31,8 @@ from fastdeploy import LLM, LoRARequest, SamplingParams
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 from random_model import SHAPES
 
+BLOCK = 64  # tokens of a KV block
+
 
 def write_adapter(folder: Path, config: dict[str, Any], rank: int, seed: int) -> Path:
     """An adapter of every linear layer, or of attention where layers have experts, as PEFT writes
@@ -74,11 +76,12 @@ class Engine:
     def __init__(self, folder: Path, options: argparse.Namespace, **more: Any) -> None:
         self._options = options
         length = options.prompt + options.output + 64
+        blocks = options.batch * -(-length // BLOCK) + 1  # leaves room for the second engine
         self._llm = LLM(
             folder, skip_tokenizer_init=True, load_format="dummy", device=options.device,
             tensor_library="torch", seed=0, max_model_len=length, max_num_seqs=options.batch,
-            max_num_batched_tokens=min(8192, length * options.batch), enable_prefix_caching=False,
-            **more,
+            max_num_batched_tokens=min(16384, length * options.batch), enable_prefix_caching=False,
+            block_size=BLOCK, num_gpu_blocks_override=blocks, **more,
         )  # fmt: skip
 
     def times(self, adapters: list[LoRARequest | None], vocab: int) -> Times:
