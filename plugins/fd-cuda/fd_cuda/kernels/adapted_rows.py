@@ -137,12 +137,13 @@ def _finish(
         mask = (rows < num_rows)[:, None] & inside[None, :]
         y_tile = y_p + rows[:, None] * y_stride + columns[None, :]
         y = tl.load(y_tile, mask=mask, other=0.0).to(tl.float32)
+        if GATED:  # under way at once
+            up = tl.load(y_tile + N // 2, mask=mask, other=0.0).to(tl.float32)
         y = _added(
             y, inner_p, b_p, slots, rows, num_rows, part, columns, inside,
             N, R, RANKS, RANK, SPLITS, False, BN,
         )  # fmt: skip
         if GATED:
-            up = tl.load(y_tile + N // 2, mask=mask, other=0.0).to(tl.float32)
             up = _added(
                 up, inner_p, b_p, slots, rows, num_rows, part + 1, columns + N // 2, inside,
                 N, R, RANKS, RANK, SPLITS, False, BN,
