@@ -26,18 +26,6 @@ _GATED, _PLAIN = many_rows.Shape(64, 4, 3), many_rows.Shape(128, 4, 3)
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """Rows and columns of a tile of `finish`, and the warps of a program."""
-
-    rows: int
-    columns: int
-    warps: int
-
-
-_PASS, _PASS_GATED = Pass(64, 64, 4), Pass(32, 64, 4)
-
-
-@dataclass(frozen=True, slots=True)
 class Sums:
     """What a product's adapters need beside its input: inner [splits, T, parts * rank] float32,
     parts of A x in rows with an adapter; b [slots, N, rank]; where the product's parts end; the
@@ -239,12 +227,12 @@ def finish(y: torch.Tensor, sums: Sums, *, is_gated: bool) -> torch.Tensor:
     out = y
     if is_gated:
         out = torch.empty((num_rows, width // 2), dtype=y.dtype, device=y.device)
-    shape = _PASS_GATED if is_gated else _PASS
-    rows, columns = shape.rows if sums.b.shape[2] <= 64 else 16, shape.columns
+    rows, columns = 32 if is_gated else 64, 64
+    rows = rows if sums.b.shape[2] <= 64 else 16
     tiles, num_tiles = tiles_of(_ends(sums, is_gated=is_gated), columns, y.device)
     _finish[(cdiv(num_rows, rows), num_tiles)](
         y, out, sums.inner, sums.b, sums.slots, tiles, num_rows, y.stride(0), **_sizes(sums),
-        GATED=is_gated, BM=rows, BN=columns, **options(num_warps=shape.warps),
+        GATED=is_gated, BM=rows, BN=columns, **options(num_warps=4),
     )  # fmt: skip
     return out
 
