@@ -235,10 +235,10 @@ class LLM:
         default = self.get_default_sampling_params()
         priorities = one_each("priority", priority, len(prompts))
         adapters = one_each("lora_request", lora_request, len(prompts))
+        make: Any = part("lora-request", "lora_request") if any(adapters) else None
+        some = {one: make(one.lora_name, one.lora_path, self.config) for one in {*adapters} if one}
         for prompt, lora in zip(prompts, adapters, strict=True):
-            if lora is not None:
-                make = part("lora-request", "lora_request")
-                prompt.extras = make(lora.lora_name, lora.lora_path, self.config)
+            prompt.extras = some[lora] if lora else prompt.extras
         given = [default if param is None else param for param in params]
         parts = prompts, given, [rank or 0 for rank in priorities], [reader] * len(prompts)
         building = deque[Future[Request]]()

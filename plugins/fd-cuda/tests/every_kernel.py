@@ -269,10 +269,10 @@ def attention() -> None:
 
 
 def adapters() -> None:
-    """Products with what adapters add, in one launch and in three."""
+    """Products with what adapters add: in one launch, in two and in three."""
     table = build_kernel_table("cuda", {"tensor_library": "torch"})
     for dtype in DTYPES:
-        for rows, width, depth in ((5, 192, 256), (64, 448, 512), (300, 64, 64)):
+        for rows, width, depth in ((5, 192, 256), (64, 448, 512), (300, 64, 64), (1024, 256, 64)):
             x, norm = random(rows, depth, dtype=dtype), random(depth, dtype=dtype)
             weight = random(width, depth, dtype=dtype)
             a, b = random(3, 16, depth, dtype=dtype), random(3, width, 8, dtype=dtype)

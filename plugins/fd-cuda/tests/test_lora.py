@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fastdeploy_testing.drivers import build_kernel_table
+from fd_cuda.kernels import adapted_rows
 from fd_cuda.kernels.adapted import Adapters
 from fd_cuda.kernels.plans import Plan, Product
 
@@ -98,9 +99,12 @@ PRODUCTS = [
     (3, 128, (72, 24, 24), 2, 8, "plain"),
     (40, 192, (96, 96), 3, 16, "gated"),
     (64, 256, (136,), 2, 8, "add"),
+    (300, 64, (40, 40), 3, 8, "gated"),
     *([(64, 1024, (2048, 1024, 1024), 8, 16, "plain"), (64, 1024, (3072, 3072), 8, 16, "gated"),
        (64, 3072, (1024,), 8, 16, "add"), (100, 2048, (1024,), 8, 64, "add"),
-       (1, 1024, (3072, 3072), 16, 8, "gated"), (200, 512, (1024, 512), 20, 8, "plain")]
+       (1, 1024, (3072, 3072), 16, 8, "gated"), (200, 512, (1024, 512), 20, 8, "plain"),
+       (1500, 1024, (3072, 3072), 8, 16, "gated"), (1500, 1024, (2048, 1024, 1024), 8, 16, "plain"),
+       (1500, 2048, (1024, 1024), 8, 16, "gated")]
       if DEVICE == "cuda" else []),
 ]  # fmt: skip
 
@@ -146,6 +150,34 @@ def test_products_with_adapters(shape: tuple[Any, ...], has_norm: bool, dtype: s
         bound = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
         difference = float((found.float() - wanted).abs().max())
         assert difference < bound * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_tiles_of_prompts_add_what_each_row_has(is_gated: bool) -> None:
+    """Tiles with one adapter, with several, with none, and beyond the last row."""
+    draw = torch.Generator().manual_seed(7)
+
+    def random(*size: int, spread: float = 1.0) -> torch.Tensor:
+        return (torch.randn(*size, generator=draw) * spread).bfloat16().to(DEVICE)
+
+    ends = (128, 256) if is_gated else (128, 160, 192)
+    x, weight = random(400, 128), random(ends[-1], 128, spread=128**-0.5)
+    b, inner = random(4, ends[-1], 8), random(2, 400, len(ends) * 8).float()
+    slots = torch.full((400,), -1, dtype=torch.int32, device=DEVICE)
+    slots[:128], slots[128:200], slots[200:230:3], slots[390:] = 2, 0, 3, 1
+    inner[:, slots < 0] = float("nan")  # nobody has written them
+    found = adapted_rows.product(
+        x, weight, adapted_rows.Sums(inner, b, ends, slots), is_gated=is_gated
+    )
+    wanted = x.float() @ weight.float().T
+    starts = (0, *ends[:-1])
+    for row in (slots >= 0).nonzero().flatten().tolist():
+        for part, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            own = inner[:, row, part * 8 : part * 8 + 8].sum(0)
+            wanted[row, start:end] += b[slots[row], start:end].float() @ own
+    if is_gated:
+        wanted = build_kernel_table("cpu")["silu_and_mul"](wanted)
+    assert float((found.float() - wanted).abs().max()) < 2e-2 * float(wanted.abs().max())
 
 
 def test_engines_leave_their_sums_in_different_places() -> None:

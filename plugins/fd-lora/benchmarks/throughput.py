@@ -1,9 +1,14 @@
-"""Decode throughput with adapters in the batch, beside none: whole greedy answers of one engine.
+"""Throughput with adapters in the batch, beside none: LLM.generate, all requests at once, greedy.
 
     python plugins/fd-lora/benchmarks/throughput.py --device cuda --shape ernie-0.3b qwen3-0.6b
 
-Weights of model and adapters are random. Each line is one kind of batch: how many adapters its rows
-have. `plain` is an engine without --enable-lora. Rounds go in turn.
+Weights of model and adapters are random. Each line is one kind of batch: `plain` in an engine
+without --enable-lora; no adapter, then rows with --adapters in turn, in an engine with it. Rounds
+go in turn.
+
+whole    output tokens over the seconds of all requests, prompts included
+prompts  the seconds of one token of each request
+step     (seconds of --output tokens - those of one) / (--output - 1)
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +31,43 @@ from fastdeploy import LLM, LoRARequest, SamplingParams
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 from random_model import SHAPES
 
+BLOCK = 64  # tokens of a KV block
+
 
 def write_adapter(folder: Path, config: dict[str, Any], rank: int, seed: int) -> Path:
-    """An adapter of every linear layer, as PEFT writes it."""
+    """An adapter of every linear layer, or of attention where layers have experts, as PEFT writes
+    it. A block of noise is repeated."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     dim = config["head_dim"]
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     sizes = {
         "self_attn.q_proj": (hidden, q), "self_attn.k_proj": (hidden, kv),
         "self_attn.v_proj": (hidden, kv), "self_attn.o_proj": (q, hidden),
-        "mlp.gate_proj": (hidden, inner), "mlp.up_proj": (hidden, inner),
-        "mlp.down_proj": (inner, hidden),
     }  # fmt: skip
-    draw, tensors = np.random.default_rng(seed), {}
+    if "moe_intermediate_size" not in config:
+        sizes |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (hidden, inner))
+        sizes["mlp.down_proj"] = (inner, hidden)
+    noise = np.random.default_rng(seed).standard_normal(1 << 20, dtype=np.float32)
+    noise, tensors = (noise * np.float32(0.02)).astype(np.float16), {}
     for number in range(config["num_hidden_layers"]):
         for name, (inputs, outputs) in sizes.items():
             prefix = f"base_model.model.model.layers.{number}.{name}"
             for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-                noise = draw.standard_normal(shape, dtype=np.float32) * np.float32(0.02)
-                tensors[f"{prefix}.lora_{half}.weight"] = noise.astype(np.float16)
+                tensors[f"{prefix}.lora_{half}.weight"] = np.resize(noise, shape)
+                noise = np.roll(noise, 4321)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of all requests: for one token of each, and for all of their tokens."""
+
+    prompts: float
+    whole: float
 
 
 class Engine:
@@ -57,15 +76,16 @@ class Engine:
     def __init__(self, folder: Path, options: argparse.Namespace, **more: Any) -> None:
         self._options = options
         length = options.prompt + options.output + 64
+        blocks = options.batch * -(-length // BLOCK) + 1  # leaves room for the second engine
         self._llm = LLM(
             folder, skip_tokenizer_init=True, load_format="dummy", device=options.device,
             tensor_library="torch", seed=0, max_model_len=length, max_num_seqs=options.batch,
-            max_num_batched_tokens=min(8192, length * options.batch), enable_prefix_caching=False,
-            **more,
+            max_num_batched_tokens=min(16384, length * options.batch), enable_prefix_caching=False,
+            block_size=BLOCK, num_gpu_blocks_override=blocks, **more,
         )  # fmt: skip
 
-    def tokens_per_s(self, adapters: list[LoRARequest | None], vocab: int) -> float:
-        """Of decode steps: the time of whole answers less that of their first tokens."""
+    def times(self, adapters: list[LoRARequest | None], vocab: int) -> Times:
+        """Of new prompts whose rows have these adapters in turn."""
         options, draw = self._options, np.random.default_rng(1)
         prompts = draw.integers(10, vocab - 10, (options.batch, options.prompt)).tolist()
         each = [adapters[row % len(adapters)] for row in range(options.batch)]
@@ -77,7 +97,7 @@ class Engine:
             began = time.perf_counter()
             self._llm.generate(prompts, params, use_tqdm=False, lora_request=each)
             taken.append(time.perf_counter() - began)
-        return options.batch * (options.output - 1) / (taken[1] - taken[0])
+        return Times(*taken)
 
     def close(self) -> None:
         self._llm.close()
@@ -95,30 +115,39 @@ def measure(shape: str, options: argparse.Namespace) -> None:
             for seed, name in enumerate(names)
         ]
         some = [LoRARequest(name, 1, str(p)) for name, p in zip(names, paths, strict=True)]
-        batches: dict[str, list[LoRARequest | None]] = {
-            "no adapter": [None], "1 adapter": some[:1], f"{len(some)} adapters": [*some],
-            "half of the rows": [some[0], None, *(s for a in some[1:] for s in (a, None))],
-        }  # fmt: skip
-        found: dict[str, list[float]] = {}
-        for kind in ("plain", "lora"):
+        batches: dict[bool, dict[str, list[LoRARequest | None]]] = {
+            False: {"plain": [None]},
+            True: {"no adapter": [None], f"{len(some)} adapters": [*some]},
+        }
+        found: dict[str, list[Times]] = {}
+        for has_adapters, cases in batches.items():
             lora = {"enable_lora": True, "max_loras": len(some), "max_lora_rank": options.rank}
-            engine = Engine(folder, options, **(lora if kind == "lora" else {}))
-            cases = batches if kind == "lora" else {"plain": [None]}
+            engine = Engine(folder, options, **(lora if has_adapters else {}))
             for adapters in cases.values():
-                engine.tokens_per_s(adapters, config["vocab_size"])  # loads, compiles
+                engine.times(adapters, config["vocab_size"])  # loads, compiles
             for _ in range(options.rounds):
                 for name, adapters in cases.items():
-                    speed = engine.tokens_per_s(adapters, config["vocab_size"])
-                    found.setdefault(name, []).append(speed)
+                    found.setdefault(name, []).append(engine.times(adapters, config["vocab_size"]))
             engine.close()
-    plain = statistics.median(found["plain"])
-    for name, speeds in found.items():
-        middle = statistics.median(speeds)
+    plain = _medians(found["plain"], options.output)
+    tokens = options.batch * options.output
+    print(f"{shape}, batch {options.batch}, {options.prompt} + {options.output} tokens, rank "
+          f"{options.rank}; of plain in brackets")  # fmt: skip
+    for name, times in found.items():
+        whole, prompts, step = own = _medians(times, options.output)
+        of = [before / now for before, now in zip(plain, own, strict=True)]
         print(
-            f"{shape}, batch {options.batch}, rank {options.rank}, {name}: {middle:,.0f} tokens/s, "
-            f"{options.batch / middle * 1e3:.3f} ms a step, {middle / plain:.3f} of plain",
+            f"  {name}: {tokens / whole:,.0f} tokens/s ({of[0]:.3f}), prompts {prompts * 1e3:.1f} "
+            f"ms ({of[1]:.3f}), step {step * 1e3:.3f} ms ({of[2]:.3f})",
             flush=True,
         )
+
+
+def _medians(times: list[Times], output: int) -> tuple[float, float, float]:
+    """Seconds of whole answers, of prompts and of a decode step."""
+    steps = [(t.whole - t.prompts) / (output - 1) for t in times]
+    median = statistics.median
+    return median(t.whole for t in times), median(t.prompts for t in times), median(steps)
 
 
 def main() -> None:
@@ -130,8 +159,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--output", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     for shape in options.shape:

@@ -122,6 +122,9 @@ class Targets:
                 matrix = self._host(stored, (rows, slice(None)), scale)
                 found.append(Half(module.slots, False, part.first, matrix))
                 start += part.outputs
+        # Kernels multiply other rows of a tile with zero.
+        if not all(bool(self._xp.isfinite(half.matrix.float()).all()) for half in found):
+            raise InvalidRequest(f"the adapter in {folder.path} has numbers that are not finite")
         return found
 
     def _host(self, stored: Any, region: tuple[slice, slice], scale: float) -> Tensor:

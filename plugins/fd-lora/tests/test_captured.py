@@ -28,7 +28,7 @@ SIZES = {
     "self_attn.q_proj": (512, 512), "self_attn.v_proj": (512, 256),
     "self_attn.o_proj": (512, 512), "mlp.gate_proj": (512, 1024), "mlp.down_proj": (1024, 512),
 }  # fmt: skip
-GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
 def adapter(folder: Path, number: int) -> LoRARequest:

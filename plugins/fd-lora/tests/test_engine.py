@@ -83,7 +83,7 @@ def test_files_that_changed_are_another_adapter(
     assert found[0] == found[2] != found[1]
 
 
-def test_what_an_engine_refuses(folder: Path, fd_tensor: str) -> None:
+def test_what_an_engine_refuses(folder: Path, tmp_path: Path, fd_tensor: str) -> None:
     prompt, _, _ = answer(folder, "some")
     with (
         engine(folder / "llama", fd_tensor, enable_lora=False) as llm,
@@ -95,6 +95,14 @@ def test_what_an_engine_refuses(folder: Path, fd_tensor: str) -> None:
         pytest.raises(InvalidRequest, match="--max-lora-rank 4"),
     ):
         ask(llm, [prompt], [lora(folder, "all")], GREEDY)
+    endless = write_adapter(tmp_path, "endless", {"model.layers.0.self_attn.o_proj": (64, 48)})
+    settings = endless / "adapter_config.json"
+    settings.write_text(settings.read_text().replace('"lora_alpha": 8', '"lora_alpha": 1e42'))
+    with (
+        engine(folder / "llama", fd_tensor) as llm,
+        pytest.raises(InvalidRequest, match="not finite"),
+    ):
+        ask(llm, [prompt], [lora(tmp_path, "endless")], GREEDY)
     for module in (f"x={folder / 'none'}", "x", '{"name": "x"}'):
         with pytest.raises(ConfigError, match="--lora-modules"):
             engine(folder / "llama", fd_tensor, lora_modules=[module])

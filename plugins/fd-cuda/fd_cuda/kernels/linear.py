@@ -28,7 +28,7 @@ _EPILOGUES = {
     "add": native.ADD,
     "gated": native.GATED,
 }
-_MANY, _SHALLOW = 1024, 1536  # of _is_fused: rows, and values a row
+_MANY, _SHALLOW = 1024, 1536  # of is_fused: rows, and values a row
 _AHEAD = 6  # 16-byte loads of each weight row that a gemv thread has under way
 
 
@@ -137,7 +137,7 @@ def _by_library(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> torch.Tensor:
-    if epilogue == "gated" and bias is None and _is_fused(x, weight):
+    if epilogue == "gated" and bias is None and is_fused(x, weight):
         return many_rows.dense_gated(x, weight)
     if batch_invariant():
         y = matmul(x, weight, bias)
@@ -151,7 +151,7 @@ def _by_library(
     return silu_and_mul(y) if epilogue == "gated" else y
 
 
-def _is_fused(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def is_fused(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the activation is part of the product: prompts, and so few values a row that writing
     the product and reading it again would take long beside it."""
     return (

@@ -4,8 +4,8 @@ with its own or none.
 Few rows of plain weights: the product's own kernel adds it, see native/gemm.cu. Else two launches.
 The first computes A x: a program takes one adapter and a share of the inputs, for all of the
 layer's parts at once, so that x is read once. The second adds these sums up and adds B A x:
-a program takes one adapter and a tile of outputs. Sums are added in one order, so a row does not
-depend on the others.
+of few rows a program takes one adapter and a tile of outputs; for many rows see adapted_rows.py.
+Sums are added in one order, so a row does not depend on the others.
 
 Rows are not sorted: of few rows a program finds those that have its adapter, of many it takes a
 tile and leaves out the others. It ends at once where there are none. So nothing that was captured
@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,8 +25,9 @@ import triton.language as tl
 
 from . import linear
 from .adapted import Adapters
+from .adapted_rows import even, finish, product, sums_of, tiles_of
 from .common import batch_invariant, cdiv, join_chain, options, pad2
-from .norm import silu_and_mul
+from .norm import rms_norm, silu_and_mul
 
 FEW = 256  # rows among which a program looks for its own
 MOST_SPLITS = 16  # parts of the inputs
@@ -35,19 +35,14 @@ MOST_SPLITS = 16  # parts of the inputs
 
 @triton.jit
 def _rows_of(slot, slots_p, num_rows, MOST: tl.constexpr, BM: tl.constexpr):
-    """Rows of this program, and which of them have the slot. MOST: few rows, at most so many."""
+    """Rows of this program, and which of them have the slot. MOST: rows, at most so many."""
     nth = tl.program_id(2) * BM + tl.arange(0, BM)
-    if MOST:
-        every = tl.arange(0, MOST)
-        has = tl.load(slots_p + every, mask=every < num_rows, other=-1) == slot
-        place = tl.cumsum(has.to(tl.int32), 0) - 1
-        chosen = has[None, :] & (place[None, :] == nth[:, None])
-        rows = tl.sum(tl.where(chosen, every[None, :], 0), 1)
-        mine = nth < tl.sum(has.to(tl.int32), 0)
-    else:
-        rows = nth
-        mine = tl.load(slots_p + nth, mask=nth < num_rows, other=-1) == slot
-    return rows.to(tl.int64), mine
+    every = tl.arange(0, MOST)
+    has = tl.load(slots_p + every, mask=every < num_rows, other=-1) == slot
+    place = tl.cumsum(has.to(tl.int32), 0) - 1
+    chosen = has[None, :] & (place[None, :] == nth[:, None])
+    rows = tl.sum(tl.where(chosen, every[None, :], 0), 1)
+    return rows.to(tl.int64), nth < tl.sum(has.to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -94,12 +89,13 @@ def _shrink(
 def _expand(
     y_p, inner_p, squares_p, b_p, slots_p, tiles_p, num_rows, y_stride, eps,
     K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
-    SPLITS: tl.constexpr, MOST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, MOST: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile, slot = tl.program_id(0) * 3, tl.program_id(1)
-    part, end = tl.load(tiles_p + tile), tl.load(tiles_p + tile + 2)
-    cols, ranks = tl.load(tiles_p + tile + 1) + tl.arange(0, BN), tl.arange(0, RANK)
+    part, end = tl.load(tiles_p + tile), tl.multiple_of(tl.load(tiles_p + tile + 2), EVEN)
+    cols = tl.multiple_of(tl.load(tiles_p + tile + 1), EVEN) + tl.arange(0, BN)
+    ranks = tl.arange(0, RANK)
     join_chain(PDL)
     rows, mine = _rows_of(slot, slots_p, num_rows, MOST, BM)
     if tl.max(mine.to(tl.int32), 0) > 0:
@@ -140,18 +136,20 @@ def lora(
     if not num_rows:
         return y
     y = y if y.stride(1) == 1 else y.contiguous()
+    if _is_many(num_rows):
+        x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
+        return finish(y, sums_of(x, a, b, tuple(ends), slots), is_gated=False)
     x = x if x.stride(1) == 1 else x.contiguous()
     num_slots, ranks, depth = a.shape
     rank, has_norm = b.shape[2], norm_weight is not None
-    is_many = num_rows > FEW or batch_invariant()
-    plan = choose(is_many, width, depth, ranks, str(y.dtype).removeprefix("torch."))
-    tiles, num_tiles = _tiles(tuple(ends), plan.columns, y.device)
+    plan = choose(width, depth, ranks, str(y.dtype).removeprefix("torch."))
+    tiles, num_tiles = tiles_of(tuple(ends), plan.columns, y.device)
     splits, groups = cdiv(depth, plan.depth), cdiv(num_rows, plan.rows)
     inner = torch.empty((splits, num_rows, ranks), dtype=torch.float32, device=y.device)
     squares = None
     if has_norm:
         squares = torch.empty((splits, num_rows), dtype=torch.float32, device=y.device)
-    most = 0 if is_many else max(16, pad2(num_rows))
+    most = max(16, pad2(num_rows))
     sizes = {"K": depth, "RANKS": ranks, "MOST": most, "BM": plan.rows, "NORM": has_norm}
     _shrink[(splits, num_slots, groups)](
         x, norm_weight, a, inner, squares, slots, num_rows, x.stride(0),
@@ -160,10 +158,14 @@ def lora(
     )  # fmt: skip
     _expand[(num_tiles, num_slots, groups)](
         y, inner, squares, b, slots, tiles, num_rows, y.stride(0), eps,
-        N=width, R=rank, RANK=max(16, pad2(rank)), SPLITS=splits, BN=plan.columns,
-        **sizes, **options(num_warps=plan.warps),
+        N=width, R=rank, RANK=max(16, pad2(rank)), SPLITS=splits, EVEN=even(ends),
+        BN=plan.columns, **sizes, **options(num_warps=plan.warps),
     )  # fmt: skip
     return y
+
+
+def _is_many(num_rows: int) -> bool:
+    return num_rows > FEW or (num_rows > 0 and batch_invariant())
 
 
 def adapted_product(
@@ -190,6 +192,8 @@ def adapted_product(
         if residual is not None and not residual.is_contiguous():
             residual = residual.contiguous()
         return linear.compute(plan, epilogue, x, norm_weight, eps, weight, bias, residual, adapters)
+    if _is_many(x.shape[0]):
+        return _of_many(epilogue, x, norm_weight, eps, weight, bias, residual, adapters)
     if residual is not None:
         y = linear.linear_add(x, weight, bias, residual)
     elif norm_weight is not None:
@@ -198,6 +202,27 @@ def adapted_product(
         y = linear.linear(x, weight, bias)
     y = lora(y, x, norm_weight, eps, a, b, ends, slots)
     return silu_and_mul(y) if epilogue == "gated" else y
+
+
+def _of_many(
+    epilogue: str,
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    adapters: Adapters,
+) -> torch.Tensor:
+    """adapted_product of many rows."""
+    x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
+    sums = sums_of(x, adapters.a, adapters.b, adapters.ends, adapters.slots)
+    is_gated = epilogue == "gated"
+    if residual is not None:
+        return finish(linear.linear_add(x, weight, bias, residual), sums, is_gated=False)
+    if bias is None and linear.is_fused(x, weight):
+        return product(x, weight, sums, is_gated=is_gated)
+    return finish(linear.linear(x, weight, bias), sums, is_gated=is_gated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,26 +239,10 @@ class Plan:
 
 
 @functools.cache
-def choose(is_many: bool, width: int, depth: int, ranks: int, dtype: str) -> Plan:
-    """Few rows: all loads of a program are under way at once. Many, and FD_BATCH_INVARIANT: larger
-    tiles, which read all of their inputs, one part after the other."""
+def choose(width: int, depth: int, ranks: int, dtype: str) -> Plan:
+    """All loads of a program are under way at once."""
     # Numbers of A in shared memory; what is multiplied in float32 takes twice the room.
     held = 16384 if dtype == "bfloat16" else 8192
     inner = max(16, min(256, pad2(depth), held // max(16, pad2(ranks))))
-    if is_many:
-        inner = min(64, inner)
-        return Plan(64 if ranks <= 64 else 16, 128, cdiv(depth, inner) * inner, inner, 4, 3)
     share = cdiv(cdiv(depth, MOST_SPLITS), inner) * inner
     return Plan(16, 64 if width < 4096 else 128, share, inner, 4, 2)
-
-
-@functools.cache
-def _tiles(ends: tuple[int, ...], columns: int, device: torch.device) -> tuple[torch.Tensor, int]:
-    """[tiles, 3] int32: the part that each tile of outputs belongs to, its first output, and where
-    the part ends."""
-    found = [
-        (part, first, end)
-        for part, (start, end) in enumerate(pairwise((0, *ends)))
-        for first in range(start, end, columns)
-    ]
-    return torch.tensor(found, dtype=torch.int32, device=device), len(found)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fastdeploy_core.contracts.quant_formats import PackedWeight
 
 ROWS: Final = 128
-_DEPTH: Final = 64
+DEPTH: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def can_compute(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> b
 
 def can_clamp(x: torch.Tensor, *weights: PackedWeight) -> bool:
     """The same of experts that are unpacked for the call: no tile ends within a row."""
-    is_even = all(weight.in_features % _DEPTH == 0 for weight in weights)
+    is_even = all(weight.in_features % DEPTH == 0 for weight in weights)
     return is_even and _has_engine(x) and _is_aligned(x)
 
 
@@ -129,14 +129,15 @@ def _is_aligned(x: torch.Tensor) -> bool:
     return x.stride(-1) == 1 and x.stride(-2) % 8 == 0 and x.data_ptr() % 16 == 0
 
 
-def _tiles(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, _DEPTH])
+def row_tiles(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """Tiles of so many rows of x [T, K]."""
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, DEPTH])
 
 
-def _gates(weight: torch.Tensor, columns: int) -> TensorDescriptor:
+def gate_tiles(weight: torch.Tensor, columns: int) -> TensorDescriptor:
     """Tiles of so many rows of a gate and as many of its up, for weight [..., 2I, K]."""
     halves = weight.view(-1, weight.shape[-2] // 2, weight.shape[-1])
-    return TensorDescriptor(halves, list(halves.shape), list(halves.stride()), [2, columns, _DEPTH])
+    return TensorDescriptor(halves, list(halves.shape), list(halves.stride()), [2, columns, DEPTH])
 
 
 def gated(
@@ -152,10 +153,10 @@ def gated(
     width, depth = weight.shape[1] // 2, weight.shape[2]
     blocks, across = len(order.experts), cdiv(width, shape.columns)
     y = torch.empty((blocks * ROWS, width), dtype=x.dtype, device=x.device)
-    w_tiles = _gates(weight, shape.columns)
+    w_tiles = gate_tiles(weight, shape.columns)
     _product[(blocks * across,)](
         x, w_tiles, w_tiles, x, y, order.slots, order.experts, num_slots, width, depth, x.stride(0),
-        across, 0.0, 0.0, DIVISOR=divisor, BM=ROWS, BN=shape.columns, BK=_DEPTH, GATED=True,
+        across, 0.0, 0.0, DIVISOR=divisor, BM=ROWS, BN=shape.columns, BK=DEPTH, GATED=True,
         CLAMPED=False, DENSE=False, BIAS=False, STAGES=shape.stages,
         **options(num_warps=shape.warps),
     )  # fmt: skip
@@ -178,10 +179,10 @@ def clamped(
     width, depth = weight.shape[1:]
     blocks, across = len(order.experts), cdiv(width, shape.columns)
     y = torch.empty((blocks * ROWS, width // 2), dtype=x.dtype, device=x.device)
-    w_tiles = _tiles(weight.view(-1, depth), shape.columns)
+    w_tiles = row_tiles(weight.view(-1, depth), shape.columns)
     _product[(blocks * across,)](
         x, w_tiles, w_tiles, bias, y, order.slots, order.experts, num_slots, width, depth,
-        x.stride(0), across, *clamp, DIVISOR=divisor, BM=ROWS, BN=shape.columns, BK=_DEPTH,
+        x.stride(0), across, *clamp, DIVISOR=divisor, BM=ROWS, BN=shape.columns, BK=DEPTH,
         GATED=False, CLAMPED=True, DENSE=False, BIAS=True, STAGES=shape.stages,
         **options(num_warps=shape.warps),
     )  # fmt: skip
@@ -201,10 +202,10 @@ def plain(
     width, depth = weight.shape[1:]
     blocks, across = len(order.experts), cdiv(width, shape.columns)
     y = torch.empty((num_slots, width), dtype=x.dtype, device=x.device)
-    x_tiles, w_tiles = _tiles(x, ROWS), _tiles(weight.view(-1, depth), shape.columns)
+    x_tiles, w_tiles = row_tiles(x, ROWS), row_tiles(weight.view(-1, depth), shape.columns)
     _product[(blocks * across,)](
         x, x_tiles, w_tiles, x if bias is None else bias, y, order.slots, order.experts, num_slots,
-        width, depth, 0, across, 0.0, 0.0, DIVISOR=1, BM=ROWS, BN=shape.columns, BK=_DEPTH,
+        width, depth, 0, across, 0.0, 0.0, DIVISOR=1, BM=ROWS, BN=shape.columns, BK=DEPTH,
         GATED=False, CLAMPED=False, DENSE=False, BIAS=bias is not None, STAGES=shape.stages,
         **options(num_warps=shape.warps),
     )  # fmt: skip
@@ -217,10 +218,10 @@ def dense_gated(x: torch.Tensor, weight: torch.Tensor, shape: Shape = _DENSE) ->
     width //= 2
     blocks, across = cdiv(num_rows, ROWS), cdiv(width, shape.columns)
     y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    x_tiles, w_tiles = _tiles(x, ROWS), _gates(weight, shape.columns)
+    x_tiles, w_tiles = row_tiles(x, ROWS), gate_tiles(weight, shape.columns)
     _product[(blocks * across,)](
         x, x_tiles, w_tiles, x, y, x, x, num_rows, width, depth, 0, across, 0.0, 0.0,
-        DIVISOR=1, BM=ROWS, BN=shape.columns, BK=_DEPTH, GATED=True, CLAMPED=False, DENSE=True,
+        DIVISOR=1, BM=ROWS, BN=shape.columns, BK=DEPTH, GATED=True, CLAMPED=False, DENSE=True,
         BIAS=False, STAGES=shape.stages, **options(num_warps=shape.warps),
     )  # fmt: skip
     return y

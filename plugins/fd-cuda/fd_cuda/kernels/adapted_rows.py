@@ -1,0 +1,272 @@
+"""What adapters add to products of many rows: prompts.
+
+Rows of a tile follow each other, mostly in one prompt, so it goes through few adapters: from the
+first of its rows' to the last. One launch computes A x. B times that is added while the product is
+in registers, or where a kernel reads what the library multiplied to apply the activation; else by a
+pass of its own. Sums are added in one order, so a row does not depend on the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import triton
+import triton.language as tl
+
+from . import many_rows
+from .common import cdiv, join_chain, options, pad2
+
+_SPLITS, _SHARE = 4, 1024  # most parts of the inputs, and the least inputs of one
+_GATED, _PLAIN = many_rows.Shape(64, 4, 3), many_rows.Shape(128, 4, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What a product's adapters need beside its input: inner [splits, T, parts * rank] float32,
+    parts of A x in rows with an adapter; b [slots, N, rank]; where the product's parts end; the
+    slots [T] of rows."""
+
+    inner: torch.Tensor
+    b: torch.Tensor
+    ends: tuple[int, ...]
+    slots: torch.Tensor
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _sums(
+    x_p, a_p, inner_p, slots_p, num_rows, x_stride,
+    K: tl.constexpr, RANKS: tl.constexpr, PADDED: tl.constexpr, SHARE: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """inner [splits, T, RANKS]: A times x over SHARE inputs."""
+    split = tl.program_id(1)
+    rows = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    join_chain(PDL)
+    slots = tl.load(slots_p + rows, mask=rows < num_rows, other=-1)
+    last = tl.max(slots, 0)
+    if last >= 0:
+        first = tl.min(tl.where(slots < 0, last, slots), 0)
+        ranks = tl.arange(0, PADDED)
+        place = (split.to(tl.int64) * num_rows + rows)[:, None] * RANKS + ranks[None, :]
+        a_rows = a_p + first.to(tl.int64) * RANKS * K + ranks[:, None] * K
+        for slot in range(first, last + 1):
+            mine = slots == slot
+            if tl.max(mine.to(tl.int32), 0) > 0:
+                inner = tl.zeros((BM, PADDED), dtype=tl.float32)
+                for start in range(0, SHARE, BK):
+                    inputs = split * SHARE + start + tl.arange(0, BK)
+                    inside = (inputs < K)[None, :]
+                    x = tl.load(
+                        x_p + rows[:, None] * x_stride + inputs[None, :],
+                        mask=mine[:, None] & inside, other=0.0,
+                    )  # fmt: skip
+                    a = tl.load(
+                        a_rows + inputs[None, :], mask=(ranks < RANKS)[:, None] & inside, other=0.0
+                    )
+                    inner = tl.dot(x, tl.trans(a), inner, input_precision="ieee")
+                mask = mine[:, None] & (ranks < RANKS)[None, :]
+                tl.store(inner_p + place, inner, mask=mask)
+            a_rows += RANKS * K
+
+
+@triton.jit
+def _added(
+    total, inner_p, b_p, slots, rows, num_rows, part, columns, inside,
+    N: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    SPLITS: tl.constexpr, PAIR: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """total [rows, WIDTH] with what adapters add to these columns of one part; with PAIR the second
+    half of the columns is of the next part."""
+    last = tl.max(slots, 0)
+    if last >= 0:
+        first = tl.min(tl.where(slots < 0, last, slots), 0)
+        both = tl.arange(0, RANK * 2 if PAIR else RANK)
+        half, ranks = both // RANK, both % RANK
+        own = (slots >= 0)[:, None] & (ranks < R)[None, :]
+        sums = inner_p + rows[:, None] * RANKS + ((part + half) * R + ranks)[None, :]
+        inner = tl.load(sums, mask=own, other=0.0)
+        for split in tl.static_range(1, SPLITS):
+            inner += tl.load(sums + num_rows.to(tl.int64) * RANKS * split, mask=own, other=0.0)
+        inner = inner.to(b_p.dtype.element_ty)
+        mask = inside[None, :] & (ranks < R)[:, None]
+        if PAIR:
+            mask &= half[:, None] == (tl.arange(0, WIDTH) * 2 // WIDTH)[None, :]
+        b_tile = b_p + first.to(tl.int64) * N * R + columns[None, :] * R + ranks[:, None]
+        for slot in tl.range(first, last + 1, num_stages=1):
+            b = tl.load(b_tile, mask=mask, other=0.0)
+            b_tile += N * R
+            own_inner = tl.where((slots == slot)[:, None], inner, 0.0).to(b.dtype)
+            total = tl.dot(own_inner, b, total, input_precision="ieee")
+    return total
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _finish(
+    y_p, out_p, inner_p, b_p, slots_p, tiles_p, num_rows, y_stride,
+    N: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    SPLITS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """y with what adapters add, in its place; GATED: silu(gate) * up of it, to out [T, N / 2].
+    Parts begin and end at multiples of EVEN; the compiler reads as many numbers at once."""
+    tile = tl.program_id(1) * 3
+    part, end = tl.load(tiles_p + tile), tl.multiple_of(tl.load(tiles_p + tile + 2), EVEN)
+    columns = tl.multiple_of(tl.load(tiles_p + tile + 1), EVEN) + tl.arange(0, BN)
+    rows = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    join_chain(PDL)
+    slots = tl.load(slots_p + rows, mask=rows < num_rows, other=-1)
+    if GATED or tl.max(slots, 0) >= 0:
+        inside = columns < end
+        mask = (rows < num_rows)[:, None] & inside[None, :]
+        y_tile = y_p + rows[:, None] * y_stride + columns[None, :]
+        y = tl.load(y_tile, mask=mask, other=0.0).to(tl.float32)
+        if GATED:  # under way at once
+            up = tl.load(y_tile + N // 2, mask=mask, other=0.0).to(tl.float32)
+        y = _added(
+            y, inner_p, b_p, slots, rows, num_rows, part, columns, inside,
+            N, R, RANKS, RANK, SPLITS, False, BN,
+        )  # fmt: skip
+        if GATED:
+            up = _added(
+                up, inner_p, b_p, slots, rows, num_rows, part + 1, columns + N // 2, inside,
+                N, R, RANKS, RANK, SPLITS, False, BN,
+            )  # fmt: skip
+            y = y / (1.0 + tl.exp(-y)) * up
+            y_tile = out_p + rows[:, None] * (N // 2) + columns[None, :]
+        else:
+            mask &= (slots >= 0)[:, None]
+        tl.store(y_tile, y.to(out_p.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _product(
+    x_tiles, w_tiles, y_p, inner_p, b_p, slots_p, tiles_p, num_rows, depth, num_tiles,
+    N: tl.constexpr, R: tl.constexpr, RANKS: tl.constexpr, RANK: tl.constexpr,
+    SPLITS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """BM rows times BN outputs, or pairs of gate and up, as many_rows computes them."""
+    WIDTH: tl.constexpr = BN * 2 if GATED else BN
+    block, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles * 3
+    part, end = tl.load(tiles_p + tile), tl.multiple_of(tl.load(tiles_p + tile + 2), EVEN)
+    start = tl.multiple_of(tl.load(tiles_p + tile + 1), EVEN)
+    rows = (block * BM + tl.arange(0, BM)).to(tl.int64)
+    join_chain(PDL)
+    slots = tl.load(slots_p + rows, mask=rows < num_rows, other=-1)
+    total = tl.zeros((BM, WIDTH), tl.float32)
+    for k in tl.range(0, depth, BK, num_stages=STAGES):
+        a = x_tiles.load([block * BM, k])
+        if GATED:
+            b = w_tiles.load([0, start, k]).reshape(WIDTH, BK)
+        else:
+            b = w_tiles.load([start, k])
+        total = tl.dot(a, b.T, total)
+    wide = tl.arange(0, WIDTH)
+    columns = start + wide % BN + wide // BN * (N // 2)
+    total = _added(
+        total, inner_p, b_p, slots, rows, num_rows, part, columns, start + wide % BN < end,
+        N, R, RANKS, RANK, SPLITS, GATED, WIDTH,
+    )  # fmt: skip
+    if GATED:
+        gate, up = total.reshape(BM, 2, BN).permute(0, 2, 1).split()
+        total = gate / (1.0 + tl.exp(-gate)) * up
+    columns = start + tl.arange(0, BN)
+    y = y_p + rows[:, None] * (N // 2 if GATED else N) + columns[None, :]
+    mask = (rows < num_rows)[:, None] & (columns < end)[None, :]
+    tl.store(y, total.to(y_p.dtype.element_ty), mask=mask)
+
+
+def sums_of(
+    x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, ends: tuple[int, ...], slots: torch.Tensor
+) -> Sums:
+    """A x of each row's own adapter, for a [slots, parts * rank, K]."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    num_rows, (_, ranks, depth) = x.shape[0], a.shape
+    padded = max(16, pad2(ranks))
+    # Numbers of A in shared memory; what is multiplied in float32 takes twice the room.
+    held = 16384 if x.dtype == torch.bfloat16 else 8192
+    rows, columns = 64 if ranks <= 64 else 16, max(16, min(64, pad2(depth), held // padded))
+    splits = max(1, min(_SPLITS, depth // _SHARE))
+    share = cdiv(cdiv(depth, splits), columns) * columns
+    splits = cdiv(depth, share)
+    inner = torch.empty((splits, num_rows, ranks), dtype=torch.float32, device=x.device)
+    _sums[(cdiv(num_rows, rows), splits)](
+        x, a, inner, slots, num_rows, x.stride(0), K=depth, RANKS=ranks, PADDED=padded, SHARE=share,
+        BM=rows, BK=columns, **options(num_warps=4, num_stages=4 if columns == 64 else 3),
+    )  # fmt: skip
+    return Sums(inner, b, ends, slots)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, sums: Sums, *, is_gated: bool) -> torch.Tensor:
+    """x [T, K] times weight [N, K] transposed, and what adapters add; is_gated: silu(gate) * up of
+    it. For what many_rows.dense_gated can compute."""
+    num_rows, (width, depth) = x.shape[0], weight.shape
+    shape = _GATED if is_gated else _PLAIN
+    y = torch.empty((num_rows, width >> is_gated), dtype=x.dtype, device=x.device)
+    tiles, num_tiles = tiles_of(_ends(sums, is_gated=is_gated), shape.columns, x.device)
+    x_tiles = many_rows.row_tiles(x, many_rows.ROWS)
+    of_weight = many_rows.gate_tiles if is_gated else many_rows.row_tiles
+    _product[(cdiv(num_rows, many_rows.ROWS) * num_tiles,)](
+        x_tiles, of_weight(weight, shape.columns), y, sums.inner, sums.b, sums.slots, tiles,
+        num_rows, depth, num_tiles, **_sizes(sums), GATED=is_gated, BM=many_rows.ROWS,
+        BN=shape.columns, BK=many_rows.DEPTH, STAGES=shape.stages,
+        **options(num_warps=shape.warps),
+    )  # fmt: skip
+    return y
+
+
+def finish(y: torch.Tensor, sums: Sums, *, is_gated: bool) -> torch.Tensor:
+    """y [T, N], a product without adapters, with what they add, in its memory; is_gated: silu(gate)
+    * up of it."""
+    num_rows, width = y.shape
+    out = y
+    if is_gated:
+        out = torch.empty((num_rows, width // 2), dtype=y.dtype, device=y.device)
+    rows, columns = 32 if is_gated else 64, 64
+    rows = rows if sums.b.shape[2] <= 64 else 16
+    tiles, num_tiles = tiles_of(_ends(sums, is_gated=is_gated), columns, y.device)
+    _finish[(cdiv(num_rows, rows), num_tiles)](
+        y, out, sums.inner, sums.b, sums.slots, tiles, num_rows, y.stride(0), **_sizes(sums),
+        GATED=is_gated, BM=rows, BN=columns, **options(num_warps=4),
+    )  # fmt: skip
+    return out
+
+
+def _ends(sums: Sums, *, is_gated: bool) -> tuple[int, ...]:
+    """Of parts; of pairs, the gates'."""
+    return sums.ends[:1] if is_gated else sums.ends
+
+
+def _sizes(sums: Sums) -> dict[str, int]:
+    splits, _, ranks = sums.inner.shape
+    _, width, rank = sums.b.shape
+    return {
+        "N": width,
+        "R": rank,
+        "RANKS": ranks,
+        "RANK": max(16, pad2(rank)),
+        "SPLITS": splits,
+        "EVEN": even(sums.ends),
+    }
+
+
+def even(ends: Sequence[int]) -> int:
+    """What all parts begin and end at multiples of."""
+    return math.gcd(16, *ends)
+
+
+@functools.cache
+def tiles_of(ends: tuple[int, ...], columns: int, device: torch.device) -> tuple[torch.Tensor, int]:
+    """[tiles, 3] int32: the part that each tile of outputs belongs to, its first output, and where
+    the part ends."""
+    found = [
+        (part, first, end)
+        for part, (start, end) in enumerate(pairwise((0, *ends)))
+        for first in range(start, end, columns)
+    ]
+    return torch.tensor(found, dtype=torch.int32, device=device), len(found)
