@@ -91,7 +91,7 @@ def test_asking_for_what_happens_anyway_is_fine(client: httpx.Client, route: str
 def test_fields_of_openais_clients_do_no_harm(client: httpx.Client, route: str) -> None:
     fields = {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "auto"}
     fields |= {"safety_identifier": "x", "prompt_cache_key": "k", "prompt_cache_retention": "24h"}
-    fields["guided_decoding_backend"] = "xgrammar"
+    fields |= {"guided_decoding_backend": "xgrammar", "session_id": "s"}
     assert set(fields) == set(NO_EFFECT)
     response = client.post(route, json={**BODIES[route], **fields})
     assert response.status_code == 200, response.text
