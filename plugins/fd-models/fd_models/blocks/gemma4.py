@@ -30,7 +30,7 @@ from fastdeploy_core.models.reading import ConfigReader
 from fd_models.fields import StrictLM
 from fd_models.gemma2 import FourNormLayer, GeluMLP, ScaledEmbedding
 
-from .projected import whole_heads
+from .projected import needs_own_projections, whole_heads
 
 if TYPE_CHECKING:
     from fastdeploy_core.layers import Embedding, ModelBuilder
@@ -81,12 +81,7 @@ class SharedKeyAttention:
         self._paged = (
             PagedAttention(build, prefix, spec, rotary) if source is None else source._paged
         )
-        if self._paged.backend.unit == "projections":
-            raise UnsupportedModel(
-                f"attention driver {self._paged.backend.name!r} computes projections itself, but "
-                f"{prefix} has more between them; possible: a driver of another unit; run: "
-                "fastdeploy plugins why attention --model DIR"
-            )
+        needs_own_projections(self._paged, prefix)
         self.made: Any = None  # of the step: keys, not turned, and values
 
     def __call__(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
@@ -223,10 +218,8 @@ class Gemma4ForCausalLM(StrictLM):
     @classmethod
     def num_own(cls, read: ConfigReader) -> int:
         """So many blocks have keys; ConfigError if a kind has no block with some."""
-        total, shared = (
-            read.size("num_hidden_layers"),
-            read.count("num_kv_shared_layers", default=0),
-        )
+        total = read.size("num_hidden_layers")
+        shared = read.count("num_kv_shared_layers", default=0)
         kinds = [cls.of_block(read, number)[1] for number in range(total)]
         if shared >= total or set(kinds[: total - shared]) != set(kinds):
             raise ConfigError(

@@ -35,11 +35,10 @@ class ProjectedAttention:
         rotary: RotarySpec,
     ) -> None:
         shape, dim, self._spec = read.heads(), spec.head_dim, spec
+        counts = {"q": shape.num_heads, "k": shape.num_kv_heads, "v": shape.num_kv_heads}
         parts = [
-            LinearPart(f"{prefix}.{name}_proj", heads * dim, build.piece)
-            for name, heads in (
-                *(("q", shape.num_heads), ("k", shape.num_kv_heads), ("v", shape.num_kv_heads)),
-            )
+            LinearPart(f"{prefix}.{part}_proj", count * dim, build.piece)
+            for part, count in counts.items()
         ]
         bias = read.flag("attention_bias", default=False)
         column = LinearShape(
@@ -49,12 +48,7 @@ class ProjectedAttention:
         name, width = f"{prefix}.o_proj", shape.num_heads * dim
         self._output = build.linear(name, width, shape.hidden, bias=bias, parallel="row")
         self.paged = PagedAttention(build, prefix, spec, rotary)
-        if self.paged.backend.unit == "projections":
-            raise UnsupportedModel(
-                f"attention driver {self.paged.backend.name!r} computes projections itself, but "
-                f"{prefix} has more between them; possible: a driver of another unit; run: "
-                "fastdeploy plugins why attention --model DIR"
-            )
+        needs_own_projections(self.paged, prefix)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, context: ForwardContext
@@ -87,6 +81,16 @@ class ProjectedAttention:
         heads = qkv.reshape([qkv.shape[0], both + spec.num_kv_heads, spec.head_dim])
         q, k, v = heads[:, : spec.num_heads], heads[:, spec.num_heads : both], heads[:, both:]
         return self.attend(q, k, v, positions, context)
+
+
+def needs_own_projections(paged: PagedAttention, prefix: str) -> None:
+    """Refuse a driver that computes projections itself: these layers have more between them."""
+    if paged.backend.unit == "projections":
+        raise UnsupportedModel(
+            f"attention driver {paged.backend.name!r} computes projections itself, but "
+            f"{prefix} has more between them; possible: a driver of another unit; run: "
+            "fastdeploy plugins why attention --model DIR"
+        )
 
 
 def whole_heads(read: ConfigReader) -> None:
