@@ -22,7 +22,9 @@
 #define APART (!BY_ROWS)
 #include "tiles.cuh"
 
+#ifndef FEWER
 #define FEWER (GROUPED && !BY_ROWS && BN > 128 ? 128 : BN)  // rows that are computed of blocks that have no more
+#endif
 
 #define PIECE 64  // rows that a warp stores at a time
 #define ROOM (BOXES ? BOXES * BOX_ROWS * 128 : 4 * PIECE * 32)  // of a group, for what it is about to store
@@ -31,14 +33,17 @@
 
 #if !BY_ROWS
 template <int rows>
-__device__ __forceinline__ void multiply(float* d, const u32* a, u64 b) {
+__device__ __forceinline__ void multiply_rows(float* d, const u32* a, u64 b) {
   if constexpr (rows == BN)
     asm volatile("wgmma.mma_async.sync.aligned." SIZE "k16.f32." TYPE "." TYPE " " D_LIST ", " ONE_SHARED ", 1, 1, 1, 0;"
                  : D_REGS("+f", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #if FEWER < BN
-  else
+  else if constexpr (rows == 128)
     asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" D64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 0;"
                  : R32("+f", d, 0), R32("+f", d, 32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  else if constexpr (rows == 96)
+    asm volatile("wgmma.mma_async.sync.aligned.m64n96k16.f32." TYPE "." TYPE " {" D48 "}, {%48,%49,%50,%51}, %52, 1, 1, 1, 0;"
+                 : R32("+f", d, 0), R16("+f", d, 32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #endif
 }
 #endif
@@ -158,7 +163,7 @@ __device__ __forceinline__ void add_up(float (&sum)[BN / 2], const Problem& of, 
       const Group group = groups.at(min(t + 1, of.turns - 1));  // long before it is looked at
       begin_products();
 #pragma unroll
-      for (int s = 0; s < 4; s++) multiply<rows>(sum, a[i][s], tile_x + s * 2);
+      for (int s = 0; s < 4; s++) multiply_rows<rows>(sum, a[i][s], tile_x + s * 2);
       end_products();
       if (goes_on) {
         await_phase(ring.full + 8 * at.stage, at.parity);
