@@ -47,7 +47,8 @@ _SMALL: Final = 1024
 _MANY_CODES: Final = 192
 # Rows an expert from which quant_persistent.cu is faster, and rows of its blocks.
 _MANY_EACH: Final = 80
-# Rows an expert from which blocks of quant_grouped.cu have 128.
+# Rows an expert up to which blocks of quant_grouped.cu have 32, and from which they have 128.
+_FEW_EACH: Final = 28
 _SOME_EACH: Final = 48
 _PERSISTENT_ROWS: Final = (128, 160, 192, 208)
 # Rows an expert from which int4 with rounded activations is unpacked to int8.
@@ -157,7 +158,8 @@ def choose(
         return persistent(persistent_rows(each), slabs.kind)
     if each <= 16 and slabs.block_scales is not None and slabs.out_features <= _SMALL:
         return Gemv(1, 2, 4, 2, 6) if each <= 2 else RowGemm(32, 2, 1, 4)
-    if each <= (3 if slabs.kind == INT4 else 4 if slabs.kind in (INT8, FP8) else 16):
+    few = 8 if slabs.scaled else 3 if slabs.kind == INT4 else 4
+    if each <= (few if slabs.kind in (INT4, INT8, FP8) else 16):
         return Gemv(1 if each <= 8 else 2, 2, 4, 4, 4)
     if slabs.kind == CCQ:
         return grouped_tile(32 if each <= 28 else 64 if each <= 60 else 128, CCQ)
@@ -165,6 +167,8 @@ def choose(
         return persistent(64 if each <= 64 else 128, slabs.kind)
     if by_rows:
         return RowGemm(32 if each <= 28 else 64, 2, 1, 4)
+    if slabs.kind == INT4 and not rounds and each <= _FEW_EACH:
+        return grouped_shape(INT4, 32)
     rows = 128 if slabs.kind == INT4 and each > _SOME_EACH else 64
     return grouped_shape(slabs.kind, rows, rounds=rounds)
 

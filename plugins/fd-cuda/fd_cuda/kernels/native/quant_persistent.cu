@@ -22,9 +22,7 @@
 #define APART (!BY_ROWS)
 #include "tiles.cuh"
 
-#ifndef FEWER
-#define FEWER (GROUPED && !BY_ROWS && BN > 128 ? 128 : BN)  // rows that are computed of blocks that have no more
-#endif
+#define FEWER (GROUPED && !BY_ROWS && BN > 64 ? 64 : BN)  // rows that are computed of blocks that have no more
 
 #define PIECE 64  // rows that a warp stores at a time
 #define ROOM (BOXES ? BOXES * BOX_ROWS * 128 : 4 * PIECE * 32)  // of a group, for what it is about to store
@@ -38,12 +36,9 @@ __device__ __forceinline__ void multiply_rows(float* d, const u32* a, u64 b) {
     asm volatile("wgmma.mma_async.sync.aligned." SIZE "k16.f32." TYPE "." TYPE " " D_LIST ", " ONE_SHARED ", 1, 1, 1, 0;"
                  : D_REGS("+f", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #if FEWER < BN
-  else if constexpr (rows == 128)
-    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" D64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 0;"
-                 : R32("+f", d, 0), R32("+f", d, 32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-  else if constexpr (rows == 96)
-    asm volatile("wgmma.mma_async.sync.aligned.m64n96k16.f32." TYPE "." TYPE " {" D48 "}, {%48,%49,%50,%51}, %52, 1, 1, 1, 0;"
-                 : R32("+f", d, 0), R16("+f", d, 32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  else
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" D32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
+                 : R32("+f", d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #endif
 }
 #endif
