@@ -49,6 +49,8 @@ _MANY_CODES: Final = 192
 _MANY_EACH: Final = 80
 # Rows an expert up to which blocks of quant_grouped.cu have 32, and from which they have 128.
 _FEW_EACH: Final = 28
+# Sixteens of outputs of all experts from which tiles of 32 of them keep the GPU busy.
+_MANY_SLABS: Final = 1 << 13
 _SOME_EACH: Final = 48
 _PERSISTENT_ROWS: Final = (128, 160, 192, 208)
 # Rows an expert from which int4 with rounded activations is unpacked to int8.
@@ -167,7 +169,8 @@ def choose(
         return persistent(64 if each <= 64 else 128, slabs.kind)
     if by_rows:
         return RowGemm(32 if each <= 28 else 64, 2, 1, 4)
-    if slabs.kind == INT4 and not rounds and each <= _FEW_EACH:
+    is_large = slabs.num_experts * slabs.num_slabs >= _MANY_SLABS
+    if slabs.kind == INT4 and not rounds and each <= _FEW_EACH and is_large:
         return grouped_shape(INT4, 32)
     rows = 128 if slabs.kind == INT4 and each > _SOME_EACH else 64
     return grouped_shape(slabs.kind, rows, rounds=rounds)
