@@ -3,8 +3,8 @@
 //
 // One warp feeds: the copy engine brings two turns of 64 inputs, as far ahead as STAGES such steps, those of the next tiles
 // while one is stored. GROUPS of four warps unpack a slab of quant.cuh into registers while wgmma multiplies the slab
-// before; a warp has MT, with PAIRED half of them gates, the others what belongs to them. NUMBERS: x is int8, its inputs by sixteens in the
-// order of the bytes of a slab's words, and int4 becomes int8.
+// before; a warp has MT, with PAIRED half of them gates, the others what belongs to them. NUMBERS: x is int8, its inputs by
+// sixteens in the order of the bytes of a slab's words, and int4 becomes int8.
 // x lies by blocks of ROWS rows, each of one expert, those that are there first. PAIRED: so does y; else `slots` says where
 // rows of y go.
 // A row of x comes out the same whatever stands beside it.
@@ -22,7 +22,7 @@
 #define TILE_X (ROWS * 128 * (2 - NUMBERS))
 #define TILE_W (SLABS * 2 * SLAB_BYTES)
 #define STAGE (TILE_X + TILE_W + (FORMAT == MXFP4 ? SLABS * 64 : 0))
-#define UNITS (NUMBERS ? MT : 2 * MT)  // of a step: what a warp unpacks at a time, 64 inputs of a slab, or as NUMBERS 128
+#define UNITS (MT * (2 - NUMBERS))  // of a step: what a warp unpacks at a time, 64 inputs of a slab, or as NUMBERS 128
 #define STEP_INPUTS 128
 
 #if NUMBERS

@@ -8,7 +8,7 @@
 // GROUPED: blocks of rows have an expert each, and x lies in their order; `slots` says where rows of y go, without it they
 // lie like those of x. PAIRED: the first eight of a warp's 16 outputs are gates, the others what belongs to them.
 // BOXES: the copy engine stores results, BOX_ROWS rows of a group's 64 outputs at a time, while the next tile is multiplied;
-// for so many such pieces a group has room, or 0: warps store.
+// for so many such pieces a group has room, or 0: warps store. FEWER rows are computed where an expert's block has no more.
 // A row of x comes out the same whatever M is.
 
 #include "common.cuh"
@@ -22,7 +22,7 @@
 #define APART (!BY_ROWS)
 #include "tiles.cuh"
 
-#define FEWER (GROUPED && !BY_ROWS && BN > 64 ? 64 : BN)  // rows that are computed of blocks that have no more
+#define FEWER (GROUPED && !BY_ROWS && BN > 64 ? 64 : BN)
 
 #define PIECE 64  // rows that a warp stores at a time
 #define ROOM (BOXES ? BOXES * BOX_ROWS * 128 : 4 * PIECE * 32)  // of a group, for what it is about to store
@@ -281,6 +281,7 @@ __device__ __forceinline__ void store_tile(const Problem& of, const Tile& tile, 
                                            const Known& own, const Sum* sum, unsigned char* room, int warp, int lane) {
   const int width = PAIRED ? of.N / 2 : of.N, matrix = lane >> 3 & 1, n = PAIRED ? lane : lane / 2;
   const int half = PAIRED ? 0 : lane % 2, column = tile.nth * OUT + column_of(warp) + half * 8;
+  const int num_rows = GROUPED && PAIRED ? of.blocks * BN : of.M;
   constexpr int bytes = PAIRED ? 256 : 512;  // of 16 rows
   const u32 place = shared_address(room) + (PAIRED ? (lane & 15) * 16 : (lane & 7) * 32 + ((matrix ^ lane >> 2 & 1) << 4));
   const unsigned char* from = room + (PAIRED ? n * 16 : n * 32 + ((half ^ n >> 2 & 1) << 4));
@@ -300,7 +301,7 @@ __device__ __forceinline__ void store_tile(const Problem& of, const Tile& tile, 
     if (n < 16) {
 #pragma unroll
       for (int i = 0; i < PIECE / 16 && first + i * 16 < BN; i++)
-        store_piece(y, rows.at[first + i * 16 + n], GROUPED && PAIRED ? of.blocks * BN : of.M, column, width, *(const uint4*)(from + i * bytes));
+        store_piece(y, rows.at[first + i * 16 + n], num_rows, column, width, *(const uint4*)(from + i * bytes));
     }
     __syncwarp();
   }
