@@ -48,7 +48,8 @@ _MANY_CODES: Final = 192
 # Rows an expert from which quant_persistent.cu is faster, and rows of its blocks.
 _MANY_EACH: Final = 80
 # Rows an expert up to which blocks of quant_grouped.cu have 32, and from which they have 128.
-_FEW_EACH, _SOME_EACH: Final = 28, 48
+_FEW_EACH: Final = 28
+_SOME_EACH: Final = 48
 # Sixteens of outputs of all experts from which tiles of 32 of them keep the GPU busy.
 _MANY_SLABS: Final = 1 << 13
 _PERSISTENT_ROWS: Final = (128, 160, 192, 208)
