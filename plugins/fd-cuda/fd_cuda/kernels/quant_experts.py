@@ -142,7 +142,8 @@ def choose(
     slabs: Slabs, each: float, *, rounds: bool = False
 ) -> Shape | RowGemm | Persistent | Blocks | Grouped:
     """The kernel for so many rows an expert, by what was measured on an H200 with 64 experts of
-    2560 x 1536: between points of those tables a choice is a guess. `rounds`: of int4, whether activations are rounded."""
+    2560 x 1536: between points of those tables a choice is a guess. `rounds`: of int4, whether
+    activations are rounded."""
     by_rows = slabs.kind in (INT8_ROWS, FP8_ROWS)
     if batch_invariant():
         if slabs.kind == CCQ:
