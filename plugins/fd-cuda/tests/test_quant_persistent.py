@@ -87,7 +87,7 @@ def test_product(case: Case) -> None:
         ("wfp8", 0, 12, 16),
         ("w8a8", 0, 12, 16),
         ("wfp8afp8", 0, 12, 16),
-        ("wint4", 0, 150, 160),  # of a block that one row fills, 128 are computed
+        ("wint4", 0, 150, 160),  # of a block of one row, 96 are computed
     ],
 )
 def test_experts_pair_gate_and_up(name: str, group: int, tokens: int, block: int) -> None:

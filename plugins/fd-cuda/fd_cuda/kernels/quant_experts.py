@@ -169,8 +169,8 @@ def choose(
         return persistent(64 if each <= 64 else 128, slabs.kind)
     if by_rows:
         return RowGemm(32 if each <= 28 else 64, 2, 1, 4)
-    is_large = slabs.num_experts * slabs.num_slabs >= _MANY_SLABS
-    if slabs.kind == INT4 and not rounds and each <= _FEW_EACH and is_large:
+    is_plain = slabs.kind == INT4 and not slabs.scaled and not rounds
+    if is_plain and each <= _FEW_EACH and slabs.num_experts * slabs.num_slabs >= _MANY_SLABS:
         return grouped_shape(INT4, 32)
     rows = 128 if slabs.kind == INT4 and each > _SOME_EACH else 64
     return grouped_shape(slabs.kind, rows, rounds=rounds)

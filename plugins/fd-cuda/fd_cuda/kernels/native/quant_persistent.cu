@@ -22,7 +22,7 @@
 #define APART (!BY_ROWS)
 #include "tiles.cuh"
 
-#define FEWER (GROUPED && !BY_ROWS && BN > 64 ? 64 : BN)
+#define FEWER (GROUPED && !BY_ROWS && BN > 128 ? 96 : BN)
 
 #define PIECE 64  // rows that a warp stores at a time
 #define ROOM (BOXES ? BOXES * BOX_ROWS * 128 : 4 * PIECE * 32)  // of a group, for what it is about to store
@@ -37,8 +37,8 @@ __device__ __forceinline__ void multiply_rows(float* d, const u32* a, u64 b) {
                  : D_REGS("+f", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #if FEWER < BN
   else
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" D32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
-                 : R32("+f", d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    asm volatile("wgmma.mma_async.sync.aligned.m64n96k16.f32." TYPE "." TYPE " {" D48 "}, {%48,%49,%50,%51}, %52, 1, 1, 1, 0;"
+                 : R32("+f", d, 0), R16("+f", d, 32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #endif
 }
 #endif
