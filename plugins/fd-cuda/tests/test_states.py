@@ -20,6 +20,12 @@ from fd_cuda.states.driver import CudaStates
 from fd_cuda.states.recurrence import inverse
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WIDEST = [
+    StateSpec("delta", 2, 1, 256, 256, (256, 256, 512), 4, "bfloat16"),
+    StateSpec("channel_delta", 2, 2, 256, 256, (512, 512, 512), 4, "bfloat16"),
+    StateSpec("space", 4, 1, 256, 64, (256, 256, 256), 4, "bfloat16"),
+    StateSpec("delta", 2, 2, 192, 96, (384, 384, 192), 4, "float16"),
+]
 
 
 class TestStates(StateConformance):
@@ -43,6 +49,15 @@ class TestStates(StateConformance):
     @classmethod
     def driver(cls) -> Any:
         return CudaStates
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="16-bit products are a GPU's")
+class TestWidestStates(TestStates):
+    """Few chunks of these are loaded ahead, and with one alone compiled products were wrong."""
+
+    @pytest.fixture(params=WIDEST, ids=str)
+    def spec(self, request: pytest.FixtureRequest, dtype: str) -> StateSpec:
+        return replace(request.param, dtype=dtype)
 
 
 @pytest.mark.parametrize("spec", state_steps.SPECS, ids=str)

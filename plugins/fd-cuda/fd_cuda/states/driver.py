@@ -54,9 +54,10 @@ _DELTAS = ("delta", "channel_delta")
 # By kind; float32. With eight warps Triton 3.6 compiles "space" to accesses beyond shared memory.
 SCAN = {"space": Launch(4096, 4, 2)} | dict.fromkeys(_DELTAS, Launch(4096, 4, 3))
 SCAN_FLOAT32 = {"space": Launch(2048, 4)} | dict.fromkeys(_DELTAS, Launch(2048, 4, 2))
-_SPARE = 16 * 1024  # bytes of shared memory besides what is loaded ahead
+_SPARE = 8 * 1024  # bytes of shared memory besides what is loaded ahead
 # Four programs of four warps a multiprocessor are worth what few registers cost.
 WITHIN = {"num_warps": 4, "maxnreg": 168}
+WITHIN_BY_CHANNEL = {"num_warps": 8}
 _PART = 16  # tokens of a chunk among which products of "channel_delta" are taken column by column
 
 
@@ -104,14 +105,18 @@ class CudaStates:
 
     def _stages(self, device: Any) -> int:
         """Chunks that scan_chunks loads ahead: as many as fit."""
-        shared = 99 * 1024
+        shared, least = 99 * 1024, 1
         if torch.device(device).type == "cuda":
             properties: Any = torch.cuda.get_device_properties(device)
             shared = properties.shared_memory_per_block_optin
+            # With one, Triton 3.6 compiles 16-bit products for Hopper to wrong results (relative
+            # errors of 0.9, bfloat16, measured). Two fit there for all states that are served.
+            least = 2 if properties.major >= 9 and self.spec.dtype != "float32" else 1
         size = 4 if self.spec.dtype == "float32" else 2
-        values = self.scan.values(self._key_pad, self._value_pad)
-        row = size * (3 * self._key_pad + values + CHUNK) + 4 * self._key_pad * self._by_channel
-        return max(1, min(self.scan.num_stages, (shared - _SPARE) // (CHUNK * row)))
+        loaded = (2 + self._is_delta) * self._key_pad
+        loaded += self.scan.values(self._key_pad, self._value_pad) + CHUNK
+        row = size * loaded + 4 * self._key_pad * self._by_channel
+        return max(least, min(self.scan.num_stages, (shared - _SPARE) // (CHUNK * row)))
 
     def cache_shapes(self, num_blocks: int) -> tuple[tuple[int, ...], ...]:
         """The state, [num_blocks, num_heads, key_dim, value_dim], and the convolution's last
@@ -287,17 +292,17 @@ class CudaStates:
             read = x.new_empty((tokens, heads, spec.key_dim))
         grid, gates = (chunks.shape[0], heads), (weights.decay, weights.dt_bias)
         sizes = {**self._shape, "CHUNK": CHUNK, "VALUE_PAD": self._value_pad}
-        options = launch_options(**WITHIN)
         if not self._by_channel:
             within_chunks[grid](
                 *(x, dt, beta, *gates, inner, wanted, read, *of_rows),
                 *(x.stride(0), dt.stride(0), 0 if beta is None else beta.stride(0)),
                 **sizes,
                 DELTA=self._is_delta,
-                **options,
+                **launch_options(**WITHIN),
             )
             return inner, wanted, read, None
         sums = x.new_empty((tokens, heads, spec.key_dim), dtype=torch.float32)
+        options = launch_options(**WITHIN_BY_CHANNEL)
         sum_decays[grid](
             *(dt, *gates, sums, *of_rows, dt.stride(0)),
             HEADS=heads,
