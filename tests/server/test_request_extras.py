@@ -92,6 +92,7 @@ def test_fields_of_openais_clients_do_no_harm(client: httpx.Client, route: str) 
     fields = {"user": "u", "store": True, "metadata": {"a": "b"}, "service_tier": "auto"}
     fields |= {"safety_identifier": "x", "prompt_cache_key": "k", "prompt_cache_retention": "24h"}
     fields |= {"guided_decoding_backend": "xgrammar", "session_id": "s"}
+    fields["prediction"] = {"type": "content", "content": "x"}
     assert set(fields) == set(NO_EFFECT)
     response = client.post(route, json={**BODIES[route], **fields})
     assert response.status_code == 200, response.text
