@@ -16,6 +16,7 @@ import pytest
 from fd_tools import collect_env
 from fd_tools.http_client import Client
 from server_support import write_tokenizer
+from tokenizers import Tokenizer
 
 from fastdeploy_core.cli.main import main
 
@@ -46,6 +47,7 @@ def test_each_command_explains_itself(name: str, capsys: pytest.CaptureFixture[s
         (["chat", "--max-token", "3", "--temprature", "1"], "did you mean --temperature?"),
         (["tokenizer", "info", "--model", "m", "--jsn"], "did you mean --json?"),
         (["tokenizer", "inf", "--model", "m"], "invalid choice"),
+        (["tokenizer", "--model", "m", "--vocab-sise"], "did you mean --vocab-size?"),
         (["collect-env", "--xyzzy"], "see `fastdeploy collect-env --help`"),
         (["run-batch", "-i", "/nowhere", "-o", "x", "m"], "does not exist"),
         (["tokenizer", "info", "--model", "/nowhere"], "/nowhere"),
@@ -88,6 +90,27 @@ def test_tokenizer_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert (info["vocab_size"], info["chat_template"]) == (259, "yes")
     assert main(["tokenizer", "decode", "99999", "--model", folder]) == 1
     assert "is not one of" in capsys.readouterr().err
+
+
+def test_tokenizer_command_in_the_originals_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of its options at once, as its documents print them."""
+    folder = write_tokenizer(tmp_path)
+    own = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = str(own.encode("hi", add_special_tokens=False).ids)
+    form = ["tokenizer", "-m", str(folder), "-e", "hé", "-i", "-vs", "--json"]
+    listed, exported = tmp_path / "new" / "vocab.json", tmp_path / "vocab.txt"
+    assert main([*form, "-d", ids, "-ve", str(listed)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["count"], found["text"], found["vocab_size"]) == (3, "hi", 259)
+    vocabulary = json.loads(listed.read_text("utf-8"))
+    assert vocabulary == own.get_vocab()
+    assert main(["tokenizer", "--model", str(folder), "--vocab-export", str(exported)]) == 0
+    lines = exported.read_text("utf-8").splitlines()
+    assert [int(line.split("\t")[0]) for line in lines] == sorted(vocabulary.values())
+    assert main(["tokenizer", "--model", str(folder)]) == 1
+    assert "give --encode" in capsys.readouterr().err
 
 
 def test_collect_env_shows_settings_and_hides_secrets() -> None:
