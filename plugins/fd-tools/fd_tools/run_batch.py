@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import tempfile
 import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 from fastdeploy_core.cli.parsing import parse_table
 from fastdeploy_core.config.argument_values import of_scope
 from fastdeploy_core.errors import ConfigError
+
+from .remote_files import download, is_url, upload
 
 URLS = (
     *("/v1/chat/completions", "/v1/completions"),
@@ -38,7 +41,22 @@ def main(argv: Sequence[str]) -> int:
         ("engine", "server"),
         _own_arguments,
     )
+    if own.output_tmp_dir is not None and not Path(own.output_tmp_dir).is_dir():
+        raise ConfigError(f"--output-tmp-dir {own.output_tmp_dir!r} is not a folder")
     source, target = Path(own.input_file), Path(own.output_file)
+    with tempfile.TemporaryDirectory(dir=own.output_tmp_dir, prefix="fd-batch-") as folder:
+        if is_url(own.input_file):
+            download(own.input_file, source := Path(folder, "requests.jsonl"))
+        if is_url(own.output_file):
+            target = Path(folder, "answers.jsonl")
+        num_errors = _answer_batch(values, source, target)
+        if is_url(own.output_file):
+            upload(target, own.output_file)
+    return 1 if num_errors else 0
+
+
+def _answer_batch(values: Mapping[str, Any], source: Path, target: Path) -> int:
+    """How many answers have an error."""
     if not source.is_file():
         raise ConfigError(f"input file {str(source)!r} does not exist")
     if not target.parent.is_dir():
@@ -55,13 +73,21 @@ def main(argv: Sequence[str]) -> int:
     server = replace(server, api_keys=(), allowed_hosts=(), max_concurrency=max(limit, 512))
     num_lines, num_errors = asyncio.run(_answer_file(source, target, engine, server, limit))
     print(f"{num_lines} requests, {num_errors} with an error, written to {target}")
-    return 1 if num_errors else 0
+    return num_errors
 
 
 def _own_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("files")
-    group.add_argument("-i", "--input-file", required=True, metavar="FILE", help="requests, JSONL")
-    group.add_argument("-o", "--output-file", required=True, metavar="FILE", help="answers, JSONL")
+    group.add_argument(
+        "-i", "--input-file", required=True, metavar="FILE", help="requests, JSONL; or a URL"
+    )
+    group.add_argument(
+        *("-o", "--output-file"),
+        required=True,
+        metavar="FILE",
+        help="answers, JSONL; or a URL that takes PUT",
+    )
+    group.add_argument("--output-tmp-dir", metavar="DIR", help="where files of URLs are meanwhile")
 
 
 async def _answer_file(
