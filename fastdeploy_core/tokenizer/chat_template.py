@@ -356,8 +356,8 @@ def _parts(parts: list[Any], where: str, kinds: Sequence[str]) -> Iterator[dict[
     for number, part in enumerate(parts):
         if isinstance(part, str):
             yield {"type": "text", "text": part}
-        elif isinstance(part, dict) and isinstance(part.get("text"), str):
-            yield {"type": "text", "text": part["text"]}
+        elif isinstance(part, dict) and isinstance(t := part.get("text", part.get("refusal")), str):
+            yield {"type": "text", "text": t}
         elif isinstance(part, dict) and part.get("type") in kinds:
             yield {"type": part["type"]}
         else:

@@ -148,8 +148,8 @@ def test_a_turn_of_thinking_alone_has_no_text() -> None:
 
 
 def test_text_parts_are_joined_and_other_parts_refused(plain: Tokenizer) -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert "a\nb" in plain.apply_chat_template([{"role": "user", "content": parts}])
+    parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
+    assert "a\nb" in plain.apply_chat_template([{"role": "assistant", "content": parts}])
     image = [{"type": "image_url", "image_url": {"url": "http://x"}}]
     with pytest.raises(InvalidRequest, match=r"image_url.*takes text"):
         plain.apply_chat_template([{"role": "user", "content": image}])

@@ -121,7 +121,7 @@ class SamplingFields(ApiModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     bad_words: list[str] | None = None
-    bad_words_token_ids: list[list[int]] | None = None
+    bad_words_token_ids: list[int | list[int]] | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = Field(default=None, max_length=MAX_ALLOWED_TOKEN_IDS)
     prompt_logprobs: bool | int | None = None
