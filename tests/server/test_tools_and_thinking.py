@@ -321,6 +321,22 @@ def test_tool_messages_go_into_the_prompt(
     assert "[call get_time]<|tool|>noon" in prompt
 
 
+def test_a_result_may_be_an_object_as_in_the_originals_documents(
+    engine: ScriptedEngine, tokenizer: Tokenizer, client: httpx.Client
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "get_time", "arguments": {"a": 1}}}
+    messages = [
+        *ASK["messages"],
+        {"role": "assistant", "tool_calls": [call], "thoughts": "Look it up."},
+        {"role": "tool", "tool_call_id": "1", "content": {"time": "noon", "where": "北京"}},
+    ]
+    chat(client, messages=messages)
+    prompt = tokenizer.decode(engine.requests[-1].prompt_token_ids)
+    assert '<|tool|>{"time": "noon", "where": "北京"}' in prompt
+    refused = {**ASK, "messages": [{"role": "user", "content": {"time": "noon"}}]}
+    assert client.post("/v1/chat/completions", json=refused).status_code == 400
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -155,7 +155,7 @@ def test_text_parts_are_joined_and_other_parts_refused(plain: Tokenizer) -> None
         plain.apply_chat_template([{"role": "user", "content": image}])
 
 
-@pytest.mark.parametrize("name", ["reasoning", "thinking", "reasoning_content"])
+@pytest.mark.parametrize("name", ["reasoning", "thinking", "reasoning_content", "thoughts"])
 def test_earlier_thinking_is_found_under_each_name(rich: Tokenizer, name: str) -> None:
     prompt = rich.apply_chat_template([{"role": "assistant", "content": "x", name: "deep"}])
     assert "<think>deep</think>x" in prompt

@@ -180,11 +180,6 @@ def _tokenize(state: ServerState, body: TokenizeRequest, call: Call) -> dict[str
     else:
         limits.check_text(text := body.prompt or "", "prompt")
         token_ids = tokenizer.encode(text, body.add_special_tokens is not False) if text else []
-    return {
-        "count": len(token_ids),
-        "max_model_len": limits.max_model_len,
-        "tokens": token_ids,
-        "token_strs": [tokenizer.token_string(t) for t in token_ids]
-        if body.return_token_strs
-        else None,
-    }
+    sizes = {"count": len(token_ids), "max_model_len": limits.max_model_len}
+    strings = [tokenizer.token_string(t) for t in token_ids] if body.return_token_strs else None
+    return {**sizes, "tokens": token_ids, "token_strs": strings}

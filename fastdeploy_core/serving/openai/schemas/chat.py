@@ -194,7 +194,8 @@ def _check_message(message: Any, where: str) -> None:
             f"{where}.role is {role!r:.40}; possible: {', '.join(ROLES)}", param=f"{where}.role"
         )
     content = message.get("content")
-    if not isinstance(content, str | list) and (content is not None or role != "assistant"):
+    possible = str | list | dict if role == "tool" else str | list
+    if not isinstance(content, possible) and (content is not None or role != "assistant"):
         raise InvalidRequest(
             f"{where}.content must be text or a list of parts", param=f"{where}.content"
         )
