@@ -232,8 +232,9 @@ def test_template_switches_of_a_request_reach_the_template(
     assert prompt() == "<|user|>Hi<|assistant|>"
     chat(client, chat_template_kwargs={"enable_thinking": True})
     assert prompt().endswith("<think>\n")
-    chat(client, metadata={"enable_thinking": True})
-    assert prompt().endswith("<think>\n")
+    for given in ({"metadata": {"enable_thinking": True}}, {"enable_thinking": True}):
+        chat(client, **given)  # where FastDeploy 2.x's documents have it
+        assert prompt().endswith("<think>\n")
     for choice in (None, "auto", "none"):  # agents without tools say so in each of these ways
         chat(client, tools=[], tool_choice=choice)
         assert prompt() == "<|user|>Hi<|assistant|>"

@@ -15,7 +15,7 @@ MAX_MESSAGES = 2048
 MAX_TOOLS = 128
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TOOL_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
-# FastDeploy 2.x read template switches from `metadata`; these are still read there.
+# FastDeploy 2.x read template switches from `metadata` and the body; these are still read there.
 _METADATA_KWARGS = ("enable_thinking", "thinking_mode")
 
 
@@ -44,6 +44,7 @@ class ChatCompletionRequest(SamplingFields):
         default=None, union_mode="left_to_right"
     )
     parallel_tool_calls: bool | None = None
+    enable_thinking: bool | None = None
     reasoning_effort: str | None = Field(default=None, max_length=32)
     include_reasoning: bool | None = None
     chat_template: str | None = None
@@ -148,8 +149,8 @@ class ChatCompletionRequest(SamplingFields):
 
     def template_kwargs(self, defaults: dict[str, Any]) -> dict[str, Any]:
         """Values for the chat template: the server's defaults, then the request's."""
-        given = (self.metadata or {}).items()
-        kwargs = {**defaults, **{name: value for name, value in given if name in _METADATA_KWARGS}}
+        given = {"enable_thinking": self.enable_thinking, **(self.metadata or {})}
+        kwargs = {**defaults, **{n: given[n] for n in _METADATA_KWARGS if given.get(n) is not None}}
         if self.reasoning_effort is not None:
             kwargs["reasoning_effort"] = self.reasoning_effort
         kwargs.update(self.chat_template_kwargs or {})
