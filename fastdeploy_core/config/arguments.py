@@ -78,6 +78,8 @@ def build_engine_config(values: Mapping[str, Any], find: FindModel = find_folder
     v["language_model_only"] |= (limits.get("image"), limits.get("video")) == (0, 0)
     if v["language_model_only"]:  # families build no tower where config.json describes none
         v["hf_overrides"] = {**_mapping(v, "hf_overrides"), "vision_config": None}
+    if asked := _mapping(v, "mm_processor_kwargs"):  # families that see read it there
+        v["hf_overrides"] = {**_mapping(v, "hf_overrides"), "mm_processor_kwargs": asked}
     model = _model_config(v, find)
     v |= model.hf_config.get("engine_arguments", {})  # see contracts.small.PoolingLM
     return _record(
