@@ -124,6 +124,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="requests sent before",
     )
+    _add_fields_and_files(parser)
+    add_dataset_arguments(parser, 100)
+    parser.add_argument("--seed", dest="dataset_seed", type=int, default=0, help=argparse.SUPPRESS)
+    add_options_without_effect(parser, is_offline=False)
+    return parser
+
+
+def _add_fields_and_files(parser: argparse.ArgumentParser) -> None:
     for name in SAMPLING:
         kind = int if name in ("top_k", "logprobs") else float
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X")
@@ -131,10 +139,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hyperparameter-path", metavar="FILE", help="the same from YAML")
     parser.add_argument("--result-dir", default="", metavar="DIR", help="of --save-result")
     parser.add_argument("--result-filename", metavar="NAME", help="of --save-result")
-    add_dataset_arguments(parser, 100)
-    parser.add_argument("--seed", dest="dataset_seed", type=int, default=0, help=argparse.SUPPRESS)
-    add_options_without_effect(parser, is_offline=False)
-    return parser
 
 
 def _fields(arguments: argparse.Namespace) -> dict[str, Any]:
