@@ -103,14 +103,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--percentiles", "--metric-percentiles", default="50,90,99", metavar="P[,P...]"
     )
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument(
-        "--stream-interval",
-        type=whole(1),
-        metavar="N",
-        help="tokens that a chunk waits for; default: the server's",
-    )
-    parser.add_argument("--respect-eos", action="store_true", help="let answers end by themselves")
     parser.add_argument(
         "--vocab-size",
         type=whole(LOWEST_RANDOM_ID + 1),
@@ -132,6 +124,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_fields_and_files(parser: argparse.ArgumentParser) -> None:
+    """What each request asks for, and where the numbers go."""
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument(
+        "--stream-interval",
+        type=whole(1),
+        metavar="N",
+        help="tokens that a chunk waits for; default: the server's",
+    )
+    parser.add_argument("--respect-eos", action="store_true", help="let answers end by themselves")
     for name in SAMPLING:
         kind = int if name in ("top_k", "logprobs") else float
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X")
