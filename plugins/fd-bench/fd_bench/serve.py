@@ -94,16 +94,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--max-concurrency", type=whole(1), metavar="N", help="requests in flight")
     parser.add_argument(
-        "--goodput",
-        nargs="+",
-        default=[],
-        metavar="NAME:MS",
-        help="limits a request must meet, such as ttft:200 tpot:50 e2e:3000",
-    )
-    parser.add_argument(
-        "--percentiles", "--metric-percentiles", default="50,90,99", metavar="P[,P...]"
-    )
-    parser.add_argument(
         "--vocab-size",
         type=whole(LOWEST_RANDOM_ID + 1),
         default=256,
@@ -124,7 +114,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_fields_and_files(parser: argparse.ArgumentParser) -> None:
-    """What each request asks for, and where the numbers go."""
+    """What each request asks for, what is printed, and where the numbers go."""
+    parser.add_argument(
+        "--goodput",
+        nargs="+",
+        default=[],
+        metavar="NAME:MS",
+        help="limits a request must meet, such as ttft:200 tpot:50 e2e:3000",
+    )
+    parser.add_argument(
+        "--percentiles", "--metric-percentiles", default="50,90,99", metavar="P[,P...]"
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(
         "--stream-interval",
