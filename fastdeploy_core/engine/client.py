@@ -448,6 +448,15 @@ class LocalEngine:
         self._core.abort(request_ids)
         self._observer.aborted(request_ids)
 
+    def begin(self) -> bool:
+        """See EngineCore.begin."""
+        return self._core.begin()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `step` would wait for the device."""
+        return self._core.is_busy
+
     def step(self) -> list[RequestOutputDelta | TokenDeltas]:
         """Run one step; may return nothing even though work is left. WorkerError: it is dead."""
         outputs = self._core.step()

@@ -40,6 +40,9 @@ STUCK_GRACE_S = 0.3
 class StepResult(Protocol):
     """A submitted step."""
 
+    def done(self) -> bool:
+        """Whether `result` would not wait, as far as that is known."""
+
     def result(self) -> ModelRunnerOutput:
         """Wait for the step's output; raises what made the step fail."""
 
@@ -56,6 +59,10 @@ class _Launched:
             self._pending = launch()
         except Exception as error:
             self._error = error
+
+    def done(self) -> bool:
+        # A device's own worker need not say it.
+        return self._error is not None or getattr(self._pending, "done", lambda: True)()
 
     def result(self) -> ModelRunnerOutput:
         if self._error is not None:
