@@ -46,30 +46,20 @@ Priority = int | Sequence[int] | None
 LoRA = LoRARequest | Sequence[LoRARequest | None] | None
 
 
-class _Batch:
-    """The requests of one call, and their outputs until the call takes them. ahead: those that
-    threads build."""
+class Batch:
+    """The requests of one call, and their outputs until the call takes them."""
 
-    def __init__(
-        self,
-        requests: Iterator[Request],
-        texts: Sequence[str | None],
-        ahead: Sequence[Future[Request]],
-    ) -> None:
-        self.requests, self.texts, self.ahead = requests, texts, ahead
+    def __init__(self, requests: Iterator[Request], texts: Sequence[str | None]) -> None:
+        self.requests, self.texts = requests, texts
+        self.ahead: Sequence[Future[Request]] = ()  # those that threads build
         self.order: dict[str, int] = {}  # of those that the engine was given: their places
         self.open: set[str] = set()
         self.ready: list[RequestOutput] = []
 
-    @property
-    def is_given(self) -> bool:
-        return len(self.order) == len(self.texts)
-
-    @property
-    def can_give(self) -> bool:
+    def has_more(self) -> bool:
         # Steps of many rows leave threads that build their share of the interpreter.
         is_built = not self.ahead or self.ahead[0].done() or len(self.open) < MEDIA_THREADS
-        return is_built and not self.is_given
+        return is_built and len(self.order) < len(self.texts)
 
     def add(self, request: Request) -> None:
         self.open.add(request.request_id)
@@ -110,7 +100,7 @@ class LLM:
                 trust_special_tokens=self.config.model.trust_special_tokens,
             )
         self._processor = OutputProcessor(self._tokenizer)
-        self._batches: dict[str, _Batch] = {}  # request id to the call it belongs to
+        self._batches: dict[str, Batch] = {}  # request id to the call it belongs to
         self._compiler: GrammarCompiler | None = None
         with ThreadPoolExecutor(1, "fd-parsers") as pool:  # a third party's take a while to import
             parsers = pool.submit(ChatParsers.named, reasoning_parser, tool_call_parser)
@@ -258,21 +248,19 @@ class LLM:
             prompt.extras = some[lora] if lora else prompt.extras
         given = [default if param is None else param for param in params]
         each = zip(prompts, given, [rank or 0 for rank in priorities], strict=True)
-        ahead = deque[Future[Request]]()
-        if any(prompt.media for prompt in prompts):
+        requests = (self._build(*one, reader) for one in each)
+        batch = Batch(requests, [prompt.text for prompt in prompts])
+        if any(prompt.media for prompt in prompts):  # files are waited for
             threads = ThreadPoolExecutor(MEDIA_THREADS)
-            ahead += (threads.submit(self._build, *one, reader) for one in each)
+            ahead = deque(threads.submit(self._build, *one, reader) for one in each)
             threads.shutdown(wait=False)
-            requests = (ahead.popleft().result() for _ in prompts)
-        else:  # nothing waits for files, and threads cost time
-            requests = (self._build(*one, reader) for one in each)
-        batch = _Batch(requests, [prompt.text for prompt in prompts], ahead)
+            batch.ahead, batch.requests = ahead, (ahead.popleft().result() for _ in prompts)
         if not stream:
             return self._collect(batch, use_tqdm, reader)
         try:  # what is wrong with any of them is said now
             batch.requests = iter([*requests])
         finally:
-            for future in ahead:
+            for future in batch.ahead:
                 future.cancel()
         return (output for _, output in self._outputs(batch, is_whole=False, reader=reader))
 
@@ -329,13 +317,12 @@ class LLM:
         request.grammar_backend = self._compiler.backend
 
     def _collect(
-        self, batch: _Batch, use_tqdm: bool, reader: ChatReader | None
+        self, batch: Batch, use_tqdm: bool, reader: ChatReader | None
     ) -> list[RequestOutput]:
         from tqdm import tqdm
 
         results: dict[int, RequestOutput] = {}
-        texts = batch.texts
-        num_read = num_written = 0
+        texts, num_read, num_written = batch.texts, 0, 0
         silent = not (use_tqdm and texts)
         with tqdm(total=len(texts), desc="Processed prompts", disable=silent) as bar:
             for place, output in self._outputs(batch, is_whole=True, reader=reader):
@@ -351,7 +338,7 @@ class LLM:
         return [results[place] for place in range(len(texts))]
 
     def _outputs(
-        self, batch: _Batch, is_whole: bool, reader: ChatReader | None
+        self, batch: Batch, is_whole: bool, reader: ChatReader | None
     ) -> Iterator[tuple[int, RequestOutput]]:
         """(place, output) as they come: the engine gets what its next step needs, and the others
         while the device works. However it ends, none stays in the engine."""
@@ -371,15 +358,15 @@ class LLM:
             return len(request.prompt_token_ids)
 
         try:
-            while batch.open or batch.ready or not batch.is_given:
-                while batch.can_give and (
+            while batch.open or batch.ready or batch.has_more():
+                while batch.has_more() and (
                     not batch.open or (given < most and len(batch.open) < seats)
                 ):
                     given += give()
-                if batch.can_give and engine.begin():
+                if batch.has_more() and engine.begin():
                     most = given + room
                     continue
-                while batch.can_give and engine.is_busy:
+                while batch.has_more() and engine.is_busy():
                     given += give()
                 if not batch.ready:
                     self._step(engine)

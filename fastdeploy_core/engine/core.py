@@ -6,6 +6,7 @@ for the scheduler. A step scheduled early assumes that every running sequence co
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import time
@@ -191,7 +192,6 @@ class EngineCore:
         self._submit_ahead(min(before + 1, self._depth))
         return len(self._in_flight) > before
 
-    @property
     def is_busy(self) -> bool:
         """Whether `step` would wait for the device."""
         return bool(self._in_flight) and not self._in_flight[0][1].done()
@@ -307,7 +307,8 @@ class EngineCore:
         steps = [step]
         while self._in_flight:
             later, future = self._in_flight.popleft()
-            future.exception()  # only waited for: the step is void whether it failed or not
+            with contextlib.suppress(Exception):  # the step is void whether it failed or not
+                future.result()
             steps.append(later)
         if self._remote is not None:
             for failed in steps:

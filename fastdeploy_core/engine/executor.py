@@ -46,9 +46,6 @@ class StepResult(Protocol):
     def result(self) -> ModelRunnerOutput:
         """Wait for the step's output; raises what made the step fail."""
 
-    def exception(self) -> BaseException | None:
-        """Wait for the step; returns what made it fail, or None."""
-
 
 class _Launched:
     """The result of a step that the waiting thread launched itself."""
@@ -69,13 +66,6 @@ class _Launched:
             raise self._error
         output: ModelRunnerOutput = self._pending.wait()
         return output
-
-    def exception(self) -> BaseException | None:
-        try:
-            self.result()
-        except Exception as error:
-            return error
-        return None
 
 
 class Executor:
