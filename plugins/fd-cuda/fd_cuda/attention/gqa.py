@@ -368,6 +368,7 @@ class PagedAttention:
             **self._widths(given),
             ROWS=_ROPE_ROWS,
             CLEARS=clears,
+            **launch_options(),
         )
         return queries, rotated
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fd_cuda.kernels.common import join_chain
+
 from .common import load_rotated, over_mean_square, scaled
 
 
@@ -65,12 +67,13 @@ def rotate_and_write(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, V_WIDTH_PAD: tl.constexpr,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, NORMS: tl.constexpr, ROWS: tl.constexpr,
-    CLEARS: tl.constexpr,
+    CLEARS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A row is one kv head of one token, and after num_rows of these one query head of one token:
     grid (cdiv(num_rows, ROWS) + cdiv(num_queries, ROWS)). Results are [tokens, heads, WIDTH].
     CLEARS: zeros in out, [tokens, NUM_HEADS, V_WIDTH], for padding, whose queries nobody attends
     with: a kernel of its own would cost a launch for nothing in most steps."""
+    join_chain(PDL)
     programs = tl.cdiv(num_rows, ROWS)
     dims, v_dims = tl.arange(0, WIDTH_PAD), tl.arange(0, V_WIDTH_PAD)
     wide = (dims < WIDTH)[None, :]
@@ -87,9 +90,9 @@ def rotate_and_write(
         tl.store(q_rotated + own, queries, mask=inside[:, None] & wide)
         if CLEARS:
             is_padding = tl.load(slot_mapping + token, mask=inside, other=0) < 0
-            place = out + rows.to(tl.int64)[:, None] * V_WIDTH + v_dims[None, :]
+            cleared = out + rows.to(tl.int64)[:, None] * V_WIDTH + v_dims[None, :]
             zeros = tl.zeros([ROWS, V_WIDTH_PAD], out.dtype.element_ty)
-            tl.store(place, zeros, mask=is_padding[:, None] & (v_dims < V_WIDTH)[None, :])
+            tl.store(cleared, zeros, mask=is_padding[:, None] & (v_dims < V_WIDTH)[None, :])
     else:
         rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         inside = rows < num_rows
