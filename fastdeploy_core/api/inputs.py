@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from fastdeploy_core.contracts.model import MediaPart
 from fastdeploy_core.engine.input import Truncation
@@ -23,8 +24,7 @@ _PROMPT_KEYS = (
 )
 
 
-@dataclass(slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, gc=False):
     """Text, or token ids, or both; with both, the ids are used and the text is only shown."""
 
     text: str | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -331,9 +332,9 @@ class LLM:
                     num_read += len(output.prompt_token_ids)
                     num_written += sum(len(answer.token_ids) for answer in output.outputs)
                     took_s = max(bar.format_dict["elapsed"], 1e-9)
-                    speed = f"input: {num_read / took_s:.1f} tok/s"
-                    speed += f", output: {num_written / took_s:.1f} tok/s"
-                    bar.set_postfix_str(speed, refresh=False)
+                    read, wrote = num_read / took_s, num_written / took_s
+                    speeds = f"input: {read:.1f} tok/s, output: {wrote:.1f} tok/s"
+                    bar.set_postfix_str(speeds, refresh=False)
                     bar.update()
         return [results[place] for place in range(len(texts))]
 
@@ -348,6 +349,8 @@ class LLM:
         if limits.policy == "priority":  # the engine has to know all
             room = seats = float("inf")
         given, most = 0, room  # prompt tokens, and how many to give before the next step
+        collects = gc.isenabled()
+        gc.disable()  # prompts are young and long: looking at them would keep the device waiting
 
         def give() -> int:
             request, text = next(batch.requests), batch.texts[len(batch.order)]
@@ -365,15 +368,19 @@ class LLM:
                     given += give()
                 if batch.has_more() and engine.begin():
                     most = given + room
-                    continue
-                while batch.has_more() and engine.is_busy():
-                    given += give()
-                if not batch.ready:
-                    self._step(engine)
+                else:
+                    while batch.has_more() and engine.is_busy():
+                        given += give()
+                    if not batch.ready:
+                        self._step(engine)
+                if collects:
+                    gc.enable()
                 for output in batch.take():
                     _raise_refusal(output)
                     yield batch.order[output.request_id], reader.read(output) if reader else output
         finally:
+            if collects:
+                gc.enable()
             for future in batch.ahead:
                 future.cancel()
             for request_id in batch.order:

@@ -58,7 +58,6 @@ class _Launched:
             self._error = error
 
     def done(self) -> bool:
-        # A device's own worker need not say it.
         return self._error is not None or getattr(self._pending, "done", lambda: True)()
 
     def result(self) -> ModelRunnerOutput:
