@@ -12,7 +12,7 @@ import pytest
 from fastdeploy_core.engine.core import EngineCore
 from fastdeploy_core.engine.processes import worker_process
 from fastdeploy_core.plugins.resolved import ResolvedPlugins
-from fastdeploy_core.types import SchedulerOutput
+from fastdeploy_core.types import RequestOutputDelta, SchedulerOutput
 from fastdeploy_testing.null_worker import NullPending, NullWorker
 from tests.null_engine import make_config, make_request
 
@@ -75,13 +75,15 @@ def test_steps_are_begun_while_the_device_works(monkeypatch: pytest.MonkeyPatch)
     assert begun == [True, True, False]
     assert core.is_busy()
     assert not core.scheduler.outcome.has_deltas
-    told = []
+    told = list[str]()
     while core.has_work():
         core.begin()
         for pending in HeldWorker.held:
             pending.ready_s = 0.0
         assert not core.is_busy()
-        told += [delta.request_id for delta in core.step()]
+        for delta in core.step():
+            assert isinstance(delta, RequestOutputDelta)
+            told.append(delta.request_id)
     core.close()
     assert told == ["a", "b", "c"]
 
