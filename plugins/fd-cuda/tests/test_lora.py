@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fastdeploy_testing.drivers import build_kernel_table
-from fd_cuda.kernels import adapted_rows
+from fd_cuda.kernels import adapted_norm, adapted_rows
 from fd_cuda.kernels.adapted import Adapters
 from fd_cuda.kernels.plans import Plan, Product
 
@@ -102,7 +102,8 @@ PRODUCTS = [
     (300, 64, (40, 40), 3, 8, "gated"),
     *([(64, 1024, (2048, 1024, 1024), 8, 16, "plain"), (64, 1024, (3072, 3072), 8, 16, "gated"),
        (64, 3072, (1024,), 8, 16, "add"), (100, 2048, (1024,), 8, 64, "add"),
-       (1, 1024, (3072, 3072), 16, 8, "gated"), (200, 512, (1024, 512), 20, 8, "plain"),
+       (1, 1024, (3072, 3072), 16, 8, "gated"), (17, 512, (128, 64), 5, 24, "plain"),
+       (64, 4096, (4096,), 8, 16, "add"), (33, 8192, (1024, 1024), 3, 8, "gated"), (200, 512, (1024, 512), 20, 8, "plain"),
        (1500, 1024, (3072, 3072), 8, 16, "gated"), (1500, 1024, (2048, 1024, 1024), 8, 16, "plain"),
        (1500, 2048, (1024, 1024), 8, 16, "gated")]
       if DEVICE == "cuda" else []),
@@ -150,6 +151,26 @@ def test_products_with_adapters(shape: tuple[Any, ...], has_norm: bool, dtype: s
         bound = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
         difference = float((found.float() - wanted).abs().max())
         assert difference < bound * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_norm_makes_sums_of_what_it_computes(dtype: str) -> None:
+    """Rows that lie apart, one without an adapter, parts of the product."""
+    draw = torch.Generator().manual_seed(3)
+
+    def random(*size: int, spread: float = 1.0) -> torch.Tensor:
+        numbers = torch.randn(*size, generator=draw) * spread
+        return numbers.to(getattr(torch, dtype)).to(DEVICE)
+
+    x, weight, a = random(5, 120)[:, :96], random(96), random(3, 3 * 8, 96, spread=96**-0.5)
+    slots = torch.tensor([2, -1, 0, 2, 1], dtype=torch.int32, device=DEVICE)
+    y, inner = adapted_norm.norm_and_sums(x, weight, 1e-5, a, 3, slots)
+    wanted = build_kernel_table("cpu")["rms_norm"](x.float(), weight.float(), 1e-5)
+    bound = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
+    assert float((y.float() - wanted).abs().max()) < bound * float(wanted.abs().max())
+    for row in (slots >= 0).nonzero().flatten().tolist():
+        sums = a[slots[row]].float() @ y[row].float()
+        assert torch.allclose(inner[0, row], sums, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("is_gated", [False, True])

@@ -1,4 +1,5 @@
-"""Products with what adapters add to them, in one launch of native/gemm.cu: how it is cut."""
+"""Products with what adapters add to them, in one launch of native/gemm.cu: how it is cut. A x is
+computed there, too, or was by an earlier launch."""
 
 from __future__ import annotations
 
@@ -21,34 +22,41 @@ _SHARED_OF_ALL = 227 * 1024  # blocks on one multiprocessor
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Slots of adapters, their rank, and the last output of each part of the product, plus one."""
+    """Slots of adapters, their rank, the last output of each part of the product, plus one, and how
+    many parts of K an earlier launch made sums of; 0: the product's own makes them."""
 
     slots: int
     rank: int
     ends: tuple[int, ...]
+    made: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
     """What rows add to a product, see lora.py: a [slots, parts * rank, K], b [slots, N, rank] in
-    x's dtype, slots [T] int32. kept: of their engine, whose launches follow one another."""
+    x's dtype, slots [T] int32. kept: of their engine, whose launches follow one another. inner
+    [parts of K, T, parts * rank] float32: A x, if an earlier launch made it."""
 
     a: torch.Tensor
     b: torch.Tensor
     ends: tuple[int, ...]
     slots: torch.Tensor
     kept: dict[str, torch.Tensor]
+    inner: torch.Tensor | None = None
 
     @property
     def shape(self) -> Shape:
         """What kernels are compiled for."""
-        return Shape(self.a.shape[0], self.b.shape[2], self.ends)
+        made = 0 if self.inner is None else self.inner.shape[0]
+        return Shape(self.a.shape[0], self.b.shape[2], self.ends, made)
 
     def record(self, plan: Plan, product: Product, num_rows: int) -> bytes:
         """As native/gemm.cu reads it, with room for what its blocks leave each other."""
         device = self.a.device
-        sizes = (_depths(plan, product), num_rows, self.a.shape[1])
-        inner = torch.empty(sizes, dtype=torch.float32, device=device)
+        inner = self.inner
+        if inner is None:
+            sizes = (_depths(plan, product), num_rows, self.a.shape[1])
+            inner = torch.empty(sizes, dtype=torch.float32, device=device)
         if "meeting" not in self.kept:
             self.kept["meeting"] = torch.zeros(2, dtype=torch.int32, device=device)
         tensors = (self.a, self.b, self.slots, inner, self.kept["meeting"])
@@ -60,11 +68,11 @@ class Adapters:
 def defines(plan: Plan, product: Product, shape: Shape) -> dict[str, int]:
     """What native/gemm.cu is compiled for."""
     return {
-        "LORA": 1,
+        "LORA": 2 if shape.made else 1,
         "SLOTS": shape.slots,
         "RANK": shape.rank,
         "PARTS": len(shape.ends),
-        "DEPTHS": _depths(plan, product),
+        "DEPTHS": shape.made or _depths(plan, product),
     }
 
 
@@ -77,12 +85,20 @@ def _depths(plan: Plan, product: Product) -> int:
 
 def _sums(plan: Plan, product: Product, num_rows: int, shape: Shape) -> int:
     """Blocks along x that make sums."""
+    if shape.made:
+        return 0
     tiles = -(-shape.slots * len(shape.ends) * shape.rank // plan.columns)
     return tiles * -(-num_rows // plan.rows) * (_depths(plan, product) // plan.split)
 
 
 def all_shared_bytes(plan: Plan, shape: Shape) -> int:
     """What a block keeps in shared memory."""
+    if shape.made:
+        slabs = -(-shape.slots // plan.split) * -(-shape.rank // 16)
+        return (
+            shared_bytes(plan.rows, plan.columns, plan.stages, plan.split)
+            + slabs * plan.columns * 32
+        )
     slots, inner = plan.rows * 4, plan.rows // plan.split * len(shape.ends) * shape.rank * 4
     b = shape.slots * plan.columns * shape.rank * 2
     of_product = shared_bytes(plan.rows, plan.columns, plan.stages, plan.split)
@@ -106,7 +122,23 @@ def choose(alone: Plan, product: Product, num_rows: int, shape: Shape) -> Plan |
     if any(end % 4 for end in shape.ends):
         return None
     plan = alone if alone.kind == "gemm" else tiles_of(product, num_rows)
-    return fitted(plan, product, num_rows, shape) if plan.kind == "gemm" else None
+    if plan.kind != "gemm":
+        return None
+    return beside(plan, product, shape) if shape.made else fitted(plan, product, num_rows, shape)
+
+
+def beside(plan: Plan, product: Product, shape: Shape) -> Plan | None:
+    """The plan with as many stages as leave its blocks their places on a multiprocessor; None where
+    a tile of outputs may be of two parts."""
+    if product.epilogue != "gated" and any(end % plan.columns for end in shape.ends[:-1]):
+        return None
+    alone = shared_bytes(plan.rows, plan.columns, plan.stages, plan.split)
+    places = _SHARED_OF_ALL // (alone + 1024)
+    for stages in range(plan.stages, 2, -1):
+        fewer = replace(plan, stages=stages)
+        if (all_shared_bytes(fewer, shape) + 1024) * places <= _SHARED_OF_ALL:
+            return fewer
+    return None
 
 
 def fitted(plan: Plan, product: Product, num_rows: int, shape: Shape) -> Plan | None:

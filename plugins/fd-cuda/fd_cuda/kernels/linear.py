@@ -91,14 +91,19 @@ def greedy_linear(
 
 
 def plan_with_adapters(
-    epilogue: str, x: torch.Tensor, weight: torch.Tensor, adapters: Adapters, *, has_norm: bool
+    epilogue: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    adapters: adapted.Shape,
+    *,
+    has_norm: bool,
 ) -> Plan | None:
     """How native/gemm.cu computes a product with its adapters; None where it does not."""
     if not _is_readable(epilogue, x, weight):
         return None
     plan = _plan(epilogue, x, weight, has_norm=has_norm)
     product = _product(epilogue, x, weight, has_norm=has_norm)
-    return adapted.choose(plan, product, x.shape[0], adapters.shape)
+    return adapted.choose(plan, product, x.shape[0], adapters)
 
 
 def _product(epilogue: str, x: torch.Tensor, weight: torch.Tensor, *, has_norm: bool) -> Product:
@@ -281,5 +286,5 @@ def _prepared(
         shared = shared_bytes(plan.rows, plan.columns, plan.stages, plan.split)
     else:
         shared = adapted.all_shared_bytes(plan, adapters)
-        threads += adapted.HELPERS
+        threads += 0 if adapters.made else adapted.HELPERS
     return _Launch(kernel, (blocks, 1, plan.split), threads, shared)

@@ -1,7 +1,8 @@
 """The operations `lora` and `adapted_product` of fd-lora: what adapters add to a product, each row
 with its own or none.
 
-Few rows of plain weights: the product's own kernel adds it, see native/gemm.cu. Else two launches.
+Few rows of plain weights: the product's own kernel adds it, see native/gemm.cu; it computes A x,
+too, or the norm's launch does, or one of its own. Else two launches.
 The first computes A x: a program takes one adapter and a share of the inputs, for all of the
 layer's parts at once, so that x is read once. The second adds these sums up and adds B A x:
 of few rows a program takes one adapter and a tile of outputs; for many rows see adapted_rows.py.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,12 +26,14 @@ import triton.language as tl
 
 from . import linear
 from .adapted import Adapters
+from .adapted_norm import MOST_READ, norm_and_sums
 from .adapted_rows import even, finish, product, sums_of, tiles_of
 from .common import batch_invariant, cdiv, join_chain, options, pad2
 from .norm import rms_norm, silu_and_mul
 
 FEW = 256  # rows among which a program looks for its own
 MOST_SPLITS = 16  # parts of the inputs
+_WIDE, _SPLITS = 1 << 24, 8  # numbers of a weight beside which a launch for A x is short, its parts
 
 
 @triton.jit
@@ -142,26 +145,48 @@ def lora(
     x = x if x.stride(1) == 1 else x.contiguous()
     num_slots, ranks, depth = a.shape
     rank, has_norm = b.shape[2], norm_weight is not None
-    plan = choose(width, depth, ranks, str(y.dtype).removeprefix("torch."))
+    plan = choose(width, depth, ranks, str(y.dtype).removeprefix("torch."), MOST_SPLITS)
     tiles, num_tiles = tiles_of(tuple(ends), plan.columns, y.device)
-    splits, groups = cdiv(depth, plan.depth), cdiv(num_rows, plan.rows)
-    inner = torch.empty((splits, num_rows, ranks), dtype=torch.float32, device=y.device)
-    squares = None
-    if has_norm:
-        squares = torch.empty((splits, num_rows), dtype=torch.float32, device=y.device)
-    most = max(16, pad2(num_rows))
-    sizes = {"K": depth, "RANKS": ranks, "MOST": most, "BM": plan.rows, "NORM": has_norm}
-    _shrink[(splits, num_slots, groups)](
-        x, norm_weight, a, inner, squares, slots, num_rows, x.stride(0),
-        PADDED=max(16, pad2(ranks)), BK=plan.inner, DEPTH=plan.depth,
-        **sizes, **options(num_warps=plan.warps, num_stages=plan.stages),
-    )  # fmt: skip
+    inner, squares = _sums(x, norm_weight, a, slots, plan)
+    splits, groups = inner.shape[0], cdiv(num_rows, plan.rows)
+    sizes = _sizes(plan, num_rows, depth, ranks, has_norm=has_norm)
     _expand[(num_tiles, num_slots, groups)](
         y, inner, squares, b, slots, tiles, num_rows, y.stride(0), eps,
         N=width, R=rank, RANK=max(16, pad2(rank)), SPLITS=splits, EVEN=even(ends),
         BN=plan.columns, **sizes, **options(num_warps=plan.warps),
     )  # fmt: skip
     return y
+
+
+def _sizes(
+    plan: Plan, num_rows: int, depth: int, ranks: int, *, has_norm: bool
+) -> dict[str, int | bool]:
+    most = max(16, pad2(num_rows))
+    return {"K": depth, "RANKS": ranks, "MOST": most, "BM": plan.rows, "NORM": has_norm}
+
+
+def _sums(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    a: torch.Tensor,
+    slots: torch.Tensor,
+    plan: Plan,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A x of each row's own adapter over parts of the inputs, [parts, T, ranks]; with a norm's
+    weight A times x * w, and the squares of x."""
+    num_rows, (num_slots, ranks, depth) = x.shape[0], a.shape
+    splits, groups = cdiv(depth, plan.depth), cdiv(num_rows, plan.rows)
+    inner = torch.empty((splits, num_rows, ranks), dtype=torch.float32, device=x.device)
+    squares = None
+    if norm_weight is not None:
+        squares = torch.empty((splits, num_rows), dtype=torch.float32, device=x.device)
+    _shrink[(splits, num_slots, groups)](
+        x, norm_weight, a, inner, squares, slots, num_rows, x.stride(0),
+        PADDED=max(16, pad2(ranks)), BK=plan.inner, DEPTH=plan.depth,
+        **_sizes(plan, num_rows, depth, ranks, has_norm=squares is not None),
+        **options(num_warps=plan.warps, num_stages=plan.stages),
+    )  # fmt: skip
+    return inner, squares
 
 
 def _is_many(num_rows: int) -> bool:
@@ -187,7 +212,15 @@ def adapted_product(
     rows, see native/gemm.cu."""
     adapters = Adapters(a, b, tuple(ends), slots, kept)
     has_norm = norm_weight is not None
-    plan = linear.plan_with_adapters(epilogue, x, weight, adapters, has_norm=has_norm)
+    before = _launched_before(x, norm_weight, weight, adapters)
+    shape = adapters.shape if before is None else replace(adapters.shape, made=before)
+    plan = linear.plan_with_adapters(epilogue, x, weight, shape, has_norm=has_norm)
+    if plan is None and before is not None:
+        before = None
+        plan = linear.plan_with_adapters(epilogue, x, weight, adapters.shape, has_norm=has_norm)
+    if plan is not None and before is not None:
+        x, inner = _made_before(x, norm_weight, eps, adapters)
+        adapters, norm_weight = replace(adapters, inner=inner), None
     if plan is not None:
         if residual is not None and not residual.is_contiguous():
             residual = residual.contiguous()
@@ -202,6 +235,39 @@ def adapted_product(
         y = linear.linear(x, weight, bias)
     y = lora(y, x, norm_weight, eps, a, b, ends, slots)
     return silu_and_mul(y) if epilogue == "gated" else y
+
+
+def _launched_before(
+    x: torch.Tensor, norm_weight: torch.Tensor | None, weight: torch.Tensor, adapters: Adapters
+) -> int | None:
+    """Of how many parts of the inputs a launch before the product's makes A x; None: that makes
+    it."""
+    if norm_weight is not None and _is_read_at_once(adapters):
+        return 1
+    if weight.numel() < _WIDE:
+        return None
+    return cdiv(x.shape[1], _plan_before(adapters).depth)
+
+
+def _is_read_at_once(adapters: Adapters) -> bool:
+    return adapters.b.shape[2] * adapters.a.shape[2] <= MOST_READ
+
+
+def _plan_before(adapters: Adapters) -> Plan:
+    _, ranks, depth = adapters.a.shape
+    return choose(0, depth, ranks, "bfloat16", _SPLITS)
+
+
+def _made_before(
+    x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, adapters: Adapters
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, or rms_norm(x), and A x in parts."""
+    if norm_weight is not None:
+        if _is_read_at_once(adapters):
+            parts = len(adapters.ends)
+            return norm_and_sums(x, norm_weight, eps, adapters.a, parts, adapters.slots)
+        x = rms_norm(x, norm_weight, eps)
+    return x, _sums(x, None, adapters.a, adapters.slots, _plan_before(adapters))[0]
 
 
 def _of_many(
@@ -239,10 +305,10 @@ class Plan:
 
 
 @functools.cache
-def choose(width: int, depth: int, ranks: int, dtype: str) -> Plan:
+def choose(width: int, depth: int, ranks: int, dtype: str, most_splits: int) -> Plan:
     """All loads of a program are under way at once."""
     # Numbers of A in shared memory; what is multiplied in float32 takes twice the room.
     held = 16384 if dtype == "bfloat16" else 8192
     inner = max(16, min(256, pad2(depth), held // max(16, pad2(ranks))))
-    share = cdiv(cdiv(depth, MOST_SPLITS), inner) * inner
+    share = cdiv(cdiv(depth, most_splits), inner) * inner
     return Plan(16, 64 if width < 4096 else 128, share, inner, 4, 2)

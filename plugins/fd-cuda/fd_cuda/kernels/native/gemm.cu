@@ -7,10 +7,12 @@
 // asked for again.
 // GATED: the first half of a tile are gate rows, the second the up rows that belong to them.
 // A row of x comes out the same whatever M is.
-// LORA: the first blocks multiply x with the first halves A of all adapters, over a small part of K each, so
+// LORA 1: the first blocks multiply x with the first halves A of all adapters, over a small part of K each, so
 // that they end early. In the others a second group of warps waits for these sums and fetches, while the
 // first one multiplies, what its rows need of them and of the second halves B. Blocks that make sums are the
 // first to be given a place, and wait for nobody.
+// LORA 2: A x of each row is there, left by an earlier launch. B of all adapters is in shared memory before the
+// tiles are multiplied, and a row's own is chosen by zeros in the places of the others.
 
 #include "common.cuh"
 #include "cluster.cuh"
@@ -20,7 +22,7 @@
 #define LORA 0
 #endif
 #define THREADS (BM * 2)  // that multiply
-#define ALL (LORA ? THREADS + HELPERS : THREADS)
+#define ALL (LORA == 1 ? THREADS + HELPERS : THREADS)
 #define HELPERS 128
 #define TILE_X (BM * 128)
 #define TILE_W (BN * 128)
@@ -33,7 +35,7 @@
 
 // Of those that multiply.
 __device__ __forceinline__ void sync_group() {
-#if LORA
+#if LORA == 1
   asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 #else
   __syncthreads();
@@ -127,7 +129,6 @@ __device__ __forceinline__ void multiply_tile(float* sum, u32 tile, int warp) {
 
 #if LORA
 #define EACH (PARTS * RANK)  // rows of an adapter's A
-#define PIECES_B (RANK / 8)  // of 16 bytes, of an output's B
 
 struct Adapters {
   const u16 *a, *b;  // [SLOTS, EACH, K], [SLOTS, N, RANK]
@@ -137,6 +138,14 @@ struct Adapters {
   int sums;          // blocks that make sums, along x
   int end0, end1;    // first output of the next part
 };
+
+__device__ __forceinline__ int part_of(const Adapters& of, int column) {
+  return (column >= of.end0) + (column >= of.end1);
+}
+#endif
+
+#if LORA == 1
+#define PIECES_B (RANK / 8)  // of 16 bytes, of an output's B
 
 __device__ __forceinline__ void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
@@ -155,10 +164,6 @@ __device__ __forceinline__ int count_in(int* meeting) {
   int before;
   asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(meeting + 1) : "memory");
   return before;
-}
-
-__device__ __forceinline__ int part_of(const Adapters& of, int column) {
-  return (column >= of.end0) + (column >= of.end1);
 }
 
 // Where a piece of B stands in shared memory: threads that read at once read from different banks.
@@ -243,6 +248,88 @@ __device__ __forceinline__ void fetch_adapters(const Adapters& of, const Outputs
 }
 #endif
 
+#if LORA == 2
+#define HALVES (EPILOGUE == GATED ? 2 : 1)  // of a tile of W, of different parts
+#define WIDE (BN / HALVES)
+#define SLABS ((RANK + 15) / 16)  // of an adapter's rank
+#define TURNS_B ((SLOTS + SPLIT - 1) / SPLIT)  // adapters of which this block of the cluster adds what they add
+#define SLAB (BN * 32)
+__device__ __forceinline__ void multiply_slab(float* d, const u32* a, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+               "{%0,%1,%2,%3};"
+               : R4(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Where a piece of a row of a slab stands: threads that read at once read from different banks.
+__device__ __forceinline__ int place_of(int row, int piece) { return row * 32 + ((piece ^ (row >> 2 & 1)) << 4); }
+
+// B of this block's adapters: slabs of sixteen ranks, for each row of the tile of W.
+__device__ __forceinline__ void ask_for_b(const Adapters& of, u32 to, int first_column, int width, int N, int rank) {
+  for (int e = threadIdx.x; e < TURNS_B * SLABS * BN * 2; e += THREADS) {
+    const int piece = e & 1, row = e / 2 % BN, slab = e / (2 * BN);
+    const int slot = slab / SLABS * SPLIT + rank, at = slab % SLABS * 16 + piece * 8;
+    const int n = first_column + row % WIDE;
+    const bool inside = slot < SLOTS && n < width && at < RANK;
+    const u64 line = inside ? (u64)slot * N + n + row / WIDE * (N / 2) : 0;
+    copy_async(to + slab * SLAB + place_of(row, piece), of.b + line * RANK + (inside ? at : 0),
+               inside);
+  }
+}
+
+// What the rows of this thread have of A x, as mma takes it, and whose it is.
+struct Inner {
+  int slots[2];
+  u32 own[HALVES][SLABS][4];
+
+  __device__ __forceinline__ void fetch(const Adapters& of, int first_column, int first_row, int M) {
+    const int part = EPILOGUE == GATED ? 0 : part_of(of, first_column), lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int m = first_row + (threadIdx.x >> 5) * 16 + (lane >> 2) + i * 8;
+      slots[i] = m < M ? __ldcg(of.slots + m) : -1;
+      const float* from = of.inner + (u64)(m < M ? m : 0) * EACH + part * RANK + (lane & 3) * 2;
+#pragma unroll
+      for (int h = 0; h < HALVES; h++)
+#pragma unroll
+        for (int k = 0; k < SLABS * 2; k++) {
+          float2 total = make_float2(0.f, 0.f);
+#pragma unroll
+          for (int d = 0; d < (k * 8 < RANK ? DEPTHS : 0); d++) {
+            const float2 v = __ldcg((const float2*)(from + (u64)d * M * EACH + h * RANK + k * 8));
+            total.x += v.x, total.y += v.y;
+          }
+          own[h][k / 2][k % 2 * 2 + i] = pack(total.x, total.y);
+        }
+    }
+  }
+
+  // What this block's adapters add.
+  __device__ __forceinline__ void multiply_b(float* sum, const unsigned char* b, int rank) const {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int turn = 0; turn < TURNS_B; turn++) {
+      const bool is_own[2] = {slots[0] == turn * SPLIT + rank, slots[1] == turn * SPLIT + rank};
+#pragma unroll
+      for (int slab = 0; slab < SLABS; slab++) {
+        const unsigned char* from = b + (turn * SLABS + slab) * SLAB + (lane & 3) * 4;
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) {
+          u32 chosen[4];
+#pragma unroll
+          for (int i = 0; i < 4; i++) chosen[i] = is_own[i % 2] ? own[h][slab][i] : 0;
+#pragma unroll
+          for (int j = h * (WIDE / 8); j < (h + 1) * (WIDE / 8); j++) {
+            const int row = j * 8 + (lane >> 2);
+            multiply_slab(sum + j * 4, chosen, *(const u32*)(from + place_of(row, 0)),
+                          *(const u32*)(from + place_of(row, 1)));
+          }
+        }
+      }
+    }
+  }
+};
+#endif
+
 extern "C" __global__ void __launch_bounds__(ALL)
 gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, const u16* __restrict__ bias,
      const u16* residual, u16* y, int M, int N, int K
@@ -255,7 +342,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   const int width = EPILOGUE == GATED ? N / 2 : N;
   const int tiles_m = (M + BM - 1) / BM, rank = blockIdx.z, all = K / BK;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-#if LORA
+#if LORA == 1
   const bool makes_sums = blockIdx.x < adapters.sums;
   const int nth = makes_sums ? blockIdx.x / (DEPTHS / SPLIT) : blockIdx.x - adapters.sums;
   const int depth = makes_sums ? blockIdx.x % (DEPTHS / SPLIT) * SPLIT + rank : rank;
@@ -272,7 +359,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   const u32 base = (shared_address(memory) + 1023) & ~1023u;
   unsigned char* tiles = memory + (base - shared_address(memory));
   float* parts = (float*)(tiles + (SPLIT > 1 ? STAGES * STAGE : 0));
-#if LORA
+#if LORA == 1
   int* slots_of = (int*)(tiles + STAGES * STAGE + (SPLIT > 1 ? BM * PITCH * 4 : 0));  // [ROWS]
   float* inner_of = (float*)(slots_of + BM);                                       // [ROWS][EACH]
   uint4* b = (uint4*)(inner_of + ROWS * EACH);                                     // [SLOTS][BN][PIECES_B]
@@ -296,7 +383,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
 #pragma unroll
     for (int i = 0; i < W_PIECES; i++) {
       const int row = r + i * (THREADS / 8);
-#if LORA
+#if LORA == 1
       if (makes_sums) {
         const bool inside = first_column + row < SLOTS * EACH;
         p.w[i] = adapters.a + (u64)(inside ? first_column + row : 0) * K + begin * BK + c * 8;
@@ -318,6 +405,10 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
     }
   }
   if (!makes_sums) announce_start();
+#if LORA == 2
+  unsigned char* b = tiles + STAGES * STAGE + (SPLIT > 1 ? BM * PITCH * 4 : 0);
+  ask_for_b(adapters, shared_address(b), first_column, width, N, rank);
+#endif
 #pragma unroll
   for (int s = 0; s < ASKED; s++)
     if (s < count) ask_for_weights(p, base + s * STAGE, s * BK);
@@ -329,7 +420,11 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 
-#if LORA
+#if LORA == 2
+  Inner inner;
+  inner.fetch(adapters, first_column, first_row, M);
+#endif
+#if LORA == 1
   int slots[2] = {-1, -1};  // of this thread's rows
   if (makes_sums) {
 #pragma unroll
@@ -365,6 +460,11 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   float sum[BN / 2];
 #pragma unroll
   for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
+#if LORA == 2
+  asm volatile("cp.async.wait_group %0;" ::"n"(ASKED - 1) : "memory");
+  sync_group();
+  inner.multiply_b(sum, b, rank);
+#endif
   fence_registers(sum);
   for (int t = 0; t < count; t++) {
     asm volatile("cp.async.wait_group %0;" ::"n"(ASKED - 1) : "memory");
@@ -384,7 +484,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
   fence_registers(sum);
 
   const int r = warp * 16 + (lane >> 2);
-#if LORA
+#if LORA == 1
   if (makes_sums) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -435,7 +535,7 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
         u[0] += h.x; u[1] += h.y; u[2] += h.z; u[3] += h.w;
       }
     }
-#if LORA
+#if LORA == 1
     const int slot = slots_of[row];
     if (slot >= 0) {
       const int part = EPILOGUE == GATED ? 0 : part_of(adapters, column);
