@@ -11,6 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .common import options, pad2
 
 MOST_READ = 1 << 15  # numbers of A that a program reads at once: one part of one adapter
+MOST_ROWS = 128  # each reads its own
 
 
 @triton.jit

@@ -26,7 +26,7 @@ import triton.language as tl
 
 from . import linear
 from .adapted import Adapters
-from .adapted_norm import MOST_READ, norm_and_sums
+from .adapted_norm import MOST_READ, MOST_ROWS, norm_and_sums
 from .adapted_rows import even, finish, product, sums_of, tiles_of
 from .common import batch_invariant, cdiv, join_chain, options, pad2
 from .norm import rms_norm, silu_and_mul
@@ -212,16 +212,14 @@ def adapted_product(
     rows, see native/gemm.cu."""
     adapters = Adapters(a, b, tuple(ends), slots, kept)
     has_norm = norm_weight is not None
-    before = _launched_before(x, norm_weight, weight, adapters)
-    shape = adapters.shape if before is None else replace(adapters.shape, made=before)
-    plan = linear.plan_with_adapters(epilogue, x, weight, shape, has_norm=has_norm)
-    if plan is None and before is not None:
-        before = None
-        plan = linear.plan_with_adapters(epilogue, x, weight, adapters.shape, has_norm=has_norm)
-    if plan is not None and before is not None:
-        x, inner = _made_before(x, norm_weight, eps, adapters)
-        adapters, norm_weight = replace(adapters, inner=inner), None
-    if plan is not None:
+    for made in _ways(x.shape[0], weight, adapters, has_norm=has_norm):
+        shape = replace(adapters.shape, made=made)
+        plan = linear.plan_with_adapters(epilogue, x, weight, shape, has_norm=has_norm)
+        if plan is None:
+            continue
+        if made:
+            x, inner = _make_before(x, norm_weight, eps, adapters)
+            adapters, norm_weight = replace(adapters, inner=inner), None
         if residual is not None and not residual.is_contiguous():
             residual = residual.contiguous()
         return linear.compute(plan, epilogue, x, norm_weight, eps, weight, bias, residual, adapters)
@@ -237,20 +235,20 @@ def adapted_product(
     return silu_and_mul(y) if epilogue == "gated" else y
 
 
-def _launched_before(
-    x: torch.Tensor, norm_weight: torch.Tensor | None, weight: torch.Tensor, adapters: Adapters
-) -> int | None:
-    """Of how many parts of the inputs a launch before the product's makes A x; None: that makes
-    it."""
-    if norm_weight is not None and _is_read_at_once(adapters):
-        return 1
-    if weight.numel() < _WIDE:
-        return None
-    return cdiv(x.shape[1], _plan_before(adapters).depth)
+def _ways(
+    num_rows: int, weight: torch.Tensor, adapters: Adapters, *, has_norm: bool
+) -> Sequence[int]:
+    """Of how many parts of the inputs a launch before the product's makes A x, best first; 0: the
+    product's own makes it."""
+    if has_norm and _is_read_at_once(num_rows, adapters):
+        return 1, 0
+    if weight.numel() >= _WIDE:
+        return cdiv(weight.shape[1], _plan_before(adapters).depth), 0
+    return (0,)
 
 
-def _is_read_at_once(adapters: Adapters) -> bool:
-    return adapters.b.shape[2] * adapters.a.shape[2] <= MOST_READ
+def _is_read_at_once(num_rows: int, adapters: Adapters) -> bool:
+    return num_rows <= MOST_ROWS and adapters.b.shape[2] * adapters.a.shape[2] <= MOST_READ
 
 
 def _plan_before(adapters: Adapters) -> Plan:
@@ -258,16 +256,16 @@ def _plan_before(adapters: Adapters) -> Plan:
     return choose(0, depth, ranks, "bfloat16", _SPLITS)
 
 
-def _made_before(
+def _make_before(
     x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, adapters: Adapters
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x, or rms_norm(x), and A x in parts."""
+    a, slots = adapters.a, adapters.slots
     if norm_weight is not None:
-        if _is_read_at_once(adapters):
-            parts = len(adapters.ends)
-            return norm_and_sums(x, norm_weight, eps, adapters.a, parts, adapters.slots)
+        if _is_read_at_once(x.shape[0], adapters):
+            return norm_and_sums(x, norm_weight, eps, a, len(adapters.ends), slots)
         x = rms_norm(x, norm_weight, eps)
-    return x, _sums(x, None, adapters.a, adapters.slots, _plan_before(adapters))[0]
+    return x, _sums(x, None, a, slots, _plan_before(adapters))[0]
 
 
 def _of_many(
