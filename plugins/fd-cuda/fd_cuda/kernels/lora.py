@@ -26,7 +26,7 @@ import triton.language as tl
 
 from . import linear
 from .adapted import Adapters
-from .adapted_norm import MOST_READ, MOST_ROWS, norm_and_sums
+from .adapted_norm import splits_of_rows, sums_of_rows
 from .adapted_rows import even, finish, product, sums_of, tiles_of
 from .common import batch_invariant, cdiv, join_chain, options, pad2
 from .norm import rms_norm, silu_and_mul
@@ -240,15 +240,15 @@ def _ways(
 ) -> Sequence[int]:
     """Of how many parts of the inputs a launch before the product's makes A x, best first; 0: the
     product's own makes it."""
-    if has_norm and _is_read_at_once(num_rows, adapters):
-        return 1, 0
-    if weight.numel() >= _WIDE:
-        return cdiv(weight.shape[1], _plan_before(adapters).depth), 0
-    return (0,)
+    if not has_norm and weight.numel() < _WIDE:
+        return (0,)
+    splits = _splits_of_rows(num_rows, adapters, has_norm=has_norm)
+    return splits or cdiv(weight.shape[1], _plan_before(adapters).depth), 0
 
 
-def _is_read_at_once(num_rows: int, adapters: Adapters) -> bool:
-    return num_rows <= MOST_ROWS and adapters.b.shape[2] * adapters.a.shape[2] <= MOST_READ
+def _splits_of_rows(num_rows: int, adapters: Adapters, *, has_norm: bool) -> int:
+    (_, ranks, depth), rank = adapters.a.shape, adapters.b.shape[2]
+    return splits_of_rows(num_rows, ranks, rank, depth, has_norm=has_norm)
 
 
 def _plan_before(adapters: Adapters) -> Plan:
@@ -260,11 +260,11 @@ def _make_before(
     x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, adapters: Adapters
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x, or rms_norm(x), and A x in parts."""
-    a, slots = adapters.a, adapters.slots
-    if norm_weight is not None:
-        if _is_read_at_once(x.shape[0], adapters):
-            return norm_and_sums(x, norm_weight, eps, a, len(adapters.ends), slots)
-        x = rms_norm(x, norm_weight, eps)
+    a, slots, rank = adapters.a, adapters.slots, adapters.b.shape[2]
+    splits = _splits_of_rows(x.shape[0], adapters, has_norm=norm_weight is not None)
+    if splits:
+        return sums_of_rows(x, norm_weight, eps, a, rank, slots, splits)
+    x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
     return x, _sums(x, None, a, slots, _plan_before(adapters))[0]
 
 
