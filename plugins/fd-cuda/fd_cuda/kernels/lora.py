@@ -1,11 +1,11 @@
 """The operations `lora` and `adapted_product` of fd-lora: what adapters add to a product, each row
 with its own or none.
 
-Few rows of plain weights: the product's own kernel adds it, see native/gemm.cu; it computes A x,
-too, or the norm's launch does, or one of its own. Else two launches.
-The first computes A x: a program takes one adapter and a share of the inputs, for all of the
-layer's parts at once, so that x is read once. The second adds these sums up and adds B A x:
-of few rows a program takes one adapter and a tile of outputs; for many rows see adapted_rows.py.
+A first launch computes A x: of few rows each by itself (adapted_norm.py), with the norm before it,
+or a program takes one adapter and a share of the inputs, for all of the layer's parts at once, so
+that x is read once. The product's kernel adds B A x where the weight is plain and rows are few
+(native/gemm.cu), else a second launch: of few rows a program takes one adapter and a tile of
+outputs; for many rows see adapted_rows.py.
 Sums are added in one order, so a row does not depend on the others.
 
 Rows are not sorted: of few rows a program finds those that have its adapter, of many it takes a
@@ -17,15 +17,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from . import linear
-from .adapted import Adapters
+from .adapted import Adapters, Shape
 from .adapted_norm import splits_of_rows, sums_of_rows
 from .adapted_rows import even, finish, product, sums_of, tiles_of
 from .common import batch_invariant, cdiv, join_chain, options, pad2
@@ -33,7 +32,7 @@ from .norm import rms_norm, silu_and_mul
 
 FEW = 256  # rows among which a program looks for its own
 MOST_SPLITS = 16  # parts of the inputs
-_WIDE, _SPLITS = 1 << 24, 8  # numbers of a weight beside which a launch for A x is short, its parts
+_SPLITS = 8  # where a product's kernel reads them, which has many blocks
 
 
 @triton.jit
@@ -205,26 +204,18 @@ def adapted_product(
     b: torch.Tensor,
     ends: Sequence[int],
     slots: torch.Tensor,
-    kept: dict[Any, Any],
 ) -> torch.Tensor:
     """A plain product of x, or of rms_norm(x), with what adapters add to it: "plain"; "add", on top
-    of the residual, which may be overwritten; or "gated", silu(gate) * up. In one launch for few
-    rows, see native/gemm.cu."""
-    adapters = Adapters(a, b, tuple(ends), slots, kept)
-    has_norm = norm_weight is not None
-    for made in _ways(x.shape[0], weight, adapters, has_norm=has_norm):
-        shape = replace(adapters.shape, made=made)
-        plan = linear.plan_with_adapters(epilogue, x, weight, shape, has_norm=has_norm)
-        if plan is None:
-            continue
-        if made:
-            x, inner = _make_before(x, norm_weight, eps, adapters)
-            adapters, norm_weight = replace(adapters, inner=inner), None
-        if residual is not None and not residual.is_contiguous():
-            residual = residual.contiguous()
-        return linear.compute(plan, epilogue, x, norm_weight, eps, weight, bias, residual, adapters)
+    of the residual, which may be overwritten; or "gated", silu(gate) * up."""
+    operands, adapters = (
+        (epilogue, x, norm_weight, eps, weight, bias, residual),
+        (a, b, ends, slots),
+    )
+    y = _of_few(*operands, *adapters)
+    if y is not None:
+        return y
     if _is_many(x.shape[0]):
-        return _of_many(epilogue, x, norm_weight, eps, weight, bias, residual, adapters)
+        return _of_many(*operands, *adapters)
     if residual is not None:
         y = linear.linear_add(x, weight, bias, residual)
     elif norm_weight is not None:
@@ -235,37 +226,37 @@ def adapted_product(
     return silu_and_mul(y) if epilogue == "gated" else y
 
 
-def _ways(
-    num_rows: int, weight: torch.Tensor, adapters: Adapters, *, has_norm: bool
-) -> Sequence[int]:
-    """Of how many parts of the inputs a launch before the product's makes A x, best first; 0: the
-    product's own makes it."""
-    if not has_norm and weight.numel() < _WIDE:
-        return (0,)
-    splits = _splits_of_rows(num_rows, adapters, has_norm=has_norm)
-    return splits or cdiv(weight.shape[1], _plan_before(adapters).depth), 0
-
-
-def _splits_of_rows(num_rows: int, adapters: Adapters, *, has_norm: bool) -> int:
-    (_, ranks, depth), rank = adapters.a.shape, adapters.b.shape[2]
-    return splits_of_rows(num_rows, ranks, rank, depth, has_norm=has_norm)
-
-
-def _plan_before(adapters: Adapters) -> Plan:
-    _, ranks, depth = adapters.a.shape
-    return choose(0, depth, ranks, "bfloat16", _SPLITS)
-
-
-def _make_before(
-    x: torch.Tensor, norm_weight: torch.Tensor | None, eps: float, adapters: Adapters
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, or rms_norm(x), and A x in parts."""
-    a, slots, rank = adapters.a, adapters.slots, adapters.b.shape[2]
-    splits = _splits_of_rows(x.shape[0], adapters, has_norm=norm_weight is not None)
+def _of_few(
+    epilogue: str,
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    ends: Sequence[int],
+    slots: torch.Tensor,
+) -> torch.Tensor | None:
+    """adapted_product where native/gemm.cu computes it: A x, then all else in one launch."""
+    num_rows, (num_slots, ranks, depth), rank = x.shape[0], a.shape, b.shape[2]
+    has_norm = norm_weight is not None
+    splits = splits_of_rows(num_rows, ranks, rank, depth, has_norm=has_norm)
+    by_tiles = choose(0, depth, ranks, "bfloat16", _SPLITS)
+    shape = Shape(num_slots, rank, tuple(ends), splits or cdiv(depth, by_tiles.depth))
+    plan = linear.plan_with_adapters(epilogue, x, weight, shape, has_norm=has_norm)
+    if plan is None:
+        return None
     if splits:
-        return sums_of_rows(x, norm_weight, eps, a, rank, slots, splits)
-    x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
-    return x, _sums(x, None, a, slots, _plan_before(adapters))[0]
+        x, inner = sums_of_rows(x, norm_weight, eps, a, rank, slots, splits)
+    else:
+        x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
+        inner, _ = _sums(x, None, a, slots, by_tiles)
+    if residual is not None and not residual.is_contiguous():
+        residual = residual.contiguous()
+    adapters = Adapters(b, shape.ends, slots, inner)
+    return linear.compute(plan, epilogue, x, None, 0.0, weight, bias, residual, adapters)
 
 
 def _of_many(
@@ -276,11 +267,14 @@ def _of_many(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
-    adapters: Adapters,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    ends: Sequence[int],
+    slots: torch.Tensor,
 ) -> torch.Tensor:
     """adapted_product of many rows."""
     x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
-    sums = sums_of(x, adapters.a, adapters.b, adapters.ends, adapters.slots)
+    sums = sums_of(x, a, b, tuple(ends), slots)
     is_gated = epilogue == "gated"
     if residual is not None:
         return finish(linear.linear_add(x, weight, bias, residual), sums, is_gated=False)
