@@ -18,7 +18,7 @@ from fastdeploy_core.types import CompletionOutput, LoRARequest, SamplingParams
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 1024,
     "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,
@@ -67,10 +67,10 @@ def test_captured_steps_follow_adapters_that_come_and_go(tmp_path: Path) -> None
                 assert isinstance(out, list)
                 answers.append([request.outputs[0] for request in out])
             found.append(answers)
-    captured, eager = found
+    captured, uncaptured = found
     alike = sum(
         compare(ours, theirs)
-        for answers, others in zip(captured, eager, strict=True)
+        for answers, others in zip(captured, uncaptured, strict=True)
         for ours, theirs in zip(answers, others, strict=True)
     )
     assert alike > 0.7 * len(rounds) * len(prompts) * LENGTH
