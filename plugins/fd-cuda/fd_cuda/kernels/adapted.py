@@ -48,8 +48,8 @@ class Adapters:
 
 def defines(shape: Shape) -> dict[str, int]:
     """What native/adapted.cuh is compiled for."""
-    parts = len(shape.ends)
-    return {"SLOTS": shape.slots, "RANK": shape.rank, "PARTS": parts, "DEPTHS": shape.splits}
+    sizes = {"SLOTS": shape.slots, "RANK": shape.rank, "PARTS": len(shape.ends)}
+    return {"LORA": 1, **sizes, "DEPTHS": shape.splits}
 
 
 def all_shared_bytes(plan: Plan, shape: Shape) -> int:
