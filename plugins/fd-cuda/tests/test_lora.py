@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastdeploy_testing.drivers import build_kernel_table
-from fd_cuda.kernels import adapted_norm, adapted_rows
+from fd_cuda.kernels import adapted_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = ["float32", "float16", "bfloat16"] if DEVICE == "cuda" else ["float32"]
@@ -148,29 +148,6 @@ def test_products_with_adapters(shape: tuple[Any, ...], has_norm: bool, dtype: s
         bound = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
         difference = float((found.float() - wanted).abs().max())
         assert difference < bound * float(wanted.abs().max())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_norm_makes_sums_of_what_it_computes(dtype: str) -> None:
-    """Rows that lie apart, one without an adapter, parts of the product and of the inputs."""
-    draw = torch.Generator().manual_seed(3)
-
-    def random(*size: int, spread: float = 1.0) -> torch.Tensor:
-        numbers = torch.randn(*size, generator=draw) * spread
-        return numbers.to(getattr(torch, dtype)).to(DEVICE)
-
-    x, weight, a = random(5, 120)[:, :96], random(96), random(3, 3 * 8, 96, spread=96**-0.5)
-    slots = torch.tensor([2, -1, 0, 2, 1], dtype=torch.int32, device=DEVICE)
-    y, inner = adapted_norm.sums_of_rows(x, weight, 1e-5, a, 8, slots, 1)
-    wanted = build_kernel_table("cpu")["rms_norm"](x.float(), weight.float(), 1e-5)
-    bound = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
-    assert float((y.float() - wanted).abs().max()) < bound * float(wanted.abs().max())
-    for row in (slots >= 0).nonzero().flatten().tolist():
-        sums = a[slots[row]].float() @ y[row].float()
-        assert torch.allclose(inner[0, row], sums, rtol=1e-4, atol=1e-4)
-    again, parts = adapted_norm.sums_of_rows(y, None, 0.0, a, 8, slots, 4)
-    assert again is y
-    assert torch.allclose(parts.sum(0)[slots >= 0], inner[0][slots >= 0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("is_gated", [False, True])

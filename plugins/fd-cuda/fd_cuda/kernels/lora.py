@@ -1,7 +1,7 @@
 """The operations `lora` and `adapted_product` of fd-lora: what adapters add to a product, each row
 with its own or none.
 
-A first launch computes A x: of few rows each by itself (adapted_norm.py), with the norm before it,
+A first launch computes A x: of few rows each by itself (row_sums.py), with the norm before it,
 or a program takes one adapter and a share of the inputs, for all of the layer's parts at once, so
 that x is read once. The product's kernel adds B A x where the weight is plain and rows are few
 (native/gemm.cu), else a second launch: of few rows a program takes one adapter and a tile of
@@ -25,7 +25,7 @@ import triton.language as tl
 
 from . import linear
 from .adapted import Adapters, Shape
-from .adapted_norm import splits_of_rows, sums_of_rows
+from .row_sums import row_sums, splits_of_rows
 from .adapted_rows import even, finish, product, sums_of, tiles_of
 from .common import batch_invariant, cdiv, join_chain, options, pad2
 from .norm import rms_norm, silu_and_mul
@@ -249,7 +249,7 @@ def _of_few(
     if plan is None:
         return None
     if splits:
-        x, inner = sums_of_rows(x, norm_weight, eps, a, rank, slots, splits)
+        x, inner = row_sums(x, norm_weight, eps, a, rank, slots, splits)
     else:
         x = x if norm_weight is None else rms_norm(x, norm_weight, eps)
         inner, _ = _sums(x, None, a, slots, by_tiles)
