@@ -25,10 +25,10 @@ import triton.language as tl
 
 from . import linear
 from .adapted import Adapters, Shape
-from .row_sums import row_sums, splits_of_rows
 from .adapted_rows import even, finish, product, sums_of, tiles_of
 from .common import batch_invariant, cdiv, join_chain, options, pad2
 from .norm import rms_norm, silu_and_mul
+from .row_sums import row_sums, splits_of_rows
 
 FEW = 256  # rows among which a program looks for its own
 MOST_SPLITS = 16  # parts of the inputs
