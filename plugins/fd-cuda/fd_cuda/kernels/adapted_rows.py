@@ -201,7 +201,8 @@ def sums_of(
     turns = min(_TURNS, a.shape[0])
     _sums[(cdiv(num_rows, rows), splits, turns)](
         x, a, inner, slots, num_rows, x.stride(0), K=depth, RANKS=ranks, PADDED=padded, SHARE=share,
-        TURNS=turns, BM=rows, BK=columns, **options(num_warps=4, num_stages=4 if columns == 64 else 3),
+        TURNS=turns, BM=rows, BK=columns,
+        **options(num_warps=4, num_stages=4 if columns == 64 else 3),
     )  # fmt: skip
     return Sums(inner, b, ends, slots)
 
