@@ -47,13 +47,13 @@ def _sums(
     TURNS: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """inner [splits, T, RANKS]: A times x over SHARE inputs, of every so many adapters one."""
-    split = tl.program_id(1)
-    rows = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    split = tl.program_id(2)
+    rows = (tl.program_id(1) * BM + tl.arange(0, BM)).to(tl.int64)
     join_chain(PDL)
     slots = tl.load(slots_p + rows, mask=rows < num_rows, other=-1)
     last = tl.max(slots, 0)
     if last >= 0:
-        first = tl.min(tl.where(slots < 0, last, slots), 0) + tl.program_id(2)
+        first = tl.min(tl.where(slots < 0, last, slots), 0) + tl.program_id(0)
         ranks = tl.arange(0, PADDED)
         place = (split.to(tl.int64) * num_rows + rows)[:, None] * RANKS + ranks[None, :]
         a_rows = a_p + first.to(tl.int64) * RANKS * K + ranks[:, None] * K
@@ -199,7 +199,7 @@ def sums_of(
     splits = cdiv(depth, share)
     inner = torch.empty((splits, num_rows, ranks), dtype=torch.float32, device=x.device)
     turns = min(_TURNS, a.shape[0])
-    _sums[(cdiv(num_rows, rows), splits, turns)](
+    _sums[(turns, cdiv(num_rows, rows), splits)](
         x, a, inner, slots, num_rows, x.stride(0), K=depth, RANKS=ranks, PADDED=padded, SHARE=share,
         TURNS=turns, BM=rows, BK=columns,
         **options(num_warps=4, num_stages=4 if columns == 64 else 3),
