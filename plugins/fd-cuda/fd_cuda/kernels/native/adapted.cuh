@@ -45,6 +45,7 @@ __device__ __forceinline__ void ask_for_b(const Adapters& of, u32 to, int first_
 // What the rows of this thread have of A x, as mma takes it, and whose it is.
 struct Inner {
   int slots[2];
+  u32 needed;  // slots of the rows of this warp, a bit each
   u32 own[HALVES][SLABS][4];
 
   __device__ __forceinline__ void fetch(const Adapters& of, int first_column, int first_row, int M) {
@@ -67,12 +68,14 @@ struct Inner {
           own[h][k / 2][k % 2 * 2 + i] = pack(total.x, total.y);
         }
     }
+    needed = __reduce_or_sync(~0u, (slots[0] < 0 ? 0 : 1u << slots[0]) | (slots[1] < 0 ? 0 : 1u << slots[1]));
   }
 
   // What one of this block's adapters adds.
   __device__ __forceinline__ void multiply_b(float* sum, const unsigned char* b, int turn, int rank) const {
-    const int lane = threadIdx.x & 31;
-    const bool is_own[2] = {slots[0] == turn * SPLIT + rank, slots[1] == turn * SPLIT + rank};
+    const int lane = threadIdx.x & 31, slot = turn * SPLIT + rank;
+    if (slot >= SLOTS || !(needed >> slot & 1)) return;
+    const bool is_own[2] = {slots[0] == slot, slots[1] == slot};
 #pragma unroll
     for (int slab = 0; slab < SLABS; slab++) {
       const unsigned char* from = b + (turn * SLABS + slab) * SLAB + (lane & 3) * 4;
