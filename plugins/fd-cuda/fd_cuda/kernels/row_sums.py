@@ -9,18 +9,19 @@ import torch
 
 from . import native
 from .common import cdiv
+from .norm import rms_norm
 
-_MOST_ROWS, _MOST_READ = 128, 1 << 16  # each row reads its own A, of so many numbers
+_MOST_READ = 1 << 24  # numbers of A that all rows read, each its own
 _READ, _READ_ONCE = 1 << 14, 1 << 15  # numbers that a block reads at once, and at most
 _WARPS = 8
 
 
 def splits_of_rows(num_rows: int, ranks: int, rank: int, width: int, *, has_norm: bool) -> int:
     """Parts of the inputs that row_sums makes; 0 where a tensor core's launch is faster."""
-    if num_rows > _MOST_ROWS or ranks * width > _MOST_READ or rank > 8 * _WARPS:
+    if num_rows * ranks * width > _MOST_READ or rank > 8 * _WARPS:
         return 0
-    if has_norm:
-        return int(rank * width <= _READ_ONCE)
+    if has_norm and rank * width <= _READ_ONCE:
+        return 1
     return cdiv(rank * width, _READ)
 
 
@@ -36,6 +37,8 @@ def row_sums(
     """y = x, or rms_norm(x), and a[s] y in parts, [splits, T, parts of the product * rank] float32,
     for a [slots, parts * rank, K]; rows without an adapter get no sums. For what native/gemm.cu
     reads, and ranks of eights."""
+    if norm_weight is not None and splits > 1:  # no block sees the whole row
+        x, norm_weight = rms_norm(x, norm_weight, eps), None
     num_rows, (num_slots, ranks, width) = x.shape[0], a.shape
     has_norm, parts = norm_weight is not None, ranks // rank
     y = torch.empty((num_rows, width), dtype=x.dtype, device=x.device) if has_norm else x
