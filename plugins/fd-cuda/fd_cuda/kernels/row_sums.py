@@ -13,7 +13,7 @@ from .norm import rms_norm
 
 _MOST_READ = 1 << 24  # numbers of A that all rows read, each its own
 _READ, _READ_ONCE = 1 << 14, 1 << 15  # numbers that a block reads at once, and at most
-_WARPS = 8
+_MOST_SPLITS, _WARPS = 12, 8
 
 
 def splits_of_rows(num_rows: int, ranks: int, rank: int, width: int, *, has_norm: bool) -> int:
@@ -22,7 +22,8 @@ def splits_of_rows(num_rows: int, ranks: int, rank: int, width: int, *, has_norm
         return 0
     if has_norm and rank * width <= _READ_ONCE:
         return 1
-    return cdiv(rank * width, _READ)
+    splits = cdiv(rank * width, _READ)
+    return splits if splits <= _MOST_SPLITS else 0
 
 
 def row_sums(
