@@ -207,10 +207,8 @@ def adapted_product(
 ) -> torch.Tensor:
     """A plain product of x, or of rms_norm(x), with what adapters add to it: "plain"; "add", on top
     of the residual, which may be overwritten; or "gated", silu(gate) * up."""
-    operands, adapters = (
-        (epilogue, x, norm_weight, eps, weight, bias, residual),
-        (a, b, ends, slots),
-    )
+    operands = (epilogue, x, norm_weight, eps, weight, bias, residual)
+    adapters = (a, b, ends, slots)
     y = _of_few(*operands, *adapters)
     if y is not None:
         return y
