@@ -1,5 +1,5 @@
 // What adapters add to a product of gemm.cu: B times A x, which an earlier launch left. B of all adapters is in shared
-// memory with the first tile, one is multiplied with beside each tile, and a row's own is chosen by zeros in the places of the others. The blocks of a
+// memory before the tiles are multiplied, and a row's own is chosen by zeros in the places of the others. The blocks of a
 // cluster share the adapters out.
 
 #define EACH (PARTS * RANK)  // of a row's A x
@@ -45,7 +45,6 @@ __device__ __forceinline__ void ask_for_b(const Adapters& of, u32 to, int first_
 // What the rows of this thread have of A x, as mma takes it, and whose it is.
 struct Inner {
   int slots[2];
-  u32 needed;  // slots of the rows of this warp, a bit each
   u32 own[HALVES][SLABS][4];
 
   __device__ __forceinline__ void fetch(const Adapters& of, int first_column, int first_row, int M) {
@@ -68,27 +67,28 @@ struct Inner {
           own[h][k / 2][k % 2 * 2 + i] = pack(total.x, total.y);
         }
     }
-    needed = __reduce_or_sync(~0u, (slots[0] < 0 ? 0 : 1u << slots[0]) | (slots[1] < 0 ? 0 : 1u << slots[1]));
   }
 
-  // What one of this block's adapters adds.
-  __device__ __forceinline__ void multiply_b(float* sum, const unsigned char* b, int turn, int rank) const {
-    const int lane = threadIdx.x & 31, slot = turn * SPLIT + rank;
-    if (slot >= SLOTS || !(needed >> slot & 1)) return;
-    const bool is_own[2] = {slots[0] == slot, slots[1] == slot};
+  // What this block's adapters add.
+  __device__ __forceinline__ void multiply_b(float* sum, const unsigned char* b, int rank) const {
+    const int lane = threadIdx.x & 31;
 #pragma unroll
-    for (int slab = 0; slab < SLABS; slab++) {
-      const unsigned char* from = b + (turn * SLABS + slab) * SLAB + (lane & 3) * 4;
+    for (int turn = 0; turn < TURNS_B; turn++) {
+      const bool is_own[2] = {slots[0] == turn * SPLIT + rank, slots[1] == turn * SPLIT + rank};
 #pragma unroll
-      for (int h = 0; h < HALVES; h++) {
-        u32 chosen[4];
+      for (int slab = 0; slab < SLABS; slab++) {
+        const unsigned char* from = b + (turn * SLABS + slab) * SLAB + (lane & 3) * 4;
 #pragma unroll
-        for (int i = 0; i < 4; i++) chosen[i] = is_own[i % 2] ? own[h][slab][i] : 0;
+        for (int h = 0; h < HALVES; h++) {
+          u32 chosen[4];
 #pragma unroll
-        for (int j = h * (WIDE / 8); j < (h + 1) * (WIDE / 8); j++) {
-          const int row = j * 8 + (lane >> 2);
-          multiply_slab(sum + j * 4, chosen, *(const u32*)(from + place_of(row, 0)),
-                        *(const u32*)(from + place_of(row, 1)));
+          for (int i = 0; i < 4; i++) chosen[i] = is_own[i % 2] ? own[h][slab][i] : 0;
+#pragma unroll
+          for (int j = h * (WIDE / 8); j < (h + 1) * (WIDE / 8); j++) {
+            const int row = j * 8 + (lane >> 2);
+            multiply_slab(sum + j * 4, chosen, *(const u32*)(from + place_of(row, 0)),
+                          *(const u32*)(from + place_of(row, 1)));
+          }
         }
       }
     }

@@ -204,9 +204,9 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
 #pragma unroll
   for (int i = 0; i < BN / 2; i++) sum[i] = 0.f;
 #if LORA
-  float more[BN / 2];  // that adapters add
-#pragma unroll
-  for (int i = 0; i < BN / 2; i++) more[i] = 0.f;
+  asm volatile("cp.async.wait_group %0;" ::"n"(ASKED - 1) : "memory");
+  __syncthreads();
+  inner.multiply_b(sum, b, rank);
 #endif
   fence_registers(sum);
   for (int t = 0; t < count; t++) {
@@ -222,21 +222,9 @@ gemm(const u16* __restrict__ x, long long x_stride, const u16* __restrict__ w, c
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
     multiply_tile(sum, base + (t % STAGES) * STAGE, warp);
-#if LORA
-    if (t < TURNS_B) inner.multiply_b(more, b, t, rank);  // beside the tile
-#endif
   }
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
   fence_registers(sum);
-#if LORA
-  if (count == 0) {
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
-    __syncthreads();
-  }
-  for (int turn = count; turn < TURNS_B; turn++) inner.multiply_b(more, b, turn, rank);
-#pragma unroll
-  for (int i = 0; i < BN / 2; i++) sum[i] += more[i];
-#endif
 
   const int r = warp * 16 + (lane >> 2);
 
