@@ -15,9 +15,9 @@ import torch
 from fastdeploy_core.contracts.quant_formats import PackedWeight
 from quant_emulation import use_kernels
 
-from fd_cuda.kernels import quant_linear, quant_trellis
+from fd_cuda.kernels import quant_grouped, quant_linear, quant_trellis
 from fd_cuda.kernels.quant_layout import TRELLIS
-from fd_cuda.kernels.quant_shapes import MOST_SHARED, Tile, tile_room, tile_shared
+from fd_cuda.kernels.quant_shapes import MOST_SHARED, Grouped, Tile, tile_room, tile_shared
 from fd_cuda.kernels.routing import Order
 from fd_cuda.kernels.trellis_native import Rows, Streamed, Trellis, rotated
 
@@ -220,9 +220,12 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
                 part = own[begin : begin + rows]
                 slots += part + [ids.numel()] * (rows - len(part))
                 blocks.append(expert)
+        places = torch.full((ids.numel() + 1,), -1, dtype=torch.int32)
+        places[slots] = torch.arange(len(slots), dtype=torch.int32)
         return Order(
             torch.tensor([*slots], dtype=torch.int32),
-            torch.tensor([*blocks, -1], dtype=torch.int32),
+            torch.tensor([*blocks], dtype=torch.int32),
+            places[:-1].contiguous(),
         )
 
     monkeypatch.setattr(quant_trellis, "combined", combined)
@@ -259,11 +262,18 @@ def test_experts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (20, "rows"),
         (20, "tile"),
+        (40, "grouped"),
+        (40, "plain"),
         *([(60, "rows"), (90, "tile"), (150, "tile")] if HAS_GPU else []),
     ],
 )
 def test_experts_of_many_rows(tokens: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quant_trellis, "_SOME_EACH", 4 if way == "tile" else 1000)
+    if way in ("grouped", "plain"):
+        shape = Grouped(64, 2, 3)
+        monkeypatch.setattr(quant_trellis, "choose_grouped", lambda *_: shape)
+        monkeypatch.setattr(quant_trellis, "PLAIN", way == "plain")
+        monkeypatch.setattr(quant_grouped, "num_processors", lambda: 3)
     hidden, inner, count = 256, 192, 3
     gate_up, first = trellis(2 * inner, hidden, 128, count)
     down, second = trellis(hidden, inner, 64, count)

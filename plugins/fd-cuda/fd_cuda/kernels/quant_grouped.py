@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from . import native
 from .common import num_processors
 from .native import tensor_map
-from .quant_layout import MXFP4, SLAB_ROWS, TURN, Slabs
+from .quant_layout import MXFP4, SLAB_ROWS, TRELLIS, TURN, Slabs
 from .quant_order import STEP, gathered
 from .quant_shapes import MOST_DYNAMIC, Grouped, grouped_shared, slab_bytes
 
@@ -36,6 +36,7 @@ class Matrix:
     groups: torch.Tensor | None
     turns_of_group: int
     scales: torch.Tensor  # float32 [E, N or more]
+    slab_rows: int = SLAB_ROWS
     is_in_turn: bool = False  # gates and what belongs to them
     bias: torch.Tensor | None = None
 
@@ -57,7 +58,10 @@ def of_mxfp4(shape: Grouped, weight: PackedWeight, bias: torch.Tensor | None) ->
     stored = held["weight"].view(torch.uint8).view(-1, weight.in_features // 2)
     boxes = tensor_map.slab_boxes(stored, STEP // 2, shape.slabs * SLAB_ROWS)
     powers, largest = held["powers"], held["largest"]
-    return Matrix(MXFP4, 0, weight.out_features, turns, boxes, powers, turns, largest, True, bias)
+    return Matrix(
+        MXFP4, 0, weight.out_features, turns, boxes, powers, turns, largest, is_in_turn=True,
+        bias=bias,
+    )  # fmt: skip
 
 
 def prepare_mxfp4(weight: PackedWeight) -> PackedWeight:
@@ -82,6 +86,7 @@ def grouped_product(
     num_slots: int,
     *,
     paired: bool,
+    x_sums: torch.Tensor | None = None,
     clamp: tuple[float, float] = (0.0, 0.0),
 ) -> torch.Tensor:
     """Rows of x, half floats or int8 numbers by words, in the order of the blocks, times the
@@ -112,13 +117,14 @@ def grouped_product(
         weight.groups,
         weight.scales,
         x_scales,
+        x_sums,
         weight.bias,
         y,
         order.slots,
         order.experts,
         num_slots,
         weight.out_features,
-        -(-weight.out_features // SLAB_ROWS),
+        -(-weight.out_features // weight.slab_rows),
         weight.turns,
         weight.turns_of_group,
         weight.scales.shape[1],

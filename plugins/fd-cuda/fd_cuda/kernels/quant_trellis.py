@@ -23,7 +23,7 @@ from .quant_layout import TRELLIS
 from .quant_linear import fills, native_runs, size_of, tile_shape
 from .quant_native import Grouping
 from .quant_order import gathered
-from .quant_shapes import Tile
+from .quant_shapes import Grouped, Tile
 from .routing import Order, order_by_expert
 from .trellis_native import (
     TILE,
@@ -36,6 +36,7 @@ from .trellis_native import (
     by_lanes,
     decoded,
     few_product,
+    grouped_experts,
     rotate,
     rotated,
     rows_product,
@@ -158,6 +159,11 @@ def moe_experts(
         return _one_by_one(x, topk_ids, topk_weights, gate_up, down)
     slots, experts = tokens * top_k, gate_up.packed.num_experts
     each = slots / experts
+    grouped = choose_grouped(gate_up, down, each)
+    if grouped is not None:
+        order = order_by_expert(topk_ids, experts, grouped.rows)
+        y = grouped_experts(grouped, x, order, top_k, gate_up, down, plain=PLAIN)
+        return combined(y, topk_weights)
     wide = choose_wide(gate_up, down, each)
     if wide is not None:
         order = order_by_expert(topk_ids, experts, wide.rows)
@@ -192,6 +198,13 @@ def _ordered(x: Rotated, order: Order, slots: int, divisor: int) -> Rotated:
     numbers = gathered(x.numbers.view(torch.int16), order, slots, divisor).view(torch.int8)
     places = (order.slots // divisor).clamp_(0, len(x.scales) - 1)
     return Rotated(numbers, x.scales[places], x.sums[places])
+
+
+PLAIN = False
+
+
+def choose_grouped(gate_up: Trellis, down: Trellis, each: float) -> Grouped | None:
+    return None
 
 
 def choose_wide(gate_up: Trellis, down: Trellis, each: float) -> Tile | None:

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from . import native
+from .native import tensor_map
+from .quant_grouped import Matrix, grouped_product
 from .quant_layout import TRELLIS
 from .quant_native import fed
-from .quant_shapes import Tile, only_resident
+from .quant_shapes import Grouped, Tile, only_resident, slab_bytes
 
 if TYPE_CHECKING:
     from fastdeploy_core.contracts.quant_formats import PackedWeight
 
     from .quant_native import Grouping
+    from .routing import Order
 
 # What the code's numbers, whole bytes, are multiplied with: its spread over its deviation.
 _UNIT: Final = 1.03 / 128.0
@@ -150,6 +153,19 @@ def rotate(x: torch.Tensor, weight: Trellis) -> Rotated:
     return Rotated(numbers, scales, sums)
 
 
+def placed(x: torch.Tensor, weight: Trellis, order: Order, copies: int, *, plain: bool) -> Rotated:
+    """As quant_grouped.cu reads it: rows of x, each once for each of its `copies` experts, or,
+    where there are none, rows that stand in this order. `plain`: one number for an input."""
+    assert order.places is not None
+    rows, width = len(order.slots), x.shape[1]
+    shape = (rows, width * (1 if plain else 2))
+    numbers = torch.empty(shape, dtype=torch.int8, device=x.device)
+    scales = torch.empty((rows,), dtype=torch.float32, device=x.device)
+    sums = torch.empty((rows,), dtype=torch.int32, device=x.device)
+    _rotate(x, weight, [numbers, None, scales, sums], order.places, copies, plain=plain)
+    return Rotated(numbers if plain else numbers.view(torch.int16), scales, sums)
+
+
 def rotated(x: torch.Tensor, weight: Trellis) -> torch.Tensor:
     """x [T, K] through signs and transforms, in its own dtype."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -157,14 +173,28 @@ def rotated(x: torch.Tensor, weight: Trellis) -> torch.Tensor:
     return y
 
 
-def _rotate(x: torch.Tensor, weight: Trellis, outputs: list[torch.Tensor | None]) -> None:
+def _rotate(
+    x: torch.Tensor,
+    weight: Trellis,
+    outputs: list[torch.Tensor | None],
+    places: torch.Tensor | None = None,
+    copies: int = 0,
+    *,
+    plain: bool = False,
+) -> None:
     rows, width = x.shape
-    defines = {"WARPS": _ROTATE_WARPS, **_rotation(x.dtype, width, weight.block)}
+    defines = {
+        "WARPS": _ROTATE_WARPS,
+        **_rotation(x.dtype, width, weight.block),
+        "PLACED": int(places is not None),
+        "PLAIN": int(plain),
+    }
     stride = ctypes.c_longlong(x.stride(0))
-    arguments = [x, stride, weight.signs, *outputs, weight.norm, _UNIT]
+    arguments = [x, stride, weight.signs, *outputs, weight.norm, _UNIT, places, copies]
     kernel = native.function("tet_rotate", defines)
     threads, shared = _ROTATE_WARPS * 32, _row_bytes(width)
-    native.launch(kernel, (rows, 1, 1), threads, arguments, shared=shared)
+    blocks = rows if copies or places is None else len(places)
+    native.launch(kernel, (blocks, 1, 1), threads, arguments, shared=shared)
 
 
 def _rotation(dtype: torch.dtype, width: int, block: int) -> dict[str, int]:
@@ -363,6 +393,36 @@ def tile_product(
     numbers = x.numbers.view(torch.int16)
     fed(shape, defines, numbers, arguments, weight.tiles // halves, blocks)
     return y
+
+
+def grouped_experts(
+    shape: Grouped,
+    x: torch.Tensor,
+    order: Order,
+    top_k: int,
+    gate_up: Trellis,
+    down: Trellis,
+    *,
+    plain: bool,
+) -> torch.Tensor:
+    """By quant_grouped.cu: [num_slots, H], the gated MLPs of the experts that rows slot // top_k of
+    x go to in this order."""
+    y, num_slots = x, x.shape[0] * top_k
+    for weight, copies in ((gate_up, top_k), (down, 0)):
+        seen = placed(y, weight, order, copies, plain=plain)
+        y = grouped_product(
+            shape, seen.numbers, seen.scales, _matrix(shape, weight), x.dtype, order, num_slots,
+            paired=copies > 0, x_sums=seen.sums,
+        )  # fmt: skip
+    return y
+
+
+def _matrix(shape: Grouped, weight: Trellis) -> Matrix:
+    turns, size = -(-weight.packed.in_features // TILE), slab_bytes(TRELLIS)
+    words = weight.words.view(-1, weight.words.shape[-2] * weight.words.shape[-1])
+    boxes = tensor_map.slab_boxes(words.view(torch.uint8), 2 * size, shape.groups)
+    width = weight.packed.out_features
+    return Matrix(TRELLIS, 0, width, turns, boxes, None, turns, weight.scales, slab_rows=TILE)
 
 
 def decoded(weight: Trellis, dtype: torch.dtype) -> torch.Tensor:
