@@ -88,8 +88,8 @@ __device__ __forceinline__ void multiply_rows(Sum* d, const u32* a, u64 b) {
 #endif
 }
 
-#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 40;")
-#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 232;")
+#define GIVE_REGISTERS() asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 40 : 32))
+#define TAKE_REGISTERS() asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GROUPS == 2 ? 232 : GROUPS == 3 ? 160 : 112))
 
 // END OF INSTRUCTIONS
 
@@ -464,9 +464,13 @@ __device__ __forceinline__ void compute(const Problem& of, const Tile& tile, con
   if (tile.count <= 8) add_up<8>(sum, of, tile, ring, at, warp, lane);
   else if (tile.count <= 16) add_up<16>(sum, of, tile, ring, at, warp, lane);
   else if (tile.count <= 24) add_up<24>(sum, of, tile, ring, at, warp, lane);
+#if ROWS == 32
+  else add_up<32>(sum, of, tile, ring, at, warp, lane);
+#else
   else if (tile.count <= 32) add_up<32>(sum, of, tile, ring, at, warp, lane);
   else if (tile.count <= 48) add_up<48>(sum, of, tile, ring, at, warp, lane);
   else add_up<64>(sum, of, tile, ring, at, warp, lane);
+#endif
 #endif
 #pragma unroll
   for (int m = 0; m < 2; m++) fence_registers(sum[m]);
