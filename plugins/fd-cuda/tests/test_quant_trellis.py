@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,14 @@ from quant_emulation import use_kernels
 
 from fd_cuda.kernels import quant_grouped, quant_linear, quant_trellis
 from fd_cuda.kernels.quant_layout import TRELLIS
-from fd_cuda.kernels.quant_shapes import MOST_SHARED, Grouped, Tile, tile_room, tile_shared
+from fd_cuda.kernels.quant_shapes import (
+    MOST_DYNAMIC,
+    MOST_SHARED,
+    Grouped,
+    Tile,
+    grouped_shared,
+    tile_shared,
+)
 from fd_cuda.kernels.routing import Order
 from fd_cuda.kernels.trellis_native import Rows, Streamed, Trellis, rotated
 
@@ -181,16 +187,14 @@ def test_chosen_kernels_fit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert shape.own == (rows == 1)
 
 
-def test_tiles_of_experts_fit() -> None:
-    """Beside each other into shared memory, and most experts have no block more than that of the
-    average."""
-    weight = trellis(64, 128, 128)[0]
-    for each in range(37, 600):
-        tile = quant_trellis.choose_wide(weight, weight, each)
-        assert tile is not None
-        assert tile_shared(tile, TRELLIS, 0) <= tile_room(tile)
-        blocks = ceil(each / tile.rows)
-        assert each + each**0.5 <= blocks * tile.rows < 1.5 * each + 32
+def test_blocks_of_experts_fit() -> None:
+    """Into shared memory with some steps ahead, and most experts have one as long as there are
+    blocks so large."""
+    for each in range(1, 600):
+        shape, decodes = quant_trellis.choose_grouped(each)
+        assert grouped_shared(shape, TRELLIS, is_int8=decodes) <= MOST_DYNAMIC
+        assert shape.stages > 3
+        assert each + each**0.5 <= shape.rows or shape.rows == 128
 
 
 def test_stored_words_come_back() -> None:
@@ -206,9 +210,6 @@ def test_stored_words_come_back() -> None:
 def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its interpreter is other tests' business."""
 
-    def gathered(x: torch.Tensor, order: Order, slots: int, divisor: int) -> torch.Tensor:
-        return x[(order.slots.long() // divisor).clamp(max=len(x) - 1)]
-
     def combined(y: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         return (y.view(*shares.shape, -1).float() * shares.unsqueeze(-1)).sum(1).to(y.dtype)
 
@@ -223,14 +224,13 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         places = torch.full((ids.numel() + 1,), -1, dtype=torch.int32)
         places[slots] = torch.arange(len(slots), dtype=torch.int32)
         return Order(
-            torch.tensor([*slots], dtype=torch.int32),
-            torch.tensor([*blocks], dtype=torch.int32),
+            torch.tensor(slots + [ids.numel()] * rows, dtype=torch.int32),
+            torch.tensor([*blocks, -1], dtype=torch.int32),
             places[:-1].contiguous(),
         )
 
     monkeypatch.setattr(quant_trellis, "combined", combined)
     monkeypatch.setattr(quant_trellis, "order_by_expert", order)
-    monkeypatch.setattr(quant_trellis, "gathered", gathered)
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
@@ -258,22 +258,20 @@ def test_experts(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "way"),
+    ("tokens", "rows", "decodes"),
     [
-        (20, "rows"),
-        (20, "tile"),
-        (40, "grouped"),
-        (40, "plain"),
-        *([(60, "rows"), (90, "tile"), (150, "tile")] if HAS_GPU else []),
+        (40, 64, False),  # two thirds of them each
+        (40, 64, True),
+        (120, 96, True),
+        *([(90, 128, False), (150, 128, True)] if HAS_GPU else []),
     ],
 )
-def test_experts_of_many_rows(tokens: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quant_trellis, "_SOME_EACH", 4 if way == "tile" else 1000)
-    if way in ("grouped", "plain"):
-        shape = Grouped(64, 2, 3)
-        monkeypatch.setattr(quant_trellis, "choose_grouped", lambda *_: shape)
-        monkeypatch.setattr(quant_trellis, "PLAIN", way == "plain")
-        monkeypatch.setattr(quant_grouped, "num_processors", lambda: 3)
+def test_experts_of_many_rows(
+    tokens: int, rows: int, decodes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = Grouped(rows, 2, 3), decodes
+    monkeypatch.setattr(quant_trellis, "choose_grouped", lambda each: chosen)
+    monkeypatch.setattr(quant_grouped, "num_processors", lambda: 3)
     hidden, inner, count = 256, 192, 3
     gate_up, first = trellis(2 * inner, hidden, 128, count)
     down, second = trellis(hidden, inner, 64, count)

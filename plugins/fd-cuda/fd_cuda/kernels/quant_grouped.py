@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from . import native
 from .common import num_processors
 from .native import tensor_map
-from .quant_layout import MXFP4, SLAB_ROWS, TRELLIS, TURN, Slabs
+from .quant_layout import MXFP4, SLAB_ROWS, TURN, Slabs
 from .quant_order import STEP, gathered
 from .quant_shapes import MOST_DYNAMIC, Grouped, grouped_shared, slab_bytes
 

@@ -153,17 +153,20 @@ def rotate(x: torch.Tensor, weight: Trellis) -> Rotated:
     return Rotated(numbers, scales, sums)
 
 
-def placed(x: torch.Tensor, weight: Trellis, order: Order, copies: int, *, plain: bool) -> Rotated:
+def placed(
+    x: torch.Tensor, weight: Trellis, order: Order, copies: int, *, decodes: bool
+) -> Rotated:
     """As quant_grouped.cu reads it: rows of x, each once for each of its `copies` experts, or,
-    where there are none, rows that stand in this order. `plain`: one number for an input."""
-    assert order.places is not None
+    where there are none, rows that stand in this order. `decodes`: one number for an input."""
+    if order.places is None:
+        raise ValueError("an order without places of its rows")
     rows, width = len(order.slots), x.shape[1]
-    shape = (rows, width * (1 if plain else 2))
+    shape = (rows, width * (1 if decodes else 2))
     numbers = torch.empty(shape, dtype=torch.int8, device=x.device)
     scales = torch.empty((rows,), dtype=torch.float32, device=x.device)
     sums = torch.empty((rows,), dtype=torch.int32, device=x.device)
-    _rotate(x, weight, [numbers, None, scales, sums], order.places, copies, plain=plain)
-    return Rotated(numbers if plain else numbers.view(torch.int16), scales, sums)
+    _rotate(x, weight, [numbers, None, scales, sums], order.places, copies, decodes=decodes)
+    return Rotated(numbers if decodes else numbers.view(torch.int16), scales, sums)
 
 
 def rotated(x: torch.Tensor, weight: Trellis) -> torch.Tensor:
@@ -180,14 +183,14 @@ def _rotate(
     places: torch.Tensor | None = None,
     copies: int = 0,
     *,
-    plain: bool = False,
+    decodes: bool = False,
 ) -> None:
     rows, width = x.shape
     defines = {
         "WARPS": _ROTATE_WARPS,
         **_rotation(x.dtype, width, weight.block),
         "PLACED": int(places is not None),
-        "PLAIN": int(plain),
+        "PLAIN": int(decodes),
     }
     stride = ctypes.c_longlong(x.stride(0))
     arguments = [x, stride, weight.signs, *outputs, weight.norm, _UNIT, places, copies]
@@ -256,15 +259,11 @@ def rows_product(
     weight: Trellis,
     bias: torch.Tensor | None,
     num_rows: int,
-    grouping: Grouping | None = None,
-    *,
-    paired: bool = False,
 ) -> torch.Tensor:
-    """x as it is where shape.own says that blocks rotate it."""
+    """Of a dense layer; x as it is where shape.own says that blocks rotate it."""
     given = (x, None, None) if isinstance(x, torch.Tensor) else (x.numbers, x.scales, x.sums)
-    packed, halves = weight.packed, 2 if paired else 1
-    width = packed.out_features // halves
-    y = torch.empty((num_rows, width), dtype=dtype, device=weight.words.device)
+    packed = weight.packed
+    y = torch.empty((num_rows, packed.out_features), dtype=dtype, device=weight.words.device)
     defines = {
         **_rotation(dtype, packed.in_features, weight.block),
         "TILES": shape.eights,
@@ -275,10 +274,7 @@ def rows_product(
         "STAGES": shape.stages,
         "REGISTERS": shape.registers,
         "OWN": shape.own,
-        "PAIRED": int(paired),
-        "GROUPED": int(grouping is not None),
     }
-    order = None if grouping is None else grouping.order
     shared, inbox_at = shape.shared(packed.in_features)
     arguments = [
         *given,
@@ -286,19 +282,15 @@ def rows_product(
         weight.scales,
         bias,
         y,
-        None if order is None else order.slots,
-        None if order is None else order.experts,
         num_rows,
         packed.out_features,
         weight.tiles,
-        1 if grouping is None else grouping.divisor,
         ctypes.c_longlong(given[0].stride(0)),
         weight.signs,
         weight.norm * _UNIT,
         inbox_at,
     ]
-    blocks = -(-num_rows // (8 * shape.eights)) if grouping is None else grouping.blocks
-    grid = (-(-weight.tiles // shape.group), blocks, shape.split)
+    grid = (-(-weight.tiles // shape.group), -(-num_rows // (8 * shape.eights)), shape.split)
     kernel = native.function("tet_rows", defines)
     native.launch(kernel, grid, shape.warps * 32, arguments, shared=shared, cluster=shape.split)
     return y
@@ -354,23 +346,19 @@ def tile_product(
     weight: Trellis,
     bias: torch.Tensor | None,
     num_rows: int,
-    grouping: Grouping | None = None,
-    *,
-    paired: bool = False,
 ) -> torch.Tensor:
     """By quant_tile.cu: many rows, of inputs in whole sixty-fours; as product() of quant_native.py
     says."""
-    packed, halves = weight.packed, 2 if paired else 1
-    y = torch.empty((num_rows, packed.out_features // halves), dtype=dtype, device=x.scales.device)
+    packed = weight.packed
+    y = torch.empty((num_rows, packed.out_features), dtype=dtype, device=x.scales.device)
     defines = {
         "HALF": 0,
         "Y_HALF": int(dtype == torch.float16),
         "FORMAT": TRELLIS,
         "SCALED": 0,
-        "PAIRED": int(paired),
-        "GROUPED": int(grouping is not None),
+        "PAIRED": 0,
+        "GROUPED": 0,
     }
-    order = None if grouping is None else grouping.order
     turns = packed.in_features // TILE
     arguments = [
         weight.words,
@@ -380,8 +368,8 @@ def tile_product(
         x.sums,
         bias,
         y,
-        None if order is None or paired else order.slots,
-        None if order is None else order.experts,
+        None,
+        None,
         num_rows,
         packed.out_features,
         weight.tiles,
@@ -389,9 +377,8 @@ def tile_product(
         turns,
         None,
     ]
-    blocks = -(-num_rows // shape.rows) if grouping is None else grouping.blocks
     numbers = x.numbers.view(torch.int16)
-    fed(shape, defines, numbers, arguments, weight.tiles // halves, blocks)
+    fed(shape, defines, numbers, arguments, weight.tiles, -(-num_rows // shape.rows))
     return y
 
 
@@ -403,13 +390,13 @@ def grouped_experts(
     gate_up: Trellis,
     down: Trellis,
     *,
-    plain: bool,
+    decodes: bool,
 ) -> torch.Tensor:
     """By quant_grouped.cu: [num_slots, H], the gated MLPs of the experts that rows slot // top_k of
     x go to in this order."""
     y, num_slots = x, x.shape[0] * top_k
     for weight, copies in ((gate_up, top_k), (down, 0)):
-        seen = placed(y, weight, order, copies, plain=plain)
+        seen = placed(y, weight, order, copies, decodes=decodes)
         y = grouped_product(
             shape, seen.numbers, seen.scales, _matrix(shape, weight), x.dtype, order, num_slots,
             paired=copies > 0, x_sums=seen.sums,
