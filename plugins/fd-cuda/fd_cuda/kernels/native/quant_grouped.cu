@@ -4,7 +4,9 @@
 // One warp feeds: the copy engine brings two turns of 64 inputs, as far ahead as STAGES such steps, those of the next tiles
 // while one is stored. GROUPS of four warps unpack a slab of quant.cuh into registers while wgmma multiplies the slab
 // before; a warp has two, with PAIRED gates and what belongs to them. NUMBERS: x is int8, its inputs by sixteens in the
-// order of the bytes of a slab's words, and int4 becomes int8.
+// order of the bytes of a slab's words, and int4 becomes int8. The trellis code: x is rotated int8 (tet_rotate.cu), four
+// numbers for two inputs, which multiply products of windows as they are, or, with NUMBERS, one for an input, and weights
+// are rounded to int8: twice the work of unpacking, half of that of the matrix units.
 // x lies by blocks of ROWS rows, each of one expert, those that are there first. PAIRED: so does y; else `slots` says where
 // rows of y go.
 // A row of x comes out the same whatever stands beside it.
